@@ -1,0 +1,139 @@
+"""What an engine must be able to do: the plain operations under `tfdist.collectives`."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+
+import tensorflow as tf
+
+from tfdist.collectives.flight_recorder import FlightRecorder
+from tfdist.collectives.group import Group
+from tfdist.mesh import Mesh
+
+__all__ = ["REDUCTIONS", "Engine"]
+
+REDUCTIONS = ("sum", "mean", "max", "min")
+
+
+class Engine(abc.ABC):
+    """Moves and reduces tensors among the ranks of a mesh.
+
+    An engine implements the seven methods below for tensors of rank one or more whose dtype it
+    lists; `tfdist.collectives.operations` adds dtypes, scalars, other dims, gradients, names and
+    the flight recorder. All members of a group call the same operation with the same name.
+
+    Attributes:
+        mesh: The resolved mesh.
+        recorder: What is known of operations under way.
+    """
+
+    #: The engine's name in messages.
+    name: str = "engine"
+    #: For dtypes that the engine cannot add or compare: the dtype that it does it in instead.
+    reduce_as: Mapping[tf.DType, tf.DType] = {}
+    #: For dtypes that the engine cannot move: a dtype of the same width whose bits it moves, or
+    #: a wider one that holds every value.
+    move_as: Mapping[tf.DType, tf.DType] = {}
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self.recorder = FlightRecorder()
+        self._groups: dict[tuple[int, ...], Group] = {}
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the world."""
+        return self.mesh.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the world."""
+        return self.mesh.size
+
+    def group(self, *axes: str) -> Group:
+        """The group of this rank along the given mesh axes; without an axis, the world."""
+        axes = axes or self.mesh.order
+        return self._group_of(self.mesh.group(*axes), label="+".join(axes))
+
+    def pair(self, other: int) -> Group:
+        """The group of this rank and the rank `other`.
+
+        Raises:
+            ValueError: `other` is this rank.
+        """
+        if other == self.rank:
+            raise ValueError(f"A rank does not send to itself. Received: other={other}.")
+        low, high = sorted((self.rank, other))
+        return self._group_of((low, high), label=f"pair{low}-{high}")
+
+    def _group_of(self, ranks: tuple[int, ...], label: str) -> Group:
+        if ranks not in self._groups:
+            if len(ranks) > 1:
+                self._check_group(ranks)
+            if len(ranks) == self.size:
+                label = "world"
+            self._groups[ranks] = Group(ranks, label, self)
+        return self._groups[ranks]
+
+    def _check_group(self, ranks: tuple[int, ...]) -> None:
+        """Raises ValueError where the engine cannot carry a group of these ranks."""
+
+    @abc.abstractmethod
+    def all_reduce(self, tensor: tf.Tensor, group: Group, reduction: str, name: str) -> tf.Tensor:
+        """The sum, mean, max or min over the group; one shape on all members."""
+
+    @abc.abstractmethod
+    def all_gather(self, tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
+        """All members' tensors, of one shape, one after the other along dim 0."""
+
+    @abc.abstractmethod
+    def all_gather_uneven(self, tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
+        """As `all_gather`, where members differ in dim 0."""
+
+    @abc.abstractmethod
+    def reduce_scatter(
+        self, tensor: tf.Tensor, group: Group, reduction: str, name: str
+    ) -> tf.Tensor:
+        """This member's equal share, along dim 0, of the reduced tensor."""
+
+    @abc.abstractmethod
+    def all_to_all(self, tensor: tf.Tensor, group: Group, name: str) -> tf.Tensor:
+        """Sends the i-th equal share along dim 0 to member i; what came, in member order."""
+
+    @abc.abstractmethod
+    def all_to_all_uneven(
+        self, tensor: tf.Tensor, splits: tf.Tensor, group: Group, name: str
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        """As `all_to_all` with `splits[i]` rows (int32) for member i; also the rows received."""
+
+    @abc.abstractmethod
+    def broadcast(self, tensor: tf.Tensor, root: int, group: Group, name: str) -> tf.Tensor:
+        """The tensor of member `root`; the others pass one of the same shape."""
+
+    def shutdown(self) -> None:
+        """Leaves the world. Other ranks may still be at work."""
+
+
+def reduce_locally(stacked: tf.Tensor, reduction: str) -> tf.Tensor:
+    """Reduces dim 0 of `stacked`, one slice a member."""
+    reducers: Mapping[str, Callable] = {
+        "sum": tf.reduce_sum,
+        "mean": tf.reduce_mean,
+        "max": tf.reduce_max,
+        "min": tf.reduce_min,
+    }
+    return reducers[reduction](stacked, axis=0)
+
+
+def split_rows(tensor: tf.Tensor, parts: int) -> tf.Tensor:
+    """Reshapes [parts * n, ...] to [parts, n, ...]."""
+    shape = tensor.shape
+    rows = None if shape[0] is None else shape[0] // parts
+    inner: Sequence = shape[1:]
+    if rows is not None and shape[1:].is_fully_defined():
+        return tf.reshape(tensor, [parts, rows, *inner])
+    dynamic = tf.shape(tensor)
+    reshaped = tf.reshape(tensor, tf.concat([[parts, dynamic[0] // parts], dynamic[1:]], 0))
+    reshaped.set_shape([parts, rows, *inner])
+    return reshaped

@@ -1,0 +1,37 @@
+"""A group: ranks that communicate with each other, and the engine that carries it."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+
+if typing.TYPE_CHECKING:
+    from tfdist.collectives.engine import Engine
+
+__all__ = ["Group"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Ranks that take part in a collective together; each passes its own copy.
+
+    Attributes:
+        ranks: Ranks in the world, ascending. A member's index in this tuple is its place in the
+            group, by which `broadcast`, `send`, `recv` and all slices are counted.
+        label: What the group is in the mesh, for names and messages: "data", "data+tensor".
+        engine: What carries its operations.
+    """
+
+    ranks: tuple[int, ...]
+    label: str
+    engine: Engine = dataclasses.field(compare=False, repr=False)
+
+    @property
+    def size(self) -> int:
+        """The number of members."""
+        return len(self.ranks)
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the group."""
+        return self.ranks.index(self.engine.rank)

@@ -1,0 +1,156 @@
+"""Horovod as an engine: raw operations on static process sets.
+
+Nothing of Horovod's Keras or optimizer wrappers is used: they do not know Keras 3.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import types
+
+import tensorflow as tf
+
+from tfdist.collectives.engine import Engine, reduce_locally, split_rows
+from tfdist.collectives.group import Group
+from tfdist.mesh import AXES, Mesh
+
+__all__ = ["HorovodEngine", "started_by_horovod"]
+
+#: What the launchers set that can start Horovod ranks: rank, size.
+_LAUNCHER_VARIABLES = (
+    ("HOROVOD_RANK", "HOROVOD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
+
+
+def started_by_horovod() -> tuple[int, int] | None:
+    """Returns (rank, size) where horovodrun or mpirun started this process, else None."""
+    for rank, size in _LAUNCHER_VARIABLES:
+        if rank in os.environ and size in os.environ:
+            return int(os.environ[rank]), int(os.environ[size])
+    return None
+
+
+def import_horovod() -> types.ModuleType:
+    """Returns `horovod.tensorflow`.
+
+    Raises:
+        ImportError: Horovod is missing, or was built for another TensorFlow.
+    """
+    try:
+        import horovod.tensorflow as hvd
+    except ImportError as error:
+        raise ImportError(
+            "Horovod cannot be imported. Build it for the installed TensorFlow with "
+            f"`tfdist-install-horovod`, or use MultiWorkerStrategy. The import said: {error}"
+        ) from error
+    return hvd
+
+
+class HorovodEngine(Engine):
+    """Horovod's Gloo, MPI or NCCL operations.
+
+    Process sets are made once, when Horovod starts: sets that are added later cost a round of
+    agreement at every use of Horovod. So `send` and `recv` reach ranks along the axes named in
+    `pairs_along`, and the other rank of any group of two.
+
+    Args:
+        mesh: The mesh; resolved here, against Horovod's world.
+        pairs_along: Mesh axes along which any two ranks may send to each other.
+    """
+
+    name = "horovod"
+    reduce_as = {tf.bfloat16: tf.float32, tf.uint16: tf.int32, tf.int16: tf.int32}
+    move_as = {tf.bfloat16: tf.uint16}
+
+    def __init__(self, mesh: Mesh | None = None, pairs_along: tuple[str, ...] = ("pipeline",)):
+        self._hvd = hvd = import_horovod()
+        mesh = mesh or Mesh()
+        started = started_by_horovod() or (0, 1)
+        resolved = mesh.resolve(size=started[1], rank=started[0])
+        sets = {ranks: hvd.ProcessSet(list(ranks)) for ranks in _rank_sets(resolved, pairs_along)}
+        if hvd.is_initialized():
+            raise RuntimeError(
+                "Horovod is already running in this process. Make the strategy before anything "
+                "else calls hvd.init(): it starts Horovod with the process sets of its mesh."
+            )
+        hvd.init(process_sets=list(sets.values()))
+        if (hvd.rank(), hvd.size()) != (resolved.rank, resolved.size):
+            resolved = mesh.resolve(size=hvd.size(), rank=hvd.rank())
+        self._sets = {tuple(range(resolved.size)): hvd.global_process_set, **sets}
+        super().__init__(resolved)
+
+    def all_reduce(self, tensor, group, reduction, name):
+        """`hvd.allreduce`."""
+        return self._hvd.mpi_ops._allreduce(
+            tensor, op=self._operator(reduction), **self._options(group, name)
+        )
+
+    def all_gather(self, tensor, group, name):
+        """`hvd.allgather`, which takes sizes as they come."""
+        return self._hvd.allgather(tensor, **self._options(group, name))
+
+    def all_gather_uneven(self, tensor, group, name):
+        """`hvd.allgather`."""
+        return self.all_gather(tensor, group, name)
+
+    def reduce_scatter(self, tensor, group, reduction, name):
+        """`hvd.reducescatter`; for max and min, which it lacks, an exchange and a local reduce."""
+        if reduction in ("max", "min"):
+            return reduce_locally(
+                split_rows(self.all_to_all(tensor, group, name), group.size), reduction
+            )
+        return self._hvd.mpi_ops._reducescatter(
+            tensor, op=self._operator(reduction), **self._options(group, name)
+        )
+
+    def all_to_all(self, tensor, group, name):
+        """`hvd.alltoall`."""
+        return self._hvd.alltoall(tensor, **self._options(group, name))
+
+    def all_to_all_uneven(self, tensor, splits, group, name):
+        """`hvd.alltoall` with splits."""
+        return self._hvd.alltoall(tensor, splits=splits, **self._options(group, name))
+
+    def broadcast(self, tensor, root, group, name):
+        """`hvd.broadcast`, which counts the root in the world."""
+        return self._hvd.broadcast(
+            tensor, root_rank=group.ranks[root], **self._options(group, name)
+        )
+
+    def shutdown(self) -> None:
+        """Ends Horovod's background thread; collectives of other ranks then fail."""
+        self._hvd.shutdown()
+
+    def _check_group(self, ranks):
+        if ranks not in self._sets:
+            raise ValueError(
+                f"Horovod has no process set for the ranks {ranks}: sets are made at start-up. "
+                f"Make the engine with `pairs_along=` naming the axis. Received: {self.mesh!r}."
+            )
+
+    def _operator(self, reduction: str) -> int:
+        hvd = self._hvd
+        return {"sum": hvd.Sum, "mean": hvd.Average, "max": hvd.Max, "min": hvd.Min}[reduction]
+
+    def _options(self, group: Group, name: str) -> dict:
+        # Names are already the same on all ranks; TensorFlow's scopes need not be.
+        return {
+            "name": name.replace("+", "-"),
+            "ignore_name_scope": False,
+            "process_set": self._sets[group.ranks],
+        }
+
+
+def _rank_sets(mesh: Mesh, pairs_along: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """All groups of 2 or more ranks short of the world that the mesh can ask for, in one order."""
+    found: dict[tuple[int, ...], None] = {}
+    for count in range(1, len(AXES)):
+        for axes in itertools.combinations(AXES, count):
+            found.update(dict.fromkeys(mesh.groups(*axes)))
+    for axis in pairs_along:
+        for ranks in mesh.groups(axis):
+            found.update(dict.fromkeys(itertools.combinations(ranks, 2)))
+    return [ranks for ranks in found if 1 < len(ranks) < mesh.size]

@@ -1,0 +1,198 @@
+"""TensorFlow's own collectives as an engine: a ring over gRPC, no C++ to build.
+
+`tf.distribute.MultiWorkerMirroredStrategy` is made once, to bring the cluster up; its own
+variables and reductions, which Keras 3 cannot use, are not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import zlib
+
+import tensorflow as tf
+
+from tfdist.collectives.engine import Engine, reduce_locally, split_rows
+from tfdist.collectives.group import Group
+from tfdist.mesh import AXES, Mesh
+
+__all__ = ["TensorFlowEngine", "started_by_tf_config"]
+
+#: Group keys of TensorFlow's own strategies count up from 1; ours start far above.
+_FIRST_GROUP_KEY = 7_000_000
+
+
+def started_by_tf_config() -> tuple[int, int] | None:
+    """Returns (rank, size) where TF_CONFIG names a cluster of workers, else None.
+
+    Raises:
+        ValueError: TF_CONFIG is set but is not the JSON that TensorFlow describes.
+    """
+    text = os.environ.get("TF_CONFIG")
+    if not text:
+        return None
+    try:
+        config = json.loads(text)
+        cluster = config.get("cluster", {})
+        if not cluster:
+            return None
+        task, index = config["task"]["type"], int(config["task"]["index"])
+        hosts = [(job, i) for job in ("chief", "worker") for i in range(len(cluster.get(job, [])))]
+        return hosts.index((task, index)), len(hosts)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            "TF_CONFIG is not of the form "
+            '{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}. '
+            f"Received: {text!r} ({type(error).__name__}: {error})."
+        ) from error
+
+
+class TensorFlowEngine(Engine):
+    """TensorFlow's collective operations between the processes of TF_CONFIG.
+
+    On CPU, TensorFlow has all-reduce, all-gather, broadcast and all-to-all; reduce-scatter is an
+    exchange and a local reduction, which sends the same bytes as a ring's.
+
+    Args:
+        mesh: The mesh; resolved here, against the cluster.
+        communication: `tf.distribute.experimental.CommunicationImplementation` by name: "auto",
+            "ring" or "nccl".
+    """
+
+    name = "tensorflow"
+    reduce_as = {tf.uint8: tf.int32, tf.int8: tf.int32, tf.int16: tf.int32, tf.uint16: tf.int32}
+    move_as = {
+        tf.bfloat16: tf.float16,
+        tf.bool: tf.int32,
+        tf.uint8: tf.int32,
+        tf.int8: tf.int32,
+        tf.int16: tf.int32,
+        tf.uint16: tf.int32,
+    }
+
+    def __init__(self, mesh: Mesh | None = None, communication: str = "auto"):
+        rank, size = started_by_tf_config() or (0, 1)
+        resolved = (mesh or Mesh()).resolve(size=size, rank=rank)
+        self._hint = communication.lower()
+        if size > 1:
+            self._bring_up_cluster()
+        self._keys = _group_keys(resolved)
+        super().__init__(resolved)
+
+    def all_reduce(self, tensor, group, reduction, name):
+        """`CollectiveReduceV2`."""
+        merge, final = {
+            "sum": ("Add", "Id"),
+            "mean": ("Add", "Div"),
+            "max": ("Max", "Id"),
+            "min": ("Min", "Id"),
+        }[reduction]
+        return tf.raw_ops.CollectiveReduceV2(
+            input=tensor, merge_op=merge, final_op=final, **self._keyed(group, name, tensor)
+        )
+
+    def all_gather(self, tensor, group, name):
+        """`CollectiveGatherV2`."""
+        return tf.raw_ops.CollectiveGatherV2(input=tensor, **self._keyed(group, name, tensor))
+
+    def all_gather_uneven(self, tensor, group, name):
+        """Pads to the longest, gathers, and takes the padding out."""
+        rows = tf.shape(tensor)[:1]
+        sizes = self.all_gather(rows, group, f"{name}/sizes")
+        sizes.set_shape([group.size])
+        padded = _pad_rows(tensor, tf.reduce_max(sizes))
+        gathered = split_rows(self.all_gather(padded, group, name), group.size)
+        return tf.concat(
+            [
+                part[:size]
+                for part, size in zip(tf.unstack(gathered), tf.unstack(sizes), strict=True)
+            ],
+            axis=0,
+        )
+
+    def reduce_scatter(self, tensor, group, reduction, name):
+        """An exchange of shares, each reduced where it belongs."""
+        received = self.all_to_all(tensor, group, name)
+        received.set_shape(tensor.shape)
+        return reduce_locally(split_rows(received, group.size), reduction)
+
+    def all_to_all(self, tensor, group, name):
+        """`CollectiveAllToAllV2`."""
+        stacked = split_rows(tensor, group.size)
+        received = tf.raw_ops.CollectiveAllToAllV2(
+            input=stacked, **self._keyed(group, name, stacked)
+        )
+        return tf.reshape(received, tf.shape(tensor))
+
+    def all_to_all_uneven(self, tensor, splits, group, name):
+        """Pads every part to the longest of the group, exchanges, and takes the padding out."""
+        received = self.all_to_all(splits, group, f"{name}/splits")
+        received.set_shape([group.size])
+        longest = self.all_reduce(
+            tf.reduce_max(splits, keepdims=True), group, "max", f"{name}/longest"
+        )[0]
+        parts = tf.split(tensor, splits, num=group.size, axis=0)
+        stacked = tf.concat([_pad_rows(part, longest) for part in parts], axis=0)
+        came = split_rows(self.all_to_all(stacked, group, name), group.size)
+        rows = [
+            part[:size] for part, size in zip(tf.unstack(came), tf.unstack(received), strict=True)
+        ]
+        return tf.concat(rows, axis=0), received
+
+    def broadcast(self, tensor, root, group, name):
+        """`CollectiveBcastSendV2` and `CollectiveBcastRecvV2`."""
+        keyed = self._keyed(group, name, tensor)
+        del keyed["ordering_token"], keyed["is_stateless"]
+        if group.rank == root:
+            return tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keyed)
+        return tf.raw_ops.CollectiveBcastRecvV2(T=tensor.dtype, shape=tf.shape(tensor), **keyed)
+
+    def _bring_up_cluster(self) -> None:
+        options = tf.distribute.experimental.CommunicationOptions(
+            implementation=tf.distribute.experimental.CommunicationImplementation(
+                self._hint.upper()
+            )
+        )
+        try:
+            # Kept for the life of the engine: it owns the server that the peers talk to.
+            self._cluster = tf.distribute.MultiWorkerMirroredStrategy(
+                communication_options=options
+            )
+        except RuntimeError as error:
+            raise RuntimeError(
+                "TensorFlow has already run operations in this process, and can join a cluster "
+                "only before its first. Make the strategy at the start of the program, before "
+                f"any tensor, model or data set. TensorFlow said: {error}"
+            ) from error
+
+    def _keyed(self, group: Group, name: str, tensor: tf.Tensor) -> dict:
+        # An instance is known by its key, shape and dtype, on all members alike. The key comes
+        # from the name, so it is the same wherever a function is traced anew.
+        instance = zlib.crc32(f"{name}:{tensor.dtype.name}:{tensor.shape}".encode()) & 0x7FFFFFFF
+        return {
+            "group_size": group.size,
+            "group_key": self._keys[group.ranks],
+            "instance_key": instance,
+            "ordering_token": [],
+            "communication_hint": self._hint,
+            "timeout_seconds": 0.0,
+            "is_stateless": False,
+        }
+
+
+def _group_keys(mesh: Mesh) -> dict[tuple[int, ...], int]:
+    """A number for each group that the mesh can ask for, the same on all ranks."""
+    found: dict[tuple[int, ...], None] = {tuple(range(mesh.size)): None}
+    for count in range(1, len(AXES)):
+        for axes in itertools.combinations(AXES, count):
+            found.update(dict.fromkeys(mesh.groups(*axes)))
+    found.update(dict.fromkeys(itertools.combinations(range(mesh.size), 2)))
+    return {ranks: _FIRST_GROUP_KEY + number for number, ranks in enumerate(found)}
+
+
+def _pad_rows(tensor: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
+    """Appends zeros until dim 0 has the given size."""
+    missing = rows - tf.shape(tensor)[0]
+    inner = tensor.shape.rank - 1
+    return tf.pad(tensor, [[0, missing]] + [[0, 0]] * inner)

@@ -1,0 +1,240 @@
+"""Processes that wait for functions to run: one pool serves many tests, since start-up is slow."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing import connection
+from pathlib import Path
+
+import cloudpickle
+
+from tfdist.rendezvous import local_environments
+
+__all__ = ["RankError", "RankPool", "run_ranks"]
+
+_STARTUP_SECONDS = 120.0
+#: How long the other ranks may go on once one has failed: long enough to fail by themselves.
+_GRACE_SECONDS = 5.0
+_STACK_SECONDS = 2.0
+
+
+class RankError(Exception):
+    """A rank raised, died or did not answer in time.
+
+    Attributes:
+        rank: The rank.
+        output: The last lines that the rank printed.
+    """
+
+    def __init__(self, message: str, rank: int, output: str = ""):
+        super().__init__(message + (f"\n--- rank {rank} printed last ---\n{output}" if output else ""))
+        self.rank = rank
+        self.output = output
+
+
+class RankPool:
+    """N processes on this machine that have met through an engine, and wait for functions.
+
+    A function that raises on any rank, that kills its process, or that does not return in time,
+    fails the call with that rank's traceback, and ends all processes; the next call starts new
+    ones. Nothing outlives the pool.
+
+    Args:
+        num_ranks: How many processes.
+        engine: "horovod", "tensorflow" or "local".
+        threads: TensorFlow's intra-op threads of each rank.
+        environment: More variables for all ranks.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        engine: str = "horovod",
+        *,
+        threads: int = 1,
+        environment: Mapping[str, str] | None = None,
+    ):
+        self.num_ranks = num_ranks
+        self.engine = engine
+        self._threads = threads
+        self._environment = dict(environment or {})
+        self._processes: list[subprocess.Popen] = []
+        self._channels: list[connection.Connection] = []
+        self._resources = contextlib.ExitStack()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the live pool, by rank."""
+        return [process.pid for process in self._processes]
+
+    def run(self, function: Callable, *args, timeout: float = 120.0, **kwargs) -> list:
+        """Returns what `function(*args, **kwargs)` returned on each rank, by rank.
+
+        Raises:
+            Exception: What the first failing rank raised, with its traceback in the notes.
+            RankError: A rank died.
+            TimeoutError: A rank did not return within `timeout` seconds; the message holds the
+                Python stacks of all ranks.
+        """
+        if not self._processes:
+            self._start()
+        task = cloudpickle.dumps((function, args, kwargs))
+        results: dict[int, object] = {}
+        failures: list[tuple[int, BaseException]] = []
+        for rank, channel in enumerate(self._channels):
+            try:
+                channel.send_bytes(task)
+            except OSError:
+                failures.append((rank, self._death(rank)))
+        deadline = time.monotonic() + timeout
+        while len(results) + len(failures) < self.num_ranks:
+            settled = results.keys() | {rank for rank, _ in failures}
+            waiting = {c: r for r, c in enumerate(self._channels) if r not in settled}
+            ready = connection.wait(list(waiting), max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                if not failures:
+                    failures.append((min(waiting.values()), self._timeout(waiting.values(), timeout)))
+                break
+            for channel in ready:
+                rank = waiting[channel]
+                try:
+                    kind, payload = cloudpickle.loads(channel.recv_bytes())
+                except (EOFError, OSError):
+                    failures.append((rank, self._death(rank)))
+                    continue
+                if kind == "result":
+                    results[rank] = payload
+                else:
+                    error, trace = payload
+                    error.add_note(f"--- raised on rank {rank} ---\n{trace}")
+                    failures.append((rank, error))
+            if failures:
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        if failures:
+            self.close(kill=True)
+            raise failures[0][1]
+        return [results[rank] for rank in range(self.num_ranks)]
+
+    def close(self, *, kill: bool = False) -> None:
+        """Ends all processes: by asking, then by SIGKILL."""
+        for channel in self._channels:
+            with contextlib.suppress(OSError):
+                channel.close()
+        deadline = time.monotonic() + (0.0 if kill else 20.0)
+        for process in self._processes:
+            try:
+                process.wait(max(deadline - time.monotonic(), 0.05))
+            except subprocess.TimeoutExpired:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        self._processes, self._channels = [], []
+        self._resources.close()
+
+    def _start(self) -> None:
+        self._resources = contextlib.ExitStack()
+        self._logs = Path(
+            self._resources.enter_context(
+                tempfile.TemporaryDirectory(prefix="tfdist-ranks-", ignore_cleanup_errors=True)
+            )
+        )
+        environments = self._resources.enter_context(
+            local_environments(self.engine, self.num_ranks)
+        )
+        key = secrets.token_bytes(16)
+        listener = self._resources.enter_context(
+            connection.Listener(str(self._logs / "tasks"), backlog=self.num_ranks, authkey=key)
+        )
+        listener._listener._socket.settimeout(_STARTUP_SECONDS)  # type: ignore[attr-defined]
+        for rank, environment in enumerate(environments):
+            with open(self._log(rank), "wb") as log:
+                process = subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-c",
+                        "import sys; from tfdist.testing.rank import serve; serve(*sys.argv[1:])",
+                        listener.address,
+                        str(rank),
+                        self.engine,
+                        str(self._threads),
+                    ],
+                    env={
+                        **os.environ,
+                        "TF_CPP_MIN_LOG_LEVEL": "2",
+                        "CUDA_VISIBLE_DEVICES": "",
+                        "PYTHONUNBUFFERED": "1",
+                        **self._environment,
+                        **environment,
+                    },
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            process.stdin.write(key.hex().encode() + b"\n")  # type: ignore[union-attr]
+            process.stdin.flush()  # type: ignore[union-attr]
+            self._processes.append(process)
+        channels: dict[int, connection.Connection] = {}
+        try:
+            for _ in environments:
+                channel = listener.accept()
+                channels[int(channel.recv_bytes())] = channel
+        except TimeoutError:
+            missing = sorted(set(range(self.num_ranks)) - channels.keys())
+            output = self._tail(missing[0])
+            self.close(kill=True)
+            raise RankError(f"Ranks {missing} did not start.", missing[0], output) from None
+        self._channels = [channels[rank] for rank in range(self.num_ranks)]
+
+    def _log(self, rank: int) -> Path:
+        return self._logs / f"rank{rank}.log"
+
+    def _tail(self, rank: int, lines: int = 60) -> str:
+        text = self._log(rank).read_text(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def _death(self, rank: int) -> RankError:
+        code = self._processes[rank].wait()
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        return RankError(f"Rank {rank} ended, {how}.", rank, self._tail(rank))
+
+    def _timeout(self, late, timeout: float) -> TimeoutError:
+        late = sorted(late)
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGUSR1)
+        time.sleep(_STACK_SECONDS)
+        stacks = "\n".join(f"--- rank {r} ---\n{self._tail(r)}" for r in range(self.num_ranks))
+        return TimeoutError(f"Ranks {late} did not return within {timeout:g} s.\n{stacks}")
+
+
+def run_ranks(
+    function: Callable,
+    *args,
+    num_ranks: int = 2,
+    engine: str = "horovod",
+    timeout: float = 120.0,
+    threads: int = 1,
+    environment: Mapping[str, str] | None = None,
+    **kwargs,
+) -> list:
+    """Runs `function(*args, **kwargs)` on fresh ranks and returns what each returned, by rank.
+
+    Takes the arguments of `RankPool` and of `RankPool.run`, and raises as that does.
+    """
+    with RankPool(num_ranks, engine, threads=threads, environment=environment) as pool:
+        return pool.run(function, *args, timeout=timeout, **kwargs)

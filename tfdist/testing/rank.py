@@ -1,0 +1,93 @@
+"""What a rank of a `RankPool` does: receive a function, run it, answer."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import signal
+import sys
+import traceback
+from multiprocessing import connection
+
+import cloudpickle
+
+__all__ = ["engine", "strategy"]
+
+_state: dict = {"engine_name": "local", "engines": {}, "strategies": {}}
+
+
+def engine(mesh=None):
+    """The engine of this rank for a mesh, made at the first call.
+
+    Horovod runs one set of groups at a time, so another mesh restarts it.
+    """
+    from tfdist.mesh import Mesh
+
+    mesh = mesh or Mesh()
+    engines = _state["engines"]
+    if mesh not in engines:
+        name = _state["engine_name"]
+        module = importlib.import_module(f"tfdist.collectives.{name}")
+        kind = getattr(
+            module, {"horovod": "HorovodEngine", "tensorflow": "TensorFlowEngine"}.get(name, "LocalEngine")
+        )
+        if name == "horovod":
+            for old in engines.values():
+                old.shutdown()
+            engines.clear()
+        engines[mesh] = kind(mesh)
+    return engines[mesh]
+
+
+def strategy(mesh=None, **kwargs):
+    """A strategy over this rank's engine for a mesh; the same one for the same arguments."""
+    from tfdist.mesh import Mesh
+    from tfdist.strategies import HorovodStrategy, LocalStrategy, MultiWorkerStrategy
+
+    mesh = mesh or Mesh()
+    kind = {"horovod": HorovodStrategy, "tensorflow": MultiWorkerStrategy, "local": LocalStrategy}
+    shared = engine(mesh)
+    key = (mesh, repr(sorted(kwargs.items())))
+    found = _state["strategies"].get(key)
+    if found is None or found.engine is not shared:
+        found = kind[_state["engine_name"]](engine=shared, **kwargs)
+        _state["strategies"][key] = found
+    return found
+
+
+def serve(address: str, rank: str, engine_name: str, threads: str) -> None:
+    """Connects to the pool and runs what it sends until it hangs up."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    key = bytes.fromhex(sys.stdin.readline().strip())
+    channel = connection.Client(address, authkey=key)
+    channel.send_bytes(rank.encode())
+
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(int(threads))
+    tf.config.threading.set_inter_op_parallelism_threads(max(int(threads), 2))
+    _state["engine_name"] = engine_name
+    if engine_name == "tensorflow":
+        # Must come before the first operation of TensorFlow, whatever the tests do first.
+        engine()
+    while True:
+        try:
+            function, args, kwargs = cloudpickle.loads(channel.recv_bytes())
+        except (EOFError, OSError):
+            break
+        try:
+            answer = ("result", function(*args, **kwargs))
+        except Exception as error:
+            answer = ("error", (_portable(error), traceback.format_exc()))
+        channel.send_bytes(cloudpickle.dumps(answer))
+
+
+def _portable(error: Exception) -> Exception:
+    """The error itself where it can travel, else one that says the same."""
+    try:
+        cloudpickle.loads(cloudpickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
