@@ -1,0 +1,15 @@
+"""Strategies: what `with strategy.scope():` needs to train a Keras model on many ranks."""
+
+from tfdist.strategies.auto import auto
+from tfdist.strategies.horovod import HorovodStrategy
+from tfdist.strategies.local import LocalStrategy
+from tfdist.strategies.multi_worker import MultiWorkerStrategy
+from tfdist.strategies.parallel import ParallelStrategy
+
+__all__ = [
+    "HorovodStrategy",
+    "LocalStrategy",
+    "MultiWorkerStrategy",
+    "ParallelStrategy",
+    "auto",
+]

@@ -8,12 +8,15 @@ times more), and a watchdog thread reads the counts whenever it likes.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable
 
 import tensorflow as tf
 
 __all__ = ["FlightRecorder", "InFlight"]
+
+_serial_numbers = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,29 +37,51 @@ class InFlight:
     occurrence: int
 
 
+class _Counter:
+    """A counter that graphs add to and any thread reads.
+
+    A bare resource, since a `tf.Variable` cannot be made while a `tf.function` is traced. Each
+    counter is a resource of its own, or TensorFlow would run the collectives one after the other
+    for fear of mixing up their counts.
+    """
+
+    def __init__(self):
+        with tf.init_scope(), tf.device("/CPU:0"):
+            self._handle = tf.raw_ops.VarHandleOp(
+                dtype=tf.int64, shape=[], shared_name=f"tfdist-flight-{next(_serial_numbers)}"
+            )
+            tf.raw_ops.AssignVariableOp(resource=self._handle, value=tf.constant(0, tf.int64))
+
+    def add_one(self) -> tf.Operation:
+        return tf.raw_ops.AssignAddVariableOp(
+            resource=self._handle, value=tf.constant(1, tf.int64)
+        )
+
+    def value(self) -> int:
+        return int(tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64))
+
+
 class _Entry:
     """The counts of one collective."""
 
     def __init__(self, name: str, group: str, ranks: tuple[int, ...]):
         self.name, self.group, self.ranks = name, group, ranks
         self.begun_eagerly = self.ended_eagerly = 0
-        self.begun: tf.Variable | None = None
-        self.ended: tf.Variable | None = None
+        self.begun: _Counter | None = None
+        self.ended: _Counter | None = None
 
-    def make_variables(self) -> None:
-        if self.begun is None:
-            # Outside of every graph and strategy: the counts belong to the process.
-            with tf.init_scope(), tf.device("/CPU:0"):
-                self.begun = tf.Variable(0, dtype=tf.int64, trainable=False, name="begun")
-                self.ended = tf.Variable(0, dtype=tf.int64, trainable=False, name="ended")
+    def make_counters(self) -> tuple[_Counter, _Counter]:
+        if self.begun is None or self.ended is None:
+            self.begun, self.ended = _Counter(), _Counter()
+        return self.begun, self.ended
 
     def counts(self) -> tuple[int, int]:
         # The ends are read first: an operation that ends in between is then seen as under way,
         # never as ended before it began.
         ended, begun = self.ended_eagerly, self.begun_eagerly
         if self.ended is not None and self.begun is not None:
-            ended += int(self.ended.numpy())
-            begun += int(self.begun.numpy())
+            ended += self.ended.value()
+            begun += self.begun.value()
         return begun, ended
 
 
@@ -85,15 +110,14 @@ class FlightRecorder:
             result = operation(tensor)
             entry.ended_eagerly += 1
             return result
-        entry.make_variables()
+        begun, ended = entry.make_counters()
         with tf.control_dependencies([tensor]):
-            begun = entry.begun.assign_add(1, read_value=False)
-        with tf.control_dependencies([begun]):
+            began = begun.add_one()
+        with tf.control_dependencies([began]):
             result = operation(tf.identity(tensor))
-        flat = tf.nest.flatten(result)
-        with tf.control_dependencies(flat):
-            ended = entry.ended.assign_add(1, read_value=False)
-        with tf.control_dependencies([ended]):
+        with tf.control_dependencies(tf.nest.flatten(result)):
+            finished = ended.add_one()
+        with tf.control_dependencies([finished]):
             return tf.nest.map_structure(tf.identity, result)
 
     def in_flight(self) -> list[InFlight]:

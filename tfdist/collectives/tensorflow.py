@@ -6,7 +6,6 @@ variables and reductions, which Keras 3 cannot use, are not.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import zlib
@@ -15,12 +14,12 @@ import tensorflow as tf
 
 from tfdist.collectives.engine import Engine, reduce_locally, split_rows
 from tfdist.collectives.group import Group
-from tfdist.mesh import AXES, Mesh
+from tfdist.mesh import Mesh
 
 __all__ = ["TensorFlowEngine", "started_by_tf_config"]
 
-#: Group keys of TensorFlow's own strategies count up from 1; ours start far above.
-_FIRST_GROUP_KEY = 7_000_000
+#: TensorFlow's cluster of this process; it can join one, once.
+_cluster: tf.distribute.MultiWorkerMirroredStrategy | None = None
 
 
 def started_by_tf_config() -> tuple[int, int] | None:
@@ -76,8 +75,7 @@ class TensorFlowEngine(Engine):
         resolved = (mesh or Mesh()).resolve(size=size, rank=rank)
         self._hint = communication.lower()
         if size > 1:
-            self._bring_up_cluster()
-        self._keys = _group_keys(resolved)
+            _bring_up_cluster(self._hint)
         super().__init__(resolved)
 
     def all_reduce(self, tensor, group, reduction, name):
@@ -148,31 +146,13 @@ class TensorFlowEngine(Engine):
             return tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keyed)
         return tf.raw_ops.CollectiveBcastRecvV2(T=tensor.dtype, shape=tf.shape(tensor), **keyed)
 
-    def _bring_up_cluster(self) -> None:
-        options = tf.distribute.experimental.CommunicationOptions(
-            implementation=tf.distribute.experimental.CommunicationImplementation(
-                self._hint.upper()
-            )
-        )
-        try:
-            # Kept for the life of the engine: it owns the server that the peers talk to.
-            self._cluster = tf.distribute.MultiWorkerMirroredStrategy(
-                communication_options=options
-            )
-        except RuntimeError as error:
-            raise RuntimeError(
-                "TensorFlow has already run operations in this process, and can join a cluster "
-                "only before its first. Make the strategy at the start of the program, before "
-                f"any tensor, model or data set. TensorFlow said: {error}"
-            ) from error
-
     def _keyed(self, group: Group, name: str, tensor: tf.Tensor) -> dict:
         # An instance is known by its key, shape and dtype, on all members alike. The key comes
         # from the name, so it is the same wherever a function is traced anew.
-        instance = zlib.crc32(f"{name}:{tensor.dtype.name}:{tensor.shape}".encode()) & 0x7FFFFFFF
+        instance = _number(f"{name}:{tensor.dtype.name}:{tensor.shape}")
         return {
             "group_size": group.size,
-            "group_key": self._keys[group.ranks],
+            "group_key": _number(f"group {group.ranks}"),
             "instance_key": instance,
             "ordering_token": [],
             "communication_hint": self._hint,
@@ -181,14 +161,29 @@ class TensorFlowEngine(Engine):
         }
 
 
-def _group_keys(mesh: Mesh) -> dict[tuple[int, ...], int]:
-    """A number for each group that the mesh can ask for, the same on all ranks."""
-    found: dict[tuple[int, ...], None] = {tuple(range(mesh.size)): None}
-    for count in range(1, len(AXES)):
-        for axes in itertools.combinations(AXES, count):
-            found.update(dict.fromkeys(mesh.groups(*axes)))
-    found.update(dict.fromkeys(itertools.combinations(range(mesh.size), 2)))
-    return {ranks: _FIRST_GROUP_KEY + number for number, ranks in enumerate(found)}
+def _bring_up_cluster(communication: str) -> None:
+    global _cluster
+    if _cluster is not None:
+        return
+    options = tf.distribute.experimental.CommunicationOptions(
+        implementation=tf.distribute.experimental.CommunicationImplementation(
+            communication.upper()
+        )
+    )
+    try:
+        # Kept for the life of the process: it owns the server that the peers talk to.
+        _cluster = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+    except RuntimeError as error:
+        raise RuntimeError(
+            "TensorFlow has already run operations in this process, and can join a cluster only "
+            "before its first. Make the strategy at the start of the program, before any tensor, "
+            f"model or data set. TensorFlow said: {error}"
+        ) from error
+
+
+def _number(text: str) -> int:
+    """A positive int32 that is the same for the same text on all ranks."""
+    return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
 
 def _pad_rows(tensor: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:

@@ -1,0 +1,22 @@
+"""Data sets for training on a mesh: read whole, or each rank its share.
+
+TensorFlow Datasets is imported by the first call that needs it: `pip install tfdist[data]`.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from tfdist.data.loading import load, load_for_rank, rank_split, read_config
+
+if TYPE_CHECKING:
+    from tfdist.data.digits import Digits
+
+__all__ = ["Digits", "load", "load_for_rank", "rank_split", "read_config"]
+
+
+def __getattr__(name: str) -> Any:
+    # A TFDS builder is a subclass of TFDS' own, so this one waits until somebody asks for it.
+    if name == "Digits":
+        from tfdist.data.digits import Digits
+
+        return Digits
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

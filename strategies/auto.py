@@ -1,0 +1,44 @@
+"""`auto`: the strategy that fits how this process was started."""
+
+from __future__ import annotations
+
+from absl import logging
+
+from tfdist.collectives.horovod import started_by_horovod
+from tfdist.collectives.tensorflow import started_by_tf_config
+from tfdist.mesh import Mesh
+from tfdist.strategies.horovod import HorovodStrategy
+from tfdist.strategies.local import LocalStrategy
+from tfdist.strategies.multi_worker import MultiWorkerStrategy
+from tfdist.strategies.parallel import ParallelStrategy
+
+__all__ = ["auto"]
+
+
+def auto(mesh: Mesh | None = None, **options) -> ParallelStrategy:
+    """Returns Horovod's strategy where its launcher started the process, else the workers' of
+    TF_CONFIG, else the local one; the log says which, and why.
+
+    Args:
+        mesh: How the ranks are laid out; all on the data axis by default.
+        **options: Those of `ParallelStrategy`.
+
+    Raises:
+        ValueError: Horovod's variables and TF_CONFIG speak of different worlds, or the mesh does
+            not fill the world.
+    """
+    horovod, workers = started_by_horovod(), started_by_tf_config()
+    if horovod and workers and horovod != workers:
+        raise ValueError(
+            "Two launchers contradict each other: Horovod's variables say rank "
+            f"{horovod[0]} of {horovod[1]}, TF_CONFIG says rank {workers[0]} of {workers[1]}. "
+            "Unset TF_CONFIG to use Horovod, or start the process without horovodrun or mpirun."
+        )
+    if horovod:
+        logging.info("tfdist: HorovodStrategy, for a launcher of Horovod set rank %d of %d.", *horovod)
+        return HorovodStrategy(mesh, **options)
+    if workers:
+        logging.info("tfdist: MultiWorkerStrategy, for TF_CONFIG says rank %d of %d.", *workers)
+        return MultiWorkerStrategy(mesh, **options)
+    logging.info("tfdist: LocalStrategy, for neither Horovod's variables nor TF_CONFIG are set.")
+    return LocalStrategy(mesh, **options)

@@ -1,0 +1,118 @@
+"""Gradients among the ranks of the data axis: buckets, weights and one reduction each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdist.collectives import Group, all_gather, all_reduce
+from tfdist.strategies.replica import KerasStep
+
+__all__ = ["reduce_gradients", "weigh_gradients"]
+
+
+def weigh_gradients(gradients: Sequence, step: KerasStep | None) -> list:
+    """Multiplies by this rank's share of the samples, where shares may differ.
+
+    A rank without samples contributes exact zeros, also where its own gradient is not a number.
+    """
+    if step is None or step.is_even:
+        return list(gradients)
+
+    def weigh(gradient):
+        if gradient is None:
+            return None
+        factor = tf.cast(step.share * step.group.size, gradient.dtype)
+        if isinstance(gradient, tf.IndexedSlices):
+            values = tf.math.multiply_no_nan(gradient.values, factor)
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return tf.math.multiply_no_nan(gradient, factor)
+
+    return [weigh(gradient) for gradient in gradients]
+
+
+def reduce_gradients(
+    gradients: Sequence, group: Group, reduction: str, bucket_bytes: int
+) -> list:
+    """Reduces gradients over a group.
+
+    Gradients of one dtype that together fill a bucket travel as one flat tensor, those that the
+    backward pass yields first (the last layers') in the first bucket. Sparse gradients of
+    embeddings travel as rows where that is less than the whole table.
+
+    Args:
+        gradients: Tensors, IndexedSlices or None, in the order of the variables.
+        group: The data axis.
+        reduction: "sum" or "mean".
+        bucket_bytes: The size at which a bucket is full.
+
+    Returns:
+        The reduced gradients, in the order given.
+    """
+    if group.size == 1:
+        return list(gradients)
+    reduced: list = list(gradients)
+    dense: list[int] = []
+    for index, gradient in enumerate(gradients):
+        if isinstance(gradient, tf.IndexedSlices):
+            if _rows_are_fewer(gradient, group):
+                reduced[index] = _reduce_rows(gradient, group, reduction, f"gradients/{index}")
+            else:
+                reduced[index] = tf.convert_to_tensor(gradient)
+                dense.append(index)
+        elif gradient is not None:
+            dense.append(index)
+    for number, bucket in enumerate(_buckets([(i, reduced[i]) for i in dense], bucket_bytes)):
+        name = f"gradients/bucket{number}"
+        tensors = [reduced[index] for index in bucket]
+        for index, tensor in zip(
+            bucket, _reduce_flat(tensors, group, reduction, name), strict=True
+        ):
+            reduced[index] = tensor
+    return reduced
+
+
+def _buckets(gradients, bucket_bytes: int) -> list[list[int]]:
+    """Indices of gradients that travel together, last layers first."""
+    buckets: list[list[int]] = []
+    dtype, filled = None, 0
+    for index, gradient in reversed(gradients):
+        size = gradient.shape.num_elements()
+        size = bucket_bytes if size is None else size * gradient.dtype.size
+        if not buckets or gradient.dtype != dtype or filled + size > bucket_bytes:
+            buckets.append([])
+            dtype, filled = gradient.dtype, 0
+        buckets[-1].append(index)
+        filled += size
+    return buckets
+
+
+def _reduce_flat(tensors, group: Group, reduction: str, name: str) -> list:
+    if len(tensors) == 1:
+        return [all_reduce(tensors[0], group, reduction, name=name)]
+    flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
+    flat = all_reduce(flat, group, reduction, name=name)
+    parts = tf.split(flat, [tf.size(tensor) for tensor in tensors])
+    return [
+        tf.ensure_shape(tf.reshape(part, tf.shape(tensor)), tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
+
+
+def _rows_are_fewer(gradient: tf.IndexedSlices, group: Group) -> bool:
+    """Whether gathering all ranks' rows moves fewer bytes than reducing the dense gradient."""
+    rows = gradient.indices.shape[0]
+    table = None if gradient.dense_shape is None else tf.get_static_value(gradient.dense_shape)
+    if rows is None or table is None:
+        return False
+    # Each rank receives (n - 1) * rows by a gather, and about 2 * (n - 1) / n * table by a ring.
+    return rows * group.size < 2 * int(table[0])
+
+
+def _reduce_rows(gradient: tf.IndexedSlices, group: Group, reduction: str, name: str):
+    values = all_gather(gradient.values, group, uneven=True, name=f"{name}/rows")
+    indices = all_gather(gradient.indices, group, uneven=True, name=f"{name}/indices")
+    if reduction == "mean":
+        values /= tf.cast(group.size, values.dtype)
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)

@@ -1,0 +1,20 @@
+"""Where tfdist meets Keras' own code: every function of Keras that it wraps, and why.
+
+`model.fit` is Keras' program, and most of what a strategy must know reaches it through
+`tf.distribute`. What does not is wrapped here, once, when the first strategy is made. Each wrapper
+calls Keras' own function, changes nothing outside of a tfdist strategy, and checks the signature
+that it relies on, so a Keras that moved is told apart at once.
+"""
+
+from tfdist.strategies.keras_seam import losses, metrics, optimizers, randomness, saving, trainer
+from tfdist.strategies.keras_seam.wrapping import apply_wrappers
+
+__all__ = ["install"]
+
+_MODULES = (losses, metrics, optimizers, randomness, saving, trainer)
+
+
+def install() -> None:
+    """Wraps Keras' functions; a second call does nothing."""
+    for module in _MODULES:
+        apply_wrappers(module.WRAPPERS)

@@ -1,0 +1,134 @@
+"""Callbacks on many ranks: all decide alike, the chief alone writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+
+from tfdist.collectives.objects import broadcast_object
+from tfdist.strategies.keras_seam.synchronization import (
+    broadcast_variables,
+    synchronize_layer_states,
+)
+
+__all__ = ["callbacks_of_rank", "reads_batch_logs"]
+
+#: They only write what they are shown, so other ranks than the chief can do without.
+_WRITERS = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
+_BATCH_ENDS = ("on_batch_end", "on_train_batch_end", "on_test_batch_end", "on_predict_batch_end")
+
+
+def callbacks_of_rank(callbacks: Sequence, strategy, *, training: bool) -> list:
+    """Returns the callbacks that this rank runs.
+
+    The list is framed by two of tfdist's own, which bring the ranks together before the others
+    look at the model. Callbacks of the user's own run on every rank: they see the same logs, and
+    one that writes files asks `strategy.is_chief`.
+
+    Args:
+        callbacks: The user's, the same on all ranks.
+        strategy: The strategy.
+        training: Whether they are for `fit`.
+    """
+    own = list(callbacks)
+    if not strategy.is_chief:
+        own = [_on_follower(callback) for callback in own if not isinstance(callback, _WRITERS)]
+    if not training:
+        return own
+    return [_AgreeFirst(strategy), *own, _AgreeLast(strategy)]
+
+
+def reads_batch_logs(callbacks: Sequence) -> bool:
+    """Whether some callback may look at the logs of a single batch."""
+    return any(
+        _overrides(callback, name)
+        for callback in callbacks
+        if not _ignores_batch_logs(callback)
+        for name in _BATCH_ENDS
+    )
+
+
+def _ignores_batch_logs(callback) -> bool:
+    return (
+        isinstance(callback, keras.callbacks.BackupAndRestore)
+        or (
+            isinstance(callback, keras.callbacks.TensorBoard) and callback.update_freq == "epoch"
+        )
+        or (
+            isinstance(callback, keras.callbacks.ModelCheckpoint)
+            and callback.save_freq == "epoch"
+        )
+    )
+
+
+def _overrides(callback, name: str) -> bool:
+    method = getattr(callback, name)
+    return getattr(method, "__func__", method) is not getattr(keras.callbacks.Callback, name)
+
+
+def _on_follower(callback):
+    if isinstance(callback, keras.callbacks.BackupAndRestore):
+        return _BackupFollower(callback)
+    return callback
+
+
+class _BackupFollower(keras.callbacks.BackupAndRestore):
+    """`BackupAndRestore` on a rank that does not write: takes part in saves, touches no file.
+
+    What the chief restores reaches this rank with its weights.
+    """
+
+    def __init__(self, callback: keras.callbacks.BackupAndRestore):
+        super().__init__(
+            callback.backup_dir,
+            save_freq=callback.save_freq,
+            double_checkpoint=callback.double_checkpoint,
+            delete_checkpoint=False,
+        )
+
+    def on_train_begin(self, logs=None):
+        pass
+
+    def _save_model(self):
+        self.model.save_weights(filepath=self._weights_path, overwrite=True)
+
+
+class _AgreeFirst(keras.callbacks.Callback):
+    """Runs before the user's callbacks: what they read of the model is every rank's."""
+
+    # Keras may then call the callbacks of a batch without waiting for it.
+    async_safe = True
+
+    def __init__(self, strategy):
+        super().__init__()
+        self._strategy = strategy
+
+    def on_epoch_end(self, epoch, logs=None):
+        synchronize_layer_states(self.model)
+
+    def on_train_end(self, logs=None):
+        synchronize_layer_states(self.model)
+
+
+class _AgreeLast(keras.callbacks.Callback):
+    """Runs after the user's callbacks: what they restored on the chief reaches every rank."""
+
+    async_safe = True
+
+    def __init__(self, strategy):
+        super().__init__()
+        self._strategy = strategy
+
+    def on_train_begin(self, logs=None):
+        group = self._strategy.group()
+        broadcast_variables(self.model, group)
+        # Keras' own place for what a callback restored: `fit` reads it right after this.
+        self.model._initial_epoch = broadcast_object(
+            self.model._initial_epoch, group, name="initial-epoch"
+        )

@@ -1,0 +1,61 @@
+"""Losses: inside a Keras step a loss is that of this rank's rows, as if they were the batch.
+
+Keras divides losses by the number of replicas, and multiplies again where it reports them. That
+is exact only for equal shares and for losses that Keras itself averages: a custom `train_step`
+that reports what it computed would be off by that factor. tfdist weighs gradients instead (see
+`tfdist.strategies.replica.KerasStep`), and losses that are not a mean over samples are brought
+into that form here.
+"""
+
+from __future__ import annotations
+
+from keras.src.losses import loss as loss_module
+
+from tfdist.strategies.keras_seam.wrapping import Wrapper
+from tfdist.strategies.replica import current_step
+
+__all__ = ["WRAPPERS"]
+
+
+def _scale(original, value):
+    return original(value) if current_step() is None else value
+
+
+def _apply_mask(original, sample_weight, mask, dtype, reduction):
+    """A masked mean divides by this rank's valid entries; what counts are all ranks'."""
+    weights = original(sample_weight, mask, dtype, reduction)
+    step = current_step()
+    if step is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
+        return weights
+    import tensorflow as tf
+
+    valid = tf.reduce_sum(tf.cast(mask, "float32"))
+    return weights * tf.cast(step.share_of(valid), weights.dtype)
+
+
+def _reduce_values(original, values, sample_weight=None, reduction="sum_over_batch_size"):
+    loss = original(values, sample_weight, reduction)
+    step = current_step()
+    if step is None:
+        return loss
+    import tensorflow as tf
+
+    if reduction == "sum":
+        # Weighting by share would make a mean of it.
+        return tf.math.divide_no_nan(loss, tf.cast(step.share, loss.dtype))
+    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        weight = tf.cast(tf.reduce_sum(sample_weight), "float32")
+        return loss * tf.cast(step.share_of(weight), loss.dtype)
+    return loss
+
+
+WRAPPERS = (
+    Wrapper(loss_module, "scale_loss_for_distribution", ("value",), _scale),
+    Wrapper(loss_module, "unscale_loss_for_distribution", ("value",), _scale),
+    Wrapper(
+        loss_module, "apply_mask", ("sample_weight", "mask", "dtype", "reduction"), _apply_mask
+    ),
+    Wrapper(
+        loss_module, "reduce_values", ("values", "sample_weight", "reduction"), _reduce_values
+    ),
+)

@@ -1,0 +1,66 @@
+"""Metrics: each rank counts its own samples; what is read is the count of all."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+from tfdist.collectives import Group, all_reduce, broadcast
+from tfdist.strategies.keras_seam.wrapping import Wrapper
+from tfdist.strategies.replica import current_step
+
+__all__ = ["WRAPPERS"]
+
+
+def _get_metrics_result(original, self):
+    """Evaluates the metrics on the states of all ranks together.
+
+    At the end of an epoch this is always so. The logs of a single batch are reduced only while
+    some callback reads them (`batch_logs_read`), so that training pays for what is looked at.
+    """
+    strategy = getattr(self, "distribute_strategy", None)
+    if not hasattr(strategy, "engine") or strategy.group("data").size == 1:
+        return original(self)
+    variables = [
+        variable
+        for metric in self.metrics
+        for variable in metric.variables
+        if variable.synchronization == "on_read"
+    ]
+    if not variables:
+        return original(self)
+    group = strategy.group("data")
+    if current_step() is None:
+        states = _reduce_states(variables, group)
+    else:
+        states = tf.cond(
+            strategy.extended.batch_logs_read,
+            lambda: _reduce_states(variables, group),
+            lambda: [tf.convert_to_tensor(variable.value) for variable in variables],
+        )
+    with keras.StatelessScope(state_mapping=list(zip(variables, states, strict=True))):
+        return original(self)
+
+
+def _reduce_states(variables, group: Group) -> list[tf.Tensor]:
+    """The variables' values over all ranks, in as few collectives as there are kinds of them."""
+    kinds: dict[tuple, list[int]] = {}
+    for index, variable in enumerate(variables):
+        kinds.setdefault((variable.dtype, variable.aggregation), []).append(index)
+    states: list = [None] * len(variables)
+    for (dtype, aggregation), indices in kinds.items():
+        values = [tf.convert_to_tensor(variables[index].value) for index in indices]
+        flat = tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
+        name = f"metrics/{aggregation}-{dtype}"
+        if aggregation in ("sum", "mean"):
+            flat = all_reduce(flat, group, aggregation, name=name)
+        else:
+            flat = broadcast(flat, group, name=name)
+        parts = tf.split(flat, [value.shape.num_elements() for value in values])
+        for index, part, value in zip(indices, parts, values, strict=True):
+            states[index] = tf.reshape(part, value.shape)
+    return states
+
+
+WRAPPERS = (Wrapper(TensorFlowTrainer, "get_metrics_result", ("self",), _get_metrics_result),)

@@ -1,0 +1,91 @@
+"""Variables that ranks must agree on: at the start of training, and where layers keep state."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+from tfdist.collectives import Group, all_reduce, broadcast
+
+__all__ = ["broadcast_variables", "keep_states_without_samples", "synchronize_layer_states"]
+
+
+def broadcast_variables(model: keras.Model, group: Group) -> None:
+    """Gives all ranks the chief's weights and optimizer state.
+
+    Ranks that drew the same seeds already agree; what a user or a callback loaded on one rank
+    only, they do not.
+    """
+    variables = list(model.variables)
+    if model.optimizer is not None:
+        variables += model.optimizer.variables
+    by_dtype: dict[str, list] = {}
+    for variable in variables:
+        by_dtype.setdefault(variable.dtype, []).append(variable)
+    for dtype, some in by_dtype.items():
+        if dtype == "string":
+            continue
+        values = [tf.convert_to_tensor(variable.value) for variable in some]
+        flat = tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
+        flat = broadcast(flat, group, name=f"variables/{dtype}")
+        parts = tf.split(flat, [value.shape.num_elements() for value in values])
+        for variable, part, value in zip(some, parts, values, strict=True):
+            variable.assign(tf.reshape(part, value.shape))
+
+
+def synchronize_layer_states(model: keras.Model) -> None:
+    """Averages what layers keep of the batches they saw, over the data axis.
+
+    A BatchNormalization that is not `synchronized` follows its own rank's rows. Its moving
+    averages are linear in what it saw, so averaging them when they are read gives what averaging
+    after every step would.
+    """
+    strategy = model.distribute_strategy
+    group = strategy.group("data")
+    states = _layer_states(model)
+    if group.size == 1 or not states:
+        return
+    values = [tf.cast(tf.convert_to_tensor(state.value), tf.float32) for state in states]
+    flat = tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
+    extremes = all_reduce(tf.stack([flat, -flat]), group, "max", name="layer-states/extremes")
+    # What is equal everywhere stays so bit for bit; a mean would round it.
+    mean = all_reduce(flat, group, "mean", name="layer-states")
+    flat = tf.where(extremes[0] == -extremes[1], flat, mean)
+    parts = tf.split(flat, [value.shape.num_elements() for value in values])
+    for state, part, value in zip(states, parts, values, strict=True):
+        state.assign(tf.reshape(part, value.shape))
+
+
+def _layer_states(model: keras.Model) -> list:
+    """Floating variables that layers keep for themselves, frozen weights not among them."""
+    return [
+        variable
+        for layer in model._flatten_layers()
+        for variable in layer._non_trainable_variables
+        if keras.backend.is_float_dtype(variable.dtype)
+    ]
+
+
+def keep_states_without_samples(model: keras.Model, rows: tf.Tensor):
+    """Notes what the model holds of past samples; the returned function puts it back.
+
+    For a rank that gets no sample in a step: metrics must not count a step of nothing, and a mean
+    over no sample is not a number. Layer states that the other ranks' samples moved (a
+    synchronized BatchNormalization) stay moved.
+
+    Args:
+        model: The model.
+        rows: This rank's number of samples, an int32 scalar.
+    """
+    metrics = [variable for metric in model.metrics for variable in metric.variables]
+    states = _layer_states(model)
+    before = [tf.identity(variable.value) for variable in (*metrics, *states)]
+
+    def put_back():
+        for variable, value in zip(metrics, before[: len(metrics)], strict=True):
+            variable.assign(value)
+        for variable, value in zip(states, before[len(metrics) :], strict=True):
+            variable.assign(tf.where(tf.math.is_finite(variable.value), variable.value, value))
+        return rows
+
+    return lambda: tf.cond(tf.equal(rows, 0), put_back, lambda: rows)

@@ -1,0 +1,124 @@
+"""`fit`, `evaluate` and `predict`: what ranks agree on around Keras' own loops."""
+
+from __future__ import annotations
+
+import inspect
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+from tfdist.collectives import all_reduce
+from tfdist.data.sharding import row_range
+from tfdist.strategies.keras_seam.callbacks import callbacks_of_rank, reads_batch_logs
+from tfdist.strategies.keras_seam.synchronization import synchronize_layer_states
+from tfdist.strategies.keras_seam.wrapping import Wrapper
+from tfdist.strategies.randomness import share_random_state
+
+__all__ = ["WRAPPERS"]
+
+
+def _parallel_strategy(model):
+    """The model's strategy, if it is tfdist's and there are other ranks."""
+    strategy = getattr(model, "distribute_strategy", None)
+    return strategy if hasattr(strategy, "engine") and strategy.mesh.size > 1 else None
+
+
+def _arguments(original, *args, **kwargs) -> dict:
+    bound = inspect.signature(original).bind(*args, **kwargs)
+    bound.apply_defaults()
+    extra = bound.arguments.pop("kwargs", {})
+    return {**bound.arguments, **extra}
+
+
+def _fit(original, self, *args, **kwargs):
+    strategy = _parallel_strategy(self)
+    if strategy is None:
+        return original(self, *args, **kwargs)
+    arguments = _arguments(original, self, *args, **kwargs)
+    share_random_state(strategy.group())
+    _prepare_callbacks(strategy, arguments, training=True)
+    return original(**arguments)
+
+
+def _evaluate(original, self, *args, **kwargs):
+    strategy = _parallel_strategy(self)
+    if strategy is None:
+        return original(self, *args, **kwargs)
+    arguments = _arguments(original, self, *args, **kwargs)
+    synchronize_layer_states(self)
+    # Inside `fit` the callbacks are those of `fit`, prepared there.
+    if not isinstance(arguments["callbacks"], keras.callbacks.CallbackList):
+        _prepare_callbacks(strategy, arguments, training=False)
+    return original(**arguments)
+
+
+def _predict(original, self, *args, **kwargs):
+    strategy = _parallel_strategy(self)
+    if strategy is None:
+        return original(self, *args, **kwargs)
+    arguments = _arguments(original, self, *args, **kwargs)
+    synchronize_layer_states(self)
+    _prepare_callbacks(strategy, arguments, training=False)
+    with strategy.extended.predicting():
+        return original(**arguments)
+
+
+def _predict_on_batch(original, self, x):
+    if _parallel_strategy(self) is None:
+        return original(self, x)
+    rows = tf.nest.flatten(x)[0].shape[0]
+    return self.predict(x, batch_size=rows, verbose=0)
+
+
+def _train_on_batch(original, self, x, y=None, sample_weight=None, *args, **kwargs):
+    x, y, sample_weight = _own_rows(self, (x, y, sample_weight))
+    return original(self, x, y, sample_weight, *args, **kwargs)
+
+
+def _test_on_batch(original, self, x, y=None, sample_weight=None, *args, **kwargs):
+    x, y, sample_weight = _own_rows(self, (x, y, sample_weight))
+    return original(self, x, y, sample_weight, *args, **kwargs)
+
+
+def _own_rows(model, batch):
+    """This rank's rows of a batch; the whole batch on all ranks where it does not divide.
+
+    Both give the single process's update. A graph is made for the shapes that it is given, and
+    takes those to be the same on all ranks, so rows are never split unevenly here.
+    """
+    strategy = _parallel_strategy(model)
+    if strategy is None:
+        return batch
+    shards, index = strategy.mesh.shape["data"], strategy.mesh.coordinates()["data"]
+    rows = tf.nest.flatten(batch[0])[0].shape[0]
+    if rows % shards:
+        return batch
+    start, end = row_range(rows, shards, index)
+    return tf.nest.map_structure(lambda part: None if part is None else part[start:end], batch)
+
+
+def _prepare_callbacks(strategy, arguments: dict, *, training: bool) -> None:
+    """Sets the callbacks and the verbosity of this rank, and what of the logs is reduced."""
+    given = arguments["callbacks"]
+    given = list(tf.nest.flatten(given)) if given is not None else []
+    wanted = reads_batch_logs(given) or arguments["verbose"] in (1, "auto")
+    anywhere = all_reduce(tf.constant(wanted), strategy.group(), "max", name="reads-batch-logs")
+    strategy.extended.batch_logs_read.assign(anywhere)
+    arguments["callbacks"] = callbacks_of_rank(given, strategy, training=training)
+    if not strategy.is_chief:
+        arguments["verbose"] = 0
+
+
+WRAPPERS = (
+    Wrapper(TensorFlowTrainer, "fit", ("self", "x", "y"), _fit),
+    Wrapper(TensorFlowTrainer, "evaluate", ("self", "x", "y"), _evaluate),
+    Wrapper(TensorFlowTrainer, "predict", ("self", "x"), _predict),
+    Wrapper(TensorFlowTrainer, "predict_on_batch", ("self", "x"), _predict_on_batch),
+    Wrapper(
+        TensorFlowTrainer, "train_on_batch", ("self", "x", "y", "sample_weight"), _train_on_batch
+    ),
+    Wrapper(
+        TensorFlowTrainer, "test_on_batch", ("self", "x", "y", "sample_weight"), _test_on_batch
+    ),
+)

@@ -1,0 +1,62 @@
+"""How a function of Keras is wrapped: by name, with its signature checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+
+import keras
+
+__all__ = ["Wrapper", "apply_wrappers"]
+
+_applied: set[tuple[int, str]] = set()
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrapper:
+    """A function of Keras and what is called in its stead.
+
+    Attributes:
+        owner: The module or class.
+        name: The function's name there.
+        parameters: The first parameters that the wrapper counts on.
+        call: Called as `call(original, *args, **kwargs)`.
+    """
+
+    owner: object
+    name: str
+    parameters: tuple[str, ...]
+    call: Callable
+
+
+def apply_wrappers(wrappers: Sequence[Wrapper]) -> None:
+    """Wraps each function that is not wrapped yet.
+
+    Raises:
+        ImportError: Keras has no such function, or its parameters are others.
+    """
+    for wrapper in wrappers:
+        key = (id(wrapper.owner), wrapper.name)
+        if key in _applied:
+            continue
+        original = getattr(wrapper.owner, wrapper.name, None)
+        found = tuple(inspect.signature(original).parameters) if callable(original) else ()
+        if found[: len(wrapper.parameters)] != wrapper.parameters:
+            owner = getattr(wrapper.owner, "__name__", wrapper.owner)
+            raise ImportError(
+                f"This tfdist knows another Keras than {keras.__version__}: it relies on "
+                f"`{owner}.{wrapper.name}{wrapper.parameters}`. Found: {found or 'nothing'}. "
+                "Install the Keras that tfdist's metadata asks for."
+            )
+        setattr(wrapper.owner, wrapper.name, _wrapped(original, wrapper.call))
+        _applied.add(key)
+
+
+def _wrapped(original: Callable, call: Callable) -> Callable:
+    @functools.wraps(original)
+    def function(*args, **kwargs):
+        return call(original, *args, **kwargs)
+
+    return function

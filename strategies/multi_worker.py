@@ -1,0 +1,41 @@
+"""`MultiWorkerStrategy`: the workers of TF_CONFIG, over TensorFlow's own collectives."""
+
+from __future__ import annotations
+
+from tfdist.collectives.engine import Engine
+from tfdist.mesh import Mesh
+from tfdist.strategies.parallel import ParallelStrategy
+
+__all__ = ["MultiWorkerStrategy"]
+
+
+class MultiWorkerStrategy(ParallelStrategy):
+    """What `tf.distribute.MultiWorkerMirroredStrategy` is to Keras 2, for Keras 3.
+
+    Needs no Horovod and no compiler. Make it before any other use of TensorFlow in the process:
+    TensorFlow joins a cluster before its first operation or not at all.
+
+    Args:
+        mesh: How the workers are laid out; all on the data axis by default.
+        engine: A `TensorFlowEngine` that already runs, in place of a new one for `mesh`.
+        communication: "auto", "ring" or "nccl", for a new engine.
+        **options: Those of `ParallelStrategy`.
+
+    Raises:
+        ValueError: TF_CONFIG is malformed, or the mesh does not fill the cluster.
+        RuntimeError: TensorFlow was used before.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh | None = None,
+        *,
+        engine: Engine | None = None,
+        communication: str = "auto",
+        **options,
+    ):
+        if engine is None:
+            from tfdist.collectives.tensorflow import TensorFlowEngine
+
+            engine = TensorFlowEngine(mesh, communication)
+        super().__init__(engine, **options)

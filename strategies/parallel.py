@@ -1,0 +1,245 @@
+"""`ParallelStrategy`: a mesh and an engine, as a `tf.distribute.Strategy` that Keras 3 can use."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
+
+from tfdist.collectives import Engine, Group, all_gather, all_reduce
+from tfdist.data.sharding import mark_per_rank, shard_batches
+from tfdist.mesh import Mesh
+from tfdist.strategies import keras_seam
+from tfdist.strategies.gradients import reduce_gradients
+from tfdist.strategies.keras_seam.steps import count_rows, run_keras_step
+from tfdist.strategies.randomness import share_random_state
+from tfdist.strategies.replica import KerasStep, ReplicaContext
+
+__all__ = ["ParallelStrategy"]
+
+_MIB = 1 << 20
+
+
+class ParallelStrategy(tf.distribute.Strategy):
+    """One process per device; each runs the same program and holds plain tensors and variables.
+
+    The base of `HorovodStrategy`, `MultiWorkerStrategy` and `LocalStrategy`, which differ only in
+    the engine and in how the ranks meet.
+
+    ```python
+    strategy = tfdist.strategies.auto()
+    with strategy.scope():
+        model = keras.Sequential([...])
+        model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    model.fit(x, y, batch_size=256, epochs=3)  # 256 is the global batch
+    ```
+
+    Args:
+        engine: What carries the collectives; it knows the mesh.
+        bucket_mib: MiB of gradients that travel as one tensor.
+    """
+
+    def __init__(self, engine: Engine, *, bucket_mib: float = 4.0):
+        if bucket_mib <= 0:
+            raise ValueError(f"`bucket_mib` is positive. Received: {bucket_mib}.")
+        self._engine = engine
+        self._bucket_bytes = int(bucket_mib * _MIB)
+        share_random_state(engine.group())
+        super().__init__(_ParallelExtended(self))
+        keras_seam.install()
+
+    @property
+    def engine(self) -> Engine:
+        """What carries the collectives."""
+        return self._engine
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh, resolved: it knows this rank."""
+        return self._engine.mesh
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this rank is the one that writes files and talks to the user."""
+        return self.mesh.rank == 0
+
+    def group(self, *axes: str) -> Group:
+        """The group of this rank along the given mesh axes; without an axis, the world."""
+        return self._engine.group(*axes)
+
+    def run(self, fn, args=(), kwargs=None, options=None):
+        """Runs `fn` on this rank, in replica context.
+
+        A `train_step` or `test_step` of a Keras model computes what a single process would on the
+        whole batch: gradients are averaged over samples. Any other function keeps the contract of
+        `tf.distribute`: gradients of all ranks are summed, so the function scales its loss by the
+        global batch size.
+
+        Args:
+            fn: The function.
+            args: Its arguments: this rank's own.
+            kwargs: Its keyword arguments.
+            options: As in `tf.distribute.Strategy.run`.
+
+        Returns:
+            What `fn` returned on this rank.
+        """
+        step = _keras_step(fn, args, self.group("data"))
+        with self.extended._running(step):
+            outputs = super().run(fn, args=args, kwargs=kwargs, options=options)
+        return self.extended._finish_outputs(outputs)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.mesh!r})"
+
+
+class _ParallelExtended(OneDeviceExtended):
+    """One device in this process, and an engine to the other ranks.
+
+    TensorFlow's one-device strategy already keeps plain variables and tensors. What is overridden
+    here is all that a step can ask of the other ranks.
+    """
+
+    def __init__(self, strategy: ParallelStrategy):
+        super().__init__(strategy, "/GPU:0" if tf.config.list_logical_devices("GPU") else "/CPU:0")
+        self._parallel = strategy
+        self._local = threading.local()
+        self._batch_logs_read: tf.Variable | None = None
+
+    # -- what ranks are ---------------------------------------------------------------------
+
+    @property
+    def _num_replicas_in_sync(self):
+        return self._parallel.mesh.shape["data"]
+
+    def _in_multi_worker_mode(self):
+        return self._parallel.mesh.size > 1
+
+    @property
+    def should_checkpoint(self):
+        return self._parallel.is_chief
+
+    @property
+    def should_save_summary(self):
+        return self._parallel.is_chief
+
+    # -- steps ------------------------------------------------------------------------------
+
+    def _use_merge_call(self):
+        return False
+
+    @contextlib.contextmanager
+    def _running(self, step: KerasStep | None) -> Iterator[None]:
+        before = getattr(self._local, "step", None)
+        self._local.step = step
+        try:
+            yield
+        finally:
+            self._local.step = before
+
+    def _call_for_each_replica(self, fn, args, kwargs):
+        step = getattr(self._local, "step", None)
+        with tf.device(self._device), ReplicaContext(self._parallel, step):
+            if step is None:
+                return fn(*args, **kwargs)
+            return run_keras_step(step, fn, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def predicting(self) -> Iterator[None]:
+        """Inside, `run` returns the rows of all ranks, in the order of the global batch."""
+        self._local.predicting = True
+        try:
+            yield
+        finally:
+            self._local.predicting = False
+
+    def _finish_outputs(self, outputs):
+        if not getattr(self._local, "predicting", False):
+            return outputs
+        group = self._parallel.group("data")
+        return tf.nest.map_structure(lambda rows: _gather_rows(rows, group), outputs)
+
+    @property
+    def batch_logs_read(self) -> tf.Variable:
+        """Whether a callback on any rank reads the logs of each batch: a bool variable."""
+        if self._batch_logs_read is None:
+            with tf.init_scope():
+                self._batch_logs_read = tf.Variable(True, trainable=False, name="batch_logs_read")
+        return self._batch_logs_read
+
+    # -- reductions -------------------------------------------------------------------------
+
+    def reduce_gradients(self, gradients, reduction: str) -> list:
+        """Reduces gradients over the data axis, in buckets."""
+        return reduce_gradients(
+            gradients, self._parallel.group("data"), reduction, self._parallel._bucket_bytes
+        )
+
+    def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce(reduce_op, value, options)
+
+    def _reduce_to(self, reduce_op, value, destinations, options):
+        del destinations, options
+        return all_reduce(value, self._parallel.group("data"), reduce_op.value.lower())
+
+    def _gather_to_implementation(self, value, destinations, axis, options):
+        del destinations, options
+        return all_gather(value, self._parallel.group("data"), axis, uneven=True)
+
+    def _replica_ctx_update(self, var, fn, args=(), kwargs=None, group=True):
+        del group
+        return fn(var, *args, **(kwargs or {}))
+
+    # -- data -------------------------------------------------------------------------------
+
+    def _experimental_distribute_dataset(self, dataset, options):
+        del options
+        mesh = self._parallel.mesh
+        return shard_batches(dataset, mesh.shape["data"], mesh.coordinates()["data"])
+
+    def _distribute_datasets_from_function(self, dataset_fn, options):
+        del options
+        mesh = self._parallel.mesh
+        context = tf.distribute.InputContext(
+            num_input_pipelines=mesh.shape["data"],
+            input_pipeline_id=mesh.coordinates()["data"],
+            num_replicas_in_sync=mesh.shape["data"],
+        )
+        return mark_per_rank(dataset_fn(context))
+
+    def _experimental_distribute_values_from_function(self, value_fn):
+        mesh = self._parallel.mesh
+        return value_fn(
+            tf.distribute.experimental.ValueContext(
+                mesh.coordinates()["data"], mesh.shape["data"]
+            )
+        )
+
+
+def _keras_step(fn, args, group: Group) -> KerasStep | None:
+    """The Keras step that `fn` is, or None."""
+    model = getattr(fn, "__self__", None)
+    kinds = {"train_step": "train", "test_step": "test"}
+    kind = kinds.get(getattr(fn, "__name__", ""))
+    if not isinstance(model, keras.Model) or kind is None or not args:
+        return None
+    return KerasStep(model, kind, count_rows(args[0]), group)
+
+
+def _gather_rows(rows, group: Group):
+    if not isinstance(rows, tf.Tensor):
+        raise NotImplementedError(
+            "`predict` joins the ranks' rows of dense tensors. Received: an output of type "
+            f"{type(rows).__name__}; convert it in the model, for example with `.to_tensor()`."
+        )
+    even = rows.shape.rank and rows.shape[0] is not None and not tf.executing_eagerly()
+    if rows.shape.rank == 0:
+        rows = rows[None]
+    return all_gather(rows, group, uneven=not even, name="predictions")
+
+

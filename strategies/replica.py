@@ -1,0 +1,140 @@
+"""The replica context: what a step knows of the ranks it runs on."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import tensorflow as tf
+
+from tfdist.collectives import Group, all_gather, all_reduce
+
+__all__ = ["KerasStep", "ReplicaContext", "current_replica", "current_step"]
+
+
+@dataclasses.dataclass(eq=False)
+class KerasStep:
+    """One `train_step` or `test_step` of a Keras model, on this rank's rows of the batch.
+
+    Inside such a step everything looks like a single process that was given these rows. What
+    makes the result that of one process over the whole batch is that a rank's gradient counts by
+    its `share` of the samples.
+
+    Attributes:
+        model: The model.
+        kind: "train" or "test".
+        rows: This rank's number of samples: an int where all ranks have equally many by shape,
+            else an int32 scalar tensor.
+        group: The ranks along the data axis.
+    """
+
+    model: object
+    kind: str
+    rows: int | tf.Tensor
+    group: Group
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks are known to have equally many samples."""
+        return isinstance(self.rows, int)
+
+    @functools.cached_property
+    def share(self) -> tf.Tensor:
+        """This rank's part of the samples of the step: a float32 scalar."""
+        if self.is_even:
+            return tf.constant(1.0 / self.group.size)
+        return tf.cast(self.rows, tf.float32) / tf.cast(self.total_rows, tf.float32)
+
+    @functools.cached_property
+    def total_rows(self) -> tf.Tensor:
+        """The number of samples of the step over all ranks: an int32 scalar."""
+        if self.is_even:
+            return tf.constant(self.rows * self.group.size)
+        return all_reduce(self.rows, self.group, name="batch-size")
+
+    def share_of(self, local: tf.Tensor) -> tf.Tensor:
+        """What `local / (global sum of local)` is, over `share`: 1 where samples count alike.
+
+        A loss that divides by something else than the number of samples (a mask, weights) is
+        multiplied by this, so that it is right after the gradient is weighted by `share`.
+        """
+        total = all_reduce(local, self.group, name="loss-divisor")
+        return tf.math.divide_no_nan(local, total * tf.cast(self.share, local.dtype))
+
+
+class ReplicaContext(tf.distribute.ReplicaContext):
+    """What `tf.distribute.get_replica_context()` returns inside `strategy.run`.
+
+    Attributes:
+        step: The Keras step under way, or None for a function of the user's own.
+        reduced: The ids of optimizers whose gradients were already reduced in this run.
+    """
+
+    def __init__(self, strategy, step: KerasStep | None):
+        super().__init__(strategy, replica_id_in_sync_group=strategy.mesh.coordinates()["data"])
+        self.step = step
+        self.reduced: set[int] = set()
+
+    @property
+    def devices(self):
+        """The device of this rank."""
+        return self._strategy.extended.worker_devices
+
+    def all_reduce(self, reduce_op, value, options=None):
+        """Reduces a tensor, or a nest of them, over the data axis; differentiable.
+
+        Args:
+            reduce_op: "SUM" or "MEAN", or a `tf.distribute.ReduceOp`.
+            value: A nest of tensors or IndexedSlices, of one structure on all ranks.
+            options: Not used.
+        """
+        del options
+        reduction = getattr(reduce_op, "value", reduce_op).lower()
+        group = self._strategy.group("data")
+        return tf.nest.map_structure(
+            lambda tensor: _weighted_all_reduce(tensor, group, reduction, self.step), value
+        )
+
+    def all_gather(self, value, axis, options=None):
+        """Concatenates the ranks' tensors along `axis`, in data order; differentiable."""
+        del options
+        group = self._strategy.group("data")
+        return tf.nest.map_structure(
+            lambda tensor: all_gather(tensor, group, axis, uneven=True), value
+        )
+
+
+def current_replica() -> ReplicaContext | None:
+    """The replica context under way, if it is one of tfdist's."""
+    context = tf.distribute.get_replica_context()
+    return context if isinstance(context, ReplicaContext) else None
+
+
+def current_step() -> KerasStep | None:
+    """The Keras step under way, if there is one."""
+    replica = current_replica()
+    return replica.step if replica is not None else None
+
+
+def _weighted_all_reduce(tensor, group: Group, reduction: str, step: KerasStep | None):
+    """`all_reduce`, with a gradient that is right where ranks have unequal shares.
+
+    The step's objective is the sum over ranks of share times local loss, but each rank derives
+    its local loss and multiplies by its share at the end. What flows back through a reduction
+    comes from all ranks' losses: it must be summed with each rank's share, and be divided by this
+    rank's, which is multiplied in again later.
+    """
+    if step is None or step.is_even:
+        return all_reduce(tensor, group, reduction)
+
+    @tf.custom_gradient
+    def reduce(x):
+        y = all_reduce(x, group, reduction)
+
+        def gradient(dy):
+            share = tf.cast(step.share, dy.dtype)
+            return tf.math.divide_no_nan(all_reduce(dy * share, group, reduction), share)
+
+        return y, gradient
+
+    return reduce(tf.convert_to_tensor(tensor))

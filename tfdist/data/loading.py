@@ -1,0 +1,381 @@
+"""Image classification sets for one process or for each rank of a mesh, through TFDS."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import fcntl
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+if TYPE_CHECKING:
+    import tensorflow_datasets as tfds
+
+__all__ = ["import_tfds", "load", "load_for_rank", "prepare_once", "rank_split", "read_config"]
+
+
+def load(
+    name: str,
+    split: Any,
+    *,
+    data_dir: str | os.PathLike | None = None,
+    download: bool = True,
+    read_config: tfds.ReadConfig | None = None,
+) -> tuple[tf.data.Dataset, tfds.core.DatasetInfo]:
+    """Returns one split of an image classification set, example by example.
+
+    >>> train, info = load("digits", "train", data_dir="data")
+    >>> train.element_spec
+    (TensorSpec(shape=(8, 8, 1), dtype=tf.float32, name=None), TensorSpec(shape=(), dtype=tf.int64, name=None))
+    >>> info.features["label"].num_classes
+    10
+
+    Several processes of one machine may load the same set at once: one prepares it, the others
+    wait. Hosts that share a `data_dir` without file locks may each prepare it, and the first to
+    finish wins. Preparing leaves Python's random state as it was, so that the ranks that prepare
+    and those that find the data ready draw the same seeds afterwards.
+
+    Args:
+        name: "digits" (`tfdist.data.Digits`, which needs no download) or any TFDS name of an image
+            classification set, such as "mnist", "cifar10" or "emnist/letters:3.1.0".
+        split: One split as TFDS writes it, such as "train", "train[:80%]" or "train+test", or what
+            `rank_split` returned. A split of `rank_split` that has no example gives an empty
+            data set.
+        data_dir: Where the prepared data lies or will lie. By default where TFDS keeps its sets.
+        download: Whether to prepare the set, downloading what it needs, if it is not there.
+        read_config: How to read; `read_config()` by default. Files are read in shuffled order if
+            it carries a seed.
+
+    Returns:
+        The data set of (image, label) pairs, and the TFDS info of the whole set. The image is
+        float32 of the set's own shape (height, width, channels) with values in [0, 1], the label
+        an int64 scalar.
+
+    Raises:
+        ValueError: The name or the split is unknown, the set is not one of integer images with
+            one class each, or it is not prepared and `download` is false.
+        RuntimeError: The set cannot be downloaded or prepared.
+        ImportError: TensorFlow Datasets is not installed.
+    """
+    import_tfds()
+    builder = _builder(name, data_dir)
+    scale = 1.0 / _max_value(name, builder.info)
+    where = f"data_dir={os.fspath(builder.data_dir_root)!r}"
+    if not builder.is_prepared():
+        if not download:
+            raise ValueError(
+                f"The data set {name!r} is not prepared in {where}. Pass `download=True`, or the "
+                "data_dir that holds it."
+            )
+        try:
+            _prepare(builder)
+        except ImportError:
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"The data set {name!r} cannot be prepared in {where}: {_one_line(error)}. Prepare "
+                "it where the network is at hand and copy the folder, or load 'digits', which "
+                "needs no download."
+            ) from error
+    dataset = _read(builder, name, split, read_config or _default_read_config())
+
+    def normalize(image, label):
+        return tf.cast(image, tf.float32) * scale, label
+
+    return dataset.map(
+        normalize, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True
+    ), builder.info
+
+
+def load_for_rank(
+    name: str,
+    split: str,
+    strategy: Any,
+    *,
+    data_dir: str | os.PathLike | None = None,
+    download: bool = True,
+    seed: int | None = None,
+    drop_remainder: bool = False,
+) -> tuple[tf.data.Dataset, tfds.core.DatasetInfo]:
+    """Returns this rank's share of a split, example by example.
+
+    The split is divided over the data axis only: ranks that differ in their pipeline or tensor
+    coordinate work on the same batch, and read the same examples in the same order.
+
+    >>> train, info = load_for_rank("digits", "train", strategy)
+    >>> model.fit(train.shuffle(1024, seed=0).batch(32), epochs=3)     # 32 per rank of the data axis
+
+    The share is a consecutive range of the split, so the ranks' batches together are not the batch
+    that one process would read; where results must equal those of one process, hand all ranks the
+    same `load(...)` and let the strategy divide each batch. The data set says so itself: its
+    `auto_shard_policy` is OFF, which means that it is divided already.
+
+    Args:
+        name: As for `load`.
+        split: As for `load`.
+        strategy: What carries the resolved mesh as `strategy.mesh`.
+        data_dir: As for `load`. Each host reads its own, or all share one.
+        download: As for `load`.
+        seed: Reads the files in an order drawn from this seed; see `read_config`.
+        drop_remainder: Leaves out the last examples of a split that does not divide, so that all
+            ranks see equally many.
+
+    Returns:
+        As `load` does.
+
+    Raises:
+        ValueError: `strategy` carries no mesh, or as for `load`.
+        RuntimeError: The mesh is not resolved, or as for `load`.
+        ImportError: TensorFlow Datasets is not installed.
+    """
+    mesh = getattr(strategy, "mesh", None)
+    if mesh is None:
+        raise ValueError(
+            "`strategy` carries the mesh that says which share is this rank's. "
+            f"Received: {strategy!r}, which has no mesh. Pass a strategy of `tfdist.strategies`, "
+            "or use `load` with `rank_split`."
+        )
+    index = mesh.coordinates()["data"]
+    dataset, info = load(
+        name,
+        rank_split(split, mesh.shape["data"], index, drop_remainder=drop_remainder),
+        data_dir=data_dir,
+        download=download,
+        read_config=read_config(seed),
+    )
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return dataset.with_options(options), info
+
+
+def rank_split(split: Any, num_shards: int, index: int, *, drop_remainder: bool = False) -> Any:
+    """Returns the part of a split that shard `index` of `num_shards` reads.
+
+    The parts are consecutive ranges; every example is in exactly one, and their sizes differ by at
+    most one, the first being the larger (in a sum such as "train+test" that holds of each term).
+
+    >>> [len(list(load("digits", rank_split("test", 7, index))[0])) for index in range(7)]
+    [52, 52, 52, 51, 51, 51, 51]
+
+    Args:
+        split: A split as TFDS writes it, such as "train" or "train[:80%]".
+        num_shards: How many parts.
+        index: Which of them, from 0.
+        drop_remainder: Makes all parts equal and leaves out what remains, fewer than `num_shards`
+            examples.
+
+    Returns:
+        A TFDS split, as `tfds.even_splits` makes them: for `load`, `tfds.load` and
+        `builder.as_dataset`.
+
+    Raises:
+        ValueError: `num_shards` is not positive, or `index` is not in [0, num_shards).
+        ImportError: TensorFlow Datasets is not installed.
+    """
+    if num_shards < 1:
+        raise ValueError(f"A split has at least one part. Received: num_shards={num_shards}.")
+    if not 0 <= index < num_shards:
+        raise ValueError(
+            f"The index of a part lies in [0, num_shards). Received: index={index}, "
+            f"num_shards={num_shards}."
+        )
+    return import_tfds().even_splits(split, num_shards, drop_remainder=drop_remainder)[index]
+
+
+def read_config(
+    seed: int | None = None, input_context: tf.distribute.InputContext | None = None
+) -> tfds.ReadConfig:
+    """Returns a TFDS read configuration under which the order of the examples is fixed.
+
+    Args:
+        seed: `load` reads the set's files in an order drawn from this seed, another one each epoch
+            and the same in every run. None reads them in the order of their names. A set in one
+            file, such as digits or mnist, has but one order: shuffle the examples themselves with
+            `dataset.shuffle(size, seed=seed)`.
+        input_context: Divides the files, not the examples, over the input pipelines of
+            `strategy.distribute_datasets_from_function`. Needs as many files as pipelines: for
+            smaller sets use `rank_split`.
+
+    Returns:
+        The configuration, for `load` or `builder.as_dataset(read_config=...)`.
+
+    Raises:
+        ImportError: TensorFlow Datasets is not installed.
+    """
+    options = tf.data.Options()
+    options.deterministic = True
+    return import_tfds().ReadConfig(options=options, shuffle_seed=seed, input_context=input_context)
+
+
+#: `load` has an argument of the same name.
+_default_read_config = read_config
+
+
+def prepare_once(builder: tfds.core.DatasetBuilder, prepare: Callable[[], None]) -> None:
+    """Prepares a data set while other processes may be about to do the same.
+
+    TFDS writes into a temporary folder and renames it, which is atomic but fails where the folder
+    exists by then; and it draws the temporary name from Python's `random`, so ranks that set the
+    same seed would write into the same folder. Hence the file lock, `.<name>.lock` in the
+    `data_dir`, which also keeps the ranks from downloading the same files; and the private random
+    numbers while it is held.
+
+    Args:
+        builder: The builder of any TFDS data set. Afterwards its info is that of the prepared data.
+        prepare: What writes the data, such as `builder.download_and_prepare`.
+
+    Raises:
+        Exception: What preparing raised.
+    """
+    with _locked(os.fspath(builder.data_dir_root), builder.name), _private_random_numbers():
+        try:
+            prepare()
+        except OSError:
+            # A host that the lock does not reach was faster, and its data is as good.
+            if not builder.is_prepared():
+                raise
+    # A builder that was made before the data was there knows neither splits nor sizes.
+    builder.info.read_from_directory(builder.data_dir)
+
+
+def import_tfds() -> ModuleType:
+    """Returns the module `tensorflow_datasets`, which is an optional dependency.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    try:
+        import tensorflow_datasets
+    except ImportError as error:
+        raise ImportError(
+            "Data sets are read with TensorFlow Datasets, which cannot be imported "
+            f"({_one_line(error)}): pip install tfdist[data]"
+        ) from error
+    return tensorflow_datasets
+
+
+def _builder(name: str, data_dir: str | os.PathLike | None) -> tfds.core.DatasetBuilder:
+    tfds = import_tfds()
+    from tfdist.data import digits  # noqa: F401  (registers "digits" with TFDS)
+
+    root = tfds.core.constants.DATA_DIR if data_dir is None else os.fspath(data_dir)
+    try:
+        return tfds.builder(name, data_dir=os.path.expanduser(root))
+    except tfds.core.DatasetNotFoundError:
+        near = difflib.get_close_matches(name, tfds.list_builders(), n=1)
+        raise ValueError(
+            f"No data set is called {name!r}, neither in TFDS nor in data_dir={root!r}. "
+            + (f"Did you mean {near[0]!r}?" if near else "`tfds.list_builders()` lists the names.")
+        ) from None
+    except Exception as error:
+        raise ValueError(
+            f"The data set {name!r} cannot be opened in data_dir={root!r}: {_one_line(error)}."
+        ) from error
+
+
+def _prepare(builder: tfds.core.DatasetBuilder) -> None:
+    from tfdist.data.digits import Digits
+
+    if isinstance(builder, Digits):
+        # It takes the lock by itself, and would wait for this process forever.
+        builder.download_and_prepare()
+    else:
+        prepare_once(builder, builder.download_and_prepare)
+
+
+def _max_value(name: str, info: tfds.core.DatasetInfo) -> int:
+    """The pixel value that stands for 1.0; refuses what is not an image classification set."""
+    features = import_tfds().features
+    keys = info.supervised_keys
+    if keys and len(keys) == 2 and all(isinstance(key, str) for key in keys):
+        image, label = (info.features[key] for key in keys)
+        if (
+            isinstance(image, features.Image)
+            and isinstance(label, features.ClassLabel)
+            and np.issubdtype(image.np_dtype, np.integer)
+        ):
+            return int((info.metadata or {}).get("max_value", np.iinfo(image.np_dtype).max))
+    raise ValueError(
+        f"`load` reads sets of integer images with one class each. Received: {name!r}, with the "
+        f"supervised keys {keys!r} and the features {list(info.features)!r}. Read it with "
+        "`tfds.load`."
+    )
+
+
+def _read(
+    builder: tfds.core.DatasetBuilder, name: str, split: Any, config: tfds.ReadConfig
+) -> tf.data.Dataset:
+    """The (image, label) pairs of one split as they are stored."""
+
+    def read(split):
+        return builder.as_dataset(
+            split=split,
+            as_supervised=True,
+            shuffle_files=config.shuffle_seed is not None,
+            read_config=config,
+        )
+
+    if split is None or isinstance(split, list | tuple | dict):
+        raise ValueError(
+            f"`load` reads one split, such as 'train'. Received: split={split!r} for {name!r}."
+        )
+    try:
+        # TFDS refuses to read nothing, but a rank may have no example where there are few.
+        if not isinstance(split, str) and builder.info.splits[split].num_examples == 0:
+            whole = next(iter(builder.info.splits))
+            return read(whole).take(0)
+        return read(split)
+    except Exception as error:
+        raise ValueError(
+            f"The split {split!r} of the data set {name!r} in "
+            f"data_dir={os.fspath(builder.data_dir_root)!r} cannot be read: {_one_line(error)}."
+        ) from error
+
+
+@contextlib.contextmanager
+def _locked(data_dir: str, name: str) -> Iterator[None]:
+    """Holds the lock of a data set; where there are no locks, goes on without."""
+    with contextlib.ExitStack() as stack:
+        # Buckets (gs://...) have no locks.
+        if "://" not in data_dir:
+            try:
+                Path(data_dir).mkdir(parents=True, exist_ok=True)
+                lock = stack.enter_context(open(Path(data_dir, f".{name}.lock"), "ab"))
+                _lock(lock, name, data_dir)
+            except OSError as error:
+                # A folder that may only be read, or a network file system without locks.
+                logging.info("%s in %s is prepared without a lock: %s", name, data_dir, error)
+        yield
+
+
+def _lock(file, name: str, data_dir: str) -> None:
+    # The kernel lets go of the lock when the file is closed or the process ends in any way.
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logging.info("Waiting for another process that prepares %s in %s.", name, data_dir)
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+@contextlib.contextmanager
+def _private_random_numbers() -> Iterator[None]:
+    """Lets the block draw from a fresh `random`, and gives back the caller's untouched."""
+    state = random.getstate()
+    random.seed()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip(' .')}" if lines else type(error).__name__

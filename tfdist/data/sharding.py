@@ -1,0 +1,126 @@
+"""Which samples of a global batch belong to which rank.
+
+Every rank iterates the same global batches and takes its own rows. So the samples of a step are
+those of a single process, an uneven batch needs no padding, and all ranks see the same number of
+steps. Where reading everything everywhere costs too much, give each rank its own data with
+`strategy.distribute_datasets_from_function`.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+__all__ = ["is_per_rank", "mark_per_rank", "row_range", "shard_batches"]
+
+_MARK = "_tfdist_per_rank"
+
+
+def row_range(rows, num_shards: int, index: int):
+    """The rows [start, end) of a batch that belong to a shard; sizes differ by one at most.
+
+    Args:
+        rows: The size of the batch, an integer or an integer tensor.
+        num_shards: The number of shards.
+        index: The shard.
+    """
+    share, more = rows // num_shards, rows % num_shards
+    if isinstance(rows, int):
+        start = index * share + min(index, more)
+        return start, start + share + (index < more)
+    start = index * share + tf.minimum(tf.cast(index, more.dtype), more)
+    return start, start + share + tf.cast(index < more, share.dtype)
+
+
+def shard_batches(dataset: tf.data.Dataset, num_shards: int, index: int) -> tf.data.Dataset:
+    """Returns the data set whose batches are this shard's rows of each batch of `dataset`.
+
+    A data set that is already one rank's own comes back as it is.
+
+    Args:
+        dataset: Yields nests of tensors whose dim 0 is the global batch.
+        num_shards: The number of shards: the size of the data axis.
+        index: This rank's place on the data axis.
+
+    Raises:
+        ValueError: A component has no batch dim, or the data set shuffles by chance, so that the
+            ranks would see different batches.
+    """
+    if num_shards == 1 or is_per_rank(dataset):
+        return dataset
+    _check_has_batch_dim(dataset)
+    _check_shuffles_alike(dataset)
+
+    def take_rows(*batch):
+        start, end = row_range(_leading_size(batch), num_shards, index)
+        own = tf.nest.map_structure(lambda part: _rows(part, start, end), batch)
+        return own if len(own) > 1 else own[0]
+
+    # One slice costs less than handing it to another thread.
+    options = tf.data.Options()
+    options.deterministic = True
+    sharded = dataset.map(take_rows).with_options(options).prefetch(2)
+    return mark_per_rank(sharded)
+
+
+def mark_per_rank(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Notes that a data set yields one rank's own samples, and returns it."""
+    setattr(dataset, _MARK, True)
+    return dataset
+
+
+def is_per_rank(dataset) -> bool:
+    """Whether a data set, or one it is made from, was marked as one rank's own."""
+    if getattr(dataset, _MARK, False):
+        return True
+    return any(is_per_rank(source) for source in _sources(dataset))
+
+
+def _sources(dataset) -> list:
+    """The data sets that a data set was made from; `_inputs` is all that TensorFlow offers."""
+    return list(dataset._inputs()) if isinstance(dataset, tf.data.Dataset) else []
+
+
+def _check_has_batch_dim(dataset) -> None:
+    for spec in tf.nest.flatten(dataset.element_spec):
+        shape = getattr(spec, "shape", None)
+        if shape is not None and shape.rank == 0:
+            raise ValueError(
+                "A data set is split among ranks along dim 0 of its batches, so every component "
+                f"needs one. Received: element_spec={dataset.element_spec}. Call `.batch()` with "
+                "the global batch size first."
+            )
+
+
+def _check_shuffles_alike(dataset) -> None:
+    # A shuffle without any seed is marked by two zeros. Attributes are those of TensorFlow's
+    # Python wrapper; where they are missing there is nothing to check.
+    if type(dataset).__name__ == "_ShuffleDataset":
+        seeds = (getattr(dataset, "_seed", None), getattr(dataset, "_seed2", None))
+        if all(seed is not None and int(seed) == 0 for seed in seeds):
+            raise ValueError(
+                "This data set shuffles with a seed that was drawn by each rank for itself, so "
+                "the ranks would take their rows from different batches. Make the strategy before "
+                "the data set (it gives all ranks one seed), or pass `shuffle(..., seed=)`."
+            )
+    for source in _sources(dataset):
+        _check_shuffles_alike(source)
+
+
+def _leading_size(batch):
+    part = tf.nest.flatten(batch)[0]
+    if isinstance(part, tf.RaggedTensor):
+        return tf.cast(part.nrows(), tf.int64)
+    if isinstance(part, tf.SparseTensor):
+        return part.dense_shape[0]
+    return part.shape[0] if part.shape[0] is not None else tf.shape(part, tf.int64)[0]
+
+
+def _rows(part, start, end):
+    if isinstance(part, tf.SparseTensor):
+        size = tf.concat([[end - start], part.dense_shape[1:]], axis=0)
+        begin = tf.concat([[start], tf.zeros_like(part.dense_shape[1:])], axis=0)
+        return tf.sparse.slice(part, begin, size)
+    rows = part[start:end]
+    if isinstance(start, int) and isinstance(rows, tf.Tensor):
+        rows.set_shape([end - start, *part.shape[1:]])
+    return rows

@@ -1,0 +1,178 @@
+"""The learning rate for many replicas: scaled with their number, reached by a gradual warm-up."""
+
+from __future__ import annotations
+
+import math
+import numbers
+
+import keras
+
+__all__ = ["ScaledWarmup", "scaled_learning_rate"]
+
+_RULES = ("linear", "sqrt", "none")
+
+
+def scaled_learning_rate(learning_rate: float, replicas: int, rule: str = "linear") -> float:
+    """Scales the learning rate of one process for a global batch of `replicas` times its size.
+
+    >>> scaled_learning_rate(0.1, replicas=8)
+    0.8
+
+    Args:
+        learning_rate: The rate that was tuned on one process, with one replica's batch.
+        replicas: The number of replicas whose gradients make one update, each with a batch of
+            that size: `strategy.num_replicas_in_sync`.
+        rule: "linear" multiplies by `replicas` (Goyal et al. 2017, arXiv:1706.02677, section 2.1;
+            for SGD). "sqrt" multiplies by its square root, which keeps the variance of the update
+            (Krizhevsky 2014, arXiv:1404.5997; for Adam and its kin Malladi et al. 2022,
+            arXiv:2205.10287). "none" leaves the rate as it is.
+
+    Returns:
+        The rate for the global batch.
+
+    Raises:
+        ValueError: The rate or `replicas` is not positive, or the rule is unknown.
+    """
+    _check_rate(learning_rate)
+    return float(learning_rate) * _scale(replicas, rule)
+
+
+@keras.saving.register_keras_serializable(package="tfdist")
+class ScaledWarmup(keras.optimizers.schedules.LearningRateSchedule):
+    """Gradual warm-up from the rate of one process to the scaled rate of all replicas.
+
+    A large batch at the full scaled rate makes the first steps diverge, while the weights change
+    fast; so the rate starts at that of one process and grows by an equal amount every step
+    (Goyal et al. 2017, arXiv:1706.02677, section 2.2):
+
+        rate(step) = learning_rate * (1 + (scale - 1) * min(step / warmup_steps, 1))
+
+    where `scale` is `replicas`, its square root, or 1, by the rule. With the linear rule this is
+    Horovod's warm-up, `initial_lr / size * (epoch * (size - 1) / warmup_epochs + 1)`, with
+    `initial_lr = size * learning_rate` and fractional epochs counted in steps.
+
+    ```python
+    optimizer = keras.optimizers.SGD(
+        ScaledWarmup(
+            learning_rate=keras.optimizers.schedules.CosineDecay(0.1, decay_steps=10_000),
+            replicas=strategy.num_replicas_in_sync,
+            warmup_steps=500,
+        ),
+        momentum=0.9,
+    )
+    ```
+
+    The number of replicas is part of the configuration: an optimizer that is saved and loaded
+    elsewhere keeps its rates, whatever is there to train on. A `.keras` file with such an
+    optimizer needs tfdist to load, or `keras.models.load_model(path, compile=False)`.
+
+    Args:
+        learning_rate: The rate of one process: a float, or a schedule, whose value at each step
+            (counted from 0, warm-up included) is multiplied by the same factor.
+        replicas: As for `scaled_learning_rate`.
+        rule: "linear", "sqrt" or "none", as for `scaled_learning_rate`.
+        warmup_steps: How many optimizer steps the rate takes to grow to full scale; 0 begins
+            there. One step is one update by `optimizer.apply`; with
+            `gradient_accumulation_steps` Keras counts each accumulated batch as a step here.
+        name: The name of the operation. Defaults to "ScaledWarmup".
+
+    Raises:
+        ValueError: The rate or `replicas` is not positive, `warmup_steps` is negative, or the
+            rule is unknown.
+    """
+
+    def __init__(
+        self,
+        *,
+        learning_rate: float | keras.optimizers.schedules.LearningRateSchedule,
+        replicas: int,
+        rule: str = "linear",
+        warmup_steps: int = 0,
+        name: str | None = None,
+    ):
+        if not isinstance(learning_rate, keras.optimizers.schedules.LearningRateSchedule):
+            _check_rate(learning_rate, "a positive number, or a LearningRateSchedule")
+            learning_rate = float(learning_rate)
+        if not _is_integer(warmup_steps) or warmup_steps < 0:
+            raise ValueError(
+                "`warmup_steps` is a number of optimizer steps, 0 for no warm-up. "
+                f"Received: warmup_steps={warmup_steps!r}."
+            )
+        self._scale = _scale(replicas, rule)
+        self.learning_rate = learning_rate
+        self.replicas = int(replicas)
+        self.rule = rule
+        self.warmup_steps = int(warmup_steps)
+        self.name = name or "ScaledWarmup"
+
+    def __call__(self, step):
+        """The rate of a step.
+
+        Args:
+            step: How many updates came before: a scalar integer tensor, variable or int.
+
+        Returns:
+            A scalar float32 tensor.
+        """
+        with keras.name_scope(self.name):
+            rate = self.learning_rate
+            if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+                rate = rate(step)
+            rate = keras.ops.cast(rate, "float32")
+            if self.warmup_steps == 0:
+                return rate * self._scale
+            # The minimum is taken of integers, which float32 no longer tells apart past 2**24.
+            warm = keras.ops.minimum(keras.ops.cast(step, "int64"), self.warmup_steps)
+            fraction = keras.ops.cast(warm, "float32") / float(self.warmup_steps)
+            return rate * (1.0 + (self._scale - 1.0) * fraction)
+
+    def get_config(self) -> dict:
+        """The constructor's arguments, a nested schedule in its serialized form."""
+        rate = self.learning_rate
+        if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+            rate = keras.optimizers.schedules.serialize(rate)
+        return {
+            "learning_rate": rate,
+            "replicas": self.replicas,
+            "rule": self.rule,
+            "warmup_steps": self.warmup_steps,
+            "name": self.name,
+        }
+
+    @classmethod
+    def from_config(cls, config: dict) -> ScaledWarmup:
+        """Makes the schedule from what `get_config` returned."""
+        config = dict(config)
+        if isinstance(config["learning_rate"], dict):
+            config["learning_rate"] = keras.optimizers.schedules.deserialize(
+                config["learning_rate"]
+            )
+        return cls(**config)
+
+
+def _scale(replicas: int, rule: str) -> float:
+    """How many times the rate of one process is the rate of all replicas."""
+    if not _is_integer(replicas) or replicas < 1:
+        raise ValueError(
+            "`replicas` is the number of replicas in sync, a positive integer "
+            f"(strategy.num_replicas_in_sync). Received: replicas={replicas!r}."
+        )
+    if rule not in _RULES:
+        raise ValueError(f"`rule` is one of {_RULES}. Received: rule={rule!r}.")
+    return {"linear": float(replicas), "sqrt": math.sqrt(replicas), "none": 1.0}[rule]
+
+
+def _check_rate(learning_rate, kind: str = "a positive number") -> None:
+    if (
+        not isinstance(learning_rate, numbers.Real)
+        or isinstance(learning_rate, bool)
+        or not 0 < learning_rate < math.inf
+    ):
+        raise ValueError(
+            f"`learning_rate` is {kind}: the rate of one process. "
+            f"Received: learning_rate={learning_rate!r}."
+        )
+
+
+def _is_integer(value) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
