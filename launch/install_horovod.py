@@ -23,7 +23,7 @@ import sysconfig
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from absl import app, flags
@@ -54,6 +54,7 @@ BUILD_REQUIREMENTS = (
 _TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly", "tf-nightly-cpu")
 _COMPILERS = ("c++", "g++", "clang++")
 _OLDEST_CMAKE = (3, 13)
+_INCLUDES = ("/usr/local/cuda/include", "/usr/local/include", "/usr/include")
 _LOG_LINES = 30
 _PROOF_SECONDS = 120.0
 
@@ -136,7 +137,6 @@ def install(
     cache_dir: Path = Path("~/.cache/tfdist/wheels"),
     *,
     force: bool = False,
-    report: Callable[[str], None] = functools.partial(print, flush=True),
 ) -> None:
     """Builds Horovod unless it was built before, installs it, and proves it on two ranks.
 
@@ -144,17 +144,20 @@ def install(
         options: What to build.
         cache_dir: Where wheels are kept.
         force: Whether to build also where a wheel is kept.
-        report: Takes each line of progress.
 
     Raises:
         PrerequisiteError: Something is missing that the user has to install.
         BuildError: The build, the installation or the proof failed.
     """
-    wheel = build(options, cache_dir, force=force, report=report)
-    _pip("install", "--no-deps", "--force-reinstall", str(wheel), log=wheel.parent / "install.log")
+    wheel = build(options, cache_dir, force=force)
+    # Not beside the wheel: a cache that others have filled may be read-only.
+    descriptor, log = tempfile.mkstemp(prefix="tfdist-install-horovod-", suffix=".log")
+    os.close(descriptor)
+    _pip("install", "--no-deps", "--force-reinstall", str(wheel), log=Path(log))
+    os.unlink(log)
     importlib.invalidate_caches()
-    report(f"Installed it into {sys.prefix}.")
-    prove(options, report=report)
+    _say(f"Installed it into {sys.prefix}.")
+    prove(options)
 
 
 def build(
@@ -162,14 +165,13 @@ def build(
     cache_dir: Path = Path("~/.cache/tfdist/wheels"),
     *,
     force: bool = False,
-    report: Callable[[str], None] = functools.partial(print, flush=True),
 ) -> Path:
     """Returns a wheel of Horovod for the installed TensorFlow; takes the arguments of `install`."""
     tensorflow = check_interpreter()
     kept = cache_dir.expanduser().absolute() / cache_key(options, tensorflow)
     wheel = find_wheel(kept)
     if wheel and not force:
-        report(f"Horovod {HOROVOD_VERSION} for {' '.join(tensorflow)} was built before: {wheel}")
+        _say(f"Horovod {HOROVOD_VERSION} for {' '.join(tensorflow)} was built before: {wheel}")
         return wheel
     check_toolchain(options)
     try:
@@ -180,9 +182,9 @@ def build(
         raise PrerequisiteError(
             f"The folder for wheels cannot be written: {error}. Name another with --cache_dir."
         ) from error
-    report(
+    _say(
         f"Building Horovod {HOROVOD_VERSION} for {' '.join(tensorflow)} with "
-        f"{', '.join(options.carriers)}: takes about 3 minutes on 2 cores. Log: {log}"
+        f"{', '.join(options.carriers)}: takes 3 to 5 minutes on 2 cores. Log: {log}"
     )
     start = time.monotonic()
     with (
@@ -195,6 +197,8 @@ def build(
         _pip("install", *BUILD_REQUIREMENTS, log=log)
         _pip(
             "wheel",
+            # Writes the compiler's output to the log while it comes.
+            "--verbose",
             "--no-deps",
             "--no-build-isolation",
             # pip keeps wheels by name and version: it would hand out one for another TensorFlow.
@@ -211,20 +215,15 @@ def build(
         for old in kept.glob("*.whl"):
             old.unlink()
         wheel = built.replace(kept / built.name)
-    report(f"Built {wheel} in {time.monotonic() - start:.0f} s.")
+    _say(f"Built {wheel} in {time.monotonic() - start:.0f} s.")
     return wheel
 
 
-def prove(
-    options: BuildOptions | None = None,
-    *,
-    report: Callable[[str], None] = functools.partial(print, flush=True),
-) -> None:
+def prove(options: BuildOptions | None = None) -> None:
     """Runs an all-reduce of the installed Horovod on two ranks of this machine, on the CPU.
 
     Args:
         options: What Horovod should have been built with; None takes what there is.
-        report: Takes one line that says what was proven.
 
     Raises:
         PrerequisiteError: Horovod is not installed.
@@ -232,7 +231,7 @@ def prove(
     """
     from tfdist.testing import RankError, run_ranks
 
-    if importlib.util.find_spec("horovod") is None:
+    if not _version("horovod"):
         raise PrerequisiteError(
             f"Horovod is not installed for {sys.executable}: run this without --check."
         )
@@ -244,7 +243,7 @@ def prove(
     expected = [3.0 * index for index in range(1000)]
     for rank, (total, carriers) in enumerate(answers):
         if total != expected:
-            wrong = next(i for i, pair in enumerate(zip(total, expected)) if len({*pair}) > 1)
+            wrong = next(i for i, value in enumerate(expected) if total[i] != value)
             raise BuildError(
                 f"Horovod adds wrongly: element {wrong} of the sum is {expected[wrong]}. "
                 f"Received on rank {rank}: {total[wrong]}."
@@ -255,7 +254,7 @@ def prove(
                 f"Horovod was built without {', '.join(lacking)}: build it again with --force. "
                 f"Received: {', '.join(carriers)}."
             )
-    report(
+    _say(
         f"Proven: 2 ranks on this CPU agree on the right sum ({time.monotonic() - start:.0f} s). "
         f"Built with {', '.join(answers[0][1])}."
     )
@@ -296,9 +295,7 @@ def check_interpreter() -> tuple[str, str]:
     return found[0], str(_version(found[0]))
 
 
-def check_toolchain(
-    options: BuildOptions, environment: Mapping[str, str] | None = None
-) -> None:
+def check_toolchain(options: BuildOptions, environment: Mapping[str, str] | None = None) -> None:
     """Checks that the programs and headers of a build are there.
 
     Args:
@@ -362,16 +359,13 @@ def _check_cuda(environment: Mapping[str, str]) -> None:
         if "HOROVOD_NCCL_HOME" in environment
         else None,
         str(Path(nvcc).resolve().parent.parent / "include"),
-        *_SYSTEM_INCLUDES,
+        *_INCLUDES,
     ]
     if not any((Path(folder) / "nccl.h").exists() for folder in folders if folder):
         raise PrerequisiteError(
             "--gpu_operations=nccl needs NCCL's headers, and nccl.h was not found: "
             "`apt install libnccl-dev`, or name NCCL's folder in HOROVOD_NCCL_HOME."
         )
-
-
-_SYSTEM_INCLUDES = ("/usr/local/cuda/include", "/usr/local/include", "/usr/include")
 
 
 def _cmake_version(cmake: str, environment: Mapping[str, str]) -> tuple[int, ...]:
@@ -474,7 +468,11 @@ def _pip(*arguments: str, log: Path, environment: Mapping[str, str] | None = Non
             check=False,
         )
     if finished.returncode:
-        tail = log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        text = log.read_text(errors="replace")
+        if "CalledProcessError" in text:
+            # Below what the compiler said stand the Python calls through which pip reached it.
+            text = text.rpartition("Traceback (most recent call last)")[0] or text
+        tail = text.rstrip().splitlines()[-_LOG_LINES:]
         raise BuildError(
             "\n".join([*tail, f"`pip {arguments[0]}` failed, see above. The whole log: {log}"])
         )
@@ -497,15 +495,13 @@ _GPU_OPERATIONS = flags.DEFINE_enum(
     "gpu_operations",
     "none",
     ["none", "nccl"],
-    "nccl: collectives on NVIDIA GPUs. Never run on a GPU so far.",
+    "Collectives on NVIDIA GPUs; untested on a GPU.",
     flag_values=_FLAGS,
 )
 _CACHE_DIR = flags.DEFINE_string(
     "cache_dir", "~/.cache/tfdist/wheels", "Where built wheels are kept.", flag_values=_FLAGS
 )
-_FORCE = flags.DEFINE_bool(
-    "force", False, "Build also where a wheel is kept.", flag_values=_FLAGS
-)
+_FORCE = flags.DEFINE_bool("force", False, "Build also where a wheel is kept.", flag_values=_FLAGS)
 _CHECK = flags.DEFINE_bool(
     "check", False, "Build nothing: prove what is installed.", flag_values=_FLAGS
 )
@@ -541,9 +537,7 @@ def _usage() -> str:
     ]
     for name in ("check", "force", "cache_dir", "mpi", "gpu_operations"):
         flag = _FLAGS[name]
-        values = getattr(flag.parser, "enum_values", None)
-        form = "|".join(values) if values else flag.default
-        shown = f"--{name}" if flag.boolean else f"--{name}={form}"
+        shown = f"--{name}" if flag.boolean else f"--{name}={flag.default}"
         lines.append(textwrap.indent(f"{shown}\n    {flag.help}", "  "))
     return "\n".join(lines)
 
@@ -563,6 +557,10 @@ def _main(_: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return _complain("Stopped.", code=130)
     return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def _complain(message: str, *, code: int) -> int:

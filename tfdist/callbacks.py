@@ -30,6 +30,9 @@ __all__ = [
     "MetricAverageCallback",
 ]
 
+#: For the dtypes of variables that the engines cannot move: one of the same width that they can.
+_SAME_BITS = {tf.uint32: tf.int32, tf.uint64: tf.int64}
+
 
 class _LearningRateCallback(keras.callbacks.Callback):
     """Sets the rate to `initial_lr * self._multiplier(epoch)` within a range of epochs."""
@@ -56,7 +59,8 @@ class _LearningRateCallback(keras.callbacks.Callback):
         self.staircase = staircase
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
-        self._steps: int | None = None
+        # 0: unknown, which only a staircase can do with.
+        self._steps = 0
         self._epoch = 0
 
     def _multiplier(self, epoch: float) -> float:
@@ -67,7 +71,7 @@ class _LearningRateCallback(keras.callbacks.Callback):
         _rate_of(self.model.optimizer, type(self).__name__)
         if self.momentum_correction:
             _velocities_of(self.model.optimizer, type(self).__name__)
-        self._steps = self.steps_per_epoch or (self.params or {}).get("steps")
+        self._steps = int(self.steps_per_epoch or (self.params or {}).get("steps") or 0)
         if not self.staircase and self.end_epoch != 0 and not self._steps:
             raise ValueError(
                 f"{type(self).__name__} sets the rate at every step, and this data set does not "
@@ -267,8 +271,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         super().__init__()
         if not isinstance(root_rank, numbers.Integral) or isinstance(root_rank, bool):
             raise ValueError(f"`root_rank` is an integer. Received: root_rank={root_rank!r}.")
-        self.root_rank = int(root_rank)
-        self._done = False
+        self.root_rank: int = int(root_rank)
+        self._done: bool = False
 
     def on_train_begin(self, logs=None):
         """Broadcasts, the first time."""
@@ -291,14 +295,17 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         root = engine.mesh.coordinates(self.root_rank)["data"]
         for variable in _variables_of(self.model):
             value = tf.convert_to_tensor(variable.value)
-            variable.assign(broadcast(value, group, root, name=variable.path))
+            wire = _SAME_BITS.get(value.dtype)
+            moved = value if wire is None else tf.bitcast(value, wire)
+            moved = broadcast(moved, group, root, name=variable.path)
+            variable.assign(moved if wire is None else tf.bitcast(moved, value.dtype))
         self._done = True
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
     """Averages the logs of an epoch over all ranks, for the callbacks after it in the list.
 
-    Floats are replaced by their mean over the world; what is no number stays. The logs of a
+    Floats are replaced by their mean over the world; other values stay. The logs of a
     tfdist strategy are global already, and the mean of equal numbers is that number, so the
     callback serves logs that a script's own callbacks add on each rank.
 

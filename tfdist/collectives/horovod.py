@@ -63,7 +63,7 @@ class HorovodEngine(Engine):
 
     name = "horovod"
     reduce_as = {tf.bfloat16: tf.float32, tf.uint16: tf.int32, tf.int16: tf.int32}
-    move_as = {tf.bfloat16: tf.uint16}
+    move_as = {tf.bfloat16: tf.uint16, tf.uint32: tf.int32, tf.uint64: tf.int64}
 
     def __init__(self, mesh: Mesh | None = None, pairs_along: tuple[str, ...] = ("pipeline",)):
         self._hvd = hvd = import_horovod()
@@ -99,9 +99,10 @@ class HorovodEngine(Engine):
     def reduce_scatter(self, tensor, group, reduction, name):
         """`hvd.reducescatter`; for max and min, which it lacks, an exchange and a local reduce."""
         if reduction in ("max", "min"):
-            return reduce_locally(
-                split_rows(self.all_to_all(tensor, group, name), group.size), reduction
-            )
+            # A name stands for one kind of operation: Horovod's response cache crashes on a name
+            # that was a reduce-scatter before.
+            received = self.all_to_all(tensor, group, f"{name}/exchange")
+            return reduce_locally(split_rows(received, group.size), reduction)
         return self._hvd.mpi_ops._reducescatter(
             tensor, op=self._operator(reduction), **self._options(group, name)
         )

@@ -68,6 +68,8 @@ class TensorFlowEngine(Engine):
         tf.int8: tf.int32,
         tf.int16: tf.int32,
         tf.uint16: tf.int32,
+        tf.uint32: tf.int32,
+        tf.uint64: tf.int64,
     }
 
     def __init__(self, mesh: Mesh | None = None, communication: str = "auto"):
@@ -86,28 +88,27 @@ class TensorFlowEngine(Engine):
             "max": ("Max", "Id"),
             "min": ("Min", "Id"),
         }[reduction]
-        return tf.raw_ops.CollectiveReduceV2(
-            input=tensor, merge_op=merge, final_op=final, **self._keyed(group, name, tensor)
+        tensor, restore = _never_empty(tensor)
+        return restore(
+            tf.raw_ops.CollectiveReduceV2(
+                input=tensor, merge_op=merge, final_op=final, **self._keyed(group, name, tensor)
+            )
         )
 
     def all_gather(self, tensor, group, name):
         """`CollectiveGatherV2`."""
-        return tf.raw_ops.CollectiveGatherV2(input=tensor, **self._keyed(group, name, tensor))
+        if tensor.shape.num_elements():
+            return tf.raw_ops.CollectiveGatherV2(input=tensor, **self._keyed(group, name, tensor))
+        rows = tf.shape(tensor)[0]
+        padded = self._gather_padded(tensor, rows, group, name)
+        return tf.concat([part[:rows] for part in tf.unstack(padded)], axis=0)
 
     def all_gather_uneven(self, tensor, group, name):
         """Pads to the longest, gathers, and takes the padding out."""
-        rows = tf.shape(tensor)[:1]
-        sizes = self.all_gather(rows, group, f"{name}/sizes")
+        sizes = self.all_gather(tf.shape(tensor)[:1], group, f"{name}/sizes")
         sizes.set_shape([group.size])
-        padded = _pad_rows(tensor, tf.reduce_max(sizes))
-        gathered = split_rows(self.all_gather(padded, group, name), group.size)
-        return tf.concat(
-            [
-                part[:size]
-                for part, size in zip(tf.unstack(gathered), tf.unstack(sizes), strict=True)
-            ],
-            axis=0,
-        )
+        padded = self._gather_padded(tensor, tf.reduce_max(sizes), group, name)
+        return _without_padding(padded, sizes)
 
     def reduce_scatter(self, tensor, group, reduction, name):
         """An exchange of shares, each reduced where it belongs."""
@@ -118,33 +119,55 @@ class TensorFlowEngine(Engine):
     def all_to_all(self, tensor, group, name):
         """`CollectiveAllToAllV2`."""
         stacked = split_rows(tensor, group.size)
-        received = tf.raw_ops.CollectiveAllToAllV2(
-            input=stacked, **self._keyed(group, name, stacked)
-        )
-        return tf.reshape(received, tf.shape(tensor))
+        if not stacked.shape.num_elements():
+            # One more row for each member, since none may be empty.
+            rows = tf.shape(stacked)[1]
+            stacked = _pad_rows(tf.transpose(stacked, _first_two(stacked)), rows + 1)
+            stacked = tf.transpose(stacked, _first_two(stacked))
+            return _flatten_rows(self._exchange(stacked, group, name)[:, :rows])
+        return _flatten_rows(self._exchange(stacked, group, name))
 
     def all_to_all_uneven(self, tensor, splits, group, name):
         """Pads every part to the longest of the group, exchanges, and takes the padding out."""
-        received = self.all_to_all(splits, group, f"{name}/splits")
+        received = self._exchange(splits, group, f"{name}/splits")
         received.set_shape([group.size])
         longest = self.all_reduce(
             tf.reduce_max(splits, keepdims=True), group, "max", f"{name}/longest"
         )[0]
+        if 0 in tensor.shape[1:]:
+            return tf.zeros([tf.reduce_sum(received), *tensor.shape[1:]], tensor.dtype), received
         parts = tf.split(tensor, splits, num=group.size, axis=0)
-        stacked = tf.concat([_pad_rows(part, longest) for part in parts], axis=0)
-        came = split_rows(self.all_to_all(stacked, group, name), group.size)
-        rows = [
-            part[:size] for part, size in zip(tf.unstack(came), tf.unstack(received), strict=True)
-        ]
-        return tf.concat(rows, axis=0), received
+        stacked = tf.stack([_pad_rows(part, tf.maximum(longest, 1)) for part in parts])
+        return _without_padding(self._exchange(stacked, group, name), received), received
 
     def broadcast(self, tensor, root, group, name):
         """`CollectiveBcastSendV2` and `CollectiveBcastRecvV2`."""
+        tensor, restore = _never_empty(tensor)
         keyed = self._keyed(group, name, tensor)
         del keyed["ordering_token"], keyed["is_stateless"]
         if group.rank == root:
-            return tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keyed)
-        return tf.raw_ops.CollectiveBcastRecvV2(T=tensor.dtype, shape=tf.shape(tensor), **keyed)
+            return restore(tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keyed))
+        return restore(
+            tf.raw_ops.CollectiveBcastRecvV2(T=tensor.dtype, shape=tf.shape(tensor), **keyed)
+        )
+
+    def _gather_padded(self, tensor, rows, group: Group, name: str) -> tf.Tensor:
+        """All members' tensors, padded to `rows` rows and at least one: [size, rows, ...]."""
+        if 0 in tensor.shape[1:]:
+            return tf.zeros([group.size, rows, *tensor.shape[1:]], tensor.dtype)
+        padded = _pad_rows(tensor, tf.maximum(rows, 1))
+        gathered = tf.raw_ops.CollectiveGatherV2(
+            input=padded, **self._keyed(group, name, padded)
+        )
+        return split_rows(gathered, group.size)
+
+    def _exchange(self, stacked, group: Group, name: str) -> tf.Tensor:
+        """Sends slice i of dim 0 to member i."""
+        received = tf.raw_ops.CollectiveAllToAllV2(
+            input=stacked, **self._keyed(group, name, stacked)
+        )
+        received.set_shape(stacked.shape)
+        return received
 
     def _keyed(self, group: Group, name: str, tensor: tf.Tensor) -> dict:
         # An instance is known by its key, shape and dtype, on all members alike. The key comes
@@ -186,8 +209,37 @@ def _number(text: str) -> int:
     return zlib.crc32(text.encode()) & 0x7FFFFFFF
 
 
+def _never_empty(tensor: tf.Tensor):
+    """Returns a vector that has an element, and the way back.
+
+    TensorFlow's ring crashes the process on tensors without elements. Where the size is not
+    known before the run, one element is appended.
+    """
+    if tensor.shape.num_elements() is not None:
+        return tensor, lambda result: result
+    longer = tf.concat([tensor, tf.zeros([1], tensor.dtype)], axis=0)
+    return longer, lambda result: result[:-1]
+
+
 def _pad_rows(tensor: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
     """Appends zeros until dim 0 has the given size."""
     missing = rows - tf.shape(tensor)[0]
     inner = tensor.shape.rank - 1
     return tf.pad(tensor, [[0, missing]] + [[0, 0]] * inner)
+
+
+def _without_padding(padded: tf.Tensor, sizes: tf.Tensor) -> tf.Tensor:
+    """The first `sizes[i]` rows of each slice i, one after the other."""
+    parts = zip(tf.unstack(padded, sizes.shape[0]), tf.unstack(sizes), strict=True)
+    return tf.concat([part[:size] for part, size in parts], axis=0)
+
+
+def _first_two(tensor: tf.Tensor) -> list[int]:
+    """The permutation that swaps dims 0 and 1."""
+    return [1, 0, *range(2, tensor.shape.rank)]
+
+
+def _flatten_rows(stacked: tf.Tensor) -> tf.Tensor:
+    """Joins dims 0 and 1."""
+    shape = tf.shape(stacked)
+    return tf.reshape(stacked, tf.concat([[shape[0] * shape[1]], shape[2:]], axis=0))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import fcntl
 import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
@@ -62,14 +63,16 @@ def load(
     Raises:
         ValueError: The name or the split is unknown, the set is not one of integer images with
             one class each, or it is not prepared and `download` is false.
-        RuntimeError: The set cannot be downloaded or prepared.
+        RuntimeError: The set cannot be downloaded or prepared. Without a network TFDS tries for some
+            minutes before it says so.
         ImportError: TensorFlow Datasets is not installed.
     """
     import_tfds()
     builder = _builder(name, data_dir)
     scale = 1.0 / _max_value(name, builder.info)
     where = f"data_dir={os.fspath(builder.data_dir_root)!r}"
-    if not builder.is_prepared():
+    # TFDS' check alone would log a warning where nothing is there yet.
+    if not (builder.data_path.exists() and builder.is_prepared()):
         if not download:
             raise ValueError(
                 f"The data set {name!r} is not prepared in {where}. Pass `download=True`, or the "
@@ -342,27 +345,48 @@ def _read(
 
 @contextlib.contextmanager
 def _locked(data_dir: str, name: str) -> Iterator[None]:
-    """Holds the lock of a data set; where there are no locks, goes on without."""
+    """Holds the lock of a data set; where there are no locks, goes on without.
+
+    A failure stays in the lock file for those who wait: a download that cannot work takes TFDS
+    minutes to give up, and the ranks would wait for one another.
+    """
     with contextlib.ExitStack() as stack:
-        # Buckets (gs://...) have no locks.
-        if "://" not in data_dir:
-            try:
-                Path(data_dir).mkdir(parents=True, exist_ok=True)
-                lock = stack.enter_context(open(Path(data_dir, f".{name}.lock"), "ab"))
-                _lock(lock, name, data_dir)
-            except OSError as error:
-                # A folder that may only be read, or a network file system without locks.
-                logging.info("%s in %s is prepared without a lock: %s", name, data_dir, error)
-        yield
+        try:
+            file = stack.enter_context(_lock_file(data_dir, name))
+            waited = _lock(file, name, data_dir)
+        except OSError as error:
+            # A bucket, a folder that may only be read, or a network file system without locks.
+            logging.info("%s in %s is prepared without a lock: %s", name, data_dir, error)
+            yield
+            return
+        file.seek(0)
+        if waited and (failure := file.read()):
+            raise RuntimeError(f"another process has tried: {failure}")
+        file.truncate(0)
+        try:
+            yield
+        except Exception as error:
+            file.write(_one_line(error))
+            raise
 
 
-def _lock(file, name: str, data_dir: str) -> None:
+def _lock_file(data_dir: str, name: str) -> IO[str]:
+    if "://" in data_dir:
+        raise OSError(errno.ENOLCK, "only local folders have locks", data_dir)
+    Path(data_dir).mkdir(parents=True, exist_ok=True)
+    return open(Path(data_dir, f".{name}.lock"), "a+", encoding="utf-8")
+
+
+def _lock(file: IO[str], name: str, data_dir: str) -> bool:
+    """Whether another process held the lock before this one got it."""
     # The kernel lets go of the lock when the file is closed or the process ends in any way.
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         logging.info("Waiting for another process that prepares %s in %s.", name, data_dir)
         fcntl.flock(file, fcntl.LOCK_EX)
+        return True
+    return False
 
 
 @contextlib.contextmanager
@@ -378,4 +402,4 @@ def _private_random_numbers() -> Iterator[None]:
 
 def _one_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip(' .')}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0].rstrip(' .:!')}" if lines else type(error).__name__

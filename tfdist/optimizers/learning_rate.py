@@ -166,7 +166,7 @@ def _check_rate(learning_rate, kind: str = "a positive number") -> None:
     if (
         not isinstance(learning_rate, numbers.Real)
         or isinstance(learning_rate, bool)
-        or not 0 < learning_rate < math.inf
+        or not 0 < float(learning_rate) < math.inf
     ):
         raise ValueError(
             f"`learning_rate` is {kind}: the rate of one process. "

@@ -126,7 +126,8 @@ class RankPool:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if failures:
             self.close(kill=True)
-            raise failures[0][1]
+            # A rank that died is the cause of what the others raised, whoever spoke first.
+            raise min(failures, key=lambda failure: not isinstance(failure[1], RankError))[1]
         return [results[rank] for rank in range(self.num_ranks)]
 
     def close(self, *, kill: bool = False) -> None:

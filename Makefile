@@ -1,0 +1,75 @@
+# make help lists the targets. The Python to start from, the folder of the environment and the
+# demonstration's mesh and flags can be given: make setup PYTHON=python3.12 VENV=/tmp/env
+
+PYTHON = python3.11
+VENV = .venv
+NP = 2
+DEMO_FLAGS = --model=convnet --dataset=digits --strategy=auto
+BENCHMARK = benchmarks/run.py
+TESTS = tests
+
+PY = $(VENV)/bin/python
+PIP = $(PY) -m pip --disable-pip-version-check
+INSTALLED = $(VENV)/.stamp-packages
+HOROVOD = $(VENV)/.stamp-horovod
+
+help: ## This list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1 \2/p' Makefile | \
+	  while read -r name what; do printf '  make %-10s %s\n' "$$name" "$$what"; done
+
+setup: $(HOROVOD) ## Makes .venv, installs the package and builds Horovod; again where needed
+
+$(INSTALLED): setup.cfg pyproject.toml
+	@command -v $(PYTHON) > /dev/null || \
+	  { echo "$(PYTHON) was not found: install it, or name yours: make setup PYTHON=..." >&2; exit 2; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --editable '.[dev,data,horovod-build]'
+	@touch $@
+
+# Code 2 says that a compiler, CMake or make is missing, in one line of its own. The package works
+# without Horovod, so that is no failure; no stamp is left, so the next set-up tries again.
+$(HOROVOD): $(INSTALLED)
+	@$(VENV)/bin/tfdist-install-horovod && touch $@ || test $$? -eq 2
+
+demo: | $(PY) ## Trains the ConvNet on the digits, on two ranks
+	$(VENV)/bin/tfdist-run -np $(NP) -- $(VENV)/bin/tfdist-train $(DEMO_FLAGS)
+
+test: | $(PY) ## The tests but the long matrices
+	$(PY) -m pytest -q -m "not slow" $(TESTS)
+
+test-all: | $(PY) ## All tests
+	$(PY) -m pytest -q $(TESTS)
+
+lint: | $(PY) ## Looks for mistakes and for what `make format` would change
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: | $(PY) ## Formats the code
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+# mypy does not follow package_dir, so it reads the package as users get it: from an installed
+# wheel, built from a copy so that no build/ with files of yesterday takes part.
+typecheck: | $(PY) ## Checks the types
+	@set -e; work=$$(mktemp -d); trap 'rm -rf "$$work"' EXIT; \
+	mkdir "$$work/source"; \
+	for item in setup.cfg pyproject.toml README.md LICENSE tfdist strategies models launch; do \
+	  if test -e $$item; then cp -R $$item "$$work/source"; fi; \
+	done; \
+	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir "$$work" "$$work/source"; \
+	$(PIP) install --quiet --no-deps --target "$$work/site" "$$work"/*.whl; \
+	python=$$(cd $(VENV) && pwd)/bin/python; root=$$(pwd); cd "$$work/site"; \
+	"$$python" -m mypy --config-file "$$root/pyproject.toml" \
+	  --cache-dir "$$root/.mypy_cache" -p tfdist
+
+benchmark: | $(PY) ## Measures what the README reports
+	$(PY) $(BENCHMARK)
+
+clean: ## Removes what builds and tests leave; the environment stays
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
+	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+
+$(PY):
+	@echo "There is no $(VENV): make setup first." >&2; exit 2
+
+.PHONY: help setup demo test test-all lint format typecheck benchmark clean

@@ -1,0 +1,180 @@
+"""Every collective, dtype, size and kind of group against NumPy, eagerly and in a graph."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.conftest import on_ranks
+
+KINDS = [("horovod", 2), ("horovod", 3), ("horovod", 4), ("tensorflow", 2), ("tensorflow", 3), ("tensorflow", 4)]
+OPERATIONS = [
+    "all_reduce",
+    "all_gather",
+    "all_gather_uneven",
+    "reduce_scatter",
+    "all_to_all",
+    "all_to_all_uneven",
+    "broadcast",
+    "send_recv",
+]
+
+
+def conformance(operation: str) -> list[str]:
+    """Runs on each rank; returns what differs from NumPy."""
+    import ml_dtypes
+    import numpy as np
+    import tensorflow as tf
+
+    from tfdist import Mesh, collectives
+    from tfdist.testing import engine
+
+    size = engine().size
+    mesh = Mesh(data=2, tensor=2) if size == 4 else Mesh()
+    if operation == "send_recv" and size > 2:
+        mesh = Mesh(data=1, pipeline=-1)
+    world = engine(mesh)
+    axes = [("data",), ("tensor",), ("data", "tensor")] if size == 4 else [("data",)]
+    if operation == "send_recv" and size > 2:
+        axes = [("pipeline",)]
+    dtypes = ["float32", "float16", "bfloat16", "int32", "int64", "bool"]
+    shapes = [(0,), (1,), (7,), (), (3, 5), (2, 0, 3), (100_003,)]
+    wrong: list[str] = []
+
+    def value(rank, dtype, shape):
+        random = np.random.default_rng([rank, len(shape), sum(shape)])
+        if dtype == "bool":
+            return random.integers(0, 2, shape).astype(bool)
+        kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+        # Small whole numbers: their sums are exact in every dtype, in whatever order.
+        return random.integers(-8, 9, shape).astype(kind)
+
+    cases: list[tuple] = []
+
+    def check(what, call, argument, expected):
+        cases.append((what, call, tf.constant(argument), expected))
+
+    def run_cases():
+        def in_graph(arguments):
+            return [call(x) for (_, call, _, _), x in zip(cases, arguments, strict=True)]
+
+        arguments = [argument for _, _, argument, _ in cases]
+        eager = in_graph(arguments)
+        # All in one function: many collectives of one graph are then under way at a time.
+        for mode, outputs in (("eager", eager), ("graph", tf.function(in_graph)(arguments))):
+            for (what, _, _, expected), got in zip(cases, outputs, strict=True):
+                for part, right in zip(tf.nest.flatten(got), tf.nest.flatten(expected), strict=True):
+                    part = part.numpy()
+                    kind = (part.dtype, part.shape)
+                    if kind != (right.dtype, np.shape(right)):
+                        wrong.append(f"{what} {mode}: {kind}, not {right.dtype}{np.shape(right)}")
+                    elif not np.array_equal(part, right):
+                        wrong.append(f"{what} {mode}: values differ")
+        cases.clear()
+
+    for names in axes:
+        group = world.group(*names)
+        n, me = group.size, group.rank
+        for dtype in dtypes:
+            for shape in shapes:
+                what = f"{'+'.join(names)} {dtype}{shape}"
+                if operation == "all_reduce":
+                    parts = np.stack([value(r, dtype, shape) for r in group.ranks])
+                    for reduction in ("sum", "mean", "max", "min"):
+                        if dtype == "bool" and reduction in ("sum", "mean"):
+                            continue
+                        if reduction == "mean" and dtype.startswith("int"):
+                            continue
+                        wide = parts.astype("float64") if "float" in dtype else parts
+                        right = getattr(wide, reduction)(axis=0).astype(parts.dtype)
+                        if reduction == "mean" and n == 3:
+                            continue  # Thirds are not exact; sums and halves show the same path.
+                        check(
+                            f"{what} {reduction}",
+                            lambda x, r=reduction: collectives.all_reduce(x, group, r),
+                            parts[me],
+                            right,
+                        )
+                elif operation == "all_gather":
+                    for axis in range(len(shape)):
+                        parts = [value(r, dtype, shape) for r in group.ranks]
+                        check(
+                            f"{what} axis {axis}",
+                            lambda x, a=axis: collectives.all_gather(x, group, a),
+                            parts[me],
+                            np.concatenate(parts, axis),
+                        )
+                elif operation == "all_gather_uneven" and shape:
+                    # Place p of the group brings p rows, so the first brings none.
+                    parts = [value(r, dtype, (p, *shape[1:])) for p, r in enumerate(group.ranks)]
+                    check(
+                        what,
+                        lambda x: collectives.all_gather(x, group, uneven=True),
+                        parts[me],
+                        np.concatenate(parts),
+                    )
+                elif operation == "reduce_scatter" and shape:
+                    rows = 3 * n
+                    parts = np.stack([value(r, dtype, (rows, *shape[1:])) for r in group.ranks])
+                    for reduction in ("sum", "max", "min"):
+                        if dtype == "bool" and reduction == "sum":
+                            continue
+                        wide = parts.astype("float64") if "float" in dtype else parts
+                        right = getattr(wide, reduction)(axis=0).astype(parts.dtype)
+                        check(
+                            f"{what} {reduction}",
+                            lambda x, r=reduction: collectives.reduce_scatter(x, group, r),
+                            parts[me],
+                            right[3 * me : 3 * me + 3],
+                        )
+                elif operation == "all_to_all" and shape:
+                    parts = [value(r, dtype, (2 * n, *shape[1:])) for r in group.ranks]
+                    right = np.concatenate([part[2 * me : 2 * me + 2] for part in parts])
+                    check(what, lambda x: collectives.all_to_all(x, group), parts[me], right)
+                elif operation == "all_to_all_uneven" and shape:
+                    # Place p sends (p + q) % 3 rows to place q.
+                    splits = np.array([[(p + q) % 3 for q in range(n)] for p in range(n)], "int32")
+                    parts = [
+                        value(r, dtype, (int(splits[p].sum()), *shape[1:]))
+                        for p, r in enumerate(group.ranks)
+                    ]
+                    starts = np.cumsum(splits, axis=1) - splits
+                    right = np.concatenate(
+                        [parts[p][starts[p, me] : starts[p, me] + splits[p, me]] for p in range(n)]
+                    )
+                    check(
+                        what,
+                        lambda x: collectives.all_to_all(x, group, splits[me]),
+                        parts[me],
+                        (right, splits[:, me]),
+                    )
+                elif operation == "broadcast":
+                    for root in (0, n - 1):
+                        parts = [value(r, dtype, shape) for r in group.ranks]
+                        check(
+                            f"{what} root {root}",
+                            lambda x, r=root: collectives.broadcast(x, group, r),
+                            parts[me],
+                            parts[root],
+                        )
+                elif operation == "send_recv":
+                    parts = [value(r, dtype, shape) for r in group.ranks]
+                    # Along a chain, as pipeline stages do; then from the last to the first.
+                    for source, target in [*zip(range(n - 1), range(1, n), strict=True), (n - 1, 0)]:
+                        if me == source:
+                            check(what, lambda x, t=target: collectives.send(x, group, t), parts[me], parts[me])
+                        if me == target:
+                            check(
+                                what,
+                                lambda x, s=source: collectives.recv(x, group, s),
+                                np.zeros_like(parts[me]),
+                                parts[source],
+                            )
+            run_cases()
+    return wrong
+
+
+@on_ranks(*KINDS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operation_equals_numpy(pool, operation):
+    for rank, wrong in enumerate(pool.run(conformance, operation, timeout=240)):
+        assert not wrong, f"rank {rank}: {wrong[:10]}"
