@@ -16,6 +16,7 @@ from tensorflow_datasets.core.download import downloader
 from tensorflow_datasets.image_classification import mnist
 
 from tfdist.data import Digits, load, load_for_rank, loading, rank_split, read_config
+from tfdist.data.sharding import is_per_rank
 from tfdist.mesh import Mesh
 
 NUM_FILES = 4
@@ -226,8 +227,27 @@ def test_ranks_read_by_their_place_on_the_data_axis(data_dir):
 def test_share_says_that_it_is_divided_already(data_dir):
     strategy = SimpleNamespace(mesh=Mesh(data=2).resolve(size=2, rank=1))
     dataset, _ = load_for_rank("digits", "test", strategy, data_dir=data_dir)
-    policy = dataset.batch(8).options().experimental_distribute.auto_shard_policy
-    assert policy == tf.data.experimental.AutoShardPolicy.OFF
+    assert is_per_rank(dataset.shuffle(100, seed=1).map(lambda *pair: pair).batch(8).prefetch(1))
+    assert not is_per_rank(load("digits", "test", data_dir=data_dir)[0].batch(8))
+
+
+def test_ranks_take_equally_many_steps_unless_told_otherwise(data_dir):
+    def sizes(**kwargs):
+        return [
+            len(load_for_rank("digits", "test[:7]", strategy, data_dir=data_dir, **kwargs)[0])
+            for strategy in strategies
+        ]
+
+    meshes = [Mesh().resolve(size=3, rank=rank) for rank in range(3)]
+    strategies = [SimpleNamespace(mesh=mesh) for mesh in meshes]
+    assert sizes() == [2, 2, 2]
+    assert sizes(drop_remainder=False) == [3, 2, 2]
+
+
+def test_fewer_examples_than_ranks(data_dir):
+    strategy = SimpleNamespace(mesh=Mesh().resolve(size=3, rank=0))
+    with pytest.raises(ValueError, match=r"'test\[:2\]' of 'digits' has 2 examples.*data=3"):
+        load_for_rank("digits", "test[:2]", strategy, data_dir=data_dir)
 
 
 def test_strategy_without_a_mesh(data_dir):

@@ -143,7 +143,8 @@ class TensorFlowEngine(Engine):
     def broadcast(self, tensor, root, group, name):
         """`CollectiveBcastSendV2` and `CollectiveBcastRecvV2`."""
         tensor, restore = _never_empty(tensor)
-        keyed = self._keyed(group, name, tensor)
+        # TensorFlow remembers which member of an instance was the sender.
+        keyed = self._keyed(group, f"{name}/root{root}", tensor)
         del keyed["ordering_token"], keyed["is_stateless"]
         if group.rank == root:
             return restore(tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keyed))

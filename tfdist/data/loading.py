@@ -17,6 +17,8 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tfdist.data.sharding import mark_per_rank
+
 if TYPE_CHECKING:
     import tensorflow_datasets as tfds
 
@@ -63,8 +65,8 @@ def load(
     Raises:
         ValueError: The name or the split is unknown, the set is not one of integer images with
             one class each, or it is not prepared and `download` is false.
-        RuntimeError: The set cannot be downloaded or prepared. Without a network TFDS tries for some
-            minutes before it says so.
+        RuntimeError: The set cannot be downloaded or prepared. Without a network TFDS tries for
+            some minutes before it says so.
         ImportError: TensorFlow Datasets is not installed.
     """
     import_tfds()
@@ -106,7 +108,7 @@ def load_for_rank(
     data_dir: str | os.PathLike | None = None,
     download: bool = True,
     seed: int | None = None,
-    drop_remainder: bool = False,
+    drop_remainder: bool = True,
 ) -> tuple[tf.data.Dataset, tfds.core.DatasetInfo]:
     """Returns this rank's share of a split, example by example.
 
@@ -114,12 +116,13 @@ def load_for_rank(
     coordinate work on the same batch, and read the same examples in the same order.
 
     >>> train, info = load_for_rank("digits", "train", strategy)
-    >>> model.fit(train.shuffle(1024, seed=0).batch(32), epochs=3)     # 32 per rank of the data axis
+    >>> model.fit(train.shuffle(1024, seed=0).batch(32), epochs=3)  # 32 per rank of the data axis
 
     The share is a consecutive range of the split, so the ranks' batches together are not the batch
-    that one process would read; where results must equal those of one process, hand all ranks the
-    same `load(...)` and let the strategy divide each batch. The data set says so itself: its
-    `auto_shard_policy` is OFF, which means that it is divided already.
+    that one process would read. Where results must equal those of one process, and to evaluate
+    every example, hand all ranks the same `load(...)`, batched to the global batch: the strategy
+    divides each batch. What this function returns is marked as divided already, also after
+    `map`, `shuffle`, `batch` and the like.
 
     Args:
         name: As for `load`.
@@ -129,13 +132,16 @@ def load_for_rank(
         download: As for `load`.
         seed: Reads the files in an order drawn from this seed; see `read_config`.
         drop_remainder: Leaves out the last examples of a split that does not divide, so that all
-            ranks see equally many.
+            ranks see equally many. If false, shares differ by one example and so, at times, by one
+            batch: then cut them to the same number with `.batch(...).take(...)`, since the ranks
+            wait for each other in every step.
 
     Returns:
         As `load` does.
 
     Raises:
-        ValueError: `strategy` carries no mesh, or as for `load`.
+        ValueError: `strategy` carries no mesh, the split has fewer examples than there are shares
+            and `drop_remainder` is true, or as for `load`.
         RuntimeError: The mesh is not resolved, or as for `load`.
         ImportError: TensorFlow Datasets is not installed.
     """
@@ -147,16 +153,20 @@ def load_for_rank(
             "or use `load` with `rank_split`."
         )
     index = mesh.coordinates()["data"]
+    part = rank_split(split, mesh.shape["data"], index, drop_remainder=drop_remainder)
     dataset, info = load(
         name,
-        rank_split(split, mesh.shape["data"], index, drop_remainder=drop_remainder),
+        part,
         data_dir=data_dir,
         download=download,
         read_config=read_config(seed),
     )
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    return dataset.with_options(options), info
+    if drop_remainder and info.splits[part].num_examples == 0:
+        raise ValueError(
+            f"The split {split!r} of {name!r} has {info.splits[split].num_examples} examples, fewer "
+            f"than the data axis has ranks. Received: {mesh}. Use more data, or a shorter axis."
+        )
+    return mark_per_rank(dataset), info
 
 
 def rank_split(split: Any, num_shards: int, index: int, *, drop_remainder: bool = False) -> Any:
