@@ -1,0 +1,1 @@
+"""Programs: `tfdist-run`, `tfdist-train` and `tfdist-install-horovod`."""

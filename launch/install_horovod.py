@@ -56,7 +56,8 @@ _COMPILERS = ("c++", "g++", "clang++")
 _OLDEST_CMAKE = (3, 13)
 _INCLUDES = ("/usr/local/cuda/include", "/usr/local/include", "/usr/include")
 _LOG_LINES = 30
-_LINE_LENGTH = 200
+#: A line of the log that is longer is a call of the compiler with its 100 flags.
+_CALL_LENGTH = 1000
 _PROOF_SECONDS = 120.0
 
 #: What horovod/tensorflow/xla_mpi_ops.cc includes, in its order, before it asks for a GPU.
@@ -473,8 +474,10 @@ def _pip(*arguments: str, log: Path, environment: Mapping[str, str] | None = Non
         if "CalledProcessError" in text:
             # Below what the compiler said stand the Python calls through which pip reached it.
             text = text.rpartition("Traceback (most recent call last)")[0] or text
-        # Each call of the compiler is a line of several thousand characters.
-        tail = [line[:_LINE_LENGTH] for line in text.rstrip().splitlines()[-_LOG_LINES:]]
+        tail = [
+            line if len(line) < _CALL_LENGTH else f"{line[:100]} [...]"
+            for line in text.rstrip().splitlines()[-_LOG_LINES:]
+        ]
         raise BuildError(
             "\n".join([*tail, f"`pip {arguments[0]}` failed, see above. The whole log: {log}"])
         )

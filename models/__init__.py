@@ -1,0 +1,6 @@
+"""Reference models: what the launchers train and the benchmarks measure."""
+
+from tfdist.models.convnet import convnet
+from tfdist.models.mlp import mlp
+
+__all__ = ["convnet", "mlp"]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from absl import logging
-
-from tfdist.collectives.horovod import started_by_horovod
-from tfdist.collectives.tensorflow import started_by_tf_config
-from tfdist.mesh import Mesh
 from tfdist.strategies.horovod import HorovodStrategy
 from tfdist.strategies.local import LocalStrategy
 from tfdist.strategies.multi_worker import MultiWorkerStrategy
 from tfdist.strategies.parallel import ParallelStrategy
+
+from tfdist.collectives.horovod import started_by_horovod
+from tfdist.collectives.tensorflow import started_by_tf_config
+from tfdist.mesh import Mesh
 
 __all__ = ["auto"]
 
@@ -35,7 +35,9 @@ def auto(mesh: Mesh | None = None, **options) -> ParallelStrategy:
             "Unset TF_CONFIG to use Horovod, or start the process without horovodrun or mpirun."
         )
     if horovod:
-        logging.info("tfdist: HorovodStrategy, for a launcher of Horovod set rank %d of %d.", *horovod)
+        logging.info(
+            "tfdist: HorovodStrategy, for a launcher of Horovod set rank %d of %d.", *horovod
+        )
         return HorovodStrategy(mesh, **options)
     if workers:
         logging.info("tfdist: MultiWorkerStrategy, for TF_CONFIG says rank %d of %d.", *workers)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import tensorflow as tf
+from tfdist.strategies.replica import KerasStep
 
 from tfdist.collectives import Group, all_gather, all_reduce
-from tfdist.strategies.replica import KerasStep
 
 __all__ = ["reduce_gradients", "weigh_gradients"]
 
@@ -32,9 +32,7 @@ def weigh_gradients(gradients: Sequence, step: KerasStep | None) -> list:
     return [weigh(gradient) for gradient in gradients]
 
 
-def reduce_gradients(
-    gradients: Sequence, group: Group, reduction: str, bucket_bytes: int
-) -> list:
+def reduce_gradients(gradients: Sequence, group: Group, reduction: str, bucket_bytes: int) -> list:
     """Reduces gradients over a group.
 
     Gradients of one dtype that together fill a bucket travel as one flat tensor, those that the

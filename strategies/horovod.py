@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from tfdist.strategies.parallel import WATCHDOG_SECONDS, ParallelStrategy, meeting
+
 from tfdist.collectives.engine import Engine
 from tfdist.mesh import Mesh
-from tfdist.strategies.parallel import ParallelStrategy
 
 __all__ = ["HorovodStrategy"]
 
@@ -19,16 +20,25 @@ class HorovodStrategy(ParallelStrategy):
     Args:
         mesh: How the ranks are laid out; all on the data axis by default.
         engine: A `HorovodEngine` that already runs, in place of a new one for `mesh`.
-        **options: Those of `ParallelStrategy`.
+        watchdog_seconds: As in `ParallelStrategy`; also how long the ranks may take to meet.
+        **options: Others of `ParallelStrategy`.
 
     Raises:
         ImportError: Horovod is not installed.
         ValueError: The mesh does not fill the world.
     """
 
-    def __init__(self, mesh: Mesh | None = None, *, engine: Engine | None = None, **options):
+    def __init__(
+        self,
+        mesh: Mesh | None = None,
+        *,
+        engine: Engine | None = None,
+        watchdog_seconds: float = WATCHDOG_SECONDS,
+        **options,
+    ):
         if engine is None:
             from tfdist.collectives.horovod import HorovodEngine
 
-            engine = HorovodEngine(mesh)
-        super().__init__(engine, **options)
+            with meeting(watchdog_seconds):
+                engine = HorovodEngine(mesh)
+        super().__init__(engine, watchdog_seconds=watchdog_seconds, **options)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from tfdist.strategies.parallel import WATCHDOG_SECONDS, ParallelStrategy, meeting
+
 from tfdist.collectives.engine import Engine
 from tfdist.mesh import Mesh
-from tfdist.strategies.parallel import ParallelStrategy
 
 __all__ = ["MultiWorkerStrategy"]
 
@@ -19,7 +20,8 @@ class MultiWorkerStrategy(ParallelStrategy):
         mesh: How the workers are laid out; all on the data axis by default.
         engine: A `TensorFlowEngine` that already runs, in place of a new one for `mesh`.
         communication: "auto", "ring" or "nccl", for a new engine.
-        **options: Those of `ParallelStrategy`.
+        watchdog_seconds: As in `ParallelStrategy`; also how long the ranks may take to meet.
+        **options: Others of `ParallelStrategy`.
 
     Raises:
         ValueError: TF_CONFIG is malformed, or the mesh does not fill the cluster.
@@ -32,10 +34,12 @@ class MultiWorkerStrategy(ParallelStrategy):
         *,
         engine: Engine | None = None,
         communication: str = "auto",
+        watchdog_seconds: float = WATCHDOG_SECONDS,
         **options,
     ):
         if engine is None:
             from tfdist.collectives.tensorflow import TensorFlowEngine
 
-            engine = TensorFlowEngine(mesh, communication)
-        super().__init__(engine, **options)
+            with meeting(watchdog_seconds):
+                engine = TensorFlowEngine(mesh, communication)
+        super().__init__(engine, watchdog_seconds=watchdog_seconds, **options)

@@ -9,17 +9,21 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
-
-from tfdist.collectives import Engine, Group, all_gather, all_reduce
-from tfdist.data.sharding import mark_per_rank, shard_batches
-from tfdist.mesh import Mesh
 from tfdist.strategies import keras_seam
 from tfdist.strategies.gradients import reduce_gradients
 from tfdist.strategies.keras_seam.steps import count_rows, run_keras_step
 from tfdist.strategies.randomness import share_random_state
 from tfdist.strategies.replica import KerasStep, ReplicaContext
 
-__all__ = ["ParallelStrategy"]
+from tfdist.collectives import Engine, Group, all_gather, all_reduce
+from tfdist.data.sharding import mark_per_rank, shard_batches
+from tfdist.mesh import Mesh
+from tfdist.monitoring import Watchdog, startup_guard
+
+__all__ = ["WATCHDOG_SECONDS", "ParallelStrategy", "meeting"]
+
+#: Longer than any sane pause between two collectives: loading data, tracing, saving.
+WATCHDOG_SECONDS = 600.0
 
 _MIB = 1 << 20
 
@@ -41,12 +45,26 @@ class ParallelStrategy(tf.distribute.Strategy):
     Args:
         engine: What carries the collectives; it knows the mesh.
         bucket_mib: MiB of gradients that travel as one tensor.
+        watchdog_seconds: After how long a rank that is missing at a collective, or frozen, ends
+            the job; 0 for never. A rank that dies ends it at once.
+
+    Raises:
+        ValueError: An argument is out of its range.
     """
 
-    def __init__(self, engine: Engine, *, bucket_mib: float = 4.0):
+    def __init__(
+        self, engine: Engine, *, bucket_mib: float = 4.0, watchdog_seconds: float = WATCHDOG_SECONDS
+    ):
         if bucket_mib <= 0:
             raise ValueError(f"`bucket_mib` is positive. Received: {bucket_mib}.")
+        if watchdog_seconds < 0:
+            raise ValueError(
+                f"`watchdog_seconds` is positive, or 0 for no watchdog. Received: {watchdog_seconds}."
+            )
         self._engine = engine
+        self._watchdog = None
+        if watchdog_seconds and engine.size > 1:
+            self._watchdog = Watchdog(engine, watchdog_seconds)
         self._bucket_bytes = int(bucket_mib * _MIB)
         share_random_state(engine.group())
         super().__init__(_ParallelExtended(self))
@@ -95,6 +113,13 @@ class ParallelStrategy(tf.distribute.Strategy):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.mesh!r})"
+
+
+def meeting(watchdog_seconds: float):
+    """Guards the making of an engine: ranks that do not meet in time end with a message."""
+    if not watchdog_seconds:
+        return contextlib.nullcontext()
+    return startup_guard(watchdog_seconds, "the meeting of the ranks")
 
 
 class _ParallelExtended(OneDeviceExtended):
@@ -215,9 +240,7 @@ class _ParallelExtended(OneDeviceExtended):
     def _experimental_distribute_values_from_function(self, value_fn):
         mesh = self._parallel.mesh
         return value_fn(
-            tf.distribute.experimental.ValueContext(
-                mesh.coordinates()["data"], mesh.shape["data"]
-            )
+            tf.distribute.experimental.ValueContext(mesh.coordinates()["data"], mesh.shape["data"])
         )
 
 
@@ -241,5 +264,3 @@ def _gather_rows(rows, group: Group):
     if rows.shape.rank == 0:
         rows = rows[None]
     return all_gather(rows, group, uneven=not even, name="predictions")
-
-

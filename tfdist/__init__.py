@@ -1,6 +1,45 @@
-"""tfdist: data, tensor, pipeline and ZeRO parallel training for Keras 3 on TensorFlow."""
+"""tfdist: data, tensor, pipeline and ZeRO parallel training for Keras 3 on TensorFlow.
+
+```python
+import keras, tfdist
+
+strategy = tfdist.strategies.auto()
+with strategy.scope():
+    model = keras.Sequential([...])
+    model.compile("adam", "sparse_categorical_crossentropy")
+model.fit(x, y, batch_size=256, epochs=3)
+```
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from tfdist._version import __version__
 from tfdist.mesh import Mesh
 
-__all__ = ["Mesh", "__version__"]
+if TYPE_CHECKING:
+    from tfdist import callbacks, collectives, data, models, monitoring, optimizers, strategies
+
+_ROOMS = (
+    "callbacks",
+    "collectives",
+    "data",
+    "models",
+    "monitoring",
+    "optimizers",
+    "strategies",
+    "testing",
+)
+
+__all__ = ["Mesh", "__version__", *_ROOMS]
+
+
+def __getattr__(name: str) -> Any:
+    # `import tfdist` costs nothing; TensorFlow is imported with the first room that needs it.
+    if name in _ROOMS:
+        return importlib.import_module(f"tfdist.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

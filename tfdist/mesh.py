@@ -53,7 +53,12 @@ class Mesh:
     ):
         degrees = {"data": data, "pipeline": pipeline, "tensor": tensor}
         for axis, degree in degrees.items():
-            if isinstance(degree, bool) or not isinstance(degree, int) or degree == 0 or degree < -1:
+            if (
+                isinstance(degree, bool)
+                or not isinstance(degree, int)
+                or degree == 0
+                or degree < -1
+            ):
                 raise ValueError(
                     f"A mesh axis is a positive integer, or -1 for what is left. Received: {axis}={degree!r}."
                 )
@@ -125,7 +130,9 @@ class Mesh:
         self._require_resolved("coordinates")
         rest = self.rank if rank is None else rank
         if not 0 <= rest < self.size:
-            raise ValueError(f"A rank of this mesh lies in [0, {self.size}). Received: rank={rank}.")
+            raise ValueError(
+                f"A rank of this mesh lies in [0, {self.size}). Received: rank={rank}."
+            )
         found = {}
         for axis in reversed(self._order):
             rest, found[axis] = divmod(rest, self._degrees[axis])

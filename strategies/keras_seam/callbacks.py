@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import keras
-
-from tfdist.collectives.objects import broadcast_object
 from tfdist.strategies.keras_seam.synchronization import (
     broadcast_variables,
     synchronize_layer_states,
 )
+
+from tfdist.collectives.objects import broadcast_object
 
 __all__ = ["callbacks_of_rank", "reads_batch_logs"]
 
@@ -57,13 +57,8 @@ def reads_batch_logs(callbacks: Sequence) -> bool:
 def _ignores_batch_logs(callback) -> bool:
     return (
         isinstance(callback, keras.callbacks.BackupAndRestore)
-        or (
-            isinstance(callback, keras.callbacks.TensorBoard) and callback.update_freq == "epoch"
-        )
-        or (
-            isinstance(callback, keras.callbacks.ModelCheckpoint)
-            and callback.save_freq == "epoch"
-        )
+        or (isinstance(callback, keras.callbacks.TensorBoard) and callback.update_freq == "epoch")
+        or (isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq == "epoch")
     )
 
 

@@ -10,7 +10,6 @@ into that form here.
 from __future__ import annotations
 
 from keras.src.losses import loss as loss_module
-
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.replica import current_step
 
@@ -55,7 +54,5 @@ WRAPPERS = (
     Wrapper(
         loss_module, "apply_mask", ("sample_weight", "mask", "dtype", "reduction"), _apply_mask
     ),
-    Wrapper(
-        loss_module, "reduce_values", ("values", "sample_weight", "reduction"), _reduce_values
-    ),
+    Wrapper(loss_module, "reduce_values", ("values", "sample_weight", "reduction"), _reduce_values),
 )

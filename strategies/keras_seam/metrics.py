@@ -5,10 +5,10 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-
-from tfdist.collectives import Group, all_reduce, broadcast
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.replica import current_step
+
+from tfdist.collectives import Group, all_reduce, broadcast
 
 __all__ = ["WRAPPERS"]
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import keras
+from tfdist.strategies.keras_seam.wrapping import Wrapper
 
 from tfdist.collectives import barrier
-from tfdist.strategies.keras_seam.wrapping import Wrapper
 
 __all__ = ["WRAPPERS"]
 

@@ -7,13 +7,13 @@ import inspect
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-
-from tfdist.collectives import all_reduce
-from tfdist.data.sharding import row_range
 from tfdist.strategies.keras_seam.callbacks import callbacks_of_rank, reads_batch_logs
 from tfdist.strategies.keras_seam.synchronization import synchronize_layer_states
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.randomness import share_random_state
+
+from tfdist.collectives import all_reduce
+from tfdist.data.sharding import row_range
 
 __all__ = ["WRAPPERS"]
 

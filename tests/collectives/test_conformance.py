@@ -63,7 +63,9 @@ def conformance(operation: str) -> list[str]:
         # All in one function: many collectives of one graph are then under way at a time.
         for mode, outputs in (("eager", eager), ("graph", tf.function(in_graph)(arguments))):
             for (what, _, _, expected), got in zip(cases, outputs, strict=True):
-                for part, right in zip(tf.nest.flatten(got), tf.nest.flatten(expected), strict=True):
+                for part, right in zip(
+                    tf.nest.flatten(got), tf.nest.flatten(expected), strict=True
+                ):
                     part = part.numpy()
                     kind = (part.dtype, part.shape)
                     if kind != (right.dtype, np.shape(right)):
@@ -161,9 +163,17 @@ def conformance(operation: str) -> list[str]:
                 elif operation == "send_recv":
                     parts = [value(r, dtype, shape) for r in group.ranks]
                     # Along a chain, as pipeline stages do; then from the last to the first.
-                    for source, target in [*zip(range(n - 1), range(1, n), strict=True), (n - 1, 0)]:
+                    for source, target in [
+                        *zip(range(n - 1), range(1, n), strict=True),
+                        (n - 1, 0),
+                    ]:
                         if me == source:
-                            check(what, lambda x, t=target: collectives.send(x, group, t), parts[me], parts[me])
+                            check(
+                                what,
+                                lambda x, t=target: collectives.send(x, group, t),
+                                parts[me],
+                                parts[me],
+                            )
                         if me == target:
                             check(
                                 what,

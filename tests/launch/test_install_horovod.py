@@ -217,6 +217,7 @@ def test_only_the_last_30_lines_of_a_log_are_shown(tmp_path):
 def test_the_compilers_words_are_shown_not_the_calls_that_led_to_it(tmp_path):
     log = tmp_path / "build.log"
     log.write_text(
+        f"c++ {'-I/include ' * 100}\n"
         "mpi_ops.cc:1: error: no such thing\n"
         "Traceback (most recent call last):\n"
         + "  File setup.py\n" * 40
@@ -224,7 +225,11 @@ def test_the_compilers_words_are_shown_not_the_calls_that_led_to_it(tmp_path):
     )
     with pytest.raises(install_horovod.BuildError) as error:
         install_horovod._pip("no-such-command", log=log)
-    assert str(error.value).startswith("mpi_ops.cc:1: error: no such thing\n`pip")
+    call, said, conclusion = str(error.value).splitlines()
+    assert call.startswith("c++ -I/include")
+    assert len(call) < 200
+    assert said == "mpi_ops.cc:1: error: no such thing"
+    assert conclusion.startswith("`pip")
 
 
 # What the build is handed.

@@ -111,6 +111,10 @@ class Engine(abc.ABC):
     def broadcast(self, tensor: tf.Tensor, root: int, group: Group, name: str) -> tf.Tensor:
         """The tensor of member `root`; the others pass one of the same shape."""
 
+    def host_address(self) -> str:
+        """An address of this machine that the other ranks reach."""
+        return "127.0.0.1"
+
     def shutdown(self) -> None:
         """Leaves the world. Other ranks may still be at work."""
 

@@ -53,9 +53,7 @@ class _Counter:
             tf.raw_ops.AssignVariableOp(resource=self._handle, value=tf.constant(0, tf.int64))
 
     def add_one(self) -> tf.Operation:
-        return tf.raw_ops.AssignAddVariableOp(
-            resource=self._handle, value=tf.constant(1, tf.int64)
-        )
+        return tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=tf.constant(1, tf.int64))
 
     def value(self) -> int:
         return int(tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64))
@@ -143,5 +141,3 @@ class FlightRecorder:
             if key not in self._entries:
                 self._entries[key] = _Entry(name, group_label, ranks)
             return self._entries[key]
-
-

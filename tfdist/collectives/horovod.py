@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import types
 
+import psutil
 import tensorflow as tf
 
 from tfdist.collectives.engine import Engine, reduce_locally, split_rows
@@ -120,6 +122,16 @@ class HorovodEngine(Engine):
         return self._hvd.broadcast(
             tensor, root_rank=group.ranks[root], **self._options(group, name)
         )
+
+    def host_address(self):
+        """The address of the interface that Gloo uses, or of the one that leads to the others."""
+        interface = os.environ.get("HOROVOD_GLOO_IFACE", "")
+        for address in psutil.net_if_addrs().get(interface, []):
+            if address.family == socket.AF_INET:
+                return address.address
+        if self._hvd.local_size() == self.size:
+            return "127.0.0.1"
+        return socket.gethostbyname(socket.gethostname())
 
     def shutdown(self) -> None:
         """Ends Horovod's background thread; collectives of other ranks then fail."""

@@ -311,9 +311,7 @@ def _raw_all_reduce(tensor, group: Group, reduction: str, name: str | None):
         return tf.identity(tensor)
     engine, dtype = group.engine, tensor.dtype
     if dtype == tf.bool:
-        return tf.cast(
-            _raw_all_reduce(tf.cast(tensor, tf.int32), group, reduction, name), tf.bool
-        )
+        return tf.cast(_raw_all_reduce(tf.cast(tensor, tf.int32), group, reduction, name), tf.bool)
     wire = tf.cast(tensor, engine.reduce_as.get(dtype, dtype))
     flat, restore = _as_vector(wire)
     flat = _run(
@@ -329,9 +327,7 @@ def _raw_all_gather(tensor, group: Group, uneven: bool, name: str | None):
     wire, restore = _movable(tensor, group)
     gathered = _run("all_gather", name, group, wire, lambda x, n: gather(x, group, n))
     rows = tensor.shape[0]
-    gathered.set_shape(
-        [None if uneven or rows is None else rows * group.size, *tensor.shape[1:]]
-    )
+    gathered.set_shape([None if uneven or rows is None else rows * group.size, *tensor.shape[1:]])
     return restore(gathered)
 
 
@@ -360,9 +356,7 @@ def _raw_all_to_all(tensor, group: Group, name: str | None):
         return tf.identity(tensor)
     wire, restore = _movable(tensor, group)
     engine = group.engine
-    received = _run(
-        "all_to_all", name, group, wire, lambda x, n: engine.all_to_all(x, group, n)
-    )
+    received = _run("all_to_all", name, group, wire, lambda x, n: engine.all_to_all(x, group, n))
     received.set_shape(tensor.shape)
     return restore(received)
 

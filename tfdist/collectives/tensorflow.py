@@ -152,14 +152,18 @@ class TensorFlowEngine(Engine):
             tf.raw_ops.CollectiveBcastRecvV2(T=tensor.dtype, shape=tf.shape(tensor), **keyed)
         )
 
+    def host_address(self):
+        """This worker's host in TF_CONFIG."""
+        config = json.loads(os.environ["TF_CONFIG"])
+        task = config["task"]
+        return config["cluster"][task["type"]][int(task["index"])].rsplit(":", 1)[0]
+
     def _gather_padded(self, tensor, rows, group: Group, name: str) -> tf.Tensor:
         """All members' tensors, padded to `rows` rows and at least one: [size, rows, ...]."""
         if 0 in tensor.shape[1:]:
             return tf.zeros([group.size, rows, *tensor.shape[1:]], tensor.dtype)
         padded = _pad_rows(tensor, tf.maximum(rows, 1))
-        gathered = tf.raw_ops.CollectiveGatherV2(
-            input=padded, **self._keyed(group, name, padded)
-        )
+        gathered = tf.raw_ops.CollectiveGatherV2(input=padded, **self._keyed(group, name, padded))
         return split_rows(gathered, group.size)
 
     def _exchange(self, stacked, group: Group, name: str) -> tf.Tensor:
@@ -190,9 +194,7 @@ def _bring_up_cluster(communication: str) -> None:
     if _cluster is not None:
         return
     options = tf.distribute.experimental.CommunicationOptions(
-        implementation=tf.distribute.experimental.CommunicationImplementation(
-            communication.upper()
-        )
+        implementation=tf.distribute.experimental.CommunicationImplementation(communication.upper())
     )
     try:
         # Kept for the life of the process: it owns the server that the peers talk to.

@@ -35,7 +35,9 @@ class RankError(Exception):
     """
 
     def __init__(self, message: str, rank: int, output: str = ""):
-        super().__init__(message + (f"\n--- rank {rank} printed last ---\n{output}" if output else ""))
+        super().__init__(
+            message + (f"\n--- rank {rank} printed last ---\n{output}" if output else "")
+        )
         self.rank = rank
         self.output = output
 
@@ -107,7 +109,9 @@ class RankPool:
             ready = connection.wait(list(waiting), max(deadline - time.monotonic(), 0.0))
             if not ready:
                 if not failures:
-                    failures.append((min(waiting.values()), self._timeout(waiting.values(), timeout)))
+                    failures.append(
+                        (min(waiting.values()), self._timeout(waiting.values(), timeout))
+                    )
                 break
             for channel in ready:
                 rank = waiting[channel]

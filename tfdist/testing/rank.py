@@ -29,7 +29,8 @@ def engine(mesh=None):
         name = _state["engine_name"]
         module = importlib.import_module(f"tfdist.collectives.{name}")
         kind = getattr(
-            module, {"horovod": "HorovodEngine", "tensorflow": "TensorFlowEngine"}.get(name, "LocalEngine")
+            module,
+            {"horovod": "HorovodEngine", "tensorflow": "TensorFlowEngine"}.get(name, "LocalEngine"),
         )
         if name == "horovod":
             for old in engines.values():
@@ -90,4 +91,3 @@ def _portable(error: Exception) -> Exception:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
-

@@ -1,0 +1,79 @@
+"""What the programs share: flags of their own, help that fits a screen, errors of one line."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+
+from absl import flags, logging
+
+from tfdist import exit_codes
+
+__all__ = ["UsageError", "run"]
+
+_HELP = {"--help", "-help", "-h", "--helpshort", "--helpfull"}
+
+
+class UsageError(Exception):
+    """What the user asked for cannot be done: one line says what, and how to mend it."""
+
+
+def run(
+    main: Callable[[list[str]], int | None],
+    values: flags.FlagValues,
+    *,
+    usage: str,
+    summary: str,
+    rest: bool = False,
+    arguments: Sequence[str] | None = None,
+) -> None:
+    """Parses the command line, calls `main` with what is left of it, and exits with its result.
+
+    A bad flag or value, and a `UsageError` of `main`, end with one line and exit code 2.
+
+    Args:
+        main: The program.
+        values: The program's flags. They are its own, so that a library or a user's script that
+            defines the same names can be imported beside it.
+        usage: How the program is called, for the help.
+        summary: What it does, for the help.
+        rest: Whether arguments that are not flags are allowed.
+        arguments: The command line, program name first; that of the process by default.
+    """
+    arguments = list(sys.argv if arguments is None else arguments)
+    program = usage.split()[0]
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(arguments[:1])  # absl's logging reads its flags from there.
+    logging.use_absl_handler()
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    if _HELP & set(own[1:]):
+        print(_help(values, usage, summary))
+        sys.exit(0)
+    try:
+        left = values(arguments)[1:]
+        if left and not rest:
+            raise UsageError(f"There are only flags, see --help. Received: {' '.join(left)}")
+        sys.exit(main(left))
+    except (flags.Error, UsageError) as error:
+        print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(exit_codes.USAGE)
+
+
+def _help(values: flags.FlagValues, usage: str, summary: str) -> str:
+    width = min(shutil.get_terminal_size((80, 24)).columns, 100)
+    lines = [*textwrap.wrap(summary, width), "", f"Usage: {usage}", ""]
+    seen = set()
+    for name in values:
+        flag = values[name]
+        if flag.name in seen:
+            continue
+        seen.add(flag.name)
+        shown = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}"
+        default = "" if flag.default in (None, "", False) else f" (default {flag.default})"
+        lines += textwrap.wrap(
+            f"{shown:<20} {flag.help}{default}", width, subsequent_indent=" " * 21
+        )
+    lines += textwrap.wrap(f"{'--flagfile':<20} A file of flags, one a line.", width)
+    return "\n".join(lines)

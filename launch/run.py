@@ -1,0 +1,129 @@
+"""`tfdist-run`: starts ranks, on this machine or on several."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import socket
+import subprocess
+import sys
+
+from absl import flags
+from tfdist.launch import command
+from tfdist.launch.supervisor import Supervisor
+
+from tfdist.rendezvous import local_environments
+
+__all__ = ["run"]
+
+_VALUES = flags.FlagValues()
+_NP = flags.DEFINE_integer(
+    "np", None, "How many ranks to start.", lower_bound=1, flag_values=_VALUES
+)
+_HOSTS = flags.DEFINE_string(
+    "H",
+    "",
+    "Hosts and their slots, host1:2,host2:2; this machine if left out.",
+    flag_values=_VALUES,
+)
+_ENGINE = flags.DEFINE_enum(
+    "engine",
+    "auto",
+    ["auto", "horovod", "tensorflow"],
+    "What carries the collectives; auto takes Horovod where it is installed.",
+    flag_values=_VALUES,
+)
+_WATCHDOG = flags.DEFINE_float(
+    "watchdog_seconds",
+    600.0,
+    "How long a rank may be frozen before the job is ended; 0 for ever.",
+    lower_bound=0.0,
+    flag_values=_VALUES,
+)
+
+
+def run() -> None:
+    """The console script."""
+    command.run(
+        _main,
+        _VALUES,
+        usage="tfdist-run -np N [flags] -- command [arguments]",
+        summary="Starts a command on N ranks, passes on what they print behind [rank], and ends "
+        "with the exit code of the first that fails, once all have ended.",
+        rest=True,
+    )
+
+
+def _main(words: list[str]) -> int:
+    if _NP.value is None:
+        raise command.UsageError("Say how many ranks to start: -np N. Received: no -np.")
+    if not words:
+        raise command.UsageError(
+            "Say what to run: tfdist-run -np N -- command. Received: no command."
+        )
+    if shutil.which(words[0]) is None:
+        raise command.UsageError(f"There is no command {words[0]!r} on the PATH.")
+    engine = _engine()
+    remote = _remote_hosts(_HOSTS.value)
+    if remote:
+        return _run_on_hosts(words, engine, remote)
+    with local_environments(engine, _NP.value) as environments:
+        return Supervisor(words, environments, frozen_seconds=_WATCHDOG.value).run()
+
+
+def _engine() -> str:
+    has_horovod = importlib.util.find_spec("horovod") is not None
+    if _ENGINE.value == "horovod" and not has_horovod:
+        raise command.UsageError(
+            "--engine=horovod: Horovod is not installed. Run tfdist-install-horovod, or take "
+            "--engine=tensorflow."
+        )
+    if _ENGINE.value != "auto":
+        return _ENGINE.value
+    if not has_horovod:
+        print(
+            "tfdist-run: Horovod is not installed, so the ranks use TensorFlow's own collectives.",
+            file=sys.stderr,
+        )
+    return "horovod" if has_horovod else "tensorflow"
+
+
+def _remote_hosts(hosts: str) -> list[str]:
+    """The hosts of -H, [] where all of them are this machine."""
+    names = []
+    slots = 0
+    for part in filter(None, hosts.split(",")):
+        name, _, count = part.partition(":")
+        if not name or (count and not count.isdigit()) or count == "0":
+            raise command.UsageError(f"-H is host:slots,host:slots. Received: {hosts!r}.")
+        names.append(name)
+        slots += int(count or 1)
+    if names and slots < _NP.value:
+        raise command.UsageError(f"-np {_NP.value} wants more slots than -H {hosts} has: {slots}.")
+    local = {"localhost", "127.0.0.1", socket.gethostname()}
+    return [] if set(names) <= local else names
+
+
+def _run_on_hosts(words: list[str], engine: str, hosts: list[str]) -> int:
+    """Hands over to horovodrun, which reaches other hosts by ssh."""
+    if engine != "horovod":
+        raise command.UsageError(
+            f"Ranks on other hosts ({', '.join(hosts)}) are started by horovodrun: take "
+            "--engine=horovod, or start one process a host with TF_CONFIG set."
+        )
+    return subprocess.call(
+        [
+            sys.executable,
+            "-m",
+            "horovod.runner.launch",
+            "-np",
+            str(_NP.value),
+            "-H",
+            _HOSTS.value,
+            *words,
+        ]
+    )
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,49 @@
+"""A small convolutional network for images of digits and their kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+
+__all__ = ["convnet"]
+
+
+def convnet(
+    input_shape: Sequence[int],
+    num_classes: int,
+    *,
+    filters: Sequence[int] = (32, 64),
+    width: int = 128,
+    dropout: float = 0.25,
+    name: str = "convnet",
+) -> keras.Model:
+    """Returns blocks of two convolutions and a pooling, a hidden layer, and logits.
+
+    Batch statistics are those of the global batch (`synchronized=True`), so the network trains
+    alike on any number of ranks.
+
+    Args:
+        input_shape: Height, width and channels of an image.
+        num_classes: The number of logits.
+        filters: The number of filters of each block; the image halves after each.
+        width: The width of the hidden layer.
+        dropout: The share of its activations that is dropped.
+        name: The model's name.
+    """
+    layers = keras.layers
+    inputs = x = keras.Input(tuple(input_shape), name="image")
+    for block, count in enumerate(filters):
+        for half in ("a", "b"):
+            tag = f"{block}{half}"
+            # The normalization that follows shifts by itself.
+            x = layers.Conv2D(count, 3, padding="same", use_bias=False, name=f"conv_{tag}")(x)
+            # Moving averages that follow within tens of steps: small data sets have no more.
+            x = layers.BatchNormalization(momentum=0.9, synchronized=True, name=f"norm_{tag}")(x)
+            x = layers.ReLU(name=f"relu_{tag}")(x)
+        x = layers.MaxPooling2D(name=f"pool_{block}")(x)
+    x = layers.Flatten(name="flatten")(x)
+    x = layers.Dense(width, activation="relu", name="hidden")(x)
+    if dropout:
+        x = layers.Dropout(dropout, name="dropout")(x)
+    return keras.Model(inputs, layers.Dense(num_classes, name="logits")(x), name=name)

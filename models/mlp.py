@@ -1,0 +1,35 @@
+"""A multi-layer perceptron."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+
+__all__ = ["mlp"]
+
+
+def mlp(
+    input_shape: Sequence[int],
+    num_classes: int,
+    *,
+    widths: Sequence[int] = (256, 128),
+    dropout: float = 0.0,
+    name: str = "mlp",
+) -> keras.Model:
+    """Returns fully connected layers with ReLU, and logits.
+
+    Args:
+        input_shape: The shape of one sample, flattened by the model.
+        num_classes: The number of logits.
+        widths: The width of each hidden layer.
+        dropout: The share of activations dropped after each hidden layer.
+        name: The model's name.
+    """
+    inputs = x = keras.Input(tuple(input_shape), name="features")
+    x = keras.layers.Flatten(name="flatten")(x)
+    for number, width in enumerate(widths):
+        x = keras.layers.Dense(width, activation="relu", name=f"hidden_{number}")(x)
+        if dropout:
+            x = keras.layers.Dropout(dropout, name=f"dropout_{number}")(x)
+    return keras.Model(inputs, keras.layers.Dense(num_classes, name="logits")(x), name=name)

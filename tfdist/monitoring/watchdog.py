@@ -1,0 +1,153 @@
+"""The watchdog: ends a job that cannot go on, and says why, on every rank that still can speak."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import secrets
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+
+from tfdist.collectives.engine import Engine
+from tfdist.collectives.objects import broadcast_object
+from tfdist.exit_codes import ENDED_BY_WATCHDOG
+from tfdist.monitoring.roll_call import Keeper, Member, Report
+
+__all__ = ["Watchdog", "startup_guard"]
+
+#: How long a rank whose collective failed waits to hear what made it fail.
+_VERDICT_SECONDS = 8.0
+
+
+class Watchdog:
+    """Watches this rank's collectives and the other ranks' lives.
+
+    When a rank dies, raises, freezes, ends early, or does not come to a collective within
+    `timeout` seconds, every other rank prints which, where it was, and what was waited for, and
+    ends with exit code 75.
+
+    Args:
+        engine: The engine whose collectives are watched.
+        timeout: Seconds.
+    """
+
+    def __init__(self, engine: Engine, timeout: float):
+        self._engine = engine
+        self._since: dict[tuple, float] = {}
+        self._verdict = threading.Event()
+        self._main = threading.main_thread().ident
+        contact = None
+        if engine.rank == 0:
+            token = secrets.token_hex(8)
+            self._keeper = Keeper(engine.size, token, timeout)
+            contact = (engine.host_address(), self._keeper.port, token)
+        host, port, token = broadcast_object(contact, engine.group(), name="watchdog")
+        self._member = Member(
+            engine.rank,
+            (host, port),
+            token,
+            timeout,
+            report=self._report,
+            on_verdict=self._end,
+            on_warning=self._warn,
+        )
+        self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
+        atexit.register(self._member.close)
+
+    def close(self) -> None:
+        """Stops watching; the other ranks count this one as ended."""
+        atexit.unregister(self._member.close)
+        self._member.close()
+        if sys.excepthook == self._on_exception:
+            sys.excepthook = self._excepthook
+
+    def _report(self) -> Report:
+        now = time.monotonic()
+        flying = self._engine.recorder.in_flight()
+        keys = [(op.name, op.ranks, op.occurrence) for op in flying]
+        self._since = {key: self._since.get(key, now) for key in keys}
+        waiting = [
+            {
+                "name": op.name,
+                "ranks": list(op.ranks),
+                "occurrence": op.occurrence,
+                "seconds": now - self._since[key],
+            }
+            for op, key in zip(flying, keys, strict=True)
+        ]
+        waiting.sort(key=lambda wait: -wait["seconds"])
+        return Report(self._engine.rank, waiting=waiting, doing=self._main_thread())
+
+    def _main_thread(self) -> str:
+        """Where the main thread stands: the innermost line that is not a library's."""
+        frame = sys._current_frames().get(self._main)
+        stack = traceback.extract_stack(frame) if frame is not None else []
+        own = [line for line in stack if "site-packages" not in line.filename] or list(stack)
+        return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else "its end"
+
+    def _on_exception(self, kind, error, trace) -> None:
+        self._excepthook(kind, error, trace)
+        if issubclass(kind, KeyboardInterrupt):
+            return
+        in_collective = bool(self._engine.recorder.in_flight())
+        summary = traceback.format_exception_only(kind, error)[-1].strip().splitlines()[0]
+        # Where the keeper is gone the verdict says so.
+        with contextlib.suppress(OSError):
+            self._member.say(
+                Report(self._engine.rank, failed=summary[:500], in_collective=in_collective)
+            )
+        if in_collective:
+            # The likely cause is another rank's end. Its name is worth a moment; `_end` exits.
+            self._verdict.wait(_VERDICT_SECONDS)
+            time.sleep(0.5)
+
+    def _warn(self, warning: str) -> None:
+        print(
+            f"tfdist watchdog on rank {self._engine.rank}: {warning}", file=sys.stderr, flush=True
+        )
+
+    def _end(self, verdict: str) -> None:
+        self._verdict.set()
+        if verdict.startswith(f"Rank {self._engine.rank} failed"):
+            return  # This rank is ending by itself, with its own traceback and exit code.
+        self._warn(f"{verdict}\n{self._own_place()}Ending this rank.")
+        sys.stdout.flush()
+        os._exit(ENDED_BY_WATCHDOG)
+
+    def _own_place(self) -> str:
+        report = self._report()
+        if not report.waiting:
+            return f"This rank is at {report.doing}. "
+        wait = report.waiting[0]
+        return f"This rank waits in {wait['name']} (time {wait['occurrence']}). "
+
+
+@contextlib.contextmanager
+def startup_guard(timeout: float, what: str) -> Iterator[None]:
+    """Ends the process if what is inside takes more than `timeout` seconds.
+
+    Args:
+        timeout: Seconds.
+        what: What is waited for, for the message.
+    """
+
+    def end():
+        print(
+            f"tfdist watchdog: {what} took more than {timeout:g} s. A rank did not start, died, or "
+            "cannot be reached. Ending this rank.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(ENDED_BY_WATCHDOG)
+
+    timer = threading.Timer(timeout, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
