@@ -12,13 +12,10 @@ model.fit(x, y, batch_size=256, epochs=3)
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tfdist._version import __version__
 from tfdist.mesh import Mesh
-
-if TYPE_CHECKING:
-    from tfdist import callbacks, collectives, data, models, monitoring, optimizers, strategies
 
 _ROOMS = (
     "callbacks",

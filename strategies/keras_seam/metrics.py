@@ -63,4 +63,21 @@ def _reduce_states(variables, group: Group) -> list[tf.Tensor]:
     return states
 
 
-WRAPPERS = (Wrapper(TensorFlowTrainer, "get_metrics_result", ("self",), _get_metrics_result),)
+def _update_mean(original, self, values, sample_weight=None):
+    """A step's scalar, such as its loss, counts by the share of samples that it is the mean of.
+
+    Summed over ranks the scalar then counts once a step, as in a single process.
+    """
+    step = current_step()
+    if step is not None and not step.is_even and sample_weight is None:
+        values = tf.convert_to_tensor(values)
+        if values.shape.rank == 0:
+            sample_weight = step.share * step.group.size
+            values = tf.where(step.rows > 0, values, tf.zeros_like(values))
+    return original(self, values, sample_weight)
+
+
+WRAPPERS = (
+    Wrapper(TensorFlowTrainer, "get_metrics_result", ("self",), _get_metrics_result),
+    Wrapper(keras.metrics.Mean, "update_state", ("self", "values", "sample_weight"), _update_mean),
+)

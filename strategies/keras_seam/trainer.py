@@ -98,6 +98,21 @@ def _own_rows(model, batch):
     return tf.nest.map_structure(lambda part: None if part is None else part[start:end], batch)
 
 
+def _maybe_symbolic_build(original, self, iterator=None, data_batch=None):
+    """Builds the model from the specification of a batch, where Keras would take a batch.
+
+    Keras draws it from the data set, and only under a strategy: a data set that shuffles anew each
+    time would yield another order than without one.
+    """
+    if iterator is None or not hasattr(self.distribute_strategy, "engine"):
+        return original(self, iterator, data_batch)
+    spec = iterator._distributed_dataset.element_spec
+    batch = tf.nest.map_structure(
+        lambda part: None if isinstance(part, tf.NoneTensorSpec) else part, spec
+    )
+    return original(self, None, batch)
+
+
 def _prepare_callbacks(strategy, arguments: dict, *, training: bool) -> None:
     """Sets the callbacks and the verbosity of this rank, and what of the logs is reduced."""
     given = arguments["callbacks"]
@@ -114,6 +129,12 @@ WRAPPERS = (
     Wrapper(TensorFlowTrainer, "fit", ("self", "x", "y"), _fit),
     Wrapper(TensorFlowTrainer, "evaluate", ("self", "x", "y"), _evaluate),
     Wrapper(TensorFlowTrainer, "predict", ("self", "x"), _predict),
+    Wrapper(
+        TensorFlowTrainer,
+        "_maybe_symbolic_build",
+        ("self", "iterator", "data_batch"),
+        _maybe_symbolic_build,
+    ),
     Wrapper(TensorFlowTrainer, "predict_on_batch", ("self", "x"), _predict_on_batch),
     Wrapper(
         TensorFlowTrainer, "train_on_batch", ("self", "x", "y", "sample_weight"), _train_on_batch

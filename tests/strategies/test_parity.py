@@ -1,0 +1,66 @@
+"""The one promise: training on any number of ranks gives the weights of a single process."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests.conftest import on_ranks
+from tests.strategies import programs
+
+KINDS = [("horovod", 2), ("horovod", 3), ("tensorflow", 2), ("tensorflow", 3)]
+MORE_KINDS = [("horovod", 1), ("horovod", 4), ("tensorflow", 1), ("tensorflow", 4)]
+MODELS = ["mlp", "convnet", "two_in_two_out"]
+#: What the sum of a thousand roundings may come to. AdamW divides by small second moments.
+TOLERANCE = {"sgd": 1e-5, "adamw": 1e-4}
+
+
+def program(model: str):
+    if model == "two_in_two_out":
+        return programs.train_two_in_two_out
+    return functools.partial(programs.train_images, build=model)
+
+
+@functools.cache
+def reference(one_process, model: str, optimizer: str, rows: int):
+    return one_process.run(
+        programs.in_one_process, program(model), optimizer_name=optimizer, rows=rows
+    )[0]
+
+
+def check(pool, one_process, model, optimizer, rows):
+    expected = reference(one_process, model, optimizer, rows)
+    results = pool.run(
+        programs.on_rank, program(model), optimizer_name=optimizer, rows=rows, timeout=240
+    )
+    programs.assert_same(results, expected, weights=TOLERANCE[optimizer])
+
+
+@on_ranks(*KINDS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("model", MODELS)
+def test_uneven_batches(pool, one_process, model, optimizer):
+    check(pool, one_process, model, optimizer, programs.UNEVEN_ROWS)
+
+
+@on_ranks(*KINDS[:1])
+@pytest.mark.parametrize("model", MODELS)
+def test_even_batches(pool, one_process, model):
+    check(pool, one_process, model, "sgd", programs.EVEN_ROWS)
+
+
+@pytest.mark.slow
+@on_ranks(*KINDS[1:], *MORE_KINDS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("model", MODELS)
+def test_even_batches_everywhere(pool, one_process, model, optimizer):
+    check(pool, one_process, model, optimizer, programs.EVEN_ROWS)
+
+
+@pytest.mark.slow
+@on_ranks(*MORE_KINDS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("model", MODELS)
+def test_uneven_batches_everywhere(pool, one_process, model, optimizer):
+    check(pool, one_process, model, optimizer, programs.UNEVEN_ROWS)
