@@ -260,7 +260,7 @@ def _gather_rows(rows, group: Group):
             "`predict` joins the ranks' rows of dense tensors. Received: an output of type "
             f"{type(rows).__name__}; convert it in the model, for example with `.to_tensor()`."
         )
-    even = rows.shape.rank and rows.shape[0] is not None and not tf.executing_eagerly()
     if rows.shape.rank == 0:
         rows = rows[None]
-    return all_gather(rows, group, uneven=not even, name="predictions")
+    # Keras hands `predict` eager batches, so a known shape is this rank's alone.
+    return all_gather(rows, group, uneven=True, name="predictions")

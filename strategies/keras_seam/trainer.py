@@ -90,6 +90,7 @@ def _own_rows(model, batch):
     strategy = _parallel_strategy(model)
     if strategy is None:
         return batch
+    strategy.extended.batch_logs_read.assign(True)
     shards, index = strategy.mesh.shape["data"], strategy.mesh.coordinates()["data"]
     rows = tf.nest.flatten(batch[0])[0].shape[0]
     if rows % shards:
