@@ -156,7 +156,9 @@ class CustomStep(keras.Model):
         x, y = data
         return {
             "right": keras.ops.mean(
-                keras.ops.cast(keras.ops.argmax(self(x)) == keras.ops.cast(y, "int32"), "float32")
+                keras.ops.cast(
+                    keras.ops.argmax(self(x), axis=-1) == keras.ops.cast(y, "int32"), "float32"
+                )
             )
         }
 

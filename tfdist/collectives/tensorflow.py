@@ -175,9 +175,16 @@ class TensorFlowEngine(Engine):
         return received
 
     def _keyed(self, group: Group, name: str, tensor: tf.Tensor) -> dict:
-        # An instance is known by its key, shape and dtype, on all members alike. The key comes
-        # from the name, so it is the same wherever a function is traced anew.
+        # TensorFlow knows an instance by its key, and takes its dtype and shape from the first
+        # run. The key comes from the name, so it is the same wherever a function is traced anew,
+        # and from the shape; a size that only the run knows is mixed in then.
         instance = _number(f"{name}:{tensor.dtype.name}:{tensor.shape}")
+        if not tensor.shape.is_fully_defined():
+            sizes = tf.shape(tensor)
+            weights = tf.constant([_number(f"dim {dim}") for dim in range(tensor.shape.rank)])
+            instance = tf.bitwise.bitwise_and(
+                instance + tf.reduce_sum(sizes * weights), tf.constant(0x7FFFFFFF)
+            )
         return {
             "group_size": group.size,
             "group_key": _number(f"group {group.ranks}"),
