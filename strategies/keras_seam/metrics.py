@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
+
 import keras
 import tensorflow as tf
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.replica import current_step
 
 from tfdist.collectives import Group, all_reduce, broadcast
 
-__all__ = ["WRAPPERS"]
+__all__ = ["WRAPPERS", "global_results"]
 
 
 def _get_metrics_result(original, self):
@@ -41,6 +46,32 @@ def _get_metrics_result(original, self):
         )
     with keras.StatelessScope(state_mapping=list(zip(variables, states, strict=True))):
         return original(self)
+
+
+@contextlib.contextmanager
+def global_results(model, group: Group) -> Iterator[None]:
+    """Inside, `metric.result()` of the model's metrics is that of all ranks' samples.
+
+    For a custom `train_step` or `test_step`, which may return the results of its metrics one by
+    one, under names that `get_metrics_result` does not know.
+    """
+    metrics = [metric for metric in model.metrics if metric.variables]
+    for metric in metrics:
+        metric.result = functools.partial(_global_result, metric, metric.result, group)
+    try:
+        yield
+    finally:
+        for metric in metrics:
+            del metric.result
+
+
+def _global_result(metric, result, group: Group):
+    if in_stateless_scope():
+        return result()  # `get_metrics_result` has put the global states in place.
+    variables = [variable for variable in metric.variables if variable.synchronization == "on_read"]
+    states = _reduce_states(variables, group)
+    with keras.StatelessScope(state_mapping=list(zip(variables, states, strict=True))):
+        return result()
 
 
 def _reduce_states(variables, group: Group) -> list[tf.Tensor]:

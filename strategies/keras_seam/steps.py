@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keras
 import tensorflow as tf
+from tfdist.strategies.keras_seam.metrics import global_results
 from tfdist.strategies.keras_seam.synchronization import keep_states_without_samples
 from tfdist.strategies.replica import KerasStep
 
@@ -17,12 +18,14 @@ def run_keras_step(step: KerasStep, fn, *args, **kwargs):
     if step.group.size == 1:
         return fn(*args, **kwargs)
     put_back = None if step.is_even else keep_states_without_samples(step.model, step.rows)
-    logs = fn(*args, **kwargs)
+    name = f"{step.kind}_step"
+    if getattr(type(step.model), name) is getattr(keras.Model, name):
+        logs = fn(*args, **kwargs)
+    else:
+        with global_results(step.model, step.group):
+            logs = _average_logs(fn(*args, **kwargs), step)
     if put_back is not None:
         put_back()
-    name = f"{step.kind}_step"
-    if getattr(type(step.model), name) is not getattr(keras.Model, name):
-        logs = _average_logs(logs, step)
     return logs
 
 

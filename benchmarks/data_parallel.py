@@ -1,0 +1,171 @@
+"""Data parallelism: 2 ranks with 1 thread each against 1 process with 2 threads, and collectives
+against the bare calls of their engine.
+
+    python -m benchmarks.data_parallel [--engine=horovod|tensorflow] [--rounds=15]
+
+Same model, same global batch. The two worlds take turns, so that what else the machine does falls
+on both; the ratio is that of each turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+
+from benchmarks.measuring import HEADER, Ratio, in_turn, only
+from tfdist.testing import RankPool
+
+STEP_LIMIT, CALL_LIMIT = 1.05, 1.1
+_STEPS = 12
+
+
+def transformer(layers=4, width=256, heads=4, tokens=128, vocabulary=512):
+    """A decoder of stock Keras layers."""
+    import keras
+
+    inputs = keras.Input((tokens,), dtype="int32")
+    x = keras.layers.Embedding(vocabulary, width)(inputs)
+    for _ in range(layers):
+        y = keras.layers.LayerNormalization()(x)
+        y = keras.layers.MultiHeadAttention(heads, width // heads)(y, y, use_causal_mask=True)
+        x = keras.layers.Add()([x, y])
+        y = keras.layers.LayerNormalization()(x)
+        y = keras.layers.Dense(4 * width, activation="gelu")(y)
+        x = keras.layers.Add()([x, keras.layers.Dense(width)(y)])
+    outputs = keras.layers.Dense(vocabulary)(keras.layers.LayerNormalization()(x))
+    return keras.Model(inputs, outputs)
+
+
+def prepare(name: str) -> None:
+    """Builds and warms up a model on this rank; `step_seconds` then measures it."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    from tfdist import models
+    from tfdist.testing import rank, strategy
+
+    keras.utils.set_random_seed(0)
+    random = np.random.default_rng(0)
+    with strategy().scope():
+        if name == "transformer":
+            model = transformer()
+            x = random.integers(0, 512, (16, 128)).astype("int32")
+            y = random.integers(0, 512, (16, 128)).astype("int32")
+        else:
+            model = models.convnet((28, 28, 1), 10)
+            x = random.normal(size=(128, 28, 28, 1)).astype("float32")
+            y = random.integers(0, 10, 128)
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    data = tf.data.Dataset.from_tensors((x, y)).repeat()
+    rank._state[name] = (model, data)
+    step_seconds(name)
+
+
+def step_seconds(name: str) -> float:
+    """The median time of a training step, on this rank."""
+    import keras
+
+    from tfdist.testing import rank
+
+    model, data = rank._state[name]
+    begins: list[float] = []
+    clock = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: begins.append(time.perf_counter())
+    )
+    model.fit(data, steps_per_epoch=_STEPS, epochs=1, verbose=0, callbacks=[clock])
+    return statistics.median(b - a for a, b in zip(begins[1:], begins[2:], strict=False))
+
+
+def call_seconds(elements: int, repeats: int, bare: bool) -> float:
+    """The time of one all-reduce inside a function of many, on this rank."""
+    import tensorflow as tf
+
+    from tfdist import collectives
+    from tfdist.testing import engine, rank
+
+    key = ("call", elements, bare)
+    if key not in rank._state:
+        group = engine().group()
+
+        @tf.function
+        def function(x):
+            for _ in range(repeats):
+                if bare:
+                    x = engine().all_reduce(x, group, "mean", f"bare{elements}")
+                else:
+                    x = collectives.all_reduce(x, group, "mean")
+            return x
+
+        if bare and engine().name == "horovod":
+            # The bare operation takes its name from the graph, where each must have its own.
+            @tf.function
+            def function(x):  # noqa: F811
+                for number in range(repeats):
+                    x = engine().all_reduce(x, group, "mean", f"bare{elements}.{number}")
+                return x
+
+        rank._state[key] = (function, tf.ones([elements]))
+    function, x = rank._state[key]
+    function(x)
+    begin = time.perf_counter()
+    function(x)
+    return (time.perf_counter() - begin) / repeats
+
+
+def measure_steps(engine: str, rounds: int) -> list[Ratio]:
+    """2 ranks over one process."""
+    found = []
+    with RankPool(2, engine) as ranks, RankPool(1, "local", threads=2) as single:
+        pools = [ranks, single]
+        for name in ("convnet", "transformer"):
+            for pool in pools:
+                pool.run(prepare, name, timeout=300)
+            two, one = in_turn(pools, step_seconds, rounds, name)
+            found.append(Ratio(f"{name} step: 2 ranks / 1 process", two, one, STEP_LIMIT))
+            print(found[-1].row(), flush=True)
+    return found
+
+
+def measure_calls(engine: str, rounds: int) -> list[Ratio]:
+    """tfdist's all-reduce over the engine's own."""
+    found = []
+    with RankPool(2, engine) as pool:
+        for elements, repeats in ((1, 40), (1 << 14, 40), (1 << 18, 20), (1 << 22, 5)):
+            ours, bare = [], []
+            for _ in range(rounds):
+                with only(pool, [pool]):
+                    ours.append(max(pool.run(call_seconds, elements, repeats, False)))
+                    bare.append(max(pool.run(call_seconds, elements, repeats, True)))
+            name = f"all_reduce of {4 * elements:,} bytes / bare call"
+            found.append(Ratio(name, ours, bare, CALL_LIMIT))
+            print(found[-1].row(), flush=True)
+    return found
+
+
+def main() -> int:
+    """Prints the table; exit code 1 where a ratio is above its limit."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=["horovod", "tensorflow"], default="horovod")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", choices=["steps", "calls"])
+    parser.add_argument("--json", help="Where to write the measurements.")
+    options = parser.parse_args()
+    print(HEADER)
+    found = []
+    if options.only != "calls":
+        found += measure_steps(options.engine, options.rounds)
+    if options.only != "steps":
+        found += measure_calls(options.engine, options.rounds)
+    if options.json:
+        rows = [{"name": r.name, "this": r.one, "other": r.other, "limit": r.limit} for r in found]
+        with open(options.json, "w") as file:
+            json.dump({"engine": options.engine, "seconds": rows}, file, indent=1)
+    return int(any(ratio.median > ratio.limit for ratio in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

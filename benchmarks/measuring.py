@@ -1,0 +1,66 @@
+"""How benchmarks measure on noisy machines: two worlds in turn, and the ratio of each turn."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+
+from tfdist.testing import RankPool
+
+
+@dataclasses.dataclass
+class Ratio:
+    """Paired measurements of two things, in seconds."""
+
+    name: str
+    one: list[float]
+    other: list[float]
+    limit: float
+
+    @property
+    def ratios(self) -> list[float]:
+        return [a / b for a, b in zip(self.one, self.other, strict=True)]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.ratios)
+
+    def row(self) -> str:
+        low, _, high = statistics.quantiles(self.ratios, n=4)
+        return (
+            f"{self.name:<44} {1e3 * statistics.median(self.one):9.3f} ms "
+            f"{1e3 * statistics.median(self.other):9.3f} ms   {self.median:5.3f}  "
+            f"[{low:5.3f}, {high:5.3f}]  at most {self.limit:g}"
+        )
+
+
+HEADER = f"{'':<44} {'this':>12} {'other':>12}   ratio  [quartiles]"
+
+
+@contextlib.contextmanager
+def only(pool: RankPool, pools: Sequence[RankPool]) -> Iterator[None]:
+    """Holds all other pools still: idle ranks of Horovod look for work a thousand times a second."""
+    others = [pid for other in pools if other is not pool for pid in other.pids]
+    for pid in others:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in others:
+            os.kill(pid, signal.SIGCONT)
+
+
+def in_turn(
+    pools: Sequence[RankPool], function: Callable, rounds: int, *args, timeout: float = 300.0
+) -> list[list[float]]:
+    """Runs `function(*args)` on each pool in turn; returns each pool's slowest rank, by round."""
+    seconds: list[list[float]] = [[] for _ in pools]
+    for _ in range(rounds):
+        for index, pool in enumerate(pools):
+            with only(pool, pools):
+                seconds[index].append(max(pool.run(function, *args, timeout=timeout)))
+    return seconds
