@@ -1,15 +1,15 @@
-"""Data parallelism: 2 ranks with 1 thread each against 1 process with 2 threads, and collectives
-against the bare calls of their engine.
+"""Data parallelism on 2 ranks against 1 process, and collectives against their engine's own.
 
     python -m benchmarks.data_parallel [--engine=horovod|tensorflow] [--rounds=15]
 
-Same model, same global batch. The two worlds take turns, so that what else the machine does falls
+Same model, same global batch; each rank has 1 thread, the process 2. The two worlds take turns, so that what else the machine does falls
 on both; the ratio is that of each turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -77,7 +77,7 @@ def step_seconds(name: str) -> float:
         on_train_batch_begin=lambda batch, logs: begins.append(time.perf_counter())
     )
     model.fit(data, steps_per_epoch=_STEPS, epochs=1, verbose=0, callbacks=[clock])
-    return statistics.median(b - a for a, b in zip(begins[1:], begins[2:], strict=False))
+    return statistics.median(b - a for a, b in itertools.pairwise(begins[1:]))
 
 
 def call_seconds(elements: int, repeats: int, bare: bool) -> float:
@@ -103,7 +103,7 @@ def call_seconds(elements: int, repeats: int, bare: bool) -> float:
         if bare and engine().name == "horovod":
             # The bare operation takes its name from the graph, where each must have its own.
             @tf.function
-            def function(x):  # noqa: F811
+            def function(x):
                 for number in range(repeats):
                     x = engine().all_reduce(x, group, "mean", f"bare{elements}.{number}")
                 return x
@@ -131,7 +131,7 @@ def measure_steps(engine: str, rounds: int) -> list[Ratio]:
 
 
 def measure_calls(engine: str, rounds: int) -> list[Ratio]:
-    """tfdist's all-reduce over the engine's own."""
+    """The all-reduce of tfdist over the engine's own."""
     found = []
     with RankPool(2, engine) as pool:
         for elements, repeats in ((1, 40), (1 << 14, 40), (1 << 18, 20), (1 << 22, 5)):

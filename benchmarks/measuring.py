@@ -23,13 +23,16 @@ class Ratio:
 
     @property
     def ratios(self) -> list[float]:
+        """One over the other, by turn."""
         return [a / b for a, b in zip(self.one, self.other, strict=True)]
 
     @property
     def median(self) -> float:
+        """The median of the ratios."""
         return statistics.median(self.ratios)
 
     def row(self) -> str:
+        """A line of the report."""
         low, _, high = statistics.quantiles(self.ratios, n=4)
         return (
             f"{self.name:<44} {1e3 * statistics.median(self.one):9.3f} ms "

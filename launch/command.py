@@ -13,7 +13,7 @@ from tfdist import exit_codes
 
 __all__ = ["UsageError", "run"]
 
-_HELP = {"--help", "-help", "-h", "--helpshort", "--helpfull"}
+_HELP = {"help", "h", "helpshort", "helpfull"}
 
 
 class UsageError(Exception):
@@ -39,7 +39,8 @@ def run(
             defines the same names can be imported beside it.
         usage: How the program is called, for the help.
         summary: What it does, for the help.
-        rest: Whether arguments that are not flags are allowed.
+        rest: Whether a command with flags of its own may follow: what comes from its first word
+            on is not looked at.
         arguments: The command line, program name first; that of the process by default.
     """
     arguments = list(sys.argv if arguments is None else arguments)
@@ -47,12 +48,17 @@ def run(
     if not flags.FLAGS.is_parsed():
         flags.FLAGS(arguments[:1])  # absl's logging reads its flags from there.
     logging.use_absl_handler()
-    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    if _HELP & set(own[1:]):
-        print(_help(values, usage, summary))
-        sys.exit(0)
+    values.set_gnu_getopt(not rest)
     try:
-        left = values(arguments)[1:]
+        try:
+            left = values(arguments)[1:]
+        except flags.UnrecognizedFlagError as error:
+            if error.flagname not in _HELP:
+                raise
+            print(_help(values, usage, summary))
+            sys.exit(0)
+        except ValueError as error:  # A value for a flag that takes none.
+            raise UsageError(str(error)) from error
         if left and not rest:
             raise UsageError(f"There are only flags, see --help. Received: {' '.join(left)}")
         sys.exit(main(left))
@@ -70,7 +76,8 @@ def _help(values: flags.FlagValues, usage: str, summary: str) -> str:
         if flag.name in seen:
             continue
         seen.add(flag.name)
-        shown = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}"
+        # Only what is on by default is ever switched off.
+        shown = f"--[no]{flag.name}" if flag.boolean and flag.default else f"--{flag.name}"
         default = "" if flag.default in (None, "", False) else f" (default {flag.default})"
         lines += textwrap.wrap(
             f"{shown:<20} {flag.help}{default}", width, subsequent_indent=" " * 21

@@ -1,553 +1,53 @@
-"""`tfdist-install-horovod`: builds Horovod for the TensorFlow that is installed, and proves it.
-
-Horovod's last release does not compile against today's TensorFlow as it comes: one of its files
-includes XLA headers that have moved since. The code that needs them is left out of every build
-without a GPU, so empty files under the old names are all that the compiler asks for. Nothing of
-Horovod is patched.
-"""
+"""`tfdist-install-horovod`: builds Horovod for the TensorFlow that is installed, and proves it."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import importlib
-import importlib.metadata
-import importlib.util
 import os
-import re
-import shlex
-import shutil
-import subprocess
 import sys
-import sysconfig
-import tempfile
-import textwrap
-import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
-__all__ = [
-    "HOROVOD_VERSION",
-    "BuildError",
-    "BuildOptions",
-    "PrerequisiteError",
-    "build",
-    "install",
-    "prove",
-    "run",
-]
+from tfdist.launch import command
+from tfdist.launch.horovod_build import HOROVOD_VERSION, BuildError, install, prove
+from tfdist.launch.horovod_prerequisites import BuildOptions, PrerequisiteError
 
-HOROVOD_VERSION = "0.28.1"
+__all__ = ["run"]
 
-#: The extra `horovod-build` of this package: the build runs in the interpreter's own environment,
-#: where TensorFlow is, so pip does not fetch these for it.
-BUILD_REQUIREMENTS = (
-    "cloudpickle>=3.0",
-    "packaging>=23",
-    "psutil>=5.9",
-    "pyyaml>=6",
-    "setuptools>=77",
-    "wheel",
-)
-_TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly", "tf-nightly-cpu")
-_COMPILERS = ("c++", "g++", "clang++")
-_OLDEST_CMAKE = (3, 13)
-_INCLUDES = ("/usr/local/cuda/include", "/usr/local/include", "/usr/include")
-_LOG_LINES = 30
-#: A line of the log that is longer is a call of the compiler with its 100 flags.
-_CALL_LENGTH = 1000
-_PROOF_SECONDS = 120.0
-
-#: What horovod/tensorflow/xla_mpi_ops.cc includes, in its order, before it asks for a GPU.
-_XLA_HEADERS = (
-    "tensorflow/compiler/tf2xla/xla_op_kernel.h",
-    "tensorflow/compiler/tf2xla/xla_op_registry.h",
-    "tensorflow/compiler/xla/client/xla_builder.h",
-    "tensorflow/compiler/xla/service/custom_call_target_registry.h",
-    "tensorflow/compiler/xla/service/hlo.pb.h",
-    "tensorflow/compiler/xla/shape.h",
-    "tensorflow/compiler/xla/xla_data.pb.h",
-)
-#: In a GPU build the first of them hides the GPU from the rest of that one file: the operations
-#: stay, their XLA variants are left out.
-_HIDE_GPU = "#undef HAVE_GPU\n#undef HAVE_CUDA\n#undef HAVE_ROCM\n"
-#: horovod/tensorflow/mpi_ops.cc calls a function that TensorFlow no longer has.
-_STREAM_HEADER = "tensorflow/compiler/xla/stream_executor/stream.h"
-_STREAM_VALUE = """\
-#pragma once
-#include_next <tensorflow/compiler/xla/stream_executor/stream.h>
-namespace stream_executor {
-namespace gpu {
-inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
-  return static_cast<GpuStreamHandle>(stream->platform_specific_handle().stream);
-}
-}  // namespace gpu
-}  // namespace stream_executor
-"""
-#: Horovod's variables that say where things lie. All others choose what is built, which is for
-#: `BuildOptions` to say, since the cache goes by them.
-_PLACES = (
-    "HOROVOD_BUILD_ARCH_FLAGS",
-    "HOROVOD_BUILD_CUDA_CC_LIST",
-    "HOROVOD_CMAKE",
-    "HOROVOD_CUDA_HOME",
-    "HOROVOD_NCCL_HOME",
-    "HOROVOD_NCCL_INCLUDE",
-    "HOROVOD_NCCL_LIB",
-    "HOROVOD_NCCL_LINK",
-    "HOROVOD_NVTX_INCLUDE",
-)
-
-
-class PrerequisiteError(RuntimeError):
-    """Something that the user has to install or to name is missing."""
-
-
-class BuildError(RuntimeError):
-    """The compiler, pip or the new build itself failed."""
-
-
-@dataclasses.dataclass(frozen=True)
-class BuildOptions:
-    """What a build carries besides Gloo, which is always in.
-
-    Attributes:
-        mpi: Whether to build with the MPI that is installed.
-        gpu_operations: "none", or "nccl" for collectives on NVIDIA GPUs.
-    """
-
-    mpi: bool = False
-    gpu_operations: str = "none"
-
-    def __post_init__(self):
-        if self.gpu_operations not in ("none", "nccl"):
-            raise ValueError(
-                f"gpu_operations is 'none' or 'nccl'. Received: {self.gpu_operations!r}."
-            )
-
-    @property
-    def carriers(self) -> tuple[str, ...]:
-        """The libraries that move the data, by name."""
-        nccl = self.gpu_operations == "nccl"
-        return ("gloo", *(["mpi"] if self.mpi else []), *(["nccl"] if nccl else []))
-
-
-def install(
-    options: BuildOptions = BuildOptions(),
-    cache_dir: Path = Path("~/.cache/tfdist/wheels"),
-    *,
-    force: bool = False,
-) -> None:
-    """Builds Horovod unless it was built before, installs it, and proves it on two ranks.
-
-    Args:
-        options: What to build.
-        cache_dir: Where wheels are kept.
-        force: Whether to build also where a wheel is kept.
-
-    Raises:
-        PrerequisiteError: Something is missing that the user has to install.
-        BuildError: The build, the installation or the proof failed.
-    """
-    wheel = build(options, cache_dir, force=force)
-    # Not beside the wheel: a cache that others have filled may be read-only.
-    descriptor, log = tempfile.mkstemp(prefix="tfdist-install-horovod-", suffix=".log")
-    os.close(descriptor)
-    _pip("install", "--no-deps", "--force-reinstall", str(wheel), log=Path(log))
-    os.unlink(log)
-    importlib.invalidate_caches()
-    _say(f"Installed it into {sys.prefix}.")
-    prove(options)
-
-
-def build(
-    options: BuildOptions = BuildOptions(),
-    cache_dir: Path = Path("~/.cache/tfdist/wheels"),
-    *,
-    force: bool = False,
-) -> Path:
-    """Returns a wheel of Horovod for the installed TensorFlow; takes the arguments of `install`."""
-    tensorflow = check_interpreter()
-    kept = cache_dir.expanduser().absolute() / cache_key(options, tensorflow)
-    wheel = find_wheel(kept)
-    if wheel and not force:
-        _say(f"Horovod {HOROVOD_VERSION} for {' '.join(tensorflow)} was built before: {wheel}")
-        return wheel
-    check_toolchain(options)
-    try:
-        kept.mkdir(parents=True, exist_ok=True)
-        log = kept / "build.log"
-        log.write_bytes(b"")
-    except OSError as error:
-        raise PrerequisiteError(
-            f"The folder for wheels cannot be written: {error}. Name another with --cache_dir."
-        ) from error
-    _say(
-        f"Building Horovod {HOROVOD_VERSION} for {' '.join(tensorflow)} with "
-        f"{', '.join(options.carriers)}: takes 3 to 5 minutes on 2 cores. Log: {log}"
-    )
-    start = time.monotonic()
-    with (
-        # The compiler's flags are split at spaces, which the path of the cache may have.
-        tempfile.TemporaryDirectory(prefix="tfdist-headers-") as headers,
-        # Beside its place, so that the finished wheel is moved there in one step.
-        tempfile.TemporaryDirectory(prefix="build-", dir=kept) as wheels,
-    ):
-        write_headers(Path(headers), options)
-        _pip("install", *BUILD_REQUIREMENTS, log=log)
-        _pip(
-            "wheel",
-            # Writes the compiler's output to the log while it comes.
-            "--verbose",
-            "--no-deps",
-            "--no-build-isolation",
-            # pip keeps wheels by name and version: it would hand out one for another TensorFlow.
-            "--no-cache-dir",
-            "--no-binary=horovod",
-            f"--wheel-dir={wheels}",
-            f"horovod=={HOROVOD_VERSION}",
-            log=log,
-            environment=build_environment(Path(headers), options),
-        )
-        built = find_wheel(Path(wheels))
-        if built is None:
-            raise BuildError(f"pip left no wheel in {wheels}. The whole log: {log}")
-        for old in kept.glob("*.whl"):
-            old.unlink()
-        wheel = built.replace(kept / built.name)
-    _say(f"Built {wheel} in {time.monotonic() - start:.0f} s.")
-    return wheel
-
-
-def prove(options: BuildOptions | None = None) -> None:
-    """Runs an all-reduce of the installed Horovod on two ranks of this machine, on the CPU.
-
-    Args:
-        options: What Horovod should have been built with; None takes what there is.
-
-    Raises:
-        PrerequisiteError: Horovod is not installed.
-        BuildError: A rank failed or hung, the sum is wrong, or something is not built in.
-    """
-    from tfdist.testing import RankError, run_ranks
-
-    if not _version("horovod"):
-        raise PrerequisiteError(
-            f"Horovod is not installed for {sys.executable}: run this without --check."
-        )
-    start = time.monotonic()
-    try:
-        answers = run_ranks(_sum_over_ranks, num_ranks=2, engine="horovod", timeout=_PROOF_SECONDS)
-    except (ImportError, RankError, TimeoutError) as error:
-        raise BuildError(f"Horovod is installed, but two ranks cannot use it: {error}") from error
-    expected = [3.0 * index for index in range(1000)]
-    for rank, (total, carriers) in enumerate(answers):
-        if total != expected:
-            wrong = next(i for i, value in enumerate(expected) if total[i] != value)
-            raise BuildError(
-                f"Horovod adds wrongly: element {wrong} of the sum is {expected[wrong]}. "
-                f"Received on rank {rank}: {total[wrong]}."
-            )
-        lacking = sorted(set(options.carriers if options else ()) - set(carriers))
-        if lacking:
-            raise BuildError(
-                f"Horovod was built without {', '.join(lacking)}: build it again with --force. "
-                f"Received: {', '.join(carriers)}."
-            )
-    _say(
-        f"Proven: 2 ranks on this CPU agree on the right sum ({time.monotonic() - start:.0f} s). "
-        f"Built with {', '.join(answers[0][1])}."
-    )
-
-
-def _sum_over_ranks() -> tuple[list[float], tuple[str, ...]]:
-    """What a rank of the proof does; returns the sum and what its Horovod was built with."""
-    import tensorflow as tf
-
-    from tfdist.collectives import all_reduce
-    from tfdist.collectives.horovod import import_horovod
-    from tfdist.testing import engine
-
-    horovod = import_horovod()
-    total = all_reduce(tf.range(1000.0) * (engine().rank + 1.0), engine().group())
-    built = {"gloo": horovod.gloo_built, "mpi": horovod.mpi_built, "nccl": horovod.nccl_built}
-    return total.numpy().tolist(), tuple(name for name, is_built in built.items() if is_built())
-
-
-def check_interpreter() -> tuple[str, str]:
-    """Returns the name and version of the TensorFlow distribution that is installed.
-
-    Raises:
-        PrerequisiteError: The platform cannot run Horovod, or TensorFlow or pip is missing.
-    """
-    if sys.platform not in ("linux", "darwin"):
-        raise PrerequisiteError(f"Horovod runs on Linux and macOS. Received: {sys.platform}.")
-    # Asked of the installer's records: importing TensorFlow takes seconds.
-    found = [name for name in _TENSORFLOWS if _version(name)]
-    if not found:
-        raise PrerequisiteError(
-            f"TensorFlow is not installed for {sys.executable}: `pip install tensorflow` first."
-        )
-    if importlib.util.find_spec("pip") is None:
-        raise PrerequisiteError(
-            f"pip is not installed for {sys.executable}: `{sys.executable} -m ensurepip` first."
-        )
-    return found[0], str(_version(found[0]))
-
-
-def check_toolchain(options: BuildOptions, environment: Mapping[str, str] | None = None) -> None:
-    """Checks that the programs and headers of a build are there.
-
-    Args:
-        options: What to build.
-        environment: The variables to go by, instead of this process's.
-
-    Raises:
-        PrerequisiteError: One is missing; the message says how to install it.
-    """
-    environment = _with_scripts(os.environ if environment is None else environment)
-    which = functools.partial(shutil.which, path=environment["PATH"])
-    named = shlex.split(environment.get("CXX", ""))
-    if named and not which(named[0]):
-        raise PrerequisiteError(
-            "The C++ compiler in the variable CXX was not found: correct it or leave it out. "
-            f"Received: CXX={environment['CXX']}."
-        )
-    if not named and not any(map(which, _COMPILERS)):
-        raise PrerequisiteError(
-            "No C++ compiler was found: `apt install g++`, `dnf install gcc-c++` or "
-            "`xcode-select --install`, or name yours in the variable CXX."
-        )
-    cmake = which(environment.get("HOROVOD_CMAKE", "cmake"))
-    if not cmake:
-        raise PrerequisiteError(
-            "CMake was not found: `pip install cmake`, `apt install cmake` or `brew install cmake`."
-        )
-    version = _cmake_version(cmake, environment)
-    if version < _OLDEST_CMAKE:
-        raise PrerequisiteError(
-            f"Horovod needs CMake {'.'.join(map(str, _OLDEST_CMAKE))}: `pip install cmake`. "
-            f"Received: {'.'.join(map(str, version)) or 'no version'} from {cmake}."
-        )
-    if not which("make"):
-        raise PrerequisiteError("make was not found: `apt install make` or `dnf install make`.")
-    if options.mpi and not (which("mpicxx") or which("mpic++")):
-        raise PrerequisiteError(
-            "--mpi needs MPI's compiler, and mpicxx was not found: `apt install libopenmpi-dev`, "
-            "or add the bin folder of your MPI to PATH."
-        )
-    if options.gpu_operations == "nccl":
-        _check_cuda(environment)
-
-
-def _check_cuda(environment: Mapping[str, str]) -> None:
-    home = environment.get("HOROVOD_CUDA_HOME")
-    # Where CMake looks.
-    nvcc = (
-        shutil.which("nvcc", path=f"{home}/bin")
-        if home
-        else shutil.which("nvcc", path=f"{environment['PATH']}:/usr/local/cuda/bin")
-    )
-    if not nvcc:
-        raise PrerequisiteError(
-            "--gpu_operations=nccl needs CUDA's compiler, and nvcc was not found: install the "
-            "CUDA toolkit, or name its folder in HOROVOD_CUDA_HOME."
-        )
-    folders = [
-        environment.get("HOROVOD_NCCL_INCLUDE"),
-        f"{environment['HOROVOD_NCCL_HOME']}/include"
-        if "HOROVOD_NCCL_HOME" in environment
-        else None,
-        str(Path(nvcc).resolve().parent.parent / "include"),
-        *_INCLUDES,
-    ]
-    if not any((Path(folder) / "nccl.h").exists() for folder in folders if folder):
-        raise PrerequisiteError(
-            "--gpu_operations=nccl needs NCCL's headers, and nccl.h was not found: "
-            "`apt install libnccl-dev`, or name NCCL's folder in HOROVOD_NCCL_HOME."
-        )
-
-
-def _cmake_version(cmake: str, environment: Mapping[str, str]) -> tuple[int, ...]:
-    answer = subprocess.run(
-        [cmake, "--version"], env=dict(environment), capture_output=True, text=True, check=False
-    )
-    found = re.search(r"version\s+(\d+)\.(\d+)", answer.stdout)
-    return tuple(map(int, found.groups())) if found else ()
-
-
-def cache_key(options: BuildOptions, tensorflow: tuple[str, str]) -> str:
-    """The name of the folder that keeps the wheel of a build: all that the wheel depends on."""
-    return "_".join(
-        [
-            f"horovod-{HOROVOD_VERSION}",
-            "-".join(tensorflow),
-            str(sys.implementation.cache_tag),
-            sysconfig.get_platform(),
-            "-".join(options.carriers),
-        ]
-    )
-
-
-def find_wheel(folder: Path) -> Path | None:
-    """Returns the wheel in a folder, if there is one."""
-    return next(iter(sorted(folder.glob(f"horovod-{HOROVOD_VERSION}-*.whl"))), None)
-
-
-def write_headers(folder: Path, options: BuildOptions) -> None:
-    """Writes the headers that stand in for those that TensorFlow has moved or changed."""
-    contents = dict.fromkeys(_XLA_HEADERS, "")
-    if options.gpu_operations == "nccl":
-        contents[_XLA_HEADERS[0]] = _HIDE_GPU
-        contents[_STREAM_HEADER] = _STREAM_VALUE
-    for name, content in contents.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-
-
-def build_environment(
-    headers: Path, options: BuildOptions, environment: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """Returns the variables for the build.
-
-    Args:
-        headers: The folder that `write_headers` filled.
-        options: What to build.
-        environment: The variables to start from, instead of this process's.
-    """
-    result = {
-        name: value
-        for name, value in _with_scripts(os.environ if environment is None else environment).items()
-        if name in _PLACES or not name.startswith("HOROVOD_")
-    }
-    # Its mere presence adds Intel's oneCCL to the build.
-    result.pop("CCL_ROOT", None)
-    result |= {
-        "CXXFLAGS": f"-I{headers} {result.get('CXXFLAGS', '')}".strip(),
-        "HOROVOD_WITH_TENSORFLOW": "1",
-        "HOROVOD_WITHOUT_PYTORCH": "1",
-        "HOROVOD_WITHOUT_MXNET": "1",
-        "HOROVOD_WITH_GLOO": "1",
-        "HOROVOD_WITH_MPI" if options.mpi else "HOROVOD_WITHOUT_MPI": "1",
-        # Horovod asks for eight jobs unless make is told otherwise.
-        "CMAKE_GENERATOR": "Unix Makefiles",
-        "MAKEFLAGS": f"-j{os.cpu_count() or 1}",
-        # The Gloo in the sdist names a version of CMake that CMake 4 no longer plays.
-        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-    }
-    if options.gpu_operations == "nccl":
-        result["HOROVOD_GPU_OPERATIONS"] = "NCCL"
-    return result
-
-
-def _with_scripts(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables with this interpreter's scripts on PATH, where `pip install cmake` puts it."""
-    path = environment.get("PATH", os.defpath)
-    return {**environment, "PATH": f"{path}{os.pathsep}{sysconfig.get_path('scripts')}"}
-
-
-def _pip(*arguments: str, log: Path, environment: Mapping[str, str] | None = None) -> None:
-    """Runs pip with its output at the end of the log.
-
-    Raises:
-        BuildError: It failed; the message holds the end of the log.
-    """
-    with open(log, "ab") as output:
-        finished = subprocess.run(
-            [sys.executable, "-P", "-m", "pip", *arguments],
-            env={
-                **(os.environ if environment is None else environment),
-                "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-                "PIP_NO_INPUT": "1",
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-    if finished.returncode:
-        text = log.read_text(errors="replace")
-        if "CalledProcessError" in text:
-            # Below what the compiler said stand the Python calls through which pip reached it.
-            text = text.rpartition("Traceback (most recent call last)")[0] or text
-        tail = [
-            line if len(line) < _CALL_LENGTH else f"{line[:100]} [...]"
-            for line in text.rstrip().splitlines()[-_LOG_LINES:]
-        ]
-        raise BuildError(
-            "\n".join([*tail, f"`pip {arguments[0]}` failed, see above. The whole log: {log}"])
-        )
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-# The program. Its flags are its own, so that other programs may use the same names.
-
-_FLAGS = flags.FlagValues()
+_VALUES = flags.FlagValues()
 _MPI = flags.DEFINE_bool(
-    "mpi", False, "Build with the MPI that is installed, besides Gloo.", flag_values=_FLAGS
+    "mpi", False, "Build with the MPI that is installed, besides Gloo.", flag_values=_VALUES
 )
 _GPU_OPERATIONS = flags.DEFINE_enum(
     "gpu_operations",
     "none",
     ["none", "nccl"],
     "Collectives on NVIDIA GPUs; untested on a GPU.",
-    flag_values=_FLAGS,
+    flag_values=_VALUES,
 )
 _CACHE_DIR = flags.DEFINE_string(
-    "cache_dir", "~/.cache/tfdist/wheels", "Where built wheels are kept.", flag_values=_FLAGS
+    "cache_dir", "~/.cache/tfdist/wheels", "Where built wheels are kept.", flag_values=_VALUES
 )
-_FORCE = flags.DEFINE_bool("force", False, "Build also where a wheel is kept.", flag_values=_FLAGS)
+_FORCE = flags.DEFINE_bool("force", False, "Build also where a wheel is kept.", flag_values=_VALUES)
 _CHECK = flags.DEFINE_bool(
-    "check", False, "Build nothing: prove what is installed.", flag_values=_FLAGS
+    "check", False, "Build nothing: prove what is installed.", flag_values=_VALUES
 )
 
 
 def run() -> None:
     """The console script."""
-    app.run(_main, flags_parser=_parse)
+    command.run(
+        _main,
+        _VALUES,
+        usage="tfdist-install-horovod [flags]",
+        summary=f"Builds Horovod {HOROVOD_VERSION} for the TensorFlow that is installed, installs "
+        "it, and proves it with an all-reduce on two ranks. Needs a C++ compiler, CMake and make.",
+    )
 
 
-def _parse(arguments: Sequence[str]) -> list[str]:
-    flags.FLAGS(arguments[:1])
-    if {"--help", "-help", "-h", "--helpshort", "--helpfull"} & set(arguments):
-        print(_usage())
-        sys.exit(0)
-    try:
-        rest = _FLAGS(arguments)[1:]
-    except flags.Error as error:
-        sys.exit(_complain(" ".join(str(error).split()), code=2))
-    if rest:
-        sys.exit(_complain(f"There are only flags, see --help. Received: {' '.join(rest)}", code=2))
+def _main(_: list[str]) -> int:
     if _CHECK.value and _FORCE.value:
-        sys.exit(_complain("--check builds nothing: leave out --force.", code=2))
-    return rest
-
-
-def _usage() -> str:
-    lines = [
-        f"Builds Horovod {HOROVOD_VERSION} for the TensorFlow that is installed, installs it, and",
-        "proves it with an all-reduce on two ranks. Needs a C++ compiler, CMake and make.",
-        "",
-        "USAGE: tfdist-install-horovod [flags]",
-    ]
-    for name in ("check", "force", "cache_dir", "mpi", "gpu_operations"):
-        flag = _FLAGS[name]
-        shown = f"--{name}" if flag.boolean else f"--{name}={flag.default}"
-        lines.append(textwrap.indent(f"{shown}\n    {flag.help}", "  "))
-    return "\n".join(lines)
-
-
-def _main(_: Sequence[str]) -> int:
+        raise command.UsageError("--check builds nothing: leave out --force.")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     options = BuildOptions(mpi=_MPI.value, gpu_operations=_GPU_OPERATIONS.value)
     try:
@@ -555,21 +55,14 @@ def _main(_: Sequence[str]) -> int:
             prove()
         else:
             install(options, Path(_CACHE_DIR.value), force=_FORCE.value)
+        return 0
     except PrerequisiteError as error:
-        return _complain(f"{error} (MultiWorkerStrategy trains without Horovod.)", code=2)
+        raise command.UsageError(f"{error} (MultiWorkerStrategy trains without Horovod.)") from None
     except BuildError as error:
-        return _complain(str(error), code=1)
+        said, code = str(error), 1
     except KeyboardInterrupt:
-        return _complain("Stopped.", code=130)
-    return 0
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
-def _complain(message: str, *, code: int) -> int:
-    print(f"tfdist-install-horovod: {message}", file=sys.stderr)
+        said, code = "Stopped.", 130
+    print(f"tfdist-install-horovod: {said}", file=sys.stderr)
     return code
 
 

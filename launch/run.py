@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
 import shutil
 import socket
-import subprocess
 import sys
+from typing import NoReturn
 
 from absl import flags
+
 from tfdist.launch import command
 from tfdist.launch.supervisor import Supervisor
-
 from tfdist.rendezvous import local_environments
 
 __all__ = ["run"]
@@ -63,10 +65,10 @@ def _main(words: list[str]) -> int:
         )
     if shutil.which(words[0]) is None:
         raise command.UsageError(f"There is no command {words[0]!r} on the PATH.")
+    remote = _remote_hosts(_HOSTS.value, _NP.value)
     engine = _engine()
-    remote = _remote_hosts(_HOSTS.value)
     if remote:
-        return _run_on_hosts(words, engine, remote)
+        _run_on_hosts(words, engine, remote)
     with local_environments(engine, _NP.value) as environments:
         return Supervisor(words, environments, frozen_seconds=_WATCHDOG.value).run()
 
@@ -88,41 +90,32 @@ def _engine() -> str:
     return "horovod" if has_horovod else "tensorflow"
 
 
-def _remote_hosts(hosts: str) -> list[str]:
+def _remote_hosts(hosts: str, num_ranks: int) -> list[str]:
     """The hosts of -H, [] where all of them are this machine."""
-    names = []
+    names: list[str] = []
     slots = 0
-    for part in filter(None, hosts.split(",")):
-        name, _, count = part.partition(":")
-        if not name or (count and not count.isdigit()) or count == "0":
+    for part in hosts.split(",") if hosts else []:
+        host = re.fullmatch(r"([^:\s]+)(?::([1-9][0-9]*))?", part)
+        if host is None:
             raise command.UsageError(f"-H is host:slots,host:slots. Received: {hosts!r}.")
-        names.append(name)
-        slots += int(count or 1)
-    if names and slots < _NP.value:
-        raise command.UsageError(f"-np {_NP.value} wants more slots than -H {hosts} has: {slots}.")
+        names.append(host[1])
+        slots += int(host[2] or 1)
+    if names and slots < num_ranks:
+        raise command.UsageError(f"-np {num_ranks} wants more slots than -H {hosts} has: {slots}.")
     local = {"localhost", "127.0.0.1", socket.gethostname()}
     return [] if set(names) <= local else names
 
 
-def _run_on_hosts(words: list[str], engine: str, hosts: list[str]) -> int:
-    """Hands over to horovodrun, which reaches other hosts by ssh."""
+def _run_on_hosts(words: list[str], engine: str, hosts: list[str]) -> NoReturn:
+    """Becomes horovodrun, which reaches other hosts by ssh and gets the signals from here on."""
     if engine != "horovod":
         raise command.UsageError(
             f"Ranks on other hosts ({', '.join(hosts)}) are started by horovodrun: take "
             "--engine=horovod, or start one process a host with TF_CONFIG set."
         )
-    return subprocess.call(
-        [
-            sys.executable,
-            "-m",
-            "horovod.runner.launch",
-            "-np",
-            str(_NP.value),
-            "-H",
-            _HOSTS.value,
-            *words,
-        ]
-    )
+    horovodrun = [sys.executable, "-m", "horovod.runner.launch"]
+    sys.stderr.flush()
+    os.execv(sys.executable, [*horovodrun, "-np", str(_NP.value), "-H", _HOSTS.value, *words])
 
 
 if __name__ == "__main__":

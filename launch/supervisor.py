@@ -6,14 +6,18 @@ import contextlib
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, cast
 
 import psutil
 
 from tfdist.exit_codes import ENDED_BY_WATCHDOG
+from tfdist.launch.command import UsageError
+from tfdist.launch.orphan_guard import OrphanGuard
 
 __all__ = ["Supervisor"]
 
@@ -21,6 +25,11 @@ __all__ = ["Supervisor"]
 #: its words are worth more than a quick end.
 _GRACE_SECONDS = 10.0
 _TERMINATE_SECONDS = 5.0
+_LOOK_SECONDS = 0.2
+#: Read at a time, so that a rank that never stops talking does not keep the others from being
+#: heard. A pipe of Linux holds as much.
+_CHUNK = 1 << 16
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Supervisor:
@@ -47,11 +56,14 @@ class Supervisor:
         self._command = list(command)
         self._environments = environments
         self._frozen_seconds = frozen_seconds
-        self._ranks: list[subprocess.Popen] = []
-        self._buffers: dict[int, bytes] = {}
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._outputs: dict[int, IO[bytes]] = {}
+        self._unfinished: dict[int, bytearray] = {}
         self._selector = selectors.DefaultSelector()
+        self._looked = 0.0
         self._stopped_since: dict[int, float] = {}
         self._ends: list[tuple[int, int]] = []
+        self._ended_here: set[int] = set()
         self._frozen: int | None = None
         self._signal: int | None = None
 
@@ -59,43 +71,59 @@ class Supervisor:
         """Runs the job and returns its exit code: that of the rank that failed first, or 0.
 
         A rank that a signal killed counts as 128 plus the signal's number, as in a shell.
+
+        Raises:
+            UsageError: The command cannot be run.
         """
-        previous = {
-            number: signal.signal(number, self._on_signal)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        }
-        try:
-            for rank, environment in enumerate(self._environments):
-                self._start(rank, environment)
-            self._watch()
-        finally:
-            self._kill_all(signal.SIGKILL)
-            for process in self._ranks:
-                process.wait()
-            self._drain()
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+        with OrphanGuard() as self._guard, self._handle_signals():
+            try:
+                for rank, environment in enumerate(self._environments):
+                    if self._signal is None:
+                        self._start(rank, environment)
+                self._watch()
+            finally:
+                self._end(signal.SIGKILL)
+                for process in self._ranks:
+                    process.wait()
+                self._reap()
         return self._conclude()
 
     def _start(self, rank: int, environment: Mapping[str, str]) -> None:
-        process = subprocess.Popen(
-            self._command,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        try:
+            process = subprocess.Popen(
+                self._command,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UsageError(f"{self._command[0]!r} cannot be run: {error.strerror}.") from error
         self._ranks.append(process)
-        self._buffers[rank] = b""
-        os.set_blocking(process.stdout.fileno(), False)  # type: ignore[union-attr]
-        self._selector.register(process.stdout, selectors.EVENT_READ, rank)  # type: ignore[arg-type]
+        self._guard.watch(process.pid)
+        if self._signal is not None:
+            self._forward(self._signal)  # It came while the rank was being started.
+        output = cast(IO[bytes], process.stdout)
+        os.set_blocking(output.fileno(), False)
+        self._outputs[rank] = output
+        self._unfinished[rank] = bytearray()
+        self._selector.register(output, selectors.EVENT_READ, rank)
+
+    # -- while it runs ----------------------------------------------------------------------
 
     def _watch(self) -> None:
         ending_since: float | None = None
+        steps = [
+            (_GRACE_SECONDS, signal.SIGTERM),
+            (_GRACE_SECONDS + _TERMINATE_SECONDS, signal.SIGKILL),
+        ]
         while len(self._ends) < len(self._ranks):
-            for key, _ in self._selector.select(0.2):
-                self._pass_on(key.data)
+            for key, _ in self._selector.select(_LOOK_SECONDS):
+                if key.data is None:
+                    self._woken.recv(_CHUNK)
+                else:
+                    self._pass_on(key.data)
             self._reap()
             self._look_for_frozen()
             failed = any(code for _, code in self._ends)
@@ -103,22 +131,30 @@ class Supervisor:
                 continue
             if ending_since is None:
                 ending_since = time.monotonic()
-            waited = time.monotonic() - ending_since
-            if waited > _GRACE_SECONDS + _TERMINATE_SECONDS:
-                self._kill_all(signal.SIGKILL)
-            elif waited > _GRACE_SECONDS:
-                self._kill_all(signal.SIGTERM)
+            while steps and time.monotonic() - ending_since > steps[0][0]:
+                self._end(steps.pop(0)[1])
 
     def _reap(self) -> None:
         known = {rank for rank, _ in self._ends}
         for rank, process in enumerate(self._ranks):
-            if rank not in known and process.poll() is not None:
-                # What it printed last comes before what is said about it.
-                self._pass_on(rank)
-                self._ends.append((rank, process.returncode))
+            if rank in known or process.poll() is None:
+                continue
+            self._guard.forget(process.pid)
+            _kill_session(process.pid)
+            # What it printed last comes before what is said about it.
+            for _ in range(16):
+                if not self._pass_on(rank):
+                    break
+            if rest := self._unfinished[rank]:
+                self._print(rank, [bytes(rest)])
+                rest.clear()
+            self._ends.append((rank, process.returncode))
 
     def _look_for_frozen(self) -> None:
         now = time.monotonic()
+        if now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
         for rank, process in enumerate(self._ranks):
             stopped = False
             if process.returncode is None:
@@ -128,60 +164,133 @@ class Supervisor:
                 self._stopped_since.pop(rank, None)
                 continue
             since = self._stopped_since.setdefault(rank, now)
-            if self._frozen_seconds and now - since > self._frozen_seconds:
+            failed = any(code for _, code in self._ends)
+            if self._frozen_seconds and now - since > self._frozen_seconds and not failed:
                 self._frozen = rank if self._frozen is None else self._frozen
 
-    def _on_signal(self, number, _) -> None:
+    @contextlib.contextmanager
+    def _handle_signals(self) -> Iterator[None]:
+        """Inside, signals go to the ranks, and the end of a rank wakes the loop that waits."""
+        self._woken, waker = socket.socketpair()
+        with self._woken, waker:
+            self._woken.setblocking(False)
+            waker.setblocking(False)
+            self._selector.register(self._woken, selectors.EVENT_READ, None)
+            previous = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, lambda *_: None)}
+            for number in _FORWARDED:
+                previous[number] = signal.signal(number, self._on_signal)
+            if previous[signal.SIGHUP] == signal.SIG_IGN:
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)  # Under nohup.
+            wakeup = signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+            try:
+                yield
+            finally:
+                signal.set_wakeup_fd(wakeup)
+                for number, handler in previous.items():
+                    signal.signal(number, handler)
+                self._selector.close()
+
+    def _on_signal(self, number: int, _) -> None:
         self._signal = number
-        self._kill_all(number)
+        self._forward(number)
 
-    def _kill_all(self, number: int) -> None:
+    def _forward(self, number: int) -> None:
         for process in self._ranks:
-            # The whole session: a rank's own children too, also after it has ended.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, number)
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, number)
 
-    def _pass_on(self, rank: int, final: bool = False) -> None:
-        stream = self._ranks[rank].stdout
-        with contextlib.suppress(BlockingIOError, ValueError):
-            while data := os.read(stream.fileno(), 1 << 16):  # type: ignore[union-attr]
-                self._buffers[rank] += data
-            if stream in {key.fileobj for key in self._selector.get_map().values()}:
-                self._selector.unregister(stream)  # type: ignore[arg-type]
+    def _end(self, number: int) -> None:
+        """Ends the ranks that still run, by SIGTERM or by SIGKILL."""
+        if self._stopped_since and self._frozen is None and not self._own_failures():
+            self._frozen = min(self._stopped_since, key=lambda rank: self._stopped_since[rank])
+        running = [rank for rank, process in enumerate(self._ranks) if process.returncode is None]
+        self._ended_here.update(running)
+        for rank in running:
+            # One that is stopped hears SIGKILL only.
+            if number == signal.SIGKILL or rank in self._stopped_since:
+                _kill_session(self._ranks[rank].pid)
+        self._forward(number)
+
+    # -- what it says -----------------------------------------------------------------------
+
+    def _pass_on(self, rank: int) -> bool:
+        """Passes on the lines in a chunk of a rank's output; returns whether there was any."""
+        output = self._outputs.get(rank)
+        if output is None:
+            return False
+        try:
+            data = os.read(output.fileno(), _CHUNK)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._selector.unregister(self._outputs.pop(rank))
+            output.close()
+            return False
         # A progress bar returns the carriage instead of feeding a line.
-        *lines, rest = self._buffers[rank].replace(b"\r", b"\n").split(b"\n")
-        if final and rest:
-            lines, rest = [*lines, rest], b""
-        self._buffers[rank] = rest
-        for line in lines:
-            if line.strip(b"\x08 "):
-                print(f"[{rank}] {line.decode(errors='replace').strip(chr(8))}", flush=True)
+        first, *others = data.replace(b"\r", b"\n").split(b"\n")
+        unfinished = self._unfinished[rank]
+        unfinished += first
+        if others:
+            lines = [bytes(unfinished), *others[:-1]]
+            unfinished[:] = others[-1]
+            self._print(rank, lines)
+        return True
 
-    def _drain(self) -> None:
-        for rank in range(len(self._ranks)):
-            self._pass_on(rank, final=True)
+    def _print(self, rank: int, lines: Sequence[bytes]) -> None:
+        shown = [line.strip(b"\x08") for line in lines if line.strip(b"\x08 ")]
+        try:
+            sys.stdout.buffer.write(b"".join(b"[%d] %s\n" % (rank, line) for line in shown))
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            # Nobody reads on, as behind `| head`: the ranks end as if they had been told so.
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            self._signal = self._signal or signal.SIGPIPE
+            self._forward(signal.SIGTERM)
+
+    def _own_failures(self) -> list[tuple[int, int]]:
+        """The ranks that failed by themselves, in order, and their exit codes.
+
+        A rank that the watchdog ended tells of another's trouble, one ended here of none.
+        """
+        return [
+            (rank, code)
+            for rank, code in self._ends
+            if code not in (0, ENDED_BY_WATCHDOG) and rank not in self._ended_here
+        ]
 
     def _conclude(self) -> int:
-        failures = [(rank, code) for rank, code in self._ends if code]
         if self._signal is not None:
-            self._say(f"ended by {signal.Signals(self._signal).name}.")
+            self._say(f"ended by {_signal_name(self._signal)}.")
             return 128 + self._signal
-        if not failures and self._frozen is None:
+        failures = [(rank, code) for rank, code in self._ends if code]
+        if self._frozen is not None:
+            self._say(f"rank {self._frozen} was frozen (SIGSTOP); the job was ended.")
+            return next((code for _, code in self._own_failures() if code > 0), ENDED_BY_WATCHDOG)
+        if not failures:
             return 0
-        # A rank that the watchdog ended tells of another's trouble.
-        own = [(rank, code) for rank, code in failures if code != ENDED_BY_WATCHDOG]
-        frozen = self._frozen
-        if frozen is None and self._stopped_since:
-            frozen = min(self._stopped_since, key=lambda rank: self._stopped_since[rank])
-        if frozen is not None:
-            self._say(f"rank {frozen} was frozen (SIGSTOP); the job was ended.")
-            return next((code for _, code in failures if code > 0), ENDED_BY_WATCHDOG)
-        rank, code = (own or failures)[0]
+        rank, code = (self._own_failures() or failures)[0]
         if code < 0:
-            self._say(f"rank {rank} was killed by {signal.Signals(-code).name}; the job was ended.")
+            self._say(f"rank {rank} was killed by {_signal_name(-code)}; the job was ended.")
             return 128 - code
         self._say(f"rank {rank} failed first, with exit code {code}; the job was ended.")
         return code
 
     def _say(self, text: str) -> None:
         print(f"tfdist-run: {text}", file=sys.stderr, flush=True)
+
+
+def _kill_session(pid: int) -> None:
+    """Kills a rank and its children, also where these are a process group of their own."""
+    for other in [pid, *psutil.pids()]:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(other) == pid:
+                os.kill(other, signal.SIGKILL)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -11,6 +11,7 @@ import os
 import time
 
 from absl import flags
+
 from tfdist.launch import command
 
 __all__ = ["run"]
@@ -144,9 +145,8 @@ def _make_strategy():
         "multi_worker": strategies.MultiWorkerStrategy,
         "local": strategies.LocalStrategy,
     }
-    options = {"watchdog_seconds": _WATCHDOG.value}
     try:
-        return kinds[_STRATEGY.value](**options)
+        return kinds[_STRATEGY.value](watchdog_seconds=_WATCHDOG.value)
     except (ValueError, ImportError) as error:
         raise command.UsageError(f"--strategy={_STRATEGY.value}: {error}") from error
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from absl import logging
+
+from tfdist.collectives.horovod import started_by_horovod
+from tfdist.collectives.tensorflow import started_by_tf_config
+from tfdist.mesh import Mesh
 from tfdist.strategies.horovod import HorovodStrategy
 from tfdist.strategies.local import LocalStrategy
 from tfdist.strategies.multi_worker import MultiWorkerStrategy
 from tfdist.strategies.parallel import ParallelStrategy
 
-from tfdist.collectives.horovod import started_by_horovod
-from tfdist.collectives.tensorflow import started_by_tf_config
-from tfdist.mesh import Mesh
-
 __all__ = ["auto"]
 
 
 def auto(mesh: Mesh | None = None, **options) -> ParallelStrategy:
-    """Returns Horovod's strategy where its launcher started the process, else the workers' of
-    TF_CONFIG, else the local one; the log says which, and why.
+    """Returns the strategy of the launcher that started this process; the log says which, and why.
+
+    Horovod's where its launcher started the process, else the workers' of TF_CONFIG, else the
+    local one.
 
     Args:
         mesh: How the ranks are laid out; all on the data axis by default.

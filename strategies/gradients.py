@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import tensorflow as tf
-from tfdist.strategies.replica import KerasStep
 
 from tfdist.collectives import Group, all_gather, all_reduce
+from tfdist.strategies.replica import KerasStep
 
 __all__ = ["reduce_gradients", "weigh_gradients"]
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from tfdist.strategies.parallel import WATCHDOG_SECONDS, ParallelStrategy, meeting
-
 from tfdist.collectives.engine import Engine
 from tfdist.mesh import Mesh
+from tfdist.strategies.parallel import WATCHDOG_SECONDS, ParallelStrategy, meeting
 
 __all__ = ["HorovodStrategy"]
 

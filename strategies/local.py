@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from tfdist.strategies.parallel import ParallelStrategy
-
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.local import LocalEngine
 from tfdist.mesh import Mesh
+from tfdist.strategies.parallel import ParallelStrategy
 
 __all__ = ["LocalStrategy"]
 

@@ -9,16 +9,16 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
+
+from tfdist.collectives import Engine, Group, all_gather, all_reduce
+from tfdist.data.sharding import equal_steps, shard_batches
+from tfdist.mesh import Mesh
+from tfdist.monitoring import Watchdog, startup_guard
 from tfdist.strategies import keras_seam
 from tfdist.strategies.gradients import reduce_gradients
 from tfdist.strategies.keras_seam.steps import count_rows, run_keras_step
 from tfdist.strategies.randomness import share_random_state
 from tfdist.strategies.replica import KerasStep, ReplicaContext
-
-from tfdist.collectives import Engine, Group, all_gather, all_reduce
-from tfdist.data.sharding import mark_per_rank, shard_batches
-from tfdist.mesh import Mesh
-from tfdist.monitoring import Watchdog, startup_guard
 
 __all__ = ["WATCHDOG_SECONDS", "ParallelStrategy", "meeting"]
 
@@ -235,7 +235,7 @@ class _ParallelExtended(OneDeviceExtended):
             input_pipeline_id=mesh.coordinates()["data"],
             num_replicas_in_sync=mesh.shape["data"],
         )
-        return mark_per_rank(dataset_fn(context))
+        return equal_steps(dataset_fn(context), self._parallel.group())
 
     def _experimental_distribute_values_from_function(self, value_fn):
         mesh = self._parallel.mesh

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 __all__ = ["AXES", "Mesh"]
 
@@ -122,8 +122,7 @@ class Mesh:
     @property
     def rank(self) -> int:
         """This process's rank in the world."""
-        self._require_resolved("rank")
-        return self._rank  # type: ignore[return-value]
+        return self._require_resolved("rank")
 
     def coordinates(self, rank: int | None = None) -> dict[str, int]:
         """The index of `rank` (default: this process) on each axis."""
@@ -188,14 +187,16 @@ class Mesh:
     def __hash__(self) -> int:
         return hash((tuple(self._degrees.items()), self._order, self._rank))
 
-    def _require_resolved(self, what: str) -> None:
-        if not self.is_resolved:
+    def _require_resolved(self, what: str) -> int:
+        """Returns this process's rank; raises where nobody knows it yet."""
+        if self._rank is None:
             raise RuntimeError(
                 f"`mesh.{what}` is known once the ranks have met: read it from `strategy.mesh`, "
                 "or call `mesh.resolve(size, rank)`."
             )
+        return self._rank
 
-    def _check_axes(self, axes) -> None:
+    def _check_axes(self, axes: Iterable[str]) -> None:
         for axis in axes:
             if axis not in AXES:
                 raise ValueError(f"The axes of a mesh are {AXES}. Received: {axis!r}.")

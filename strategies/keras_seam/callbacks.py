@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import keras
+
+from tfdist.collectives.objects import broadcast_object
 from tfdist.strategies.keras_seam.synchronization import (
     broadcast_variables,
     synchronize_layer_states,
 )
-
-from tfdist.collectives.objects import broadcast_object
 
 __all__ = ["callbacks_of_rank", "reads_batch_logs"]
 

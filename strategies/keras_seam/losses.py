@@ -10,6 +10,7 @@ into that form here.
 from __future__ import annotations
 
 from keras.src.losses import loss as loss_module
+
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.replica import current_step
 

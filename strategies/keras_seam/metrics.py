@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-from tfdist.strategies.keras_seam.wrapping import Wrapper
-from tfdist.strategies.replica import current_step
 
 from tfdist.collectives import Group, all_reduce, broadcast
+from tfdist.strategies.keras_seam.wrapping import Wrapper
+from tfdist.strategies.replica import current_step
 
 __all__ = ["WRAPPERS", "global_results"]
 
@@ -24,7 +25,7 @@ def _get_metrics_result(original, self):
     At the end of an epoch this is always so. The logs of a single batch are reduced only while
     some callback reads them (`batch_logs_read`), so that training pays for what is looked at.
     """
-    strategy = getattr(self, "distribute_strategy", None)
+    strategy: Any = getattr(self, "distribute_strategy", None)
     if not hasattr(strategy, "engine") or strategy.group("data").size == 1:
         return original(self)
     variables = [

@@ -11,11 +11,11 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+
+from tfdist.collectives import all_reduce
 from tfdist.strategies.gradients import weigh_gradients
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.replica import current_replica, current_step
-
-from tfdist.collectives import all_reduce
 
 __all__ = ["WRAPPERS"]
 

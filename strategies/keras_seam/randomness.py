@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 from keras.src.random.seed_generator import SeedGenerator
+
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.replica import current_replica
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
-from tfdist.strategies.keras_seam.wrapping import Wrapper
 
 from tfdist.collectives import barrier
+from tfdist.strategies.keras_seam.wrapping import Wrapper
 
 __all__ = ["WRAPPERS"]
 
 
 def _write_once(original, self, *args, **kwargs):
-    strategy = getattr(self, "distribute_strategy", None)
+    strategy: Any = getattr(self, "distribute_strategy", None)
     if not hasattr(strategy, "engine") or strategy.group().size == 1:
         return original(self, *args, **kwargs)
     from tfdist.strategies.keras_seam.synchronization import synchronize_layer_states

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import keras
 import tensorflow as tf
+
+from tfdist.collectives import all_reduce
 from tfdist.strategies.keras_seam.metrics import global_results
 from tfdist.strategies.keras_seam.synchronization import keep_states_without_samples
 from tfdist.strategies.replica import KerasStep
-
-from tfdist.collectives import all_reduce
 
 __all__ = ["count_rows", "run_keras_step"]
 

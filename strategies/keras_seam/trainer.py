@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+
+from tfdist.collectives import all_reduce
+from tfdist.data.sharding import row_range
 from tfdist.strategies.keras_seam.callbacks import callbacks_of_rank, reads_batch_logs
 from tfdist.strategies.keras_seam.synchronization import synchronize_layer_states
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.randomness import share_random_state
-
-from tfdist.collectives import all_reduce
-from tfdist.data.sharding import row_range
 
 __all__ = ["WRAPPERS"]
 
 
 def _parallel_strategy(model):
     """The model's strategy, if it is tfdist's and there are other ranks."""
-    strategy = getattr(model, "distribute_strategy", None)
+    strategy: Any = getattr(model, "distribute_strategy", None)
     return strategy if hasattr(strategy, "engine") and strategy.mesh.size > 1 else None
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 
@@ -41,7 +42,7 @@ def apply_wrappers(wrappers: Sequence[Wrapper]) -> None:
         key = (id(wrapper.owner), wrapper.name)
         if key in _applied:
             continue
-        original = getattr(wrapper.owner, wrapper.name, None)
+        original: Any = getattr(wrapper.owner, wrapper.name, None)
         found = tuple(inspect.signature(original).parameters) if callable(original) else ()
         if found[: len(wrapper.parameters)] != wrapper.parameters:
             owner = getattr(wrapper.owner, "__name__", wrapper.owner)

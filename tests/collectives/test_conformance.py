@@ -22,6 +22,8 @@ OPERATIONS = [
 
 def conformance(operation: str) -> list[str]:
     """Runs on each rank; returns what differs from NumPy."""
+    from functools import partial
+
     import ml_dtypes
     import numpy as np
     import tensorflow as tf
@@ -94,7 +96,7 @@ def conformance(operation: str) -> list[str]:
                             continue  # Thirds are not exact; sums and halves show the same path.
                         check(
                             f"{what} {reduction}",
-                            lambda x, r=reduction: collectives.all_reduce(x, group, r),
+                            partial(collectives.all_reduce, group=group, reduction=reduction),
                             parts[me],
                             right,
                         )
@@ -103,7 +105,7 @@ def conformance(operation: str) -> list[str]:
                         parts = [value(r, dtype, shape) for r in group.ranks]
                         check(
                             f"{what} axis {axis}",
-                            lambda x, a=axis: collectives.all_gather(x, group, a),
+                            partial(collectives.all_gather, group=group, axis=axis),
                             parts[me],
                             np.concatenate(parts, axis),
                         )
@@ -112,7 +114,7 @@ def conformance(operation: str) -> list[str]:
                     parts = [value(r, dtype, (p, *shape[1:])) for p, r in enumerate(group.ranks)]
                     check(
                         what,
-                        lambda x: collectives.all_gather(x, group, uneven=True),
+                        partial(collectives.all_gather, group=group, uneven=True),
                         parts[me],
                         np.concatenate(parts),
                     )
@@ -126,14 +128,14 @@ def conformance(operation: str) -> list[str]:
                         right = getattr(wide, reduction)(axis=0).astype(parts.dtype)
                         check(
                             f"{what} {reduction}",
-                            lambda x, r=reduction: collectives.reduce_scatter(x, group, r),
+                            partial(collectives.reduce_scatter, group=group, reduction=reduction),
                             parts[me],
                             right[3 * me : 3 * me + 3],
                         )
                 elif operation == "all_to_all" and shape:
                     parts = [value(r, dtype, (2 * n, *shape[1:])) for r in group.ranks]
                     right = np.concatenate([part[2 * me : 2 * me + 2] for part in parts])
-                    check(what, lambda x: collectives.all_to_all(x, group), parts[me], right)
+                    check(what, partial(collectives.all_to_all, group=group), parts[me], right)
                 elif operation == "all_to_all_uneven" and shape:
                     # Place p sends (p + q) % 3 rows to place q.
                     splits = np.array([[(p + q) % 3 for q in range(n)] for p in range(n)], "int32")
@@ -147,7 +149,7 @@ def conformance(operation: str) -> list[str]:
                     )
                     check(
                         what,
-                        lambda x: collectives.all_to_all(x, group, splits[me]),
+                        partial(collectives.all_to_all, group=group, splits=splits[me]),
                         parts[me],
                         (right, splits[:, me]),
                     )
@@ -156,7 +158,7 @@ def conformance(operation: str) -> list[str]:
                         parts = [value(r, dtype, shape) for r in group.ranks]
                         check(
                             f"{what} root {root}",
-                            lambda x, r=root: collectives.broadcast(x, group, r),
+                            partial(collectives.broadcast, group=group, root=root),
                             parts[me],
                             parts[root],
                         )
@@ -170,14 +172,14 @@ def conformance(operation: str) -> list[str]:
                         if me == source:
                             check(
                                 what,
-                                lambda x, t=target: collectives.send(x, group, t),
+                                partial(collectives.send, group=group, to=target),
                                 parts[me],
                                 parts[me],
                             )
                         if me == target:
                             check(
                                 what,
-                                lambda x, s=source: collectives.recv(x, group, s),
+                                partial(collectives.recv, group=group, source=source),
                                 np.zeros_like(parts[me]),
                                 parts[source],
                             )

@@ -15,7 +15,7 @@ import tensorflow_datasets as tfds
 from tensorflow_datasets.core.download import downloader
 from tensorflow_datasets.image_classification import mnist
 
-from tfdist.data import Digits, load, load_for_rank, loading, rank_split, read_config
+from tfdist.data import Digits, load, load_for_rank, preparing, rank_split, read_config
 from tfdist.data.sharding import is_per_rank
 from tfdist.mesh import Mesh
 
@@ -320,7 +320,7 @@ def test_those_who_wait_for_a_failure_do_not_repeat_it(tmp_path, monkeypatch):
     # Ranks in a row that each wait minutes for a network that is not there look like a hang.
     builder = SimpleNamespace(name="far_away", data_dir_root=tmp_path, is_prepared=lambda: False)
     begun, waiting = threading.Event(), threading.Event()
-    monkeypatch.setattr(loading.logging, "info", lambda *_: waiting.set())
+    monkeypatch.setattr(preparing.logging, "info", lambda *_: waiting.set())
     attempts = []
 
     def fail():
@@ -329,16 +329,16 @@ def test_those_who_wait_for_a_failure_do_not_repeat_it(tmp_path, monkeypatch):
         waiting.wait(timeout=20)
         raise ConnectionError("no route\nto host")
 
-    first = threading.Thread(target=_ignoring_errors, args=(loading.prepare_once, builder, fail))
+    first = threading.Thread(target=_ignoring_errors, args=(preparing.prepare_once, builder, fail))
     first.start()
     begun.wait(timeout=20)
     with pytest.raises(RuntimeError, match="another process has tried: ConnectionError: no route"):
-        loading.prepare_once(builder, fail)
+        preparing.prepare_once(builder, fail)
     first.join(timeout=20)
     assert len(attempts) == 1
     # Whoever comes later tries again.
     with pytest.raises(ConnectionError):
-        loading.prepare_once(builder, fail)
+        preparing.prepare_once(builder, fail)
     assert len(attempts) == 2
 
 

@@ -13,8 +13,9 @@ import venv
 from pathlib import Path
 
 import pytest
-from tfdist.launch import install_horovod
-from tfdist.launch.install_horovod import BuildOptions, PrerequisiteError
+
+from tfdist.launch import horovod_build, horovod_prerequisites
+from tfdist.launch.horovod_prerequisites import BuildOptions, PrerequisiteError
 
 MPI = BuildOptions(mpi=True)
 NCCL = BuildOptions(gpu_operations="nccl")
@@ -101,13 +102,13 @@ def test_an_old_cmake_is_refused(tmp_path, tools):
 
 
 def test_missing_nccl_headers_are_named(tmp_path, tools, monkeypatch):
-    monkeypatch.setattr(install_horovod, "_INCLUDES", ())
+    monkeypatch.setattr(horovod_prerequisites, "_INCLUDES", ())
     environment = {"PATH": str(tools("c++", "cmake", "make", "nvcc"))}
     with pytest.raises(PrerequisiteError, match=r"nccl\.h was not found.*HOROVOD_NCCL_HOME"):
-        install_horovod.check_toolchain(NCCL, environment)
+        horovod_prerequisites.check_toolchain(NCCL, environment)
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "nccl.h").touch()
-    install_horovod.check_toolchain(NCCL, {**environment, "HOROVOD_NCCL_HOME": str(tmp_path)})
+    horovod_prerequisites.check_toolchain(NCCL, {**environment, "HOROVOD_NCCL_HOME": str(tmp_path)})
 
 
 @pytest.mark.parametrize(
@@ -152,15 +153,15 @@ def test_help_fits_a_screen():
 
 
 def test_the_cache_tells_apart_all_that_a_wheel_depends_on(monkeypatch):
-    keys = [install_horovod.cache_key(options, TENSORFLOW) for options in OPTIONS]
-    keys.append(install_horovod.cache_key(BuildOptions(), ("tensorflow", "2.21.1")))
-    keys.append(install_horovod.cache_key(BuildOptions(), ("tensorflow-cpu", "2.21.0")))
+    keys = [horovod_build.cache_key(options, TENSORFLOW) for options in OPTIONS]
+    keys.append(horovod_build.cache_key(BuildOptions(), ("tensorflow", "2.21.1")))
+    keys.append(horovod_build.cache_key(BuildOptions(), ("tensorflow-cpu", "2.21.0")))
     monkeypatch.setattr(sysconfig, "get_platform", lambda: "linux-other")
-    keys.append(install_horovod.cache_key(BuildOptions(), TENSORFLOW))
-    monkeypatch.setattr(install_horovod, "HOROVOD_VERSION", "0.28.2")
-    keys.append(install_horovod.cache_key(BuildOptions(), TENSORFLOW))
+    keys.append(horovod_build.cache_key(BuildOptions(), TENSORFLOW))
+    monkeypatch.setattr(horovod_build, "HOROVOD_VERSION", "0.28.2")
+    keys.append(horovod_build.cache_key(BuildOptions(), TENSORFLOW))
     monkeypatch.setattr(sys.implementation, "cache_tag", "cpython-399")
-    keys.append(install_horovod.cache_key(BuildOptions(), TENSORFLOW))
+    keys.append(horovod_build.cache_key(BuildOptions(), TENSORFLOW))
     assert len(set(keys)) == len(keys)
     assert not any("/" in key or " " in key for key in keys)
 
@@ -168,29 +169,29 @@ def test_the_cache_tells_apart_all_that_a_wheel_depends_on(monkeypatch):
 def test_a_kept_wheel_needs_no_compiler(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    key = install_horovod.cache_key(BuildOptions(), install_horovod.check_interpreter())
-    wheel = tmp_path / key / f"horovod-{install_horovod.HOROVOD_VERSION}-cp311-none-any.whl"
+    key = horovod_build.cache_key(BuildOptions(), horovod_prerequisites.check_interpreter())
+    wheel = tmp_path / key / f"horovod-{horovod_build.HOROVOD_VERSION}-cp311-none-any.whl"
     wheel.parent.mkdir()
     wheel.touch()
     (wheel.parent / "build.log").touch()
-    assert install_horovod.build(BuildOptions(), tmp_path) == wheel
+    assert horovod_build.build(BuildOptions(), tmp_path) == wheel
     assert str(wheel) in capsys.readouterr().out
     with pytest.raises(PrerequisiteError, match="compiler"):
-        install_horovod.build(BuildOptions(), tmp_path, force=True)
+        horovod_build.build(BuildOptions(), tmp_path, force=True)
     with pytest.raises(PrerequisiteError, match="compiler"):
-        install_horovod.build(MPI, tmp_path)
+        horovod_build.build(MPI, tmp_path)
 
 
 def test_a_folder_without_a_wheel_of_this_version_has_none(tmp_path):
-    assert install_horovod.find_wheel(tmp_path / "gone") is None
+    assert horovod_build.find_wheel(tmp_path / "gone") is None
     (tmp_path / "horovod-0.27.0-cp311-none-any.whl").touch()
     (tmp_path / "build.log").touch()
-    assert install_horovod.find_wheel(tmp_path) is None
+    assert horovod_build.find_wheel(tmp_path) is None
 
 
 def test_a_step_that_fails_shows_the_end_of_its_log_and_exits_with_1(tmp_path):
-    key = install_horovod.cache_key(BuildOptions(), install_horovod.check_interpreter())
-    wheel = tmp_path / key / f"horovod-{install_horovod.HOROVOD_VERSION}-py3-none-any.whl"
+    key = horovod_build.cache_key(BuildOptions(), horovod_prerequisites.check_interpreter())
+    wheel = tmp_path / key / f"horovod-{horovod_build.HOROVOD_VERSION}-py3-none-any.whl"
     wheel.parent.mkdir()
     wheel.write_text("no wheel")
     finished = install(f"--cache_dir={tmp_path}", TMPDIR=str(tmp_path))
@@ -205,8 +206,8 @@ def test_a_step_that_fails_shows_the_end_of_its_log_and_exits_with_1(tmp_path):
 def test_only_the_last_30_lines_of_a_log_are_shown(tmp_path):
     log = tmp_path / "build.log"
     log.write_text("".join(f"line {number}\n" for number in range(100)))
-    with pytest.raises(install_horovod.BuildError) as error:
-        install_horovod._pip("no-such-command", log=log)
+    with pytest.raises(horovod_build.BuildError) as error:
+        horovod_build._pip("no-such-command", log=log)
     shown = str(error.value).splitlines()
     assert len(shown) == 31
     assert "line 99" in shown
@@ -223,8 +224,8 @@ def test_the_compilers_words_are_shown_not_the_calls_that_led_to_it(tmp_path):
         + "  File setup.py\n" * 40
         + "subprocess.CalledProcessError: cmake\n"
     )
-    with pytest.raises(install_horovod.BuildError) as error:
-        install_horovod._pip("no-such-command", log=log)
+    with pytest.raises(horovod_build.BuildError) as error:
+        horovod_build._pip("no-such-command", log=log)
     call, said, conclusion = str(error.value).splitlines()
     assert call.startswith("c++ -I/include")
     assert len(call) < 200
@@ -237,20 +238,20 @@ def test_the_compilers_words_are_shown_not_the_calls_that_led_to_it(tmp_path):
 
 @pytest.mark.parametrize("options", [BuildOptions(), MPI], ids=["gloo", "mpi"])
 def test_the_headers_of_a_cpu_build_are_empty(tmp_path, options):
-    install_horovod.write_headers(tmp_path, options)
+    horovod_build.write_headers(tmp_path, options)
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.h")}
-    assert files == set(install_horovod._XLA_HEADERS)
+    assert files == set(horovod_build._XLA_HEADERS)
     assert all((tmp_path / name).read_text() == "" for name in files)
 
 
 def test_the_first_header_of_a_gpu_build_hides_the_gpu(tmp_path):
-    install_horovod.write_headers(tmp_path, NCCL)
-    first, *others = install_horovod._XLA_HEADERS
+    horovod_build.write_headers(tmp_path, NCCL)
+    first, *others = horovod_build._XLA_HEADERS
     assert first.endswith("tf2xla/xla_op_kernel.h")
     undefined = (tmp_path / first).read_text().splitlines()
     assert undefined == ["#undef HAVE_GPU", "#undef HAVE_CUDA", "#undef HAVE_ROCM"]
     assert all((tmp_path / name).read_text() == "" for name in others)
-    assert "AsGpuStreamValue" in (tmp_path / install_horovod._STREAM_HEADER).read_text()
+    assert "AsGpuStreamValue" in (tmp_path / horovod_build._STREAM_HEADER).read_text()
 
 
 def test_the_variables_of_the_build():
@@ -263,7 +264,7 @@ def test_the_variables_of_the_build():
         "HOROVOD_GPU_ALLREDUCE": "MPI",
         "HOROVOD_WITHOUT_TENSORFLOW": "1",
     }
-    result = install_horovod.build_environment(Path("/headers"), BuildOptions(), given)
+    result = horovod_build.build_environment(Path("/headers"), BuildOptions(), given)
     assert result["CXXFLAGS"] == "-I/headers -O1"
     assert result["MAKEFLAGS"] == f"-j{os.cpu_count()}"
     assert result["PATH"] == f"/usr/bin:{sysconfig.get_path('scripts')}"
@@ -279,11 +280,11 @@ def test_the_variables_of_the_build():
 
 
 def test_options_choose_mpi_and_nccl():
-    mpi = install_horovod.build_environment(Path("/headers"), MPI, {})
+    mpi = horovod_build.build_environment(Path("/headers"), MPI, {})
     assert mpi["HOROVOD_WITH_MPI"] == "1"
     assert "HOROVOD_WITHOUT_MPI" not in mpi
     assert "HOROVOD_GPU_OPERATIONS" not in mpi
-    nccl = install_horovod.build_environment(Path("/headers"), NCCL, {})
+    nccl = horovod_build.build_environment(Path("/headers"), NCCL, {})
     assert nccl["HOROVOD_GPU_OPERATIONS"] == "NCCL"
     assert nccl["HOROVOD_WITHOUT_MPI"] == "1"
     with pytest.raises(ValueError, match="Received: 'rocm'"):
@@ -294,7 +295,7 @@ def test_the_build_asks_for_what_the_extra_of_the_package_lists():
     config = configparser.ConfigParser()
     config.read(Path(__file__).parents[2] / "setup.cfg")
     extra = config["options.extras_require"]["horovod-build"].split()
-    assert extra == list(install_horovod.BUILD_REQUIREMENTS)
+    assert extra == list(horovod_build.BUILD_REQUIREMENTS)
 
 
 @pytest.mark.slow
@@ -302,7 +303,7 @@ def test_the_build_asks_for_what_the_extra_of_the_package_lists():
 def test_a_build_from_nothing_and_one_from_the_cache(tmp_path):
     """In an environment of its own that sees the packages of this one."""
     try:
-        install_horovod.check_toolchain(BuildOptions())
+        horovod_prerequisites.check_toolchain(BuildOptions())
     except PrerequisiteError as error:
         pytest.skip(str(error))
     venv.create(tmp_path / "env", with_pip=True, symlinks=True)

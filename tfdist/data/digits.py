@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from absl import logging
 
-from tfdist.data.loading import import_tfds, prepare_once
+from tfdist.data.preparing import import_tfds, prepare_once
 
 # A missing TFDS must say how to get it here too, since the class statement below needs it.
 import_tfds()
@@ -92,6 +93,15 @@ class Digits(tfds.core.GeneratorBasedBuilder):
         """
         prepare = super().download_and_prepare
         prepare_once(self, lambda: prepare(**kwargs))
+
+    # TFDS prints that it downloads unknown sizes, and has no switch for it; here nothing is
+    # downloaded, and nothing takes long.
+
+    def _log_download_bytes(self) -> None:
+        pass
+
+    def _log_download_done(self) -> None:
+        logging.info("Dataset %s prepared to %s.", self.name, self.data_dir)
 
     def _split_generators(self, dl_manager):
         try:

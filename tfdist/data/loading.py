@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import errno
-import fcntl
 import os
-import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tensorflow as tf
-from absl import logging
 
+from tfdist.data.preparing import import_tfds, one_line, prepare
 from tfdist.data.sharding import mark_per_rank
 
 if TYPE_CHECKING:
     import tensorflow_datasets as tfds
 
-__all__ = ["import_tfds", "load", "load_for_rank", "prepare_once", "rank_split", "read_config"]
+__all__ = ["load", "load_for_rank", "rank_split", "read_config"]
 
 
 def load(
@@ -81,12 +74,12 @@ def load(
                 "data_dir that holds it."
             )
         try:
-            _prepare(builder)
+            prepare(builder)
         except ImportError:
             raise
         except Exception as error:
             raise RuntimeError(
-                f"The data set {name!r} cannot be prepared in {where}: {_one_line(error)}. Prepare "
+                f"The data set {name!r} cannot be prepared in {where}: {one_line(error)}. Prepare "
                 "it where the network is at hand and copy the folder, or load 'digits', which "
                 "needs no download."
             ) from error
@@ -232,49 +225,6 @@ def read_config(
 _default_read_config = read_config
 
 
-def prepare_once(builder: tfds.core.DatasetBuilder, prepare: Callable[[], None]) -> None:
-    """Prepares a data set while other processes may be about to do the same.
-
-    TFDS writes into a temporary folder and renames it, which is atomic but fails where the folder
-    exists by then; and it draws the temporary name from Python's `random`, so ranks that set the
-    same seed would write into the same folder. Hence the file lock, `.<name>.lock` in the
-    `data_dir`, which also keeps the ranks from downloading the same files; and the private random
-    numbers while it is held.
-
-    Args:
-        builder: The builder of any TFDS data set. Afterwards its info is that of the prepared data.
-        prepare: What writes the data, such as `builder.download_and_prepare`.
-
-    Raises:
-        Exception: What preparing raised.
-    """
-    with _locked(os.fspath(builder.data_dir_root), builder.name), _private_random_numbers():
-        try:
-            prepare()
-        except OSError:
-            # A host that the lock does not reach was faster, and its data is as good.
-            if not builder.is_prepared():
-                raise
-    # A builder that was made before the data was there knows neither splits nor sizes.
-    builder.info.read_from_directory(builder.data_dir)
-
-
-def import_tfds() -> ModuleType:
-    """Returns the module `tensorflow_datasets`, which is an optional dependency.
-
-    Raises:
-        ImportError: It is not installed.
-    """
-    try:
-        import tensorflow_datasets
-    except ImportError as error:
-        raise ImportError(
-            "Data sets are read with TensorFlow Datasets, which cannot be imported "
-            f"({_one_line(error)}): pip install tfdist[data]"
-        ) from error
-    return tensorflow_datasets
-
-
 def _builder(name: str, data_dir: str | os.PathLike | None) -> tfds.core.DatasetBuilder:
     tfds = import_tfds()
     from tfdist.data import digits  # noqa: F401  (registers "digits" with TFDS)
@@ -290,18 +240,8 @@ def _builder(name: str, data_dir: str | os.PathLike | None) -> tfds.core.Dataset
         ) from None
     except Exception as error:
         raise ValueError(
-            f"The data set {name!r} cannot be opened in data_dir={root!r}: {_one_line(error)}."
+            f"The data set {name!r} cannot be opened in data_dir={root!r}: {one_line(error)}."
         ) from error
-
-
-def _prepare(builder: tfds.core.DatasetBuilder) -> None:
-    from tfdist.data.digits import Digits
-
-    if isinstance(builder, Digits):
-        # It takes the lock by itself, and would wait for this process forever.
-        builder.download_and_prepare()
-    else:
-        prepare_once(builder, builder.download_and_prepare)
 
 
 def _max_value(name: str, info: tfds.core.DatasetInfo) -> int:
@@ -349,67 +289,5 @@ def _read(
     except Exception as error:
         raise ValueError(
             f"The split {split!r} of the data set {name!r} in "
-            f"data_dir={os.fspath(builder.data_dir_root)!r} cannot be read: {_one_line(error)}."
+            f"data_dir={os.fspath(builder.data_dir_root)!r} cannot be read: {one_line(error)}."
         ) from error
-
-
-@contextlib.contextmanager
-def _locked(data_dir: str, name: str) -> Iterator[None]:
-    """Holds the lock of a data set; where there are no locks, goes on without.
-
-    A failure stays in the lock file for those who wait: a download that cannot work takes TFDS
-    minutes to give up, and the ranks would wait for one another.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(_lock_file(data_dir, name))
-            waited = _lock(file, name, data_dir)
-        except OSError as error:
-            # A bucket, a folder that may only be read, or a network file system without locks.
-            logging.info("%s in %s is prepared without a lock: %s", name, data_dir, error)
-            yield
-            return
-        file.seek(0)
-        if waited and (failure := file.read()):
-            raise RuntimeError(f"another process has tried: {failure}")
-        file.truncate(0)
-        try:
-            yield
-        except Exception as error:
-            file.write(_one_line(error))
-            raise
-
-
-def _lock_file(data_dir: str, name: str) -> IO[str]:
-    if "://" in data_dir:
-        raise OSError(errno.ENOLCK, "only local folders have locks", data_dir)
-    Path(data_dir).mkdir(parents=True, exist_ok=True)
-    return open(Path(data_dir, f".{name}.lock"), "a+", encoding="utf-8")
-
-
-def _lock(file: IO[str], name: str, data_dir: str) -> bool:
-    """Whether another process held the lock before this one got it."""
-    # The kernel lets go of the lock when the file is closed or the process ends in any way.
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        logging.info("Waiting for another process that prepares %s in %s.", name, data_dir)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        return True
-    return False
-
-
-@contextlib.contextmanager
-def _private_random_numbers() -> Iterator[None]:
-    """Lets the block draw from a fresh `random`, and gives back the caller's untouched."""
-    state = random.getstate()
-    random.seed()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip(' .:!')}" if lines else type(error).__name__

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-__all__ = ["is_per_rank", "mark_per_rank", "row_range", "shard_batches"]
+from tfdist.collectives import Group
+from tfdist.collectives.objects import all_gather_object
+
+__all__ = ["equal_steps", "is_per_rank", "mark_per_rank", "row_range", "shard_batches"]
 
 _MARK = "_tfdist_per_rank"
 
@@ -62,6 +65,43 @@ def shard_batches(dataset: tf.data.Dataset, num_shards: int, index: int) -> tf.d
     return mark_per_rank(sharded)
 
 
+def equal_steps(dataset: tf.data.Dataset, group: Group) -> tf.data.Dataset:
+    """Returns a rank's own data set, made as long as the longest of the group.
+
+    Ranks that run out of batches go on with empty ones, so that all run as many steps and no
+    sample is left out. Where the lengths are not known they are taken to be equal.
+
+    Args:
+        dataset: Yields this rank's own batches.
+        group: The ranks whose steps are to be equal.
+
+    Raises:
+        ValueError: The ranks' batches differ in structure, dtype or inner sizes, or some lengths
+            are infinite and others not.
+    """
+    mine = (int(dataset.cardinality()), [_without_rows(s) for s in _flat_spec(dataset)])
+    all_ranks = all_gather_object(mine, group, name="data-set")
+    for rank, (_, spec) in enumerate(all_ranks):
+        if spec != mine[1]:
+            raise ValueError(
+                "All ranks' data sets yield batches of one structure; only the number of rows "
+                f"may differ. Received: {mine[1]} on rank {group.rank}, {spec} on rank {rank}."
+            )
+    lengths = [length for length, _ in all_ranks]
+    rows = all_gather_object([_rows_of(s) for s in _flat_spec(dataset)], group, name="rows")
+    if any(other != rows[0] for other in rows) or len(set(lengths)) > 1:
+        dataset = _with_unknown_rows(dataset)
+    if len(set(lengths)) > 1 and min(lengths) >= 0:
+        empty = tf.data.Dataset.from_tensors(_empty_batch(dataset.element_spec))
+        dataset = dataset.concatenate(empty.repeat(max(lengths) - mine[0]))
+    elif tf.data.INFINITE_CARDINALITY in lengths and len(set(lengths)) > 1:
+        raise ValueError(
+            "Some ranks' data sets are endless and others are not. Received the lengths "
+            f"{lengths}, by rank (-1: endless, -2: unknown). Call `.repeat()` on all or on none."
+        )
+    return mark_per_rank(dataset)
+
+
 def mark_per_rank(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Notes that a data set yields one rank's own samples, and returns it."""
     setattr(dataset, _MARK, True)
@@ -73,6 +113,51 @@ def is_per_rank(dataset) -> bool:
     if getattr(dataset, _MARK, False):
         return True
     return any(is_per_rank(source) for source in _sources(dataset))
+
+
+def _flat_spec(dataset) -> list:
+    return tf.nest.flatten(dataset.element_spec)
+
+
+def _rows_of(spec) -> int | None:
+    shape = getattr(spec, "shape", None)
+    return shape[0] if shape is not None and shape.rank else None
+
+
+def _without_rows(spec) -> str:
+    shape = getattr(spec, "shape", None)
+    inner = shape[1:] if shape is not None and shape.rank else shape
+    return f"{type(spec).__name__}({getattr(spec, 'dtype', None)}, [rows, ...{inner}])"
+
+
+def _with_unknown_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """The same batches, whose number of rows a graph no longer takes for known."""
+
+    def forget(*batch):
+        relaxed = tf.nest.map_structure(
+            lambda part: tf.raw_ops.PlaceholderWithDefault(
+                input=part, shape=[None, *part.shape[1:]]
+            )
+            if isinstance(part, tf.Tensor)
+            else part,
+            batch,
+        )
+        return relaxed if len(relaxed) > 1 else relaxed[0]
+
+    return dataset.map(forget)
+
+
+def _empty_batch(spec):
+    def empty(part):
+        if not isinstance(part, tf.TensorSpec):
+            raise ValueError(
+                "A shorter rank's data set is filled up with empty batches of dense tensors. "
+                f"Received: {part}. Give all ranks equally many batches."
+            )
+        inner = [size or 1 for size in part.shape[1:]]
+        return tf.zeros([0, *inner], part.dtype)
+
+    return tf.nest.map_structure(empty, spec)
 
 
 def _sources(dataset) -> list:

@@ -77,7 +77,7 @@ class Keeper:
                     channel.setblocking(False)
                     self._buffers[channel] = b""
                     self._selector.register(channel, selectors.EVENT_READ)
-                else:
+                elif isinstance(key.fileobj, socket.socket):
                     self._read(key.fileobj)
             if time.monotonic() - checked > 0.25:
                 checked = time.monotonic()
@@ -174,7 +174,8 @@ class Keeper:
         if oldest is None or oldest[0] < seconds:
             return ""
         wait = oldest[2]
-        there, missing = [], []
+        there: list[int] = []
+        missing: list[int] = []
         for rank in wait["ranks"]:
             report = self._reports.get(rank)
             at = report is not None and any(
@@ -184,7 +185,7 @@ class Keeper:
             (there if at else missing).append(rank)
         lines = [
             f"{wait['name']} (time {wait['occurrence']}) does not end since {oldest[0]:.0f} s: "
-            f"{_ranks(there)} wait there, "
+            f"{_ranks(there)} {'waits' if len(there) == 1 else 'wait'} there, "
             + (f"missing: {_ranks(missing)}." if missing else "none is missing: the link is stuck.")
         ]
         for rank in missing:

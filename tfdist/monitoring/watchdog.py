@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from typing import Any
 
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import broadcast_object
@@ -39,7 +40,7 @@ class Watchdog:
         self._engine = engine
         self._since: dict[tuple, float] = {}
         self._verdict = threading.Event()
-        self._main = threading.main_thread().ident
+        self._main = threading.main_thread().ident or 0
         contact = None
         if engine.rank == 0:
             token = secrets.token_hex(8)
@@ -70,7 +71,7 @@ class Watchdog:
         flying = self._engine.recorder.in_flight()
         keys = [(op.name, op.ranks, op.occurrence) for op in flying]
         self._since = {key: self._since.get(key, now) for key in keys}
-        waiting = [
+        waiting: list[dict[str, Any]] = [
             {
                 "name": op.name,
                 "ranks": list(op.ranks),
@@ -86,6 +87,7 @@ class Watchdog:
         """Where the main thread stands: the innermost line that is not a library's."""
         frame = sys._current_frames().get(self._main)
         stack = traceback.extract_stack(frame) if frame is not None else []
+        stack = [line for line in stack if line.filename != __file__]
         own = [line for line in stack if "site-packages" not in line.filename] or list(stack)
         return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else "its end"
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from multiprocessing import connection
 from pathlib import Path
+from typing import IO, cast
 
 import cloudpickle
 
@@ -113,8 +114,9 @@ class RankPool:
                         (min(waiting.values()), self._timeout(waiting.values(), timeout))
                     )
                 break
-            for channel in ready:
-                rank = waiting[channel]
+            for channel, rank in waiting.items():
+                if channel not in ready:
+                    continue
                 try:
                     kind, payload = cloudpickle.loads(channel.recv_bytes())
                 except (EOFError, OSError):
@@ -190,8 +192,9 @@ class RankPool:
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-            process.stdin.write(key.hex().encode() + b"\n")  # type: ignore[union-attr]
-            process.stdin.flush()  # type: ignore[union-attr]
+            stdin = cast(IO[bytes], process.stdin)
+            stdin.write(key.hex().encode() + b"\n")
+            stdin.flush()
             self._processes.append(process)
         channels: dict[int, connection.Connection] = {}
         try:

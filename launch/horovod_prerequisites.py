@@ -1,0 +1,181 @@
+"""What a build of Horovod asks of the machine: TensorFlow, a compiler, CMake, make."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = [
+    "GLOO_ONLY",
+    "BuildOptions",
+    "PrerequisiteError",
+    "check_interpreter",
+    "check_toolchain",
+    "installed_version",
+    "with_scripts",
+]
+
+_TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly", "tf-nightly-cpu")
+_COMPILERS = ("c++", "g++", "clang++")
+_OLDEST_CMAKE = (3, 13)
+_INCLUDES = ("/usr/local/cuda/include", "/usr/local/include", "/usr/include")
+
+
+class PrerequisiteError(RuntimeError):
+    """Something that the user has to install or to name is missing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BuildOptions:
+    """What a build carries besides Gloo, which is always in.
+
+    Attributes:
+        mpi: Whether to build with the MPI that is installed.
+        gpu_operations: "none", or "nccl" for collectives on NVIDIA GPUs.
+    """
+
+    mpi: bool = False
+    gpu_operations: str = "none"
+
+    def __post_init__(self):
+        if self.gpu_operations not in ("none", "nccl"):
+            raise ValueError(
+                f"gpu_operations is 'none' or 'nccl'. Received: {self.gpu_operations!r}."
+            )
+
+    @property
+    def carriers(self) -> tuple[str, ...]:
+        """The libraries that move the data, by name."""
+        nccl = self.gpu_operations == "nccl"
+        return ("gloo", *(["mpi"] if self.mpi else []), *(["nccl"] if nccl else []))
+
+
+#: What is built unless more is asked for.
+GLOO_ONLY = BuildOptions()
+
+
+def check_interpreter() -> tuple[str, str]:
+    """Returns the name and version of the TensorFlow distribution that is installed.
+
+    Raises:
+        PrerequisiteError: The platform cannot run Horovod, or TensorFlow or pip is missing.
+    """
+    if sys.platform not in ("linux", "darwin"):
+        raise PrerequisiteError(f"Horovod runs on Linux and macOS. Received: {sys.platform}.")
+    # Asked of the installer's records: importing TensorFlow takes seconds.
+    found = [name for name in _TENSORFLOWS if installed_version(name)]
+    if not found:
+        raise PrerequisiteError(
+            f"TensorFlow is not installed for {sys.executable}: `pip install tensorflow` first."
+        )
+    if importlib.util.find_spec("pip") is None:
+        raise PrerequisiteError(
+            f"pip is not installed for {sys.executable}: `{sys.executable} -m ensurepip` first."
+        )
+    return found[0], str(installed_version(found[0]))
+
+
+def check_toolchain(options: BuildOptions, environment: Mapping[str, str] | None = None) -> None:
+    """Checks that the programs and headers of a build are there.
+
+    Args:
+        options: What to build.
+        environment: The variables to go by, instead of this process's.
+
+    Raises:
+        PrerequisiteError: One is missing; the message says how to install it.
+    """
+    environment = with_scripts(os.environ if environment is None else environment)
+    which = functools.partial(shutil.which, path=environment["PATH"])
+    named = shlex.split(environment.get("CXX", ""))
+    if named and not which(named[0]):
+        raise PrerequisiteError(
+            "The C++ compiler in the variable CXX was not found: correct it or leave it out. "
+            f"Received: CXX={environment['CXX']}."
+        )
+    if not named and not any(map(which, _COMPILERS)):
+        raise PrerequisiteError(
+            "No C++ compiler was found: `apt install g++`, `dnf install gcc-c++` or "
+            "`xcode-select --install`, or name yours in the variable CXX."
+        )
+    cmake = which(environment.get("HOROVOD_CMAKE", "cmake"))
+    if not cmake:
+        raise PrerequisiteError(
+            "CMake was not found: `pip install cmake`, `apt install cmake` or `brew install cmake`."
+        )
+    version = _cmake_version(cmake, environment)
+    if version < _OLDEST_CMAKE:
+        raise PrerequisiteError(
+            f"Horovod needs CMake {'.'.join(map(str, _OLDEST_CMAKE))}: `pip install cmake`. "
+            f"Received: {'.'.join(map(str, version)) or 'no version'} from {cmake}."
+        )
+    if not which("make"):
+        raise PrerequisiteError("make was not found: `apt install make` or `dnf install make`.")
+    if options.mpi and not (which("mpicxx") or which("mpic++")):
+        raise PrerequisiteError(
+            "--mpi needs MPI's compiler, and mpicxx was not found: `apt install libopenmpi-dev`, "
+            "or add the bin folder of your MPI to PATH."
+        )
+    if options.gpu_operations == "nccl":
+        _check_cuda(environment)
+
+
+def _check_cuda(environment: Mapping[str, str]) -> None:
+    home = environment.get("HOROVOD_CUDA_HOME")
+    # Where CMake looks.
+    nvcc = (
+        shutil.which("nvcc", path=f"{home}/bin")
+        if home
+        else shutil.which("nvcc", path=f"{environment['PATH']}:/usr/local/cuda/bin")
+    )
+    if not nvcc:
+        raise PrerequisiteError(
+            "--gpu_operations=nccl needs CUDA's compiler, and nvcc was not found: install the "
+            "CUDA toolkit, or name its folder in HOROVOD_CUDA_HOME."
+        )
+    folders = [
+        environment.get("HOROVOD_NCCL_INCLUDE"),
+        f"{environment['HOROVOD_NCCL_HOME']}/include"
+        if "HOROVOD_NCCL_HOME" in environment
+        else None,
+        str(Path(nvcc).resolve().parent.parent / "include"),
+        *_INCLUDES,
+    ]
+    if not any((Path(folder) / "nccl.h").exists() for folder in folders if folder):
+        raise PrerequisiteError(
+            "--gpu_operations=nccl needs NCCL's headers, and nccl.h was not found: "
+            "`apt install libnccl-dev`, or name NCCL's folder in HOROVOD_NCCL_HOME."
+        )
+
+
+def _cmake_version(cmake: str, environment: Mapping[str, str]) -> tuple[int, ...]:
+    answer = subprocess.run(
+        [cmake, "--version"], env=dict(environment), capture_output=True, text=True, check=False
+    )
+    found = re.search(r"version\s+(\d+)\.(\d+)", answer.stdout)
+    return tuple(map(int, found.groups())) if found else ()
+
+
+def with_scripts(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables with this interpreter's scripts on PATH, where `pip install cmake` puts it."""
+    path = environment.get("PATH", os.defpath)
+    return {**environment, "PATH": f"{path}{os.pathsep}{sysconfig.get_path('scripts')}"}
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of a distribution, if the installer's records have it."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,77 @@
+"""A small training run in which one rank comes to grief: `program.py FAULT PHASE RANK FILE`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+import time
+
+fault, phase, victim, note = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+WATCHDOG_SECONDS = 10.0
+
+
+def come_to_grief() -> None:
+    with open(note, "w") as file:
+        file.write(repr(time.time()))
+    if fault == "exception":
+        raise RuntimeError("as planned")
+    os.kill(os.getpid(), getattr(signal, fault))
+
+
+def this_rank() -> int:
+    from tfdist.collectives.horovod import started_by_horovod
+    from tfdist.collectives.tensorflow import started_by_tf_config
+
+    return (started_by_horovod() or started_by_tf_config())[0]
+
+
+import keras  # noqa: E402
+import numpy as np  # noqa: E402
+
+import tfdist  # noqa: E402
+
+is_victim = this_rank() == victim
+if phase == "start-up" and is_victim:
+    come_to_grief()
+
+strategy = tfdist.strategies.auto(watchdog_seconds=WATCHDOG_SECONDS)
+
+
+class Fault(keras.callbacks.Callback):
+    epoch = 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_begin(self, batch, logs=None):
+        place = {"first-step": (0, 0), "mid-epoch": (1, 3)}.get(phase)
+        if is_victim and place == (self.epoch, batch):
+            come_to_grief()
+
+
+class Dense(keras.layers.Dense):
+    """The chief's grief comes while it writes; another rank's while it waits for the file."""
+
+    def save_own_variables(self, store):
+        super().save_own_variables(store)
+        if phase == "save" and is_victim and strategy.is_chief:
+            come_to_grief()
+
+
+class Save(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        if phase == "save" and is_victim and not strategy.is_chief:
+            come_to_grief()
+        self.model.save_weights(os.path.join(folder, "model.weights.h5"))
+
+
+keras.utils.set_random_seed(0)
+folder = tempfile.mkdtemp()
+with strategy.scope():
+    model = keras.Sequential([keras.layers.Input((8,)), Dense(8), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+x = np.random.normal(size=(80, 8)).astype("float32")
+model.fit(x, x[:, :1], batch_size=10, epochs=3, verbose=0, callbacks=[Fault(), Save()])
+print("came to the end of the program", flush=True)

@@ -1,0 +1,87 @@
+"""A rank that raises, dies or freezes ends the whole job in time, named, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+PROGRAM = Path(__file__).with_name("program.py")
+WATCHDOG_SECONDS = 10.0
+ENGINES = ["horovod", "tensorflow"]
+FAULTS = ["exception", "SIGTERM", "SIGKILL", "SIGSTOP"]
+PHASES = ["start-up", "first-step", "mid-epoch", "save"]
+RANKS = {"chief": 0, "other": 1}
+
+#: Run by `make test`: each fault, phase, engine and victim at least twice. The rest is slow.
+QUICK = {
+    ("horovod", "exception", "first-step", "other"),
+    ("horovod", "SIGKILL", "mid-epoch", "other"),
+    ("horovod", "SIGSTOP", "save", "chief"),
+    ("horovod", "SIGTERM", "start-up", "chief"),
+    ("tensorflow", "exception", "save", "chief"),
+    ("tensorflow", "SIGKILL", "first-step", "chief"),
+    ("tensorflow", "SIGSTOP", "mid-epoch", "other"),
+    ("tensorflow", "SIGTERM", "start-up", "other"),
+}
+
+
+def cases():
+    for case in itertools.product(ENGINES, FAULTS, PHASES, RANKS):
+        marks = () if case in QUICK else (pytest.mark.slow,)
+        yield pytest.param(*case, marks=marks, id="-".join(case))
+
+
+@pytest.mark.parametrize(("engine", "fault", "phase", "who"), list(cases()))
+def test_job_ends_and_names_the_rank(tmp_path, engine, fault, phase, who):
+    note, mark = tmp_path / "note", f"TFDIST_TEST_MARK={tmp_path.name}-{os.getpid()}"
+    name, _, value = mark.partition("=")
+    command = [
+        os.path.join(os.path.dirname(sys.executable), "tfdist-run"),
+        "-np=2",
+        f"--engine={engine}",
+        f"--watchdog_seconds={WATCHDOG_SECONDS}",
+        "--",
+        sys.executable,
+        str(PROGRAM),
+        fault,
+        phase,
+        str(RANKS[who]),
+        str(note),
+    ]
+    environment = {
+        **os.environ,
+        name: value,
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    job = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
+    ended = time.time()
+    story = job.stdout[-6000:] + job.stderr[-2000:]
+    assert note.exists(), story
+    assert job.returncode not in (0, 2), story
+    assert ended - float(note.read_text()) < WATCHDOG_SECONDS + 10, story
+    assert "came to the end" not in job.stdout, story
+    assert f"rank {RANKS[who]}" in job.stderr.strip().splitlines()[-1], story
+    assert not orphans(name, value), story
+
+
+def orphans(name: str, value: str) -> list[int]:
+    """Processes that carry the job's mark in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(name) == value:
+                found.append(process.pid)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found

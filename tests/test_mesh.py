@@ -1,0 +1,269 @@
+"""The mesh in pure Python: degrees, places, groups; and that asking for it costs nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tfdist import Mesh
+from tfdist.mesh import AXES, DEFAULT_ORDER
+
+COMBINATIONS = [
+    names for length in range(len(AXES) + 1) for names in itertools.combinations(AXES, length)
+]
+#: Data, pipeline, tensor.
+SHAPES = [(1, 1, 1), (4, 1, 1), (2, 2, 2), (3, 2, 4), (1, 5, 2), (2, 1, 3)]
+
+
+def resolved(shape, rank=0, **options):
+    data, pipeline, tensor = shape
+    return Mesh(data, pipeline, tensor, **options).resolve(data * pipeline * tensor, rank)
+
+
+# Degrees.
+
+
+def test_a_mesh_is_data_parallel_unless_told_otherwise():
+    assert Mesh().shape == {"data": -1, "pipeline": 1, "tensor": 1}
+    assert Mesh().resolve(size=6, rank=0).shape == {"data": 6, "pipeline": 1, "tensor": 1}
+
+
+@pytest.mark.parametrize("free", AXES)
+def test_minus_one_takes_what_the_others_leave(free):
+    degrees = {"data": 2, "pipeline": 3, "tensor": 4} | {free: -1}
+    mesh = Mesh(**degrees).resolve(size=24, rank=5)
+    assert mesh.shape == {"data": 2, "pipeline": 3, "tensor": 4}
+    assert (mesh.size, mesh.rank) == (24, 5)
+
+
+def test_resolving_leaves_the_mesh_as_it_was():
+    mesh = Mesh(data=-1, tensor=2)
+    first, second = mesh.resolve(size=4, rank=1), mesh.resolve(size=8, rank=7)
+    assert not mesh.is_resolved
+    assert mesh.shape["data"] == -1
+    assert (first.shape["data"], second.shape["data"]) == (2, 4)
+    # A resolved mesh may be resolved anew, for its own world only.
+    assert first.resolve(size=4, rank=3).rank == 3
+    with pytest.raises(ValueError, match="does not fill the world"):
+        first.resolve(size=8, rank=0)
+
+
+@pytest.mark.parametrize("degree", [0, -2, 1.0, "2", True, None])
+@pytest.mark.parametrize("axis", AXES)
+def test_a_degree_is_a_positive_integer_or_minus_one(axis, degree):
+    with pytest.raises(ValueError, match=f"positive integer, or -1.*{axis}={degree!r}"):
+        Mesh(**{axis: degree})
+
+
+def test_only_one_axis_is_what_is_left():
+    with pytest.raises(ValueError, match="Only one mesh axis.*data=-1, tensor=-1"):
+        Mesh(tensor=-1)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "size", "words"),
+    [
+        ({"data": 2, "tensor": 2}, 8, ["data 2 x pipeline 1 x tensor 2", "is 4 ranks", "8 were"]),
+        ({"tensor": 3}, 8, ["data -1 x pipeline 1 x tensor 3", "data 2", "is 6 ranks", "8 were"]),
+        ({"pipeline": 4}, 2, ["pipeline 4", "is 4 ranks", "2 were started", "Start 4 ranks"]),
+    ],
+    ids=["too-small", "does-not-divide", "too-large"],
+)
+def test_a_mesh_that_does_not_fill_the_world_names_every_degree(degrees, size, words):
+    with pytest.raises(ValueError) as error:
+        Mesh(**degrees).resolve(size=size, rank=0)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(("size", "rank"), [(4, 4), (4, -1), (0, 0)])
+def test_a_rank_lies_in_its_world(size, rank):
+    with pytest.raises(ValueError, match=f"rank={rank}, size={size}"):
+        Mesh().resolve(size=size, rank=rank)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda mesh: mesh.rank,
+        lambda mesh: mesh.size,
+        lambda mesh: mesh.coordinates(),
+        lambda mesh: mesh.group("data"),
+        lambda mesh: mesh.groups("data"),
+        lambda mesh: mesh.rank_at({"data": 0}),
+    ],
+    ids=["rank", "size", "coordinates", "group", "groups", "rank_at"],
+)
+def test_places_are_known_once_the_ranks_have_met(ask):
+    with pytest.raises(RuntimeError, match=r"strategy\.mesh.*mesh\.resolve"):
+        ask(Mesh(data=2))
+
+
+# Places.
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(AXES)), ids="-".join)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_coordinates_and_ranks_are_one_to_one(shape, order):
+    mesh = resolved(shape, order=order)
+    places = [mesh.coordinates(rank) for rank in range(mesh.size)]
+    assert [mesh.rank_at(place) for place in places] == list(range(mesh.size))
+    assert len({tuple(place.values()) for place in places}) == mesh.size
+    for place in places:
+        assert list(place) == list(AXES)
+        assert all(0 <= place[axis] < mesh.shape[axis] for axis in AXES)
+
+
+def test_coordinates_are_those_of_this_rank_unless_asked_for_others():
+    mesh = resolved((2, 2, 2), rank=6)
+    assert mesh.coordinates() == mesh.coordinates(6) == {"data": 1, "pipeline": 1, "tensor": 0}
+    assert mesh.rank_at({}) == 6
+    assert mesh.rank_at({"data": 0}) == 4
+
+
+def test_tensor_ranks_are_neighbours_and_stages_are_farthest_apart():
+    mesh = resolved((2, 2, 2))
+    assert mesh.order == DEFAULT_ORDER == ("pipeline", "data", "tensor")
+    assert [mesh.group(axis) for axis in ("tensor", "data", "pipeline")] == [(0, 1), (0, 2), (0, 4)]
+
+
+def test_the_order_says_which_axis_is_slowest():
+    mesh = resolved((2, 3, 1), order=("data", "tensor", "pipeline"))
+    assert mesh.group("pipeline") == (0, 1, 2)
+    assert mesh.group("data") == (0, 3)
+    assert mesh.resolve(size=6, rank=4).order == ("data", "tensor", "pipeline")
+
+
+@pytest.mark.parametrize(
+    "order", [("data",), ("data", "data", "tensor"), ("data", "pipeline", "expert"), ()]
+)
+def test_an_order_names_each_axis_once(order):
+    with pytest.raises(ValueError, match="names each of") as error:
+        Mesh(order=order)
+    assert f"order={order!r}" in str(error.value)
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_coordinates_of_a_rank_that_is_not_there(rank):
+    with pytest.raises(ValueError, match=rf"\[0, 4\).*rank={rank}"):
+        resolved((4, 1, 1)).coordinates(rank)
+
+
+def test_places_that_are_not_there():
+    mesh = resolved((2, 1, 2))
+    with pytest.raises(ValueError, match="data axis has 2 ranks.*data=2"):
+        mesh.rank_at({"data": 2})
+    for ask in (mesh.group, mesh.groups, lambda axis: mesh.rank_at({axis: 0})):
+        with pytest.raises(ValueError, match="Received: 'expert'"):
+            ask("expert")
+
+
+# Groups.
+
+
+@pytest.mark.parametrize("names", COMBINATIONS, ids=lambda names: "+".join(names) or "none")
+@pytest.mark.parametrize("order", [DEFAULT_ORDER, AXES], ids="-".join)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_groups_divide_the_world(shape, order, names):
+    mesh = resolved(shape, order=order)
+    groups = mesh.groups(*names)
+    # Each rank is in one group, and every group has the size of its axes.
+    assert sorted(itertools.chain(*groups)) == list(range(mesh.size))
+    size = 1
+    for axis in names:
+        size *= mesh.shape[axis]
+    assert {len(group) for group in groups} == {size}
+    assert groups == sorted(groups)
+    for group in groups:
+        # Members differ on the group's axes only, and each finds the same group.
+        others = [axis for axis in AXES if axis not in names]
+        assert len({tuple(mesh.coordinates(r)[axis] for axis in others) for r in group}) == 1
+        assert {mesh.group(*names, rank=rank) for rank in group} == {group}
+        assert list(group) == sorted(group)
+
+
+def test_no_axis_is_the_rank_alone_and_all_axes_are_the_world():
+    mesh = resolved((2, 2, 2), rank=5)
+    assert mesh.group() == (5,)
+    assert mesh.group(*AXES) == tuple(range(8))
+
+
+def test_a_group_along_one_axis_is_in_the_order_of_its_coordinates():
+    mesh = resolved((3, 2, 2), rank=7)
+    for axis in AXES:
+        places = [mesh.coordinates(rank)[axis] for rank in mesh.group(axis)]
+        assert places == list(range(mesh.shape[axis]))
+
+
+# A value like any other.
+
+
+def test_meshes_are_equal_where_degrees_order_and_rank_are():
+    assert Mesh(data=2) == Mesh(data=2)
+    assert resolved((2, 1, 2), rank=3) == resolved((2, 1, 2), rank=3)
+    different = [
+        Mesh(),
+        Mesh(data=2),
+        Mesh(data=2, order=AXES),
+        resolved((2, 1, 1), rank=0),
+        resolved((2, 1, 1), rank=1),
+    ]
+    assert len(set(different)) == len(different)
+    assert hash(Mesh(data=2)) == hash(Mesh(data=2))
+    assert Mesh() != "Mesh(data=-1, pipeline=1, tensor=1)"
+
+
+def test_repr_says_the_degrees_and_the_rank():
+    assert repr(Mesh(tensor=2)) == "Mesh(data=-1, pipeline=1, tensor=2)"
+    assert repr(resolved((2, 1, 2), rank=3)) == "Mesh(data=2, pipeline=1, tensor=2, rank=3)"
+
+
+def test_what_shape_returns_is_the_callers_own():
+    mesh = Mesh(data=2)
+    mesh.shape["data"] = 5
+    assert mesh.shape["data"] == 2
+
+
+# What an import brings along.
+
+FLAGS_ADDED = """
+import json, sys
+{before}
+from absl import flags, logging
+defined = set(flags.FLAGS)
+{statement}
+print(json.dumps({{"modules": sorted(sys.modules), "flags": sorted(set(flags.FLAGS) - defined)}}))
+"""
+
+
+def imported(statement, before=""):
+    """The modules and absl flags of a fresh process after a statement."""
+    finished = subprocess.run(
+        [sys.executable, "-c", FLAGS_ADDED.format(statement=statement, before=before)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    found = json.loads(finished.stdout)
+    return {name.partition(".")[0] for name in found["modules"]}, found["flags"]
+
+
+@pytest.mark.parametrize("statement", ["import tfdist", "from tfdist import Mesh; Mesh(data=2)"])
+def test_the_mesh_is_pure_python(statement):
+    modules, flags = imported(statement)
+    assert "tfdist" in modules
+    assert not modules & {"tensorflow", "keras", "numpy", "horovod", "tensorflow_datasets"}
+    assert flags == []
+
+
+def test_strategies_define_no_flag_and_leave_horovod_alone():
+    modules, flags = imported("import tfdist.strategies", before="import tensorflow, keras")
+    assert "tensorflow" in modules
+    assert "horovod" not in modules
+    assert flags == []
