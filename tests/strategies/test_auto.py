@@ -1,0 +1,62 @@
+"""Which strategy `auto` takes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tfdist import Mesh, strategies
+
+CLUSTER = {"worker": ["127.0.0.1:20001", "127.0.0.1:20002"]}
+
+
+def tf_config(index: int) -> str:
+    return json.dumps({"cluster": CLUSTER, "task": {"type": "worker", "index": index}})
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in ("HOROVOD_RANK", "HOROVOD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "TF_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_process_on_its_own_is_local():
+    strategy = strategies.auto()
+    assert isinstance(strategy, strategies.LocalStrategy)
+    assert strategy.mesh.size == 1 and strategy.is_chief
+    assert strategy.num_replicas_in_sync == 1
+
+
+def test_two_launchers_that_disagree(monkeypatch):
+    monkeypatch.setenv("HOROVOD_RANK", "1")
+    monkeypatch.setenv("HOROVOD_SIZE", "4")
+    monkeypatch.setenv("TF_CONFIG", tf_config(0))
+    with pytest.raises(ValueError, match=r"rank 1 of 4.*rank 0 of 2"):
+        strategies.auto()
+
+
+def test_a_malformed_tf_config(monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1"]}}')
+    with pytest.raises(ValueError, match="TF_CONFIG is not of the form"):
+        strategies.auto()
+
+
+def test_an_mpi_rank_counts_as_horovods(monkeypatch):
+    from tfdist.collectives.horovod import started_by_horovod
+
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    assert started_by_horovod() == (2, 3)
+
+
+def test_a_mesh_that_does_not_fill_the_world():
+    with pytest.raises(ValueError, match="data 2 x pipeline 1 x tensor 1 is 2 ranks, but 1 were"):
+        strategies.auto(Mesh(data=2))
+
+
+def test_arguments_out_of_range():
+    with pytest.raises(ValueError, match="bucket_mib"):
+        strategies.LocalStrategy(bucket_mib=0)
+    with pytest.raises(ValueError, match="watchdog_seconds"):
+        strategies.LocalStrategy(watchdog_seconds=-1)
