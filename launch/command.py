@@ -69,18 +69,37 @@ def run(
 
 def _help(values: flags.FlagValues, usage: str, summary: str) -> str:
     width = min(shutil.get_terminal_size((80, 24)).columns, 100)
+    rows = [
+        (_shown(flag), _explained(flag)) for flag in {id(f): f for f in _flags(values)}.values()
+    ]
+    rows.append(("--flagfile=FILE", "Flags from a file, one a line"))
+    # Names that are longer than a column put their explanation on a line of its own.
+    column = min(max(len(shown) for shown, _ in rows), 24) + 2
     lines = [*textwrap.wrap(summary, width), "", f"Usage: {usage}", ""]
-    seen = set()
-    for name in values:
-        flag = values[name]
-        if flag.name in seen:
-            continue
-        seen.add(flag.name)
-        # Only what is on by default is ever switched off.
-        shown = f"--[no]{flag.name}" if flag.boolean and flag.default else f"--{flag.name}"
-        default = "" if flag.default in (None, "", False) else f" (default {flag.default})"
+    for shown, explained in rows:
+        if len(shown) > column - 2:
+            lines.append(shown)
+            shown = ""
+        indent = " " * column
         lines += textwrap.wrap(
-            f"{shown:<20} {flag.help}{default}", width, subsequent_indent=" " * 21
+            explained, width, initial_indent=f"{shown:<{column}}", subsequent_indent=indent
         )
-    lines += textwrap.wrap(f"{'--flagfile':<20} A file of flags, one a line.", width)
     return "\n".join(lines)
+
+
+def _flags(values: flags.FlagValues) -> list[flags.Flag]:
+    return [values[name] for name in values]
+
+
+def _shown(flag: flags.Flag) -> str:
+    if isinstance(flag, flags.EnumFlag):
+        return f"--{flag.name}={'|'.join(flag.parser.enum_values)}"
+    # Only what is on by default is ever switched off.
+    return f"--[no]{flag.name}" if flag.boolean and flag.default else f"--{flag.name}"
+
+
+def _explained(flag: flags.Flag) -> str:
+    # absl puts an enumeration's values before the help; they stand with the name here.
+    text = flag.help.split(">: ", 1)[1] if isinstance(flag, flags.EnumFlag) else flag.help
+    default = "" if flag.default in (None, "", False) else f" [{flag.default}]"
+    return f"{text.rstrip('.')}{default}"

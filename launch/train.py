@@ -17,60 +17,52 @@ from tfdist.launch import command
 __all__ = ["run"]
 
 _VALUES = flags.FlagValues()
-_MODEL = flags.DEFINE_enum(
-    "model", "convnet", ["mlp", "convnet"], "What to train.", flag_values=_VALUES
-)
+
+
+_MODEL = flags.DEFINE_enum("model", "convnet", ["mlp", "convnet"], "Model", flag_values=_VALUES)
 _DATASET = flags.DEFINE_string(
-    "dataset", "digits", "digits, or a TFDS image data set: mnist, ...", flag_values=_VALUES
+    "dataset", "digits", "digits, or an image data set of TFDS", flag_values=_VALUES
 )
 _STRATEGY = flags.DEFINE_enum(
     "strategy",
     "auto",
     ["auto", "horovod", "multi_worker", "local"],
-    "How ranks meet; auto goes by how the process was started.",
+    "How ranks meet; auto: as they were started",
     flag_values=_VALUES,
 )
 _BATCH_SIZE = flags.DEFINE_integer(
-    "batch_size", 128, "Samples a step, over all ranks.", lower_bound=1, flag_values=_VALUES
+    "batch_size", 128, "Samples a step, over all ranks", lower_bound=1, flag_values=_VALUES
 )
-_EPOCHS = flags.DEFINE_integer("epochs", 15, "Epochs.", lower_bound=1, flag_values=_VALUES)
+_EPOCHS = flags.DEFINE_integer("epochs", 15, "Epochs", lower_bound=1, flag_values=_VALUES)
 _LEARNING_RATE = flags.DEFINE_float(
-    "learning_rate", 1e-3, "Adam's rate for one rank.", lower_bound=0.0, flag_values=_VALUES
+    "learning_rate", 1e-3, "Adam's rate for one rank", lower_bound=0.0, flag_values=_VALUES
 )
 _SCALING = flags.DEFINE_enum(
     "lr_scaling",
     "none",
     ["none", "linear", "sqrt"],
-    "How the rate grows with the ranks; none where the global batch stays.",
+    "How the rate grows with the ranks",
     flag_values=_VALUES,
 )
 _WARMUP = flags.DEFINE_float(
-    "warmup_epochs",
-    0.0,
-    "Epochs until the scaled rate is reached.",
-    lower_bound=0.0,
-    flag_values=_VALUES,
+    "warmup_epochs", 0.0, "Epochs up to the scaled rate", lower_bound=0.0, flag_values=_VALUES
 )
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of weights and order.", flag_values=_VALUES)
-_DATA_DIR = flags.DEFINE_string("data_dir", None, "Where data sets lie.", flag_values=_VALUES)
+_SEED = flags.DEFINE_integer("seed", 0, "Of weights and order", flag_values=_VALUES)
+_DATA_DIR = flags.DEFINE_string("data_dir", None, "Where data sets lie", flag_values=_VALUES)
 _THREADS = flags.DEFINE_integer(
-    "threads",
-    0,
-    "Threads a rank computes with; 0 for TensorFlow's choice.",
-    lower_bound=0,
-    flag_values=_VALUES,
+    "threads", 0, "Of each rank; 0: TensorFlow's choice", lower_bound=0, flag_values=_VALUES
 )
 _WATCHDOG = flags.DEFINE_float(
     "watchdog_seconds",
     600.0,
-    "When a stuck job is ended; 0 for never.",
+    "Until a stuck job ends; 0: never",
     lower_bound=0.0,
     flag_values=_VALUES,
 )
 _VERBOSE = flags.DEFINE_integer(
     "verbose",
     2,
-    "0 silent, 1 a bar, 2 a line an epoch.",
+    "0: silent, 1: a bar, 2: a line an epoch",
     lower_bound=0,
     upper_bound=2,
     flag_values=_VALUES,
@@ -83,7 +75,7 @@ def run() -> None:
         _main,
         _VALUES,
         usage="tfdist-train [flags]",
-        summary="Trains a reference model. Start it on many ranks with tfdist-run or horovodrun.",
+        summary="Trains a reference model, on as many ranks as tfdist-run or horovodrun starts.",
     )
 
 

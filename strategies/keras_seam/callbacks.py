@@ -38,7 +38,7 @@ def callbacks_of_rank(callbacks: Sequence, strategy, *, training: bool) -> list:
     """
     own = list(callbacks)
     if not strategy.is_chief:
-        own = [_on_follower(callback) for callback in own if not isinstance(callback, _WRITERS)]
+        own = [follower for callback in own if (follower := _on_follower(callback)) is not None]
     if not training:
         return own
     return [_AgreeFirst(strategy), *own, _AgreeLast(strategy)]
@@ -68,9 +68,12 @@ def _overrides(callback, name: str) -> bool:
 
 
 def _on_follower(callback):
+    """What stands for a callback on a rank that does not write; None if nothing has to."""
     if isinstance(callback, keras.callbacks.BackupAndRestore):
         return _BackupFollower(callback)
-    return callback
+    if isinstance(callback, keras.callbacks.TensorBoard) and callback.embeddings_freq:
+        return _TensorBoardFollower(callback)
+    return None if isinstance(callback, _WRITERS) else callback
 
 
 class _BackupFollower(keras.callbacks.BackupAndRestore):
@@ -92,6 +95,20 @@ class _BackupFollower(keras.callbacks.BackupAndRestore):
 
     def _save_model(self):
         self.model.save_weights(filepath=self._weights_path, overwrite=True)
+
+
+class _TensorBoardFollower(keras.callbacks.Callback):
+    """`TensorBoard` on a rank that does not write: takes part where it saves embeddings."""
+
+    async_safe = True
+
+    def __init__(self, callback: keras.callbacks.TensorBoard):
+        super().__init__()
+        self._embeddings_freq = callback.embeddings_freq
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch % self._embeddings_freq == 0:
+            self.model.save_weights("embeddings.weights.h5")
 
 
 class _AgreeFirst(keras.callbacks.Callback):

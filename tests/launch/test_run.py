@@ -35,7 +35,11 @@ PYTHON = [sys.executable, "-I", "-S", "-c"]
 def by_rank(*scripts):
     """A shell command that runs the script of its rank."""
     cases = " ".join(f"{rank}) {script} ;;" for rank, script in enumerate(scripts))
-    return ["sh", "-c", f"""rank=${{TF_CONFIG##*'"index": '}}; case ${{rank%%\\}}*}} in {cases} esac"""]
+    return [
+        "sh",
+        "-c",
+        f"""rank=${{TF_CONFIG##*'"index": '}}; case ${{rank%%\\}}*}} in {cases} esac""",
+    ]
 
 
 class Jobs:
@@ -57,8 +61,7 @@ class Jobs:
         return job
 
     def run(self, *arguments, **options) -> subprocess.CompletedProcess:
-        job = self.start(*arguments, **options)
-        return finish(job)
+        return finish(self.start(*arguments, **options))
 
     def left(self) -> list[str]:
         """The command lines of the processes that are alive."""
@@ -93,13 +96,16 @@ def jobs():
 
 
 def finish(job, said="") -> subprocess.CompletedProcess:
+    """Waits for the end; `said` is what was read of the output before."""
     try:
         stdout, stderr = job.communicate(timeout=TIMEOUT)
     except subprocess.TimeoutExpired:
         job.kill()
         stdout, stderr = job.communicate()
         pytest.fail(f"The job did not end.\n{said}{stdout}\n{stderr}")
-    return subprocess.CompletedProcess(job.args, job.returncode, said + stdout, stderr)
+    return subprocess.CompletedProcess(
+        job.args, job.returncode, said + stdout if said else stdout, stderr
+    )
 
 
 def wait_for(job, *lines) -> str:
@@ -186,9 +192,7 @@ def test_a_last_line_without_an_end_and_returned_carriages_are_passed_on(jobs):
 
 def test_a_long_line_and_bytes_that_are_no_text_come_whole(jobs):
     write = "import os; os.write(1, b'x' * 300_000 + b'\\xff\\xc3\\xa9\\n')"
-    finished = jobs.run(
-        *TWO, *PYTHON, write, text=False, environment={"PYTHONIOENCODING": "ascii"}
-    )
+    finished = jobs.run(*TWO, *PYTHON, write, text=False, environment={"PYTHONIOENCODING": "ascii"})
     line = b"x" * 300_000 + b"\xff\xc3\xa9\n"
     assert finished.returncode == 0, finished.stderr
     assert sorted(finished.stdout.splitlines(keepends=True)) == [b"[0] " + line, b"[1] " + line]
@@ -209,12 +213,9 @@ def test_ranks_read_nothing(jobs):
 
 def test_a_rank_that_never_stops_talking_does_not_drown_the_others(jobs):
     finished = jobs.run(
-        *TWO,
-        *by_rank("exec yes", "sleep 0.5; exit 5"),
-        program=HURRIED,
-        stdout=subprocess.DEVNULL,
-    ) if False else None
-    assert finished is None
+        *TWO, *by_rank("yes", "sleep 0.3; exit 5"), program=HURRIED, stdout=subprocess.DEVNULL
+    )
+    assert_said(finished, 5, "rank 1 failed first, with exit code 5; the job was ended.")
 
 
 # How a job ends.
@@ -230,3 +231,212 @@ def test_the_first_failure_decides_and_ends_the_others(jobs):
     assert_said(finished, 3, "rank 1 failed first, with exit code 3; the job was ended.")
     assert finished.stdout == "[0] told\n"
     assert time.monotonic() - begin < 20
+
+
+def test_a_failure_that_tells_of_another_does_not_decide(jobs):
+    finished = jobs.run(*TWO, *by_rank("exit 75", "sleep 0.3; exit 4"))
+    assert_said(finished, 4, "rank 1 failed first, with exit code 4; the job was ended.")
+    finished = jobs.run(*TWO, "sh", "-c", "exit 75")
+    assert finished.returncode == 75
+    assert "with exit code 75" in finished.stderr
+
+
+def test_the_others_have_time_for_their_last_words(jobs):
+    finished = jobs.run(*TWO, *by_rank("sleep 0.5; echo verdict; exit 75", "exit 3"))
+    assert_said(finished, 3, "rank 1 failed first, with exit code 3; the job was ended.")
+    assert finished.stdout == "[0] verdict\n"
+
+
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (11, "SIGSEGV"), (40, "signal 40")])
+def test_a_rank_that_a_signal_killed_is_named(jobs, number, name):
+    finished = jobs.run(*TWO, *by_rank("sleep 0.2", f"kill -{number} $$"))
+    assert_said(finished, 128 + number, f"rank 1 was killed by {name}; the job was ended.")
+
+
+def test_a_rank_that_is_ended_with_the_job_is_not_blamed(jobs):
+    """A rank that hung was killed here, and was then said to be the cause, with code 137."""
+    finished = jobs.run(
+        *TWO, *by_rank("exit 75", "trap '' TERM; while :; do sleep 0.1; done"), program=HURRIED
+    )
+    assert finished.returncode == 75
+    assert "rank 0" in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGQUIT, 131)],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_signals_reach_all_ranks_and_end_the_job(jobs, number, code):
+    name = number.name.removeprefix("SIG")
+    job = jobs.start(
+        *TWO, "sh", "-c", f"trap 'echo told; exit 9' {name}; echo up; sleep 1000 & wait"
+    )
+    said = wait_for(job, "[0] up", "[1] up")
+    job.send_signal(number)
+    finished = finish(job, said)
+    assert_said(finished, code, f"ended by SIG{name}.")
+    assert sorted(finished.stdout.splitlines()[-2:]) == ["[0] told", "[1] told"]
+
+
+def test_ranks_that_ignore_signals_are_killed(jobs):
+    job = jobs.start(
+        *TWO,
+        *["sh", "-c", "trap '' INT TERM; echo up; while :; do sleep 0.1; done"],
+        program=HURRIED,
+    )
+    said = wait_for(job, "[0] up", "[1] up")
+    job.send_signal(signal.SIGINT)
+    assert_said(finish(job, said), 130, "ended by SIGINT.")
+
+
+def test_a_job_under_nohup_outlives_its_terminal(jobs, tmp_path):
+    go = tmp_path / "go"
+    wait = ["sh", "-c", f"echo up; until [ -e {go} ]; do sleep 0.05; done"]
+    job = jobs.start(*TWO, *wait, program=["nohup", *PROGRAM])
+    said = wait_for(job, "[0] up", "[1] up")
+    job.send_signal(signal.SIGHUP)
+    go.touch()
+    assert finish(job, said).returncode == 0
+
+
+def test_ranks_end_when_nobody_reads_what_they_print(jobs):
+    job = jobs.start(*TWO, "yes")
+    wait_for(job, "[0] y")
+    job.stdout.close()
+    errors = job.stderr.read()
+    assert job.wait(TIMEOUT) == 128 + signal.SIGPIPE
+    assert errors == "tfdist-run: ended by SIGPIPE.\n"
+
+
+# Ranks that are stopped.
+
+
+def test_a_rank_that_is_stopped_for_too_long_ends_the_job(jobs):
+    finished = jobs.run(
+        "--watchdog_seconds=0.5",
+        *TWO,
+        *by_rank("trap 'echo told; exit 9' TERM; sleep 1000 & wait", "kill -STOP $$"),
+        program=HURRIED,
+    )
+    assert_said(finished, 75, "rank 1 was frozen (SIGSTOP); the job was ended.")
+    assert finished.stdout == "[0] told\n"
+
+
+def test_a_stopped_rank_that_the_others_watchdog_found_is_named(jobs):
+    finished = jobs.run(*TWO, *by_rank("sleep 0.5; exit 75", "kill -STOP $$"), program=HURRIED)
+    assert_said(finished, 75, "rank 1 was frozen (SIGSTOP); the job was ended.")
+
+
+@pytest.mark.parametrize("seconds", ["0", "30"])
+def test_a_rank_may_be_stopped_for_a_while(jobs, tmp_path, seconds):
+    wake = f"until [ -s {tmp_path}/pid ]; do sleep 0.05; done; sleep 1; kill -CONT $(cat {tmp_path}/pid)"
+    finished = jobs.run(
+        f"--watchdog_seconds={seconds}",
+        *TWO,
+        *by_rank(wake, f"echo $$ > {tmp_path}/pid; kill -STOP $$; echo back"),
+    )
+    assert (finished.returncode, finished.stdout, finished.stderr) == (0, "[1] back\n", "")
+
+
+# What is left. The fixture finds every process that is alive after its test.
+
+
+@pytest.mark.parametrize(
+    ("last", "code"),
+    [("exit 0", 0), ("exit 3", 3), ("kill -9 $$", 137)],
+    ids=["success", "failure", "killed"],
+)
+def test_children_end_with_their_rank(jobs, last, code):
+    finished = jobs.run(*TWO, "sh", "-c", f"sleep 1000 & {last}")
+    assert finished.returncode == code
+
+
+def test_children_in_a_process_group_of_their_own_end_too(jobs):
+    child = (
+        "import os; os.setpgid(0, 0); print('up', flush=True); os.execlp('sleep', 'sleep', '1000')"
+    )
+    start = f"import subprocess; subprocess.Popen([{sys.executable!r}, '-ISc', {child!r}]); "
+    job = jobs.start(*TWO, *PYTHON, start + "import time; time.sleep(1000)")
+    said = wait_for(job, "[0] up", "[1] up")
+    job.terminate()
+    assert finish(job, said).returncode == 143
+
+
+def test_ranks_end_when_the_launcher_is_killed(jobs):
+    job = jobs.start(*TWO, "sh", "-c", "sleep 1000 & echo up; wait")
+    wait_for(job, "[0] up", "[1] up")
+    job.kill()
+    assert job.wait(TIMEOUT) == -signal.SIGKILL
+
+
+# How it is called.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--", "true"], ["-np N"]),
+        (["-np", "0", "true"], ["--np=0"]),
+        (["-np", "two", "true"], ["--np=two"]),
+        (["-np", "2"], ["no command"]),
+        (["-np", "2", "--"], ["no command"]),
+        (["-np", "2", "--", "no-such-command"], ["'no-such-command'", "PATH"]),
+        (["-np", "2", "--", "/etc"], ["'/etc'"]),
+        (["-np", "2", "--ngine=tensorflow", "true"], ["'ngine'", "engine"]),
+        (["-np", "2", "--engine=mpi", "true"], ["--engine=mpi", "horovod|tensorflow"]),
+        (["-np", "2", "--watchdog_seconds=-1", "true"], ["--watchdog_seconds=-1"]),
+        (["-np"], ["np"]),
+        (["--flagfile=/no/such/file", "true"], ["/no/such/file"]),
+        (["-np", "2", "-H", "a:b", "true"], ["host:slots", "'a:b'"]),
+        (["-np", "2", "-H", "a:0", "true"], ["host:slots", "'a:0'"]),
+        (["-np", "2", "-H", "a:-1", "true"], ["host:slots", "'a:-1'"]),
+        (["-np", "2", "-H", "a:²", "true"], ["host:slots", "'a:²'"]),
+        (["-np", "2", "-H", ":2", "true"], ["host:slots", "':2'"]),
+        (["-np", "2", "-H", ",", "true"], ["host:slots", "','"]),
+        (["-np", "4", "-H", "localhost:2,127.0.0.1", "true"], ["-np 4", "slots", "has: 3"]),
+        (["-np", "2", "-H", "far:2", "--engine=tensorflow", "true"], ["far", "--engine=horovod"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and "true" in value else None,
+)
+def test_what_cannot_be_done_is_said_in_one_line(jobs, arguments, words):
+    finished = jobs.run(*arguments)
+    assert finished.returncode == 2, finished.stderr
+    assert finished.stdout == ""
+    assert finished.stderr.startswith("tfdist-run: ")
+    assert finished.stderr.count("\n") == 1, finished.stderr
+    for word in words:
+        assert word in finished.stderr
+
+
+def test_a_file_that_is_no_program_is_said_in_one_line(jobs, tmp_path):
+    (tmp_path / "program").write_text("neither a script nor a binary")
+    (tmp_path / "program").chmod(0o755)
+    finished = jobs.run(*TWO, str(tmp_path / "program"))
+    assert_said(finished, 2, f"'{tmp_path}/program' cannot be run: Exec format error.")
+
+
+def test_this_machine_may_be_named(jobs):
+    finished = jobs.run("-H", "localhost:1,127.0.0.1:1", *TWO, "echo", "up")
+    assert finished.returncode == 0, finished.stderr
+    assert sorted(finished.stdout.splitlines()) == ["[0] up", "[1] up"]
+
+
+def test_flags_may_come_from_a_file(jobs, tmp_path):
+    (tmp_path / "flags").write_text("# two ranks\n--np=2\n--engine=tensorflow\n")
+    finished = jobs.run(f"--flagfile={tmp_path}/flags", "--", "echo", "up")
+    assert finished.returncode == 0, finished.stderr
+    assert sorted(finished.stdout.splitlines()) == ["[0] up", "[1] up"]
+
+
+@pytest.mark.parametrize("program", ["tfdist-run", "tfdist-train"])
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_fits_a_screen(jobs, program, flag):
+    finished = jobs.run(
+        flag, program=[str(SCRIPTS / program)], environment={"COLUMNS": "80", "LINES": "24"}
+    )
+    assert (finished.returncode, finished.stderr) == (0, "")
+    lines = finished.stdout.splitlines()
+    assert f"Usage: {program} " in finished.stdout
+    assert len(lines) < 24
+    assert max(map(len, lines)) <= 80

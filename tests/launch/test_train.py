@@ -85,7 +85,7 @@ def test_help_fits_the_screen():
     job = run([TRAIN[0], "--help"])
     assert job.returncode == 0
     lines = job.stdout.splitlines()
-    assert len(lines) <= 40 and max(map(len, lines)) <= 80
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
 
 
 def test_flags_from_a_file(tmp_path):
