@@ -202,13 +202,14 @@ class Supervisor:
 
     def _end(self, number: int) -> None:
         """Ends the ranks that still run, by SIGTERM or by SIGKILL."""
-        if self._stopped_since and self._frozen is None and not self._own_failures():
-            self._frozen = min(self._stopped_since, key=lambda rank: self._stopped_since[rank])
         running = [rank for rank, process in enumerate(self._ranks) if process.returncode is None]
         self._ended_here.update(running)
+        stopped = [rank for rank in running if rank in self._stopped_since]
+        if stopped and self._frozen is None and not self._own_failures():
+            self._frozen = min(stopped, key=lambda rank: self._stopped_since[rank])
         for rank in running:
             # One that is stopped hears SIGKILL only.
-            if number == signal.SIGKILL or rank in self._stopped_since:
+            if number == signal.SIGKILL or rank in stopped:
                 _kill_session(self._ranks[rank].pid)
         self._forward(number)
 
@@ -239,9 +240,11 @@ class Supervisor:
 
     def _print(self, rank: int, lines: Sequence[bytes]) -> None:
         shown = [line.strip(b"\x08") for line in lines if line.strip(b"\x08 ")]
+        text = memoryview(b"".join(b"[%d] %s\n" % (rank, line) for line in shown))
         try:
-            sys.stdout.buffer.write(b"".join(b"[%d] %s\n" % (rank, line) for line in shown))
-            sys.stdout.buffer.flush()
+            # Not through sys.stdout: under PYTHONUNBUFFERED it writes a part where a signal comes.
+            while text:
+                text = text[os.write(sys.stdout.fileno(), text) :]
         except BrokenPipeError:
             # Nobody reads on, as behind `| head`: the ranks end as if they had been told so.
             with open(os.devnull, "wb") as nowhere:

@@ -60,7 +60,7 @@ def test_a_degree_is_a_positive_integer_or_minus_one(axis, degree):
 
 
 def test_only_one_axis_is_what_is_left():
-    with pytest.raises(ValueError, match="Only one mesh axis.*data=-1, tensor=-1"):
+    with pytest.raises(ValueError, match=r"Only one mesh axis.*data=-1, tensor=-1"):
         Mesh(tensor=-1)
 
 
@@ -155,7 +155,7 @@ def test_coordinates_of_a_rank_that_is_not_there(rank):
 
 def test_places_that_are_not_there():
     mesh = resolved((2, 1, 2))
-    with pytest.raises(ValueError, match="data axis has 2 ranks.*data=2"):
+    with pytest.raises(ValueError, match=r"data axis has 2 ranks.*data=2"):
         mesh.rank_at({"data": 2})
     for ask in (mesh.group, mesh.groups, lambda axis: mesh.rank_at({axis: 0})):
         with pytest.raises(ValueError, match="Received: 'expert'"):

@@ -21,8 +21,8 @@ def _next(original, self, ordered=True):
     """
     seed = original(self, ordered)
     replica = current_replica()
-    place = 0 if replica is None else replica.replica_id_in_sync_group
-    if not isinstance(place, int) or place == 0:
+    place = 0 if replica is None else replica.strategy.mesh.coordinates()["data"]
+    if place == 0:
         return seed
     offset = (place * _STRIDE) % (1 << 31)
     return seed + tf.constant([offset, 0], dtype=seed.dtype)

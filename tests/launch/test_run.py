@@ -191,8 +191,15 @@ def test_a_last_line_without_an_end_and_returned_carriages_are_passed_on(jobs):
 
 
 def test_a_long_line_and_bytes_that_are_no_text_come_whole(jobs):
+    """A rank that ended while its line was written cut the line short."""
     write = "import os; os.write(1, b'x' * 300_000 + b'\\xff\\xc3\\xa9\\n')"
-    finished = jobs.run(*TWO, *PYTHON, write, text=False, environment={"PYTHONIOENCODING": "ascii"})
+    finished = jobs.run(
+        *TWO,
+        *PYTHON,
+        write,
+        text=False,
+        environment={"PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": "1"},
+    )
     line = b"x" * 300_000 + b"\xff\xc3\xa9\n"
     assert finished.returncode == 0, finished.stderr
     assert sorted(finished.stdout.splitlines(keepends=True)) == [b"[0] " + line, b"[1] " + line]

@@ -133,4 +133,5 @@ def saved_evaluation(path: Path, x, y) -> dict[str, float]:
 
 def served(path: Path, x):
     """What an exported model predicts, in plain TensorFlow."""
-    return tf.saved_model.load(os.fspath(path)).serve(x).numpy()
+    loaded = tf.saved_model.load(os.fspath(path))
+    return loaded.serve(x).numpy()

@@ -97,5 +97,5 @@ def unbatched(strategy):
 
 @on_ranks(("tensorflow", 2))
 def test_a_data_set_without_batches_is_refused(pool):
-    with pytest.raises(ValueError, match="Call `.batch\\(\\)`"):
+    with pytest.raises(ValueError, match=r"Call `\.batch\(\)`"):
         pool.run(programs.on_rank, unbatched)

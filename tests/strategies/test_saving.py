@@ -261,15 +261,17 @@ def write_to_tensorboard(strategy, root: Path):
         return files(directory)
 
 
-def scalars(directory: Path) -> dict[tuple[str, str, int], float]:
-    """What the event files under a directory say: by folder, name and step."""
+def scalars(directory: Path) -> dict[str, float]:
+    """What the event files under a directory say: by folder, name and step, as "folder/name@step"."""
     found = {}
     for path in sorted(directory.rglob("events.out.tfevents.*")):
         for event in tf.compat.v1.train.summary_iterator(str(path)):
             for value in event.summary.value:
                 if value.metadata.plugin_data.plugin_name == "scalars":
-                    key = str(path.parent.relative_to(directory)), value.tag, event.step
-                    found[key] = float(tf.make_ndarray(value.tensor))
+                    folder = path.parent.relative_to(directory)
+                    found[f"{folder}/{value.tag}@{event.step}"] = float(
+                        tf.make_ndarray(value.tensor)
+                    )
     return found
 
 
@@ -280,7 +282,8 @@ def test_tensorboard(pool, one_process, tmp_path):
     written = pool.run(programs.on_rank, write_to_tensorboard, tmp_path / "many")
     assert written[1:] == [[]] * (pool.num_ranks - 1)
     expected, got = scalars(tmp_path / "one" / "rank0"), scalars(tmp_path / "many" / "rank0")
-    steps = [step for folder, name, step in expected if name == "batch_loss"]
-    assert steps == [2, 4, 6, 8]
-    assert ("by-epoch/validation", "epoch_loss", 1) in expected
+    by_batch = [name.partition("@")[2] for name in expected if "/batch_loss@" in name]
+    assert by_batch == ["2", "4", "6", "8"]
+    assert "by-epoch/validation/epoch_loss@1" in expected
+    assert list(got) == list(expected)
     programs.compare("scalars", got, expected, 1e-5)
