@@ -5,7 +5,7 @@ PYTHON = python3.11
 VENV = .venv
 NP = 2
 DEMO_FLAGS = --model=convnet --dataset=digits --strategy=auto
-BENCHMARK = benchmarks/run.py
+BENCHMARK = -m benchmarks.data_parallel
 TESTS = tests
 
 PY = $(VENV)/bin/python
@@ -31,26 +31,26 @@ $(INSTALLED): setup.cfg pyproject.toml
 $(HOROVOD): $(INSTALLED)
 	@$(VENV)/bin/tfdist-install-horovod && touch $@ || test $$? -eq 2
 
-demo: | $(PY) ## Trains the ConvNet on the digits, on two ranks
-	$(VENV)/bin/tfdist-run -np $(NP) -- $(VENV)/bin/tfdist-train $(DEMO_FLAGS)
+demo: setup ## Trains the ConvNet on the digits, on two ranks
+	TF_CPP_MIN_LOG_LEVEL=3 $(VENV)/bin/tfdist-run -np $(NP) -- $(VENV)/bin/tfdist-train $(DEMO_FLAGS)
 
-test: | $(PY) ## The tests but the long matrices
+test: setup ## The tests but the long matrices
 	$(PY) -m pytest -q -m "not slow" $(TESTS)
 
-test-all: | $(PY) ## All tests
+test-all: setup ## All tests
 	$(PY) -m pytest -q $(TESTS)
 
-lint: | $(PY) ## Looks for mistakes and for what `make format` would change
+lint: setup ## Looks for mistakes and for what `make format` would change
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-format: | $(PY) ## Formats the code
+format: setup ## Formats the code
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
 # mypy does not follow package_dir, so it reads the package as users get it: from an installed
 # wheel, built from a copy so that no build/ with files of yesterday takes part.
-typecheck: | $(PY) ## Checks the types
+typecheck: setup ## Checks the types
 	@set -e; work=$$(mktemp -d); trap 'rm -rf "$$work"' EXIT; \
 	mkdir "$$work/source"; \
 	for item in setup.cfg pyproject.toml README.md LICENSE tfdist strategies models launch; do \
@@ -62,14 +62,11 @@ typecheck: | $(PY) ## Checks the types
 	"$$python" -m mypy --config-file "$$root/pyproject.toml" \
 	  --cache-dir "$$root/.mypy_cache" -p tfdist
 
-benchmark: | $(PY) ## Measures what the README reports
+benchmark: setup ## Measures what the README reports
 	$(PY) $(BENCHMARK)
 
 clean: ## Removes what builds and tests leave; the environment stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
-
-$(PY):
-	@echo "There is no $(VENV): make setup first." >&2; exit 2
 
 .PHONY: help setup demo test test-all lint format typecheck benchmark clean

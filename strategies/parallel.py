@@ -11,7 +11,7 @@ import tensorflow as tf
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 
 from tfdist.collectives import Engine, Group, all_gather, all_reduce
-from tfdist.data.sharding import equal_steps, shard_batches
+from tfdist.data.sharding import equal_steps, is_per_rank, mark_per_rank, shard_batches
 from tfdist.mesh import Mesh
 from tfdist.monitoring import Watchdog, startup_guard
 from tfdist.strategies import keras_seam
@@ -225,6 +225,8 @@ class _ParallelExtended(OneDeviceExtended):
     def _experimental_distribute_dataset(self, dataset, options):
         del options
         mesh = self._parallel.mesh
+        if is_per_rank(dataset):
+            return equal_steps(dataset, self._parallel.group())
         return shard_batches(dataset, mesh.shape["data"], mesh.coordinates()["data"])
 
     def _distribute_datasets_from_function(self, dataset_fn, options):
@@ -235,7 +237,7 @@ class _ParallelExtended(OneDeviceExtended):
             input_pipeline_id=mesh.coordinates()["data"],
             num_replicas_in_sync=mesh.shape["data"],
         )
-        return equal_steps(dataset_fn(context), self._parallel.group())
+        return equal_steps(mark_per_rank(dataset_fn(context)), self._parallel.group())
 
     def _experimental_distribute_values_from_function(self, value_fn):
         mesh = self._parallel.mesh

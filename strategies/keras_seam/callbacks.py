@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import keras
+import tensorflow as tf
 
+from tfdist.collectives import all_reduce
 from tfdist.collectives.objects import broadcast_object
 from tfdist.strategies.keras_seam.synchronization import (
     broadcast_variables,
@@ -136,6 +138,12 @@ class _AgreeLast(keras.callbacks.Callback):
     def __init__(self, strategy):
         super().__init__()
         self._strategy = strategy
+
+    def on_epoch_end(self, epoch, logs=None):
+        # A callback of the user's own may have looked at more than the logs.
+        stop = tf.constant(bool(self.model.stop_training))
+        stop = all_reduce(stop, self._strategy.group(), "max", name="stop-training")
+        self.model.stop_training = bool(stop)
 
     def on_train_begin(self, logs=None):
         group = self._strategy.group()

@@ -9,7 +9,9 @@ into that form here.
 
 from __future__ import annotations
 
+import tensorflow as tf
 from keras.src.losses import loss as loss_module
+from keras.src.trainers.compile_utils import CompileLoss
 
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.replica import current_step
@@ -27,8 +29,6 @@ def _apply_mask(original, sample_weight, mask, dtype, reduction):
     step = current_step()
     if step is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
         return weights
-    import tensorflow as tf
-
     valid = tf.reduce_sum(tf.cast(mask, "float32"))
     return weights * tf.cast(step.share_of(valid), weights.dtype)
 
@@ -38,8 +38,6 @@ def _reduce_values(original, values, sample_weight=None, reduction="sum_over_bat
     step = current_step()
     if step is None:
         return loss
-    import tensorflow as tf
-
     if reduction == "sum":
         # Weighting by share would make a mean of it.
         return tf.math.divide_no_nan(loss, tf.cast(step.share, loss.dtype))
@@ -49,7 +47,23 @@ def _reduce_values(original, values, sample_weight=None, reduction="sum_over_bat
     return loss
 
 
+def _compile_loss(original, self, y_true, y_pred, sample_weight=None):
+    """A loss for each sample (`reduction=None`) is summed by the tape, not averaged."""
+    loss = original(self, y_true, y_pred, sample_weight)
+    step = current_step()
+    if step is None or loss is None or len(loss.shape) == 0:
+        return loss
+
+    @tf.custom_gradient
+    def counted_in_full(values):
+        # Only the gradient is weighted by share later; what is reported stays as it is.
+        return values, lambda dy: tf.math.divide_no_nan(dy, tf.cast(step.share, dy.dtype))
+
+    return counted_in_full(loss)
+
+
 WRAPPERS = (
+    Wrapper(CompileLoss, "call", ("self", "y_true", "y_pred", "sample_weight"), _compile_loss),
     Wrapper(loss_module, "scale_loss_for_distribution", ("value",), _scale),
     Wrapper(loss_module, "unscale_loss_for_distribution", ("value",), _scale),
     Wrapper(

@@ -36,10 +36,29 @@ def _fit(original, self, *args, **kwargs):
     strategy = _parallel_strategy(self)
     if strategy is None:
         return original(self, *args, **kwargs)
+    if self.jit_compile:
+        raise ValueError(
+            "XLA cannot compile collectives of "
+            f"the {strategy.engine.name} engine. Received: compile(jit_compile=True) on "
+            f"{strategy.mesh.size} ranks. Leave `jit_compile` out, or set it to False."
+        )
     arguments = _arguments(original, self, *args, **kwargs)
+    _adopt_optimizers(self, strategy)
     share_random_state(strategy.group())
     _prepare_callbacks(strategy, arguments, training=True)
     return original(**arguments)
+
+
+def _adopt_optimizers(model, strategy) -> None:
+    """Lets optimizers that were made outside of the scope make their variables inside.
+
+    An optimizer notes the strategy that it was made under. One process has one set of variables
+    here, so there is nothing that a scope would have changed.
+    """
+    for value in (model.optimizer, *vars(model).values()):
+        while isinstance(value, keras.optimizers.Optimizer):
+            value._distribution_strategy = strategy
+            value = getattr(value, "inner_optimizer", None)
 
 
 def _evaluate(original, self, *args, **kwargs):

@@ -64,9 +64,7 @@ def fit_with_all_callbacks(strategy, root: Path) -> programs.Result:
     x, y = programs.images(programs.UNEVEN_ROWS)
     with programs.scope(strategy):
         model = programs.mlp()
-        model.compile(
-            programs.optimizer("sgd"), programs.cross_entropy(), metrics=["accuracy"]
-        )
+        model.compile(programs.optimizer("sgd"), programs.cross_entropy(), metrics=["accuracy"])
     record, heard = Record(), []
     callbacks = [
         keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.8),

@@ -106,6 +106,56 @@ def loss_summed_over_batch(strategy):
     )
 
 
+def loss_of_each_sample(strategy):
+    # Also an optimizer that was made outside of the scope.
+    rate = keras.optimizers.SGD(0.002, momentum=0.9)
+    loss = programs.cross_entropy(reduction=None)
+    return fit_images(strategy, mlp, lambda: compiled(rate, loss))
+
+
+def batches_of_a_known_size_that_does_not_divide(strategy):
+    return fit_images(
+        strategy,
+        mlp,
+        lambda: compiled(metrics=["accuracy"]),
+        data=lambda x, y: tf.data.Dataset.from_tensor_slices((x, y)).batch(10, drop_remainder=True),
+    )
+
+
+def own_function(strategy):
+    """A loop of the user's own, by tf.distribute's contract: losses scaled by the global batch."""
+    start()
+    x, y = images(48)
+    with scope(strategy):
+        model = mlp()
+        optimizer = programs.optimizer("sgd")
+        optimizer.build(model.trainable_variables)
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)
+
+    def step(batch):
+        images, labels = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(loss_of(labels, model(images))) / 12
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        return loss
+
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(12)
+    losses = []
+    if strategy is None:
+        losses = [float(step(batch)) for batch in data]
+    else:
+        whole_step = tf.function(lambda batch: strategy.run(step, args=(batch,)))
+        for batch in strategy.experimental_distribute_dataset(data):
+            losses.append(float(strategy.reduce("SUM", whole_step(batch), axis=None)))
+    return programs.Result(
+        {f"{i}/{w.path}": w.numpy() for i, w in enumerate(model.weights)},
+        {"loss": losses},
+        {},
+        [],
+    )
+
+
 def class_weights(strategy):
     return fit_images(strategy, mlp, compiled, class_weight={0: 1.0, 1: 3.0, 2: 0.5, 3: 1.0})
 
@@ -293,6 +343,9 @@ PROGRAMS = [
     sample_weights,
     loss_over_sum_of_weights,
     loss_summed_over_batch,
+    loss_of_each_sample,
+    batches_of_a_known_size_that_does_not_divide,
+    own_function,
     class_weights,
     masks,
     custom_train_step,
@@ -318,3 +371,64 @@ def reference(one_process, program):
 def test_as_in_one_process(pool, one_process, program):
     expected = reference(one_process, program)
     programs.assert_same(pool.run(programs.on_rank, program, timeout=120), expected)
+
+
+def overflow_on_one_rank(strategy):
+    """Under float16 with a loss scale, a gradient that overflows on one rank only."""
+    start()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        x, y = images(24)
+        x[8] = np.inf  # In the second half of the first batch: the second rank's rows.
+        with scope(strategy):
+            model = mlp()
+            model.compile(programs.optimizer("sgd"), programs.cross_entropy())
+        model.fit(x, y, batch_size=12, epochs=3, verbose=0, shuffle=False)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    scale = model.optimizer
+    return float(scale.dynamic_scale), int(scale.iterations), [w.numpy() for w in model.weights]
+
+
+@on_ranks(("horovod", 2), ("tensorflow", 2))
+def test_one_rank_that_overflows_skips_the_step_everywhere(pool, one_process):
+    expected = one_process.run(programs.in_one_process, overflow_on_one_rank)[0]
+    results = pool.run(programs.on_rank, overflow_on_one_rank)
+    assert expected[0] < 2.0**15, "the planned overflow did not happen"
+    for scale, iterations, weights in results:
+        assert (scale, iterations) == expected[:2]
+        for got, right in zip(weights, expected[2], strict=True):
+            np.testing.assert_allclose(got, right, atol=2e-3)
+
+
+def compiled_by_xla(strategy):
+    fit_images(strategy, mlp, lambda: compiled(jit_compile=True))
+
+
+@on_ranks(("tensorflow", 2))
+def test_xla_is_refused_in_one_line(pool):
+    with pytest.raises(ValueError, match="jit_compile=True"):
+        pool.run(programs.on_rank, compiled_by_xla)
+
+
+class StopOnChief(keras.callbacks.Callback):
+    def __init__(self, is_chief):
+        super().__init__()
+        self._is_chief = is_chief
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training = self._is_chief and epoch == 1
+
+
+def stop_on_one_rank(strategy):
+    x, y = images(UNEVEN_ROWS)
+    with strategy.scope():
+        model = mlp()
+        model.compile(**compiled())
+    callbacks = [StopOnChief(strategy.is_chief)]
+    return len(model.fit(x, y, epochs=5, verbose=0, callbacks=callbacks).epoch)
+
+
+@on_ranks(("tensorflow", 2))
+def test_one_rank_that_stops_stops_all(pool):
+    assert pool.run(programs.on_rank, stop_on_one_rank) == [2, 2]

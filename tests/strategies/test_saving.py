@@ -144,10 +144,11 @@ def keep_own_statistics(strategy, root: Path):
     with scope(strategy):
         model = programs.convnet(synchronized=False)
         model.compile(programs.optimizer("sgd"), programs.cross_entropy(), metrics=["accuracy"])
-    seen = []
+    seen, at_epoch_ends = [], []
     callbacks = [
         keras.callbacks.LambdaCallback(
-            on_train_batch_end=lambda batch, logs: seen.append((batch, statistics(model)))
+            on_train_batch_end=lambda batch, logs: seen.append((batch, statistics(model))),
+            on_epoch_end=lambda epoch, logs: at_epoch_ends.append(statistics(model)),
         ),
         keras.callbacks.ModelCheckpoint("epoch/{epoch}.weights.h5", save_weights_only=True),
     ]
@@ -161,6 +162,7 @@ def keep_own_statistics(strategy, root: Path):
         model.export("exported", verbose=False)
         extra = {
             "by_epoch": [own for batch, own in seen if batch == 4],
+            "at_epoch_ends": at_epoch_ends,
             "after_fit": after_fit,
             "before_save": before_save,
             "files": files(directory),
@@ -202,6 +204,16 @@ def test_unsynchronized_statistics_agree_after_training(pool, own_statistics):
         assert result.evaluation == results[0].evaluation
     expected = mean_of(results, "by_epoch", 1)
     programs.compare("after fit", results[0].extra["after_fit"], expected, 1e-5)
+
+
+@on_ranks(*KINDS)
+def test_callbacks_see_averaged_statistics(pool, own_statistics):
+    results, _ = own_statistics(pool)
+    for epoch in range(2):
+        expected = mean_of(results, "by_epoch", epoch)
+        for rank, result in enumerate(results):
+            seen = result.extra["at_epoch_ends"][epoch]
+            programs.compare(f"rank {rank} epoch {epoch}", seen, expected, 1e-5)
 
 
 @on_ranks(*KINDS)

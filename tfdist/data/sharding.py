@@ -54,7 +54,11 @@ def shard_batches(dataset: tf.data.Dataset, num_shards: int, index: int) -> tf.d
     _check_shuffles_alike(dataset)
 
     def take_rows(*batch):
-        start, end = row_range(_leading_size(batch), num_shards, index)
+        rows = _leading_size(batch)
+        if isinstance(rows, int) and rows % num_shards:
+            # The shares differ, so no rank's graph may take its own size for everybody's.
+            rows = tf.raw_ops.PlaceholderWithDefault(input=tf.constant(rows, tf.int64), shape=[])
+        start, end = row_range(rows, num_shards, index)
         own = tf.nest.map_structure(lambda part: _rows(part, start, end), batch)
         return own if len(own) > 1 else own[0]
 
@@ -135,11 +139,11 @@ def _with_unknown_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
     def forget(*batch):
         relaxed = tf.nest.map_structure(
-            lambda part: tf.raw_ops.PlaceholderWithDefault(
-                input=part, shape=[None, *part.shape[1:]]
-            )
-            if isinstance(part, tf.Tensor)
-            else part,
+            lambda part: (
+                tf.raw_ops.PlaceholderWithDefault(input=part, shape=[None, *part.shape[1:]])
+                if isinstance(part, tf.Tensor)
+                else part
+            ),
             batch,
         )
         return relaxed if len(relaxed) > 1 else relaxed[0]
