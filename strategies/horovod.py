@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tfdist.collectives.engine import Engine
 from tfdist.mesh import Mesh
+from tfdist.strategies.devices import pin_gpu
 from tfdist.strategies.parallel import WATCHDOG_SECONDS, ParallelStrategy, meeting
 
 __all__ = ["HorovodStrategy"]
@@ -38,6 +39,7 @@ class HorovodStrategy(ParallelStrategy):
         if engine is None:
             from tfdist.collectives.horovod import HorovodEngine
 
+            pin_gpu()
             with meeting(watchdog_seconds):
                 engine = HorovodEngine(mesh)
         super().__init__(engine, watchdog_seconds=watchdog_seconds, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tfdist.collectives.engine import Engine
 from tfdist.mesh import Mesh
+from tfdist.strategies.devices import pin_gpu
 from tfdist.strategies.parallel import WATCHDOG_SECONDS, ParallelStrategy, meeting
 
 __all__ = ["MultiWorkerStrategy"]
@@ -39,6 +40,7 @@ class MultiWorkerStrategy(ParallelStrategy):
         if engine is None:
             from tfdist.collectives.tensorflow import TensorFlowEngine
 
+            pin_gpu()
             with meeting(watchdog_seconds):
                 engine = TensorFlowEngine(mesh, communication)
         super().__init__(engine, watchdog_seconds=watchdog_seconds, **options)
