@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-
 PROGRAM = Path(__file__).with_name("program.py")
 WATCHDOG_SECONDS = 10.0
 ENGINES = ["horovod", "tensorflow"]
