@@ -6,12 +6,20 @@ calls Keras' own function, changes nothing outside of a tfdist strategy, and che
 that it relies on, so a Keras that moved is told apart at once.
 """
 
-from tfdist.strategies.keras_seam import losses, metrics, optimizers, randomness, saving, trainer
+from tfdist.strategies.keras_seam import (
+    losses,
+    metrics,
+    normalization,
+    optimizers,
+    randomness,
+    saving,
+    trainer,
+)
 from tfdist.strategies.keras_seam.wrapping import apply_wrappers
 
 __all__ = ["install"]
 
-_MODULES = (losses, metrics, optimizers, randomness, saving, trainer)
+_MODULES = (losses, metrics, normalization, optimizers, randomness, saving, trainer)
 
 
 def install() -> None:
