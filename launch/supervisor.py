@@ -17,7 +17,7 @@ import psutil
 
 from tfdist.exit_codes import ENDED_BY_WATCHDOG
 from tfdist.launch.command import UsageError
-from tfdist.launch.orphan_guard import OrphanGuard
+from tfdist.orphan_guard import OrphanGuard
 
 __all__ = ["Supervisor"]
 

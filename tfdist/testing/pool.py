@@ -17,6 +17,7 @@ from typing import IO, cast
 
 import cloudpickle
 
+from tfdist.orphan_guard import OrphanGuard
 from tfdist.rendezvous import local_environments
 
 __all__ = ["RankError", "RankPool", "run_ranks"]
@@ -162,6 +163,7 @@ class RankPool:
         environments = self._resources.enter_context(
             local_environments(self.engine, self.num_ranks)
         )
+        guard = self._resources.enter_context(OrphanGuard())
         key = secrets.token_bytes(16)
         listener = self._resources.enter_context(
             connection.Listener(str(self._logs / "tasks"), backlog=self.num_ranks, authkey=key)
@@ -196,6 +198,7 @@ class RankPool:
             stdin.write(key.hex().encode() + b"\n")
             stdin.flush()
             self._processes.append(process)
+            guard.watch(process.pid)
         channels: dict[int, connection.Connection] = {}
         try:
             for _ in environments:
