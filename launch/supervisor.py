@@ -23,7 +23,7 @@ __all__ = ["Supervisor"]
 
 #: How long ranks may go on after one has failed: the watchdog's verdict takes a few seconds, and
 #: its words are worth more than a quick end.
-_GRACE_SECONDS = 10.0
+_GRACE_SECONDS = 8.0
 _TERMINATE_SECONDS = 5.0
 _LOOK_SECONDS = 0.2
 #: Read at a time, so that a rank that never stops talking does not keep the others from being
@@ -131,6 +131,8 @@ class Supervisor:
                 continue
             if ending_since is None:
                 ending_since = time.monotonic()
+            if all(rank in self._stopped_since for rank in self._running()):
+                self._end(signal.SIGKILL)  # Who is left is frozen, and has nothing to say.
             while steps and time.monotonic() - ending_since > steps[0][0]:
                 self._end(steps.pop(0)[1])
 
@@ -200,9 +202,12 @@ class Supervisor:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, number)
 
+    def _running(self) -> list[int]:
+        return [rank for rank, process in enumerate(self._ranks) if process.returncode is None]
+
     def _end(self, number: int) -> None:
         """Ends the ranks that still run, by SIGTERM or by SIGKILL."""
-        running = [rank for rank, process in enumerate(self._ranks) if process.returncode is None]
+        running = self._running()
         self._ended_here.update(running)
         stopped = [rank for rank in running if rank in self._stopped_since]
         if stopped and self._frozen is None and not self._own_failures():

@@ -26,6 +26,10 @@ _LAUNCHER_VARIABLES = (
     ("PMI_RANK", "PMI_SIZE"),
 )
 
+#: How often Horovod looks for work, in ms, unless the user says. At its own 1 ms the looking
+#: takes up to a fifth of a core that also computes; at 5 ms what waits for a sum waits longer.
+_CYCLE_MS = 2.5
+
 
 def started_by_horovod() -> tuple[int, int] | None:
     """Returns (rank, size) where horovodrun or mpirun started this process, else None."""
@@ -78,6 +82,7 @@ class HorovodEngine(Engine):
                 "Horovod is already running in this process. Make the strategy before anything "
                 "else calls hvd.init(): it starts Horovod with the process sets of its mesh."
             )
+        os.environ.setdefault("HOROVOD_CYCLE_TIME", str(_CYCLE_MS))
         hvd.init(process_sets=list(sets.values()))
         if (hvd.rank(), hvd.size()) != (resolved.rank, resolved.size):
             resolved = mesh.resolve(size=hvd.size(), rank=hvd.rank())
