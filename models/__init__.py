@@ -1,6 +1,7 @@
 """Reference models: what the launchers train and the benchmarks measure."""
 
 from tfdist.models.convnet import convnet
+from tfdist.models.gpt import gpt
 from tfdist.models.mlp import mlp
 
-__all__ = ["convnet", "mlp"]
+__all__ = ["convnet", "gpt", "mlp"]

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist.collectives import Group, all_gather, all_reduce
+from tfdist.layers.sharding import partial_gradient_group
 from tfdist.strategies.replica import KerasStep
 
-__all__ = ["reduce_gradients", "weigh_gradients"]
+__all__ = ["reduce_gradients", "sum_partial_gradients", "weigh_gradients"]
 
 
 def weigh_gradients(gradients: Sequence, step: KerasStep | None) -> list:
@@ -32,7 +33,31 @@ def weigh_gradients(gradients: Sequence, step: KerasStep | None) -> list:
     return [weigh(gradient) for gradient in gradients]
 
 
-def reduce_gradients(gradients: Sequence, group: Group, reduction: str, bucket_bytes: int) -> list:
+def sum_partial_gradients(gradients: Sequence, variables: Sequence, bucket_bytes: int) -> list:
+    """Sums the gradients of whole variables of which each tensor rank saw a part of the work.
+
+    Args:
+        gradients: Tensors or None, in the order of the variables.
+        variables: The variables; fewer, or none, where they are not known.
+        bucket_bytes: The size at which a bucket is full.
+    """
+    summed = list(gradients)
+    places: dict[Group, list[int]] = {}
+    for place, variable in enumerate(variables):
+        group = partial_gradient_group(variable)
+        if group is not None:
+            places.setdefault(group, []).append(place)
+    for group, some in places.items():
+        parts = [None if summed[p] is None else tf.convert_to_tensor(summed[p]) for p in some]
+        parts = reduce_gradients(parts, group, "sum", bucket_bytes, name="partial-gradients")
+        for place, part in zip(some, parts, strict=True):
+            summed[place] = part
+    return summed
+
+
+def reduce_gradients(
+    gradients: Sequence, group: Group, reduction: str, bucket_bytes: int, name: str = "gradients"
+) -> list:
     """Reduces gradients over a group.
 
     Gradients of one dtype that together fill a bucket travel as one flat tensor, those that the
@@ -44,6 +69,7 @@ def reduce_gradients(gradients: Sequence, group: Group, reduction: str, bucket_b
         group: The data axis.
         reduction: "sum" or "mean".
         bucket_bytes: The size at which a bucket is full.
+        name: What travels, for messages.
 
     Returns:
         The reduced gradients, in the order given.
@@ -55,18 +81,16 @@ def reduce_gradients(gradients: Sequence, group: Group, reduction: str, bucket_b
     for index, gradient in enumerate(gradients):
         if isinstance(gradient, tf.IndexedSlices):
             if _rows_are_fewer(gradient, group):
-                reduced[index] = _reduce_rows(gradient, group, reduction, f"gradients/{index}")
+                reduced[index] = _reduce_rows(gradient, group, reduction, f"{name}/{index}")
             else:
                 reduced[index] = tf.convert_to_tensor(gradient)
                 dense.append(index)
         elif gradient is not None:
             dense.append(index)
     for number, bucket in enumerate(_buckets([(i, reduced[i]) for i in dense], bucket_bytes)):
-        name = f"gradients/bucket{number}"
         tensors = [reduced[index] for index in bucket]
-        for index, tensor in zip(
-            bucket, _reduce_flat(tensors, group, reduction, name), strict=True
-        ):
+        results = _reduce_flat(tensors, group, reduction, f"{name}/bucket{number}")
+        for index, tensor in zip(bucket, results, strict=True):
             reduced[index] = tensor
     return reduced
 

@@ -198,11 +198,15 @@ class _ParallelExtended(OneDeviceExtended):
 
     # -- reductions -------------------------------------------------------------------------
 
+    @property
+    def bucket_bytes(self) -> int:
+        """How many bytes of gradients travel together."""
+        return self._parallel._bucket_bytes
+
     def reduce_gradients(self, gradients, reduction: str) -> list:
         """Reduces gradients over the data axis, in buckets."""
-        return reduce_gradients(
-            gradients, self._parallel.group("data"), reduction, self._parallel._bucket_bytes
-        )
+        group = self._parallel.group("data")
+        return reduce_gradients(gradients, group, reduction, self.bucket_bytes)
 
     def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
         context = tf.distribute.get_replica_context()

@@ -68,12 +68,14 @@ class ReplicaContext(tf.distribute.ReplicaContext):
     Attributes:
         step: The Keras step under way, or None for a function of the user's own.
         reduced: The ids of optimizers whose gradients were already reduced in this run.
+        applied_to: By an optimizer's id, the variables of the gradients that it is applying.
     """
 
     def __init__(self, strategy, step: KerasStep | None):
         super().__init__(strategy, replica_id_in_sync_group=strategy.mesh.coordinates()["data"])
         self.step = step
         self.reduced: set[int] = set()
+        self.applied_to: dict[int, list] = {}
 
     @property
     def devices(self):

@@ -21,6 +21,7 @@ _ROOMS = (
     "callbacks",
     "collectives",
     "data",
+    "layers",
     "models",
     "monitoring",
     "optimizers",

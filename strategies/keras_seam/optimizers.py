@@ -13,7 +13,10 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 from tfdist.collectives import all_reduce
-from tfdist.strategies.gradients import weigh_gradients
+from tfdist.layers.sharding import mark_split, sharding_of
+from tfdist.optimizers.clipping import clip_split_gradients
+from tfdist.optimizers.elementwise import check_elementwise
+from tfdist.strategies.gradients import sum_partial_gradients, weigh_gradients
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.replica import current_replica, current_step
 
@@ -22,6 +25,12 @@ __all__ = ["WRAPPERS"]
 
 def _apply_gradients(original, self, grads, trainable_variables):
     """Before accumulation: a micro-step's gradient counts by that micro-step's shares."""
+    replica = current_replica()
+    if replica is not None:
+        # What follows gets the gradients without their variables.
+        replica.applied_to[id(self)] = list(trainable_variables)
+        if any(sharding_of(variable) is not None for variable in trainable_variables):
+            check_elementwise(self)
     return original(self, weigh_gradients(grads, current_step()), trainable_variables)
 
 
@@ -31,7 +40,11 @@ def _clip_gradients(original, self, grads):
     if replica is None:
         return original(self, grads)
     replica.reduced.add(id(self))
-    return original(self, _reduce(replica, grads))
+    grads = _reduce(self, replica, grads)
+    shardings = [sharding_of(variable) for variable in replica.applied_to.get(id(self), ())]
+    if any(sharding is not None for sharding in shardings):
+        return clip_split_gradients(self, grads, shardings)
+    return original(self, grads)
 
 
 def _all_reduce_sum_gradients(original, self, grads_and_vars):
@@ -42,8 +55,17 @@ def _all_reduce_sum_gradients(original, self, grads_and_vars):
     if id(self) in replica.reduced:
         return grads_and_vars
     grads_and_vars = list(grads_and_vars)
-    grads = _reduce(replica, [grad for grad, _ in grads_and_vars])
+    grads = _reduce(self, replica, [grad for grad, _ in grads_and_vars])
     return [(grad, variable) for grad, (_, variable) in zip(grads, grads_and_vars, strict=True)]
+
+
+def _add_variable_from_reference(original, self, reference_variable, *args, **kwargs):
+    """The moments of a slice are slices of the moments."""
+    variable = original(self, reference_variable, *args, **kwargs)
+    sharding = sharding_of(reference_variable)
+    if sharding is not None:
+        mark_split(variable, sharding)
+    return variable
 
 
 def _check_finite(original, self, grads):
@@ -55,7 +77,10 @@ def _check_finite(original, self, grads):
     return all_reduce(tf.cast(finite, tf.bool), replica.strategy.group(), "min", name="finite")
 
 
-def _reduce(replica, grads) -> list:
+def _reduce(optimizer, replica, grads) -> list:
+    variables = replica.applied_to.get(id(optimizer), ())
+    bucket_bytes = replica.strategy.extended.bucket_bytes
+    grads = sum_partial_gradients(grads, variables, bucket_bytes)
     reduction = "sum" if replica.step is None else "mean"
     return replica.strategy.extended.reduce_gradients(grads, reduction)
 
@@ -73,6 +98,12 @@ WRAPPERS = (
         "_all_reduce_sum_gradients",
         ("self", "grads_and_vars"),
         _all_reduce_sum_gradients,
+    ),
+    Wrapper(
+        BaseOptimizer,
+        "add_variable_from_reference",
+        ("self", "reference_variable"),
+        _add_variable_from_reference,
     ),
     Wrapper(LossScaleOptimizer, "check_finite", ("self", "grads"), _check_finite),
 )

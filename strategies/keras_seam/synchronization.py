@@ -6,23 +6,30 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import Group, all_reduce, broadcast
+from tfdist.layers.sharding import sharding_of
 
 __all__ = ["broadcast_variables", "keep_states_without_samples", "synchronize_layer_states"]
 
 
-def broadcast_variables(model: keras.Model, group: Group) -> None:
+def broadcast_variables(model: keras.Model, whole: Group, split: Group) -> None:
     """Gives all ranks the chief's weights and optimizer state.
 
     Ranks that drew the same seeds already agree; what a user or a callback loaded on one rank
     only, they do not.
+
+    Args:
+        model: The model.
+        whole: The ranks that hold the same whole variables.
+        split: Those that hold the same slices.
     """
     variables = list(model.variables)
     if model.optimizer is not None:
         variables += model.optimizer.variables
-    by_dtype: dict[str, list] = {}
+    kinds: dict[tuple, list] = {}
     for variable in variables:
-        by_dtype.setdefault(variable.dtype, []).append(variable)
-    for dtype, some in by_dtype.items():
+        group = whole if sharding_of(variable) is None else split
+        kinds.setdefault((group, variable.dtype), []).append(variable)
+    for (group, dtype), some in kinds.items():
         if dtype == "string":
             continue
         values = [tf.convert_to_tensor(variable.value) for variable in some]

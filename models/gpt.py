@@ -1,0 +1,114 @@
+"""GPT: a decoder-only transformer language model, for one device and for any mesh."""
+
+from __future__ import annotations
+
+import math
+
+import keras
+
+from tfdist import layers
+
+__all__ = ["gpt"]
+
+
+def gpt(
+    vocabulary_size: int,
+    *,
+    num_layers: int = 4,
+    width: int = 256,
+    num_heads: int = 4,
+    num_key_value_heads: int | None = None,
+    hidden_dim: int | None = None,
+    max_length: int = 128,
+    activation: str = "gelu",
+    positions: str = "learned",
+    tied_head: bool = True,
+    dropout: float = 0.0,
+    use_bias: bool = True,
+    sequence_parallel: bool = False,
+    name: str = "gpt",
+) -> keras.Model:
+    """Returns a decoder in the manner of GPT-2: token ids to logits of the next token.
+
+    Pre-norm blocks, weights drawn with a standard deviation of 0.02, those that add to the
+    residual stream with 0.02 / sqrt(2 * num_layers). Under a strategy with a tensor axis every
+    block splits its heads and hidden units over it, and embedding and head split the vocabulary.
+
+    Args:
+        vocabulary_size: The number of tokens.
+        num_layers: The number of blocks.
+        width: The size of the residual stream.
+        num_heads: The number of query heads of a block; it divides the width.
+        num_key_value_heads: The number of key/value heads; None for `num_heads`.
+        hidden_dim: The number of hidden units of a block; None for 4 * width.
+        max_length: The longest sequence, in tokens.
+        activation: Of the feed-forward parts: "gelu" or "swiglu".
+        positions: "learned" or "rotary".
+        tied_head: Whether the head is the embedding, transposed.
+        dropout: The share of activations that is dropped.
+        use_bias: Whether products have a bias.
+        sequence_parallel: Whether normalizations and dropout run on a slice of the sequence on
+            each tensor rank, which then divides by the tensor axis.
+        name: The model's name.
+
+    Returns:
+        A model from int32 ids of shape [batch, time] to logits [batch, time, vocabulary_size].
+
+    Raises:
+        ValueError: Sizes that do not fit, or do not divide by the tensor axis.
+
+    Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
+    """
+    if positions not in ("learned", "rotary"):
+        raise ValueError(f"`positions` is 'learned' or 'rotary'. Received: {positions!r}.")
+    stddev = 0.02
+
+    def normal(width=stddev):
+        return keras.initializers.RandomNormal(stddev=width)
+
+    tokens = keras.Input(
+        (max_length if sequence_parallel else None,), dtype="int32", name="tokens"
+    )
+    embedding = layers.VocabParallelEmbedding(
+        vocabulary_size,
+        width,
+        embeddings_initializer=normal(),
+        sequence_parallel=sequence_parallel,
+        name="token_embedding",
+    )
+    x = embedding(tokens)
+    if positions == "learned":
+        x = layers.PositionEmbedding(
+            max_length,
+            initializer=normal(),
+            sequence_parallel=sequence_parallel,
+            name="position_embedding",
+        )(x)
+    x = layers.Dropout(dropout, split=sequence_parallel, name="embedding_dropout")(x)
+    for number in range(num_layers):
+        x = layers.TransformerDecoderBlock(
+            num_heads,
+            hidden_dim or 4 * width,
+            num_key_value_heads=num_key_value_heads,
+            activation=activation,
+            dropout=dropout,
+            use_bias=use_bias,
+            rotary_base=10_000.0 if positions == "rotary" else None,
+            sequence_parallel=sequence_parallel,
+            initializer_stddev=stddev,
+            output_stddev=stddev / math.sqrt(2 * num_layers),
+            name=f"block_{number}",
+        )(x)
+    x = layers.LayerNormalization(
+        epsilon=1e-5, sequence_parallel=sequence_parallel, name="final_norm"
+    )(x)
+    if tied_head:
+        logits = embedding(x, reverse=True)
+    else:
+        logits = layers.VocabParallelHead(
+            vocabulary_size,
+            sequence_parallel=sequence_parallel,
+            kernel_initializer=normal(),
+            name="head",
+        )(x)
+    return keras.Model(tokens, logits, name=name)

@@ -1,0 +1,73 @@
+"""Variables that a rank holds a slice of, where Keras looks at them as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.layers.sharding import Sharding, sharding_of, whole_value
+
+__all__ = ["split_variables", "standing_in", "whole_values"]
+
+
+def split_variables(model: keras.Model) -> list[tuple[keras.Variable, Sharding]]:
+    """The split variables of a model and its optimizer, in an order that is the same on all ranks."""
+    variables = list(getattr(model, "variables", ()))
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:
+        variables += optimizer.variables
+    found: dict[int, tuple] = {}
+    for variable in variables:
+        sharding = sharding_of(variable)
+        if sharding is not None:
+            found[id(variable)] = (variable, sharding)
+    return list(found.values())
+
+
+def whole_values(model: keras.Model, *, keep: bool) -> dict[int, np.ndarray]:
+    """The global arrays of split variables, by the variable's id; every rank calls this.
+
+    Args:
+        model: The model.
+        keep: Whether this rank wants them. One that does not holds one array at a time.
+    """
+    found = {}
+    for variable, _ in split_variables(model):
+        whole = whole_value(variable, "saved").numpy()
+        if keep:
+            found[id(variable)] = whole
+    return found
+
+
+@contextlib.contextmanager
+def standing_in(
+    variables: Sequence[tuple[keras.Variable, Sharding]], wholes: dict[int, np.ndarray] | None
+) -> Iterator[None]:
+    """Inside, split variables are global arrays: for Keras' code that reads or writes files.
+
+    Args:
+        variables: The split variables.
+        wholes: Their global values, by id; None for zeros, of which this rank keeps its slice
+            at the end.
+    """
+    before = []
+    try:
+        for variable, sharding in variables:
+            before.append((variable, sharding, variable._value, variable._shape))
+            value = np.zeros(sharding.shape, variable._value.dtype.as_numpy_dtype)
+            if wholes is not None:
+                value = wholes[id(variable)]
+            with tf.init_scope(), tf.device("/CPU:0"):
+                variable._value = tf.Variable(value, trainable=False)
+            variable._shape = sharding.shape
+        yield
+        if wholes is None:
+            for variable, sharding, local, _ in before:
+                local.assign(sharding.slice_of(variable._value.numpy()))
+    finally:
+        for variable, _, local, shape in before:
+            variable._value, variable._shape = local, shape

@@ -1,0 +1,31 @@
+"""Keras layers that split themselves over the tensor axis of the strategy in scope.
+
+Where the tensor axis is 1 or there is no strategy, each is its ordinary Keras self.
+"""
+
+from tfdist.layers.attention import ParallelMultiHeadAttention
+from tfdist.layers.dense import ColumnParallelDense, RowParallelDense
+from tfdist.layers.dropout import Dropout
+from tfdist.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from tfdist.layers.losses import VocabParallelCrossEntropy
+from tfdist.layers.normalization import LayerNormalization
+from tfdist.layers.positions import PositionEmbedding
+from tfdist.layers.sharding import Sharding, sharding_of, whole_value
+from tfdist.layers.transformer import ParallelMLP, TransformerDecoderBlock
+
+__all__ = [
+    "ColumnParallelDense",
+    "Dropout",
+    "LayerNormalization",
+    "ParallelMLP",
+    "ParallelMultiHeadAttention",
+    "PositionEmbedding",
+    "RowParallelDense",
+    "Sharding",
+    "TransformerDecoderBlock",
+    "VocabParallelCrossEntropy",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
+    "sharding_of",
+    "whole_value",
+]

@@ -1,0 +1,203 @@
+"""Self-attention with the heads split over the tensor axis."""
+
+from __future__ import annotations
+
+import math
+
+import keras
+import tensorflow as tf
+
+from tfdist.layers.dense import ColumnParallelDense, RowParallelDense, check_divides
+from tfdist.layers.dropout import Dropout
+from tfdist.layers.initializers import again
+from tfdist.layers.sharding import tensor_group
+
+__all__ = ["ParallelMultiHeadAttention"]
+
+
+@keras.saving.register_keras_serializable(package="tfdist")
+class ParallelMultiHeadAttention(keras.layers.Layer):
+    """Self-attention of which each tensor rank computes its share of the heads.
+
+    Queries, keys and values come from one product (fused QKV), split by columns; the projection
+    of the heads' outputs is split by rows. With fewer key/value heads than query heads this is
+    grouped-query attention (Ainslie et al. 2023); the unit that is split is a key/value head and
+    its queries.
+
+    The columns of the fused kernel stand by key/value head: its queries, its key, its value.
+
+    Args:
+        num_heads: The global number of query heads.
+        key_dim: The size of a head.
+        num_key_value_heads: The global number of key/value heads; None for `num_heads`.
+        causal: Whether a position sees only itself and those before it.
+        dropout: The share of attention weights that is dropped.
+        use_bias: Whether both products have a bias.
+        rotary_base: None, or the base of rotary position embeddings (Su et al. 2021): 10000.
+        sequence_parallel: Whether input and output are this tensor rank's slice of dim 1.
+        kernel_initializer: Of the fused kernel.
+        output_initializer: Of the projection's kernel; None for the same.
+        **kwargs: As for `keras.layers.Layer`.
+
+    Raises:
+        ValueError: The heads do not divide by the key/value heads, or these by the tensor axis.
+
+    Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        key_dim: int,
+        *,
+        num_key_value_heads: int | None = None,
+        causal: bool = False,
+        dropout: float = 0.0,
+        use_bias: bool = True,
+        rotary_base: float | None = None,
+        sequence_parallel: bool = False,
+        kernel_initializer="glorot_uniform",
+        output_initializer=None,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.num_heads = num_heads
+        self.key_dim = key_dim
+        self.num_key_value_heads = num_key_value_heads or num_heads
+        self.causal = causal
+        self.dropout = dropout
+        self.use_bias = use_bias
+        self.rotary_base = rotary_base
+        self.sequence_parallel = sequence_parallel
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.output_initializer = keras.initializers.get(output_initializer)
+        group = tensor_group()
+        if num_heads % self.num_key_value_heads:
+            raise ValueError(
+                "num_heads divides by num_key_value_heads. Received: "
+                f"num_heads={num_heads}, num_key_value_heads={num_key_value_heads}."
+            )
+        what = "num_heads" if self.num_key_value_heads == num_heads else "num_key_value_heads"
+        check_divides(what, self.num_key_value_heads, group, self)
+        if rotary_base is not None and key_dim % 2:
+            raise ValueError(f"Rotary positions want an even key_dim. Received: {key_dim}.")
+        self._queries = num_heads // self.num_key_value_heads
+        self._local_heads = self.num_key_value_heads // (group.size if group else 1)
+
+    def build(self, input_shape):
+        """Builds the two products."""
+        columns = self.num_key_value_heads * (self._queries + 2) * self.key_dim
+        common = {"use_bias": self.use_bias, "sequence_parallel": self.sequence_parallel}
+        self.qkv = ColumnParallelDense(
+            columns,
+            kernel_initializer=self.kernel_initializer,
+            dtype=self.dtype_policy,
+            name="qkv",
+            **common,
+        )
+        self.output_dense = RowParallelDense(
+            input_shape[-1],
+            kernel_initializer=self.output_initializer or again(self.kernel_initializer),
+            dtype=self.dtype_policy,
+            name="attention_output",
+            **common,
+        )
+        self.attention_dropout = Dropout(
+            self.dropout, split=True, dtype=self.dtype_policy, name="attention_dropout"
+        )
+        self.qkv.build(input_shape)
+        local = self._local_heads * self._queries * self.key_dim
+        self.output_dense.build((*input_shape[:-1], local))
+        self.built = True
+
+    def call(self, inputs, attention_mask=None, training=None):
+        """Attends.
+
+        Args:
+            inputs: Shape [batch, time, features].
+            attention_mask: None, or bool of shape [batch, time, time]: whether a position (dim 1)
+                may see another (dim 2), beside what `causal` says.
+            training: Whether attention weights are dropped.
+
+        Returns:
+            A tensor of the shape of the inputs.
+        """
+        heads, queries, size = self._local_heads, self._queries, self.key_dim
+        fused = self.qkv(inputs)
+        batch, time = tf.shape(fused)[0], fused.shape[1]
+        time = tf.shape(fused)[1] if time is None else time
+        fused = tf.reshape(fused, [batch, time, heads, queries + 2, size])
+        # [queries + 2, batch, heads, time, size]: parts along dim 0 are views, not copies.
+        fused = tf.transpose(fused, [3, 0, 2, 1, 4])
+        query, key, value = fused[:queries], fused[queries], fused[queries + 1]
+        if self.rotary_base is not None:
+            query, key = _rotate(query, self.rotary_base), _rotate(key, self.rotary_base)
+        query = tf.reshape(query, [queries * batch, heads, time, size])
+        if queries > 1:
+            repeat = [queries, 1, 1, 1]
+            key, value = tf.tile(key, repeat), tf.tile(value, repeat)
+        scores = tf.matmul(query * (1.0 / math.sqrt(size)), key, transpose_b=True)
+        scores = self._mask(scores, attention_mask, queries)
+        weights = tf.cast(tf.nn.softmax(_wide(scores)), value.dtype)
+        weights = self.attention_dropout(weights, training=training)
+        attended = tf.matmul(weights, value)
+        attended = tf.reshape(attended, [queries, batch, heads, time, size])
+        attended = tf.transpose(attended, [1, 3, 2, 0, 4])
+        attended = tf.reshape(attended, [batch, time, heads * queries * size])
+        attended = tf.ensure_shape(attended, [None, self._time(inputs), heads * queries * size])
+        return self.output_dense(attended)
+
+    def _time(self, inputs) -> int | None:
+        time = inputs.shape[1]
+        if time is None or not self.sequence_parallel or self.qkv._group is None:
+            return time
+        return time * self.qkv._group.size
+
+    def _mask(self, scores, attention_mask, queries: int):
+        # Far below any score, and finite: a row that sees nothing becomes uniform, not NaN.
+        lowest = scores.dtype.min / 2
+        if self.causal:
+            time = tf.shape(scores)[-1]
+            seen = tf.linalg.band_part(tf.ones([time, time], tf.bool), -1, 0)
+            scores += tf.where(seen, tf.zeros([], scores.dtype), lowest)
+        if attention_mask is not None:
+            seen = tf.tile(tf.cast(attention_mask, tf.bool)[:, None], [queries, 1, 1, 1])
+            scores += tf.where(seen, tf.zeros([], scores.dtype), lowest / 2)
+        return scores
+
+    def compute_output_shape(self, input_shape, attention_mask_shape=None):
+        """That of the input."""
+        return input_shape
+
+    def get_config(self):
+        """The configuration, the same on any mesh."""
+        serialize = keras.initializers.serialize
+        return {
+            **super().get_config(),
+            "num_heads": self.num_heads,
+            "key_dim": self.key_dim,
+            "num_key_value_heads": self.num_key_value_heads,
+            "causal": self.causal,
+            "dropout": self.dropout,
+            "use_bias": self.use_bias,
+            "rotary_base": self.rotary_base,
+            "sequence_parallel": self.sequence_parallel,
+            "kernel_initializer": serialize(self.kernel_initializer),
+            "output_initializer": self.output_initializer and serialize(self.output_initializer),
+        }
+
+
+def _wide(scores):
+    return tf.cast(scores, tf.float32) if scores.dtype.size < 4 else scores
+
+
+def _rotate(x, base: float):
+    """Turns each pair of features (i, i + half) of [..., time, size] by its position's angle."""
+    time, half = tf.shape(x)[-2], x.shape[-1] // 2
+    rates = tf.constant([base ** (-i / half) for i in range(half)], tf.float32)
+    angles = tf.cast(tf.range(time), tf.float32)[:, None] * rates
+    cosine, sine = tf.cast(tf.cos(angles), x.dtype), tf.cast(tf.sin(angles), x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return tf.concat(
+        [first * cosine - second * sine, second * cosine + first * sine], axis=-1
+    )

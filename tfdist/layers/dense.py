@@ -1,0 +1,261 @@
+"""Dense layers whose kernel is split over the tensor axis, by columns or by rows."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from tfdist.collectives.conjugates import (
+    column_product,
+    gather,
+    reduce,
+    scatter_sequence,
+    split,
+)
+from tfdist.layers.sharding import add_split_weight, mark_partial_gradient, tensor_group
+
+__all__ = ["ColumnParallelDense", "RowParallelDense", "check_divides"]
+
+
+def check_divides(what: str, value: int, group, layer) -> None:
+    """Raises where a size does not divide by the tensor axis.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if group is not None and value % group.size:
+        raise ValueError(
+            f"{what} divides by the tensor axis. Received: {what}={value} in `{layer.name}` with "
+            f"tensor={group.size}."
+        )
+
+
+@keras.saving.register_keras_serializable(package="tfdist")
+class ColumnParallelDense(keras.layers.Dense):
+    """`keras.layers.Dense` of which each tensor rank computes its share of the units.
+
+    The input is whole on every tensor rank; the output is this rank's share of the last dim, to
+    be taken up by a `RowParallelDense`, or joined with `gather_output`. Where the tensor axis is
+    1 or there is no strategy, this is `keras.layers.Dense`.
+
+    Args:
+        units: The global number of units; it divides by the tensor axis.
+        gather_output: Whether the output is joined to all units on every tensor rank.
+        sequence_parallel: Whether the input is this rank's slice of dim 1, of shape
+            [batch, time / tensor, features], joined before the product.
+        **kwargs: As for `keras.layers.Dense`.
+
+    Raises:
+        ValueError: `units` does not divide, or the activation looks at all units at once and the
+            output is not gathered.
+
+    Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+    """
+
+    def __init__(
+        self,
+        units: int,
+        *args,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        **kwargs,
+    ):
+        super().__init__(units, *args, **kwargs)
+        self.gather_output = gather_output
+        self.sequence_parallel = sequence_parallel
+        self._group = tensor_group()
+        if self._group is None:
+            return
+        check_divides("units", units, self._group, self)
+        refuse_features(self)
+        whole = (keras.activations.softmax, keras.activations.log_softmax)
+        if self.activation in whole and not gather_output:
+            raise ValueError(
+                f"`{self.activation.__name__}` looks at all units, of which a rank of the tensor "
+                f"axis has {units // self._group.size}. Received: activation in `{self.name}` "
+                "without gather_output=True."
+            )
+
+    def build(self, input_shape):
+        """Adds this rank's columns of the kernel, and its part of the bias."""
+        if self._group is None:
+            super().build(input_shape)
+            return
+        self._kernel = add_split_weight(
+            self,
+            (input_shape[-1], self.units),
+            1,
+            self._group,
+            name="kernel",
+            initializer=self.kernel_initializer,
+            regularizer=self.kernel_regularizer,
+            constraint=self.kernel_constraint,
+        )
+        self.bias = None
+        if self.use_bias:
+            self.bias = add_split_weight(
+                self,
+                (self.units,),
+                0,
+                self._group,
+                name="bias",
+                initializer=self.bias_initializer,
+                regularizer=self.bias_regularizer,
+                constraint=self.bias_constraint,
+            )
+        self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: input_shape[-1]})
+        self.built = True
+
+    def call(self, inputs, training=None):
+        """[..., features] to [..., units / tensor]."""
+        if self._group is None:
+            return super().call(inputs, training=training)
+        outputs = column_product(
+            inputs,
+            ops.convert_to_tensor(self._kernel),
+            self._group,
+            sequence_axis=1 if self.sequence_parallel else None,
+            name=self.name,
+        )
+        if self.bias is not None:
+            outputs = tf.nn.bias_add(outputs, ops.convert_to_tensor(self.bias))
+        if self.gather_output:
+            outputs = gather(outputs, self._group, name=self.name)
+        return outputs if self.activation is None else self.activation(outputs)
+
+    def compute_output_shape(self, input_shape):
+        """The shape that this rank's output has."""
+        shape = list(input_shape)
+        shape[-1] = self.units
+        if self._group is not None:
+            if not self.gather_output:
+                shape[-1] //= self._group.size
+            if self.sequence_parallel and shape[1] is not None:
+                shape[1] *= self._group.size
+        return tuple(shape)
+
+    def get_config(self):
+        """The configuration, the same on any mesh."""
+        return {
+            **super().get_config(),
+            "gather_output": self.gather_output,
+            "sequence_parallel": self.sequence_parallel,
+        }
+
+
+@keras.saving.register_keras_serializable(package="tfdist")
+class RowParallelDense(keras.layers.Dense):
+    """`keras.layers.Dense` of which each tensor rank takes its share of the inputs.
+
+    The input is this rank's share of the last dim, as a `ColumnParallelDense` yields it; the
+    ranks' products are summed, and the output is whole on every tensor rank. Where the tensor
+    axis is 1 or there is no strategy, this is `keras.layers.Dense`.
+
+    Args:
+        units: The number of units.
+        input_is_parallel: Whether the input is this rank's share already; if not it is split.
+        sequence_parallel: Whether the output is this rank's slice of dim 1, of shape
+            [batch, time / tensor, units].
+        **kwargs: As for `keras.layers.Dense`.
+
+    Raises:
+        ValueError: The global number of inputs does not divide by the tensor axis.
+
+    Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+    """
+
+    def __init__(
+        self,
+        units: int,
+        *args,
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        **kwargs,
+    ):
+        super().__init__(units, *args, **kwargs)
+        self.input_is_parallel = input_is_parallel
+        self.sequence_parallel = sequence_parallel
+        self._group = tensor_group()
+        if self._group is not None:
+            refuse_features(self)
+
+    def build(self, input_shape):
+        """Adds this rank's rows of the kernel, and the bias."""
+        if self._group is None:
+            super().build(input_shape)
+            return
+        features = input_shape[-1]
+        if self.input_is_parallel:
+            features *= self._group.size
+        check_divides("features", features, self._group, self)
+        self._kernel = add_split_weight(
+            self,
+            (features, self.units),
+            0,
+            self._group,
+            name="kernel",
+            initializer=self.kernel_initializer,
+            regularizer=self.kernel_regularizer,
+            constraint=self.kernel_constraint,
+        )
+        self.bias = None
+        if self.use_bias:
+            self.bias = self.add_weight(
+                name="bias",
+                shape=(self.units,),
+                initializer=self.bias_initializer,
+                regularizer=self.bias_regularizer,
+                constraint=self.bias_constraint,
+            )
+            if self.sequence_parallel:
+                mark_partial_gradient(self.bias, self._group)
+        self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: input_shape[-1]})
+        self.built = True
+
+    def call(self, inputs, training=None):
+        """[..., features / tensor] to [..., units]."""
+        if self._group is None:
+            return super().call(inputs, training=training)
+        if not self.input_is_parallel:
+            inputs = split(inputs, self._group, name=self.name)
+        outputs = tf.matmul(inputs, ops.convert_to_tensor(self._kernel))
+        if self.sequence_parallel:
+            outputs = scatter_sequence(outputs, self._group, name=self.name)
+        else:
+            outputs = reduce(outputs, self._group, name=self.name)
+        if self.bias is not None:
+            outputs = tf.nn.bias_add(outputs, ops.convert_to_tensor(self.bias))
+        return outputs if self.activation is None else self.activation(outputs)
+
+    def compute_output_shape(self, input_shape):
+        """The shape that this rank's output has."""
+        shape = list(input_shape)
+        shape[-1] = self.units
+        if self._group is not None and self.sequence_parallel and shape[1] is not None:
+            check_divides("the sequence", shape[1], self._group, self)
+            shape[1] //= self._group.size
+        return tuple(shape)
+
+    def get_config(self):
+        """The configuration, the same on any mesh."""
+        return {
+            **super().get_config(),
+            "input_is_parallel": self.input_is_parallel,
+            "sequence_parallel": self.sequence_parallel,
+        }
+
+
+def refuse_features(layer) -> None:
+    """Raises for features of Keras' own layers that work on the whole kernel or output.
+
+    Raises:
+        ValueError: There is one.
+    """
+    for feature in ("lora_rank", "quantization_mode", "activity_regularizer"):
+        if getattr(layer, feature, None):
+            raise ValueError(
+                f"`{feature}` works on a kernel or output that one rank holds whole. Received: "
+                f"{feature}={getattr(layer, feature)!r} in `{layer.name}`, which is split over "
+                "the tensor axis."
+            )

@@ -1,0 +1,49 @@
+"""Dropout that knows whether its input is whole or a slice."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+from tfdist.layers.sharding import tensor_group
+
+__all__ = ["Dropout"]
+
+#: Odd, and another than the one by which ranks of the data axis differ.
+_STRIDE = 0x85EBCA6B
+
+
+@keras.saving.register_keras_serializable(package="tfdist")
+class Dropout(keras.layers.Dropout):
+    """`keras.layers.Dropout` for activations that may be split over the tensor axis.
+
+    Tensor ranks hold the same samples. Where they also hold the same activation they drop the
+    same entries; where each holds a slice they draw each its own.
+
+    Args:
+        rate: The share of entries that is dropped.
+        split: Whether the input is this rank's slice.
+        **kwargs: As for `keras.layers.Dropout`.
+    """
+
+    def __init__(self, rate: float, *, split: bool = False, **kwargs):
+        super().__init__(rate, **kwargs)
+        self.split = split
+        self._group = tensor_group()
+
+    def call(self, inputs, training=False):
+        """Any shape to the same shape."""
+        if not training or not self.rate:
+            return inputs
+        if self._group is None or not self.split:
+            return super().call(inputs, training=training)
+        seed = self.seed_generator.next()
+        offset = (self._group.rank * _STRIDE) % (1 << 31)
+        seed += tf.constant([0, offset], dtype=seed.dtype)
+        return tf.nn.experimental.stateless_dropout(
+            inputs, rate=self.rate, seed=tf.cast(seed, tf.int32), noise_shape=self.noise_shape
+        )
+
+    def get_config(self):
+        """The configuration, the same on any mesh."""
+        return {**super().get_config(), "split": self.split}

@@ -1,0 +1,104 @@
+"""Cross-entropy over logits that stay split over the tensor axis."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+from tfdist.collectives import Group, all_reduce
+from tfdist.layers.sharding import tensor_group
+
+__all__ = ["VocabParallelCrossEntropy", "takes_split_logits"]
+
+
+@keras.saving.register_keras_serializable(package="tfdist")
+class VocabParallelCrossEntropy(keras.losses.Loss):
+    """Sparse categorical cross-entropy from logits, whole or split over the tensor axis.
+
+    On split logits the ranks exchange the maximum, the sum of exponentials and the label's logit
+    of each token, never the logits. The padding of a vocabulary that does not divide counts for
+    nothing. On whole logits this is `keras.losses.SparseCategoricalCrossentropy`.
+
+    Args:
+        vocabulary_size: The global number of classes, without padding.
+        reduction: As for `keras.losses.Loss`.
+        name: The loss's name.
+        dtype: As for `keras.losses.Loss`.
+
+    Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+    """
+
+    def __init__(
+        self,
+        vocabulary_size: int,
+        reduction="sum_over_batch_size",
+        name="vocab_parallel_cross_entropy",
+        dtype=None,
+    ):
+        super().__init__(name=name, reduction=reduction, dtype=dtype)
+        self.vocabulary_size = vocabulary_size
+        self._group = tensor_group()
+
+    def call(self, y_true, y_pred):
+        """Labels [...] and logits [..., vocabulary_size or this rank's share] to losses [...].
+
+        Raises:
+            ValueError: The last dim of the logits is neither.
+        """
+        labels = tf.cast(tf.convert_to_tensor(y_true), tf.int32)
+        logits = tf.convert_to_tensor(y_pred)
+        if labels.shape.rank == logits.shape.rank and labels.shape[-1] == 1:
+            labels = tf.squeeze(labels, -1)
+        if logits.dtype.size < 4:
+            logits = tf.cast(logits, tf.float32)
+        size = self._group.size if self._group is not None else 1
+        share = -(-self.vocabulary_size // size)
+        if logits.shape[-1] == self.vocabulary_size:
+            return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+        if self._group is None or logits.shape[-1] != share:
+            raise ValueError(
+                f"The last dim of the logits is the vocabulary ({self.vocabulary_size}), or a "
+                f"tensor rank's share of it ({share}). Received: logits of shape "
+                f"{tuple(logits.shape)}."
+            )
+        return _split_cross_entropy(labels, logits, self._group, self.vocabulary_size)
+
+    def get_config(self):
+        """The configuration, the same on any mesh."""
+        return {**super().get_config(), "vocabulary_size": self.vocabulary_size}
+
+
+def takes_split_logits(model) -> bool:
+    """Whether all that a compiled model does with its output takes split logits."""
+    metrics = getattr(model, "_compile_metrics", None)
+    return isinstance(getattr(model, "loss", None), VocabParallelCrossEntropy) and metrics is None
+
+
+def _split_cross_entropy(labels, logits, group: Group, vocabulary_size: int):
+    share = logits.shape[-1]
+    first = group.rank * share
+
+    @tf.custom_gradient
+    def cross_entropy(logits):
+        real = min(max(vocabulary_size - first, 0), share)
+        if real < share:
+            padding = tf.range(share) >= real
+            logits = tf.where(padding, logits.dtype.min, logits)
+        highest = all_reduce(tf.reduce_max(logits, axis=-1), group, "max", name="loss/maximum")
+        exponentials = tf.exp(logits - highest[..., None])
+        own_labels = labels - first
+        own = tf.logical_and(own_labels >= 0, own_labels < share)
+        place = tf.where(own, own_labels, 0)
+        of_label = tf.gather(logits, place, batch_dims=labels.shape.rank)
+        of_label = tf.where(own, of_label - highest, 0.0)
+        sums = tf.stack([tf.reduce_sum(exponentials, axis=-1), of_label])
+        total, of_label = tf.unstack(all_reduce(sums, group, name="loss/sums"))
+
+        def gradient(dy):
+            # -1 is no class: where the label is another rank's the row is zero.
+            hot = tf.one_hot(tf.where(own, own_labels, -1), share, dtype=exponentials.dtype)
+            return dy[..., None] * (exponentials / total[..., None] - hot)
+
+        return tf.math.log(total) - of_label, gradient
+
+    return cross_entropy(logits)

@@ -1,0 +1,80 @@
+"""Layer normalization, in few passes over memory, whole or on a slice of the sequence."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from tfdist.layers.sharding import mark_partial_gradient, tensor_group
+
+__all__ = ["LayerNormalization"]
+
+
+@keras.saving.register_keras_serializable(package="tfdist")
+class LayerNormalization(keras.layers.LayerNormalization):
+    """`keras.layers.LayerNormalization` over the last dim, with a backward pass of its own.
+
+    Keras' gradient goes back through each step of the formula; this one takes the closed form
+    (Ba et al. 2016), and keeps only the normalized input.
+
+    Args:
+        sequence_parallel: Whether the input is this tensor rank's slice of the sequence.
+        **kwargs: As for `keras.layers.LayerNormalization`, without `axis` and `rms_scaling`.
+    """
+
+    def __init__(self, *, sequence_parallel: bool = False, **kwargs):
+        if kwargs.pop("axis", -1) not in (-1, [-1], (-1,)) or kwargs.pop("rms_scaling", False):
+            raise ValueError(
+                f"{type(self).__name__} normalizes the last dim by mean and variance. For other "
+                "axes and for RMS scaling take keras.layers.LayerNormalization."
+            )
+        super().__init__(axis=-1, **kwargs)
+        self.sequence_parallel = sequence_parallel
+        self._group = tensor_group()
+
+    def build(self, input_shape):
+        """Adds scale and offset."""
+        super().build(input_shape)
+        if self.sequence_parallel and self._group is not None:
+            for variable in (self.gamma, self.beta):
+                if variable is not None:
+                    mark_partial_gradient(variable, self._group)
+
+    def call(self, inputs):
+        """[..., features] to the same shape."""
+        wide = tf.cast(inputs, "float32") if inputs.dtype.size < 4 else inputs
+        outputs = _normalize(wide, self.epsilon)
+        if self.gamma is not None:
+            outputs *= tf.cast(ops.convert_to_tensor(self.gamma), outputs.dtype)
+        if self.beta is not None:
+            outputs += tf.cast(ops.convert_to_tensor(self.beta), outputs.dtype)
+        return tf.cast(outputs, self.compute_dtype)
+
+    def compute_output_shape(self, input_shape):
+        """That of the input."""
+        return input_shape
+
+    def get_config(self):
+        """The configuration, the same on any mesh."""
+        config = {**super().get_config(), "sequence_parallel": self.sequence_parallel}
+        config.pop("rms_scaling", None)
+        return config
+
+
+def _normalize(inputs, epsilon: float):
+    @tf.custom_gradient
+    def normalize(x):
+        centered = x - tf.reduce_mean(x, axis=-1, keepdims=True)
+        variance = tf.reduce_mean(tf.square(centered), axis=-1, keepdims=True)
+        inverse = tf.math.rsqrt(variance + epsilon)
+        y = centered * inverse
+
+        def gradient(dy):
+            mean = tf.reduce_mean(dy, axis=-1, keepdims=True)
+            along = tf.reduce_mean(dy * y, axis=-1, keepdims=True)
+            return inverse * (dy - mean - y * along)
+
+        return y, gradient
+
+    return normalize(inputs)

@@ -1,0 +1,72 @@
+"""Learned absolute positions."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from tfdist.layers.sharding import mark_partial_gradient, tensor_group
+
+__all__ = ["PositionEmbedding"]
+
+
+@keras.saving.register_keras_serializable(package="tfdist")
+class PositionEmbedding(keras.layers.Layer):
+    """Adds a learned vector to each position of a sequence.
+
+    Args:
+        max_length: The longest sequence.
+        initializer: Of the table, of shape [max_length, width].
+        sequence_parallel: Whether the input is this tensor rank's slice of dim 1.
+        **kwargs: As for `keras.layers.Layer`.
+    """
+
+    def __init__(
+        self, max_length: int, *, initializer="uniform", sequence_parallel: bool = False, **kwargs
+    ):
+        super().__init__(**kwargs)
+        self.max_length = max_length
+        self.initializer = keras.initializers.get(initializer)
+        self.sequence_parallel = sequence_parallel
+        self._group = tensor_group()
+
+    def build(self, input_shape):
+        """Adds the table.
+
+        Raises:
+            ValueError: The sequence is longer than the table.
+        """
+        parts = self._group.size if self._group is not None and self.sequence_parallel else 1
+        if input_shape[1] is not None and input_shape[1] * parts > self.max_length:
+            raise ValueError(
+                f"A sequence has at most max_length={self.max_length} positions. Received: "
+                f"{input_shape[1] * parts} in `{self.name}`."
+            )
+        self.table = self.add_weight(
+            name="table", shape=(self.max_length, input_shape[-1]), initializer=self.initializer
+        )
+        if parts > 1:
+            mark_partial_gradient(self.table, self._group)
+        self.built = True
+
+    def call(self, inputs):
+        """[batch, time, width] to the same shape."""
+        time = tf.shape(inputs)[1] if inputs.shape[1] is None else inputs.shape[1]
+        start = 0
+        if self._group is not None and self.sequence_parallel:
+            start = self._group.rank * time
+        return inputs + ops.convert_to_tensor(self.table)[start : start + time]
+
+    def compute_output_shape(self, input_shape):
+        """That of the input."""
+        return input_shape
+
+    def get_config(self):
+        """The configuration, the same on any mesh."""
+        return {
+            **super().get_config(),
+            "max_length": self.max_length,
+            "initializer": keras.initializers.serialize(self.initializer),
+            "sequence_parallel": self.sequence_parallel,
+        }

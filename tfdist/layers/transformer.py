@@ -1,0 +1,281 @@
+"""The feed-forward part of a transformer block, and the block."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from tfdist.collectives.conjugates import column_product
+from tfdist.layers.attention import ParallelMultiHeadAttention
+from tfdist.layers.dense import RowParallelDense, check_divides
+from tfdist.layers.dropout import Dropout
+from tfdist.layers.initializers import again
+from tfdist.layers.normalization import LayerNormalization
+from tfdist.layers.sharding import add_split_weight, tensor_group
+
+__all__ = ["ParallelMLP", "TransformerDecoderBlock"]
+
+_ACTIVATIONS = ("gelu", "swiglu")
+
+
+@keras.saving.register_keras_serializable(package="tfdist")
+class ParallelMLP(keras.layers.Layer):
+    """Two products with a nonlinearity between, the hidden units split over the tensor axis.
+
+    `gelu` is the tanh approximation, as in GPT-2; `swiglu` multiplies a gate, through SiLU, with
+    a second product (Shazeer 2020), both computed as one.
+
+    Args:
+        hidden_dim: The global number of hidden units; it divides by the tensor axis.
+        activation: "gelu" or "swiglu".
+        use_bias: Whether the products have a bias.
+        sequence_parallel: Whether input and output are this tensor rank's slice of dim 1.
+        kernel_initializer: Of the first product's kernels.
+        output_initializer: Of the second's; None for the same.
+        **kwargs: As for `keras.layers.Layer`.
+    """
+
+    def __init__(
+        self,
+        hidden_dim: int,
+        *,
+        activation: str = "gelu",
+        use_bias: bool = True,
+        sequence_parallel: bool = False,
+        kernel_initializer="glorot_uniform",
+        output_initializer=None,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        if activation not in _ACTIVATIONS:
+            raise ValueError(f"`activation` is one of {_ACTIVATIONS}. Received: {activation!r}.")
+        self.hidden_dim = hidden_dim
+        self.activation = activation
+        self.use_bias = use_bias
+        self.sequence_parallel = sequence_parallel
+        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.output_initializer = keras.initializers.get(output_initializer)
+        self._group = tensor_group()
+        check_divides("hidden_dim", hidden_dim, self._group, self)
+
+    def build(self, input_shape):
+        """Adds this rank's share of the hidden units."""
+        features = input_shape[-1]
+        parts = ("gate", "up") if self.activation == "swiglu" else ("hidden",)
+        self._kernels, self._biases = [], []
+        for number, part in enumerate(parts):
+            initializer = self.kernel_initializer if number == 0 else again(self.kernel_initializer)
+            self._kernels.append(
+                add_split_weight(
+                    self,
+                    (features, self.hidden_dim),
+                    1,
+                    self._group,
+                    name=f"{part}_kernel",
+                    initializer=initializer,
+                )
+            )
+            if self.use_bias:
+                self._biases.append(
+                    add_split_weight(
+                        self, (self.hidden_dim,), 0, self._group, name=f"{part}_bias",
+                        initializer="zeros",
+                    )
+                )
+        self.output_dense = RowParallelDense(
+            features,
+            use_bias=self.use_bias,
+            sequence_parallel=self.sequence_parallel,
+            kernel_initializer=self.output_initializer or again(self.kernel_initializer),
+            dtype=self.dtype_policy,
+            name="mlp_output",
+        )
+        share = self.hidden_dim // (self._group.size if self._group else 1)
+        self.output_dense.build((*input_shape[:-1], share))
+        self.built = True
+
+    def call(self, inputs):
+        """[batch, time, features] to the same shape."""
+        kernels = [ops.convert_to_tensor(kernel) for kernel in self._kernels]
+        kernel = kernels[0] if len(kernels) == 1 else tf.concat(kernels, axis=1)
+        if self._group is None:
+            hidden = tf.matmul(inputs, kernel)
+        else:
+            axis = 1 if self.sequence_parallel else None
+            hidden = column_product(
+                inputs, kernel, self._group, sequence_axis=axis, name=self.name
+            )
+        if self._biases:
+            biases = [ops.convert_to_tensor(bias) for bias in self._biases]
+            hidden = tf.nn.bias_add(hidden, tf.concat(biases, axis=0))
+        if self.activation == "swiglu":
+            gate, up = tf.split(hidden, 2, axis=-1)
+            hidden = tf.nn.silu(gate) * up
+        else:
+            hidden = gelu(hidden)
+        return self.output_dense(hidden)
+
+    def compute_output_shape(self, input_shape):
+        """That of the input."""
+        return input_shape
+
+    def get_config(self):
+        """The configuration, the same on any mesh."""
+        serialize = keras.initializers.serialize
+        return {
+            **super().get_config(),
+            "hidden_dim": self.hidden_dim,
+            "activation": self.activation,
+            "use_bias": self.use_bias,
+            "sequence_parallel": self.sequence_parallel,
+            "kernel_initializer": serialize(self.kernel_initializer),
+            "output_initializer": self.output_initializer and serialize(self.output_initializer),
+        }
+
+
+@keras.saving.register_keras_serializable(package="tfdist")
+class TransformerDecoderBlock(keras.layers.Layer):
+    """A pre-norm decoder block: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Per tensor group it takes two sums forward and two backward, as in Megatron-LM; with
+    `sequence_parallel` a gather and a reduce-scatter in the place of each.
+
+    Args:
+        num_heads: The global number of query heads; it divides the width.
+        hidden_dim: The global number of hidden units of the feed-forward part.
+        num_key_value_heads: The global number of key/value heads; None for `num_heads`.
+        activation: "gelu" or "swiglu".
+        dropout: The share of activations that is dropped, in the attention and after each part.
+        use_bias: Whether products have a bias.
+        rotary_base: None, or the base of rotary position embeddings.
+        epsilon: Of the normalizations.
+        sequence_parallel: Whether input and output are this tensor rank's slice of dim 1.
+        initializer_stddev: Kernels are drawn from a normal distribution of this width.
+        output_stddev: Those that add to the residual stream from one of this; None for the same.
+        **kwargs: As for `keras.layers.Layer`.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        hidden_dim: int,
+        *,
+        num_key_value_heads: int | None = None,
+        activation: str = "gelu",
+        dropout: float = 0.0,
+        use_bias: bool = True,
+        rotary_base: float | None = None,
+        epsilon: float = 1e-5,
+        sequence_parallel: bool = False,
+        initializer_stddev: float = 0.02,
+        output_stddev: float | None = None,
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self._config = {
+            "num_heads": num_heads,
+            "hidden_dim": hidden_dim,
+            "num_key_value_heads": num_key_value_heads,
+            "activation": activation,
+            "dropout": dropout,
+            "use_bias": use_bias,
+            "rotary_base": rotary_base,
+            "epsilon": epsilon,
+            "sequence_parallel": sequence_parallel,
+            "initializer_stddev": initializer_stddev,
+            "output_stddev": output_stddev,
+        }
+
+    def build(self, input_shape):
+        """Builds the parts."""
+        config = self._config
+        width = input_shape[-1]
+        if width % config["num_heads"]:
+            raise ValueError(
+                f"num_heads divides the width. Received: width={width}, "
+                f"num_heads={config['num_heads']} in `{self.name}`."
+            )
+        split = config["sequence_parallel"]
+        policy = {"dtype": self.dtype_policy}
+        products = {
+            "use_bias": config["use_bias"],
+            "sequence_parallel": split,
+            **policy,
+        }
+
+        def normal(stddev):
+            return keras.initializers.RandomNormal(stddev=stddev)
+
+        def initializers():
+            inner = config["initializer_stddev"]
+            return {
+                "kernel_initializer": normal(inner),
+                "output_initializer": normal(config["output_stddev"] or inner),
+            }
+
+        def norm(name):
+            return LayerNormalization(
+                epsilon=config["epsilon"], sequence_parallel=split, name=name, **policy
+            )
+
+        self.attention_norm = norm("attention_norm")
+        self.attention = ParallelMultiHeadAttention(
+            config["num_heads"],
+            width // config["num_heads"],
+            num_key_value_heads=config["num_key_value_heads"],
+            causal=True,
+            dropout=config["dropout"],
+            rotary_base=config["rotary_base"],
+            name="attention",
+            **products,
+            **initializers(),
+        )
+        self.mlp_norm = norm("mlp_norm")
+        self.mlp = ParallelMLP(
+            config["hidden_dim"],
+            activation=config["activation"],
+            name="mlp",
+            **products,
+            **initializers(),
+        )
+        self.dropout = Dropout(config["dropout"], split=split, name="dropout", **policy)
+        for part in (self.attention_norm, self.attention, self.mlp_norm, self.mlp):
+            part.build(input_shape)
+        self.built = True
+
+    def call(self, inputs, training=None):
+        """[batch, time, width] to the same shape."""
+        x = self.attention(self.attention_norm(inputs), training=training)
+        x = inputs + self.dropout(x, training=training)
+        y = self.mlp(self.mlp_norm(x))
+        return x + self.dropout(y, training=training)
+
+    def compute_output_shape(self, input_shape):
+        """That of the input."""
+        return input_shape
+
+    def get_config(self):
+        """The configuration, the same on any mesh."""
+        return {**super().get_config(), **self._config}
+
+
+def gelu(x):
+    """The tanh approximation of GELU (Hendrycks and Gimpel 2016), in few passes over memory.
+
+    0.5 (1 + tanh(u)) is the logistic function of 2 u, whose gradient comes from its value.
+    """
+    rate, cubic = 1.5957691216057308, 0.044715  # 2 * sqrt(2 / pi)
+
+    @tf.custom_gradient
+    def function(x):
+        square = tf.square(x)
+        gate = tf.sigmoid(x * (rate + rate * cubic * square))
+
+        def gradient(dy):
+            slope = x * (rate + 3 * rate * cubic * square)
+            return dy * gate * (1 + slope * (1 - gate))
+
+        return x * gate, gradient
+
+    return function(x)
