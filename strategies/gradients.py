@@ -56,7 +56,13 @@ def sum_partial_gradients(gradients: Sequence, variables: Sequence, bucket_bytes
 
 
 def reduce_gradients(
-    gradients: Sequence, group: Group, reduction: str, bucket_bytes: int, name: str = "gradients"
+    gradients: Sequence,
+    group: Group,
+    reduction: str,
+    bucket_bytes: int,
+    *,
+    keep_rows: bool = False,
+    name: str = "gradients",
 ) -> list:
     """Reduces gradients over a group.
 
@@ -69,6 +75,7 @@ def reduce_gradients(
         group: The data axis.
         reduction: "sum" or "mean".
         bucket_bytes: The size at which a bucket is full.
+        keep_rows: Whether sparse gradients travel as rows in any case.
         name: What travels, for messages.
 
     Returns:
@@ -80,7 +87,7 @@ def reduce_gradients(
     dense: list[int] = []
     for index, gradient in enumerate(gradients):
         if isinstance(gradient, tf.IndexedSlices):
-            if _rows_are_fewer(gradient, group):
+            if keep_rows or _rows_are_fewer(gradient, group):
                 reduced[index] = _reduce_rows(gradient, group, reduction, f"{name}/{index}")
             else:
                 reduced[index] = tf.convert_to_tensor(gradient)

@@ -82,7 +82,9 @@ def _reduce(optimizer, replica, grads) -> list:
     bucket_bytes = replica.strategy.extended.bucket_bytes
     grads = sum_partial_gradients(grads, variables, bucket_bytes)
     reduction = "sum" if replica.step is None else "mean"
-    return replica.strategy.extended.reduce_gradients(grads, reduction)
+    # Keras takes the norm of a sparse gradient over its rows as they come, also of one id.
+    norms = bool(optimizer.clipnorm or optimizer.global_clipnorm)
+    return replica.strategy.extended.reduce_gradients(grads, reduction, keep_rows=norms)
 
 
 WRAPPERS = (
