@@ -170,7 +170,7 @@ def main() -> int:
         rows = [{"name": r.name, "this": r.one, "other": r.other, "limit": r.limit} for r in found]
         with open(options.json, "w") as file:
             json.dump({"engine": options.engine, "seconds": rows}, file, indent=1)
-    return int(any(ratio.median > ratio.limit for ratio in found))
+    return int(any(ratio.is_over for ratio in found))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ class Ratio:
     name: str
     one: list[float]
     other: list[float]
-    limit: float
+    limit: float | None
 
     @property
     def ratios(self) -> list[float]:
@@ -31,13 +31,19 @@ class Ratio:
         """The median of the ratios."""
         return statistics.median(self.ratios)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the ratio is above its limit."""
+        return self.limit is not None and self.median > self.limit
+
     def row(self) -> str:
         """A line of the report."""
         low, _, high = statistics.quantiles(self.ratios, n=4)
+        limit = "" if self.limit is None else f"  at most {self.limit:g}"
         return (
             f"{self.name:<44} {1e3 * statistics.median(self.one):9.3f} ms "
             f"{1e3 * statistics.median(self.other):9.3f} ms   {self.median:5.3f}  "
-            f"[{low:5.3f}, {high:5.3f}]  at most {self.limit:g}"
+            f"[{low:5.3f}, {high:5.3f}]{limit}"
         )
 
 

@@ -129,6 +129,11 @@ class FlightRecorder:
                 found.append(InFlight(entry.name, entry.group, entry.ranks, begun))
         return found
 
+    def names(self) -> list[str]:
+        """The collectives that this rank has come by, in graphs and eagerly, each once."""
+        with self._lock:
+            return [entry.name for entry in self._entries.values()]
+
     def progress(self) -> int:
         """A number that grows with each collective that ends."""
         with self._lock:

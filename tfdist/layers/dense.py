@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import keras
 import tensorflow as tf
-from keras import ops
 
 from tfdist.collectives.conjugates import (
     column_product,
@@ -13,7 +12,7 @@ from tfdist.collectives.conjugates import (
     scatter_sequence,
     split,
 )
-from tfdist.layers.sharding import add_split_weight, mark_partial_gradient, tensor_group
+from tfdist.layers.sharding import add_split_weight, mark_partial_gradient, read, tensor_group
 
 __all__ = ["ColumnParallelDense", "RowParallelDense", "check_divides"]
 
@@ -113,13 +112,13 @@ class ColumnParallelDense(keras.layers.Dense):
             return super().call(inputs, training=training)
         outputs = column_product(
             inputs,
-            ops.convert_to_tensor(self._kernel),
+            read(self._kernel),
             self._group,
             sequence_axis=1 if self.sequence_parallel else None,
             name=self.name,
         )
         if self.bias is not None:
-            outputs = tf.nn.bias_add(outputs, ops.convert_to_tensor(self.bias))
+            outputs = tf.nn.bias_add(outputs, read(self.bias))
         if self.gather_output:
             outputs = gather(outputs, self._group, name=self.name)
         return outputs if self.activation is None else self.activation(outputs)
@@ -219,13 +218,13 @@ class RowParallelDense(keras.layers.Dense):
             return super().call(inputs, training=training)
         if not self.input_is_parallel:
             inputs = split(inputs, self._group, name=self.name)
-        outputs = tf.matmul(inputs, ops.convert_to_tensor(self._kernel))
+        outputs = tf.matmul(inputs, read(self._kernel))
         if self.sequence_parallel:
             outputs = scatter_sequence(outputs, self._group, name=self.name)
         else:
             outputs = reduce(outputs, self._group, name=self.name)
         if self.bias is not None:
-            outputs = tf.nn.bias_add(outputs, ops.convert_to_tensor(self.bias))
+            outputs = tf.nn.bias_add(outputs, read(self.bias))
         return outputs if self.activation is None else self.activation(outputs)
 
     def compute_output_shape(self, input_shape):

@@ -5,12 +5,19 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from tfdist.collectives import Group
 from tfdist.layers.sharding import tensor_group
 
-__all__ = ["Dropout"]
+__all__ = ["Dropout", "own_seed"]
 
 #: Odd, and another than the one by which ranks of the data axis differ.
 _STRIDE = 0x85EBCA6B
+
+
+def own_seed(seed, group: Group):
+    """A drawn seed, of shape [2], moved by the rank's place in the group: each has its own."""
+    offset = (group.rank * _STRIDE) % (1 << 31)
+    return seed + tf.constant([0, offset], dtype=seed.dtype)
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
@@ -37,9 +44,7 @@ class Dropout(keras.layers.Dropout):
             return inputs
         if self._group is None or not self.split:
             return super().call(inputs, training=training)
-        seed = self.seed_generator.next()
-        offset = (self._group.rank * _STRIDE) % (1 << 31)
-        seed += tf.constant([0, offset], dtype=seed.dtype)
+        seed = own_seed(self.seed_generator.next(), self._group)
         return tf.nn.experimental.stateless_dropout(
             inputs, rate=self.rate, seed=tf.cast(seed, tf.int32), noise_shape=self.noise_shape
         )

@@ -6,14 +6,14 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras import ops
 
+from tfdist.collectives import Group
 from tfdist.collectives.conjugates import column_product, gather, reduce, scatter_sequence
 from tfdist.layers.dense import check_divides
 from tfdist.layers.losses import takes_split_logits
-from tfdist.layers.sharding import add_split_weight, tensor_group
+from tfdist.layers.sharding import add_split_weight, read, tensor_group
 
-__all__ = ["VocabParallelEmbedding", "VocabParallelHead"]
+__all__ = ["VocabParallelEmbedding", "VocabParallelHead", "own_rows", "stays_split"]
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
@@ -59,16 +59,11 @@ class VocabParallelEmbedding(keras.layers.Embedding):
         The logits are those of a `VocabParallelHead` whose kernel is the table, transposed.
         """
         if reverse:
-            table = tf.cast(ops.convert_to_tensor(self.embeddings), self.compute_dtype)
+            table = tf.cast(read(self.embeddings), self.compute_dtype)
             return _logits(self, inputs, tf.transpose(table), self.input_dim)
         if self._group is None:
             return super().call(inputs)
-        table = ops.convert_to_tensor(self._embeddings)
-        rows = table.shape[0]
-        ids = tf.cast(inputs, tf.int32) - self._group.rank * rows
-        own = tf.logical_and(ids >= 0, ids < rows)
-        found = tf.gather(table, tf.where(own, ids, 0))
-        found *= tf.cast(own[..., None], found.dtype)
+        found = own_rows(read(self._embeddings), inputs, self._group)
         if self.sequence_parallel:
             return scatter_sequence(found, self._group, name=self.name)
         return reduce(found, self._group, name=self.name)
@@ -132,7 +127,7 @@ class VocabParallelHead(keras.layers.Layer):
 
     def call(self, inputs):
         """[batch, time, features] to [batch, time, vocabulary_size], or this rank's range of it."""
-        kernel = ops.convert_to_tensor(self.kernel)
+        kernel = read(self.kernel)
         return _logits(self, inputs, kernel, self.vocabulary_size)
 
     def compute_output_shape(self, input_shape):
@@ -149,18 +144,27 @@ class VocabParallelHead(keras.layers.Layer):
         }
 
 
+def own_rows(table, ids, group: Group):
+    """The rows of ids [...] in this rank's range of a table, and zeros for those of others'."""
+    rows = table.shape[0]
+    ids = tf.cast(ids, tf.int32) - group.rank * rows
+    own = tf.logical_and(ids >= 0, ids < rows)
+    found = tf.gather(table, tf.where(own, ids, 0))
+    return found * tf.cast(own[..., None], found.dtype)
+
+
 def _logits(layer, inputs, kernel, vocabulary_size: int):
     group = layer._group
     if group is None:
         return tf.matmul(inputs, kernel)
     axis = 1 if layer.sequence_parallel else None
     logits = column_product(inputs, kernel, group, sequence_axis=axis, name=f"{layer.name}/logits")
-    if _stays_split(layer):
+    if stays_split(layer):
         return logits
     return gather(logits, group, name=f"{layer.name}/logits")[..., :vocabulary_size]
 
 
-def _stays_split(layer) -> bool:
+def stays_split(layer) -> bool:
     """Whether this is the last layer of a model under way whose loss takes split logits."""
     step: Any = getattr(tf.distribute.get_replica_context(), "step", None)
     model = getattr(step, "model", None)

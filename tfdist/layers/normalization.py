@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import keras
 import tensorflow as tf
-from keras import ops
 
-from tfdist.layers.sharding import mark_partial_gradient, tensor_group
+from tfdist.layers.sharding import mark_partial_gradient, read, tensor_group
 
 __all__ = ["LayerNormalization"]
 
@@ -46,9 +45,9 @@ class LayerNormalization(keras.layers.LayerNormalization):
         wide = tf.cast(inputs, "float32") if inputs.dtype.size < 4 else inputs
         outputs = _normalize(wide, self.epsilon)
         if self.gamma is not None:
-            outputs *= tf.cast(ops.convert_to_tensor(self.gamma), outputs.dtype)
+            outputs *= tf.cast(read(self.gamma), outputs.dtype)
         if self.beta is not None:
-            outputs += tf.cast(ops.convert_to_tensor(self.beta), outputs.dtype)
+            outputs += tf.cast(read(self.beta), outputs.dtype)
         return tf.cast(outputs, self.compute_dtype)
 
     def compute_output_shape(self, input_shape):

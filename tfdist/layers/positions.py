@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import keras
 import tensorflow as tf
-from keras import ops
 
-from tfdist.layers.sharding import mark_partial_gradient, tensor_group
+from tfdist.layers.sharding import mark_partial_gradient, read, tensor_group
 
 __all__ = ["PositionEmbedding"]
 
@@ -56,7 +55,7 @@ class PositionEmbedding(keras.layers.Layer):
         start = 0
         if self._group is not None and self.sequence_parallel:
             start = self._group.rank * time
-        return inputs + ops.convert_to_tensor(self.table)[start : start + time]
+        return inputs + read(self.table)[start : start + time]
 
     def compute_output_shape(self, input_shape):
         """That of the input."""

@@ -23,7 +23,9 @@ __all__ = [
     "add_split_weight",
     "mark_partial_gradient",
     "mark_split",
+    "read",
     "sharding_of",
+    "split_variable",
     "tensor_group",
     "whole_value",
 ]
@@ -91,6 +93,15 @@ class Sharding:
         if not self.padding:
             return whole
         return tf.slice(whole, [0] * len(self.shape), self.shape)
+
+
+def read(variable) -> tf.Tensor:
+    """A variable's value as a layer computes with it, autocast under mixed precision.
+
+    A tensor, where `keras.ops.convert_to_tensor` may return the variable, which a function with a
+    gradient of its own would count among its hidden inputs.
+    """
+    return tf.convert_to_tensor(variable.value)
 
 
 def sharding_of(variable) -> Sharding | None:
@@ -174,6 +185,33 @@ def add_split_weight(
     )
     mark_split(variable, sharding)
     return variable
+
+
+def split_variable(layer: keras.layers.Layer, variable, axis: int, group: Group) -> Sharding:
+    """Cuts a variable that a layer has already to this rank's slice along `axis`, in place.
+
+    Args:
+        layer: The layer.
+        variable: The variable, whole and with the same value on every rank of the group.
+        axis: The dim that is split.
+        group: The ranks that split it.
+
+    Returns:
+        What part of the global array the variable is now.
+
+    Raises:
+        ValueError: Its regularizer or its constraint looks at the array as a whole.
+    """
+    _check_by_entries(layer, variable.name, variable.regularizer, variable.constraint)
+    sharding = Sharding(group, axis % len(variable.shape), tuple(variable.shape))
+    own = sharding.slice_of(tf.convert_to_tensor(variable.value))
+    with tf.init_scope():
+        variable._initialize(own)
+    variable._shape = sharding.local_shape
+    if variable.regularizer is not None:
+        variable.regularizer = _SummedRegularizer(variable.regularizer, group)
+    mark_split(variable, sharding)
+    return sharding
 
 
 class _SummedRegularizer(keras.regularizers.Regularizer):

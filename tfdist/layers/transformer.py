@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import keras
 import tensorflow as tf
-from keras import ops
 
 from tfdist.collectives.conjugates import column_product
 from tfdist.layers.attention import ParallelMultiHeadAttention
@@ -12,7 +11,7 @@ from tfdist.layers.dense import RowParallelDense, check_divides
 from tfdist.layers.dropout import Dropout
 from tfdist.layers.initializers import again
 from tfdist.layers.normalization import LayerNormalization
-from tfdist.layers.sharding import add_split_weight, tensor_group
+from tfdist.layers.sharding import add_split_weight, read, tensor_group
 
 __all__ = ["ParallelMLP", "TransformerDecoderBlock"]
 
@@ -97,7 +96,7 @@ class ParallelMLP(keras.layers.Layer):
 
     def call(self, inputs):
         """[batch, time, features] to the same shape."""
-        kernels = [ops.convert_to_tensor(kernel) for kernel in self._kernels]
+        kernels = [read(kernel) for kernel in self._kernels]
         kernel = kernels[0] if len(kernels) == 1 else tf.concat(kernels, axis=1)
         if self._group is None:
             hidden = tf.matmul(inputs, kernel)
@@ -107,7 +106,7 @@ class ParallelMLP(keras.layers.Layer):
                 inputs, kernel, self._group, sequence_axis=axis, name=self.name
             )
         if self._biases:
-            biases = [ops.convert_to_tensor(bias) for bias in self._biases]
+            biases = [read(bias) for bias in self._biases]
             hidden = tf.nn.bias_add(hidden, tf.concat(biases, axis=0))
         if self.activation == "swiglu":
             gate, up = tf.split(hidden, 2, axis=-1)
