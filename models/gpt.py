@@ -66,9 +66,7 @@ def gpt(
     def normal(width=stddev):
         return keras.initializers.RandomNormal(stddev=width)
 
-    tokens = keras.Input(
-        (max_length if sequence_parallel else None,), dtype="int32", name="tokens"
-    )
+    tokens = keras.Input((max_length if sequence_parallel else None,), dtype="int32", name="tokens")
     embedding = layers.VocabParallelEmbedding(
         vocabulary_size,
         width,

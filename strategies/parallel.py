@@ -206,9 +206,7 @@ class _ParallelExtended(OneDeviceExtended):
     def reduce_gradients(self, gradients, reduction: str, *, keep_rows: bool = False) -> list:
         """Reduces gradients over the data axis, in buckets; sparse ones as rows where they must."""
         group = self._parallel.group("data")
-        return reduce_gradients(
-            gradients, group, reduction, self.bucket_bytes, keep_rows=keep_rows
-        )
+        return reduce_gradients(gradients, group, reduction, self.bucket_bytes, keep_rows=keep_rows)
 
     def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
         context = tf.distribute.get_replica_context()

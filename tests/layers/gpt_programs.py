@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 
 import keras
 import numpy as np
@@ -201,6 +202,7 @@ def save(mesh: dict | None, path: str, **options):
 
 def load(mesh: dict | None, path: str):
     """Loads what `save` saved, and goes on in the same way."""
+    importlib.import_module("tfdist.layers")  # Keras finds the classes that are registered.
     keras.backend.clear_session()
     x, y = text(STEPS * BATCH, 61)
     with scope(mesh):

@@ -95,12 +95,15 @@ def test_stock_loss_and_metric_see_whole_logits(pool, one_process):
 @on_ranks(("tensorflow", 4))
 @pytest.mark.parametrize("rows", [programs.BATCH * 2 + 3])
 def test_uneven_batches(pool, one_process, rows):
-    check_parity(pool, one_process, SQUARE, False, "gpt2", rows=rows, optimizer="adam", evaluate=False)
+    check_parity(
+        pool, one_process, SQUARE, False, "gpt2", rows=rows, optimizer="adam", evaluate=False
+    )
 
 
 @on_ranks(("horovod", 2))
 @pytest.mark.parametrize(
-    "sequence_parallel", [pytest.param(False, marks=slow, id="whole"), pytest.param(True, id="slice")]
+    "sequence_parallel",
+    [pytest.param(False, marks=slow, id="whole"), pytest.param(True, id="slice")],
 )
 def test_dropout_repeats_bit_for_bit(pool, sequence_parallel):
     options = {"dropout": 0.2, "sequence_parallel": sequence_parallel, "evaluate": False}

@@ -198,6 +198,4 @@ def _rotate(x, base: float):
     angles = tf.cast(tf.range(time), tf.float32)[:, None] * rates
     cosine, sine = tf.cast(tf.cos(angles), x.dtype), tf.cast(tf.sin(angles), x.dtype)
     first, second = x[..., :half], x[..., half:]
-    return tf.concat(
-        [first * cosine - second * sine, second * cosine + first * sine], axis=-1
-    )
+    return tf.concat([first * cosine - second * sine, second * cosine + first * sine], axis=-1)

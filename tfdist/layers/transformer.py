@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import tensorflow as tf
 
@@ -78,7 +80,11 @@ class ParallelMLP(keras.layers.Layer):
             if self.use_bias:
                 self._biases.append(
                     add_split_weight(
-                        self, (self.hidden_dim,), 0, self._group, name=f"{part}_bias",
+                        self,
+                        (self.hidden_dim,),
+                        0,
+                        self._group,
+                        name=f"{part}_bias",
                         initializer="zeros",
                     )
                 )
@@ -102,9 +108,7 @@ class ParallelMLP(keras.layers.Layer):
             hidden = tf.matmul(inputs, kernel)
         else:
             axis = 1 if self.sequence_parallel else None
-            hidden = column_product(
-                inputs, kernel, self._group, sequence_axis=axis, name=self.name
-            )
+            hidden = column_product(inputs, kernel, self._group, sequence_axis=axis, name=self.name)
         if self._biases:
             biases = [read(bias) for bias in self._biases]
             hidden = tf.nn.bias_add(hidden, tf.concat(biases, axis=0))
@@ -172,7 +176,7 @@ class TransformerDecoderBlock(keras.layers.Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        self._config = {
+        self._config: dict[str, Any] = {
             "num_heads": num_heads,
             "hidden_dim": hidden_dim,
             "num_key_value_heads": num_key_value_heads,

@@ -44,9 +44,9 @@ def clip_split_gradients(
         return list(gradients)
     if optimizer.clipnorm:
         scales = [
-            None if square is None else optimizer.clipnorm / tf.maximum(
-                tf.sqrt(square), optimizer.clipnorm
-            )
+            None
+            if square is None
+            else optimizer.clipnorm / tf.maximum(tf.sqrt(square), optimizer.clipnorm)
             for square in squared_norms(gradients, shardings)
         ]
     elif optimizer.global_clipnorm:
