@@ -36,7 +36,8 @@ class PositionEmbedding(keras.layers.Layer):
         Raises:
             ValueError: The sequence is longer than the table.
         """
-        parts = self._group.size if self._group is not None and self.sequence_parallel else 1
+        group = self._group if self.sequence_parallel else None
+        parts = 1 if group is None else group.size
         if input_shape[1] is not None and input_shape[1] * parts > self.max_length:
             raise ValueError(
                 f"A sequence has at most max_length={self.max_length} positions. Received: "
@@ -45,8 +46,8 @@ class PositionEmbedding(keras.layers.Layer):
         self.table = self.add_weight(
             name="table", shape=(self.max_length, input_shape[-1]), initializer=self.initializer
         )
-        if parts > 1:
-            mark_partial_gradient(self.table, self._group)
+        if group is not None:
+            mark_partial_gradient(self.table, group)
         self.built = True
 
     def call(self, inputs):
