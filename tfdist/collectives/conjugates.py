@@ -33,6 +33,7 @@ __all__ = [
     "gather",
     "gather_sequence",
     "own_slice",
+    "product",
     "reduce",
     "scatter_sequence",
     "split",
@@ -130,10 +131,10 @@ def column_product(tensor, kernel, group: Group, sequence_axis: int | None = Non
         A tensor of shape [..., columns].
     """
     if group.size == 1:
-        return tf.matmul(tensor, kernel)
+        return product(tensor, kernel)
 
     @tf.custom_gradient
-    def product(x, w):
+    def multiply(x, w):
         if sequence_axis is not None:
             x = all_gather(x, group, sequence_axis, name=name)
         rows = tf.reshape(x, [-1, w.shape[0]])
@@ -154,7 +155,16 @@ def column_product(tensor, kernel, group: Group, sequence_axis: int | None = Non
 
         return _unflatten(y, x), gradient
 
-    return product(tensor, kernel)
+    return multiply(tensor, kernel)
+
+
+def product(tensor, kernel):
+    """[..., inputs] times [inputs, columns], as one product of two matrices.
+
+    `tf.matmul` of more dims would multiply batch by batch, and sum the kernel's gradient over
+    batches afterwards.
+    """
+    return _unflatten(tf.matmul(tf.reshape(tensor, [-1, kernel.shape[0]]), kernel), tensor)
 
 
 def own_slice(tensor, group: Group, axis: int):

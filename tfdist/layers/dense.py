@@ -8,6 +8,7 @@ import tensorflow as tf
 from tfdist.collectives.conjugates import (
     column_product,
     gather,
+    product,
     reduce,
     scatter_sequence,
     split,
@@ -108,18 +109,21 @@ class ColumnParallelDense(keras.layers.Dense):
 
     def call(self, inputs, training=None):
         """[..., features] to [..., units / tensor]."""
-        if self._group is None:
+        if has_features(self):
             return super().call(inputs, training=training)
-        outputs = column_product(
-            inputs,
-            read(self._kernel),
-            self._group,
-            sequence_axis=1 if self.sequence_parallel else None,
-            name=self.name,
-        )
+        if self._group is None:
+            outputs = product(inputs, read(self._kernel))
+        else:
+            outputs = column_product(
+                inputs,
+                read(self._kernel),
+                self._group,
+                sequence_axis=1 if self.sequence_parallel else None,
+                name=self.name,
+            )
         if self.bias is not None:
             outputs = tf.nn.bias_add(outputs, read(self.bias))
-        if self.gather_output:
+        if self._group is not None and self.gather_output:
             outputs = gather(outputs, self._group, name=self.name)
         return outputs if self.activation is None else self.activation(outputs)
 
@@ -214,14 +218,14 @@ class RowParallelDense(keras.layers.Dense):
 
     def call(self, inputs, training=None):
         """[..., features / tensor] to [..., units]."""
-        if self._group is None:
+        if has_features(self):
             return super().call(inputs, training=training)
-        if not self.input_is_parallel:
+        if self._group is not None and not self.input_is_parallel:
             inputs = split(inputs, self._group, name=self.name)
-        outputs = tf.matmul(inputs, read(self._kernel))
-        if self.sequence_parallel:
+        outputs = product(inputs, read(self._kernel))
+        if self._group is not None and self.sequence_parallel:
             outputs = scatter_sequence(outputs, self._group, name=self.name)
-        else:
+        elif self._group is not None:
             outputs = reduce(outputs, self._group, name=self.name)
         if self.bias is not None:
             outputs = tf.nn.bias_add(outputs, read(self.bias))
@@ -243,6 +247,11 @@ class RowParallelDense(keras.layers.Dense):
             "input_is_parallel": self.input_is_parallel,
             "sequence_parallel": self.sequence_parallel,
         }
+
+
+def has_features(layer) -> bool:
+    """Whether a Dense computes with more than its kernel and bias."""
+    return bool(layer.lora_enabled or layer.quantization_mode)
 
 
 def refuse_features(layer) -> None:

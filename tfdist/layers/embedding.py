@@ -8,7 +8,13 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import Group
-from tfdist.collectives.conjugates import column_product, gather, reduce, scatter_sequence
+from tfdist.collectives.conjugates import (
+    column_product,
+    gather,
+    product,
+    reduce,
+    scatter_sequence,
+)
 from tfdist.layers.dense import check_divides
 from tfdist.layers.losses import takes_split_logits
 from tfdist.layers.sharding import add_split_weight, read, tensor_group
@@ -156,7 +162,7 @@ def own_rows(table, ids, group: Group):
 def _logits(layer, inputs, kernel, vocabulary_size: int):
     group = layer._group
     if group is None:
-        return tf.matmul(inputs, kernel)
+        return product(inputs, kernel)
     axis = 1 if layer.sequence_parallel else None
     logits = column_product(inputs, kernel, group, sequence_axis=axis, name=f"{layer.name}/logits")
     if stays_split(layer):

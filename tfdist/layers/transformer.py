@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.collectives.conjugates import column_product
+from tfdist.collectives.conjugates import column_product, product
 from tfdist.layers.attention import ParallelMultiHeadAttention
 from tfdist.layers.dense import RowParallelDense, check_divides
 from tfdist.layers.dropout import Dropout
@@ -105,7 +105,7 @@ class ParallelMLP(keras.layers.Layer):
         kernels = [read(kernel) for kernel in self._kernels]
         kernel = kernels[0] if len(kernels) == 1 else tf.concat(kernels, axis=1)
         if self._group is None:
-            hidden = tf.matmul(inputs, kernel)
+            hidden = product(inputs, kernel)
         else:
             axis = 1 if self.sequence_parallel else None
             hidden = column_product(inputs, kernel, self._group, sequence_axis=axis, name=self.name)
