@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 
-from benchmarks.measuring import HEADER, Ratio, in_turn, only
+from benchmarks.measuring import ENVIRONMENT, HEADER, Ratio, in_turn, only
 from tfdist.testing import RankPool
 
 STEP_LIMIT, CALL_LIMIT = 1.05, 1.1
@@ -125,7 +125,10 @@ def call_seconds(elements: int, repeats: int, bare: bool) -> float:
 def measure_steps(engine: str, rounds: int) -> list[Ratio]:
     """2 ranks over one process."""
     found = []
-    with RankPool(2, engine) as ranks, RankPool(1, "local", threads=2) as single:
+    with (
+        RankPool(2, engine, environment=ENVIRONMENT) as ranks,
+        RankPool(1, "local", threads=2) as single,
+    ):
         pools = [ranks, single]
         for name in MODELS:
             for pool in pools:
@@ -139,7 +142,7 @@ def measure_steps(engine: str, rounds: int) -> list[Ratio]:
 def measure_calls(engine: str, rounds: int) -> list[Ratio]:
     """The all-reduce of tfdist over the engine's own."""
     found = []
-    with RankPool(2, engine) as pool:
+    with RankPool(2, engine, environment=ENVIRONMENT) as pool:
         for elements, repeats in ((1, 40), (1 << 14, 40), (1 << 18, 20), (1 << 22, 5)):
             ours, bare = [], []
             for _ in range(rounds):

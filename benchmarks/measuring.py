@@ -47,6 +47,9 @@ class Ratio:
         )
 
 
+#: Gloo counts the time for which `only` holds a rank still, and gives up after 30 s of its own.
+ENVIRONMENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}
+
 HEADER = f"{'':<44} {'this':>12} {'other':>12}   ratio  [quartiles]"
 
 

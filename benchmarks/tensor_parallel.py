@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 
-from benchmarks.measuring import HEADER, Ratio, in_turn
+from benchmarks.measuring import ENVIRONMENT, HEADER, Ratio, in_turn
 from tfdist.testing import RankPool
 
 #: Layers, width, heads, tokens, vocabulary, batch.
@@ -82,7 +82,7 @@ def measure(engine: str, rounds: int, names) -> list[Ratio]:
     """Three worlds in turn."""
     found = []
     with (
-        RankPool(2, engine) as ranks,
+        RankPool(2, engine, environment=ENVIRONMENT) as ranks,
         RankPool(1, "local", threads=2) as one,
         RankPool(1, "local", threads=2) as raw,
     ):
