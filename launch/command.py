@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from absl import flags, logging
 
@@ -27,6 +27,7 @@ def run(
     usage: str,
     summary: str,
     rest: bool = False,
+    folded: Mapping[str, Sequence[str]] | None = None,
     arguments: Sequence[str] | None = None,
 ) -> None:
     """Parses the command line, calls `main` with what is left of it, and exits with its result.
@@ -41,6 +42,8 @@ def run(
         summary: What it does, for the help.
         rest: Whether a command with flags of its own may follow: what comes from its first word
             on is not looked at.
+        folded: Groups of flags that the help only names, each under a title, so that it fits a
+            screen; `--helpfull` explains them all.
         arguments: The command line, program name first; that of the process by default.
     """
     arguments = list(sys.argv if arguments is None else arguments)
@@ -55,7 +58,8 @@ def run(
         except flags.UnrecognizedFlagError as error:
             if error.flagname not in _HELP:
                 raise
-            print(_help(values, usage, summary))
+            full = error.flagname == "helpfull"
+            print(_help(values, usage, summary, folded or {}, full=full))
             sys.exit(0)
         except ValueError as error:  # A value for a flag that takes none.
             raise UsageError(str(error)) from error
@@ -67,22 +71,35 @@ def run(
         sys.exit(exit_codes.USAGE)
 
 
-def _help(values: flags.FlagValues, usage: str, summary: str) -> str:
+def _help(
+    values: flags.FlagValues,
+    usage: str,
+    summary: str,
+    folded: Mapping[str, Sequence[str]],
+    *,
+    full: bool,
+) -> str:
     width = min(shutil.get_terminal_size((80, 24)).columns, 100)
-    rows = [
-        (_shown(flag), _explained(flag)) for flag in {id(f): f for f in _flags(values)}.values()
-    ]
+    last = {name for names in folded.values() for name in names}
+    found = {flag.name: flag for flag in _flags(values)}
+    shown = [name for name in found if name not in last]
+    rows = [(_shown(found[name]), _explained(found[name])) for name in shown]
+    if full:
+        rows += [(_shown(found[name]), _explained(found[name])) for name in found if name in last]
     rows.append(("--flagfile=FILE", "Flags from a file, one a line"))
+    if folded and not full:
+        rows += [(title, " ".join(f"--{n}" for n in names)) for title, names in folded.items()]
+        rows.append(("--helpfull", "Explains these too"))
     # Names that are longer than a column put their explanation on a line of its own.
-    column = min(max(len(shown) for shown, _ in rows), 24) + 2
+    column = min(max(len(left) for left, _ in rows), 24) + 2
     lines = [*textwrap.wrap(summary, width), "", f"Usage: {usage}", ""]
-    for shown, explained in rows:
-        if len(shown) > column - 2:
-            lines.append(shown)
-            shown = ""
+    for left, explained in rows:
+        if len(left) > column - 2:
+            lines.append(left)
+            left = ""
         indent = " " * column
         lines += textwrap.wrap(
-            explained, width, initial_indent=f"{shown:<{column}}", subsequent_indent=indent
+            explained, width, initial_indent=f"{left:<{column}}", subsequent_indent=indent
         )
     return "\n".join(lines)
 

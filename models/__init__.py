@@ -1,7 +1,8 @@
 """Reference models: what the launchers train and the benchmarks measure."""
 
 from tfdist.models.convnet import convnet
+from tfdist.models.generation import generate
 from tfdist.models.gpt import gpt
 from tfdist.models.mlp import mlp
 
-__all__ = ["convnet", "gpt", "mlp"]
+__all__ = ["convnet", "generate", "gpt", "mlp"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 import subprocess
@@ -60,6 +61,32 @@ def test_under_horovodrun(data_dir):
     assert last_word(job)[1] == "2 rank(s) of HorovodStrategy"
 
 
+def test_gpt_on_two_tensor_ranks_reaches_what_one_process_reaches(tmp_path):
+    text = b"The quick brown fox jumps over the lazy dog. " * 400
+    (tmp_path / "text").write_bytes(text)
+    gpt = [TRAIN[0], "--model=gpt", "--epochs=2", f"--dataset=text:{tmp_path / 'text'}"]
+    gpt += ["--layers=1", "--width=32", "--heads=2", "--seq_length=32", "--threads=1"]
+    gpt += ["--batch_size=8", "--learning_rate=0.01"]
+    runner = [os.path.join(BIN, "tfdist-run"), "-np=2", "--"]
+    alone = run([*gpt, "--sample=40"])
+    ranks = run([*runner, *gpt, "--tensor=2", "--sequence_parallel", "--sample=40"])
+    losses = {}
+    for job, where in ((alone, "1 rank(s) of Local"), (ranks, "tensor 2")):
+        assert job.returncode == 0, job.stdout[-3000:] + job.stderr[-3000:]
+        *_, sample, last = job.stdout.strip().splitlines()
+        found = re.fullmatch(
+            r".*Validation loss ([\d.]+), perplexity ([\d.]+), .* tokens/s on (.*)\.", last
+        )
+        assert found and where in found[3], last
+        losses[where] = float(found[1])
+        assert float(found[2]) == pytest.approx(math.exp(losses[where]), rel=1e-3)
+        assert any(word in sample for word in ("quick", "brown", "jumps", "lazy")), sample
+        assert "[1] Epoch" not in job.stdout and job.stdout.count("Validation loss") == 1
+    alone, ranks = losses.values()
+    # Far below the text's entropy a byte when bytes are taken one by one.
+    assert ranks == pytest.approx(alone, abs=0.02) and alone < 0.5
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -67,6 +94,17 @@ def test_under_horovodrun(data_dir):
         (["--batch_size=0"], "batch_size"),
         (["--nonsense=1"], "nonsense"),
         (["more"], "Received: more"),
+        (["--heads=2"], "--heads is for --model=gpt"),
+        (["--tensor=2"], "--tensor=2"),
+        (["--dataset=pydoc"], "--model=gpt"),
+        (["--model=gpt", "--dataset=digits"], "--dataset=digits"),
+        (["--model=gpt", "--width=130"], "--width=130 --heads=4"),
+        (["--model=gpt", "--tensor=3"], "--heads=4 --tensor=3"),
+        (["--model=gpt", "--tensor=0"], "tensor"),
+        (
+            ["--model=gpt", "--tensor=2", "--sequence_parallel", "--seq_length=33"],
+            "--seq_length=33 --tensor=2",
+        ),
     ],
 )
 def test_a_bad_flag_is_one_line(flags, words):
@@ -81,11 +119,30 @@ def test_a_data_set_that_does_not_exist_is_one_line(tmp_path):
     assert "digitz" in job.stderr.strip().splitlines()[-1], job.stderr
 
 
-def test_help_fits_the_screen():
-    job = run([TRAIN[0], "--help"])
-    assert job.returncode == 0
-    lines = job.stdout.splitlines()
-    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+def test_text_that_cannot_be_learned_from_is_one_line(tmp_path):
+    (tmp_path / "short").write_bytes(b"Too short a text.")
+    for path, words in {"missing": "missing", "short": "at least 129 tokens"}.items():
+        job = run([*TRAIN, "--model=gpt", f"--dataset=text:{tmp_path / path}"])
+        assert job.returncode == 2
+        assert words in job.stderr.strip().splitlines()[-1], job.stderr
+
+
+def test_a_mesh_that_the_ranks_do_not_fill_is_one_line():
+    job = run([*TRAIN, "--model=gpt", "--tensor=2"])
+    assert job.returncode == 2
+    last = job.stderr.strip().splitlines()[-1]
+    assert "--tensor=2" in last and "1 were started" in last, job.stderr
+
+
+def test_help_fits_the_screen_and_names_all_flags():
+    short, full = (run([TRAIN[0], flag]) for flag in ("--help", "--helpfull"))
+    assert short.returncode == full.returncode == 0
+    lines = short.stdout.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, [*lines, *full.stdout.splitlines()])) <= 80
+    names = re.findall(r"^(--\w+)", full.stdout, re.MULTILINE)
+    assert {"--model", "--heads", "--strategy"} < set(names)
+    assert set(names) <= set(re.findall(r"--\w+", short.stdout))
 
 
 def test_flags_from_a_file(tmp_path):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import threading
 import zlib
 
 import tensorflow as tf
@@ -203,6 +205,7 @@ def _bring_up_cluster(communication: str) -> None:
     options = tf.distribute.experimental.CommunicationOptions(
         implementation=tf.distribute.experimental.CommunicationImplementation(communication.upper())
     )
+    on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         # Kept for the life of the process: it owns the server that the peers talk to.
         _cluster = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
@@ -212,6 +215,10 @@ def _bring_up_cluster(communication: str) -> None:
             "before its first. Make the strategy at the start of the program, before any tensor, "
             f"model or data set. TensorFlow said: {error}"
         ) from error
+    # TensorFlow's notifier of preemptions catches SIGTERM from here on and tells nobody: a rank
+    # that is told to end would train on.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_terminate or signal.SIG_DFL)
 
 
 def _number(text: str) -> int:

@@ -1,16 +1,27 @@
 """Data sets for training on a mesh: read whole, or each rank its share.
 
-TensorFlow Datasets is imported by the first call that needs it: `pip install tfdist[data]`.
+TensorFlow Datasets, for images, is imported by the first call that needs it:
+`pip install tfdist[data]`. Text needs nothing.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from tfdist.data.loading import load, load_for_rank, rank_split, read_config
+from tfdist.data.text import Text, language_model_windows, load_text
 
 if TYPE_CHECKING:
     from tfdist.data.digits import Digits
 
-__all__ = ["Digits", "load", "load_for_rank", "rank_split", "read_config"]
+__all__ = [
+    "Digits",
+    "Text",
+    "language_model_windows",
+    "load",
+    "load_for_rank",
+    "load_text",
+    "rank_split",
+    "read_config",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,8 @@ from tfdist.layers.dropout import Dropout
 from tfdist.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from tfdist.layers.losses import VocabParallelCrossEntropy
 from tfdist.layers.normalization import LayerNormalization
+from tfdist.layers.parallelize import parallelize
+from tfdist.layers.parallelize_report import ParallelizeReport, VariableReport
 from tfdist.layers.positions import PositionEmbedding
 from tfdist.layers.sharding import Sharding, sharding_of, whole_value
 from tfdist.layers.transformer import ParallelMLP, TransformerDecoderBlock
@@ -19,6 +21,7 @@ __all__ = [
     "LayerNormalization",
     "ParallelMLP",
     "ParallelMultiHeadAttention",
+    "ParallelizeReport",
     "PositionEmbedding",
     "RowParallelDense",
     "Sharding",
@@ -26,6 +29,8 @@ __all__ = [
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "VocabParallelHead",
+    "VariableReport",
+    "parallelize",
     "sharding_of",
     "whole_value",
 ]

@@ -21,6 +21,7 @@ from tfdist.collectives.conjugates import reduce
 __all__ = [
     "Sharding",
     "add_split_weight",
+    "check_by_entries",
     "mark_partial_gradient",
     "mark_split",
     "read",
@@ -172,7 +173,7 @@ def add_split_weight(
             regularizer=regularizer,
             constraint=constraint,
         )
-    _check_by_entries(layer, name, regularizer, constraint)
+    check_by_entries(layer, name, regularizer, constraint)
     sharding = Sharding(group, axis % len(shape), shape)
     initializer = keras.initializers.get(initializer)
     regularizer = keras.regularizers.get(regularizer)
@@ -202,7 +203,7 @@ def split_variable(layer: keras.layers.Layer, variable, axis: int, group: Group)
     Raises:
         ValueError: Its regularizer or its constraint looks at the array as a whole.
     """
-    _check_by_entries(layer, variable.name, variable.regularizer, variable.constraint)
+    check_by_entries(layer, variable.name, variable.regularizer, variable.constraint)
     sharding = Sharding(group, axis % len(variable.shape), tuple(variable.shape))
     own = sharding.slice_of(tf.convert_to_tensor(variable.value))
     with tf.init_scope():
@@ -233,7 +234,12 @@ _BY_ENTRIES = (
 )
 
 
-def _check_by_entries(layer, name: str, *rules) -> None:
+def check_by_entries(layer, name: str, *rules) -> None:
+    """Raises for a regularizer or a constraint that looks at a weight as a whole.
+
+    Raises:
+        ValueError: There is one.
+    """
     for rule in rules:
         if rule is None:
             continue
