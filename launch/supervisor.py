@@ -24,7 +24,9 @@ __all__ = ["Supervisor"]
 #: How long ranks may go on after one has failed: the watchdog's verdict takes a few seconds, and
 #: its words are worth more than a quick end.
 _GRACE_SECONDS = 8.0
-_TERMINATE_SECONDS = 5.0
+#: Where a rank is frozen the watchdog's time has passed already.
+_GRACE_AFTER_FREEZE_SECONDS = 4.0
+_TERMINATE_SECONDS = 3.0
 _LOOK_SECONDS = 0.2
 #: Read at a time, so that a rank that never stops talking does not keep the others from being
 #: heard. A pipe of Linux holds as much.
@@ -114,10 +116,7 @@ class Supervisor:
 
     def _watch(self) -> None:
         ending_since: float | None = None
-        steps = [
-            (_GRACE_SECONDS, signal.SIGTERM),
-            (_GRACE_SECONDS + _TERMINATE_SECONDS, signal.SIGKILL),
-        ]
+        steps: list[tuple[float, int]] = []
         while len(self._ends) < len(self._ranks):
             for key, _ in self._selector.select(_LOOK_SECONDS):
                 if key.data is None:
@@ -131,6 +130,8 @@ class Supervisor:
                 continue
             if ending_since is None:
                 ending_since = time.monotonic()
+                grace = _GRACE_SECONDS if self._frozen is None else _GRACE_AFTER_FREEZE_SECONDS
+                steps = [(grace, signal.SIGTERM), (grace + _TERMINATE_SECONDS, signal.SIGKILL)]
             if all(rank in self._stopped_since for rank in self._running()):
                 self._end(signal.SIGKILL)  # Who is left is frozen, and has nothing to say.
             while steps and time.monotonic() - ending_since > steps[0][0]:

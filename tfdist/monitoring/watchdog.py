@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import os
 import secrets
 import sys
@@ -22,6 +23,8 @@ __all__ = ["Watchdog", "startup_guard"]
 
 #: How long a rank whose collective failed waits to hear what made it fail.
 _VERDICT_SECONDS = 8.0
+#: How much later than the timer a start-up ends in which the timer cannot run.
+_LOCKED_SECONDS = 2.0
 
 
 class Watchdog:
@@ -149,7 +152,11 @@ def startup_guard(timeout: float, what: str) -> Iterator[None]:
     timer = threading.Timer(timeout, end)
     timer.daemon = True
     timer.start()
+    # TensorFlow waits for its peers with the interpreter locked, so that no thread of Python runs.
+    # This one is none; it prints the stacks and exits with code 1.
+    faulthandler.dump_traceback_later(timeout + _LOCKED_SECONDS, exit=True)
     try:
         yield
     finally:
+        faulthandler.cancel_dump_traceback_later()
         timer.cancel()
