@@ -1,0 +1,80 @@
+"""What `parallelize` did to each variable, as data and as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+
+__all__ = ["ParallelizeReport", "VariableReport"]
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableReport:
+    """One variable.
+
+    Attributes:
+        path: The variable's path.
+        kind: What the plan says: "column", "row", "vocabulary" or "replicate"; None for a
+            variable that no pattern matches, and whose layer is not split either.
+        axis: The dim that is split, or None for a variable that stays whole.
+        shape: The shape of the global array.
+        local_shape: The shape of this rank's part.
+        bytes_per_rank: What one tensor rank holds, padding included.
+        replicated_bytes: How much of it every tensor rank holds again.
+    """
+
+    path: str
+    kind: str | None
+    axis: int | None
+    shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+    bytes_per_rank: int
+    replicated_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelizeReport:
+    """All variables of a model. `print(report)` shows a table.
+
+    Attributes:
+        tensor: The number of tensor ranks.
+        variables: A row for each variable, in the order of `model.weights`.
+    """
+
+    tensor: int
+    variables: tuple[VariableReport, ...]
+
+    @property
+    def bytes_per_rank(self) -> int:
+        """What one tensor rank holds."""
+        return sum(row.bytes_per_rank for row in self.variables)
+
+    @property
+    def replicated_bytes(self) -> int:
+        """How much of that every tensor rank holds again."""
+        return sum(row.replicated_bytes for row in self.variables)
+
+    def __str__(self) -> str:
+        head = ("variable", "plan", "axis", "shape", "on a rank", "bytes on a rank", "replicated")
+        rows = [
+            (
+                row.path,
+                row.kind or "-",
+                "-" if row.axis is None else str(row.axis),
+                str(row.shape),
+                str(row.local_shape),
+                f"{row.bytes_per_rank:,}",
+                f"{row.replicated_bytes:,}",
+            )
+            for row in self.variables
+        ]
+        total = ("total", "", "", "", "", f"{self.bytes_per_rank:,}", f"{self.replicated_bytes:,}")
+        rows = [head, *rows, total]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for row in rows:
+            left = [cell.ljust(width) for cell, width in zip(row[:-2], widths, strict=False)]
+            right = [cell.rjust(width) for cell, width in zip(row[-2:], widths[-2:], strict=True)]
+            lines.append("  ".join(left + right).rstrip())
+        rule = "-" * max(map(len, lines))
+        title = f"Split over tensor={self.tensor}:"
+        return "\n".join([title, lines[0], rule, *lines[1:-1], rule, lines[-1]])

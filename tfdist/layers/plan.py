@@ -1,0 +1,90 @@
+"""A plan: which variables of a model are split over the tensor axis, by patterns over their paths.
+
+A plan maps regular expressions to words, as Keras' `LayoutMap` maps them to layouts. It is plain
+data, and the same for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+__all__ = ["GPT2", "KINDS", "LLAMA", "kinds_of"]
+
+#: What a plan says of a variable.
+KINDS = ("column", "row", "vocabulary", "replicate")
+
+#: `keras_hub.models.GPT2Backbone`, and tasks built on it.
+GPT2: Mapping[str, str] = {
+    r".*token_embedding/embeddings": "vocabulary",
+    r".*/self_attention/(query|key|value)/(kernel|bias)": "column",
+    r".*/self_attention/attention_output/kernel": "row",
+    r".*/feedforward_intermediate_dense/(kernel|bias)": "column",
+    r".*/feedforward_output_dense/kernel": "row",
+}
+
+#: `keras_hub.models.LlamaBackbone`, and those whose blocks have the same names, as `Qwen3Backbone`.
+LLAMA: Mapping[str, str] = {
+    r".*token_embedding/(reverse_)?embeddings": "vocabulary",
+    r".*/self_attention/(query|key|value)/kernel": "column",
+    r".*/self_attention/attention_output/kernel": "row",
+    r".*/feedforward_(intermediate|gate)_dense/kernel": "column",
+    r".*/feedforward_output_dense/kernel": "row",
+}
+
+
+def kinds_of(plan: Mapping[str, str], paths: Sequence[str]) -> dict[str, str]:
+    """What a plan says of each path that one of its patterns matches.
+
+    Args:
+        plan: From patterns to words. A pattern matches a whole path (`re.fullmatch`).
+        paths: The paths of a model's variables.
+
+    Returns:
+        A word of `KINDS` for each path that is matched.
+
+    Raises:
+        ValueError: A word is unknown, a pattern is no regular expression or matches nothing, or
+            two match one path.
+    """
+    found: dict[str, tuple[str, str]] = {}
+    for pattern, kind in plan.items():
+        if kind not in KINDS:
+            raise ValueError(
+                f"A plan says {', '.join(repr(word) for word in KINDS)} of a variable. Received: "
+                f"{kind!r} for the pattern {pattern!r}."
+            )
+        matched = [path for path in dict.fromkeys(paths) if _matches(pattern, path)]
+        if not matched:
+            raise ValueError(_no_match(pattern, paths))
+        for path in matched:
+            if path in found:
+                raise ValueError(
+                    f"At most one pattern of a plan matches a variable. Received: {pattern!r} and "
+                    f"{found[path][0]!r}, which both match {path!r}."
+                )
+            found[path] = (pattern, kind)
+    return {path: kind for path, (_, kind) in found.items()}
+
+
+def _matches(pattern: str, path: str) -> bool:
+    try:
+        return re.fullmatch(pattern, path) is not None
+    except re.error as error:
+        raise ValueError(
+            f"A plan's patterns are regular expressions. Received: {pattern!r} ({error})."
+        ) from error
+
+
+def _no_match(pattern: str, paths: Sequence[str]) -> str:
+    inside = [path for path in paths if re.search(pattern, path)]
+    if inside:
+        return (
+            f"The pattern {pattern!r} matches no variable: patterns match whole paths. It occurs "
+            f"inside of {inside[0]!r}, which '.*{pattern}.*' would match."
+        )
+    some = ", ".join(repr(path) for path in paths[:5])
+    return (
+        f"The pattern {pattern!r} matches no variable. The first of the model's {len(paths)} "
+        f"paths are {some}; `[v.path for v in model.weights]` lists them all."
+    )
