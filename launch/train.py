@@ -51,15 +51,19 @@ _STRATEGY = flags.DEFINE_enum(
 _BATCH_SIZE = flags.DEFINE_integer(
     "batch_size",
     None,
-    "Samples a step, over all ranks [128; gpt: 16]",
+    "Samples a step, over all ranks [128; gpt: 4]",
     lower_bound=1,
     flag_values=VALUES,
 )
 _EPOCHS = flags.DEFINE_integer(
-    "epochs", None, "Epochs [15; gpt: 10]", lower_bound=1, flag_values=VALUES
+    "epochs", None, "Epochs [15; gpt: 5]", lower_bound=1, flag_values=VALUES
 )
 _LEARNING_RATE = flags.DEFINE_float(
-    "learning_rate", 1e-3, "Adam's rate for one rank", lower_bound=0.0, flag_values=VALUES
+    "learning_rate",
+    None,
+    "Adam's rate for one rank [0.001; gpt: 0.003]",
+    lower_bound=1e-9,
+    flag_values=VALUES,
 )
 _SCALING = flags.DEFINE_enum(
     "lr_scaling",
@@ -127,7 +131,7 @@ def _main(_) -> None:
 
     # --- Model ---------------------------------------------------------------------------------
     rate = tfdist.optimizers.ScaledWarmup(
-        learning_rate=task.schedule(_LEARNING_RATE.value, settings.epochs * data.steps),
+        learning_rate=task.schedule(settings.learning_rate, settings.epochs * data.steps),
         replicas=strategy.num_replicas_in_sync,
         rule=_SCALING.value,
         warmup_steps=round(_WARMUP.value * data.steps),
@@ -150,7 +154,7 @@ def _main(_) -> None:
     shown = task.show(model)
     if strategy.is_chief:
         if shown is not None:
-            print(shown)
+            print(f"{settings.model} writes:\n{shown}")
         print(
             f"{task.verdict(last)}; {speed.items_per_second:,.0f} {task.item}/s on "
             f"{strategy.mesh.size} rank(s) of {type(strategy).__name__}{_mesh_words(strategy)}."
@@ -172,6 +176,7 @@ def _choose_task() -> tuple[Task, Settings]:
         dataset=_DATASET.value or task.dataset,
         batch_size=_BATCH_SIZE.value or task.batch_size,
         epochs=_EPOCHS.value or task.epochs,
+        learning_rate=_LEARNING_RATE.value or task.learning_rate,
         seed=_SEED.value,
         tensor=_TENSOR.value,
         data_dir=_DATA_DIR.value,

@@ -1,0 +1,76 @@
+"""The task of `tfdist-train` for images: which class is it?"""
+
+from __future__ import annotations
+
+from tfdist.launch.command import UsageError
+from tfdist.launch.tasks import Data, Settings, Task
+
+__all__ = ["Images"]
+
+
+class Images(Task):
+    """Classification of images; the convnet reaches 98 to 99 % test accuracy on digits."""
+
+    models = ("mlp", "convnet")
+    dataset = "digits"
+    batch_size = 128
+    epochs = 15
+    learning_rate = 1e-3
+    item = "samples"
+
+    def check(self, settings: Settings) -> None:
+        """Refuses texts, and a mesh that these models make no use of."""
+        if settings.dataset == "pydoc" or settings.dataset.startswith("text:"):
+            raise UsageError(
+                f"--dataset={settings.dataset} is a text, which --model=gpt learns from. "
+                f"Received: --model={settings.model}."
+            )
+        if settings.tensor > 1:
+            raise UsageError(
+                f"--tensor={settings.tensor}: --model={settings.model} has no layers that are "
+                "split over ranks. Take --model=gpt, or leave --tensor out."
+            )
+
+    def load(self, settings: Settings) -> Data:
+        """Reads a data set of `tfdist.data`."""
+        from tfdist import data
+
+        try:
+            train, info = data.load(settings.dataset, "train", data_dir=settings.data_dir)
+            test, _ = data.load(settings.dataset, "test", data_dir=settings.data_dir)
+        except (ValueError, ImportError, RuntimeError) as error:
+            raise UsageError(f"--dataset={settings.dataset}: {error}") from error
+        self._info, self._name = info, settings.dataset
+        size = info.splits["train"].num_examples
+        return Data(
+            train=train.cache().shuffle(size, seed=settings.seed).batch(settings.batch_size),
+            validation=test.batch(settings.batch_size).cache(),
+            steps=-(-size // settings.batch_size),
+            items=size,
+        )
+
+    def build(self, settings: Settings):
+        """Makes a model for the images that were loaded."""
+        from tfdist import models
+
+        features = self._info.features
+        make = models.mlp if settings.model == "mlp" else models.convnet
+        return make(features["image"].shape, features["label"].num_classes)
+
+    def compile(self, model, rate) -> None:
+        """Adam, cross-entropy and accuracy."""
+        import keras
+
+        model.compile(
+            keras.optimizers.Adam(rate),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+
+    def verdict(self, logs) -> str:
+        """Accuracy and loss."""
+        size = self._info.splits["test"].num_examples
+        return (
+            f"Test accuracy {logs['val_accuracy']:.2%} and loss {logs['val_loss']:.4f} on {size} "
+            f"{self._name} images"
+        )

@@ -1,0 +1,170 @@
+"""The task of `tfdist-train` for text: which byte comes next?"""
+
+from __future__ import annotations
+
+import math
+
+from absl import flags
+
+from tfdist.launch.command import UsageError
+from tfdist.launch.tasks import VALUES, Data, Settings, Task
+
+__all__ = ["Language"]
+
+_LAYERS = flags.DEFINE_integer("layers", 4, "Blocks of gpt", lower_bound=1, flag_values=VALUES)
+_WIDTH = flags.DEFINE_integer(
+    "width", 128, "Of gpt's residual stream", lower_bound=1, flag_values=VALUES
+)
+_HEADS = flags.DEFINE_integer(
+    "heads", 4, "Attention heads of a block", lower_bound=1, flag_values=VALUES
+)
+_SEQ_LENGTH = flags.DEFINE_integer(
+    "seq_length", 128, "Bytes in a window of text", lower_bound=1, flag_values=VALUES
+)
+_DROPOUT = flags.DEFINE_float(
+    "dropout",
+    0.0,
+    "Share of gpt's activations dropped",
+    lower_bound=0.0,
+    upper_bound=0.99,
+    flag_values=VALUES,
+)
+_SEQUENCE_PARALLEL = flags.DEFINE_boolean(
+    "sequence_parallel",
+    False,
+    "Split also norms and dropout over --tensor",
+    flag_values=VALUES,
+)
+_SAMPLE = flags.DEFINE_integer(
+    "sample", 0, "Bytes that gpt writes at the end", lower_bound=0, flag_values=VALUES
+)
+
+#: What a sample goes on from: the end of a paragraph.
+_PROMPT = b"\n\n"
+#: Below one, since a model that has seen little text is too sure of nothing.
+_TEMPERATURE = 0.8
+
+
+class Language(Task):
+    """A language model of bytes; see `tfdist.models.gpt` and `tfdist.data.load_text`."""
+
+    models = ("gpt",)
+    dataset = "pydoc"
+    # Small steps, for there is little text: a pass over it takes 657 of them.
+    batch_size = 4
+    epochs = 5
+    learning_rate = 3e-3
+    item = "tokens"
+    flags = (
+        _LAYERS,
+        _WIDTH,
+        _HEADS,
+        _SEQ_LENGTH,
+        _DROPOUT,
+        _SEQUENCE_PARALLEL,
+        _SAMPLE,
+    )
+
+    def check(self, settings: Settings) -> None:
+        """Refuses what is no text, and sizes that do not divide."""
+        if settings.dataset != "pydoc" and not settings.dataset.startswith("text:"):
+            raise UsageError(
+                f"--model={settings.model} learns from --dataset=pydoc, or from a file with "
+                f"--dataset=text:FILE. Received: --dataset={settings.dataset}."
+            )
+        _check_divides("width", _WIDTH.value, "heads", _HEADS.value)
+        _check_divides("heads", _HEADS.value, "tensor", settings.tensor)
+        if _SEQUENCE_PARALLEL.value:
+            _check_divides("seq_length", _SEQ_LENGTH.value, "tensor", settings.tensor)
+
+    def load(self, settings: Settings) -> Data:
+        """Cuts the text into windows."""
+        from tfdist import data
+
+        self._seed = settings.seed
+        length, part = _SEQ_LENGTH.value, "text"
+        try:
+            self._text = data.load_text(settings.dataset)
+            part = "nine tenths for training"
+            train = data.language_model_windows(
+                self._text.train, length, shuffle_seed=settings.seed
+            )
+            part = "tenth for validation"
+            validation = data.language_model_windows(self._text.validation, length)
+        except (ValueError, ImportError) as error:
+            raise UsageError(
+                f"--dataset={settings.dataset} --seq_length={length}, the {part}: {error}"
+            ) from error
+        self._tested = int(validation.cardinality()) * length
+        windows = int(train.cardinality())
+        # The next epoch draws other windows, so the few that fill no batch are no loss.
+        batch_size = min(settings.batch_size, windows)
+        steps = windows // batch_size
+        return Data(
+            train=train.batch(batch_size, drop_remainder=True).prefetch(2),
+            validation=validation.batch(settings.batch_size).cache(),
+            steps=steps,
+            items=steps * batch_size * length,
+        )
+
+    def build(self, settings: Settings):
+        """Makes a GPT of the sizes in the flags."""
+        from tfdist import models
+
+        return models.gpt(
+            self._text.vocabulary_size,
+            num_layers=_LAYERS.value,
+            width=_WIDTH.value,
+            num_heads=_HEADS.value,
+            max_length=_SEQ_LENGTH.value,
+            # Small models learn with them in a fraction of the steps that learned ones take.
+            positions="rotary",
+            dropout=_DROPOUT.value,
+            sequence_parallel=_SEQUENCE_PARALLEL.value,
+        )
+
+    def schedule(self, rate: float, steps: int):
+        """Up from zero in a twentieth of the steps, then a cosine down to a tenth of the rate."""
+        import keras
+
+        warmup = max(steps // 20, 1)
+        return keras.optimizers.schedules.CosineDecay(
+            0.0, max(steps - warmup, 1), alpha=0.1, warmup_target=rate, warmup_steps=warmup
+        )
+
+    def compile(self, model, rate) -> None:
+        """AdamW and a loss that takes logits as they are split; no metric, which would not."""
+        import keras
+
+        from tfdist import layers
+
+        optimizer = keras.optimizers.AdamW(rate, weight_decay=0.1, beta_2=0.95, global_clipnorm=1.0)
+        optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
+        model.compile(optimizer, layers.VocabParallelCrossEntropy(self._text.vocabulary_size))
+
+    def verdict(self, logs) -> str:
+        """Loss, and what it means."""
+        loss = logs["val_loss"]
+        return (
+            f"Validation loss {loss:.4f}, perplexity {math.exp(loss):.3f}, "
+            f"{loss / math.log(2):.3f} bits per byte on {self._tested:,} bytes of "
+            f"{self._text.name}"
+        )
+
+    def show(self, model) -> str | None:
+        """What the model writes after the end of a paragraph."""
+        if not _SAMPLE.value:
+            return None
+        from tfdist import models
+
+        tokens = models.generate(
+            model, list(_PROMPT), _SAMPLE.value, temperature=_TEMPERATURE, seed=self._seed
+        )
+        return bytes(tokens[len(_PROMPT) :].tolist()).decode(errors="replace")
+
+
+def _check_divides(what: str, value: int, by: str, divisor: int) -> None:
+    if value % divisor:
+        raise UsageError(
+            f"--{what} divides by --{by}. Received: --{what}={value} --{by}={divisor}."
+        )

@@ -1,0 +1,134 @@
+"""Generation: a language model writes on, one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist import layers
+
+__all__ = ["generate"]
+
+
+def generate(
+    model: keras.Model,
+    prompt_tokens: Sequence | np.ndarray,
+    num_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    max_length: int | None = None,
+) -> np.ndarray:
+    """Continues a prompt, or several of one length, token by token.
+
+    ```python
+    tokens = tfdist.models.generate(model, list(b"The assert statement"), 100, temperature=0.8)
+    print(bytes(tokens.tolist()).decode(errors="replace"))
+    ```
+
+    Each token is drawn from softmax(logits / temperature) of the window before it, which the
+    model computes anew: there is no cache of keys and values. On a mesh every rank calls this,
+    with the same arguments, and gets the same tokens.
+
+    Args:
+        model: A causal functional model from int32 ids [batch, time] to logits
+            [batch, time, vocabulary], such as `tfdist.models.gpt`.
+        prompt_tokens: Integers of shape [time] or [batch, time], with at least one token each.
+        num_tokens: How many tokens to add.
+        temperature: Below 1 prefers likely tokens more than the model does; 0 takes the most
+            likely one each time.
+        top_k: How many of the most likely tokens are drawn from; None for all.
+        seed: Of the draws.
+        max_length: The longest window that the model is given; the last tokens of a text that
+            is longer. None for what the model has positions for, or the whole text.
+
+    Returns:
+        The prompt and the new tokens, int32 of shape [time + num_tokens], or
+        [batch, time + num_tokens].
+
+    Raises:
+        ValueError: An argument is out of its range, or a token is not in the vocabulary.
+
+    Source: Fan et al. 2018, "Hierarchical Neural Story Generation" (top-k sampling).
+    """
+    prompts = np.atleast_2d(np.asarray(prompt_tokens))
+    _check_prompts(prompts, model.outputs[0].shape[-1])
+    _check_numbers(num_tokens, temperature, top_k, max_length)
+    length = prompts.shape[1]
+    fixed = model.inputs[0].shape[1]  # Known where a model splits its sequence.
+    limits = [length + num_tokens, fixed, max_length, _num_positions(model)]
+    seen = min(limit for limit in limits if limit is not None)
+    window = fixed or seen
+
+    @tf.function(autograph=False)
+    def logits_after(tokens, last):
+        logits = model(tokens, training=False)
+        return tf.cast(tf.gather(logits, last, axis=1), tf.float32)
+
+    # The window keeps its size, so that there is one graph. What is still to come is zeros,
+    # which a causal model does not look at.
+    texts = np.zeros((len(prompts), length + num_tokens + window), np.int32)
+    texts[:, :length] = prompts
+    random = np.random.default_rng(seed)
+    for end in range(length, length + num_tokens):
+        start = max(end - seen, 0)
+        tokens = tf.constant(texts[:, start : start + window])
+        logits = logits_after(tokens, tf.constant(end - start - 1)).numpy()
+        texts[:, end] = _draw(logits, random, temperature, top_k)
+    texts = texts[:, : length + num_tokens]
+    return texts[0] if np.ndim(prompt_tokens) == 1 else texts
+
+
+def _draw(logits, random: np.random.Generator, temperature: float, top_k: int | None):
+    """A token for each row of logits [batch, vocabulary]."""
+    if temperature == 0.0:
+        return np.argmax(logits, axis=-1)
+    # In float64, so that the draws hang on the logits' rounding as little as may be.
+    logits = logits.astype(np.float64) / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        others = np.argpartition(logits, -top_k, axis=-1)[:, :-top_k]
+        np.put_along_axis(logits, others, -np.inf, axis=-1)
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    totals = np.cumsum(weights, axis=-1)
+    drawn = random.random((len(logits), 1)) * totals[:, -1:]
+    return np.sum(totals <= drawn, axis=-1)
+
+
+def _num_positions(model: keras.Model) -> int | None:
+    """How long a sequence may be; None where the model sets no limit."""
+    lengths = [
+        layer.max_length for layer in model.layers if isinstance(layer, layers.PositionEmbedding)
+    ]
+    return min(lengths, default=None)
+
+
+def _check_prompts(prompts: np.ndarray, vocabulary_size: int) -> None:
+    if prompts.ndim != 2 or not prompts.size or not np.issubdtype(prompts.dtype, np.integer):
+        raise ValueError(
+            "`prompt_tokens` are integers of shape [time] or [batch, time], at least one token. "
+            f"Received: {prompts.dtype} of shape {prompts.shape}."
+        )
+    if prompts.min() < 0 or prompts.max() >= vocabulary_size:
+        raise ValueError(
+            f"`prompt_tokens` lie in the vocabulary, [0, {vocabulary_size}). Received: tokens "
+            f"from {prompts.min()} to {prompts.max()}."
+        )
+
+
+def _check_numbers(num_tokens: int, temperature: float, top_k, max_length) -> None:
+    if num_tokens < 0:
+        raise ValueError(f"`num_tokens` is not negative. Received: {num_tokens}.")
+    if temperature < 0:
+        raise ValueError(
+            f"`temperature` is positive, or 0 for the most likely token. Received: {temperature}."
+        )
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"`top_k` is positive, or None for all tokens. Received: {top_k}.")
+    if max_length is not None and max_length < 1:
+        raise ValueError(
+            f"`max_length` is positive, or None for the model's own. Received: {max_length}."
+        )

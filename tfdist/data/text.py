@@ -1,0 +1,156 @@
+"""Text as bytes, for language models: one that every Python carries, or a file of one's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import tensorflow as tf
+
+__all__ = ["Text", "language_model_windows", "load_text"]
+
+#: One token a byte.
+VOCABULARY_SIZE = 256
+#: How much of a text is for training; the rest is for validation.
+_TRAIN_SHARE = 0.9
+
+_FILE = "text:"
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A text in two parts that share no place, as tokens of one byte each.
+
+    Attributes:
+        name: As `load_text` was given it.
+        train: uint8 of shape [bytes].
+        validation: uint8 of shape [bytes].
+        vocabulary_size: 256.
+    """
+
+    name: str
+    train: np.ndarray
+    validation: np.ndarray
+    vocabulary_size: int = VOCABULARY_SIZE
+
+
+def load_text(name: str) -> Text:
+    r"""Returns a text as bytes, nine tenths for training and one tenth for validation.
+
+    >>> text = load_text("pydoc")
+    >>> bytes(text.train[:31])
+    b'The "assert" statement\n*******'
+
+    The split holds no chance, so all processes that read the same text have the same split.
+
+    Args:
+        name: "pydoc" for the reference of the Python language, about 370 kB of English that comes
+            with Python (`pydoc_data.topics`) and needs no download; or "text:/path/to/file" for a
+            file of any kind, whose last tenth is for validation.
+
+    Returns:
+        The text. The pydoc text differs between versions of Python, by a few percent; its losses
+        are comparable between runs of one version.
+
+    Raises:
+        ValueError: The name is unknown, or the file cannot be read or is empty.
+        ImportError: This Python was installed without `pydoc_data`.
+    """
+    if name == "pydoc":
+        # The last tenth of each topic: both parts have something of all.
+        parts = [_cut(topic.encode()) for topic in _pydoc_topics()]
+        train, validation = (b"".join(halves) for halves in zip(*parts, strict=True))
+    elif name.startswith(_FILE):
+        train, validation = _cut(_read(Path(name.removeprefix(_FILE)).expanduser()))
+    else:
+        raise ValueError(
+            f"A text is 'pydoc', or '{_FILE}' and the path of a file. Received: {name!r}."
+        )
+    return Text(name, np.frombuffer(train, np.uint8), np.frombuffer(validation, np.uint8))
+
+
+def language_model_windows(
+    tokens: np.ndarray, length: int, *, shuffle_seed: int | None = None
+) -> tf.data.Dataset:
+    """Cuts a text into windows, each with the tokens that follow those in it.
+
+    >>> windows = language_model_windows(np.arange(10), 4)
+    >>> [(list(x), list(y)) for x, y in windows.as_numpy_iterator()]
+    [([0, 1, 2, 3], [1, 2, 3, 4]), ([4, 5, 6, 7], [5, 6, 7, 8])]
+
+    The windows follow each other without overlap, and what does not fill one is left out.
+
+    Args:
+        tokens: Integers of shape [tokens].
+        length: How many tokens a window has.
+        shuffle_seed: Draws, anew for each pass over the data set, the order of the windows and
+            where the first begins, within its length. Passes are the same in all processes that
+            share this seed and TensorFlow's global one, as all ranks under a strategy do. None:
+            from the beginning, in the order of the text.
+
+    Returns:
+        Pairs (tokens, next tokens), both int32 of shape [length]; each pass has as many.
+
+    Raises:
+        ValueError: `length` is not positive, or the text is shorter than a window.
+    """
+    if length < 1:
+        raise ValueError(f"A window has at least one token. Received: length={length}.")
+    # A shuffled pass may begin up to a window later, and all have equally many windows.
+    latest = 0 if shuffle_seed is None else length - 1
+    num_windows = (len(tokens) - 1 - latest) // length
+    if num_windows < 1:
+        raise ValueError(
+            f"A text has at least {latest + length + 1} tokens for windows of {length}. Received: "
+            f"{len(tokens)} tokens. Take a longer text, or shorter windows."
+        )
+    text = tf.constant(tokens)
+
+    def window(start):
+        part = tf.cast(tf.ensure_shape(text[start : start + length + 1], [length + 1]), tf.int32)
+        return part[:-1], part[1:]
+
+    starts = tf.data.Dataset.range(0, num_windows * length, length)
+    if shuffle_seed is None:
+        return starts.map(window)
+    offsets = tf.data.Dataset.random(shuffle_seed, rerandomize_each_iteration=True).take(1)
+    moved = offsets.flat_map(lambda drawn: starts.map(lambda start: start + drawn % length))
+    moved = moved.apply(tf.data.experimental.assert_cardinality(num_windows))
+    return moved.shuffle(num_windows, seed=shuffle_seed).map(window)
+
+
+def _pydoc_topics() -> list[str]:
+    """The topics by name, without what an earlier one holds.
+
+    Chapters repeat their sections, so a paragraph that is for validation in one topic would be
+    for training in another.
+    """
+    from pydoc_data.topics import topics
+
+    seen: set[str] = set()
+    found = []
+    for name in sorted(topics):
+        new = []
+        for paragraph in topics[name].strip().split("\n\n"):
+            words = " ".join(paragraph.split())
+            if words not in seen:
+                seen.add(words)
+                new.append(paragraph)
+        found.append("\n\n".join(new) + "\n\n\n")
+    return found
+
+
+def _read(path: Path) -> bytes:
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"The text {str(path)!r} cannot be read: {error.strerror}.") from error
+    if not text:
+        raise ValueError(f"A text has at least one byte. Received: {str(path)!r}, which is empty.")
+    return text
+
+
+def _cut(text: bytes) -> tuple[bytes, bytes]:
+    end = int(len(text) * _TRAIN_SHARE)
+    return text[:end], text[end:]
