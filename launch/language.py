@@ -41,7 +41,7 @@ _SAMPLE = flags.DEFINE_integer(
 
 #: What a sample goes on from: the end of a paragraph.
 _PROMPT = b"\n\n"
-#: Below one, since a model that has seen little text is too sure of nothing.
+#: Below one: likely bytes more often than the model would, unlikely ones seldom.
 _TEMPERATURE = 0.8
 
 
@@ -82,19 +82,13 @@ class Language(Task):
         from tfdist import data
 
         self._seed = settings.seed
-        length, part = _SEQ_LENGTH.value, "text"
+        length = _SEQ_LENGTH.value
         try:
             self._text = data.load_text(settings.dataset)
-            part = "nine tenths for training"
-            train = data.language_model_windows(
-                self._text.train, length, shuffle_seed=settings.seed
-            )
-            part = "tenth for validation"
-            validation = data.language_model_windows(self._text.validation, length)
         except (ValueError, ImportError) as error:
-            raise UsageError(
-                f"--dataset={settings.dataset} --seq_length={length}, the {part}: {error}"
-            ) from error
+            raise UsageError(f"--dataset={settings.dataset}: {error}") from error
+        train = self._windows("train", shuffle_seed=settings.seed)
+        validation = self._windows("validation")
         self._tested = int(validation.cardinality()) * length
         windows = int(train.cardinality())
         # The next epoch draws other windows, so the few that fill no batch are no loss.
@@ -106,6 +100,17 @@ class Language(Task):
             steps=steps,
             items=steps * batch_size * length,
         )
+
+    def _windows(self, part: str, **options):
+        from tfdist import data
+
+        length = _SEQ_LENGTH.value
+        try:
+            return data.language_model_windows(getattr(self._text, part), length, **options)
+        except ValueError as error:
+            raise UsageError(
+                f"--seq_length={length}: the {part} part of {self._text.name}: {error}"
+            ) from error
 
     def build(self, settings: Settings):
         """Makes a GPT of the sizes in the flags."""

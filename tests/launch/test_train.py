@@ -122,7 +122,7 @@ def test_a_data_set_that_does_not_exist_is_one_line(tmp_path):
 def test_text_that_cannot_be_learned_from_is_one_line(tmp_path):
     # Enough to train on, not enough to validate with.
     (tmp_path / "short").write_bytes(b"Too short." * 100)
-    for path, words in {"missing": "missing", "short": "tenth for validation"}.items():
+    for path, words in {"missing": "missing", "short": "validation part"}.items():
         job = run([*TRAIN, "--model=gpt", f"--dataset=text:{tmp_path / path}"])
         assert job.returncode == 2
         assert words in job.stderr.strip().splitlines()[-1], job.stderr
