@@ -119,9 +119,9 @@ def _buckets(gradients, bucket_bytes: int) -> list[list[int]]:
 
 def _reduce_flat(tensors, group: Group, reduction: str, name: str) -> list:
     if len(tensors) == 1:
-        return [all_reduce(tensors[0], group, reduction, name=name)]
+        return [all_reduce(tensors[0], group, reduction, bulk=True, name=name)]
     flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
-    flat = all_reduce(flat, group, reduction, name=name)
+    flat = all_reduce(flat, group, reduction, bulk=True, name=name)
     parts = tf.split(flat, [tf.size(tensor) for tensor in tensors])
     return [
         tf.ensure_shape(tf.reshape(part, tf.shape(tensor)), tensor.shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import typing
 from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
@@ -10,6 +11,9 @@ import tensorflow as tf
 from tfdist.collectives.flight_recorder import FlightRecorder
 from tfdist.collectives.group import Group
 from tfdist.mesh import Mesh
+
+if typing.TYPE_CHECKING:
+    from tfdist.collectives.direct import Direct
 
 __all__ = ["REDUCTIONS", "Engine"]
 
@@ -26,6 +30,8 @@ class Engine(abc.ABC):
     Attributes:
         mesh: The resolved mesh.
         recorder: What is known of operations under way.
+        direct: A faster way for what a layer waits for, in groups of a few ranks; None where the
+            engine does all by itself.
     """
 
     #: The engine's name in messages.
@@ -39,6 +45,7 @@ class Engine(abc.ABC):
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
         self.recorder = FlightRecorder()
+        self.direct: Direct | None = None
         self._groups: dict[tuple[int, ...], Group] = {}
 
     @property
@@ -114,6 +121,12 @@ class Engine(abc.ABC):
     def host_address(self) -> str:
         """An address of this machine that the other ranks reach."""
         return "127.0.0.1"
+
+    def carrier(self, group: Group) -> Engine | Direct:
+        """What moves the tensors of an operation that something waits for."""
+        if self.direct is None or group.size > self.direct.most_members:
+            return self
+        return self.direct
 
     def shutdown(self) -> None:
         """Leaves the world. Other ranks may still be at work."""

@@ -13,6 +13,7 @@ import types
 import psutil
 import tensorflow as tf
 
+from tfdist.collectives.direct import Direct, close, connect, library_path
 from tfdist.collectives.engine import Engine, reduce_locally, split_rows
 from tfdist.collectives.group import Group
 from tfdist.mesh import AXES, Mesh
@@ -27,8 +28,9 @@ _LAUNCHER_VARIABLES = (
 )
 
 #: How often Horovod looks for work, in ms, unless the user says. At its own 1 ms the looking
-#: takes up to a fifth of a core that also computes; at 5 ms what waits for a sum waits longer.
-_CYCLE_MS = 2.5
+#: takes up to a fifth of a core that also computes. Where what waits for a sum goes directly, only
+#: gradients are left to look for.
+_CYCLE_MS, _CYCLE_MS_BESIDE_DIRECT = 2.5, 5.0
 
 
 def started_by_horovod() -> tuple[int, int] | None:
@@ -65,13 +67,20 @@ class HorovodEngine(Engine):
     Args:
         mesh: The mesh; resolved here, against Horovod's world.
         pairs_along: Mesh axes along which any two ranks may send to each other.
+        direct: Whether what a layer waits for goes from rank to rank directly, in groups of a few
+            ranks without a GPU, instead of through Horovod.
     """
 
     name = "horovod"
     reduce_as = {tf.bfloat16: tf.float32, tf.uint16: tf.int32, tf.int16: tf.int32}
     move_as = {tf.bfloat16: tf.uint16, tf.uint32: tf.int32, tf.uint64: tf.int64}
 
-    def __init__(self, mesh: Mesh | None = None, pairs_along: tuple[str, ...] = ("pipeline",)):
+    def __init__(
+        self,
+        mesh: Mesh | None = None,
+        pairs_along: tuple[str, ...] = ("pipeline",),
+        direct: bool = True,
+    ):
         self._hvd = hvd = import_horovod()
         mesh = mesh or Mesh()
         started = started_by_horovod() or (0, 1)
@@ -82,12 +91,21 @@ class HorovodEngine(Engine):
                 "Horovod is already running in this process. Make the strategy before anything "
                 "else calls hvd.init(): it starts Horovod with the process sets of its mesh."
             )
-        os.environ.setdefault("HOROVOD_CYCLE_TIME", str(_CYCLE_MS))
+        # Messages between the memories of hosts are no way for tensors that lie on a GPU.
+        direct = direct and not tf.config.list_physical_devices("GPU")
+        fast = direct and library_path().exists()
+        os.environ.setdefault(
+            "HOROVOD_CYCLE_TIME", str(_CYCLE_MS_BESIDE_DIRECT if fast else _CYCLE_MS)
+        )
         hvd.init(process_sets=list(sets.values()))
         if (hvd.rank(), hvd.size()) != (resolved.rank, resolved.size):
             resolved = mesh.resolve(size=hvd.size(), rank=hvd.rank())
         self._sets = {tuple(range(resolved.size)): hvd.global_process_set, **sets}
         super().__init__(resolved)
+        if direct and resolved.size > 1:
+            together = [ranks for ranks in self._sets if len(ranks) <= Direct.most_members]
+            near = {rank for ranks in together if resolved.rank in ranks for rank in ranks}
+            self.direct = connect(self, near - {resolved.rank})
 
     def all_reduce(self, tensor, group, reduction, name):
         """`hvd.allreduce`."""
@@ -140,6 +158,8 @@ class HorovodEngine(Engine):
 
     def shutdown(self) -> None:
         """Ends Horovod's background thread; collectives of other ranks then fail."""
+        if self.direct is not None:
+            close()
         self._hvd.shutdown()
 
     def _check_group(self, ranks):

@@ -25,7 +25,9 @@ __all__ = [
 ]
 
 
-def all_reduce(tensor, group: Group, reduction: str = "sum", *, name: str | None = None):
+def all_reduce(
+    tensor, group: Group, reduction: str = "sum", *, bulk: bool = False, name: str | None = None
+):
     """Reduces a tensor over the group; every member gets the result.
 
     Args:
@@ -33,6 +35,8 @@ def all_reduce(tensor, group: Group, reduction: str = "sum", *, name: str | None
         group: The group.
         reduction: "sum", "mean" (floating dtypes), "max" or "min". For bool only "max" (any) and
             "min" (all).
+        bulk: Whether nothing waits for the result soon, as with the gradients of a step: it then
+            goes by the engine's own ring, together with others, and not directly.
         name: What the operation serves, for messages.
 
     Returns:
@@ -48,7 +52,7 @@ def all_reduce(tensor, group: Group, reduction: str = "sum", *, name: str | None
 
     @tf.custom_gradient
     def reduce(x):
-        y = _raw_all_reduce(x, group, reduction, name)
+        y = _raw_all_reduce(x, group, reduction, name, bulk)
 
         def gradient(dy):
             if reduction in ("sum", "mean"):
@@ -305,17 +309,21 @@ def barrier(group: Group, *, name: str | None = None) -> None:
         _raw_all_reduce(tf.zeros([1], tf.int32), group, "max", name or "barrier")
 
 
-def _raw_all_reduce(tensor, group: Group, reduction: str, name: str | None):
+def _raw_all_reduce(
+    tensor, group: Group, reduction: str, name: str | None, bulk: bool = False
+):
     """Without a gradient; any dtype and shape."""
     if tensor.shape.num_elements() == 0:
         return tf.identity(tensor)
-    engine, dtype = group.engine, tensor.dtype
+    carrier = group.engine if bulk else group.engine.carrier(group)
+    dtype = tensor.dtype
     if dtype == tf.bool:
-        return tf.cast(_raw_all_reduce(tf.cast(tensor, tf.int32), group, reduction, name), tf.bool)
-    wire = tf.cast(tensor, engine.reduce_as.get(dtype, dtype))
+        whole = _raw_all_reduce(tf.cast(tensor, tf.int32), group, reduction, name, bulk)
+        return tf.cast(whole, tf.bool)
+    wire = tf.cast(tensor, carrier.reduce_as.get(dtype, dtype))
     flat, restore = _as_vector(wire)
     flat = _run(
-        "all_reduce", name, group, flat, lambda x, n: engine.all_reduce(x, group, reduction, n)
+        "all_reduce", name, group, flat, lambda x, n: carrier.all_reduce(x, group, reduction, n)
     )
     return tf.cast(restore(flat), dtype)
 
@@ -323,8 +331,9 @@ def _raw_all_reduce(tensor, group: Group, reduction: str, name: str | None):
 def _raw_all_gather(tensor, group: Group, uneven: bool, name: str | None):
     if not uneven and tensor.shape.num_elements() == 0:
         return tf.tile(tensor, [group.size] + [1] * (tensor.shape.rank - 1))
-    gather = group.engine.all_gather_uneven if uneven else group.engine.all_gather
-    wire, restore = _movable(tensor, group)
+    carrier = group.engine.carrier(group)
+    gather = carrier.all_gather_uneven if uneven else carrier.all_gather
+    wire, restore = _movable(tensor, carrier)
     gathered = _run("all_gather", name, group, wire, lambda x, n: gather(x, group, n))
     rows = tensor.shape[0]
     gathered.set_shape([None if uneven or rows is None else rows * group.size, *tensor.shape[1:]])
@@ -332,20 +341,20 @@ def _raw_all_gather(tensor, group: Group, uneven: bool, name: str | None):
 
 
 def _raw_reduce_scatter(tensor, group: Group, reduction: str, name: str | None):
-    engine, dtype, rows = group.engine, tensor.dtype, tensor.shape[0]
+    carrier, dtype, rows = group.engine.carrier(group), tensor.dtype, tensor.shape[0]
     if tensor.shape.num_elements() == 0:
         return tensor[: rows // group.size]
     if dtype == tf.bool:
         return tf.cast(
             _raw_reduce_scatter(tf.cast(tensor, tf.int32), group, reduction, name), tf.bool
         )
-    wire = tf.cast(tensor, engine.reduce_as.get(dtype, dtype))
+    wire = tf.cast(tensor, carrier.reduce_as.get(dtype, dtype))
     share = _run(
         "reduce_scatter",
         name,
         group,
         wire,
-        lambda x, n: engine.reduce_scatter(x, group, reduction, n),
+        lambda x, n: carrier.reduce_scatter(x, group, reduction, n),
     )
     share.set_shape([None if rows is None else rows // group.size, *tensor.shape[1:]])
     return tf.cast(share, dtype)
@@ -354,22 +363,22 @@ def _raw_reduce_scatter(tensor, group: Group, reduction: str, name: str | None):
 def _raw_all_to_all(tensor, group: Group, name: str | None):
     if tensor.shape.num_elements() == 0:
         return tf.identity(tensor)
-    wire, restore = _movable(tensor, group)
-    engine = group.engine
-    received = _run("all_to_all", name, group, wire, lambda x, n: engine.all_to_all(x, group, n))
+    carrier = group.engine.carrier(group)
+    wire, restore = _movable(tensor, carrier)
+    received = _run("all_to_all", name, group, wire, lambda x, n: carrier.all_to_all(x, group, n))
     received.set_shape(tensor.shape)
     return restore(received)
 
 
 def _raw_all_to_all_uneven(tensor, splits, group: Group, name: str | None):
-    wire, restore = _movable(tensor, group)
-    engine = group.engine
+    carrier = group.engine.carrier(group)
+    wire, restore = _movable(tensor, carrier)
     rows, received = _run(
         "all_to_all",
         name,
         group,
         wire,
-        lambda x, n: engine.all_to_all_uneven(x, splits, group, n),
+        lambda x, n: carrier.all_to_all_uneven(x, splits, group, n),
     )
     rows.set_shape([None, *tensor.shape[1:]])
     received.set_shape([group.size])
@@ -379,10 +388,10 @@ def _raw_all_to_all_uneven(tensor, splits, group: Group, name: str | None):
 def _raw_broadcast(tensor, root: int, group: Group, name: str | None):
     if tensor.shape.num_elements() == 0:
         return tf.identity(tensor)
-    wire, restore = _movable(tensor, group)
+    carrier = group.engine.carrier(group)
+    wire, restore = _movable(tensor, carrier)
     flat, reshape = _as_vector(wire)
-    engine = group.engine
-    flat = _run("broadcast", name, group, flat, lambda x, n: engine.broadcast(x, root, group, n))
+    flat = _run("broadcast", name, group, flat, lambda x, n: carrier.broadcast(x, root, group, n))
     return restore(reshape(flat))
 
 
@@ -398,10 +407,10 @@ def _run(operation: str, name: str | None, group: Group, tensor, call):
     )
 
 
-def _movable(tensor, group: Group):
-    """Returns the tensor in a dtype that the engine can move, and the way back."""
+def _movable(tensor, carrier):
+    """Returns the tensor in a dtype that the carrier can move, and the way back."""
     dtype = tensor.dtype
-    via = group.engine.move_as.get(dtype, dtype)
+    via = carrier.move_as.get(dtype, dtype)
     if via == dtype:
         return tensor, lambda moved: moved
     if via.size == dtype.size and dtype != tf.bool:

@@ -1,0 +1,155 @@
+"""Collectives made of messages that go straight from rank to rank.
+
+An engine with a negotiator, as Horovod is, gathers what is ready on all ranks and decides what
+runs next. That pays for many large gradients that nobody waits for, and costs milliseconds where a
+layer waits for a few numbers. Here a rank sends as soon as it has something to send: the name of
+the operation is all that the ranks agree on.
+
+Each operation sends the fewest bytes that any algorithm can (Thakur, Rabenseifner and Gropp 2005,
+"Optimization of Collective Communication Operations in MPICH"), from each rank to each other one;
+it is meant for groups of a few. Sums are taken in group order: all members get the same bits, in
+every run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import tensorflow as tf
+
+from tfdist.collectives.direct.library import load
+from tfdist.collectives.engine import split_rows
+from tfdist.collectives.group import Group
+
+__all__ = ["Direct"]
+
+#: Below this many elements each member sends all it has to each other one, in one round of
+#: messages instead of two.
+_ONE_ROUND = 1 << 13
+
+
+class Direct:
+    """The operations of an `Engine`, over the transport of this process.
+
+    All tensors have rank one or more. Connections to the members are there already:
+    `tfdist.collectives.direct.connections` makes them.
+    """
+
+    #: Above this a ring sends fewer messages, and holds fewer connections.
+    most_members = 8
+    #: As of an `Engine`: nothing that it must do in another dtype.
+    reduce_as: Mapping[tf.DType, tf.DType] = {}
+    move_as: Mapping[tf.DType, tf.DType] = {}
+
+    def __init__(self):
+        self._operations = load()
+
+    def all_reduce(self, tensor, group: Group, reduction: str, name: str):
+        """As `Engine.all_reduce`."""
+        elements = tensor.shape.num_elements()
+        if group.size == 2 or (elements is not None and elements < _ONE_ROUND):
+            return _reduce(self._swap([tensor] * group.size, group, name), reduction)
+        flat = tf.reshape(tensor, [-1])
+        parts = _even_parts(flat, group.size)
+        share = _reduce(self._swap(parts, group, f"{name}/shares"), reduction)
+        whole = tf.concat(self._swap([share] * group.size, group, f"{name}/sums", None), axis=0)
+        return tf.ensure_shape(tf.reshape(whole, tf.shape(tensor)), tensor.shape)
+
+    def all_gather(self, tensor, group: Group, name: str):
+        """As `Engine.all_gather`."""
+        return tf.concat(self._swap([tensor] * group.size, group, name), axis=0)
+
+    def all_gather_uneven(self, tensor, group: Group, name: str):
+        """As `Engine.all_gather_uneven`."""
+        parts = self._swap([tensor] * group.size, group, name, [None, *tensor.shape[1:]])
+        return tf.concat(parts, axis=0)
+
+    def reduce_scatter(self, tensor, group: Group, reduction: str, name: str):
+        """As `Engine.reduce_scatter`."""
+        parts = tf.unstack(split_rows(tensor, group.size), num=group.size)
+        return _reduce(self._swap(parts, group, name), reduction)
+
+    def all_to_all(self, tensor, group: Group, name: str):
+        """As `Engine.all_to_all`."""
+        parts = tf.unstack(split_rows(tensor, group.size), num=group.size)
+        return tf.concat(self._swap(parts, group, name), axis=0)
+
+    def all_to_all_uneven(self, tensor, splits, group: Group, name: str):
+        """As `Engine.all_to_all_uneven`."""
+        parts = tf.split(tensor, splits, num=group.size)
+        received = self._swap(parts, group, name, [None, *tensor.shape[1:]])
+        rows = tf.stack([tf.shape(part)[0] for part in received])
+        return tf.concat(received, axis=0), rows
+
+    def broadcast(self, tensor, root: int, group: Group, name: str):
+        """As `Engine.broadcast`."""
+        if group.rank != root:
+            return self.receive(tensor, group.ranks[root], name)
+        others = [rank for rank in group.ranks if rank != group.ranks[root]]
+        return self.send([tensor] * len(others), others, name)[0]
+
+    def send(self, tensors: list, to: list[int], name: str) -> list:
+        """Sends a tensor to each of some ranks of the world.
+
+        Returns:
+            The tensors. Inside a `tf.function` nothing is sent unless one of them is used.
+        """
+        return self._operations.tfdist_send(tensors=tensors, to=to, tag=name)
+
+    def receive(self, like, source: int, name: str, shape=None):
+        """The next tensor that the rank `source` of the world sends under this name.
+
+        Args:
+            like: A tensor of its dtype, and of its shape unless that is given.
+            source: The sender.
+            name: The name.
+            shape: A shape, maybe partial.
+        """
+        return self._operations.tfdist_receive(
+            after=like,
+            dtype=like.dtype,
+            shape=like.shape if shape is None else shape,
+            source=source,
+            tag=name,
+        )
+
+    def _swap(self, parts: list, group: Group, name: str, shape=()):
+        """Sends the i-th part to member i; what came from each, in group order.
+
+        Args:
+            parts: A tensor for each member.
+            group: The group.
+            name: The name.
+            shape: The shape of what comes; () stands for that of this rank's own part.
+        """
+        own = parts[group.rank]
+        expected = own.shape if shape == () else tf.TensorShape(shape)
+        others = [place for place in range(group.size) if place != group.rank]
+        sent = self.send(
+            [parts[place] for place in others], [group.ranks[place] for place in others], name
+        )
+        return [
+            own if place == group.rank else self.receive(sent[0], rank, name, expected)
+            for place, rank in enumerate(group.ranks)
+        ]
+
+
+def _reduce(parts: list, reduction: str):
+    dtype = parts[0].dtype
+    if dtype in (tf.bfloat16, tf.float16):
+        # Rounded once, not at each term.
+        return tf.cast(_reduce([tf.cast(part, tf.float32) for part in parts], reduction), dtype)
+    if reduction == "max":
+        return functools.reduce(tf.maximum, parts)
+    if reduction == "min":
+        return functools.reduce(tf.minimum, parts)
+    total = functools.reduce(tf.add, parts)
+    return total / tf.cast(len(parts), total.dtype) if reduction == "mean" else total
+
+
+def _even_parts(flat, count: int) -> list:
+    """Cuts a vector of any length into `count` parts that differ by one element at most."""
+    size = tf.shape(flat, out_type=tf.int64)[0]
+    ends = [size * i // count for i in range(count + 1)]
+    return [flat[begin:end] for begin, end in zip(ends, ends[1:])]

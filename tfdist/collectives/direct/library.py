@@ -1,0 +1,81 @@
+"""The compiled part of the transport: where it lies, how it is built, how it is loaded."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import tensorflow as tf
+
+__all__ = ["build", "library_path", "load"]
+
+_HERE = Path(__file__).parent
+_SOURCES = ("operations.cc", "transport.cc")
+_HEADERS = ("transport.h",)
+
+
+def library_path() -> Path:
+    """Where the library for this TensorFlow, Python and source lies, or would lie."""
+    digest = hashlib.sha256(tf.version.VERSION.encode() + sysconfig.get_platform().encode())
+    for name in (*_SOURCES, *_HEADERS):
+        digest.update((_HERE / name).read_bytes())
+    return _HERE / f"transport-{digest.hexdigest()[:16]}.so"
+
+
+def build(compiler: str = "g++") -> Path:
+    """Compiles the library unless it is there, and returns its path.
+
+    Raises:
+        RuntimeError: The compiler failed; the message holds what it said.
+        OSError: There is no compiler of that name, or the package's folder cannot be written.
+    """
+    path = library_path()
+    if path.exists():
+        return path
+    with tempfile.TemporaryDirectory(dir=_HERE, prefix="build-") as folder:
+        made = Path(folder) / path.name
+        finished = subprocess.run(
+            [
+                compiler,
+                "-shared",
+                "-fPIC",
+                "-O2",
+                *tf.sysconfig.get_compile_flags(),
+                *[str(_HERE / name) for name in _SOURCES],
+                "-o",
+                str(made),
+                *tf.sysconfig.get_link_flags(),
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if finished.returncode:
+            raise RuntimeError(f"{finished.stderr[-4000:]}\n{compiler} failed, see above.")
+        for old in _HERE.glob("transport-*.so"):
+            old.unlink()
+        # In one step: another process finds the whole library or none.
+        os.replace(made, path)
+    return path
+
+
+@functools.cache
+def load():
+    """Returns the module of operations that TensorFlow makes of the library.
+
+    Raises:
+        FileNotFoundError: It has not been built.
+    """
+    path = library_path()
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path.name} has not been built for TensorFlow {tf.version.VERSION}: run "
+            "tfdist-install-horovod."
+        )
+    return tf.load_op_library(str(path))

@@ -1,0 +1,400 @@
+#include "transport.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "tensorflow/core/framework/allocator.h"
+#include "tensorflow/core/framework/tensor_shape.h"
+#include "tensorflow/core/framework/types.h"
+
+namespace tfdist {
+namespace {
+
+using tensorflow::Tensor;
+
+constexpr uint32_t kMagic = 0x74666431;  // "tfd1"
+constexpr int kMaxDims = 32;
+constexpr uint32_t kMaxTag = 1 << 12;
+
+// What stands before each message; then follow the sizes of the dims, the tag and the content.
+// Both ends run the same binary on machines of one byte order.
+struct Header {
+  uint32_t magic;
+  int32_t dtype;
+  int32_t dims;
+  uint32_t tag_bytes;
+  uint64_t content_bytes;
+};
+
+absl::Status Gone(int rank, const std::string& why) {
+  return absl::UnavailableError("The connection to rank " + std::to_string(rank) +
+                                " has ended: " + why);
+}
+
+size_t ContentBytes(const Tensor& tensor) { return tensor.tensor_data().size(); }
+
+}  // namespace
+
+// One connected process, with a thread that reads from it and one that writes what did not fit
+// into the socket at once.
+class Peer : public std::enable_shared_from_this<Peer> {
+ public:
+  Peer(int rank, int socket) : rank_(rank), socket_(socket), buffer_(1 << 16) {}
+  ~Peer() { close(socket_); }
+
+  void Start() {
+    auto self = shared_from_this();
+    // Signals are for the main thread, which Python waits in.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    std::thread([self] { self->ReadAll(); }).detach();
+    std::thread([self] { self->WriteAll(); }).detach();
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  }
+
+  absl::Status Send(const std::string& tag, const Tensor& tensor) {
+    std::unique_lock<std::mutex> lock(write_mutex_);
+    if (!write_status_.ok()) return write_status_;
+    const bool idle = outbox_.empty();
+    outbox_.emplace_back(tag, tensor);
+    sent_ += ContentBytes(tensor);
+    // A small message leaves from here: no other thread need wake up.
+    if (idle) {
+      write_status_ = WriteSome(&outbox_.front(), MSG_DONTWAIT);
+      if (!write_status_.ok()) return write_status_;
+      if (outbox_.front().left == 0) outbox_.pop_front();
+    }
+    if (!outbox_.empty()) write_ready_.notify_all();
+    return absl::OkStatus();
+  }
+
+  int64_t Receive(const std::string& tag, Transport::Arrival arrival) {
+    Tensor tensor;
+    absl::Status status;
+    int64_t number = 0;
+    {
+      std::lock_guard<std::mutex> lock(read_mutex_);
+      Mailbox& box = mailboxes_[tag];
+      if (!box.arrived.empty()) {
+        tensor = std::move(box.arrived.front());
+        box.arrived.pop_front();
+      } else if (!read_status_.ok()) {
+        status = read_status_;
+      } else {
+        number = ++last_number_;
+        box.waiting.emplace_back(number, std::move(arrival));
+        return number;
+      }
+    }
+    arrival(status, tensor);
+    return number;
+  }
+
+  void Abandon(const std::string& tag, int64_t number) {
+    Transport::Arrival arrival;
+    {
+      std::lock_guard<std::mutex> lock(read_mutex_);
+      auto& waiting = mailboxes_[tag].waiting;
+      auto found = std::find_if(waiting.begin(), waiting.end(),
+                                [&](const auto& entry) { return entry.first == number; });
+      if (found == waiting.end()) return;
+      arrival = std::move(found->second);
+      waiting.erase(found);
+    }
+    arrival(absl::CancelledError("The step was cancelled while it waited for rank " +
+                                 std::to_string(rank_)),
+            Tensor());
+  }
+
+  // Ends the connection and both threads; what waits is told so.
+  void Close() {
+    {
+      std::lock_guard<std::mutex> lock(write_mutex_);
+      closed_ = true;
+      if (write_status_.ok()) write_status_ = Gone(rank_, "this process has closed it");
+    }
+    write_ready_.notify_all();
+    write_done_.notify_all();
+    shutdown(socket_, SHUT_RDWR);
+  }
+
+  bool Flush(std::chrono::steady_clock::time_point until) {
+    std::unique_lock<std::mutex> lock(write_mutex_);
+    return write_done_.wait_until(lock, until,
+                                  [&] { return outbox_.empty() || !write_status_.ok(); }) &&
+           write_status_.ok();
+  }
+
+  int64_t sent() const { return sent_; }
+  int64_t received() const { return received_; }
+
+ private:
+  struct Mailbox {
+    std::deque<Tensor> arrived;
+    std::deque<std::pair<int64_t, Transport::Arrival>> waiting;
+  };
+
+  struct Message {
+    Message(const std::string& tag, const Tensor& content) : tensor(content) {
+      const int dims = content.dims();
+      Header header{kMagic, static_cast<int32_t>(content.dtype()), dims,
+                    static_cast<uint32_t>(tag.size()), ContentBytes(content)};
+      head.append(reinterpret_cast<const char*>(&header), sizeof(header));
+      for (int i = 0; i < dims; ++i) {
+        const int64_t size = content.dim_size(i);
+        head.append(reinterpret_cast<const char*>(&size), sizeof(size));
+      }
+      head += tag;
+      left = head.size() + header.content_bytes;
+    }
+
+    std::string head;
+    Tensor tensor;
+    size_t left;
+  };
+
+  // Writes until the message is out or, with MSG_DONTWAIT, the socket is full.
+  absl::Status WriteSome(Message* message, int flags) {
+    const absl::string_view content = message->tensor.tensor_data();
+    while (message->left > 0) {
+      const size_t done = message->head.size() + content.size() - message->left;
+      iovec parts[2];
+      int count = 0;
+      if (done < message->head.size()) {
+        parts[count++] = {const_cast<char*>(message->head.data()) + done,
+                          message->head.size() - done};
+      }
+      const size_t begin = done > message->head.size() ? done - message->head.size() : 0;
+      if (begin < content.size()) {
+        parts[count++] = {const_cast<char*>(content.data()) + begin, content.size() - begin};
+      }
+      msghdr call{};
+      call.msg_iov = parts;
+      call.msg_iovlen = count;
+      const ssize_t written = sendmsg(socket_, &call, flags | MSG_NOSIGNAL);
+      if (written >= 0) {
+        message->left -= written;
+      } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+        return absl::OkStatus();
+      } else if (errno != EINTR) {
+        return Gone(rank_, strerror(errno));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  void WriteAll() {
+    std::unique_lock<std::mutex> lock(write_mutex_);
+    while (true) {
+      write_ready_.wait(lock, [&] { return closed_ || (!outbox_.empty() && write_status_.ok()); });
+      if (closed_) return;
+      // References to the elements of a deque stay good while others are added behind them, and
+      // nobody else takes one away while the box is not empty.
+      Message& message = outbox_.front();
+      lock.unlock();
+      absl::Status status = WriteSome(&message, 0);
+      lock.lock();
+      if (!status.ok()) write_status_ = status;
+      outbox_.pop_front();
+      if (outbox_.empty() || !status.ok()) write_done_.notify_all();
+    }
+  }
+
+  void ReadAll() {
+    absl::Status status;
+    while (status.ok()) status = ReadOne();
+    std::vector<Transport::Arrival> left;
+    {
+      std::lock_guard<std::mutex> lock(read_mutex_);
+      read_status_ = status;
+      for (auto& [tag, box] : mailboxes_) {
+        for (auto& [number, arrival] : box.waiting) left.push_back(std::move(arrival));
+        box.waiting.clear();
+      }
+    }
+    for (auto& arrival : left) arrival(status, Tensor());
+  }
+
+  absl::Status ReadOne() {
+    Header header;
+    absl::Status status = Read(&header, sizeof(header));
+    if (!status.ok()) return status;
+    if (header.magic != kMagic || header.dims < 0 || header.dims > kMaxDims ||
+        header.tag_bytes > kMaxTag) {
+      return Gone(rank_, "it sent what is no message of this version of tfdist");
+    }
+    std::vector<int64_t> sizes(header.dims);
+    std::string tag(header.tag_bytes, '\0');
+    status = Read(sizes.data(), sizes.size() * sizeof(int64_t));
+    if (status.ok()) status = Read(tag.data(), tag.size());
+    if (!status.ok()) return status;
+    tensorflow::TensorShape shape;
+    status = tensorflow::TensorShape::BuildTensorShape(sizes, &shape);
+    if (!status.ok()) return status;
+    Tensor tensor(tensorflow::cpu_allocator(), static_cast<tensorflow::DataType>(header.dtype),
+                  shape);
+    if (!tensor.IsInitialized() && shape.num_elements() > 0) {
+      return absl::ResourceExhaustedError("No memory for a message of " +
+                                          std::to_string(header.content_bytes) + " bytes");
+    }
+    if (ContentBytes(tensor) != header.content_bytes) {
+      return Gone(rank_, "a message is not as long as its shape says");
+    }
+    status = Read(const_cast<char*>(tensor.tensor_data().data()), header.content_bytes);
+    if (!status.ok()) return status;
+    received_ += header.content_bytes;
+    Deliver(tag, std::move(tensor));
+    return absl::OkStatus();
+  }
+
+  void Deliver(const std::string& tag, Tensor tensor) {
+    Transport::Arrival arrival;
+    {
+      std::lock_guard<std::mutex> lock(read_mutex_);
+      Mailbox& box = mailboxes_[tag];
+      if (box.waiting.empty()) {
+        box.arrived.push_back(std::move(tensor));
+        return;
+      }
+      arrival = std::move(box.waiting.front().second);
+      box.waiting.pop_front();
+    }
+    arrival(absl::OkStatus(), std::move(tensor));
+  }
+
+  // Small reads go through a buffer, so that a small message costs one call of the kernel.
+  absl::Status Read(void* target, size_t bytes) {
+    char* to = static_cast<char*>(target);
+    while (bytes > 0) {
+      if (begin_ == end_) {
+        const bool direct = bytes >= buffer_.size();
+        const ssize_t got = recv(socket_, direct ? to : buffer_.data(),
+                                 direct ? bytes : buffer_.size(), 0);
+        if (got == 0) return Gone(rank_, "the process has ended or left");
+        if (got < 0) {
+          if (errno == EINTR) continue;
+          return Gone(rank_, strerror(errno));
+        }
+        if (direct) {
+          to += got;
+          bytes -= got;
+          continue;
+        }
+        begin_ = 0;
+        end_ = got;
+      }
+      const size_t part = std::min(bytes, end_ - begin_);
+      memcpy(to, buffer_.data() + begin_, part);
+      begin_ += part;
+      to += part;
+      bytes -= part;
+    }
+    return absl::OkStatus();
+  }
+
+  const int rank_;
+  const int socket_;
+  std::atomic<int64_t> sent_{0}, received_{0};
+
+  std::mutex write_mutex_;
+  std::condition_variable write_ready_, write_done_;
+  std::deque<Message> outbox_;
+  bool closed_ = false;
+  absl::Status write_status_;
+
+  std::mutex read_mutex_;
+  std::unordered_map<std::string, Mailbox> mailboxes_;
+  int64_t last_number_ = 0;
+  absl::Status read_status_;
+
+  // Of the reading thread alone.
+  std::vector<char> buffer_;
+  size_t begin_ = 0, end_ = 0;
+};
+
+Transport& Transport::Get() {
+  static Transport* transport = new Transport;
+  return *transport;
+}
+
+void Transport::AddPeer(int rank, int socket) {
+  auto peer = std::make_shared<Peer>(rank, socket);
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    peers_[rank] = peer;
+  }
+  peer->Start();
+}
+
+void Transport::Close() {
+  std::map<int, std::shared_ptr<Peer>> peers;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    peers.swap(peers_);
+  }
+  for (auto& [rank, peer] : peers) peer->Close();
+}
+
+absl::Status Transport::Send(int rank, const std::string& tag, const Tensor& tensor) {
+  auto peer = Find(rank);
+  if (peer == nullptr) return Gone(rank, "there never was one");
+  return peer->Send(tag, tensor);
+}
+
+int64_t Transport::Receive(int rank, const std::string& tag, Arrival arrival) {
+  auto peer = Find(rank);
+  if (peer == nullptr) {
+    arrival(Gone(rank, "there never was one"), Tensor());
+    return 0;
+  }
+  return peer->Receive(tag, std::move(arrival));
+}
+
+void Transport::Abandon(int rank, const std::string& tag, int64_t number) {
+  if (auto peer = Find(rank)) peer->Abandon(tag, number);
+}
+
+bool Transport::Flush(double seconds) {
+  const auto until = std::chrono::steady_clock::now() +
+                     std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                         std::chrono::duration<double>(seconds));
+  std::vector<std::shared_ptr<Peer>> peers;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& [rank, peer] : peers_) peers.push_back(peer);
+  }
+  bool flushed = true;
+  for (auto& peer : peers) flushed = peer->Flush(until) && flushed;
+  return flushed;
+}
+
+std::pair<int64_t, int64_t> Transport::Traffic() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::pair<int64_t, int64_t> total{0, 0};
+  for (auto& [rank, peer] : peers_) {
+    total.first += peer->sent();
+    total.second += peer->received();
+  }
+  return total;
+}
+
+std::shared_ptr<Peer> Transport::Find(int rank) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = peers_.find(rank);
+  return found == peers_.end() ? nullptr : found->second;
+}
+
+}  // namespace tfdist

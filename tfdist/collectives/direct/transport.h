@@ -1,0 +1,65 @@
+// Point-to-point messages between processes: named tensors over connected sockets.
+
+#ifndef TFDIST_COLLECTIVES_DIRECT_TRANSPORT_H_
+#define TFDIST_COLLECTIVES_DIRECT_TRANSPORT_H_
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "tensorflow/core/framework/tensor.h"
+
+namespace tfdist {
+
+class Peer;
+
+// The messages of this process. Each has a tag; messages of one tag between two ranks arrive in
+// the order in which they were sent, and nothing is said about those of different tags.
+class Transport {
+ public:
+  using Arrival = std::function<void(absl::Status, tensorflow::Tensor)>;
+
+  // There is one in a process. It is never destroyed: its threads may outlive `main`.
+  static Transport& Get();
+
+  // Takes over a connected socket that leads to `rank`.
+  void AddPeer(int rank, int socket);
+
+  // Ends all connections.
+  void Close();
+
+  // Returns at once; the tensor's buffer is held until it is on its way.
+  absl::Status Send(int rank, const std::string& tag, const tensorflow::Tensor& tensor);
+
+  // Calls `arrival` with the next message of this tag, on the thread that read it, or with the
+  // reason why none can come. Returns a number by which to `Abandon` it.
+  int64_t Receive(int rank, const std::string& tag, Arrival arrival);
+
+  // Calls the `arrival` of that receive, if it still waits, with a cancellation.
+  void Abandon(int rank, const std::string& tag, int64_t number);
+
+  // Waits until all that was sent has been handed to the kernel; false after `seconds`.
+  bool Flush(double seconds);
+
+  // Bytes of tensors sent to and received from other processes so far.
+  std::pair<int64_t, int64_t> Traffic();
+
+ private:
+  friend class Peer;
+
+  std::shared_ptr<Peer> Find(int rank);
+
+  std::mutex mutex_;
+  std::map<int, std::shared_ptr<Peer>> peers_;
+};
+
+}  // namespace tfdist
+
+#endif  // TFDIST_COLLECTIVES_DIRECT_TRANSPORT_H_
