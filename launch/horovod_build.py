@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from tfdist.launch.direct_build import install_direct
 from tfdist.launch.horovod_prerequisites import (
     GLOO_ONLY,
     BuildOptions,
@@ -128,6 +129,7 @@ def install(
     os.unlink(log)
     importlib.invalidate_caches()
     _say(f"Installed it into {sys.prefix}.")
+    _say(install_direct(cache_dir, force=force))
     prove(options)
 
 
@@ -212,7 +214,7 @@ def prove(options: BuildOptions | None = None) -> None:
     except (ImportError, RankError, TimeoutError) as error:
         raise BuildError(f"Horovod is installed, but two ranks cannot use it: {error}") from error
     expected = [3.0 * index for index in range(1000)]
-    for rank, (total, carriers) in enumerate(answers):
+    for rank, (total, carriers, _) in enumerate(answers):
         if total != expected:
             wrong = next(i for i, value in enumerate(expected) if total[i] != value)
             raise BuildError(
@@ -227,12 +229,13 @@ def prove(options: BuildOptions | None = None) -> None:
             )
     _say(
         f"Proven: 2 ranks on this CPU agree on the right sum ({time.monotonic() - start:.0f} s). "
-        f"Built with {', '.join(answers[0][1])}."
+        f"Built with {', '.join(answers[0][1])}; what layers wait for goes "
+        f"{'directly' if answers[0][2] else 'through Horovod'}."
     )
 
 
-def _sum_over_ranks() -> tuple[list[float], tuple[str, ...]]:
-    """What a rank of the proof does; returns the sum and what its Horovod was built with."""
+def _sum_over_ranks() -> tuple[list[float], tuple[str, ...], bool]:
+    """A rank of the proof; returns the sum, what its Horovod has, and if messages go directly."""
     import tensorflow as tf
 
     from tfdist.collectives import all_reduce
@@ -240,9 +243,13 @@ def _sum_over_ranks() -> tuple[list[float], tuple[str, ...]]:
     from tfdist.testing import engine
 
     horovod = import_horovod()
-    total = all_reduce(tf.range(1000.0) * (engine().rank + 1.0), engine().group())
+    total = all_reduce(tf.range(1000.0) * (engine().rank + 1.0), engine().group(), bulk=True)
     built = {"gloo": horovod.gloo_built, "mpi": horovod.mpi_built, "nccl": horovod.nccl_built}
-    return total.numpy().tolist(), tuple(name for name, is_built in built.items() if is_built())
+    return (
+        total.numpy().tolist(),
+        tuple(name for name, is_built in built.items() if is_built()),
+        engine().direct is not None,
+    )
 
 
 def cache_key(options: BuildOptions, tensorflow: tuple[str, str]) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 __all__ = [
+    "COMPILERS",
     "GLOO_ONLY",
     "BuildOptions",
     "PrerequisiteError",
@@ -27,7 +28,7 @@ __all__ = [
 ]
 
 _TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly", "tf-nightly-cpu")
-_COMPILERS = ("c++", "g++", "clang++")
+COMPILERS = ("c++", "g++", "clang++")
 _OLDEST_CMAKE = (3, 13)
 _INCLUDES = ("/usr/local/cuda/include", "/usr/local/include", "/usr/include")
 
@@ -104,7 +105,7 @@ def check_toolchain(options: BuildOptions, environment: Mapping[str, str] | None
             "The C++ compiler in the variable CXX was not found: correct it or leave it out. "
             f"Received: CXX={environment['CXX']}."
         )
-    if not named and not any(map(which, _COMPILERS)):
+    if not named and not any(map(which, COMPILERS)):
         raise PrerequisiteError(
             "No C++ compiler was found: `apt install g++`, `dnf install gcc-c++` or "
             "`xcode-select --install`, or name yours in the variable CXX."

@@ -10,6 +10,7 @@ ENGINES = ("horovod", "tensorflow")
 #: Four ranks hold groups of two as well.
 KINDS = [(engine, 4) for engine in ENGINES]
 SLOW_KINDS = [(engine, size) for engine in ENGINES for size in (2, 3)]
+DTYPES = ["float32", "float16", "bfloat16", "int32", "int64", "bool"]
 OPERATIONS = [
     "all_reduce",
     "all_gather",
@@ -22,8 +23,14 @@ OPERATIONS = [
 ]
 
 
-def conformance(operation: str) -> list[str]:
-    """Runs on each rank; returns what differs from NumPy."""
+def conformance(operation: str, by_engine: bool, dtypes: list[str]) -> list[str]:
+    """Runs on each rank; returns what differs from NumPy.
+
+    Args:
+        operation: Which collective.
+        by_engine: Whether the engine's own operation is tried where messages could go directly.
+        dtypes: For which dtypes.
+    """
     from functools import partial
 
     import ml_dtypes
@@ -38,10 +45,14 @@ def conformance(operation: str) -> list[str]:
     if operation == "send_recv" and size > 2:
         mesh = Mesh(data=1, pipeline=-1)
     world = engine(mesh)
+    direct = world.direct
+    if by_engine:
+        world.direct = None
+    elif world.name == "horovod" and direct is None:
+        return ["messages do not go directly: was tfdist-install-horovod run?"]
     axes = [("data",), ("tensor",), ("data", "tensor")] if size == 4 else [("data",)]
     if operation == "send_recv" and size > 2:
         axes = [("pipeline",)]
-    dtypes = ["float32", "float16", "bfloat16", "int32", "int64", "bool"]
     shapes = [(0,), (1,), (7,), (3, 5), (20_011,), (), (2, 0, 3), (100_003,)]
     wrong: list[str] = []
 
@@ -186,6 +197,7 @@ def conformance(operation: str) -> list[str]:
                                 parts[source],
                             )
             run_cases()
+    world.direct = direct
     return wrong
 
 
@@ -195,6 +207,20 @@ def test_operation_equals_numpy(pool, operation):
     check_operation(pool, operation)
 
 
+@on_ranks(("horovod", 4))
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operation_of_horovod_itself_equals_numpy(pool, operation):
+    check_operation(pool, operation, by_engine=True, dtypes=["float32", "bfloat16"])
+
+
+@pytest.mark.slow
+@on_ranks(("horovod", 4))
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operation_of_horovod_itself_equals_numpy_in_other_dtypes(pool, operation):
+    rest = [dtype for dtype in DTYPES if dtype not in ("float32", "bfloat16")]
+    check_operation(pool, operation, by_engine=True, dtypes=rest)
+
+
 @pytest.mark.slow
 @on_ranks(*SLOW_KINDS)
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -202,6 +228,7 @@ def test_operation_equals_numpy_on_fewer_ranks(pool, operation):
     check_operation(pool, operation)
 
 
-def check_operation(pool, operation):
-    for rank, wrong in enumerate(pool.run(conformance, operation, timeout=240)):
+def check_operation(pool, operation, by_engine=False, dtypes=DTYPES):
+    answers = pool.run(conformance, operation, by_engine, dtypes, timeout=240)
+    for rank, wrong in enumerate(answers):
         assert not wrong, f"rank {rank}: {wrong[:10]}"

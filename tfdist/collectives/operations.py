@@ -309,9 +309,7 @@ def barrier(group: Group, *, name: str | None = None) -> None:
         _raw_all_reduce(tf.zeros([1], tf.int32), group, "max", name or "barrier")
 
 
-def _raw_all_reduce(
-    tensor, group: Group, reduction: str, name: str | None, bulk: bool = False
-):
+def _raw_all_reduce(tensor, group: Group, reduction: str, name: str | None, bulk: bool = False):
     """Without a gradient; any dtype and shape."""
     if tensor.shape.num_elements() == 0:
         return tf.identity(tensor)

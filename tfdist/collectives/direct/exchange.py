@@ -14,6 +14,7 @@ every run.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 
 import tensorflow as tf
@@ -152,4 +153,4 @@ def _even_parts(flat, count: int) -> list:
     """Cuts a vector of any length into `count` parts that differ by one element at most."""
     size = tf.shape(flat, out_type=tf.int64)[0]
     ends = [size * i // count for i in range(count + 1)]
-    return [flat[begin:end] for begin, end in zip(ends, ends[1:])]
+    return [flat[begin:end] for begin, end in itertools.pairwise(ends)]

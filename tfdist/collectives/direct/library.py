@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.util
 import os
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import tensorflow as tf
@@ -28,8 +28,11 @@ def library_path() -> Path:
     return _HERE / f"transport-{digest.hexdigest()[:16]}.so"
 
 
-def build(compiler: str = "g++") -> Path:
+def build(compiler: Sequence[str] = ("g++",)) -> Path:
     """Compiles the library unless it is there, and returns its path.
+
+    Args:
+        compiler: The command of a C++17 compiler.
 
     Raises:
         RuntimeError: The compiler failed; the message holds what it said.
@@ -42,7 +45,7 @@ def build(compiler: str = "g++") -> Path:
         made = Path(folder) / path.name
         finished = subprocess.run(
             [
-                compiler,
+                *compiler,
                 "-shared",
                 "-fPIC",
                 "-O2",
@@ -57,7 +60,7 @@ def build(compiler: str = "g++") -> Path:
             check=False,
         )
         if finished.returncode:
-            raise RuntimeError(f"{finished.stderr[-4000:]}\n{compiler} failed, see above.")
+            raise RuntimeError(f"{finished.stderr[-4000:]}\n{compiler[0]} failed, see above.")
         for old in _HERE.glob("transport-*.so"):
             old.unlink()
         # In one step: another process finds the whole library or none.

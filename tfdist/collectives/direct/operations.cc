@@ -52,6 +52,11 @@ REGISTER_OP("TfdistReceive")
     .SetShapeFn(tensorflow::shape_inference::ExplicitShape)
     .Doc("Returns the next tensor of this tag from a rank; `after` only says when to begin.");
 
+absl::Status Named(const std::string& tag, const absl::Status& status) {
+  if (status.ok()) return status;
+  return absl::Status(status.code(), tag + ": " + std::string(status.message()));
+}
+
 class SendKernel : public OpKernel {
  public:
   explicit SendKernel(OpKernelConstruction* context) : OpKernel(context) {
@@ -66,7 +71,7 @@ class SendKernel : public OpKernel {
   void Compute(OpKernelContext* context) override {
     for (int i = 0; i < context->num_inputs(); ++i) {
       context->set_output(i, context->input(i));
-      OP_REQUIRES_OK(context, Transport::Get().Send(to_[i], tag_, context->input(i)));
+      OP_REQUIRES_OK(context, Named(tag_, Transport::Get().Send(to_[i], tag_, context->input(i))));
     }
   }
 
@@ -118,8 +123,7 @@ class ReceiveKernel : public AsyncOpKernel {
           if (status.ok()) {
             context->set_output(0, std::move(tensor));
           } else {
-            context->SetStatus(absl::Status(
-                status.code(), tag_ + ": " + std::string(status.message())));
+            context->SetStatus(Named(tag_, status));
           }
           done();
         });

@@ -39,7 +39,7 @@ struct Header {
 };
 
 absl::Status Gone(int rank, const std::string& why) {
-  return absl::UnavailableError("The connection to rank " + std::to_string(rank) +
+  return absl::AbortedError("The connection to rank " + std::to_string(rank) +
                                 " has ended: " + why);
 }
 

@@ -1,0 +1,61 @@
+"""Builds the library for direct messages (`tfdist.collectives.direct`), and keeps it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tfdist.launch.horovod_prerequisites import COMPILERS, with_scripts
+
+__all__ = ["install_direct"]
+
+
+def install_direct(
+    cache_dir: Path, *, force: bool = False, environment: Mapping[str, str] | None = None
+) -> str:
+    """Puts the library into the installed package, out of the cache or newly built.
+
+    Collectives work without it, if more slowly, so nothing here is an error.
+
+    Args:
+        cache_dir: Where a built library is kept.
+        force: Whether to build also where one is kept.
+        environment: The variables to go by, instead of this process's.
+
+    Returns:
+        A line that says what came of it.
+    """
+    from tfdist.collectives.direct.library import build, library_path
+
+    path = library_path()
+    kept = cache_dir.expanduser().absolute() / path.name
+    try:
+        if force:
+            path.unlink(missing_ok=True)
+        elif path.exists():
+            return f"The library for direct messages was built before: {path}"
+        elif kept.exists():
+            shutil.copyfile(kept, path)
+            return f"Took the library for direct messages from {kept}"
+        environment = with_scripts(os.environ if environment is None else environment)
+        compiler = (
+            shlex.split(environment.get("CXX", ""))
+            or [name for name in COMPILERS if shutil.which(name, path=environment["PATH"])][:1]
+        )
+        if not compiler:
+            return _without("No C++ compiler was found.")
+        start = time.monotonic()
+        build(compiler)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, kept)
+    except (OSError, RuntimeError) as error:
+        return _without(str(error))
+    return f"Built the library for direct messages in {time.monotonic() - start:.0f} s: {path}"
+
+
+def _without(why: str) -> str:
+    return f"{why} Without the library for direct messages, all goes through Horovod, more slowly."

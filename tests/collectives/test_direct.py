@@ -1,0 +1,153 @@
+"""Direct messages: who gets them, what is sent, and what happens when a rank goes."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from tests.conftest import on_ranks
+from tfdist.testing import RankPool
+
+
+def sums_of_floats(bulk: bool):
+    """The bytes of a sum whose terms do not add up exactly, twice."""
+    import numpy as np
+    import tensorflow as tf
+
+    from tfdist.collectives import all_reduce
+    from tfdist.testing import engine
+
+    world = engine()
+    x = tf.constant(np.random.default_rng(world.rank).normal(size=50_001).astype("float32"))
+    function = tf.function(lambda x: all_reduce(x, world.group(), bulk=bulk))
+    return [function(x).numpy().tobytes() for _ in range(2)]
+
+
+@on_ranks(("horovod", 4))
+def test_sums_are_the_same_bits_on_all_ranks_and_each_time(pool):
+    answers = pool.run(sums_of_floats, False, timeout=120)
+    assert len({bits for answer in answers for bits in answer}) == 1
+
+
+def bytes_sent_by_a_sum(elements: int, bulk: bool):
+    import tensorflow as tf
+
+    from tfdist.collectives import all_reduce
+    from tfdist.collectives.direct import traffic
+    from tfdist.testing import engine
+
+    x = tf.ones([elements])
+    all_reduce(x, engine().group())
+    before, _ = traffic()
+    all_reduce(x, engine().group(), bulk=bulk)
+    return traffic()[0] - before
+
+
+@on_ranks(("horovod", 4))
+@pytest.mark.parametrize("elements", [1, 1_000_000])
+def test_a_sum_sends_the_fewest_bytes(pool, elements):
+    # Shares go to 3 others, and then the sums of shares; what is small goes whole.
+    expected = 3 * 4 * elements if elements == 1 else 2 * 3 * 4 * elements // 4
+    assert pool.run(bytes_sent_by_a_sum, elements, False, timeout=120) == [expected] * 4
+
+
+@on_ranks(("horovod", 4))
+def test_bulk_goes_by_the_engine(pool):
+    assert pool.run(bytes_sent_by_a_sum, 1000, True, timeout=120) == [0] * 4
+
+
+def hide_the_library_from(rank: int):
+    """Makes an engine while one rank finds no library."""
+    import os
+    from pathlib import Path
+
+    import tensorflow as tf
+
+    import tfdist.collectives.direct.connections as connections
+    from tfdist.collectives import all_reduce
+    from tfdist.testing import engine
+
+    if int(os.environ["HOROVOD_RANK"]) == rank:
+        connections.library_path = lambda: Path("/nowhere/at-all.so")
+    world = engine()
+    return world.direct is None, float(all_reduce(tf.constant(1.0), world.group()))
+
+
+def test_without_the_library_on_one_rank_all_goes_by_the_engine():
+    pytest.importorskip("horovod")
+    with RankPool(2, "horovod") as pool:
+        assert pool.run(hide_the_library_from, 1, timeout=120) == [(True, 2.0)] * 2
+
+
+def wait_for_a_rank_that_leaves():
+    import tensorflow as tf
+
+    from tfdist.collectives import all_reduce
+    from tfdist.collectives.direct import close
+    from tfdist.testing import engine
+
+    world = engine()
+    function = tf.function(lambda x: all_reduce(x, world.group(), name="of-one-that-leaves"))
+    function(tf.ones([2]))
+    if world.rank == 1:
+        close()
+        return "left"
+    try:
+        function(tf.ones([2]))
+    except tf.errors.AbortedError as error:
+        return error.message
+
+
+def test_who_waits_for_a_rank_that_leaves_learns_it():
+    pytest.importorskip("horovod")
+    with RankPool(2, "horovod") as pool:
+        said, left = pool.run(wait_for_a_rank_that_leaves, timeout=60)
+    assert left == "left"
+    assert "of-one-that-leaves" in said
+    assert "connection to rank 1 has ended" in said
+
+
+def swap_large_tensors(megabytes: int):
+    """Both ranks send more than any socket holds before either has read a byte."""
+    import tensorflow as tf
+
+    from tfdist.collectives import all_to_all
+    from tfdist.testing import engine
+
+    world = engine()
+    rows = tf.fill([2, megabytes << 18], tf.cast(world.rank, tf.float32))
+    return [float(tf.reduce_mean(row)) for row in all_to_all(rows, world.group())]
+
+
+def test_what_no_socket_holds_passes():
+    pytest.importorskip("horovod")
+    with RankPool(2, "horovod") as pool:
+        assert pool.run(swap_large_tensors, 64, timeout=120) == [[0.0, 1.0]] * 2
+
+
+def test_a_stranger_is_not_let_in():
+    """Who calls at the port of a rank without the number of the job is hung up on."""
+    import socket
+    import struct
+    import threading
+    import time
+
+    from tfdist.collectives.direct.connections import _Door
+
+    key = b"k" * 16
+    with _Door("127.0.0.1") as door, contextlib.ExitStack() as stack:
+
+        def call(number: bytes):
+            line = socket.create_connection(door.addresses[0])
+            stack.callback(line.close)
+            line.sendall(struct.pack("!16si", number, 7))
+            return line
+
+        stranger = call(b"x" * 16)
+        threading.Timer(0.3, call, [key]).start()
+        rank, line = door.accept(key, time.monotonic() + 10)
+        stack.callback(line.close)
+        assert rank == 7
+        stranger.settimeout(5)
+        assert stranger.recv(1) == b""
