@@ -1,0 +1,240 @@
+"""Schedules: in which order each rank of a pipeline works on its micro-batches.
+
+A schedule is data. It says what a rank computes and when relative to its other work; what must be
+sent follows from it. `tfdist.pipeline.simulation` checks one without a device,
+`tfdist.pipeline.executor` runs it.
+
+The model is a chain of stages; stage s lies on rank s % num_ranks. With several stages a rank
+(chunks), the chain passes each rank several times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Sequence
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Kind",
+    "Schedule",
+    "gpipe",
+    "interleaved_1f1b",
+    "make_schedule",
+    "one_forward_one_backward",
+    "zero_bubble",
+]
+
+
+class Kind(enum.Enum):
+    """What is computed of a stage for a micro-batch."""
+
+    #: The stage's outputs.
+    FORWARD = "F"
+    #: The gradient of its inputs; where the schedule does not split it, of its weights too.
+    BACKWARD = "B"
+    #: The gradient of its weights.
+    WEIGHT = "W"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Action:
+    """One piece of a rank's work."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.microbatch}@{self.stage}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The work of all ranks for one training step.
+
+    Attributes:
+        name: What the schedule is called.
+        num_ranks: The size of the pipeline axis.
+        num_microbatches: Into how many micro-batches a batch is cut.
+        chunks: How many stages lie on each rank.
+        splits_backward: Whether gradients of weights are actions of their own.
+        actions: For each rank what it does, in order.
+    """
+
+    name: str
+    num_ranks: int
+    num_microbatches: int
+    chunks: int
+    splits_backward: bool
+    actions: tuple[tuple[Action, ...], ...]
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages in the chain."""
+        return self.num_ranks * self.chunks
+
+    def rank_of(self, stage: int) -> int:
+        """The place on the pipeline axis that works on a stage."""
+        return stage % self.num_ranks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, first to last."""
+        return tuple(range(rank, self.num_stages, self.num_ranks))
+
+
+def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
+    """All forwards, then all backwards, the last micro-batch first.
+
+    Each rank holds the activations of all micro-batches. Huang et al. 2019, "GPipe: Efficient
+    Training of Giant Neural Networks using Pipeline Parallelism".
+    """
+    microbatches = range(num_microbatches)
+    return Schedule(
+        "gpipe",
+        num_ranks,
+        num_microbatches,
+        1,
+        False,
+        tuple(
+            tuple(Action(Kind.FORWARD, rank, m) for m in microbatches)
+            + tuple(Action(Kind.BACKWARD, rank, m) for m in reversed(microbatches))
+            for rank in range(num_ranks)
+        ),
+    )
+
+
+def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Schedule:
+    """A few forwards to fill the pipeline, then forward and backward by turns.
+
+    Rank r holds the activations of at most num_ranks - r micro-batches, however many there are.
+    Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-flush).
+    """
+    actions = []
+    for rank in range(num_ranks):
+        forwards = [Action(Kind.FORWARD, rank, m) for m in range(num_microbatches)]
+        backwards = [Action(Kind.BACKWARD, rank, m) for m in range(num_microbatches)]
+        warmup = min(num_ranks - rank - 1, num_microbatches)
+        actions.append(_alternate(forwards, backwards, warmup))
+    return Schedule("1f1b", num_ranks, num_microbatches, 1, False, tuple(actions))
+
+
+def interleaved_1f1b(num_ranks: int, num_microbatches: int, chunks: int = 2) -> Schedule:
+    """1F1B where each rank has several stages, far apart in the chain.
+
+    The pipeline fills in `chunks` times shorter time, for as many times more messages. Narayanan
+    et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM".
+
+    Raises:
+        ValueError: The micro-batches do not divide by the ranks.
+    """
+    if num_microbatches % num_ranks:
+        raise ValueError(
+            "The interleaved schedule takes micro-batches in groups of the size of the pipeline "
+            "axis: the number of micro-batches divides by it. Received: "
+            f"{num_microbatches} micro-batches, pipeline={num_ranks}."
+        )
+    total = num_microbatches * chunks
+    actions = []
+    for rank in range(num_ranks):
+
+        def work(kind: Kind, number: int, rank=rank) -> Action:
+            # A group of num_ranks micro-batches passes all chunks before the next group begins.
+            group, place = divmod(number, num_ranks * chunks)
+            chunk, microbatch = divmod(place, num_ranks)
+            if kind is Kind.BACKWARD:
+                chunk = chunks - 1 - chunk
+            return Action(kind, chunk * num_ranks + rank, group * num_ranks + microbatch)
+
+        forwards = [work(Kind.FORWARD, number) for number in range(total)]
+        backwards = [work(Kind.BACKWARD, number) for number in range(total)]
+        warmup = min(2 * (num_ranks - rank - 1) + (chunks - 1) * num_ranks, total)
+        actions.append(_alternate(forwards, backwards, warmup))
+    return Schedule(
+        "interleaved", num_ranks, num_microbatches, chunks, False, tuple(actions)
+    )
+
+
+def zero_bubble(num_ranks: int, num_microbatches: int) -> Schedule:
+    """1F1B with the gradients of weights put off, to where a rank would have to wait.
+
+    No rank holds more micro-batches than the first rank of 1F1B does. Qi et al. 2023, "Zero
+    Bubble Pipeline Parallelism" (ZB-H1).
+
+    Rank r begins the gradients of weights r micro-batches late, so that each rank holds just
+    num_ranks, and does what is left when it would have to wait for others to finish.
+    """
+    actions = []
+    for rank in range(num_ranks):
+        counts = dict.fromkeys(Kind, 0)
+        work: list[Action] = []
+
+        def do(kind: Kind, rank=rank, counts=counts, work=work) -> None:
+            work.append(Action(kind, rank, counts[kind]))
+            counts[kind] += 1
+
+        for _ in range(min(num_ranks - rank, num_microbatches)):
+            do(Kind.FORWARD)
+        while counts[Kind.BACKWARD] < num_microbatches:
+            do(Kind.BACKWARD)
+            if counts[Kind.BACKWARD] - counts[Kind.WEIGHT] > rank:
+                do(Kind.WEIGHT)
+            if counts[Kind.FORWARD] < num_microbatches:
+                do(Kind.FORWARD)
+        while counts[Kind.WEIGHT] < num_microbatches:
+            do(Kind.WEIGHT)
+        actions.append(tuple(work))
+    return Schedule("zero-bubble", num_ranks, num_microbatches, 1, True, tuple(actions))
+
+
+def _alternate(
+    forwards: Sequence[Action], backwards: Sequence[Action], warmup: int
+) -> tuple[Action, ...]:
+    """`warmup` forwards, then forward and backward by turns, then the backwards that are left."""
+    actions = list(forwards[:warmup])
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        actions += [forward, backward]
+    return (*actions, *backwards[len(forwards) - warmup :])
+
+
+#: Schedules by the names that flags and arguments use.
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved_1f1b,
+    "zero-bubble": zero_bubble,
+}
+
+
+def make_schedule(
+    name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None
+) -> Schedule:
+    """Returns a schedule by name.
+
+    Args:
+        name: One of `SCHEDULES`.
+        num_ranks: The size of the pipeline axis.
+        num_microbatches: Into how many micro-batches a batch is cut.
+        chunks: How many stages lie on each rank, for "interleaved" (2 by default).
+
+    Raises:
+        ValueError: The name is unknown, a number is not positive, or the schedule cannot have it.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"`schedule` is one of {sorted(SCHEDULES)}. Received: {name!r}.")
+    if num_ranks < 1 or num_microbatches < 1:
+        raise ValueError(
+            "A pipeline has at least one rank and one micro-batch. Received: "
+            f"{num_ranks} ranks, {num_microbatches} micro-batches."
+        )
+    if name == "interleaved":
+        if chunks is not None and chunks < 1:
+            raise ValueError(f"A rank has at least one chunk. Received: chunks={chunks}.")
+        return interleaved_1f1b(num_ranks, num_microbatches, chunks or 2)
+    if chunks not in (None, 1):
+        raise ValueError(
+            f"Only the interleaved schedule has several chunks a rank. Received: {name!r} with "
+            f"chunks={chunks}."
+        )
+    return SCHEDULES[name](num_ranks, num_microbatches)
