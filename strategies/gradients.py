@@ -94,9 +94,12 @@ def reduce_gradients(
                 dense.append(index)
         elif gradient is not None:
             dense.append(index)
-    for number, bucket in enumerate(_buckets([(i, reduced[i]) for i in dense], bucket_bytes)):
+    buckets = _buckets([(i, reduced[i]) for i in dense], bucket_bytes)
+    for number, bucket in enumerate(buckets):
         tensors = [reduced[index] for index in bucket]
-        results = _reduce_flat(tensors, group, reduction, f"{name}/bucket{number}")
+        # Nothing is left to compute while the last bucket travels: the update waits for it.
+        bulk = number + 1 < len(buckets)
+        results = _reduce_flat(tensors, group, reduction, bulk, f"{name}/bucket{number}")
         for index, tensor in zip(bucket, results, strict=True):
             reduced[index] = tensor
     return reduced
@@ -117,11 +120,11 @@ def _buckets(gradients, bucket_bytes: int) -> list[list[int]]:
     return buckets
 
 
-def _reduce_flat(tensors, group: Group, reduction: str, name: str) -> list:
+def _reduce_flat(tensors, group: Group, reduction: str, bulk: bool, name: str) -> list:
     if len(tensors) == 1:
-        return [all_reduce(tensors[0], group, reduction, bulk=True, name=name)]
+        return [all_reduce(tensors[0], group, reduction, bulk=bulk, name=name)]
     flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
-    flat = all_reduce(flat, group, reduction, bulk=True, name=name)
+    flat = all_reduce(flat, group, reduction, bulk=bulk, name=name)
     parts = tf.split(flat, [tf.size(tensor) for tensor in tensors])
     return [
         tf.ensure_shape(tf.reshape(part, tf.shape(tensor)), tensor.shape)

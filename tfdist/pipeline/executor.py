@@ -1,0 +1,214 @@
+"""Runs a schedule: a rank's own work in its order, and what it sends and receives for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import tensorflow as tf
+
+from tfdist.collectives import Group, recv, send
+from tfdist.pipeline.schedules import Action, Kind, Schedule
+from tfdist.pipeline.stage import StageProgram
+
+__all__ = ["Route", "run_forward", "run_schedule"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """How a rank reaches its neighbours in the chain.
+
+    Attributes:
+        group: The pipeline axis; its rank and size are this rank's place and the number of ranks.
+        shapes: By stage, what its inputs are like but for the rows: shape and dtype.
+    """
+
+    group: Group
+    shapes: Mapping[int, tf.TensorSpec]
+
+    def send(self, tensor: tf.Tensor, to_stage: int, name: str) -> tf.Tensor:
+        """Sends outputs or a gradient to the rank of a stage; the result says that it is done."""
+        return send(tensor, self.group, to_stage % self.group.size, name=name)
+
+    def receive(self, stage: int, rows, from_stage: int, name: str, after: Sequence) -> tf.Tensor:
+        """The inputs of `stage`, or what has their shape, from the rank of another stage."""
+        spec = self.shapes[stage]
+        with tf.control_dependencies(list(after)):
+            like = tf.zeros([rows, *spec.shape[1:]], spec.dtype)
+        return recv(like, self.group, from_stage % self.group.size, name=name)
+
+    def is_here(self, stage: int) -> bool:
+        """Whether a stage lies on this rank."""
+        return stage % self.group.size == self.group.rank
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What a rank's part of a training step gives.
+
+    Attributes:
+        gradients: By stage, for each of its variables the sum over micro-batches, or None.
+        done: What must be waited for before the step is over: all that was sent.
+        times: Begin and end of each action in seconds, shape [actions, 2]; None unless asked for.
+    """
+
+    gradients: dict[int, list]
+    done: list[tf.Tensor]
+    times: tf.Tensor | None
+
+
+def run_schedule(
+    schedule: Schedule,
+    programs: Mapping[int, StageProgram],
+    route: Route,
+    inputs: Callable[[int], tf.Tensor],
+    batch: Callable[[int], Sequence[tf.Tensor]],
+    rows,
+    *,
+    timed: bool = False,
+) -> Outcome:
+    """Adds this rank's part of a step to the graph that is being built.
+
+    Args:
+        schedule: The schedule.
+        programs: The programs of this rank's stages.
+        route: The way to the other ranks.
+        inputs: From a micro-batch to what the first stage gets of it.
+        batch: From a micro-batch to what the loss needs of it.
+        rows: The number of rows of a micro-batch: an int or an int32 scalar.
+        timed: Whether begins and ends are taken down.
+    """
+    known: dict[tuple[int, int], dict[str, tf.Tensor]] = {}
+    sums: dict[int, list[list]] = {
+        stage: [[] for _ in program.gradients] for stage, program in programs.items()
+    }
+    done: list[tf.Tensor] = []
+    times: list[tf.Tensor] = []
+    #: What the actions so far have left, the last one at the end. An action begins when the one
+    #: before it is over; its message is asked for one action earlier.
+    ends: list[list[tf.Tensor]] = [[], []]
+    last = schedule.num_stages - 1
+    for action in schedule.actions[route.group.rank]:
+        stage, microbatch = action.stage, action.microbatch
+        program = programs[stage]
+        tensors = known.setdefault((stage, microbatch), {})
+        if action.kind is Kind.FORWARD:
+            tensors[program.x] = (
+                inputs(microbatch)
+                if stage == 0
+                else _passed_on(known, route, programs, action, rows, ends[-2])
+            )
+            tensors |= zip(program.batch, batch(microbatch) if stage == last else (), strict=True)
+            part = program.forward
+        elif action.kind is Kind.BACKWARD:
+            if program.dy is not None:
+                tensors[program.dy] = _passed_on(known, route, programs, action, rows, ends[-2])
+            part = program.backward
+        else:
+            part = program.weights
+        arguments, began = _after(ends[-1], {n: tensors[n] for n in part.inputs}, timed)
+        results = part(arguments)
+        # A call is over, as others see it, when its side effects are; the tensors say more.
+        finished = [tf.identity(tensor) for tensor in results.values()] or list(arguments.values())
+        ends.append(finished)
+        if timed:
+            with tf.control_dependencies(finished):
+                times.append(tf.stack([began, tf.timestamp()]))
+        tensors |= results
+        out = program.y if action.kind is Kind.FORWARD else program.dx
+        if action.kind is not Kind.WEIGHT and out is not None:
+            to = stage + (1 if action.kind is Kind.FORWARD else -1)
+            if not route.is_here(to):
+                done.append(route.send(tensors[out], to, _name(action)))
+        for total, names in zip(sums[stage], program.gradients, strict=True):
+            if names and names[0] in results:
+                total.append([results[name] for name in names])
+    gradients = {
+        stage: [_total(total) for total in totals] for stage, totals in sums.items()
+    }
+    return Outcome(gradients, done, tf.stack(times) if timed else None)
+
+
+def run_forward(
+    stages: Mapping[int, Callable[[tf.Tensor], tf.Tensor]],
+    num_stages: int,
+    route: Route,
+    inputs: Sequence[tf.Tensor],
+) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Adds a forward pass to the graph that is being built.
+
+    Args:
+        stages: This rank's stages as functions.
+        num_stages: The number of stages in the chain.
+        route: The way to the other ranks.
+        inputs: What the first stage gets of each micro-batch.
+
+    Returns:
+        The outputs of the last stage for each micro-batch, where it lies on this rank, and what
+        must be waited for.
+    """
+    done: list[tf.Tensor] = []
+    before: list[tf.Tensor] = []
+    passed = dict(enumerate(inputs)) if 0 in stages else {}
+    for stage, run in sorted(stages.items()):
+        outputs = {}
+        for microbatch, rows in enumerate(tf.shape(x)[0] for x in inputs):
+            name = f"pipeline/outputs/stage{stage}/{microbatch}"
+            if microbatch not in passed:
+                source = f"pipeline/outputs/stage{stage - 1}/{microbatch}"
+                passed[microbatch] = route.receive(stage, rows, stage - 1, source, before[-2:-1])
+            with tf.control_dependencies(before[-1:]):
+                x = tf.identity(passed[microbatch])
+            y = run(x)
+            before.append(tf.identity(y))
+            outputs[microbatch] = y
+            if stage < num_stages - 1 and not route.is_here(stage + 1):
+                done.append(route.send(y, stage + 1, name))
+        passed = outputs if route.is_here(stage + 1) else {}
+    last = route.is_here(num_stages - 1)
+    return list(outputs.values()) if last else [], done
+
+
+def _passed_on(known, route: Route, programs, action: Action, rows, after) -> tf.Tensor:
+    """What an action gets from the one before it in the chain, on whichever rank that lies."""
+    forward = action.kind is Kind.FORWARD
+    source = action.stage - 1 if forward else action.stage + 1
+    if route.is_here(source):
+        program = programs[source]
+        return known[source, action.microbatch][program.y if forward else program.dx]
+    sender = Action(action.kind, source, action.microbatch)
+    # Outputs of a stage, and the gradient for them, have the shape of the next stage's inputs.
+    like = action.stage if forward else source
+    return route.receive(like, rows, source, _name(sender), after)
+
+
+def _after(before: Sequence, arguments: dict, timed: bool):
+    """The arguments, there only when what was before is over; and the time of that."""
+    if timed:
+        with tf.control_dependencies([*before, *arguments.values()]):
+            began = tf.timestamp()
+        before = [began]
+    else:
+        began = None
+    with tf.control_dependencies(list(before)):
+        return {name: tf.identity(tensor) for name, tensor in arguments.items()}, began
+
+
+def _total(parts: list[list[tf.Tensor]]):
+    """The sum of a variable's gradients: of tensors, or of rows and their indices."""
+    if not parts:
+        return None
+    if len(parts[0]) == 1:
+        total = parts[0][0]
+        for (part,) in parts[1:]:
+            total += part
+        return total
+    values, indices = (tf.concat([part[i] for part in parts], axis=0) for i in (0, 1))
+    shape = parts[0][2] if len(parts[0]) > 2 else None
+    return tf.IndexedSlices(values, indices, shape)
+
+
+def _name(action: Action) -> str:
+    """By what name the outcome of an action travels."""
+    what = "activations" if action.kind is Kind.FORWARD else "gradients"
+    return f"pipeline/{what}/stage{action.stage}/{action.microbatch}"

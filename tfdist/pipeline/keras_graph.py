@@ -1,0 +1,117 @@
+"""What the pipeline needs of Keras' and TensorFlow's private code, in one place.
+
+- `Function._nodes_by_depth`: the order in which a functional model runs, and what feeds what.
+- `uninitialized_variables` and `Variable._deferred_initialize`: weights whose values come later.
+- `func_graph_from_py_func` and TensorFlow's statistics of operations: a layer's graph and its
+  FLOPs.
+
+`tests/pipeline/test_keras_graph.py` fails where one of them moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.models.functional import Functional
+from tensorflow.python.framework import func_graph, ops
+from tensorflow.python.profiler.internal import flops_registry  # noqa: F401  Registers FLOPs.
+
+__all__ = [
+    "count_flops",
+    "deferred_weights",
+    "initialize_weights",
+    "nodes_in_order",
+    "trace_graph",
+    "without_values",
+]
+
+
+@contextlib.contextmanager
+def deferred_weights() -> Iterator[None]:
+    """Models built inside know the shapes of their weights, and have no values for them.
+
+    A `PipelineModel` made of such a model gives values to the weights of this rank's stages, those
+    that the whole model would have drawn; the others never take memory.
+
+    ```python
+    with strategy.scope():
+        with tfdist.pipeline.deferred_weights():
+            model = tfdist.models.gpt(50_257, num_layers=96, width=12_288, num_heads=96)
+        model = tfdist.pipeline.PipelineModel(model, num_microbatches=32)
+    ```
+    """
+    waiting = global_state.get_global_attribute("uninitialized_variables", [], set_to_default=True)
+    before = list(waiting)
+    try:
+        with keras.StatelessScope(initialize_variables=False):
+            yield
+    finally:
+        # Keras would give them values when the next scope of its own ends.
+        global_state.set_global_attribute("uninitialized_variables", before)
+
+
+def without_values(variable: keras.Variable) -> bool:
+    """Whether a variable was built inside `deferred_weights` and has no value yet."""
+    return variable._value is None
+
+
+def initialize_weights(variables: Sequence[keras.Variable]) -> None:
+    """Gives values to those variables that have none, as their initializers say."""
+    for variable in variables:
+        if without_values(variable):
+            variable._deferred_initialize()
+
+
+def nodes_in_order(model: keras.Model) -> list:
+    """The calls of a functional model in the order in which they run, inputs left out.
+
+    Raises:
+        ValueError: The model is not functional.
+    """
+    if isinstance(model, keras.Sequential):
+        if not model.built:
+            raise ValueError(
+                f"The model `{model.name}` has no input shape yet: begin it with a keras.Input."
+            )
+        model = model._functional
+    if not isinstance(model, Functional):
+        raise ValueError(
+            "A pipeline is cut out of a list of layers, a Sequential or a functional model, whose "
+            f"parts can be seen. Received: `{model.name}` of type {type(model).__name__}."
+        )
+    return [
+        node
+        for depth in sorted(model._nodes_by_depth, reverse=True)
+        for node in model._nodes_by_depth[depth]
+        if not node.is_input
+    ]
+
+
+def trace_graph(function: Callable, specs: Sequence[tf.TensorSpec]) -> func_graph.FuncGraph:
+    """The graph of a function, with TensorFlow's order of side effects."""
+    return func_graph.func_graph_from_py_func(
+        "stage",
+        function,
+        args=tuple(specs),
+        kwargs={},
+        add_control_dependencies=True,
+    )
+
+
+def count_flops(graph: tf.Graph) -> int:
+    """The floating-point operations of a graph, those in functions that it calls left out.
+
+    A multiplication and an addition count as two. Operations that TensorFlow has no statistics
+    of, or whose shape is unknown, count as none.
+    """
+    total = 0
+    for operation in graph.get_operations():
+        try:
+            total += int(ops.get_stats_for_node_def(graph, operation.node_def, "flops").value or 0)
+        except ValueError:
+            continue
+    return total

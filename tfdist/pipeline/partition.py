@@ -1,0 +1,186 @@
+"""Which links of the chain make up which stage."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from tfdist.pipeline.chain import Chain, Link
+
+__all__ = ["Partition", "balance", "make_partition"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """A chain cut into stages.
+
+    Attributes:
+        chain: The chain.
+        ends: For each stage, the place after its last link.
+        num_ranks: The size of the pipeline axis; stage s lies on rank s % num_ranks.
+        costs: What each link costs, in whatever the cut went by.
+    """
+
+    chain: Chain
+    ends: tuple[int, ...]
+    num_ranks: int
+    costs: tuple[float, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return len(self.ends)
+
+    @property
+    def chunks(self) -> int:
+        """How many stages lie on each rank."""
+        return self.num_stages // self.num_ranks
+
+    def links(self, stage: int) -> list[Link]:
+        """The links of a stage."""
+        begin = self.ends[stage - 1] if stage else 0
+        return self.chain.links[begin : self.ends[stage]]
+
+    def stage_of(self, link: int) -> int:
+        """The stage of the link at a place of the chain."""
+        return bisect.bisect_right(self.ends, link)
+
+    def share(self, stage: int) -> float:
+        """A stage's part of all costs."""
+        begin = self.ends[stage - 1] if stage else 0
+        return sum(self.costs[begin : self.ends[stage]]) / (sum(self.costs) or 1.0)
+
+    def table(self) -> str:
+        """Stage, rank, layers, parameters, FLOPs of a forward of one row, and share of the cost."""
+        flops = None
+        if not any(None in link.model.inputs[0].shape[1:] for link in self.chain.links):
+            flops = self.chain.flops()
+        rows = [("stage", "rank", "layers", "parameters", "FLOPs", "share")]
+        for stage in range(self.num_stages):
+            links = self.links(stage)
+            begin = self.ends[stage] - len(links)
+            rows.append(
+                (
+                    str(stage),
+                    str(stage % self.num_ranks),
+                    links[0].name
+                    if len(links) == 1
+                    else f"{links[0].name} .. {links[-1].name} ({len(links)})",
+                    f"{sum(link.parameters for link in links):,}",
+                    "unknown" if flops is None else f"{sum(flops[begin : self.ends[stage]]):,}",
+                    f"{self.share(stage):.1%}",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        left = (False, False, True, False, False, False)
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if to_left else cell.rjust(width)
+                for cell, width, to_left in zip(row, widths, left, strict=True)
+            )
+            for row in rows
+        )
+
+
+def balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+    """Cuts a chain so that the dearest stage is as cheap as can be.
+
+    Args:
+        costs: What each link costs.
+        num_stages: How many stages, each of at least one link.
+
+    Returns:
+        For each stage the place after its last link.
+
+    Raises:
+        ValueError: There are fewer links than stages, or a cost is negative.
+
+    Dynamic programming over the chain: the best cut of the first n links into k stages is the
+    best, over the length of the last stage, of the cut of what is before it into k - 1.
+    """
+    links = len(costs)
+    if links < num_stages:
+        raise ValueError(
+            f"A chain of {links} parts cannot be cut into {num_stages} stages: each stage has at "
+            "least one. Take fewer pipeline ranks or chunks, or more layers."
+        )
+    if any(cost < 0 for cost in costs):
+        raise ValueError(f"Costs are not negative. Received: {list(costs)}.")
+    sums = [0.0, *itertools.accumulate(costs)]
+    # best[n] for the number of stages so far: (the dearest stage, where the last one begins).
+    best = [(sums[n], 0) if n else (float("inf"), 0) for n in range(links + 1)]
+    cuts = [[begin for _, begin in best]]
+    for stage in range(1, num_stages):
+        best = [
+            min(
+                ((max(best[begin][0], sums[n] - sums[begin]), begin) for begin in range(stage, n)),
+                default=(float("inf"), 0),
+            )
+            for n in range(links + 1)
+        ]
+        cuts.append([begin for _, begin in best])
+    ends = [links]
+    for begins in reversed(cuts[1:]):
+        ends.append(begins[ends[-1]])
+    return tuple(reversed(ends))
+
+
+def make_partition(
+    chain: Chain,
+    num_ranks: int,
+    chunks: int = 1,
+    *,
+    cut: str | Sequence[int] = "even",
+    cost: str | Sequence[float] = "flops",
+) -> Partition:
+    """Cuts a chain into `num_ranks * chunks` stages.
+
+    Args:
+        chain: The chain.
+        num_ranks: The size of the pipeline axis.
+        chunks: How many stages lie on each rank.
+        cut: "even": stages of like cost; "cyclic": one link a stage, link l on rank
+            l % num_ranks (`chunks` then says how often the chain passes each rank); or the number
+            of links of each stage.
+        cost: For "even": "flops" or "parameters", or a number for each link, as of
+            `measure_seconds`.
+
+    Raises:
+        ValueError: The chain cannot be cut so.
+    """
+    stages = num_ranks * chunks
+    if isinstance(cost, str):
+        if cost not in ("flops", "parameters"):
+            raise ValueError(
+                "`cost` is 'flops', 'parameters', or a number for each part of the chain. "
+                f"Received: {cost!r}."
+            )
+        counted = chain.flops() if cost == "flops" else [link.parameters for link in chain.links]
+        costs = tuple(float(count) for count in counted)
+    else:
+        costs = tuple(float(count) for count in cost)
+        if len(costs) != len(chain):
+            raise ValueError(
+                f"`cost` has a number for each of the {len(chain)} parts of the chain. Received: "
+                f"{len(costs)} numbers."
+            )
+    if cut == "even":
+        ends = balance(costs, stages)
+    elif cut == "cyclic":
+        if len(chain) != stages:
+            raise ValueError(
+                f"cut='cyclic' puts one part of the chain on each stage. Received: {len(chain)} "
+                f"parts for {num_ranks} ranks x {chunks} chunks."
+            )
+        ends = tuple(range(1, stages + 1))
+    else:
+        lengths = [] if isinstance(cut, str) else list(cut)
+        if len(lengths) != stages or any(n < 1 for n in lengths) or sum(lengths) != len(chain):
+            raise ValueError(
+                "`cut` is 'even', 'cyclic', or the number of parts of each of the "
+                f"{stages} stages, {len(chain)} in all. Received: {cut!r}."
+            )
+        ends = tuple(itertools.accumulate(lengths))
+    return Partition(chain, ends, num_ranks, costs)

@@ -1,0 +1,159 @@
+"""A stage of a pipeline as functions: forward, backward, gradients of weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
+
+from tfdist.pipeline.carving import Part, ancestors, carve
+from tfdist.pipeline.keras_graph import trace_graph
+
+__all__ = ["StageProgram"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StageProgram:
+    """What a rank runs of one stage for each micro-batch.
+
+    Tensors go from part to part by name. A stage's forward takes `x` and, on the last stage, what
+    belongs to the micro-batch; its backward takes `dy` too, but on the last stage.
+
+    Attributes:
+        forward: The outputs, and what the backward needs of the forward.
+        backward: The gradient of the inputs; of the weights too where the two are not split.
+        weights: The gradients of the weights; None where they are not split off.
+        x: The name of the inputs.
+        batch: The names of the tensors of the micro-batch: targets and weights.
+        y: The name of the outputs; None on the last stage, which returns nothing.
+        dy: The name of the gradient of the outputs; None on the last stage.
+        dx: The name of the gradient of the inputs; None on the first stage.
+        gradients: For each variable the names of its gradient's components: one, three of an
+            IndexedSlices, or none.
+    """
+
+    forward: Part
+    backward: Part
+    weights: Part | None
+    x: str
+    batch: tuple[str, ...]
+    y: str | None
+    dy: str | None
+    dx: str | None
+    gradients: tuple[tuple[str, ...], ...]
+
+
+def trace_stage(
+    links: Sequence[keras.Model],
+    variables: Sequence[keras.Variable],
+    x: tf.TensorSpec,
+    *,
+    first: bool,
+    extra_loss: Callable[[tf.Tensor], tf.Tensor | None],
+    loss: Callable | None = None,
+    batch: Sequence[tf.TensorSpec] = (),
+    splits_backward: bool = False,
+) -> StageProgram:
+    """Traces a stage, and carves it.
+
+    Args:
+        links: The models of its links.
+        variables: What is trained in it.
+        x: What its inputs are like.
+        first: Whether it is the first stage, whose inputs have no gradient.
+        extra_loss: Called after the links with the number of rows; returns what the links add to
+            the loss, scaled as `loss` is, or None.
+        loss: On the last stage: from the outputs and the tensors of the micro-batch to the scalar
+            whose gradient is taken.
+        batch: On the last stage: what the tensors of the micro-batch are like.
+        splits_backward: Whether gradients of weights become a part of their own.
+    """
+    marks: dict = {}
+
+    def step(x, *rest):
+        graph = tf.compat.v1.get_default_graph()
+        with tf.GradientTape() as tape:
+            y = x
+            if x.dtype.is_floating and not first:
+                tape.watch(x)
+            source = None if first else x
+            for link in links:
+                y = link(y, training=True)
+                if source is None and y.dtype.is_floating:
+                    # The first stage has no gradient to send on; what leads back to its first
+                    # outputs is to the schedule what that gradient is elsewhere.
+                    tape.watch(y)
+                    source = y
+            extra = extra_loss(tf.shape(x)[0])
+            if loss is not None:
+                total = loss(y, *rest)
+                targets = [total if extra is None else total + extra]
+                seeds = [tf.ones_like(targets[0])]
+            else:
+                targets = [y] + ([] if extra is None else [extra])
+                seeds = [rest[0]] + ([] if extra is None else [tf.ones_like(extra)])
+        marks["forward"] = set(graph.get_operations())
+        values = [variable.value for variable in variables]
+        dx, *gradients = tape.gradient(targets, [source, *values], output_gradients=seeds)
+        # Operations of the backward pass, also where TensorFlow hands on what was there before.
+        dx = None if dx is None else tf.identity(dx)
+        marks["gradients"] = [
+            [tf.identity(part) for part in tf.nest.flatten(each, expand_composites=True)]
+            if each is not None
+            else []
+            for each in gradients
+        ]
+        marks["all"] = set(graph.get_operations())
+        marks.update(x=x, rest=rest, y=y, dx=dx)
+
+    dy = () if loss is not None else (_like_output(links, x),)
+    graph = trace_graph(step, [x, *dy, *batch])
+    inputs = {tensor.op for tensor in graph.inputs}
+    forward = marks["forward"] - inputs
+    backward = marks["all"] - marks["forward"] - inputs
+    leads_back = ancestors([] if marks["dx"] is None else [marks["dx"]], backward)
+    components = marks["gradients"]
+    flat = [tensor for some in components for tensor in some]
+    to_weights = ancestors(flat, backward)
+    sent = [] if first or marks["dx"] is None else [marks["dx"]]
+    y = [] if loss is not None else [marks["y"]]
+    groups: list[set]
+    outputs: list[list[tf.Tensor]]
+    if splits_backward:
+        groups = [forward, leads_back, to_weights - leads_back]
+        outputs = [y, sent, flat]
+    else:
+        groups = [forward, leads_back | to_weights]
+        outputs = [y, sent + flat]
+    parts = carve(graph, groups, outputs)
+    return StageProgram(
+        forward=parts[0],
+        backward=parts[1],
+        weights=parts[2] if splits_backward else None,
+        x=marks["x"].name,
+        batch=tuple(t.name for t in marks["rest"][len(dy) :]),
+        y=y[0].name if y else None,
+        dy=marks["rest"][0].name if dy else None,
+        dx=sent[0].name if sent else None,
+        gradients=tuple(tuple(t.name for t in some) for some in components),
+    )
+
+
+def _like_output(links: Sequence[keras.Model], x: tf.TensorSpec) -> tf.TensorSpec:
+    """What the outputs of a stage are like, and so the gradient that comes back for them.
+
+    Raises:
+        ValueError: The shape of a link's outputs is not known.
+    """
+    tensor = keras.KerasTensor(x.shape, x.dtype.name)
+    for link in links:
+        tensor = link.compute_output_spec(tensor)
+        if tensor.shape is None or None in tuple(tensor.shape)[1:]:
+            raise ValueError(
+                f"The outputs of `{link.layers[-1].name}` have the shape {tensor.shape}: a rank "
+                "must know what it gets from the stage before. Give the model's Input its whole "
+                "shape, or cut the chain elsewhere."
+            )
+    return tf.TensorSpec((x.shape[0], *tensor.shape[1:]), tensor.dtype)
