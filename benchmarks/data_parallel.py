@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 
 from benchmarks.measuring import ENVIRONMENT, HEADER, Ratio, in_turn, only
 from tfdist.testing import RankPool
@@ -122,7 +123,7 @@ def call_seconds(elements: int, repeats: int, bare: bool) -> float:
     return (time.perf_counter() - begin) / repeats
 
 
-def measure_steps(engine: str, rounds: int) -> list[Ratio]:
+def measure_steps(engine: str, rounds: int, models: Sequence[str] = MODELS) -> list[Ratio]:
     """2 ranks over one process."""
     found = []
     with (
@@ -130,7 +131,7 @@ def measure_steps(engine: str, rounds: int) -> list[Ratio]:
         RankPool(1, "local", threads=2) as single,
     ):
         pools = [ranks, single]
-        for name in MODELS:
+        for name in models:
             for pool in pools:
                 pool.run(prepare, name, timeout=300)
             two, one = in_turn(pools, step_seconds, rounds, name)
@@ -160,14 +161,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--engine", choices=["horovod", "tensorflow"], default="horovod")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", choices=["steps", "calls"])
+    parser.add_argument("--only", choices=["steps", "calls", *MODELS])
     parser.add_argument("--json", help="Where to write the measurements.")
     options = parser.parse_args()
     print(HEADER)
     found = []
     if options.only != "calls":
-        found += measure_steps(options.engine, options.rounds)
-    if options.only != "steps":
+        models = (options.only,) if options.only in MODELS else MODELS
+        found += measure_steps(options.engine, options.rounds, models)
+    if options.only in (None, "calls"):
         found += measure_calls(options.engine, options.rounds)
     if options.json:
         rows = [{"name": r.name, "this": r.one, "other": r.other, "limit": r.limit} for r in found]

@@ -26,7 +26,10 @@ def _get_metrics_result(original, self):
     some callback reads them (`batch_logs_read`), so that training pays for what is looked at.
     """
     strategy: Any = getattr(self, "distribute_strategy", None)
-    if not hasattr(strategy, "engine") or strategy.group("data").size == 1:
+    if not hasattr(strategy, "engine"):
+        return original(self)
+    counting = _Counting(self, strategy)
+    if counting.group.size == 1:
         return original(self)
     variables = [
         variable
@@ -36,13 +39,12 @@ def _get_metrics_result(original, self):
     ]
     if not variables:
         return original(self)
-    group = strategy.group("data")
     if current_step() is None:
-        states = _reduce_states(variables, group)
+        states = counting.reduce(variables)
     else:
         states = tf.cond(
             strategy.extended.batch_logs_read,
-            lambda: _reduce_states(variables, group),
+            lambda: counting.reduce(variables),
             lambda: [tf.convert_to_tensor(variable.value) for variable in variables],
         )
     with keras.StatelessScope(state_mapping=list(zip(variables, states, strict=True))):
@@ -50,15 +52,16 @@ def _get_metrics_result(original, self):
 
 
 @contextlib.contextmanager
-def global_results(model, group: Group) -> Iterator[None]:
+def global_results(model, strategy) -> Iterator[None]:
     """Inside, `metric.result()` of the model's metrics is that of all ranks' samples.
 
     For a custom `train_step` or `test_step`, which may return the results of its metrics one by
     one, under names that `get_metrics_result` does not know.
     """
+    counting = _Counting(model, strategy)
     metrics = [metric for metric in model.metrics if metric.variables]
     for metric in metrics:
-        metric.result = functools.partial(_global_result, metric, metric.result, group)
+        metric.result = functools.partial(_global_result, metric, metric.result, counting)
     try:
         yield
     finally:
@@ -66,33 +69,65 @@ def global_results(model, group: Group) -> Iterator[None]:
             del metric.result
 
 
-def _global_result(metric, result, group: Group):
+def _global_result(metric, result, counting: _Counting):
     if in_stateless_scope():
         return result()  # `get_metrics_result` has put the global states in place.
     variables = [variable for variable in metric.variables if variable.synchronization == "on_read"]
-    states = _reduce_states(variables, group)
+    states = counting.reduce(variables)
     with keras.StatelessScope(state_mapping=list(zip(variables, states, strict=True))):
         return result()
 
 
-def _reduce_states(variables, group: Group) -> list[tf.Tensor]:
-    """The variables' values over all ranks, in as few collectives as there are kinds of them."""
-    kinds: dict[tuple, list[int]] = {}
-    for index, variable in enumerate(variables):
-        kinds.setdefault((variable.dtype, variable.aggregation), []).append(index)
-    states: list = [None] * len(variables)
-    for (dtype, aggregation), indices in kinds.items():
-        values = [tf.convert_to_tensor(variables[index].value) for index in indices]
+class _Counting:
+    """Which ranks count samples in a model's metrics.
+
+    Those along the data axis; in a pipeline the rank of the last stage does so for the others of
+    its axis, which at most add to the reported loss.
+
+    Attributes:
+        group: The ranks whose states are to be put together.
+    """
+
+    def __init__(self, model, strategy):
+        axes = getattr(model, "metrics_axes", ("data",))
+        self.group: Group = strategy.group(*axes)
+        self._counts = getattr(model, "holds_outputs", True)
+        self._counters = strategy.mesh.shape["data"]
+        self._loss = [id(v) for v in getattr(getattr(model, "_loss_tracker", None), "variables", ())]
+        # One of the ranks that count, for states that cannot be added up.
+        last = {"pipeline": strategy.mesh.shape["pipeline"] - 1} if len(axes) > 1 else {}
+        one = strategy.mesh.rank_at({"data": 0, **last})
+        self._root = self.group.ranks.index(one)
+
+    def reduce(self, variables) -> list[tf.Tensor]:
+        """The variables' values over all ranks, in as few collectives as there are kinds of them."""
+        kinds: dict[tuple, list[int]] = {}
+        for index, variable in enumerate(variables):
+            kinds.setdefault((variable.dtype, variable.aggregation), []).append(index)
+        states: list = [None] * len(variables)
+        for (dtype, aggregation), indices in kinds.items():
+            some = [variables[index] for index in indices]
+            values = [tf.convert_to_tensor(variable.value) for variable in some]
+            flat = self._reduce_flat(some, values, aggregation, f"metrics/{aggregation}-{dtype}")
+            parts = tf.split(flat, [value.shape.num_elements() for value in values])
+            for index, part, value in zip(indices, parts, values, strict=True):
+                states[index] = tf.reshape(part, value.shape)
+        return states
+
+    def _reduce_flat(self, variables, values, aggregation: str, name: str) -> tf.Tensor:
+        adds = aggregation in ("sum", "mean")
+        if adds and not self._counts:
+            values = [
+                value if id(variable) in self._loss else tf.zeros_like(value)
+                for variable, value in zip(variables, values, strict=True)
+            ]
         flat = tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
-        name = f"metrics/{aggregation}-{dtype}"
-        if aggregation in ("sum", "mean"):
-            flat = all_reduce(flat, group, aggregation, name=name)
-        else:
-            flat = broadcast(flat, group, name=name)
-        parts = tf.split(flat, [value.shape.num_elements() for value in values])
-        for index, part, value in zip(indices, parts, values, strict=True):
-            states[index] = tf.reshape(part, value.shape)
-    return states
+        if not adds:
+            return broadcast(flat, self.group, self._root, name=name)
+        flat = all_reduce(flat, self.group, "sum", name=name)
+        if aggregation == "mean":
+            flat = tf.cast(flat / tf.cast(self._counters, flat.dtype), flat.dtype)
+        return flat
 
 
 def _update_mean(original, self, values, sample_weight=None):

@@ -16,6 +16,7 @@ from tfdist.collectives import all_reduce
 from tfdist.layers.sharding import mark_split, sharding_of
 from tfdist.optimizers.clipping import clip_split_gradients
 from tfdist.optimizers.elementwise import check_elementwise
+from tfdist.pipeline.staging import mark_staged, staging_of
 from tfdist.strategies.gradients import sum_partial_gradients, weigh_gradients
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.replica import current_replica, current_step
@@ -41,9 +42,11 @@ def _clip_gradients(original, self, grads):
         return original(self, grads)
     replica.reduced.add(id(self))
     grads = _reduce(self, replica, grads)
-    shardings = [sharding_of(variable) for variable in replica.applied_to.get(id(self), ())]
-    if any(sharding is not None for sharding in shardings):
-        return clip_split_gradients(self, grads, shardings)
+    variables = replica.applied_to.get(id(self), ())
+    shardings = [sharding_of(variable) for variable in variables]
+    stagings = [staging_of(variable) for variable in variables]
+    if any(shardings) or any(stagings):
+        return clip_split_gradients(self, grads, shardings, stagings)
     return original(self, grads)
 
 
@@ -60,11 +63,14 @@ def _all_reduce_sum_gradients(original, self, grads_and_vars):
 
 
 def _add_variable_from_reference(original, self, reference_variable, *args, **kwargs):
-    """The moments of a slice are slices of the moments."""
+    """The moments of a slice are slices of the moments, and lie where it lies."""
     variable = original(self, reference_variable, *args, **kwargs)
     sharding = sharding_of(reference_variable)
     if sharding is not None:
         mark_split(variable, sharding)
+    staging = staging_of(reference_variable)
+    if staging is not None:
+        mark_staged(variable, staging)
     return variable
 
 

@@ -22,7 +22,7 @@ def run_keras_step(step: KerasStep, fn, *args, **kwargs):
     if getattr(type(step.model), name) is getattr(keras.Model, name):
         logs = fn(*args, **kwargs)
     else:
-        with global_results(step.model, step.group):
+        with global_results(step.model, step.model.distribute_strategy):
             logs = _average_logs(fn(*args, **kwargs), step)
     if put_back is not None:
         put_back()

@@ -255,6 +255,7 @@ def send(tensor, group: Group, to: int, *, name: str | None = None):
     @tf.custom_gradient
     def transfer(x):
         y = _raw_broadcast(x, pair.rank, pair, name or "send-recv")
+        _use(y, f"{pair.label}/{name}")
 
         def gradient(dy):
             back = _raw_broadcast(
@@ -290,6 +291,7 @@ def recv(like, group: Group, source: int, *, name: str | None = None):
 
         def gradient(dy):
             sent = _raw_broadcast(dy, pair.rank, pair, _backward(name or "send-recv"))
+            _use(sent, f"{pair.label}/{name}/backward")
             return tf.zeros_like(sent)
 
         return y, gradient
@@ -391,6 +393,23 @@ def _raw_broadcast(tensor, root: int, group: Group, name: str | None):
     flat, reshape = _as_vector(wire)
     flat = _run("broadcast", name, group, flat, lambda x, n: carrier.broadcast(x, root, group, n))
     return restore(reshape(flat))
+
+
+def _use(sent, name: str) -> None:
+    """Sees to it that what was sent is sent, also where nobody uses the sender's copy.
+
+    TensorFlow leaves out operations whose outputs lead to nothing, unless they are known to have
+    an effect, which not all engines say of theirs. So an element is written somewhere.
+    """
+    if tf.executing_eagerly() or sent.shape.num_elements() == 0:
+        return
+    with tf.init_scope(), tf.device("/CPU:0"):
+        handle = tf.raw_ops.VarHandleOp(
+            dtype=sent.dtype, shape=[], shared_name=f"tfdist-sent/{name}/{sent.dtype.name}"
+        )
+    some = tf.reshape(sent, [-1])[:1]
+    total = tf.cast(tf.reduce_sum(tf.cast(some, tf.float32)), sent.dtype)
+    tf.raw_ops.AssignVariableOp(resource=handle, value=total)
 
 
 def _run(operation: str, name: str | None, group: Group, tensor, call):

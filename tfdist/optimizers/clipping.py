@@ -1,4 +1,4 @@
-"""Clipping by norm where ranks hold slices: each parameter counts once, and whole."""
+"""Clipping by norm where ranks hold slices or stages: each parameter counts once, and whole."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from tfdist.collectives import all_reduce
 from tfdist.layers.sharding import Sharding, sum_over_split
+from tfdist.pipeline.staging import Staging
 
 __all__ = ["clip_split_gradients", "squared_norms"]
 
@@ -32,6 +34,7 @@ def clip_split_gradients(
     optimizer: keras.optimizers.Optimizer,
     gradients: Sequence,
     shardings: Sequence[Sharding | None],
+    stagings: Sequence[Staging | None] = (),
 ) -> list:
     """What `optimizer` clips: by value, by each gradient's norm, or by the norm of all.
 
@@ -39,6 +42,7 @@ def clip_split_gradients(
         optimizer: It says how: `clipnorm`, `global_clipnorm` or `clipvalue`.
         gradients: Tensors, IndexedSlices or None, reduced already.
         shardings: What part of a global array each is, or None.
+        stagings: To which stage of a pipeline each belongs, or None; empty without a pipeline.
     """
     if not any((optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)):
         return list(gradients)
@@ -51,8 +55,7 @@ def clip_split_gradients(
         ]
     elif optimizer.global_clipnorm:
         limit = optimizer.global_clipnorm
-        present = [square for square in squared_norms(gradients, shardings) if square is not None]
-        norm = tf.sqrt(tf.add_n(present))
+        norm = tf.sqrt(_sum_over_stages(squared_norms(gradients, shardings), stagings))
         # Not a number where the norm is none, as in Keras.
         scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
         scales = [scale] * len(gradients)
@@ -64,6 +67,22 @@ def clip_split_gradients(
         None if gradient is None else _times(gradient, scale)
         for gradient, scale in zip(gradients, scales, strict=True)
     ]
+
+
+def _sum_over_stages(squares: Sequence, stagings: Sequence[Staging | None]) -> tf.Tensor:
+    """The sum of squared norms, those of other stages too."""
+    pipeline = next((staging.group for staging in stagings if staging is not None), None)
+    everywhere = [tf.constant(0.0)]
+    on_stages = [tf.constant(0.0)]
+    for place, square in enumerate(squares):
+        staging = stagings[place] if stagings else None
+        if square is not None and staging is None:
+            everywhere.append(square)
+        elif square is not None and staging.counts:
+            on_stages.append(square)
+    if pipeline is None:
+        return tf.add_n(everywhere)
+    return tf.add_n(everywhere) + all_reduce(tf.add_n(on_stages), pipeline, name="norms")
 
 
 def _sum_of_squares(gradient):

@@ -26,9 +26,9 @@ class Route:
     group: Group
     shapes: Mapping[int, tf.TensorSpec]
 
-    def send(self, tensor: tf.Tensor, to_stage: int, name: str) -> tf.Tensor:
-        """Sends outputs or a gradient to the rank of a stage; the result says that it is done."""
-        return send(tensor, self.group, to_stage % self.group.size, name=name)
+    def send(self, tensor: tf.Tensor, to_stage: int, name: str) -> None:
+        """Sends outputs or a gradient to the rank of a stage."""
+        send(tensor, self.group, to_stage % self.group.size, name=name)
 
     def receive(self, stage: int, rows, from_stage: int, name: str, after: Sequence) -> tf.Tensor:
         """The inputs of `stage`, or what has their shape, from the rank of another stage."""
@@ -48,12 +48,10 @@ class Outcome:
 
     Attributes:
         gradients: By stage, for each of its variables the sum over micro-batches, or None.
-        done: What must be waited for before the step is over: all that was sent.
         times: Begin and end of each action in seconds, shape [actions, 2]; None unless asked for.
     """
 
     gradients: dict[int, list]
-    done: list[tf.Tensor]
     times: tf.Tensor | None
 
 
@@ -82,7 +80,6 @@ def run_schedule(
     sums: dict[int, list[list]] = {
         stage: [[] for _ in program.gradients] for stage, program in programs.items()
     }
-    done: list[tf.Tensor] = []
     times: list[tf.Tensor] = []
     #: What the actions so far have left, the last one at the end. An action begins when the one
     #: before it is over; its message is asked for one action earlier.
@@ -119,14 +116,14 @@ def run_schedule(
         if action.kind is not Kind.WEIGHT and out is not None:
             to = stage + (1 if action.kind is Kind.FORWARD else -1)
             if not route.is_here(to):
-                done.append(route.send(tensors[out], to, _name(action)))
+                route.send(tensors[out], to, _name(action))
         for total, names in zip(sums[stage], program.gradients, strict=True):
             if names and names[0] in results:
                 total.append([results[name] for name in names])
     gradients = {
         stage: [_total(total) for total in totals] for stage, totals in sums.items()
     }
-    return Outcome(gradients, done, tf.stack(times) if timed else None)
+    return Outcome(gradients, tf.stack(times) if timed else None)
 
 
 def run_forward(
@@ -134,7 +131,7 @@ def run_forward(
     num_stages: int,
     route: Route,
     inputs: Sequence[tf.Tensor],
-) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+) -> list[tf.Tensor]:
     """Adds a forward pass to the graph that is being built.
 
     Args:
@@ -144,10 +141,8 @@ def run_forward(
         inputs: What the first stage gets of each micro-batch.
 
     Returns:
-        The outputs of the last stage for each micro-batch, where it lies on this rank, and what
-        must be waited for.
+        The outputs of the last stage for each micro-batch; none where it lies on another rank.
     """
-    done: list[tf.Tensor] = []
     before: list[tf.Tensor] = []
     passed = dict(enumerate(inputs)) if 0 in stages else {}
     for stage, run in sorted(stages.items()):
@@ -163,10 +158,10 @@ def run_forward(
             before.append(tf.identity(y))
             outputs[microbatch] = y
             if stage < num_stages - 1 and not route.is_here(stage + 1):
-                done.append(route.send(y, stage + 1, name))
+                route.send(y, stage + 1, name)
         passed = outputs if route.is_here(stage + 1) else {}
     last = route.is_here(num_stages - 1)
-    return list(outputs.values()) if last else [], done
+    return list(outputs.values()) if last else []
 
 
 def _passed_on(known, route: Route, programs, action: Action, rows, after) -> tf.Tensor:

@@ -132,21 +132,14 @@ class PipelineModel(keras.Model):
                 f"The stages of rank {self._parts.group.rank} of the pipeline have no weights to "
                 "train. Cut the chain so that each rank has some."
             )
-        with tf.control_dependencies(outcome.done):
-            gradients = [
-                None if gradients.get(id(v)) is None else _identity(gradients[id(v)])
-                for v in variables
-            ]
-        self.optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        self.optimizer.apply_gradients([(gradients.get(id(v)), v) for v in variables])
         return self.get_metrics_result()
 
     def test_step(self, data):
         """Metrics of this rank's rows."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        outputs, extra, done = self._parts.forward(x)
+        outputs, extra = self._parts.forward(x)
         rows = tf.shape(x)[0]
-        with tf.control_dependencies(done):
-            rows = tf.identity(rows)
         if self.holds_outputs:
             y_pred = tf.concat(outputs, axis=0)
             loss = self._compile_loss(y, y_pred, sample_weight)
@@ -159,13 +152,12 @@ class PipelineModel(keras.Model):
     def predict_step(self, data):
         """The outputs for this rank's rows, on all ranks of the pipeline axis."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        outputs, _, done = self._parts.forward(x)
-        with tf.control_dependencies(done):
-            if self.holds_outputs:
-                y = tf.concat(outputs, axis=0)
-            else:
-                spec = self._parts.output_spec(x)
-                y = tf.zeros([tf.shape(x)[0], *spec.shape[1:]], spec.dtype)
+        outputs, _ = self._parts.forward(x)
+        if self.holds_outputs:
+            y = tf.concat(outputs, axis=0)
+        else:
+            spec = self._parts.output_spec(x)
+            y = tf.zeros([tf.shape(x)[0], *spec.shape[1:]], spec.dtype)
         last = self._parts.last_stage % self._parts.group.size
         return broadcast(y, self._parts.group, last, name="predictions")
 
@@ -263,8 +255,8 @@ class _Parts:
         """Adds a forward pass to the graph.
 
         Returns:
-            The outputs of each micro-batch, on the rank of the last stage; what this rank's layers
-            add to the loss; and what must be waited for.
+            The outputs of each micro-batch, on the rank of the last stage; and what this rank's
+            layers add to the loss.
         """
         count = self.schedule.num_microbatches
         rows = tf.shape(x)[0]
@@ -287,13 +279,13 @@ class _Parts:
 
             return run
 
-        outputs, done = run_forward(
+        outputs = run_forward(
             {stage: stage_function(stage) for stage in self.stages},
             self.schedule.num_stages,
             Route(self.group, self._specs(x, None)),
             inputs,
         )
-        return outputs, tf.add_n(extra) if extra else tf.constant(0.0), done
+        return outputs, tf.add_n(extra) if extra else tf.constant(0.0)
 
     def output_spec(self, x: tf.Tensor) -> keras.KerasTensor:
         """What the outputs of the chain are like."""
@@ -415,10 +407,3 @@ def _extra_loss(links) -> tf.Tensor | None:
     losses = [tf.reduce_sum(tf.convert_to_tensor(loss)) for loss in found.values()]
     return tf.add_n(losses) if losses else None
 
-
-def _identity(gradient):
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            tf.identity(gradient.values), gradient.indices, gradient.dense_shape
-        )
-    return tf.identity(gradient)

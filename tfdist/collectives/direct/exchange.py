@@ -45,6 +45,7 @@ class Direct:
 
     def __init__(self):
         self._operations = load()
+        self._tickets: dict[str, tf.Tensor] = {}
 
     def all_reduce(self, tensor, group: Group, reduction: str, name: str):
         """As `Engine.all_reduce`."""
@@ -94,9 +95,11 @@ class Direct:
         """Sends a tensor to each of some ranks of the world.
 
         Returns:
-            The tensors. Inside a `tf.function` nothing is sent unless one of them is used.
+            The tensors.
         """
-        return self._operations.tfdist_send(tensors=tensors, to=to, tag=name)
+        return self._operations.tfdist_send(
+            ticket=self._ticket(f"send/{name}"), tensors=tensors, to=to, tag=name
+        )
 
     def receive(self, like, source: int, name: str, shape=None):
         """The next tensor that the rank `source` of the world sends under this name.
@@ -108,12 +111,22 @@ class Direct:
             shape: A shape, maybe partial.
         """
         return self._operations.tfdist_receive(
+            ticket=self._ticket(f"receive/{source}/{name}"),
             after=like,
             dtype=like.dtype,
             shape=like.shape if shape is None else shape,
             source=source,
             tag=name,
         )
+
+    def _ticket(self, name: str):
+        """A resource that stands for what an operation of this name does."""
+        if name not in self._tickets:
+            with tf.init_scope(), tf.device("/CPU:0"):
+                self._tickets[name] = tf.raw_ops.VarHandleOp(
+                    dtype=tf.int32, shape=[], shared_name=f"tfdist-direct/{name}"
+                )
+        return self._tickets[name]
 
     def _swap(self, parts: list, group: Group, name: str, shape=()):
         """Sends the i-th part to member i; what came from each, in group order.

@@ -24,24 +24,27 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
-// Neither operation is declared stateful, or TensorFlow would run them one after the other in
-// each function. A tag of its own keeps each from being merged with another. What is not stateful
-// runs for the sake of its outputs alone: sends to many are one operation, so that whoever uses
-// one output has sent to all.
+// TensorFlow leaves out operations whose outputs nobody uses, and runs those with constant inputs
+// while it optimizes a graph, unless they say that they have an effect. Those that say so run one
+// after the other, unless each is an effect on a resource of its own: that is all that the ticket
+// is for.
 REGISTER_OP("TfdistSend")
+    .Input("ticket: resource")
     .Input("tensors: N * T")
     .Output("sent: N * T")
     .Attr("N: int >= 1")
     .Attr("T: type")
     .Attr("to: list(int)")
     .Attr("tag: string")
+    .SetIsStateful()
     .SetShapeFn([](tensorflow::shape_inference::InferenceContext* context) {
-      for (int i = 0; i < context->num_inputs(); ++i) context->set_output(i, context->input(i));
+      for (int i = 1; i < context->num_inputs(); ++i) context->set_output(i - 1, context->input(i));
       return absl::OkStatus();
     })
     .Doc("Sends a tensor to each of some ranks, and passes them on.");
 
 REGISTER_OP("TfdistReceive")
+    .Input("ticket: resource")
     .Input("after: T")
     .Output("received: dtype")
     .Attr("T: type")
@@ -49,6 +52,7 @@ REGISTER_OP("TfdistReceive")
     .Attr("shape: shape")
     .Attr("source: int")
     .Attr("tag: string")
+    .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::ExplicitShape)
     .Doc("Returns the next tensor of this tag from a rank; `after` only says when to begin.");
 
@@ -62,16 +66,17 @@ class SendKernel : public OpKernel {
   explicit SendKernel(OpKernelConstruction* context) : OpKernel(context) {
     OP_REQUIRES_OK(context, context->GetAttr("to", &to_));
     OP_REQUIRES_OK(context, context->GetAttr("tag", &tag_));
-    OP_REQUIRES(context, tensorflow::DataTypeCanUseMemcpy(context->input_type(0)),
+    OP_REQUIRES(context, tensorflow::DataTypeCanUseMemcpy(context->input_type(1)),
                 absl::InvalidArgumentError("Only tensors of plain numbers can be sent"));
-    OP_REQUIRES(context, static_cast<int>(to_.size()) == context->num_inputs(),
+    OP_REQUIRES(context, static_cast<int>(to_.size()) == context->num_inputs() - 1,
                 absl::InvalidArgumentError("There must be a rank for each tensor"));
   }
 
   void Compute(OpKernelContext* context) override {
-    for (int i = 0; i < context->num_inputs(); ++i) {
-      context->set_output(i, context->input(i));
-      OP_REQUIRES_OK(context, Named(tag_, Transport::Get().Send(to_[i], tag_, context->input(i))));
+    for (size_t i = 0; i < to_.size(); ++i) {
+      const Tensor& tensor = context->input(i + 1);
+      context->set_output(i, tensor);
+      OP_REQUIRES_OK(context, Named(tag_, Transport::Get().Send(to_[i], tag_, tensor)));
     }
   }
 

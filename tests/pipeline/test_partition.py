@@ -1,0 +1,164 @@
+"""Chains and how they are cut: against all cuts, and against what cannot be cut."""
+
+from __future__ import annotations
+
+import itertools
+
+import keras
+import numpy as np
+import pytest
+
+from tfdist import models
+from tfdist.pipeline import Chain, deferred_weights, make_partition
+from tfdist.pipeline.keras_graph import initialize_weights, without_values
+from tfdist.pipeline.partition import balance
+
+
+def dearest(costs, ends):
+    begins = (0, *ends[:-1])
+    return max(sum(costs[begin:end]) for begin, end in zip(begins, ends, strict=True))
+
+
+def test_balance_is_as_good_as_the_best_of_all_cuts():
+    random = np.random.default_rng(0)
+    for links, stages in itertools.product(range(1, 9), range(1, 5)):
+        if stages > links:
+            continue
+        costs = random.integers(0, 20, links).tolist()
+        ends = balance(costs, stages)
+        assert len(ends) == stages
+        assert ends[-1] == links
+        assert list(ends) == sorted(set(ends))
+        best = min(
+            dearest(costs, (*cut, links))
+            for cut in itertools.combinations(range(1, links), stages - 1)
+        )
+        assert dearest(costs, ends) == best
+
+
+def dense_stack(layers=4):
+    return [keras.Input((6,)), *[keras.layers.Dense(6, name=f"d{i}") for i in range(layers)]]
+
+
+def test_a_list_becomes_a_chain_without_values():
+    chain = Chain(dense_stack())
+    assert [link.name for link in chain.links] == ["d0", "d1", "d2", "d3"]
+    assert [link.parameters for link in chain.links] == [42] * 4
+    assert all(without_values(v) for link in chain.links for v in link.variables)
+
+
+def test_deferred_weights_are_those_that_the_model_would_have_drawn():
+    def build():
+        keras.utils.set_random_seed(5)
+        return models.gpt(50, num_layers=2, width=16, num_heads=2, max_length=8, dropout=0.1)
+
+    expected = build()
+    with deferred_weights():
+        found = build()
+    assert all(without_values(variable) for variable in found.variables)
+    initialize_weights(found.variables)
+    for a, b in zip(expected.variables, found.variables, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
+    # Layers that are built later are none of its business.
+    assert not without_values(keras.layers.Dense(2).build((None, 3)) or keras.Variable(1.0))
+
+
+def test_shortcuts_are_not_cut():
+    inputs = keras.Input((8,))
+    x = keras.layers.Dense(8, name="in")(inputs)
+    for number in range(2):
+        y = keras.layers.Dense(8, activation="relu", name=f"up{number}")(x)
+        y = keras.layers.Dense(8, name=f"down{number}")(y)
+        x = keras.layers.Add(name=f"add{number}")([x, y])
+    chain = Chain(keras.Model(inputs, x))
+    assert [link.name for link in chain.links] == [
+        "in",
+        "up0 + down0 + add0",
+        "up1 + down1 + add1",
+    ]
+
+
+def test_links_one_after_the_other_are_the_model():
+    model = models.convnet((12, 12, 1), 5, dropout=0.0)
+    x = np.random.default_rng(0).normal(size=(3, 12, 12, 1)).astype("float32")
+    y = x
+    for link in Chain(model).links:
+        y = link.model(y)
+    np.testing.assert_allclose(y, model(x), rtol=1e-6)
+
+
+def test_a_tied_embedding_is_in_two_links():
+    model = models.gpt(50, num_layers=1, width=16, num_heads=2, max_length=8)
+    chain = Chain(model)
+    assert chain.links[0].layers == chain.links[-1].layers
+    (places,) = chain.shared_variables.values()
+    assert places == [0, len(chain) - 1]
+
+
+def test_flops_of_products_are_counted():
+    (flops,) = Chain([keras.Input((6,)), keras.layers.Dense(10, use_bias=False)]).flops(rows=3)
+    assert flops == 2 * 3 * 6 * 10
+
+
+def test_the_table_says_what_lies_where():
+    partition = make_partition(Chain(dense_stack()), 2, cut=[3, 1])
+    lines = partition.table().splitlines()
+    assert lines[0].split() == ["stage", "rank", "layers", "parameters", "FLOPs", "share"]
+    assert lines[1].split() == ["0", "0", "d0", "..", "d2", "(3)", "126", "234", "75.0%"]
+    assert lines[2].split() == ["1", "1", "d3", "42", "78", "25.0%"]
+
+
+def test_cuts():
+    chain = Chain(dense_stack(6))
+    assert make_partition(chain, 3).ends == (2, 4, 6)
+    assert make_partition(chain, 2, cost="parameters").ends == (3, 6)
+    assert make_partition(chain, 2, cost=[5, 1, 1, 1, 1, 1]).ends == (1, 6)
+    cyclic = make_partition(chain, 2, 3, cut="cyclic")
+    assert cyclic.ends == (1, 2, 3, 4, 5, 6)
+    assert [cyclic.stage_of(link) % 2 for link in range(6)] == [0, 1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_ranks": 5}, "chain of 4 parts cannot be cut into 5 stages"),
+        ({"num_ranks": 2, "cut": [1, 2]}, r"4 in all. Received: \[1, 2\]"),
+        ({"num_ranks": 2, "cut": "odd"}, "'even', 'cyclic', or .* Received: 'odd'"),
+        ({"num_ranks": 3, "cut": "cyclic"}, "4 parts for 3 ranks x 1 chunks"),
+        ({"num_ranks": 2, "cost": "memory"}, "`cost` is 'flops', .* Received: 'memory'"),
+        ({"num_ranks": 2, "cost": [1.0]}, "each of the 4 parts of the chain. Received: 1 numbers"),
+        ({"num_ranks": 2, "cost": [1, -1, 1, 1]}, "Costs are not negative"),
+    ],
+)
+def test_refused_cuts(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_partition(Chain(dense_stack()), **arguments)
+
+
+def two_inputs():
+    a, b = keras.Input((3,)), keras.Input((3,))
+    return keras.Model([a, b], keras.layers.Add()([a, b]))
+
+
+class Subclassed(keras.Model):
+    def call(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (two_inputs, "one input and one output. Received: .* with 2 inputs"),
+        (Subclassed, "a Sequential or functional model, .* of type Subclassed"),
+        (lambda: [keras.layers.Dense(3)], "begins with the `keras.Input`.* Received: Dense first"),
+        (list, "Received: an empty list first"),
+        (lambda: keras.Sequential([keras.layers.Dense(2)]), "has no input shape yet"),
+        (
+            lambda: keras.Sequential([keras.Input((None, 4)), keras.layers.Dense(2)]),
+            r"of `dense.*` has the shape \(None, None, 4\): FLOPs can be",
+        ),
+    ],
+)
+def test_what_is_no_chain(make, message):
+    with pytest.raises(ValueError, match=message):
+        make_partition(Chain(make()), 1)
