@@ -86,6 +86,8 @@ def trace_stage(
                     # outputs is to the schedule what that gradient is elsewhere.
                     tape.watch(y)
                     source = y
+            # An operation of this graph, also where the links hand on what they got.
+            y = tf.identity(y)
             extra = extra_loss(tf.shape(x)[0])
             if loss is not None:
                 total = loss(y, *rest)
