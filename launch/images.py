@@ -25,9 +25,9 @@ class Images(Task):
                 f"--dataset={settings.dataset} is a text, which --model=gpt learns from. "
                 f"Received: --model={settings.model}."
             )
-        if settings.tensor > 1:
+        if settings.layout.tensor > 1:
             raise UsageError(
-                f"--tensor={settings.tensor}: --model={settings.model} has no layers that are "
+                f"--tensor={settings.layout.tensor}: --model={settings.model} has no layers that are "
                 "split over ranks. Take --model=gpt, or leave --tensor out."
             )
 
@@ -42,11 +42,18 @@ class Images(Task):
             raise UsageError(f"--dataset={settings.dataset}: {error}") from error
         self._info, self._name = info, settings.dataset
         size = info.splits["train"].num_examples
+        train = train.cache().shuffle(size, seed=settings.seed)
+        steps, items = -(-size // settings.batch_size), size
+        # A pipeline cuts each batch into equal parts; the shuffle leaves out others each time.
+        whole = settings.layout.pipeline > 1
+        if whole:
+            steps = size // settings.batch_size
+            items = steps * settings.batch_size
         return Data(
-            train=train.cache().shuffle(size, seed=settings.seed).batch(settings.batch_size),
+            train=train.batch(settings.batch_size, drop_remainder=whole),
             validation=test.batch(settings.batch_size).cache(),
-            steps=-(-size // settings.batch_size),
-            items=size,
+            steps=steps,
+            items=items,
         )
 
     def build(self, settings: Settings):

@@ -73,9 +73,9 @@ class Language(Task):
                 f"--dataset=text:FILE. Received: --dataset={settings.dataset}."
             )
         _check_divides("width", _WIDTH.value, "heads", _HEADS.value)
-        _check_divides("heads", _HEADS.value, "tensor", settings.tensor)
+        _check_divides("heads", _HEADS.value, "tensor", settings.layout.tensor)
         if _SEQUENCE_PARALLEL.value:
-            _check_divides("seq_length", _SEQ_LENGTH.value, "tensor", settings.tensor)
+            _check_divides("seq_length", _SEQ_LENGTH.value, "tensor", settings.layout.tensor)
 
     def load(self, settings: Settings) -> Data:
         """Cuts the text into windows."""

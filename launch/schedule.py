@@ -47,9 +47,7 @@ def run() -> None:
 
 def _main(_: list[str]) -> int:
     try:
-        schedule = make_schedule(
-            _SCHEDULE.value, _STAGES.value, _MICROBATCHES.value, _CHUNKS.value
-        )
+        schedule = make_schedule(_SCHEDULE.value, _STAGES.value, _MICROBATCHES.value, _CHUNKS.value)
     except ValueError as error:
         raise command.UsageError(str(error)) from None
     played = check(schedule)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
+    from tfdist.launch.mesh_flags import Layout
+
 __all__ = ["VALUES", "Data", "Settings", "Task"]
 
 #: The flags of `tfdist-train`: its own, and those of the tasks.
@@ -29,7 +31,7 @@ class Settings:
     epochs: int
     learning_rate: float
     seed: int
-    tensor: int
+    layout: Layout
     data_dir: str | None = None
 
 

@@ -2,6 +2,7 @@
 
     tfdist-run -np 2 -- tfdist-train --model=convnet --dataset=digits --epochs=15
     tfdist-run -np 2 -- tfdist-train --model=gpt --tensor=2 --epochs=1
+    tfdist-run -np 8 -- tfdist-train --model=gpt --pipeline=2 --tensor=2 --data=2 --batch_size=16
 
 What is particular to images or to text stands in a module of its own; here is what all have in
 common.
@@ -17,8 +18,8 @@ from absl import flags
 from tfdist.launch import command
 from tfdist.launch.images import Images
 from tfdist.launch.language import Language
+from tfdist.launch.mesh_flags import FLAGS, Layout, chosen_layout
 from tfdist.launch.tasks import VALUES, Settings, Task
-from tfdist.mesh import Mesh
 
 __all__ = ["run"]
 
@@ -33,13 +34,6 @@ _MODEL = flags.DEFINE_enum(
 )
 _DATASET = flags.DEFINE_string(
     "dataset", None, "digits or a TFDS set; gpt: pydoc or text:FILE", flag_values=VALUES
-)
-_TENSOR = flags.DEFINE_integer(
-    "tensor",
-    1,
-    "Ranks that share each layer; the rest share data",
-    lower_bound=1,
-    flag_values=VALUES,
 )
 _STRATEGY = flags.DEFINE_enum(
     "strategy",
@@ -106,7 +100,7 @@ def run() -> None:
         summary="Trains a reference model, on as many ranks as tfdist-run or horovodrun starts.",
         folded={
             "of gpt": [flag.name for flag in Language.flags],
-            "of the ranks": [flag.name for flag in (_STRATEGY, _THREADS, _WATCHDOG)],
+            "of the ranks": [flag.name for flag in (_STRATEGY, *FLAGS, _THREADS, _WATCHDOG)],
         },
     )
 
@@ -123,7 +117,8 @@ def _main(_) -> None:
     # --- Ranks ---------------------------------------------------------------------------------
     if _THREADS.value:
         tf.config.threading.set_intra_op_parallelism_threads(_THREADS.value)
-    strategy = _make_strategy()
+    strategy = _make_strategy(settings.layout)
+    settings.layout.check_batch_size(settings.batch_size, strategy.mesh.shape["data"])
     keras.utils.set_random_seed(settings.seed)
 
     # --- Data: every rank reads the global batches and keeps its own rows -----------------------
@@ -137,7 +132,7 @@ def _main(_) -> None:
         warmup_steps=round(_WARMUP.value * data.steps),
     )
     with strategy.scope():
-        model = task.build(settings)
+        model = _build(task, settings)
         task.compile(model, rate)
 
     # --- Training ------------------------------------------------------------------------------
@@ -178,14 +173,37 @@ def _choose_task() -> tuple[Task, Settings]:
         epochs=_EPOCHS.value or task.epochs,
         learning_rate=_LEARNING_RATE.value or task.learning_rate,
         seed=_SEED.value,
-        tensor=_TENSOR.value,
+        layout=chosen_layout(),
         data_dir=_DATA_DIR.value,
     )
     task.check(settings)
     return task, settings
 
 
-def _make_strategy():
+def _build(task: Task, settings: Settings):
+    """The model, in a pipeline where one is asked for."""
+    layout = settings.layout
+    if layout.pipeline == 1:
+        return task.build(settings)
+    from tfdist.pipeline import PipelineModel, deferred_weights
+
+    with deferred_weights():
+        model = task.build(settings)
+    try:
+        model = PipelineModel(
+            model,
+            num_microbatches=layout.num_microbatches,
+            schedule=layout.schedule,
+            chunks=layout.chunks,
+        )
+    except ValueError as error:
+        raise command.UsageError(f"--pipeline={layout.pipeline}: {error}") from error
+    if model.distribute_strategy.is_chief:
+        print(model.partition.table())
+    return model
+
+
+def _make_strategy(layout: Layout):
     from tfdist import strategies
 
     kinds = {
@@ -195,12 +213,10 @@ def _make_strategy():
         "local": strategies.LocalStrategy,
     }
     try:
-        return kinds[_STRATEGY.value](
-            Mesh(data=-1, tensor=_TENSOR.value), watchdog_seconds=_WATCHDOG.value
-        )
+        return kinds[_STRATEGY.value](layout.mesh, watchdog_seconds=_WATCHDOG.value)
     except (ValueError, ImportError) as error:
-        given = f"--strategy={_STRATEGY.value} --tensor={_TENSOR.value}"
-        raise command.UsageError(f"{given}: {error}") from error
+        given = [f"--{flag.name}={flag.value}" for flag in (_STRATEGY, *FLAGS) if flag.present]
+        raise command.UsageError(f"{' '.join([*given, str(error)])}") from error
 
 
 def _mesh_words(strategy) -> str:

@@ -25,6 +25,7 @@ _ROOMS = (
     "models",
     "monitoring",
     "optimizers",
+    "pipeline",
     "strategies",
     "testing",
 )

@@ -93,7 +93,9 @@ class _Counting:
         self.group: Group = strategy.group(*axes)
         self._counts = getattr(model, "holds_outputs", True)
         self._counters = strategy.mesh.shape["data"]
-        self._loss = [id(v) for v in getattr(getattr(model, "_loss_tracker", None), "variables", ())]
+        self._loss = [
+            id(v) for v in getattr(getattr(model, "_loss_tracker", None), "variables", ())
+        ]
         # One of the ranks that count, for states that cannot be added up.
         last = {"pipeline": strategy.mesh.shape["pipeline"] - 1} if len(axes) > 1 else {}
         one = strategy.mesh.rank_at({"data": 0, **last})

@@ -5,17 +5,27 @@ one rank be built on all; `make_partition` and `make_schedule` show what a cut a
 be.
 """
 
-from tfdist.pipeline.chain import Chain
-from tfdist.pipeline.keras_graph import deferred_weights
-from tfdist.pipeline.model import PipelineModel
-from tfdist.pipeline.partition import make_partition
+import importlib
+from typing import Any
+
 from tfdist.pipeline.schedules import SCHEDULES, make_schedule
 
-__all__ = [
-    "SCHEDULES",
-    "Chain",
-    "PipelineModel",
-    "deferred_weights",
-    "make_partition",
-    "make_schedule",
-]
+#: What needs TensorFlow: schedules are of use without.
+_HOMES = {
+    "Chain": "chain",
+    "PipelineModel": "model",
+    "deferred_weights": "keras_graph",
+    "make_partition": "partition",
+}
+
+__all__ = ["SCHEDULES", "make_schedule", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"tfdist.pipeline.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

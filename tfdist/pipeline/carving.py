@@ -98,9 +98,7 @@ def carve(graph, groups: Sequence[set], outputs: Sequence[Sequence[tf.Tensor]]) 
                 {t.name for operation in own for t in operation.inputs if t.name in captured}
             )
         }
-        parts.append(
-            Part(inputs, tuple(names), _function(part, inputs, tuple(names), handles))
-        )
+        parts.append(Part(inputs, tuple(names), _function(part, inputs, tuple(names), handles)))
     return parts
 
 
@@ -168,8 +166,6 @@ def _without_outsiders(node, kept: set[str]):
     copy = type(node)()
     copy.CopyFrom(node)
     del copy.input[:]
-    copy.input.extend(
-        name for name in node.input if not name.startswith("^") or name[1:] in kept
-    )
+    copy.input.extend(name for name in node.input if not name.startswith("^") or name[1:] in kept)
     copy.attr.pop("_class", None)
     return copy

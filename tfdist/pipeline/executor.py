@@ -120,9 +120,7 @@ def run_schedule(
         for total, names in zip(sums[stage], program.gradients, strict=True):
             if names and names[0] in results:
                 total.append([results[name] for name in names])
-    gradients = {
-        stage: [_total(total) for total in totals] for stage, totals in sums.items()
-    }
+    gradients = {stage: [_total(total) for total in totals] for stage, totals in sums.items()}
     return Outcome(gradients, tf.stack(times) if timed else None)
 
 

@@ -151,9 +151,7 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, chunks: int = 2) -> 
         backwards = [work(Kind.BACKWARD, number) for number in range(total)]
         warmup = min(2 * (num_ranks - rank - 1) + (chunks - 1) * num_ranks, total)
         actions.append(_alternate(forwards, backwards, warmup))
-    return Schedule(
-        "interleaved", num_ranks, num_microbatches, chunks, False, tuple(actions)
-    )
+    return Schedule("interleaved", num_ranks, num_microbatches, chunks, False, tuple(actions))
 
 
 def zero_bubble(num_ranks: int, num_microbatches: int) -> Schedule:

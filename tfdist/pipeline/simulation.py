@@ -125,9 +125,7 @@ def simulate(
     stuck = [
         f"rank {rank} at {actions[len(found)]}, which needs "
         + ", ".join(
-            str(other)
-            for other in needs(actions[len(found)], schedule)
-            if other not in done
+            str(other) for other in needs(actions[len(found)], schedule) if other not in done
         )
         for rank, (actions, found) in enumerate(zip(schedule.actions, times, strict=True))
         if len(found) < len(actions)

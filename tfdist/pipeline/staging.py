@@ -101,9 +101,7 @@ class Placement:
             gradient = gradients.get(key) if holds else None
             if gradient is None:
                 gradient = tf.zeros(variable.shape, variable.dtype)
-            total = all_reduce(
-                tf.convert_to_tensor(gradient), group, name=f"tied/{variable.name}"
-            )
+            total = all_reduce(tf.convert_to_tensor(gradient), group, name=f"tied/{variable.name}")
             if holds:
                 gradients[key] = total
 

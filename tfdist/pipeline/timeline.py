@@ -79,7 +79,9 @@ def save_picture(run: Run, path: str | Path, title: str | None = None) -> None:
     axes.set_title(title or schedule.name)
     kinds = {action.kind for actions in schedule.actions for action in actions}
     axes.legend(
-        handles=[Patch(color=_COLORS[kind], label=_MEANINGS[kind]) for kind in Kind if kind in kinds],
+        handles=[
+            Patch(color=_COLORS[kind], label=_MEANINGS[kind]) for kind in Kind if kind in kinds
+        ],
         loc="upper left",
         bbox_to_anchor=(1, 1),
     )

@@ -1,0 +1,117 @@
+"""The flags of `tfdist-train` that lay the ranks out: the mesh, and the pipeline's schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from absl import flags
+
+from tfdist.launch.command import UsageError
+from tfdist.launch.tasks import VALUES
+from tfdist.mesh import AXES, DEFAULT_ORDER, Mesh
+from tfdist.pipeline.schedules import SCHEDULES, make_schedule
+
+__all__ = ["FLAGS", "Layout", "chosen_layout"]
+
+_DATA = flags.DEFINE_integer(
+    "data", -1, "Ranks that share batches; -1: what the others leave", flag_values=VALUES
+)
+_TENSOR = flags.DEFINE_integer(
+    "tensor", 1, "Ranks that share each layer", lower_bound=1, flag_values=VALUES
+)
+_PIPELINE = flags.DEFINE_integer(
+    "pipeline", 1, "Ranks that share the chain of layers", lower_bound=1, flag_values=VALUES
+)
+_ORDER = flags.DEFINE_list(
+    "mesh_order",
+    list(DEFAULT_ORDER),
+    "Axes from the one whose ranks are farthest apart",
+    flag_values=VALUES,
+)
+_MICROBATCHES = flags.DEFINE_integer(
+    "num_microbatches",
+    None,
+    "Parts of a rank's rows in a pipeline [4 a stage]",
+    lower_bound=1,
+    flag_values=VALUES,
+)
+_SCHEDULE = flags.DEFINE_enum(
+    "schedule", "1f1b", list(SCHEDULES), "Of the pipeline", flag_values=VALUES
+)
+_CHUNKS = flags.DEFINE_integer(
+    "chunks", None, "Stages a rank, for interleaved [2]", lower_bound=1, flag_values=VALUES
+)
+
+FLAGS = (_DATA, _TENSOR, _PIPELINE, _ORDER, _MICROBATCHES, _SCHEDULE, _CHUNKS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the ranks are laid out.
+
+    Attributes:
+        mesh: The mesh, not yet resolved.
+        pipeline: The size of its pipeline axis.
+        tensor: The size of its tensor axis.
+        num_microbatches: Into how many parts a rank's rows are cut; 1 without a pipeline.
+        schedule: The name of the pipeline's schedule.
+        chunks: How many stages a rank has, or None.
+    """
+
+    mesh: Mesh
+    pipeline: int = 1
+    tensor: int = 1
+    num_microbatches: int = 1
+    schedule: str = "1f1b"
+    chunks: int | None = None
+
+    def check_batch_size(self, batch_size: int, data: int) -> None:
+        """Refuses batches that do not divide into micro-batches.
+
+        Args:
+            batch_size: Samples a step, over all ranks.
+            data: The size of the data axis.
+
+        Raises:
+            UsageError: They do not.
+        """
+        if self.pipeline > 1 and batch_size % (data * self.num_microbatches):
+            raise UsageError(
+                f"--batch_size divides by the data axis times --num_microbatches. Received: "
+                f"--batch_size={batch_size}, data={data}, "
+                f"num_microbatches={self.num_microbatches}."
+            )
+
+
+def chosen_layout() -> Layout:
+    """What the flags say.
+
+    Raises:
+        UsageError: They do not go together.
+    """
+    if _PIPELINE.value == 1:
+        for flag in (_MICROBATCHES, _SCHEDULE, _CHUNKS):
+            if flag.present:
+                raise UsageError(f"--{flag.name} is for a pipeline. Received: --pipeline=1.")
+    microbatches = _MICROBATCHES.value or (4 * _PIPELINE.value if _PIPELINE.value > 1 else 1)
+    try:
+        if sorted(_ORDER.value) != sorted(AXES):
+            raise ValueError(f"Name each of {', '.join(AXES)} once")
+        mesh = Mesh(
+            data=_DATA.value,
+            pipeline=_PIPELINE.value,
+            tensor=_TENSOR.value,
+            order=tuple(_ORDER.value),
+        )
+        make_schedule(_SCHEDULE.value, _PIPELINE.value, microbatches, _CHUNKS.value)
+    except ValueError as error:
+        given = [f"--{flag.name}={flag.value}" for flag in FLAGS if flag.present]
+        raise UsageError(f"{' '.join(given)}: {error}") from error
+    return Layout(
+        mesh,
+        pipeline=_PIPELINE.value,
+        tensor=_TENSOR.value,
+        num_microbatches=microbatches,
+        schedule=_SCHEDULE.value,
+        chunks=_CHUNKS.value,
+    )

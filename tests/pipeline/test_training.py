@@ -1,0 +1,115 @@
+"""Pipelines against one process: each schedule, mesh and engine."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from tests.conftest import on_ranks
+from tests.pipeline import programs
+
+SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero-bubble"]
+
+
+@functools.cache
+def expected(pool, kind="gpt", **options):
+    return pool.run(programs.train, None, kind, **options, timeout=300)[0]
+
+
+def compare(one, many, *, weights=1e-5):
+    """Losses of all steps, what `evaluate` and `predict` return, and the gathered weights."""
+    for name, right in one.history.items():
+        for rank in many:
+            np.testing.assert_allclose(rank.history[name], right, rtol=1e-4, err_msg=name)
+    for rank in many:
+        np.testing.assert_allclose(rank.history["loss"][0], one.history["loss"][0], rtol=1e-6)
+        np.testing.assert_allclose(rank.evaluation, one.evaluation, rtol=1e-5)
+        np.testing.assert_allclose(rank.predictions, one.predictions, atol=1e-4, rtol=1e-3)
+        assert rank.own_variables < len(one.weights)
+        for found, right in zip(rank.weights, one.weights, strict=True):
+            np.testing.assert_allclose(found, right, atol=weights)
+
+
+def check(pool, one_process, mesh, kind="gpt", *, pipeline, **options):
+    one = expected(one_process, kind, **options)
+    many = pool.run(programs.train, mesh, kind, pipeline=pipeline, **options, timeout=300)
+    compare(one, many)
+
+
+@on_ranks(("horovod", 2), ("tensorflow", 2))
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_stages(pool, one_process, schedule):
+    check(pool, one_process, {"pipeline": 2}, pipeline={"schedule": schedule})
+
+
+@on_ranks(("horovod", 2))
+@pytest.mark.parametrize("options", [{"weighted": True}, {"optimizer": "clipnorm"}], ids=str)
+def test_two_stages_with(pool, one_process, options):
+    check(pool, one_process, {"pipeline": 2}, pipeline={}, **options)
+
+
+@on_ranks(("horovod", 2))
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_regularizers_shortcuts_and_frozen_weights(pool, one_process, schedule):
+    check(pool, one_process, {"pipeline": 2}, "convnet", pipeline={"schedule": schedule})
+
+
+@on_ranks(("horovod", 2))
+def test_a_link_on_each_stage(pool, one_process):
+    pipeline = {"schedule": "interleaved", "cut": "cyclic", "num_microbatches": 4}
+    # Embedding, positions, dropout, four blocks, norm, head: one more makes ten.
+    options = {"num_layers": 5}
+    check(pool, one_process, {"pipeline": 2}, pipeline=pipeline, **options)
+
+
+@on_ranks(("horovod", 4))
+@pytest.mark.parametrize(
+    ("mesh", "pipeline", "options"),
+    [
+        ({"pipeline": 4}, {"schedule": "1f1b"}, {}),
+        ({"pipeline": 2, "tensor": 2}, {"schedule": "zero-bubble"}, {"split_loss": True}),
+        ({"pipeline": 2, "data": 2}, {"schedule": "interleaved"}, {}),
+        ({"pipeline": 2, "data": 2, "order": ("data", "tensor", "pipeline")}, {}, {}),
+    ],
+    ids=str,
+)
+def test_four_ranks(pool, one_process, mesh, pipeline, options):
+    check(pool, one_process, mesh, pipeline=pipeline, **options)
+
+
+@pytest.mark.slow
+@on_ranks(("horovod", 4), ("tensorflow", 4))
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "mesh", [{"pipeline": 4}, {"pipeline": 2, "tensor": 2}, {"pipeline": 2, "data": 2}], ids=str
+)
+def test_four_ranks_with_every_schedule(pool, one_process, mesh, schedule):
+    check(pool, one_process, mesh, pipeline={"schedule": schedule})
+
+
+@pytest.mark.slow
+@on_ranks(("horovod", 8), ("tensorflow", 8))
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_by_two_by_two(pool, one_process, schedule):
+    mesh = {"pipeline": 2, "tensor": 2, "data": 2}
+    pipeline = {"schedule": schedule, "num_microbatches": 2}
+    check(pool, one_process, mesh, pipeline=pipeline, split_loss=True)
+
+
+REFUSALS = {
+    "stages": "ValueError: A chain of 1 parts cannot be cut into 2 stages",
+    "untrained": "Rank 0 of the pipeline would have no weights to train: rescaling",
+    "shape": "ValueError: The inputs have the shape (4, None, 4): a rank must know",
+    "rows": "divide into 2 equal micro-batches",
+    "unknown-rows": "divide into 2 equal micro-batches",
+    "call": "RuntimeError: This rank holds a part of",
+}
+
+
+@on_ranks(("horovod", 2))
+@pytest.mark.parametrize("what", REFUSALS)
+def test_refusals(pool, what):
+    for rank, said in enumerate(pool.run(programs.refusal, {"pipeline": 2}, what, timeout=120)):
+        assert REFUSALS[what] in said, f"rank {rank}: {said}"
