@@ -119,12 +119,12 @@ class PipelineModel(keras.Model):
 
     def call(self, inputs, training=None):
         """The outputs of the whole chain, where it lies on this rank, or of symbolic inputs."""
-        if self._parts.group.size > 1 and tf.executing_eagerly():
-            if not isinstance(inputs, keras.KerasTensor):
-                raise RuntimeError(
-                    f"This rank holds a part of `{self.name}`, which cannot be called by itself: "
-                    "call `predict` on all ranks."
-                )
+        symbolic = isinstance(inputs, keras.KerasTensor) or not tf.executing_eagerly()
+        if self._parts.group.size > 1 and not symbolic:
+            raise RuntimeError(
+                f"This rank holds a part of `{self.name}`, which cannot be called by itself: call "
+                "`predict` on all ranks."
+            )
         return self._parts.chain.model(inputs, training=training)
 
     def train_step(self, data):
