@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from benchmarks.measuring import ENVIRONMENT, HEADER, Ratio, in_turn, only
+from benchmarks.measuring import ENVIRONMENT, HEADER, Ratio, in_turn
 from tfdist.testing import RankPool
 
 STEP_LIMIT, CALL_LIMIT = 1.05, 1.1
@@ -87,27 +87,33 @@ def step_seconds(name: str) -> float:
     return statistics.median(b - a for a, b in itertools.pairwise(begins[1:]))
 
 
-def call_seconds(elements: int, repeats: int, bare: bool) -> float:
-    """The time of one all-reduce inside a function of many, on this rank."""
+def call_seconds(elements: int, repeats: int, how: str) -> float:
+    """The time of one all-reduce inside a function of many, on this rank.
+
+    Args:
+        elements: Of the tensor, 4 bytes each.
+        repeats: All-reduces in the function, one after the other.
+        how: "waited for" or "bulk", as `tfdist.collectives` has it, or the engine's "bare" call.
+    """
     import tensorflow as tf
 
     from tfdist import collectives
     from tfdist.testing import engine, rank
 
-    key = ("call", elements, bare)
+    key = ("call", elements, how)
     if key not in rank._state:
         group = engine().group()
 
         @tf.function
         def function(x):
             for _ in range(repeats):
-                if bare:
+                if how == "bare":
                     x = engine().all_reduce(x, group, "mean", f"bare{elements}")
                 else:
-                    x = collectives.all_reduce(x, group, "mean")
+                    x = collectives.all_reduce(x, group, "mean", bulk=how == "bulk")
             return x
 
-        if bare and engine().name == "horovod":
+        if how == "bare" and engine().name == "horovod":
             # The bare operation takes its name from the graph, where each must have its own.
             @tf.function
             def function(x):
@@ -145,14 +151,15 @@ def measure_calls(engine: str, rounds: int) -> list[Ratio]:
     found = []
     with RankPool(2, engine, environment=ENVIRONMENT) as pool:
         for elements, repeats in ((1, 40), (1 << 14, 40), (1 << 18, 20), (1 << 22, 5)):
-            ours, bare = [], []
+            seconds: dict[str, list[float]] = {"waited for": [], "bulk": [], "bare": []}
             for _ in range(rounds):
-                with only(pool, [pool]):
-                    ours.append(max(pool.run(call_seconds, elements, repeats, False)))
-                    bare.append(max(pool.run(call_seconds, elements, repeats, True)))
-            name = f"all_reduce of {4 * elements:,} bytes / bare call"
-            found.append(Ratio(name, ours, bare, CALL_LIMIT))
-            print(found[-1].row(), flush=True)
+                for how, times in seconds.items():
+                    times.append(max(pool.run(call_seconds, elements, repeats, how)))
+            bare = seconds.pop("bare")
+            for how, times in seconds.items():
+                name = f"{how}: {4 * elements:,} bytes / bare call"
+                found.append(Ratio(name, times, bare, CALL_LIMIT))
+                print(found[-1].row(), flush=True)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import tensorflow as tf
 
@@ -28,7 +29,7 @@ class KerasStep:
         group: The ranks along the data axis.
     """
 
-    model: object
+    model: Any
     kind: str
     rows: int | tf.Tensor
     group: Group

@@ -76,9 +76,11 @@ def _sum_over_stages(squares: Sequence, stagings: Sequence[Staging | None]) -> t
     on_stages = [tf.constant(0.0)]
     for place, square in enumerate(squares):
         staging = stagings[place] if stagings else None
-        if square is not None and staging is None:
+        if square is None:
+            continue
+        if staging is None:
             everywhere.append(square)
-        elif square is not None and staging.counts:
+        elif staging.counts:
             on_stages.append(square)
     if pipeline is None:
         return tf.add_n(everywhere)

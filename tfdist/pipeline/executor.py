@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import tensorflow as tf
 
 from tfdist.collectives import Group, recv, send
+from tfdist.pipeline.carving import Part
 from tfdist.pipeline.schedules import Action, Kind, Schedule
 from tfdist.pipeline.stage import StageProgram
 
@@ -96,13 +97,13 @@ def run_schedule(
                 else _passed_on(known, route, programs, action, rows, ends[-2])
             )
             tensors |= zip(program.batch, batch(microbatch) if stage == last else (), strict=True)
-            part = program.forward
+            part: Part = program.forward
         elif action.kind is Kind.BACKWARD:
             if program.dy is not None:
                 tensors[program.dy] = _passed_on(known, route, programs, action, rows, ends[-2])
             part = program.backward
         else:
-            part = program.weights
+            part = program.weights or program.backward
         arguments, began = _after(ends[-1], {n: tensors[n] for n in part.inputs}, timed)
         results = part(arguments)
         # A call is over, as others see it, when its side effects are; the tensors say more.

@@ -230,7 +230,7 @@ def _packed(batch, tensors: Sequence[tf.Tensor]):
 
 def _extra_loss(links) -> tf.Tensor | None:
     """What the layers of some links have just added to the loss: regularizers, `add_loss`."""
-    found = {}
+    found: dict[int, Any] = {}
     for link in links:
         for layer in link.layers:
             found |= {id(loss): loss for loss in layer.losses}
