@@ -149,7 +149,7 @@ class Subclassed(keras.Model):
     ("make", "message"),
     [
         (two_inputs, "one input and one output. Received: .* with 2 inputs"),
-        (Subclassed, "a Sequential or functional model, .* of type Subclassed"),
+        (Subclassed, "a Sequential or a functional model, .* of type Subclassed"),
         (lambda: [keras.layers.Dense(3)], "begins with the `keras.Input`.* Received: Dense first"),
         (list, "Received: an empty list first"),
         (lambda: keras.Sequential([keras.layers.Dense(2)]), "has no input shape yet"),

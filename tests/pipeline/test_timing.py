@@ -51,7 +51,8 @@ def test_actions_keep_their_order(pool, tmp_path, schedule):
         assert all(one[1] <= next_one[0] for one, next_one in itertools.pairwise(found))
     for action, (begin, _) in times.items():
         for needed in needs(action, first.schedule):
-            assert times[needed][1] <= begin
+            # Its end may come later: a gradient travels while those of weights are computed.
+            assert times[needed][0] < begin
     assert 0 <= first.idle_share < 1
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert len([event for event in events if event["ph"] == "X"]) == len(times)

@@ -161,10 +161,9 @@ def _link(operations: list, before: keras.KerasTensor, after: keras.KerasTensor)
 
 def _forward_graph(link: Link, spec: tf.TensorSpec) -> tf.Graph:
     def forward(x):
-        if any(without_values(variable) for variable in link.variables):
-            # What the initializers would draw stands in for the weights; nothing runs.
-            with keras.StatelessScope(initialize_variables=False):
-                return link.model(x, training=False)
-        return link.model(x, training=False)
+        lacking = [variable for variable in link.variables if without_values(variable)]
+        zeros = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in lacking]
+        with keras.StatelessScope(zeros, initialize_variables=False):
+            return link.model(x, training=False)
 
     return trace_graph(forward, [spec])

@@ -45,9 +45,9 @@ class Parts:
         """Adds the work of this rank for one step to the graph."""
         count = self.schedule.num_microbatches
         rows = rows_of_microbatch(x, count)
-        parts = [microbatches(t, rows, count) for t in (x, *_flat(batch))]
         static = rows if isinstance(rows, int) else None
         specs = self._specs(x, static)
+        parts = [microbatches(t, rows, count) for t in (x, *_flat(batch))]
         programs = {
             stage: self._program(model, stage, specs, batch, static) for stage in self.stages
         }
@@ -213,7 +213,13 @@ def rows_of_microbatch(x: tf.Tensor, count: int) -> int | tf.Tensor:
 
 def microbatches(tensor: tf.Tensor, rows: int | tf.Tensor, count: int) -> list[tf.Tensor]:
     """Cuts a tensor into `count` pieces of `rows` rows."""
-    return tf.unstack(tf.reshape(tensor, [count, rows, *tensor.shape[1:]]), num=count)
+    return tf.unstack(tf.reshape(tensor, [count, rows, *_inner_shape(tensor)]), num=count)
+
+
+def _inner_shape(tensor: tf.Tensor) -> list:
+    """The sizes of all dims but the first; those that are not known as tensors."""
+    sizes = tf.shape(tensor)
+    return [sizes[i] if size is None else size for i, size in enumerate(tensor.shape)][1:]
 
 
 def _flat(batch) -> list[tf.Tensor]:

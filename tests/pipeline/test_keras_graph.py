@@ -1,0 +1,66 @@
+"""The private code of Keras and TensorFlow that pipelines rely on is where it was."""
+
+from __future__ import annotations
+
+import inspect
+
+import keras
+import pytest
+import tensorflow as tf
+from keras.src.backend.common import global_state, variables
+from keras.src.models.functional import Functional
+from tensorflow.python.framework import func_graph, ops
+
+from tfdist.pipeline.keras_graph import deferred_weights, nodes_in_order, trace_graph
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "parameters"),
+    [
+        (keras.Variable, "_deferred_initialize", ["self"]),
+        (keras.Variable, "_initialize", ["self", "value"]),
+        (variables, "initialize_all_variables", []),
+        (global_state, "get_global_attribute", ["name", "default"]),
+        (global_state, "set_global_attribute", ["name", "value"]),
+        (func_graph, "func_graph_from_py_func", ["name", "python_func", "args", "kwargs"]),
+        (ops, "get_stats_for_node_def", ["graph", "node", "statistic_type"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_functions_take_what_they_took(owner, name, parameters):
+    assert hasattr(owner, name), f"{owner.__name__}.{name} has moved: see keras_graph.py"
+    found = list(inspect.signature(getattr(owner, name)).parameters)
+    assert found[: len(parameters)] == parameters
+
+
+def test_functional_models_know_their_nodes():
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, keras.layers.Dense(3, name="only")(inputs))
+    assert isinstance(model, Functional)
+    (node,) = nodes_in_order(model)
+    assert node.operation.name == "only"
+    assert node.input_tensors == [inputs]
+    assert node.outputs == model.outputs
+
+
+def test_deferred_variables_are_off_keras_list():
+    with deferred_weights():
+        layer = keras.layers.Dense(3)
+        layer.build((None, 2))
+    assert layer.kernel._value is None
+    with keras.StatelessScope():
+        pass  # Keras gives values to what it has listed when this ends.
+    assert layer.kernel._value is None
+
+
+def test_traced_graphs_order_their_side_effects():
+    variable = tf.Variable(0.0)
+
+    def function(x):
+        variable.assign_add(x)
+        variable.assign_add(2 * x)
+
+    graph = trace_graph(function, [tf.TensorSpec((), tf.float32)])
+    first, second = (op for op in graph.get_operations() if op.type == "AssignAddVariableOp")
+    assert first in second.control_inputs
+    assert [external is variable.handle for external, _ in graph.captures] == [True]
