@@ -101,7 +101,9 @@ class Placement:
             gradient = gradients.get(key) if holds else None
             if gradient is None:
                 gradient = tf.zeros(variable.shape, variable.dtype)
-            total = all_reduce(tf.convert_to_tensor(gradient), group, name=f"tied/{variable.name}")
+            # The rows of a sparse gradient do not say of how many; the other rank's tensor does.
+            dense = tf.ensure_shape(tf.convert_to_tensor(gradient), variable.shape)
+            total = all_reduce(dense, group, name=f"tied/{variable.name}")
             if holds:
                 gradients[key] = total
 
