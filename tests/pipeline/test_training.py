@@ -38,9 +38,18 @@ def check(pool, one_process, mesh, kind="gpt", *, pipeline, **options):
     compare(one, many)
 
 
-@on_ranks(("horovod", 2), ("tensorflow", 2))
+@on_ranks(("horovod", 2))
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_stages(pool, one_process, schedule):
+    check(pool, one_process, {"pipeline": 2}, pipeline={"schedule": schedule})
+
+
+@on_ranks(("tensorflow", 2))
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(s, marks=() if s == "1f1b" else pytest.mark.slow) for s in SCHEDULES],
+)
+def test_two_stages_over_tensorflow(pool, one_process, schedule):
     check(pool, one_process, {"pipeline": 2}, pipeline={"schedule": schedule})
 
 
@@ -60,6 +69,7 @@ def test_regularizers_shortcuts_and_frozen_weights(pool, one_process, schedule):
     check(pool, one_process, {"pipeline": 2}, "convnet", pipeline={"schedule": schedule})
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
 def test_a_link_on_each_stage(pool, one_process):
     pipeline = {"schedule": "interleaved", "cut": "cyclic", "num_microbatches": 4}
@@ -69,18 +79,16 @@ def test_a_link_on_each_stage(pool, one_process):
 
 
 @on_ranks(("horovod", 4))
-@pytest.mark.parametrize(
-    ("mesh", "pipeline", "options"),
-    [
-        ({"pipeline": 4}, {"schedule": "1f1b"}, {}),
-        ({"pipeline": 2, "tensor": 2}, {"schedule": "zero-bubble"}, {"split_loss": True}),
-        ({"pipeline": 2, "data": 2}, {"schedule": "interleaved"}, {}),
-        ({"pipeline": 2, "data": 2, "order": ("data", "tensor", "pipeline")}, {}, {}),
-    ],
-    ids=str,
-)
-def test_four_ranks(pool, one_process, mesh, pipeline, options):
-    check(pool, one_process, mesh, pipeline=pipeline, **options)
+def test_stages_of_split_layers(pool, one_process):
+    pipeline = {"schedule": "zero-bubble"}
+    check(pool, one_process, {"pipeline": 2, "tensor": 2}, pipeline=pipeline, split_loss=True)
+
+
+@pytest.mark.slow
+@on_ranks(("horovod", 4))
+def test_another_order_of_the_axes(pool, one_process):
+    mesh = {"pipeline": 2, "data": 2, "order": ("data", "tensor", "pipeline")}
+    check(pool, one_process, mesh, pipeline={})
 
 
 @pytest.mark.slow
