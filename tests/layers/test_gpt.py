@@ -123,13 +123,13 @@ def test_collectives_of_a_block(pool):
     horovod = pool.engine == "horovod"
     mesh = {"data": 1, "tensor": pool.num_ranks}
     for counts in pool.run(programs.collectives_of_block, mesh, False, timeout=120):
-        kind = "HorovodAllreduce" if horovod else "CollectiveReduceV2"
+        kind = "all_reduce" if horovod else "CollectiveReduceV2"
         assert counts == {"forward": {kind: 2}, "both": {kind: 4}}
     if horovod:
         for counts in pool.run(programs.collectives_of_block, mesh, True, timeout=120):
             assert counts == {
-                "forward": {"HorovodAllgather": 2, "HorovodReducescatter": 2},
-                "both": {"HorovodAllgather": 4, "HorovodReducescatter": 4},
+                "forward": {"all_gather": 2, "reduce_scatter": 2},
+                "both": {"all_gather": 4, "reduce_scatter": 4},
             }
 
 
