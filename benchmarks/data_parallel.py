@@ -9,14 +9,11 @@ on both; the ratio is that of each turn.
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
-import statistics
 import sys
 import time
 from collections.abc import Sequence
 
-from benchmarks.measuring import ENVIRONMENT, HEADER, Ratio, in_turn
+from benchmarks.measuring import ENVIRONMENT, HEADER, Ratio, fit_step_seconds, in_turn, write_json
 from tfdist.testing import RankPool
 
 STEP_LIMIT, CALL_LIMIT = 1.05, 1.1
@@ -74,17 +71,10 @@ def prepare(name: str) -> None:
 
 def step_seconds(name: str) -> float:
     """The median time of a training step, on this rank."""
-    import keras
-
     from tfdist.testing import rank
 
     model, data = rank._state[name]
-    begins: list[float] = []
-    clock = keras.callbacks.LambdaCallback(
-        on_train_batch_begin=lambda batch, logs: begins.append(time.perf_counter())
-    )
-    model.fit(data, steps_per_epoch=_STEPS, epochs=1, verbose=0, callbacks=[clock])
-    return statistics.median(b - a for a, b in itertools.pairwise(begins[1:]))
+    return fit_step_seconds(model, data, _STEPS)
 
 
 def call_seconds(elements: int, repeats: int, how: str) -> float:
@@ -178,10 +168,7 @@ def main() -> int:
         found += measure_steps(options.engine, options.rounds, models)
     if options.only in (None, "calls"):
         found += measure_calls(options.engine, options.rounds)
-    if options.json:
-        rows = [{"name": r.name, "this": r.one, "other": r.other, "limit": r.limit} for r in found]
-        with open(options.json, "w") as file:
-            json.dump({"engine": options.engine, "seconds": rows}, file, indent=1)
+    write_json(options.json, options.engine, found)
     return int(any(ratio.is_over for ratio in found))
 
 

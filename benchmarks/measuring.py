@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import json
 import os
 import signal
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 from tfdist.testing import RankPool
@@ -76,3 +79,29 @@ def in_turn(
             with only(pool, pools):
                 seconds[index].append(max(pool.run(function, *args, timeout=timeout)))
     return seconds
+
+
+def fit_step_seconds(model, data, steps: int) -> float:
+    """The median time of a step of `fit` on this rank; the first is not counted."""
+    import keras
+
+    begins: list[float] = []
+    clock = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: begins.append(time.perf_counter())
+    )
+    model.fit(data, steps_per_epoch=steps, epochs=1, verbose=0, callbacks=[clock])
+    return median_interval(begins)
+
+
+def median_interval(begins: Sequence[float]) -> float:
+    """The median time between beginnings, the first left out."""
+    return statistics.median(b - a for a, b in itertools.pairwise(begins[1:]))
+
+
+def write_json(path: str | None, engine: str, ratios: Sequence[Ratio], **more) -> None:
+    """Writes the measurements behind some ratios, where a path is given."""
+    if not path:
+        return
+    rows = [{"name": r.name, "this": r.one, "other": r.other, "limit": r.limit} for r in ratios]
+    with open(path, "w") as file:
+        json.dump({"engine": engine, "seconds": rows, **more}, file, indent=1)

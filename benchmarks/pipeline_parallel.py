@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
-import time
 
-from benchmarks.measuring import ENVIRONMENT, HEADER, Ratio, in_turn
+from benchmarks.measuring import ENVIRONMENT, HEADER, Ratio, fit_step_seconds, in_turn, write_json
 from tfdist.testing import RankPool
 
 STEP_LIMIT, IDLE_LIMIT = 1.15, 0.10
@@ -53,18 +51,11 @@ def prepare_gpt(schedule: str | None) -> None:
 
 def step_seconds(schedule: str | None) -> float:
     """The median time of a training step, on this rank."""
-    import keras
-
     from tfdist.testing import rank
 
     del schedule
     model, data = rank._state["gpt"]
-    begins: list[float] = []
-    clock = keras.callbacks.LambdaCallback(
-        on_train_batch_begin=lambda batch, logs: begins.append(time.perf_counter())
-    )
-    model.fit(data, steps_per_epoch=_STEPS, epochs=1, verbose=0, callbacks=[clock])
-    return statistics.median(b - a for a, b in itertools.pairwise(begins[1:]))
+    return fit_step_seconds(model, data, _STEPS)
 
 
 def prepare_blocks(schedule: str, microbatches: int) -> None:
@@ -164,10 +155,7 @@ def main() -> int:
         ratios = measure_steps(options.engine, options.rounds)
     if options.only != "steps":
         shares = measure_idle_shares(options.engine, options.trace)
-    if options.json:
-        rows = [{"name": r.name, "this": r.one, "other": r.other, "limit": r.limit} for r in ratios]
-        with open(options.json, "w") as file:
-            json.dump({"engine": options.engine, "seconds": rows, "idle": shares}, file, indent=1)
+    write_json(options.json, options.engine, ratios, idle=shares)
     is_over = any(ratio.is_over for ratio in ratios)
     for count, share in zip(MICROBATCHES, shares.get("1f1b", ()), strict=False):
         is_over |= abs(share - 1 / (count + 1)) > IDLE_LIMIT

@@ -9,13 +9,18 @@ turns, so that what else the machine does falls on all; a ratio is that of one t
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
-import statistics
 import sys
 import time
 
-from benchmarks.measuring import ENVIRONMENT, HEADER, Ratio, in_turn
+from benchmarks.measuring import (
+    ENVIRONMENT,
+    HEADER,
+    Ratio,
+    fit_step_seconds,
+    in_turn,
+    median_interval,
+    write_json,
+)
 from tfdist.testing import RankPool
 
 #: Layers, width, heads, tokens, vocabulary, batch.
@@ -59,23 +64,16 @@ def prepare(name: str, kind: str) -> None:
 
 def step_seconds(name: str) -> float:
     """The median time of a training step, on this rank."""
-    import keras
-
     from tfdist.testing import rank
 
-    begins: list[float] = []
     prepared = rank._state[name]
-    if callable(prepared):
-        for _ in range(_STEPS):
-            begins.append(time.perf_counter())
-            prepared()
-    else:
-        model, data = prepared
-        clock = keras.callbacks.LambdaCallback(
-            on_train_batch_begin=lambda batch, logs: begins.append(time.perf_counter())
-        )
-        model.fit(data, steps_per_epoch=_STEPS, epochs=1, verbose=0, callbacks=[clock])
-    return statistics.median(b - a for a, b in itertools.pairwise(begins[1:]))
+    if not callable(prepared):
+        return fit_step_seconds(*prepared, _STEPS)
+    begins: list[float] = []
+    for _ in range(_STEPS):
+        begins.append(time.perf_counter())
+        prepared()
+    return median_interval(begins)
 
 
 def measure(engine: str, rounds: int, names) -> list[Ratio]:
@@ -112,10 +110,7 @@ def main() -> int:
     options = parser.parse_args()
     print(HEADER)
     found = measure(options.engine, options.rounds, [options.only] if options.only else SIZES)
-    if options.json:
-        rows = [{"name": r.name, "this": r.one, "other": r.other, "limit": r.limit} for r in found]
-        with open(options.json, "w") as file:
-            json.dump({"engine": options.engine, "seconds": rows}, file, indent=1)
+    write_json(options.json, options.engine, found)
     return int(any(ratio.is_over for ratio in found))
 
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
-from tfdist.launch.horovod_prerequisites import COMPILERS, with_scripts
+from tfdist.launch.horovod_prerequisites import find_compiler, with_scripts
 
 __all__ = ["install_direct"]
 
 
-def install_direct(
-    cache_dir: Path, *, force: bool = False, environment: Mapping[str, str] | None = None
-) -> str:
+def install_direct(cache_dir: Path, *, force: bool = False) -> str:
     """Puts the library into the installed package, out of the cache or newly built.
 
     Collectives work without it, if more slowly, so nothing here is an error.
@@ -24,7 +20,6 @@ def install_direct(
     Args:
         cache_dir: Where a built library is kept.
         force: Whether to build also where one is kept.
-        environment: The variables to go by, instead of this process's.
 
     Returns:
         A line that says what came of it.
@@ -41,11 +36,7 @@ def install_direct(
         elif kept.exists():
             shutil.copyfile(kept, path)
             return f"Took the library for direct messages from {kept}"
-        environment = with_scripts(os.environ if environment is None else environment)
-        compiler = (
-            shlex.split(environment.get("CXX", ""))
-            or [name for name in COMPILERS if shutil.which(name, path=environment["PATH"])][:1]
-        )
+        compiler = find_compiler(with_scripts(os.environ))
         if not compiler:
             return _without("No C++ compiler was found.")
         start = time.monotonic()

@@ -17,18 +17,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 __all__ = [
-    "COMPILERS",
     "GLOO_ONLY",
     "BuildOptions",
     "PrerequisiteError",
     "check_interpreter",
     "check_toolchain",
+    "find_compiler",
     "installed_version",
     "with_scripts",
 ]
 
 _TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly", "tf-nightly-cpu")
-COMPILERS = ("c++", "g++", "clang++")
+_COMPILERS = ("c++", "g++", "clang++")
 _OLDEST_CMAKE = (3, 13)
 _INCLUDES = ("/usr/local/cuda/include", "/usr/local/include", "/usr/include")
 
@@ -87,6 +87,17 @@ def check_interpreter() -> tuple[str, str]:
     return found[0], str(installed_version(found[0]))
 
 
+def find_compiler(environment: Mapping[str, str]) -> list[str]:
+    """The command of the C++ compiler in CXX, or of the first on PATH; empty where there is none.
+
+    Args:
+        environment: Variables, with a PATH.
+    """
+    named = shlex.split(environment.get("CXX", ""))
+    which = functools.partial(shutil.which, path=environment["PATH"])
+    return named or [name for name in _COMPILERS if which(name)][:1]
+
+
 def check_toolchain(options: BuildOptions, environment: Mapping[str, str] | None = None) -> None:
     """Checks that the programs and headers of a build are there.
 
@@ -105,7 +116,7 @@ def check_toolchain(options: BuildOptions, environment: Mapping[str, str] | None
             "The C++ compiler in the variable CXX was not found: correct it or leave it out. "
             f"Received: CXX={environment['CXX']}."
         )
-    if not named and not any(map(which, COMPILERS)):
+    if not find_compiler(environment):
         raise PrerequisiteError(
             "No C++ compiler was found: `apt install g++`, `dnf install gcc-c++` or "
             "`xcode-select --install`, or name yours in the variable CXX."

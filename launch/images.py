@@ -43,17 +43,14 @@ class Images(Task):
         self._info, self._name = info, settings.dataset
         size = info.splits["train"].num_examples
         train = train.cache().shuffle(size, seed=settings.seed)
-        steps, items = -(-size // settings.batch_size), size
         # A pipeline cuts each batch into equal parts; the shuffle leaves out others each time.
         whole = settings.layout.pipeline > 1
-        if whole:
-            steps = size // settings.batch_size
-            items = steps * settings.batch_size
+        steps = size // settings.batch_size if whole else -(-size // settings.batch_size)
         return Data(
             train=train.batch(settings.batch_size, drop_remainder=whole),
             validation=test.batch(settings.batch_size).cache(),
             steps=steps,
-            items=items,
+            items=min(size, steps * settings.batch_size),
         )
 
     def build(self, settings: Settings):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from absl import flags
 
 from tfdist.launch.command import UsageError
 from tfdist.launch.tasks import VALUES
-from tfdist.mesh import AXES, DEFAULT_ORDER, Mesh
+from tfdist.mesh import DEFAULT_ORDER, Mesh
 from tfdist.pipeline.schedules import SCHEDULES, make_schedule
 
-__all__ = ["FLAGS", "Layout", "chosen_layout"]
+__all__ = ["FLAGS", "Layout", "as_given", "chosen_layout"]
 
 _DATA = flags.DEFINE_integer(
     "data", -1, "Ranks that share batches; -1: what the others leave", flag_values=VALUES
@@ -51,19 +52,25 @@ class Layout:
 
     Attributes:
         mesh: The mesh, not yet resolved.
-        pipeline: The size of its pipeline axis.
-        tensor: The size of its tensor axis.
         num_microbatches: Into how many parts a rank's rows are cut; 1 without a pipeline.
         schedule: The name of the pipeline's schedule.
         chunks: How many stages a rank has, or None.
     """
 
     mesh: Mesh
-    pipeline: int = 1
-    tensor: int = 1
     num_microbatches: int = 1
     schedule: str = "1f1b"
     chunks: int | None = None
+
+    @property
+    def pipeline(self) -> int:
+        """The size of the pipeline axis."""
+        return self.mesh.shape["pipeline"]
+
+    @property
+    def tensor(self) -> int:
+        """The size of the tensor axis."""
+        return self.mesh.shape["tensor"]
 
     def check_batch_size(self, batch_size: int, data: int) -> None:
         """Refuses batches that do not divide into micro-batches.
@@ -83,6 +90,11 @@ class Layout:
             )
 
 
+def as_given(some: Iterable[flags.FlagHolder]) -> str:
+    """Those of some flags that the command line has, as it may have them."""
+    return " ".join(VALUES[flag.name].serialize() for flag in some if flag.present)
+
+
 def chosen_layout() -> Layout:
     """What the flags say.
 
@@ -95,8 +107,6 @@ def chosen_layout() -> Layout:
                 raise UsageError(f"--{flag.name} is for a pipeline. Received: --pipeline=1.")
     microbatches = _MICROBATCHES.value or (4 * _PIPELINE.value if _PIPELINE.value > 1 else 1)
     try:
-        if sorted(_ORDER.value) != sorted(AXES):
-            raise ValueError(f"Name each of {', '.join(AXES)} once")
         mesh = Mesh(
             data=_DATA.value,
             pipeline=_PIPELINE.value,
@@ -105,12 +115,9 @@ def chosen_layout() -> Layout:
         )
         make_schedule(_SCHEDULE.value, _PIPELINE.value, microbatches, _CHUNKS.value)
     except ValueError as error:
-        given = [f"--{flag.name}={flag.value}" for flag in FLAGS if flag.present]
-        raise UsageError(f"{' '.join(given)}: {error}") from error
+        raise UsageError(f"{as_given(FLAGS)}: {error}") from error
     return Layout(
         mesh,
-        pipeline=_PIPELINE.value,
-        tensor=_TENSOR.value,
         num_microbatches=microbatches,
         schedule=_SCHEDULE.value,
         chunks=_CHUNKS.value,

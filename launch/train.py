@@ -18,7 +18,7 @@ from absl import flags
 from tfdist.launch import command
 from tfdist.launch.images import Images
 from tfdist.launch.language import Language
-from tfdist.launch.mesh_flags import FLAGS, Layout, chosen_layout
+from tfdist.launch.mesh_flags import FLAGS, Layout, as_given, chosen_layout
 from tfdist.launch.tasks import VALUES, Settings, Task
 
 __all__ = ["run"]
@@ -215,8 +215,8 @@ def _make_strategy(layout: Layout):
     try:
         return kinds[_STRATEGY.value](layout.mesh, watchdog_seconds=_WATCHDOG.value)
     except (ValueError, ImportError) as error:
-        given = [f"--{flag.name}={flag.value}" for flag in (_STRATEGY, *FLAGS) if flag.present]
-        raise command.UsageError(f"{' '.join([*given, str(error)])}") from error
+        given = as_given((_STRATEGY, *FLAGS)) or f"--strategy={_STRATEGY.value}"
+        raise command.UsageError(f"{given}: {error}") from error
 
 
 def _mesh_words(strategy) -> str:

@@ -76,9 +76,15 @@ class Chain:
             )
         self.model = model
         self.links = _links(nodes, model.inputs[0], model.outputs[0])
+        self._flops: dict[int, list[int]] = {}
 
     def __len__(self) -> int:
         return len(self.links)
+
+    @property
+    def has_known_shapes(self) -> bool:
+        """Whether only the number of rows of the tensors between the links is open."""
+        return not any(None in link.model.inputs[0].shape[1:] for link in self.links)
 
     def flops(self, rows: int = 1) -> list[int]:
         """The floating-point operations of each link's forward pass.
@@ -89,6 +95,8 @@ class Chain:
         Raises:
             ValueError: A link's input has a dim of unknown size.
         """
+        if rows in self._flops:
+            return self._flops[rows]
         counts = []
         for link in self.links:
             tensor = link.model.inputs[0]
@@ -100,6 +108,7 @@ class Chain:
                 )
             spec = tf.TensorSpec((rows, *tensor.shape[1:]), tensor.dtype)
             counts.append(count_flops(_forward_graph(link, spec)))
+        self._flops[rows] = counts
         return counts
 
     @property

@@ -78,8 +78,7 @@ class PipelineModel(keras.Model):
         plan = make_schedule(schedule, group.size, num_microbatches, chunks)
         check(plan)
         if cost is None:
-            unknown = any(None in link.model.inputs[0].shape[1:] for link in chain.links)
-            cost = "parameters" if unknown else "flops"
+            cost = "flops" if chain.has_known_shapes else "parameters"
         partition = make_partition(chain, group.size, plan.chunks, cut=cut, cost=cost)
         _check_trained(partition)
         self._parts = Parts(plan, partition, group, timed)

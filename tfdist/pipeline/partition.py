@@ -54,9 +54,7 @@ class Partition:
 
     def table(self) -> str:
         """Stage, rank, layers, parameters, FLOPs of a forward of one row, and share of the cost."""
-        flops = None
-        if not any(None in link.model.inputs[0].shape[1:] for link in self.chain.links):
-            flops = self.chain.flops()
+        flops = self.chain.flops() if self.chain.has_known_shapes else None
         rows = [("stage", "rank", "layers", "parameters", "FLOPs", "share")]
         for stage in range(self.num_stages):
             links = self.links(stage)

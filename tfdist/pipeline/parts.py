@@ -176,6 +176,7 @@ class Parts:
             [link.model for link in links],
             self._trained(stage),
             specs[stage],
+            specs.get(stage + 1),
             first=stage == 0,
             extra_loss=extra_loss,
             loss=loss if is_last else None,

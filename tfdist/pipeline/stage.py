@@ -49,6 +49,7 @@ def trace_stage(
     links: Sequence[keras.Model],
     variables: Sequence[keras.Variable],
     x: tf.TensorSpec,
+    y: tf.TensorSpec | None,
     *,
     first: bool,
     extra_loss: Callable[[tf.Tensor], tf.Tensor | None],
@@ -62,6 +63,8 @@ def trace_stage(
         links: The models of its links.
         variables: What is trained in it.
         x: What its inputs are like.
+        y: What its outputs are like, and so the gradient for them; None for the last stage, which
+            has a loss instead.
         first: Whether it is the first stage, whose inputs have no gradient.
         extra_loss: Called after the links with the number of rows; returns what the links add to
             the loss, scaled as `loss` is, or None.
@@ -110,7 +113,7 @@ def trace_stage(
         marks["all"] = set(graph.get_operations())
         marks.update(x=x, rest=rest, y=y, dx=dx)
 
-    dy = () if loss is not None else (_like_output(links, x),)
+    dy = () if y is None else (y,)
     graph = trace_graph(step, [x, *dy, *batch])
     inputs = {tensor.op for tensor in graph.inputs}
     forward = marks["forward"] - inputs
@@ -120,15 +123,15 @@ def trace_stage(
     flat = [tensor for some in components for tensor in some]
     to_weights = ancestors(flat, backward)
     sent = [] if first or marks["dx"] is None else [marks["dx"]]
-    y = [] if loss is not None else [marks["y"]]
+    kept = [] if y is None else [marks["y"]]
     groups: list[set]
     outputs: list[list[tf.Tensor]]
     if splits_backward:
         groups = [forward, leads_back, to_weights - leads_back]
-        outputs = [y, sent, flat]
+        outputs = [kept, sent, flat]
     else:
         groups = [forward, leads_back | to_weights]
-        outputs = [y, sent + flat]
+        outputs = [kept, sent + flat]
     parts = carve(graph, groups, outputs)
     return StageProgram(
         forward=parts[0],
@@ -136,26 +139,8 @@ def trace_stage(
         weights=parts[2] if splits_backward else None,
         x=marks["x"].name,
         batch=tuple(t.name for t in marks["rest"][len(dy) :]),
-        y=y[0].name if y else None,
+        y=kept[0].name if kept else None,
         dy=marks["rest"][0].name if dy else None,
         dx=sent[0].name if sent else None,
         gradients=tuple(tuple(t.name for t in some) for some in components),
     )
-
-
-def _like_output(links: Sequence[keras.Model], x: tf.TensorSpec) -> tf.TensorSpec:
-    """What the outputs of a stage are like, and so the gradient that comes back for them.
-
-    Raises:
-        ValueError: The shape of a link's outputs is not known.
-    """
-    tensor = keras.KerasTensor(x.shape, x.dtype.name)
-    for link in links:
-        tensor = link.compute_output_spec(tensor)
-        if tensor.shape is None or None in tuple(tensor.shape)[1:]:
-            raise ValueError(
-                f"The outputs of `{link.layers[-1].name}` have the shape {tensor.shape}: a rank "
-                "must know what it gets from the stage before. Give the model's Input its whole "
-                "shape, or cut the chain elsewhere."
-            )
-    return tf.TensorSpec((x.shape[0], *tensor.shape[1:]), tensor.dtype)

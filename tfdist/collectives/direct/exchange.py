@@ -51,10 +51,10 @@ class Direct:
         """As `Engine.all_reduce`."""
         elements = tensor.shape.num_elements()
         if group.size == 2 or (elements is not None and elements < _ONE_ROUND):
-            return _reduce(self._swap([tensor] * group.size, group, name), reduction)
+            return self._reduce(self._swap([tensor] * group.size, group, name), reduction)
         flat = tf.reshape(tensor, [-1])
         parts = _even_parts(flat, group.size)
-        share = _reduce(self._swap(parts, group, f"{name}/shares"), reduction)
+        share = self._reduce(self._swap(parts, group, f"{name}/shares"), reduction)
         whole = tf.concat(self._swap([share] * group.size, group, f"{name}/sums", None), axis=0)
         return tf.ensure_shape(tf.reshape(whole, tf.shape(tensor)), tensor.shape)
 
@@ -70,7 +70,7 @@ class Direct:
     def reduce_scatter(self, tensor, group: Group, reduction: str, name: str):
         """As `Engine.reduce_scatter`."""
         parts = tf.unstack(split_rows(tensor, group.size), num=group.size)
-        return _reduce(self._swap(parts, group, name), reduction)
+        return self._reduce(self._swap(parts, group, name), reduction)
 
     def all_to_all(self, tensor, group: Group, name: str):
         """As `Engine.all_to_all`."""
@@ -119,6 +119,14 @@ class Direct:
             tag=name,
         )
 
+    def _reduce(self, parts: list, reduction: str):
+        """What is left of a part of each member: the same bits on all of them."""
+        if reduction == "max":
+            return functools.reduce(tf.maximum, parts)
+        if reduction == "min":
+            return functools.reduce(tf.minimum, parts)
+        return self._operations.tfdist_sum(terms=parts, mean=reduction == "mean")
+
     def _ticket(self, name: str):
         """A resource that stands for what an operation of this name does."""
         if name not in self._tickets:
@@ -147,19 +155,6 @@ class Direct:
             own if place == group.rank else self.receive(sent[0], rank, name, expected)
             for place, rank in enumerate(group.ranks)
         ]
-
-
-def _reduce(parts: list, reduction: str):
-    dtype = parts[0].dtype
-    if dtype in (tf.bfloat16, tf.float16):
-        # Rounded once, not at each term.
-        return tf.cast(_reduce([tf.cast(part, tf.float32) for part in parts], reduction), dtype)
-    if reduction == "max":
-        return functools.reduce(tf.maximum, parts)
-    if reduction == "min":
-        return functools.reduce(tf.minimum, parts)
-    total = functools.reduce(tf.add, parts)
-    return total / tf.cast(len(parts), total.dtype) if reduction == "mean" else total
 
 
 def _even_parts(flat, count: int) -> list:

@@ -48,7 +48,7 @@ def build(compiler: Sequence[str] = ("g++",)) -> Path:
                 *compiler,
                 "-shared",
                 "-fPIC",
-                "-O2",
+                "-O3",
                 *tf.sysconfig.get_compile_flags(),
                 *[str(_HERE / name) for name in _SOURCES],
                 "-o",

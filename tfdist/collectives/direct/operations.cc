@@ -1,16 +1,20 @@
-// The two operations of the transport as TensorFlow sees them, and what Python calls by ctypes.
+// The operations of the transport as TensorFlow sees them, and what Python calls by ctypes.
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/register_types.h"
 #include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/util/work_sharder.h"
 #include "transport.h"
 
 namespace tfdist {
@@ -55,6 +59,17 @@ REGISTER_OP("TfdistReceive")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::ExplicitShape)
     .Doc("Returns the next tensor of this tag from a rank; `after` only says when to begin.");
+
+// TensorFlow makes AddN of a chain of additions, and AddN begins with whichever term it can take
+// the memory of: that differs from rank to rank, and with it the last bit of a sum.
+REGISTER_OP("TfdistSum")
+    .Input("terms: N * T")
+    .Output("sum: T")
+    .Attr("N: int >= 1")
+    .Attr("T: numbertype")
+    .Attr("mean: bool")
+    .SetShapeFn(tensorflow::shape_inference::UnchangedShape)
+    .Doc("The sum or mean of terms of one shape, in their order; 16 bits are rounded to once.");
 
 absl::Status Named(const std::string& tag, const absl::Status& status) {
   if (status.ok()) return status;
@@ -143,8 +158,72 @@ class ReceiveKernel : public AsyncOpKernel {
   tensorflow::PartialTensorShape shape_;
 };
 
+template <typename T>
+class SumKernel : public OpKernel {
+ public:
+  explicit SumKernel(OpKernelConstruction* context) : OpKernel(context) {
+    bool mean = false;
+    OP_REQUIRES_OK(context, context->GetAttr("mean", &mean));
+    if (mean) divisor_ = static_cast<Wide>(static_cast<float>(context->num_inputs()));
+  }
+
+  void Compute(OpKernelContext* context) override {
+    std::vector<const T*> terms;
+    std::vector<int> places;
+    const tensorflow::TensorShape& shape = context->input(0).shape();
+    for (int i = 0; i < context->num_inputs(); ++i) {
+      const Tensor& term = context->input(i);
+      OP_REQUIRES(context, term.shape() == shape,
+                  absl::InvalidArgumentError("The terms of a sum must have one shape. Received: " +
+                                             shape.DebugString() + " and " +
+                                             term.shape().DebugString()));
+      terms.push_back(term.flat<T>().data());
+      places.push_back(i);
+    }
+    Tensor* sum = nullptr;
+    OP_REQUIRES_OK(context, context->forward_input_or_allocate_output(places, 0, shape, &sum));
+    T* out = sum->flat<T>().data();
+    auto workers = context->device()->tensorflow_cpu_worker_threads();
+    tensorflow::Shard(workers->num_threads, workers->workers, shape.num_elements(),
+                      static_cast<int64_t>(terms.size()),
+                      [this, &terms, out](int64_t begin, int64_t end) {
+                        for (; begin < end; begin += kBlock) {
+                          Add(terms, begin, std::min(begin + kBlock, end), out);
+                        }
+                      });
+  }
+
+ private:
+  static constexpr int64_t kBlock = 1024;
+  static constexpr bool kIsShort =
+      std::is_same_v<T, Eigen::half> || std::is_same_v<T, Eigen::bfloat16>;
+  using Wide = std::conditional_t<kIsShort, float, T>;
+
+  // By way of memory of its own: `out` may be that of any term.
+  void Add(const std::vector<const T*>& terms, int64_t begin, int64_t end, T* out) const {
+    Wide total[kBlock];
+    const int64_t count = end - begin;
+    for (int64_t i = 0; i < count; ++i) total[i] = static_cast<Wide>(terms[0][begin + i]);
+    for (size_t term = 1; term < terms.size(); ++term) {
+      const T* more = terms[term] + begin;
+      for (int64_t i = 0; i < count; ++i) total[i] += static_cast<Wide>(more[i]);
+    }
+    if (divisor_ != Wide(1)) {
+      for (int64_t i = 0; i < count; ++i) total[i] /= divisor_;
+    }
+    for (int64_t i = 0; i < count; ++i) out[begin + i] = static_cast<T>(total[i]);
+  }
+
+  Wide divisor_ = Wide(1);
+};
+
 REGISTER_KERNEL_BUILDER(Name("TfdistSend").Device(DEVICE_CPU), SendKernel);
 REGISTER_KERNEL_BUILDER(Name("TfdistReceive").Device(DEVICE_CPU), ReceiveKernel);
+#define REGISTER_SUM(T) \
+  REGISTER_KERNEL_BUILDER(Name("TfdistSum").Device(DEVICE_CPU).TypeConstraint<T>("T"), SumKernel<T>)
+TF_CALL_REAL_NUMBER_TYPES(REGISTER_SUM);
+TF_CALL_COMPLEX_TYPES(REGISTER_SUM);
+#undef REGISTER_SUM
 
 }  // namespace
 }  // namespace tfdist
