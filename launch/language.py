@@ -72,6 +72,11 @@ class Language(Task):
                 f"--model={settings.model} learns from --dataset=pydoc, or from a file with "
                 f"--dataset=text:FILE. Received: --dataset={settings.dataset}."
             )
+        if _SAMPLE.value and settings.layout.pipeline > 1:
+            raise UsageError(
+                "--sample needs the whole model, of which a rank of a pipeline has a part. "
+                f"Received: --sample={_SAMPLE.value} --pipeline={settings.layout.pipeline}."
+            )
         _check_divides("width", _WIDTH.value, "heads", _HEADS.value)
         _check_divides("heads", _HEADS.value, "tensor", settings.layout.tensor)
         if _SEQUENCE_PARALLEL.value:

@@ -72,22 +72,26 @@ class Layout:
         """The size of the tensor axis."""
         return self.mesh.shape["tensor"]
 
-    def check_batch_size(self, batch_size: int, data: int) -> None:
-        """Refuses batches that do not divide into micro-batches.
+    def batch_size(self, given: int | None, default: int, data: int) -> int:
+        """The samples of a step, over all ranks; in a pipeline they divide into micro-batches.
 
         Args:
-            batch_size: Samples a step, over all ranks.
+            given: What the user asks for, or None.
+            default: What it is otherwise, rounded up so that it divides.
             data: The size of the data axis.
 
         Raises:
-            UsageError: They do not.
+            UsageError: What was given does not divide.
         """
-        if self.pipeline > 1 and batch_size % (data * self.num_microbatches):
+        parts = data * self.num_microbatches if self.pipeline > 1 else 1
+        if given is None:
+            return -(-default // parts) * parts
+        if given % parts:
             raise UsageError(
                 f"--batch_size divides by the data axis times --num_microbatches. Received: "
-                f"--batch_size={batch_size}, data={data}, "
-                f"num_microbatches={self.num_microbatches}."
+                f"--batch_size={given}, data={data}, num_microbatches={self.num_microbatches}."
             )
+        return given
 
 
 def as_given(some: Iterable[flags.FlagHolder]) -> str:

@@ -2,7 +2,7 @@
 
     tfdist-run -np 2 -- tfdist-train --model=convnet --dataset=digits --epochs=15
     tfdist-run -np 2 -- tfdist-train --model=gpt --tensor=2 --epochs=1
-    tfdist-run -np 8 -- tfdist-train --model=gpt --pipeline=2 --tensor=2 --data=2 --batch_size=16
+    tfdist-run -np 8 -- tfdist-train --model=gpt --pipeline=2 --tensor=2 --data=2
 
 What is particular to images or to text stands in a module of its own; here is what all have in
 common.
@@ -10,6 +10,7 @@ common.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 
@@ -118,7 +119,10 @@ def _main(_) -> None:
     if _THREADS.value:
         tf.config.threading.set_intra_op_parallelism_threads(_THREADS.value)
     strategy = _make_strategy(settings.layout)
-    settings.layout.check_batch_size(settings.batch_size, strategy.mesh.shape["data"])
+    batch_size = settings.layout.batch_size(
+        _BATCH_SIZE.value, task.batch_size, strategy.mesh.shape["data"]
+    )
+    settings = dataclasses.replace(settings, batch_size=batch_size)
     keras.utils.set_random_seed(settings.seed)
 
     # --- Data: every rank reads the global batches and keeps its own rows -----------------------
@@ -169,7 +173,7 @@ def _choose_task() -> tuple[Task, Settings]:
     settings = Settings(
         model=_MODEL.value,
         dataset=_DATASET.value or task.dataset,
-        batch_size=_BATCH_SIZE.value or task.batch_size,
+        batch_size=task.batch_size,
         epochs=_EPOCHS.value or task.epochs,
         learning_rate=_LEARNING_RATE.value or task.learning_rate,
         seed=_SEED.value,

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfdist.collectives import Group, all_gather, all_reduce
 from tfdist.layers.sharding import partial_gradient_group
+from tfdist.optimizers.buckets import buckets
 from tfdist.strategies.replica import KerasStep
 
 __all__ = ["reduce_gradients", "sum_partial_gradients", "weigh_gradients"]
@@ -94,30 +95,15 @@ def reduce_gradients(
                 dense.append(index)
         elif gradient is not None:
             dense.append(index)
-    buckets = _buckets([(i, reduced[i]) for i in dense], bucket_bytes)
-    for number, bucket in enumerate(buckets):
+    found = buckets([(index, reduced[index]) for index in reversed(dense)], bucket_bytes)
+    for number, bucket in enumerate(found):
         tensors = [reduced[index] for index in bucket]
         # Nothing is left to compute while the last bucket travels: the update waits for it.
-        bulk = number + 1 < len(buckets)
+        bulk = number + 1 < len(found)
         results = _reduce_flat(tensors, group, reduction, bulk, f"{name}/bucket{number}")
         for index, tensor in zip(bucket, results, strict=True):
             reduced[index] = tensor
     return reduced
-
-
-def _buckets(gradients, bucket_bytes: int) -> list[list[int]]:
-    """Indices of gradients that travel together, last layers first."""
-    buckets: list[list[int]] = []
-    dtype, filled = None, 0
-    for index, gradient in reversed(gradients):
-        size = gradient.shape.num_elements()
-        size = bucket_bytes if size is None else size * gradient.dtype.size
-        if not buckets or gradient.dtype != dtype or filled + size > bucket_bytes:
-            buckets.append([])
-            dtype, filled = gradient.dtype, 0
-        buckets[-1].append(index)
-        filled += size
-    return buckets
 
 
 def _reduce_flat(tensors, group: Group, reduction: str, bulk: bool, name: str) -> list:

@@ -44,6 +44,9 @@ class ParallelStrategy(tf.distribute.Strategy):
 
     Args:
         engine: What carries the collectives; it knows the mesh.
+        zero_stage: What the ranks of the data axis hold a part of each, instead of the whole: 0
+            nothing, 1 the optimizer's state, 2 also gradients, 3 also parameters. See
+            docs/memory.md.
         bucket_mib: MiB of gradients that travel as one tensor.
         watchdog_seconds: After how long a rank that is missing at a collective, or frozen, ends
             the job; 0 for never. A rank that dies ends it at once.
@@ -53,8 +56,15 @@ class ParallelStrategy(tf.distribute.Strategy):
     """
 
     def __init__(
-        self, engine: Engine, *, bucket_mib: float = 4.0, watchdog_seconds: float = WATCHDOG_SECONDS
+        self,
+        engine: Engine,
+        *,
+        zero_stage: int = 0,
+        bucket_mib: float = 4.0,
+        watchdog_seconds: float = WATCHDOG_SECONDS,
     ):
+        if zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"`zero_stage` is 0, 1, 2 or 3. Received: {zero_stage!r}.")
         if bucket_mib <= 0:
             raise ValueError(f"`bucket_mib` is positive. Received: {bucket_mib}.")
         if watchdog_seconds < 0:
@@ -62,6 +72,8 @@ class ParallelStrategy(tf.distribute.Strategy):
                 f"`watchdog_seconds` is positive, or 0 for no watchdog. Received: {watchdog_seconds}."
             )
         self._engine = engine
+        # One rank has nothing to share.
+        self._zero_stage = zero_stage if engine.mesh.shape["data"] > 1 else 0
         self._watchdog = None
         if watchdog_seconds and engine.size > 1:
             self._watchdog = Watchdog(engine, watchdog_seconds)
@@ -74,6 +86,11 @@ class ParallelStrategy(tf.distribute.Strategy):
     def engine(self) -> Engine:
         """What carries the collectives."""
         return self._engine
+
+    @property
+    def zero_stage(self) -> int:
+        """What the ranks of the data axis hold a part of each; 0 where there is one of them."""
+        return self._zero_stage
 
     @property
     def mesh(self) -> Mesh:

@@ -11,6 +11,7 @@ from tfdist.strategies.keras_seam import (
     metrics,
     normalization,
     optimizers,
+    parameters,
     randomness,
     saving,
     trainer,
@@ -19,7 +20,7 @@ from tfdist.strategies.keras_seam.wrapping import apply_wrappers
 
 __all__ = ["install"]
 
-_MODULES = (losses, metrics, normalization, optimizers, randomness, saving, trainer)
+_MODULES = (losses, metrics, normalization, optimizers, parameters, randomness, saving, trainer)
 
 
 def install() -> None:

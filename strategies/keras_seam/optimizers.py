@@ -7,6 +7,11 @@ that one rank finds too large is found so by that rank only.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
@@ -14,9 +19,18 @@ from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 from tfdist.collectives import all_reduce
 from tfdist.layers.sharding import mark_split, sharding_of
-from tfdist.optimizers.clipping import clip_split_gradients
+from tfdist.optimizers.clipping import clip_spread_gradients, is_spread
 from tfdist.optimizers.elementwise import check_elementwise
+from tfdist.optimizers.zero.flat import (
+    FlatSharding,
+    mark_state_split,
+    mark_stored_flat,
+    state_sharding_of,
+    stored_flat,
+)
+from tfdist.optimizers.zero.update import ShardView, publish, scatter_gradients
 from tfdist.pipeline.staging import mark_staged, staging_of
+from tfdist.strategies.gathering import gather_again
 from tfdist.strategies.gradients import sum_partial_gradients, weigh_gradients
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.replica import current_replica, current_step
@@ -27,12 +41,24 @@ __all__ = ["WRAPPERS"]
 def _apply_gradients(original, self, grads, trainable_variables):
     """Before accumulation: a micro-step's gradient counts by that micro-step's shares."""
     replica = current_replica()
-    if replica is not None:
-        # What follows gets the gradients without their variables.
-        replica.applied_to[id(self)] = list(trainable_variables)
-        if any(sharding_of(variable) is not None for variable in trainable_variables):
-            check_elementwise(self)
-    return original(self, weigh_gradients(grads, current_step()), trainable_variables)
+    if replica is None:
+        return original(self, grads, trainable_variables)
+    # What follows gets the gradients without their variables.
+    replica.applied_to[id(self)] = list(trainable_variables)
+    replica.reduced.discard(id(self))
+    if any(sharding_of(variable) is not None for variable in trainable_variables):
+        check_elementwise(self)
+    gather_again(replica.layer_calls)
+    replica.layer_calls.clear()
+    grads = _where(
+        [stored_flat(variable) is None for variable in trainable_variables],
+        grads,
+        lambda some: weigh_gradients(some, current_step()),
+    )
+    if self.gradient_accumulation_steps and replica.strategy.zero_stage >= 2:
+        # Whole gradients would stand from one micro-step to the next.
+        grads = _reduce(self, replica, grads)
+    return original(self, grads, trainable_variables)
 
 
 def _clip_gradients(original, self, grads):
@@ -40,13 +66,11 @@ def _clip_gradients(original, self, grads):
     replica = current_replica()
     if replica is None:
         return original(self, grads)
-    replica.reduced.add(id(self))
-    grads = _reduce(self, replica, grads)
+    if id(self) not in replica.reduced:
+        grads = _reduce(self, replica, grads)
     variables = replica.applied_to.get(id(self), ())
-    shardings = [sharding_of(variable) for variable in variables]
-    stagings = [staging_of(variable) for variable in variables]
-    if any(shardings) or any(stagings):
-        return clip_split_gradients(self, grads, shardings, stagings)
+    if any(is_spread(variable) for variable in variables):
+        return clip_spread_gradients(self, grads, variables)
     return original(self, grads)
 
 
@@ -62,16 +86,77 @@ def _all_reduce_sum_gradients(original, self, grads_and_vars):
     return [(grad, variable) for grad, (_, variable) in zip(grads, grads_and_vars, strict=True)]
 
 
-def _add_variable_from_reference(original, self, reference_variable, *args, **kwargs):
+def _build(original, self, variables):
+    """Under ZeRO the state of each parameter is that of this rank's flat shard."""
+    strategy: Any = tf.distribute.get_strategy()
+    if getattr(strategy, "zero_stage", 0):
+        check_elementwise(self)
+        for variable in variables:
+            sharding = stored_flat(variable) or FlatSharding(
+                strategy.group("data"), tuple(variable.shape), sharding_of(variable)
+            )
+            mark_state_split(variable, sharding)
+    return original(self, variables)
+
+
+def _add_variable_from_reference(original, self, reference_variable, name=None, *args, **kwargs):
     """The moments of a slice are slices of the moments, and lie where it lies."""
-    variable = original(self, reference_variable, *args, **kwargs)
+    split = state_sharding_of(reference_variable)
+    if split is not None and name == "gradient_accumulator":
+        strategy: Any = tf.distribute.get_strategy()
+        split = split if strategy.zero_stage >= 2 else None
+    like = reference_variable
+    if split is not None:
+        like = _Shape(reference_variable.path, (split.share,), reference_variable.dtype)
+    variable = original(self, like, name, *args, **kwargs)
     sharding = sharding_of(reference_variable)
-    if sharding is not None:
+    if split is not None:
+        mark_stored_flat(variable, split)
+    elif sharding is not None:
         mark_split(variable, sharding)
     staging = staging_of(reference_variable)
     if staging is not None:
         mark_staged(variable, staging)
     return variable
+
+
+@dataclasses.dataclass
+class _Shape:
+    """All that an optimizer's variable takes over from its reference."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _update_step(original, self, grads, trainable_variables, learning_rate):
+    """Under ZeRO each rank updates its shards, and then all get the whole parameters."""
+    with _shards_of(trainable_variables) as variables:
+        return original(self, grads, variables, learning_rate)
+
+
+def _of_shards(original, self, trainable_variables):
+    """Moving averages of parameters are split as the rest of the state."""
+    with _shards_of(trainable_variables) as variables:
+        return original(self, variables)
+
+
+@contextlib.contextmanager
+def _shards_of(variables) -> Iterator[list]:
+    """Variables, those whose state is split as their shards; in the end all ranks get the whole."""
+    views = []
+    found: list = []
+    for variable in variables:
+        split = state_sharding_of(variable)
+        if split is None or stored_flat(variable) is not None:
+            found.append(variable)
+        else:
+            views.append(ShardView(variable.value, split))
+            found.append(views[-1])
+    yield found
+    changed = [view for view in views if view.is_changed]
+    if changed:
+        publish(changed, tf.distribute.get_strategy().extended.bucket_bytes)
 
 
 def _check_finite(original, self, grads):
@@ -86,11 +171,22 @@ def _check_finite(original, self, grads):
 def _reduce(optimizer, replica, grads) -> list:
     variables = replica.applied_to.get(id(optimizer), ())
     bucket_bytes = replica.strategy.extended.bucket_bytes
+    replica.reduced.add(id(optimizer))
     grads = sum_partial_gradients(grads, variables, bucket_bytes)
     reduction = "sum" if replica.step is None else "mean"
-    # Keras takes the norm of a sparse gradient over its rows as they come, also of one id.
-    norms = bool(optimizer.clipnorm or optimizer.global_clipnorm)
-    return replica.strategy.extended.reduce_gradients(grads, reduction, keep_rows=norms)
+    if not any(state_sharding_of(variable) for variable in variables):
+        # Keras takes the norm of a sparse gradient over its rows as they come, also of one id.
+        norms = bool(optimizer.clipnorm or optimizer.global_clipnorm)
+        return replica.strategy.extended.reduce_gradients(grads, reduction, keep_rows=norms)
+    # Those of parameters that are split themselves were reduced as they came.
+    splits = [None if stored_flat(v) is not None else state_sharding_of(v) for v in variables]
+    return scatter_gradients(grads, splits, reduction, bucket_bytes)
+
+
+def _where(chosen: Sequence[bool], values: Sequence, change) -> list:
+    """Values, those that are chosen changed by a function of their list."""
+    changed = iter(change([v for v, c in zip(values, chosen, strict=True) if c]))
+    return [next(changed) if c else v for v, c in zip(values, chosen, strict=True)]
 
 
 WRAPPERS = (
@@ -112,6 +208,25 @@ WRAPPERS = (
         "add_variable_from_reference",
         ("self", "reference_variable"),
         _add_variable_from_reference,
+    ),
+    Wrapper(BaseOptimizer, "build", ("self", "variables"), _build),
+    Wrapper(
+        TFOptimizer,
+        "_backend_update_step",
+        ("self", "grads", "trainable_variables", "learning_rate"),
+        _update_step,
+    ),
+    Wrapper(
+        BaseOptimizer,
+        "_update_model_variables_moving_average",
+        ("self", "trainable_variables"),
+        _of_shards,
+    ),
+    Wrapper(
+        TFOptimizer,
+        "_overwrite_model_variables_with_average_value",
+        ("self", "trainable_variables"),
+        _of_shards,
     ),
     Wrapper(LossScaleOptimizer, "check_finite", ("self", "grads"), _check_finite),
 )

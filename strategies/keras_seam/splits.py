@@ -9,12 +9,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.layers.sharding import Sharding, sharding_of, whole_value
+from tfdist.layers.sharding import Sharding, sharding_of
+from tfdist.optimizers.zero.flat import FlatSharding, stored_flat
 
 __all__ = ["split_variables", "standing_in", "whole_values"]
 
+Split = Sharding | FlatSharding
 
-def split_variables(model: keras.Model) -> list[tuple[keras.Variable, Sharding]]:
+
+def split_variables(model: keras.Model) -> list[tuple[keras.Variable, Split]]:
     """The split variables of a model and its optimizer, in an order that is the same on all ranks."""
     variables = list(getattr(model, "variables", ()))
     optimizer = getattr(model, "optimizer", None)
@@ -22,7 +25,7 @@ def split_variables(model: keras.Model) -> list[tuple[keras.Variable, Sharding]]
         variables += optimizer.variables
     found: dict[int, tuple] = {}
     for variable in variables:
-        sharding = sharding_of(variable)
+        sharding = stored_flat(variable) or sharding_of(variable)
         if sharding is not None:
             found[id(variable)] = (variable, sharding)
     return list(found.values())
@@ -36,8 +39,8 @@ def whole_values(model: keras.Model, *, keep: bool) -> dict[int, np.ndarray]:
         keep: Whether this rank wants them. One that does not holds one array at a time.
     """
     found = {}
-    for variable, _ in split_variables(model):
-        whole = whole_value(variable, "saved").numpy()
+    for variable, sharding in split_variables(model):
+        whole = sharding.whole_of(variable._value, "saved").numpy()
         if keep:
             found[id(variable)] = whole
     return found
@@ -45,7 +48,7 @@ def whole_values(model: keras.Model, *, keep: bool) -> dict[int, np.ndarray]:
 
 @contextlib.contextmanager
 def standing_in(
-    variables: Sequence[tuple[keras.Variable, Sharding]], wholes: dict[int, np.ndarray] | None
+    variables: Sequence[tuple[keras.Variable, Split]], wholes: dict[int, np.ndarray] | None
 ) -> Iterator[None]:
     """Inside, split variables are global arrays: for Keras' code that reads or writes files.
 

@@ -29,6 +29,7 @@ def this_rank() -> int:
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
 
 import tfdist  # noqa: E402
 
@@ -36,7 +37,8 @@ is_victim = this_rank() == victim
 if phase == "start-up" and is_victim:
     come_to_grief()
 
-strategy = tfdist.strategies.auto(watchdog_seconds=WATCHDOG_SECONDS)
+mesh = tfdist.Mesh(pipeline=2) if phase == "stage" else None
+strategy = tfdist.strategies.auto(mesh, watchdog_seconds=WATCHDOG_SECONDS)
 
 
 class Fault(keras.callbacks.Callback):
@@ -60,6 +62,25 @@ class Dense(keras.layers.Dense):
             come_to_grief()
 
 
+class Stage(keras.layers.Layer):
+    """Grief between two micro-batches, in the middle of a stage's work."""
+
+    calls = 0
+
+    def call(self, inputs, training=False):
+        if not training or not is_victim:
+            return inputs
+        outputs = tf.numpy_function(self.pass_on, [inputs], inputs.dtype)
+        outputs = tf.ensure_shape(outputs, inputs.shape)
+        return inputs + tf.stop_gradient(outputs - inputs)
+
+    def pass_on(self, inputs):
+        self.calls += 1
+        if self.calls == 8:
+            come_to_grief()
+        return inputs
+
+
 class Save(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         if phase == "save" and is_victim and not strategy.is_chief:
@@ -70,7 +91,12 @@ class Save(keras.callbacks.Callback):
 keras.utils.set_random_seed(0)
 folder = tempfile.mkdtemp()
 with strategy.scope():
-    model = keras.Sequential([keras.layers.Input((8,)), Dense(8), keras.layers.Dense(1)])
+    layers = [keras.Input((8,)), Dense(8), keras.layers.Dense(1)]
+    if phase == "stage":
+        layers = [keras.Input((8,)), Dense(8), Stage(), Stage(), keras.layers.Dense(1)]
+        model = tfdist.pipeline.PipelineModel(layers, num_microbatches=5, cut=[2, 2])
+    else:
+        model = keras.Sequential(layers)
     model.compile("sgd", "mse")
 x = np.random.normal(size=(80, 8)).astype("float32")
 model.fit(x, x[:, :1], batch_size=10, epochs=3, verbose=0, callbacks=[Fault(), Save()])

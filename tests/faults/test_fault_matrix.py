@@ -17,7 +17,8 @@ PROGRAM = Path(__file__).with_name("program.py")
 WATCHDOG_SECONDS = 10.0
 ENGINES = ["horovod", "tensorflow"]
 FAULTS = ["exception", "SIGTERM", "SIGKILL", "SIGSTOP"]
-PHASES = ["start-up", "first-step", "mid-epoch", "save"]
+#: The last is in the middle of a step of a pipeline, one of whose stages is the victim's.
+PHASES = ["start-up", "first-step", "mid-epoch", "save", "stage"]
 RANKS = {"chief": 0, "other": 1}
 
 #: Run by `make test`: each fault, phase, engine and victim at least twice. The rest is slow.
@@ -26,10 +27,13 @@ QUICK = {
     ("horovod", "SIGKILL", "mid-epoch", "other"),
     ("horovod", "SIGSTOP", "save", "chief"),
     ("horovod", "SIGTERM", "start-up", "chief"),
+    ("horovod", "exception", "stage", "other"),
+    ("horovod", "SIGKILL", "stage", "chief"),
     ("tensorflow", "exception", "save", "chief"),
     ("tensorflow", "SIGKILL", "first-step", "chief"),
     ("tensorflow", "SIGSTOP", "mid-epoch", "other"),
     ("tensorflow", "SIGTERM", "start-up", "other"),
+    ("tensorflow", "SIGSTOP", "stage", "other"),
 }
 
 

@@ -61,30 +61,37 @@ def test_under_horovodrun(data_dir):
     assert last_word(job)[1] == "2 rank(s) of HorovodStrategy"
 
 
-def test_gpt_on_two_tensor_ranks_reaches_what_one_process_reaches(tmp_path):
+def test_gpt_on_two_ranks_reaches_what_one_process_reaches(tmp_path):
     text = b"The quick brown fox jumps over the lazy dog. " * 400
     (tmp_path / "text").write_bytes(text)
     gpt = [TRAIN[0], "--model=gpt", "--epochs=2", f"--dataset=text:{tmp_path / 'text'}"]
     gpt += ["--layers=1", "--width=32", "--heads=2", "--seq_length=32", "--threads=1"]
     gpt += ["--batch_size=8", "--learning_rate=0.01"]
     runner = [os.path.join(BIN, "tfdist-run"), "-np=2", "--"]
-    alone = run([*gpt, "--sample=40"])
-    ranks = run([*runner, *gpt, "--tensor=2", "--sequence_parallel", "--sample=40"])
+    sample = "--sample=40"
+    jobs = {
+        "1 rank(s) of Local": run([*gpt, sample]),
+        "tensor 2": run([*runner, *gpt, "--tensor=2", "--sequence_parallel", sample]),
+        "pipeline 2": run([*runner, *gpt, "--pipeline=2", "--schedule=zero-bubble"]),
+    }
     losses = {}
-    for job, where in ((alone, "1 rank(s) of Local"), (ranks, "tensor 2")):
+    for where, job in jobs.items():
         assert job.returncode == 0, job.stdout[-3000:] + job.stderr[-3000:]
-        *_, sample, last = job.stdout.strip().splitlines()
+        *_, before, last = job.stdout.strip().splitlines()
         found = re.fullmatch(
             r".*Validation loss ([\d.]+), perplexity ([\d.]+), .* tokens/s on (.*)\.", last
         )
         assert found and where in found[3], last
         losses[where] = float(found[1])
         assert float(found[2]) == pytest.approx(math.exp(losses[where]), rel=1e-3)
-        assert any(word in sample for word in ("quick", "brown", "jumps", "lazy")), sample
+        if where != "pipeline 2":
+            assert any(word in before for word in ("quick", "brown", "jumps", "lazy")), before
         assert "[1] Epoch" not in job.stdout and job.stdout.count("Validation loss") == 1
-    alone, ranks = losses.values()
+    assert "stage  rank" in jobs["pipeline 2"].stdout
+    alone = losses["1 rank(s) of Local"]
     # Far below the text's entropy a byte when bytes are taken one by one.
-    assert ranks == pytest.approx(alone, abs=0.02) and alone < 0.5
+    assert alone < 0.5
+    assert all(loss == pytest.approx(alone, abs=0.02) for loss in losses.values()), losses
 
 
 @pytest.mark.parametrize(
@@ -101,6 +108,12 @@ def test_gpt_on_two_tensor_ranks_reaches_what_one_process_reaches(tmp_path):
         (["--model=gpt", "--width=130"], "--width=130 --heads=4"),
         (["--model=gpt", "--tensor=3"], "--heads=4 --tensor=3"),
         (["--model=gpt", "--tensor=0"], "tensor"),
+        (["--model=gpt", "--schedule=gpipe"], "--schedule is for a pipeline"),
+        (["--model=gpt", "--pipeline=2", "--sample=9"], "--sample=9 --pipeline=2"),
+        (
+            ["--model=gpt", "--pipeline=2", "--schedule=interleaved", "--num_microbatches=3"],
+            "--num_microbatches=3",
+        ),
         (
             ["--model=gpt", "--tensor=2", "--sequence_parallel", "--seq_length=33"],
             "--seq_length=33 --tensor=2",
@@ -133,6 +146,21 @@ def test_a_mesh_that_the_ranks_do_not_fill_is_one_line():
     assert job.returncode == 2
     last = job.stderr.strip().splitlines()[-1]
     assert "--tensor=2" in last and "1 were started" in last, job.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--num_microbatches=4", "--batch_size=6"], "--batch_size=6"),
+        (["--layers=1", "--schedule=interleaved", "--chunks=9"], "--pipeline=2"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_is_one_line(flags, words):
+    command = [TRAIN[0], "--model=gpt", "--pipeline=2", "--threads=1", *flags]
+    job = run([os.path.join(BIN, "tfdist-run"), "-np=2", "--", *command])
+    assert job.returncode == 2
+    said = [line for line in job.stderr.splitlines() if "tfdist-train: " in line]
+    assert said and all(words in line for line in said), job.stderr
 
 
 def test_help_fits_the_screen_and_names_all_flags():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import keras
 import numpy as np
@@ -112,6 +113,37 @@ def train(
         list(weights.values()),
         own,
     )
+
+
+def cut_by_time(mesh: dict):
+    """The ends of the stages of a chain that was measured, and what its links cost."""
+    from tfdist.pipeline import PipelineModel, deferred_weights
+
+    keras.backend.clear_session()
+    with scope(mesh), deferred_weights():
+        model = gpt()
+    with scope(mesh):
+        partition = PipelineModel(model, num_microbatches=2, cost="seconds").partition
+    return partition.ends, partition.costs
+
+
+def graph_sizes(mesh: dict, counts) -> tuple[list[int], float]:
+    """Operations of a training step by number of micro-batches; seconds for tracing the last."""
+    from tfdist.pipeline import PipelineModel
+
+    sizes = []
+    for count in counts:
+        keras.backend.clear_session()
+        with scope(mesh) as strategy:
+            model = PipelineModel(gpt(num_layers=8), num_microbatches=count)
+            model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        data = text(count, 61)
+        begin = time.perf_counter()
+        step = tf.function(lambda batch, run=strategy.run, m=model: run(m.train_step, (batch,)))
+        traced = step.get_concrete_function(tuple(tf.constant(part) for part in data))
+        seconds = time.perf_counter() - begin
+        sizes.append(len(traced.graph.get_operations()))
+    return sizes, seconds
 
 
 def refusal(mesh: dict, what: str) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tfdist import models
-from tfdist.pipeline import Chain, deferred_weights, make_partition
+from tfdist.pipeline import Chain, deferred_weights, make_partition, measure_seconds
 from tfdist.pipeline.keras_graph import initialize_weights, without_values
 from tfdist.pipeline.partition import balance
 
@@ -162,3 +162,20 @@ class Subclassed(keras.Model):
 def test_what_is_no_chain(make, message):
     with pytest.raises(ValueError, match=message):
         make_partition(Chain(make()), 1)
+
+
+def test_measured_costs_see_what_takes_long():
+    layers = [keras.Input((512,)), keras.layers.Dense(512), keras.layers.BatchNormalization()]
+    layers += [keras.layers.Dense(512), keras.layers.Dense(8), keras.layers.Dense(8)]
+    chain = Chain(layers)
+    seconds = measure_seconds(chain, rows=512)
+    assert min(seconds[0], seconds[2]) > 2 * max(seconds[3], seconds[4]) > 0
+    assert all(without_values(v) for link in chain.links for v in link.variables)
+    assert make_partition(chain, 2, cost=seconds).ends[0] in (1, 2)
+    partition = make_partition(chain, 2, cost="seconds")
+    assert len(partition.costs) == 5 and partition.num_stages == 2
+
+
+def test_only_known_shapes_can_be_measured():
+    with pytest.raises(ValueError, match="only the number of rows is open"):
+        measure_seconds(Chain([keras.Input((None, 4)), keras.layers.Dense(2)]))

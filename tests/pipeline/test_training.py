@@ -110,6 +110,36 @@ def test_two_by_two_by_two(pool, one_process, schedule):
     check(pool, one_process, mesh, pipeline=pipeline, split_loss=True)
 
 
+@on_ranks(("horovod", 4))
+def test_ranks_agree_on_a_cut_by_measured_time(pool):
+    first, *others = pool.run(programs.cut_by_time, {"pipeline": 2, "tensor": 2}, timeout=120)
+    assert others == [first] * 3
+
+
+@on_ranks(("horovod", 2))
+def test_float16_with_a_loss_scale(pool, one_process):
+    options = {"policy": "mixed_float16", "optimizer": "clipnorm"}
+    one = expected(one_process, **options)
+    many = pool.run(
+        programs.train,
+        {"pipeline": 2},
+        pipeline={"schedule": "zero-bubble"},
+        **options,
+        timeout=300,
+    )
+    for rank in many:
+        # To the precision of float16, which rounds at other places in other graphs.
+        np.testing.assert_allclose(rank.history["loss"], one.history["loss"], rtol=2e-3)
+
+
+@on_ranks(("horovod", 2))
+def test_the_graph_grows_with_micro_batches_and_no_faster(pool):
+    for found in pool.run(programs.graph_sizes, {"pipeline": 2}, (4, 8, 16), timeout=300):
+        (four, eight, sixteen), seconds = found
+        assert sixteen - eight <= 2.02 * (eight - four)
+        assert seconds < 60
+
+
 REFUSALS = {
     "stages": "ValueError: A chain of 1 parts cannot be cut into 2 stages",
     "untrained": "Rank 0 of the pipeline would have no weights to train: rescaling",

@@ -1,4 +1,4 @@
-"""Clipping by norm where ranks hold slices or stages: each parameter counts once, and whole."""
+"""Clipping by norm where ranks hold slices, shards or stages: each parameter counts once, whole."""
 
 from __future__ import annotations
 
@@ -8,41 +8,48 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import all_reduce
-from tfdist.layers.sharding import Sharding, sum_over_split
-from tfdist.pipeline.staging import Staging
+from tfdist.layers.sharding import sharding_of, sum_over_split
+from tfdist.optimizers.zero.flat import state_sharding_of
+from tfdist.pipeline.staging import staging_of
 
-__all__ = ["clip_split_gradients", "squared_norms"]
+__all__ = ["clip_spread_gradients", "is_spread", "squared_norms"]
+
+#: How a gradient that an optimizer applies may lie in parts on several ranks.
+_WAYS = (sharding_of, state_sharding_of)
 
 
-def squared_norms(gradients: Sequence, shardings: Sequence[Sharding | None]) -> list:
+def is_spread(variable) -> bool:
+    """Whether this rank has a part only of the gradients of a model's parameters."""
+    return any(way(variable) is not None for way in (*_WAYS, staging_of))
+
+
+def squared_norms(gradients: Sequence, variables: Sequence) -> list:
     """The squared norm of each gradient's global array; None stays None.
 
     Args:
-        gradients: Tensors or None.
-        shardings: What part of a global array each is, or None.
+        gradients: Tensors or None, as the optimizer applies them.
+        variables: Their variables.
     """
     places = [place for place, gradient in enumerate(gradients) if gradient is not None]
-    own = [_sum_of_squares(gradients[place]) for place in places]
-    groups = [getattr(shardings[place], "group", None) for place in places]
+    sums = [_sum_of_squares(gradients[place]) for place in places]
+    for way in _WAYS:
+        groups = [getattr(way(variables[place]), "group", None) for place in places]
+        sums = sum_over_split(sums, groups)
     norms: list = [None] * len(gradients)
-    for place, norm in zip(places, sum_over_split(own, groups), strict=True):
+    for place, norm in zip(places, sums, strict=True):
         norms[place] = norm
     return norms
 
 
-def clip_split_gradients(
-    optimizer: keras.optimizers.Optimizer,
-    gradients: Sequence,
-    shardings: Sequence[Sharding | None],
-    stagings: Sequence[Staging | None] = (),
+def clip_spread_gradients(
+    optimizer: keras.optimizers.Optimizer, gradients: Sequence, variables: Sequence
 ) -> list:
     """What `optimizer` clips: by value, by each gradient's norm, or by the norm of all.
 
     Args:
         optimizer: It says how: `clipnorm`, `global_clipnorm` or `clipvalue`.
         gradients: Tensors, IndexedSlices or None, reduced already.
-        shardings: What part of a global array each is, or None.
-        stagings: To which stage of a pipeline each belongs, or None; empty without a pipeline.
+        variables: Their variables, some of which are split over ranks or belong to a stage.
     """
     if not any((optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)):
         return list(gradients)
@@ -51,11 +58,11 @@ def clip_split_gradients(
             None
             if square is None
             else optimizer.clipnorm / tf.maximum(tf.sqrt(square), optimizer.clipnorm)
-            for square in squared_norms(gradients, shardings)
+            for square in squared_norms(gradients, variables)
         ]
     elif optimizer.global_clipnorm:
         limit = optimizer.global_clipnorm
-        norm = tf.sqrt(_sum_over_stages(squared_norms(gradients, shardings), stagings))
+        norm = tf.sqrt(_sum_over_stages(squared_norms(gradients, variables), variables))
         # Not a number where the norm is none, as in Keras.
         scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
         scales = [scale] * len(gradients)
@@ -69,13 +76,13 @@ def clip_split_gradients(
     ]
 
 
-def _sum_over_stages(squares: Sequence, stagings: Sequence[Staging | None]) -> tf.Tensor:
+def _sum_over_stages(squares: Sequence, variables: Sequence) -> tf.Tensor:
     """The sum of squared norms, those of other stages too."""
+    stagings = [staging_of(variable) for variable in variables]
     pipeline = next((staging.group for staging in stagings if staging is not None), None)
     everywhere = [tf.constant(0.0)]
     on_stages = [tf.constant(0.0)]
-    for place, square in enumerate(squares):
-        staging = stagings[place] if stagings else None
+    for square, staging in zip(squares, stagings, strict=True):
         if square is None:
             continue
         if staging is None:

@@ -16,6 +16,7 @@ _HOMES = {
     "PipelineModel": "model",
     "deferred_weights": "keras_graph",
     "make_partition": "partition",
+    "measure_seconds": "costs",
 }
 
 __all__ = ["SCHEDULES", "make_schedule", *_HOMES]

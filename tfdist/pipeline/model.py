@@ -13,6 +13,7 @@ from tfdist.collectives import broadcast
 from tfdist.collectives.local import LocalEngine
 from tfdist.collectives.objects import all_gather_object
 from tfdist.pipeline.chain import Chain
+from tfdist.pipeline.costs import measure_seconds
 from tfdist.pipeline.partition import Partition, make_partition
 from tfdist.pipeline.parts import Parts
 from tfdist.pipeline.schedules import Schedule, make_schedule
@@ -48,7 +49,8 @@ class PipelineModel(keras.Model):
         chunks: How many stages lie on each rank, for "interleaved" (2 by default).
         cut: "even", "cyclic", or the number of links of each stage: see `make_partition`.
         cost: What an even cut goes by: "flops" (the default where all shapes are known),
-            "parameters", or a number for each link.
+            "parameters", "seconds" (a forward and a backward of 8 rows through each link, by the
+            clock, the mean of all ranks), or a number for each link, as of `measure_seconds`.
         timed: Whether each step takes down when each action begins and ends, for `last_run`.
         name: The model's name.
 
@@ -79,6 +81,8 @@ class PipelineModel(keras.Model):
         check(plan)
         if cost is None:
             cost = "flops" if chain.has_known_shapes else "parameters"
+        elif cost == "seconds":
+            cost = measure_seconds(chain, strategy.group() if has_engine else None)
         partition = make_partition(chain, group.size, plan.chunks, cut=cut, cost=cost)
         _check_trained(partition)
         self._parts = Parts(plan, partition, group, timed)

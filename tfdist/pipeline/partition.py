@@ -5,9 +5,10 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tfdist.pipeline.chain import Chain, Link
+from tfdist.pipeline.costs import measure_seconds
 
 __all__ = ["Partition", "balance", "make_partition"]
 
@@ -142,23 +143,27 @@ def make_partition(
         cut: "even": stages of like cost; "cyclic": one link a stage, link l on rank
             l % num_ranks (`chunks` then says how often the chain passes each rank); or the number
             of links of each stage.
-        cost: For "even": "flops" or "parameters", or a number for each link, as of
-            `measure_seconds`.
+        cost: For "even": "flops", "parameters", "seconds" (`measure_seconds`, on this rank alone),
+            or a number for each link.
 
     Raises:
         ValueError: The chain cannot be cut so.
     """
     stages = num_ranks * chunks
     if isinstance(cost, str):
-        if cost not in ("flops", "parameters"):
+        ways: dict[str, Callable[[], Sequence[float]]] = {
+            "flops": chain.flops,
+            "parameters": lambda: [link.parameters for link in chain.links],
+            "seconds": lambda: measure_seconds(chain),
+        }
+        if cost not in ways:
             raise ValueError(
-                "`cost` is 'flops', 'parameters', or a number for each part of the chain. "
-                f"Received: {cost!r}."
+                "`cost` is 'flops', 'parameters', 'seconds', or a number for each part of the "
+                f"chain. Received: {cost!r}."
             )
-        counted = chain.flops() if cost == "flops" else [link.parameters for link in chain.links]
-        costs = tuple(float(count) for count in counted)
+        costs = tuple(float(each) for each in ways[cost]())
     else:
-        costs = tuple(float(count) for count in cost)
+        costs = tuple(float(each) for each in cost)
         if len(costs) != len(chain):
             raise ValueError(
                 f"`cost` has a number for each of the {len(chain)} parts of the chain. Received: "

@@ -1,0 +1,66 @@
+"""ZeRO-3: parameters are sharded when layers make them, and gathered when layers are called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+from tfdist.strategies.gathering import calling
+from tfdist.strategies.keras_seam.wrapping import Wrapper
+from tfdist.strategies.replica import current_replica
+from tfdist.strategies.sharded_parameters import (
+    ShardedVariable,
+    as_shards,
+    is_given,
+    shard_variable,
+)
+
+__all__ = ["WRAPPERS"]
+
+
+def _add_weight(original, self, *args, **kwargs):
+    variable = original(self, *args, **kwargs)
+    strategy: Any = tf.distribute.get_strategy()
+    if getattr(strategy, "zero_stage", 0) == 3 and variable.trainable:
+        shard_variable(variable, strategy.group("data"))
+    return variable
+
+
+def _call(original, self, *args, **kwargs):
+    """The outermost layer that has parameters gathers them; a model leaves that to its layers."""
+    if isinstance(self, keras.Model) or in_stateless_scope():
+        return original(self, *args, **kwargs)
+    sharded = [v for v in self.variables if isinstance(v, ShardedVariable) and not v.is_whole]
+    inputs = [part for part in tf.nest.flatten((args, kwargs)) if tf.is_tensor(part)]
+    if not sharded or all(map(is_given, sharded)) or not inputs:
+        return original(self, *args, **kwargs)
+    replica = current_replica()
+    calls: list = [] if replica is None else replica.layer_calls
+    with calling(self.path or self.name, sharded, inputs, calls) as call:
+        outputs = original(self, *args, **kwargs)
+    return outputs if tf.executing_eagerly() else call.watch(outputs)
+
+
+def _with_shards(original, *args, **kwargs):
+    with as_shards():
+        return original(*args, **kwargs)
+
+
+WRAPPERS = (
+    Wrapper(keras.layers.Layer, "add_weight", ("self", "args", "shape"), _add_weight),
+    Wrapper(keras.layers.Layer, "__call__", ("self", "args", "kwargs"), _call),
+    Wrapper(BaseOptimizer, "apply", ("self", "grads", "trainable_variables"), _with_shards),
+    Wrapper(TFOptimizer, "_var_key", ("self", "variable"), _with_shards),
+    Wrapper(
+        TFOptimizer,
+        "add_variable_from_reference",
+        ("self", "reference_variable"),
+        _with_shards,
+    ),
+    Wrapper(BaseOptimizer, "finalize_variable_values", ("self", "var_list"), _with_shards),
+)

@@ -1,0 +1,191 @@
+"""ZeRO-3: Keras variables of which a rank keeps its flat shard, whole while a layer needs them.
+
+A layer reads `variable.value` and gets the array, as it would from any variable. What an
+optimizer, a gradient tape or a file see is the shard. All parameters of an outermost layer, as of
+a transformer block, are gathered in one collective when it is called, and their gradients are
+reduced in one on the way back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+
+from tfdist.collectives import Group
+from tfdist.layers.sharding import sharding_of
+from tfdist.optimizers.zero.flat import FlatSharding, gather, scatter
+from tfdist.strategies.gradients import weigh_gradients
+from tfdist.strategies.replica import current_replica, current_step
+
+__all__ = [
+    "ShardedVariable",
+    "as_shards",
+    "gather_arrays",
+    "given",
+    "is_given",
+    "read_arrays",
+    "shard_variable",
+]
+
+
+class _Local(threading.local):
+    as_shards = False
+
+    def __init__(self):
+        self.given: dict[int, tf.Tensor] = {}
+
+
+_local = _Local()
+
+
+class ShardedVariable(keras.Variable):
+    """A Keras variable whose value lies in flat shards on the ranks of a group.
+
+    Made of an ordinary one by `shard_variable`. To Keras it has its whole shape; reading its value
+    is a collective, unless its layer has gathered it already.
+    """
+
+    _own: tf.Variable | None
+    _sharding_group: Group
+
+    @property
+    def _tfdist_stored_flat(self) -> FlatSharding:
+        return FlatSharding(self._sharding_group, tuple(self._shape), sharding_of(self))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has no value yet, or stands for its global array, as while it is saved."""
+        return self._own is None or self._value is not self._own
+
+    def _initialize(self, value):
+        array = tf.cast(tf.convert_to_tensor(value() if callable(value) else value), self._dtype)
+        shards = FlatSharding(self._sharding_group, tuple(array.shape))
+        super()._initialize(shards.own_of(array))
+        self._own = self._value
+
+    @property
+    def value(self):
+        """The array; inside `as_shards` the variable that holds the shard."""
+        if self.is_whole:
+            return super().value
+        if _local.as_shards:
+            return self._own
+        array = _local.given.get(id(self))
+        if array is None:
+            array = self._outside_of_its_layer()
+        return self._maybe_autocast(array)
+
+    def _outside_of_its_layer(self) -> tf.Tensor:
+        if in_stateless_scope():
+            # Keras asks what shapes come out, and computes nothing.
+            return tf.zeros(self._shape, self._dtype)
+        (array,) = gather_arrays([self], f"parameters/{self.path}")
+        return array
+
+    @property
+    def shape(self):
+        """That of the array; inside `as_shards` that of the shard."""
+        if _local.as_shards and not self.is_whole:
+            return self._own.shape
+        return super().shape
+
+    @property
+    def handle(self):
+        """What gradient tapes know the shard by."""
+        return self._value.handle
+
+    def _direct_assign(self, value):
+        if self.is_whole or _local.as_shards:
+            super()._direct_assign(value)
+        else:
+            self._own.assign(self._tfdist_stored_flat.own_of(tf.cast(value, self._own.dtype)))
+
+
+def shard_variable(variable: keras.Variable, group: Group) -> None:
+    """Makes a Keras variable one of which this rank keeps its shard.
+
+    Args:
+        variable: The variable, with the same value on all ranks, or with none yet.
+        group: The ranks.
+    """
+    before = variable._value
+    variable.__class__ = ShardedVariable
+    variable._sharding_group = group
+    variable._own = None
+    if before is not None:
+        with tf.init_scope():
+            variable._initialize(before)
+
+
+@contextlib.contextmanager
+def as_shards() -> Iterator[None]:
+    """Inside, sharded variables are their shards: for optimizers, which work on those."""
+    before, _local.as_shards = _local.as_shards, True
+    try:
+        yield
+    finally:
+        _local.as_shards = before
+
+
+@contextlib.contextmanager
+def given(variables: Sequence[ShardedVariable], arrays: Sequence[tf.Tensor]) -> Iterator[None]:
+    """Inside, reading these variables costs nothing."""
+    before = _local.given
+    _local.given = before | {id(v): array for v, array in zip(variables, arrays, strict=True)}
+    try:
+        yield
+    finally:
+        _local.given = before
+
+
+def is_given(variable: ShardedVariable) -> bool:
+    """Whether an outer layer has gathered a variable already."""
+    return id(variable) in _local.given
+
+
+def read_arrays(variables: Sequence[ShardedVariable], name: str) -> list[tf.Tensor]:
+    """The arrays, in one collective for each dtype; without a gradient."""
+    own = [tf.convert_to_tensor(variable._own) for variable in variables]
+    return _by_dtype(gather, own, [v._tfdist_stored_flat for v in variables], name)
+
+
+def gather_arrays(variables: Sequence[ShardedVariable], name: str) -> list[tf.Tensor]:
+    """The arrays; their gradients are reduced as the strategy reduces those of any parameter.
+
+    Args:
+        variables: The variables.
+        name: What they serve, for messages.
+    """
+    shardings = [variable._tfdist_stored_flat for variable in variables]
+
+    @tf.custom_gradient
+    def collect(*own):
+        def gradient(*upstream):
+            replica, step = current_replica(), current_step()
+            reduction = "mean" if replica is not None and step is not None else "sum"
+            arrays = weigh_gradients([tf.convert_to_tensor(each) for each in upstream], step)
+
+            def reduce(arrays, shardings, name):
+                return scatter(arrays, shardings, reduction, name)
+
+            return _by_dtype(reduce, arrays, shardings, f"{name}/gradients")
+
+        return _by_dtype(gather, own, shardings, name), gradient
+
+    return list(collect(*[tf.convert_to_tensor(variable._own) for variable in variables]))
+
+
+def _by_dtype(run, tensors: Sequence, shardings: Sequence[FlatSharding], name: str) -> list:
+    """Calls `run` for the tensors of each dtype; what it returns, in the order given."""
+    found: list = [None] * len(tensors)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        results = run([tensors[p] for p in places], [shardings[p] for p in places], name)
+        for place, result in zip(places, results, strict=True):
+            found[place] = result
+    return found

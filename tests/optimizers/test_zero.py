@@ -1,0 +1,89 @@
+"""ZeRO against one process that holds everything: weights after 20 steps, whatever is split."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+
+from tests.conftest import on_ranks
+from tests.strategies import programs
+from tests.strategies.test_keras_semantics import PROGRAMS
+
+STAGES = [1, 2, 3]
+
+
+def on_rank(stage: int, program, *args):
+    from tfdist.testing import strategy
+
+    return program(strategy(zero_stage=stage), *args)
+
+
+@functools.cache
+def expected(one_process, program, *args):
+    return one_process.run(programs.in_one_process, program, *args)[0]
+
+
+@on_ranks(("horovod", 3), ("tensorflow", 2))
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_as_one_process(pool, one_process, stage, optimizer):
+    args = (programs.train_images, "convnet", optimizer, programs.UNEVEN_ROWS)
+    results = pool.run(on_rank, stage, *args, timeout=120)
+    accuracy = 1e-5 if optimizer == "sgd" else 1e-4
+    programs.assert_same(results, expected(one_process, *args), weights=accuracy, logs=accuracy)
+
+
+@pytest.mark.slow
+@on_ranks(("horovod", 2), ("horovod", 4), ("tensorflow", 3))
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_keras_offers(pool, one_process, stage, program):
+    results = pool.run(on_rank, stage, program, timeout=120)
+    programs.assert_same(results, expected(one_process, program))
+
+
+def refusal(optimizer) -> str:
+    from tfdist.testing import strategy
+
+    programs.start()
+    x, y = programs.images(12)
+    with strategy(zero_stage=1).scope():
+        model = programs.mlp()
+        model.compile(optimizer, programs.cross_entropy())
+    try:
+        model.fit(x, y, verbose=0)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@on_ranks(("horovod", 3))
+def test_an_optimizer_that_looks_at_whole_parameters_is_refused_by_name(pool):
+    for said in pool.run(refusal, keras.optimizers.Lamb()):
+        assert "Received: Lamb" in said
+
+
+def state_elements(stage: int) -> list[tuple[int, int]]:
+    """For each parameter its elements, and those of its momentum on this rank."""
+    from tfdist.testing import strategy
+
+    programs.start()
+    x, y = programs.images(12)
+    with strategy(zero_stage=stage).scope():
+        model = programs.mlp()
+        model.compile(programs.optimizer("sgd"), programs.cross_entropy())
+    model.fit(x, y, verbose=0)
+    return [
+        (int(np.prod(v.shape)), int(np.prod(m.shape)))
+        for v, m in zip(model.trainable_variables, model.optimizer.momentums, strict=True)
+    ]
+
+
+@on_ranks(("horovod", 3))
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_state_is_split(pool, stage):
+    for rank in pool.run(state_elements, stage):
+        assert [state for _, state in rank] == [-(-size // 3) for size, _ in rank]

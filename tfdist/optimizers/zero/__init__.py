@@ -1,0 +1,6 @@
+"""ZeRO: the ranks of the data axis hold a part each of what they would all hold whole.
+
+Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+Stage 1 splits the optimizer's state. Stage 2 splits gradients too, wherever they stand for long.
+Stage 3 splits the parameters: a layer's are gathered just before it runs, and then freed.
+"""

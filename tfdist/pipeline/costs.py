@@ -1,0 +1,78 @@
+"""What the links of a chain cost, by the clock."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import keras
+import tensorflow as tf
+
+from tfdist.collectives import Group
+from tfdist.collectives.objects import all_gather_object
+from tfdist.pipeline.chain import Chain, Link
+from tfdist.pipeline.keras_graph import without_values
+
+__all__ = ["measure_seconds"]
+
+
+def measure_seconds(
+    chain: Chain, group: Group | None = None, *, rows: int = 8, repeats: int = 5
+) -> list[float]:
+    """The seconds that a forward and a backward pass of each link take.
+
+    Weights that have no values yet count as zeros for it: no link but the one that is measured
+    takes memory.
+
+    Args:
+        chain: The chain; of its links' inputs only the number of rows is open.
+        group: The ranks that have to agree, which all call this: each gets the mean of all.
+        rows: The rows of the inputs: like those of a micro-batch, if it is to be exact.
+        repeats: How often each link runs; the median counts.
+
+    Returns:
+        Seconds, for each link.
+
+    Raises:
+        ValueError: A link's input has a dim of unknown size.
+    """
+    if not chain.has_known_shapes:
+        raise ValueError(
+            "cost='seconds' needs a chain of which only the number of rows is open. Give the "
+            "model's Input its whole shape, or share out the layers by cost='parameters'."
+        )
+    found = [_seconds(link, rows, repeats) for link in chain.links]
+    if group is None or group.size == 1:
+        return found
+    every = all_gather_object(found, group, name="pipeline/costs")
+    return [statistics.fmean(seconds) for seconds in zip(*every, strict=True)]
+
+
+def _seconds(link: Link, rows: int, repeats: int) -> float:
+    spec = link.model.inputs[0]
+    dtype = tf.as_dtype(spec.dtype)
+    shape = (rows, *spec.shape[1:])
+    x = tf.random.normal(shape, dtype=dtype) if dtype.is_floating else tf.zeros(shape, dtype)
+    lacking = [variable for variable in link.variables if without_values(variable)]
+    values = [tf.zeros(variable.shape, variable.dtype) for variable in lacking]
+
+    @tf.function
+    def step(x, values):
+        with tf.GradientTape() as tape:
+            sources = [source for source in (x, *values) if source.dtype.is_floating]
+            tape.watch(sources)
+            # What the link changes, as moving averages, stays as it was.
+            with keras.StatelessScope(
+                list(zip(lacking, values, strict=True)), initialize_variables=False
+            ):
+                y = link.model(x, training=True)
+        there = [v.value for v in link.trainable_variables if not without_values(v)]
+        gradients = tape.gradient(y, [*sources, *there])
+        return [gradient for gradient in gradients if gradient is not None]
+
+    times = []
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        step(x, values)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
