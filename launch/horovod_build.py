@@ -18,7 +18,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tfdist.launch.direct_build import install_direct
 from tfdist.launch.horovod_prerequisites import (
     GLOO_ONLY,
     BuildOptions,
@@ -28,6 +27,7 @@ from tfdist.launch.horovod_prerequisites import (
     installed_version,
     with_scripts,
 )
+from tfdist.launch.native_build import install_native
 
 __all__ = [
     "BUILD_REQUIREMENTS",
@@ -129,7 +129,7 @@ def install(
     os.unlink(log)
     importlib.invalidate_caches()
     _say(f"Installed it into {sys.prefix}.")
-    _say(install_direct(cache_dir, force=force))
+    _say(install_native(cache_dir, force=force))
     prove(options)
 
 

@@ -70,7 +70,6 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         step: The Keras step under way, or None for a function of the user's own.
         reduced: The ids of optimizers whose gradients were already reduced in this run.
         applied_to: By an optimizer's id, the variables of the gradients that it is applying.
-        layer_calls: The calls of layers whose parameters were gathered for them.
     """
 
     def __init__(self, strategy, step: KerasStep | None):
@@ -78,7 +77,6 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         self.step = step
         self.reduced: set[int] = set()
         self.applied_to: dict[int, list] = {}
-        self.layer_calls: list = []
 
     @property
     def devices(self):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -154,18 +154,23 @@ def read_arrays(variables: Sequence[ShardedVariable], name: str) -> list[tf.Tens
     return _by_dtype(gather, own, [v._tfdist_stored_flat for v in variables], name)
 
 
-def gather_arrays(variables: Sequence[ShardedVariable], name: str) -> list[tf.Tensor]:
+def gather_arrays(
+    variables: Sequence[ShardedVariable], name: str, on_gradient: Callable | None = None
+) -> list[tf.Tensor]:
     """The arrays; their gradients are reduced as the strategy reduces those of any parameter.
 
     Args:
         variables: The variables.
         name: What they serve, for messages.
+        on_gradient: Called when all that takes the gradients of the arrays is in the graph.
     """
     shardings = [variable._tfdist_stored_flat for variable in variables]
 
     @tf.custom_gradient
     def collect(*own):
         def gradient(*upstream):
+            if on_gradient is not None:
+                on_gradient()
             replica, step = current_replica(), current_step()
             reduction = "mean" if replica is not None and step is not None else "sum"
             arrays = weigh_gradients([tf.convert_to_tensor(each) for each in upstream], step)

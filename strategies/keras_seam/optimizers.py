@@ -30,7 +30,6 @@ from tfdist.optimizers.zero.flat import (
 )
 from tfdist.optimizers.zero.update import ShardView, publish, scatter_gradients
 from tfdist.pipeline.staging import mark_staged, staging_of
-from tfdist.strategies.gathering import gather_again
 from tfdist.strategies.gradients import sum_partial_gradients, weigh_gradients
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.replica import current_replica, current_step
@@ -48,8 +47,6 @@ def _apply_gradients(original, self, grads, trainable_variables):
     replica.reduced.discard(id(self))
     if any(sharding_of(variable) is not None for variable in trainable_variables):
         check_elementwise(self)
-    gather_again(replica.layer_calls)
-    replica.layer_calls.clear()
     grads = _where(
         [stored_flat(variable) is None for variable in trainable_variables],
         grads,

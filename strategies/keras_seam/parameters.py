@@ -10,9 +10,8 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
-from tfdist.strategies.gathering import calling
+from tfdist.strategies.gathering import gathered
 from tfdist.strategies.keras_seam.wrapping import Wrapper
-from tfdist.strategies.replica import current_replica
 from tfdist.strategies.sharded_parameters import (
     ShardedVariable,
     as_shards,
@@ -39,11 +38,9 @@ def _call(original, self, *args, **kwargs):
     inputs = [part for part in tf.nest.flatten((args, kwargs)) if tf.is_tensor(part)]
     if not sharded or all(map(is_given, sharded)) or not inputs:
         return original(self, *args, **kwargs)
-    replica = current_replica()
-    calls: list = [] if replica is None else replica.layer_calls
-    with calling(self.path or self.name, sharded, inputs, calls) as call:
+    with gathered(self.path or self.name, sharded, inputs) as leave:
         outputs = original(self, *args, **kwargs)
-    return outputs if tf.executing_eagerly() else call.watch(outputs)
+    return leave(outputs)
 
 
 def _with_shards(original, *args, **kwargs):

@@ -42,6 +42,12 @@ def by_rank(*scripts):
     ]
 
 
+def heed_signals() -> None:
+    """Tests may run under nohup, whose programs ignore a SIGHUP, or in a shell's background."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Jobs:
     """Starts the program, and knows its processes by a variable that all of them inherit."""
 
@@ -55,6 +61,7 @@ class Jobs:
             [*program, *arguments],
             env={**os.environ, "TFDIST_TEST_MARK": self._mark, **options.pop("environment", {})},
             start_new_session=True,
+            preexec_fn=heed_signals,
             **options,
         )
         self._started.append(job)

@@ -13,10 +13,11 @@ import types
 import psutil
 import tensorflow as tf
 
-from tfdist.collectives.direct import Direct, close, connect, library_path
+from tfdist.collectives.direct import Direct, close, connect
 from tfdist.collectives.engine import Engine, reduce_locally, split_rows
 from tfdist.collectives.group import Group
 from tfdist.mesh import AXES, Mesh
+from tfdist.native import library_path
 
 __all__ = ["HorovodEngine", "started_by_horovod"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
@@ -11,9 +12,9 @@ import tensorflow as tf
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
 from tfdist.pipeline.chain import Chain, Link
-from tfdist.pipeline.keras_graph import without_values
+from tfdist.pipeline.keras_graph import trace_graph, without_values
 
-__all__ = ["measure_seconds"]
+__all__ = ["measure_seconds", "training_graph"]
 
 
 def measure_seconds(
@@ -48,28 +49,52 @@ def measure_seconds(
     return [statistics.fmean(seconds) for seconds in zip(*every, strict=True)]
 
 
+def training_graph(link: Link, rows: int) -> tuple[tf.Graph, tf.Tensor, int]:
+    """The graph of a forward and a backward pass through a link, which nothing runs.
+
+    Returns:
+        The graph, what the link begins with, and how many operations the forward pass has.
+    """
+    spec = link.model.inputs[0]
+    marks: dict = {}
+
+    def step(x, *values):
+        gradients = _forward_and_backward(link, x, values, marks)
+        marks["x"] = x
+        return gradients
+
+    values = [tf.TensorSpec(v.shape, v.dtype) for v in _lacking(link)]
+    graph = trace_graph(step, [tf.TensorSpec((rows, *spec.shape[1:]), spec.dtype), *values])
+    return graph, marks["x"], marks["forward"]
+
+
+def _lacking(link: Link) -> list[keras.Variable]:
+    return [variable for variable in link.variables if without_values(variable)]
+
+
+def _forward_and_backward(link: Link, x: tf.Tensor, values: Sequence, marks: dict) -> list:
+    """The gradients of a link's inputs and weights; `values` are of those weights without."""
+    with tf.GradientTape() as tape:
+        sources = [source for source in (x, *values) if source.dtype.is_floating]
+        tape.watch(sources)
+        # What the link changes, as moving averages, stays as it was.
+        with keras.StatelessScope(
+            list(zip(_lacking(link), values, strict=True)), initialize_variables=False
+        ):
+            y = link.model(x, training=True)
+    there = [v.value for v in link.trainable_variables if not without_values(v)]
+    marks["forward"] = len(tf.compat.v1.get_default_graph().get_operations())
+    gradients = tape.gradient(y, [*sources, *there])
+    return [gradient for gradient in gradients if gradient is not None]
+
+
 def _seconds(link: Link, rows: int, repeats: int) -> float:
     spec = link.model.inputs[0]
     dtype = tf.as_dtype(spec.dtype)
     shape = (rows, *spec.shape[1:])
     x = tf.random.normal(shape, dtype=dtype) if dtype.is_floating else tf.zeros(shape, dtype)
-    lacking = [variable for variable in link.variables if without_values(variable)]
-    values = [tf.zeros(variable.shape, variable.dtype) for variable in lacking]
-
-    @tf.function
-    def step(x, values):
-        with tf.GradientTape() as tape:
-            sources = [source for source in (x, *values) if source.dtype.is_floating]
-            tape.watch(sources)
-            # What the link changes, as moving averages, stays as it was.
-            with keras.StatelessScope(
-                list(zip(lacking, values, strict=True)), initialize_variables=False
-            ):
-                y = link.model(x, training=True)
-        there = [v.value for v in link.trainable_variables if not without_values(v)]
-        gradients = tape.gradient(y, [*sources, *there])
-        return [gradient for gradient in gradients if gradient is not None]
-
+    values = [tf.zeros(variable.shape, variable.dtype) for variable in _lacking(link)]
+    step = tf.function(lambda x, values: _forward_and_backward(link, x, values, {}))
     times = []
     for _ in range(repeats + 1):
         begin = time.perf_counter()

@@ -13,9 +13,9 @@ import time
 from collections.abc import Iterable
 
 from tfdist.collectives.direct.exchange import Direct
-from tfdist.collectives.direct.library import library_path, load
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import all_gather_object
+from tfdist.native import functions, library_path
 
 __all__ = ["close", "connect", "flush", "traffic"]
 
@@ -75,8 +75,7 @@ def connect(engine: Engine, ranks: Iterable[int]) -> Direct | None:
             "; ".join(problems),
         )
         return None
-    load()
-    library = _library()
+    library = functions()
     for rank, line in connected.items():
         library.tfdist_add_peer(rank, line.detach())
     atexit.register(flush)
@@ -85,27 +84,20 @@ def connect(engine: Engine, ranks: Iterable[int]) -> Direct | None:
 
 def flush(seconds: float = _FLUSH_SECONDS) -> None:
     """Waits until what was sent has left this process, for as long as `seconds`."""
-    _library().tfdist_flush(seconds)
+    functions().tfdist_flush(seconds)
 
 
 def close() -> None:
     """Ends the connections, once all that was sent has left this process."""
     flush()
-    _library().tfdist_close()
+    functions().tfdist_close()
 
 
 def traffic() -> tuple[int, int]:
     """The bytes of tensors that this process has sent and received directly."""
     sent, received = ctypes.c_int64(), ctypes.c_int64()
-    _library().tfdist_traffic(ctypes.byref(sent), ctypes.byref(received))
+    functions().tfdist_traffic(ctypes.byref(sent), ctypes.byref(received))
     return sent.value, received.value
-
-
-def _library() -> ctypes.CDLL:
-    """The library as C sees it; the same copy that TensorFlow has loaded."""
-    library = ctypes.CDLL(str(library_path()))
-    library.tfdist_flush.argtypes = [ctypes.c_double]
-    return library
 
 
 class _Door:

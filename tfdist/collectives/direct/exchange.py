@@ -19,9 +19,9 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
-from tfdist.collectives.direct.library import load
 from tfdist.collectives.engine import split_rows
 from tfdist.collectives.group import Group
+from tfdist.native import load
 
 __all__ = ["Direct"]
 

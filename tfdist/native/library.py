@@ -1,7 +1,8 @@
-"""The compiled part of the transport: where it lies, how it is built, how it is loaded."""
+"""The compiled library: where it lies, how it is built, how it is loaded."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import os
@@ -13,10 +14,10 @@ from pathlib import Path
 
 import tensorflow as tf
 
-__all__ = ["build", "library_path", "load"]
+__all__ = ["build", "functions", "library_path", "load"]
 
 _HERE = Path(__file__).parent
-_SOURCES = ("operations.cc", "transport.cc")
+_SOURCES = ("memory.cc", "operations.cc", "transport.cc")
 _HEADERS = ("transport.h",)
 
 
@@ -25,7 +26,7 @@ def library_path() -> Path:
     digest = hashlib.sha256(tf.version.VERSION.encode() + sysconfig.get_platform().encode())
     for name in (*_SOURCES, *_HEADERS):
         digest.update((_HERE / name).read_bytes())
-    return _HERE / f"transport-{digest.hexdigest()[:16]}.so"
+    return _HERE / f"tfdist-{digest.hexdigest()[:16]}.so"
 
 
 def build(compiler: Sequence[str] = ("g++",)) -> Path:
@@ -61,7 +62,7 @@ def build(compiler: Sequence[str] = ("g++",)) -> Path:
         )
         if finished.returncode:
             raise RuntimeError(f"{finished.stderr[-4000:]}\n{compiler[0]} failed, see above.")
-        for old in _HERE.glob("transport-*.so"):
+        for old in _HERE.glob("tfdist-*.so"):
             old.unlink()
         # In one step: another process finds the whole library or none.
         os.replace(made, path)
@@ -82,3 +83,16 @@ def load():
             "tfdist-install-horovod."
         )
     return tf.load_op_library(str(path))
+
+
+@functools.cache
+def functions() -> ctypes.CDLL:
+    """What the library offers to C; the same copy that TensorFlow has loaded.
+
+    Raises:
+        FileNotFoundError: It has not been built.
+    """
+    load()
+    found = ctypes.CDLL(str(library_path()))
+    found.tfdist_flush.argtypes = [ctypes.c_double]
+    return found

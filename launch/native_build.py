@@ -1,4 +1,4 @@
-"""Builds the library for direct messages (`tfdist.collectives.direct`), and keeps it."""
+"""Builds the compiled library (`tfdist.native`), and keeps it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 from tfdist.launch.horovod_prerequisites import find_compiler, with_scripts
 
-__all__ = ["install_direct"]
+__all__ = ["install_native"]
 
 
-def install_direct(cache_dir: Path, *, force: bool = False) -> str:
+def install_native(cache_dir: Path, *, force: bool = False) -> str:
     """Puts the library into the installed package, out of the cache or newly built.
 
     Collectives work without it, if more slowly, so nothing here is an error.
@@ -24,7 +24,7 @@ def install_direct(cache_dir: Path, *, force: bool = False) -> str:
     Returns:
         A line that says what came of it.
     """
-    from tfdist.collectives.direct.library import build, library_path
+    from tfdist.native import build, library_path
 
     path = library_path()
     kept = cache_dir.expanduser().absolute() / path.name

@@ -1,0 +1,238 @@
+"""Which runs of a chain's parts a training step recomputes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfdist.pipeline.chain import Chain
+from tfdist.pipeline.costs import measure_seconds, training_graph
+
+__all__ = ["Costs", "cheapest_within", "choose_segments", "smallest"]
+
+#: Into how many steps memory is cut where it is shared out, and how many peaks are tried.
+_LEVELS, _PEAKS = 256, 128
+
+
+class Costs(NamedTuple):
+    """What the parts of a chain cost.
+
+    Attributes:
+        inputs: Bytes of what each part begins with.
+        inside: Bytes of what the backward pass takes of each part's forward pass.
+        forward: What each part's forward pass costs, in any unit.
+    """
+
+    inputs: Sequence[float]
+    inside: Sequence[float]
+    forward: Sequence[float]
+
+
+def choose_segments(
+    model: keras.Model,
+    policy: str,
+    budget: float | None,
+    costs: str | Sequence[float],
+    rows: int,
+) -> list[tuple[keras.layers.Layer, keras.layers.Layer]]:
+    """The first and the last layer of each run that is recomputed.
+
+    Raises:
+        ValueError: The policy is unknown, or nothing is within the budget.
+    """
+    if policy not in ("every_layer", "sqrt", "budget", "optimal"):
+        raise ValueError(
+            "`policy` is 'every_layer', 'sqrt', 'selective', 'budget' or 'optimal'. "
+            f"Received: {policy!r}."
+        )
+    if (policy == "budget") != (budget is not None):
+        raise ValueError(
+            f"`budget` is for policy='budget'. Received: budget={budget}, policy={policy!r}."
+        )
+    chain = Chain(model)
+    count = len(chain)
+    if policy in ("every_layer", "sqrt"):
+        length = 1 if policy == "every_layer" else math.ceil(math.sqrt(count))
+        runs = [(begin, min(begin + length, count)) for begin in range(0, count, length)]
+    else:
+        known = _costs_of(chain, costs, rows)
+        runs = smallest(known) if budget is None else cheapest_within(known, budget)
+    # The backward pass begins in the last run, whose activations are all there then.
+    runs = [(begin, end) for begin, end in runs if end < count]
+    return [edges for run in runs if (edges := _edges(chain, *run)) is not None]
+
+
+def smallest(costs: Costs) -> list[tuple[int, int]]:
+    """Cuts a chain into runs, each recomputed, so that the fewest bytes stand at the peak.
+
+    At the peak there stand what every run begins with and the inside of one run. For each peak of
+    insides that is allowed, dynamic programming finds the runs that keep least.
+
+    Returns:
+        Begin and end of each run.
+    """
+    best, found = math.inf, []
+    for peak in _peaks(costs.inside):
+        kept, runs = _fewest_kept(costs, peak)
+        if kept + peak < best:
+            best, found = kept + peak, runs
+    return found
+
+
+def cheapest_within(costs: Costs, budget: float) -> list[tuple[int, int]]:
+    """The runs to recompute, the rest being kept, that cost least time within so many bytes.
+
+    Dynamic programming over the chain and the bytes kept so far, for each allowed peak of the
+    insides of a recomputed run.
+
+    Returns:
+        Begin and end of each run that is recomputed.
+
+    Raises:
+        ValueError: There are none.
+    """
+    if sum(costs.inside) <= budget:
+        return []
+    best, found = math.inf, None
+    for peak in _peaks(costs.inside):
+        time, runs = _least_time(costs, budget - peak, peak)
+        if time < best:
+            best, found = time, runs
+    if found is None:
+        kept, _ = min(
+            ((_fewest_kept(costs, peak)[0] + peak, peak) for peak in _peaks(costs.inside)),
+            default=(0.0, 0.0),
+        )
+        raise ValueError(
+            f"No way of recomputing keeps activations within budget={budget:,.0f} bytes: the least "
+            f"is {kept:,.0f}. Take fewer rows, or a larger budget."
+        )
+    return found
+
+
+def _peaks(inside: Sequence[float]) -> list[float]:
+    """Sums of the insides of runs: all, or evenly chosen ones of too many."""
+    sums = {
+        sum(inside[begin:end]) for begin, end in itertools.combinations(range(len(inside) + 1), 2)
+    }
+    found = sorted(total for total in sums if total >= max(inside))
+    step = max(1, len(found) // _PEAKS)
+    return found[::step]
+
+
+def _fewest_kept(costs: Costs, peak: float) -> tuple[float, list[tuple[int, int]]]:
+    """The runs with insides of at most `peak` bytes that begin with the fewest bytes in all."""
+    count = len(costs.inside)
+    best: list[tuple[float, int]] = [(0.0, 0)] + [(math.inf, 0)] * count
+    for end in range(1, count + 1):
+        inside = 0.0
+        for begin in range(end - 1, -1, -1):
+            inside += costs.inside[begin]
+            if inside > peak:
+                break
+            best[end] = min(best[end], (best[begin][0] + costs.inputs[begin], begin))
+    runs = []
+    end = count
+    while end and best[end][0] < math.inf:
+        runs.append((best[end][1], end))
+        end = best[end][1]
+    return best[count][0], runs[::-1]
+
+
+def _least_time(costs: Costs, kept: float, peak: float) -> tuple[float, list[tuple[int, int]]]:
+    """The recomputed runs with insides of at most `peak` that keep `kept` bytes, in least time."""
+    count = len(costs.inside)
+    if kept < 0:
+        return math.inf, []
+    unit = kept / _LEVELS or 1.0
+
+    def levels(size: float) -> int:
+        return math.ceil(size / unit)
+
+    # By place and levels used: the least time, and the step that led there.
+    table: list[dict[int, tuple]] = [{0: (0.0, None, 0)}] + [{} for _ in range(count)]
+    for end in range(1, count + 1):
+        steps = [(end - 1, levels(costs.inside[end - 1]), 0.0)]
+        inside, time = 0.0, 0.0
+        for begin in range(end - 1, -1, -1):
+            inside += costs.inside[begin]
+            time += costs.forward[begin]
+            if inside > peak:
+                break
+            steps.append((begin, levels(costs.inputs[begin]), time))
+        for begin, size, time in steps:
+            for used, (before, _, _) in table[begin].items():
+                new = used + size
+                if new <= _LEVELS and before + time < table[end].get(new, (math.inf,))[0]:
+                    table[end][new] = (before + time, begin if time else None, used)
+    if not table[count]:
+        return math.inf, []
+    used = min(table[count], key=lambda level: table[count][level][0])
+    total = table[count][used][0]
+    runs = []
+    end = count
+    while end:
+        _, begin, used = table[end][used]
+        if begin is None:
+            end -= 1
+        else:
+            runs.append((begin, end))
+            end = begin
+    return total, runs[::-1]
+
+
+def _costs_of(chain: Chain, costs: str | Sequence[float], rows: int) -> Costs:
+    if isinstance(costs, str):
+        ways = {"flops": lambda: chain.flops(), "seconds": lambda: measure_seconds(chain)}
+        if costs not in ways:
+            raise ValueError(
+                "`costs` is 'flops', 'seconds', or a number for each part of the chain. "
+                f"Received: {costs!r}."
+            )
+        forward = ways[costs]()
+    else:
+        forward = list(costs)
+        if len(forward) != len(chain):
+            raise ValueError(
+                f"`costs` has a number for each of the {len(chain)} parts of the chain. Received: "
+                f"{len(forward)} numbers."
+            )
+    inputs, inside = [], []
+    for link in chain.links:
+        graph, begin, backward = training_graph(link, rows)
+        late = set(graph.get_operations()[backward:])
+        taken = {
+            tensor.name: tensor
+            for operation in late
+            for tensor in operation.inputs
+            if tensor.op not in late and not _is_parameter(tensor)
+        }
+        inputs.append(float(_bytes(begin)))
+        inside.append(float(sum(_bytes(tensor) for tensor in taken.values())))
+    return Costs(inputs, inside, forward)
+
+
+def _is_parameter(tensor: tf.Tensor) -> bool:
+    """Whether a tensor takes no memory of its own in a step: weights, constants."""
+    return tensor.op.type in ("ReadVariableOp", "Const", "Placeholder")
+
+
+def _bytes(tensor: tf.Tensor) -> int:
+    return (tensor.shape.num_elements() or 0) * tensor.dtype.size
+
+
+def _edges(chain: Chain, begin: int, end: int):
+    """The first and last layer of a run of parts, each called once; None where there is none."""
+    uses: dict[int, int] = {}
+    for link in chain.links:
+        for layer in link.layers:
+            uses[id(layer)] = uses.get(id(layer), 0) + 1
+    layers = [
+        layer for link in chain.links[begin:end] for layer in link.layers if uses[id(layer)] == 1
+    ]
+    return (layers[0], layers[-1]) if layers else None
