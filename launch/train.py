@@ -20,7 +20,7 @@ from tfdist.launch import command
 from tfdist.launch.images import Images
 from tfdist.launch.language import Language
 from tfdist.launch.mesh_flags import FLAGS, Layout, as_given, chosen_layout
-from tfdist.launch.tasks import VALUES, Settings, Task
+from tfdist.launch.tasks import VALUES, Data, Settings, Task
 
 __all__ = ["run"]
 
@@ -136,7 +136,7 @@ def _main(_) -> None:
         warmup_steps=round(_WARMUP.value * data.steps),
     )
     with strategy.scope():
-        model = _build(task, settings)
+        model = _build(task, settings, data)
         task.compile(model, rate)
 
     # --- Training ------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def _choose_task() -> tuple[Task, Settings]:
     return task, settings
 
 
-def _build(task: Task, settings: Settings):
+def _build(task: Task, settings: Settings, data: Data):
     """The model, in a pipeline where one is asked for."""
     layout = settings.layout
     if layout.pipeline == 1:
@@ -199,6 +199,7 @@ def _build(task: Task, settings: Settings):
             num_microbatches=layout.num_microbatches,
             schedule=layout.schedule,
             chunks=layout.chunks,
+            input_shape=data.train.element_spec[0].shape[1:],
         )
     except ValueError as error:
         raise command.UsageError(f"--pipeline={layout.pipeline}: {error}") from error

@@ -159,8 +159,8 @@ def test_a_pipeline_that_cannot_be_is_one_line(flags, words):
     command = [TRAIN[0], "--model=gpt", "--pipeline=2", "--threads=1", *flags]
     job = run([os.path.join(BIN, "tfdist-run"), "-np=2", "--", *command])
     assert job.returncode == 2
-    said = [line for line in job.stderr.splitlines() if "tfdist-train: " in line]
-    assert said and all(words in line for line in said), job.stderr
+    said = [line for line in job.stdout.splitlines() if "tfdist-train: " in line]
+    assert said and all(words in line for line in said), job.stdout
 
 
 def test_help_fits_the_screen_and_names_all_flags():

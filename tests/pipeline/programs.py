@@ -123,7 +123,9 @@ def cut_by_time(mesh: dict):
     with scope(mesh), deferred_weights():
         model = gpt()
     with scope(mesh):
-        partition = PipelineModel(model, num_microbatches=2, cost="seconds").partition
+        partition = PipelineModel(
+            model, num_microbatches=2, cost="seconds", input_shape=(16,)
+        ).partition
     return partition.ends, partition.costs
 
 

@@ -30,6 +30,7 @@ def recompute(
     budget: float | None = None,
     costs: str | Sequence[float] = "flops",
     rows: int = 1,
+    input_shape: Sequence[int] | None = None,
 ):
     """Has training steps recompute activations of a layer or a model, in place.
 
@@ -53,6 +54,7 @@ def recompute(
         budget: Bytes of activations, for `rows` rows.
         costs: For "budget": "flops", "seconds" (measured), or a number for each part.
         rows: For how many rows "budget" and "optimal" count bytes.
+        input_shape: For them, the shape of a row where the model leaves some of it open.
 
     Returns:
         `target`.
@@ -71,7 +73,7 @@ def recompute(
             )
         _span(target, target)
     else:
-        for first, last in choose_segments(target, policy, budget, costs, rows):
+        for first, last in choose_segments(target, policy, budget, costs, rows, input_shape):
             _span(first, last)
     return target
 

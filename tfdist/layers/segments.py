@@ -39,6 +39,7 @@ def choose_segments(
     budget: float | None,
     costs: str | Sequence[float],
     rows: int,
+    input_shape: Sequence[int] | None,
 ) -> list[tuple[keras.layers.Layer, keras.layers.Layer]]:
     """The first and the last layer of each run that is recomputed.
 
@@ -54,7 +55,7 @@ def choose_segments(
         raise ValueError(
             f"`budget` is for policy='budget'. Received: budget={budget}, policy={policy!r}."
         )
-    chain = Chain(model)
+    chain = Chain(model, input_shape)
     count = len(chain)
     if policy in ("every_layer", "sqrt"):
         length = 1 if policy == "every_layer" else math.ceil(math.sqrt(count))
@@ -202,9 +203,10 @@ def _costs_of(chain: Chain, costs: str | Sequence[float], rows: int) -> Costs:
                 f"`costs` has a number for each of the {len(chain)} parts of the chain. Received: "
                 f"{len(forward)} numbers."
             )
+    chain.check_known_shapes("activations can be counted")
     inputs, inside = [], []
-    for link in chain.links:
-        graph, begin, backward = training_graph(link, rows)
+    for link, spec in zip(chain.links, chain.specs(rows), strict=False):
+        graph, begin, backward = training_graph(link, spec)
         late = set(graph.get_operations()[backward:])
         taken = {
             tensor.name: tensor

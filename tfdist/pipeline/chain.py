@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import keras
@@ -60,12 +61,13 @@ class Chain:
     Args:
         model: A Sequential or functional model with one input and one output; or a list that
             begins with a `keras.Input`, of layers that are called one after the other.
+        input_shape: The shape of one row of its inputs, where the model leaves some of it open.
 
     Raises:
         ValueError: The model has several inputs or outputs, or is no such model.
     """
 
-    def __init__(self, model: keras.Model | Sequence):
+    def __init__(self, model: keras.Model | Sequence, input_shape: Sequence[int] | None = None):
         if not isinstance(model, keras.Model):
             model = _stack(model)
         nodes = nodes_in_order(model)
@@ -76,15 +78,34 @@ class Chain:
             )
         self.model = model
         self.links = _links(nodes, model.inputs[0], model.outputs[0])
+        self._row = tuple(model.inputs[0].shape[1:] if input_shape is None else input_shape)
         self._flops: dict[int, list[int]] = {}
 
     def __len__(self) -> int:
         return len(self.links)
 
-    @property
+    def specs(
+        self, rows: int | None = None, row_shape: Sequence[int | None] | None = None, dtype=None
+    ) -> list[tf.TensorSpec]:
+        """What each link begins with, and what the last one ends with.
+
+        Args:
+            rows: How many rows.
+            row_shape: The shape of a row of the inputs, in place of that of the chain.
+            dtype: Their dtype, likewise.
+        """
+        shape = self._row if row_shape is None else tuple(row_shape)
+        tensor = keras.KerasTensor((rows, *shape), dtype or self.model.inputs[0].dtype)
+        found = [tf.TensorSpec(tensor.shape, tensor.dtype)]
+        for link in self.links:
+            tensor = link.model.compute_output_spec(tensor)
+            found.append(tf.TensorSpec(tensor.shape, tensor.dtype))
+        return found
+
+    @functools.cached_property
     def has_known_shapes(self) -> bool:
         """Whether only the number of rows of the tensors between the links is open."""
-        return not any(None in link.model.inputs[0].shape[1:] for link in self.links)
+        return None not in self._row and not any(None in s.shape[1:] for s in self.specs())
 
     def flops(self, rows: int = 1) -> list[int]:
         """The floating-point operations of each link's forward pass.
@@ -95,21 +116,36 @@ class Chain:
         Raises:
             ValueError: A link's input has a dim of unknown size.
         """
-        if rows in self._flops:
-            return self._flops[rows]
-        counts = []
-        for link in self.links:
-            tensor = link.model.inputs[0]
-            if None in tensor.shape[1:]:
-                raise ValueError(
-                    f"The input of `{link.name}` has the shape {tensor.shape}: FLOPs can be "
-                    "counted where only the number of rows is open. Give the model's Input its "
-                    "whole shape, or share out the layers by cost='parameters'."
-                )
-            spec = tf.TensorSpec((rows, *tensor.shape[1:]), tensor.dtype)
-            counts.append(count_flops(_forward_graph(link, spec)))
-        self._flops[rows] = counts
-        return counts
+        if rows not in self._flops:
+            self.check_known_shapes("FLOPs can be counted")
+            specs = self.specs(rows)
+            self._flops[rows] = [
+                count_flops(_forward_graph(link, spec))
+                for link, spec in zip(self.links, specs, strict=False)
+            ]
+        return self._flops[rows]
+
+    def check_known_shapes(self, what: str) -> None:
+        """Raises where more than the number of rows is open.
+
+        Args:
+            what: What cannot be done then.
+
+        Raises:
+            ValueError: It is.
+        """
+        if self.has_known_shapes:
+            return
+        name, spec = next(
+            (link.name, spec)
+            for link, spec in zip(self.links, self.specs(), strict=False)
+            if None in spec.shape[1:]
+        )
+        raise ValueError(
+            f"The input of `{name}` has the shape {tuple(spec.shape)}: {what} where only the "
+            "number of rows is open. Give `input_shape` or the model's Input all other sizes, or "
+            "share out the layers by cost='parameters'."
+        )
 
     @property
     def shared_variables(self) -> dict[int, list[int]]:

@@ -37,25 +37,25 @@ def measure_seconds(
     Raises:
         ValueError: A link's input has a dim of unknown size.
     """
-    if not chain.has_known_shapes:
-        raise ValueError(
-            "cost='seconds' needs a chain of which only the number of rows is open. Give the "
-            "model's Input its whole shape, or share out the layers by cost='parameters'."
-        )
-    found = [_seconds(link, rows, repeats) for link in chain.links]
+    chain.check_known_shapes("links can be timed")
+    specs = chain.specs(rows)
+    found = [_seconds(link, spec, repeats) for link, spec in zip(chain.links, specs, strict=False)]
     if group is None or group.size == 1:
         return found
     every = all_gather_object(found, group, name="pipeline/costs")
     return [statistics.fmean(seconds) for seconds in zip(*every, strict=True)]
 
 
-def training_graph(link: Link, rows: int) -> tuple[tf.Graph, tf.Tensor, int]:
+def training_graph(link: Link, spec: tf.TensorSpec) -> tuple[tf.Graph, tf.Tensor, int]:
     """The graph of a forward and a backward pass through a link, which nothing runs.
+
+    Args:
+        link: The link.
+        spec: What it begins with.
 
     Returns:
         The graph, what the link begins with, and how many operations the forward pass has.
     """
-    spec = link.model.inputs[0]
     marks: dict = {}
 
     def step(x, *values):
@@ -64,7 +64,7 @@ def training_graph(link: Link, rows: int) -> tuple[tf.Graph, tf.Tensor, int]:
         return gradients
 
     values = [tf.TensorSpec(v.shape, v.dtype) for v in _lacking(link)]
-    graph = trace_graph(step, [tf.TensorSpec((rows, *spec.shape[1:]), spec.dtype), *values])
+    graph = trace_graph(step, [spec, *values])
     return graph, marks["x"], marks["forward"]
 
 
@@ -88,11 +88,9 @@ def _forward_and_backward(link: Link, x: tf.Tensor, values: Sequence, marks: dic
     return [gradient for gradient in gradients if gradient is not None]
 
 
-def _seconds(link: Link, rows: int, repeats: int) -> float:
-    spec = link.model.inputs[0]
-    dtype = tf.as_dtype(spec.dtype)
-    shape = (rows, *spec.shape[1:])
-    x = tf.random.normal(shape, dtype=dtype) if dtype.is_floating else tf.zeros(shape, dtype)
+def _seconds(link: Link, spec: tf.TensorSpec, repeats: int) -> float:
+    draw = tf.random.normal if spec.dtype.is_floating else tf.zeros
+    x = draw(spec.shape, dtype=spec.dtype)
     values = [tf.zeros(variable.shape, variable.dtype) for variable in _lacking(link)]
     step = tf.function(lambda x, values: _forward_and_backward(link, x, values, {}))
     times = []

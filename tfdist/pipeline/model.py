@@ -51,6 +51,8 @@ class PipelineModel(keras.Model):
         cost: What an even cut goes by: "flops" (the default where all shapes are known),
             "parameters", "seconds" (a forward and a backward of 8 rows through each link, by the
             clock, the mean of all ranks), or a number for each link, as of `measure_seconds`.
+        input_shape: The shape of a row of the inputs, where the model leaves some of it open: for
+            the costs, and for the FLOPs in the table.
         timed: Whether each step takes down when each action begins and ends, for `last_run`.
         name: The model's name.
 
@@ -67,10 +69,11 @@ class PipelineModel(keras.Model):
         chunks: int | None = None,
         cut: str | Sequence[int] = "even",
         cost: str | Sequence[float] | None = None,
+        input_shape: Sequence[int] | None = None,
         timed: bool = False,
         name: str | None = None,
     ):
-        chain = Chain(model)
+        chain = Chain(model, input_shape)
         super().__init__(name=name or f"{chain.model.name}_pipeline")
         strategy: Any = tf.distribute.get_strategy()
         has_engine = hasattr(strategy, "engine")

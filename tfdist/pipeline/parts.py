@@ -126,19 +126,17 @@ class Parts:
         Raises:
             ValueError: A shape is not known but for the number of rows.
         """
-        tensor = keras.KerasTensor((rows, *x.shape[1:]), x.dtype.name)
-        what = "inputs"
+        between = self.chain.specs(rows, x.shape[1:], x.dtype.name)
         specs = {}
-        for stage in range(self.schedule.num_stages):
-            if None in tuple(tensor.shape)[1:]:
+        for stage, begin in enumerate((0, *self.partition.ends[:-1])):
+            specs[stage] = between[begin]
+            if None in specs[stage].shape[1:]:
+                name = self.chain.links[begin - 1].name
+                what = f"outputs of `{name}`" if begin else "inputs"
                 raise ValueError(
-                    f"The {what} have the shape {tuple(tensor.shape)}: a rank must know what it "
-                    "gets from the stage before. Give all dims but the batch a fixed size."
+                    f"The {what} have the shape {tuple(specs[stage].shape)}: a rank must know what "
+                    "it gets from the stage before. Give all dims but the batch a fixed size."
                 )
-            specs[stage] = tf.TensorSpec(tensor.shape, tensor.dtype)
-            for link in self.partition.links(stage):
-                tensor = link.model.compute_output_spec(tensor)
-                what = f"outputs of `{link.name}`"
         return specs
 
     def _trained(self, stage: int) -> list[keras.Variable]:
