@@ -28,7 +28,7 @@ $(INSTALLED): setup.cfg pyproject.toml
 
 # Code 2 says that a compiler, CMake or make is missing, in one line of its own. The package works
 # without Horovod, so that is no failure; no stamp is left, so the next set-up tries again.
-$(HOROVOD): $(INSTALLED) $(wildcard tfdist/native/*.cc tfdist/native/*.h)
+$(HOROVOD): $(INSTALLED) $(wildcard tfdist/native/*.cc tfdist/native/*.h tfdist/native/*.py)
 	@$(VENV)/bin/tfdist-install-horovod && touch $@ || test $$? -eq 2
 
 demo: setup ## Trains the ConvNet on the digits, on two ranks

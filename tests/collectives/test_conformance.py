@@ -237,6 +237,34 @@ def test_operation_equals_numpy_on_fewer_ranks(pool, operation):
     check_operation(pool, operation, dtypes=[*QUICK_DTYPES, *SLOW_DTYPES])
 
 
+def sum_of_a_constant(by_engine: bool) -> list[float]:
+    """Sums to which one rank brings a constant and the others what they are given."""
+    import tensorflow as tf
+
+    from tfdist import collectives
+    from tfdist.testing import engine
+
+    world = engine()
+    direct = world.direct
+    if by_engine:
+        world.direct = None
+
+    @tf.function
+    def total(x):
+        own = tf.ones([3]) if world.rank == 0 else x
+        return collectives.all_reduce(own, world.group(), name="of-a-constant")
+
+    found = [float(total(tf.fill([3], float(step)))[0]) for step in range(3)]
+    world.direct = direct
+    return found
+
+
+@on_ranks(*KINDS)
+@pytest.mark.parametrize("by_engine", [False, True], ids=["directly", "by engine"])
+def test_a_constant_takes_part_in_each_run(pool, by_engine):
+    assert pool.run(sum_of_a_constant, by_engine, timeout=60) == [[1.0, 4.0, 7.0]] * 4
+
+
 def check_operation(pool, operation, by_engine=False, dtypes=QUICK_DTYPES):
     answers = pool.run(conformance, operation, by_engine, dtypes, timeout=240)
     for rank, wrong in enumerate(answers):

@@ -5,6 +5,7 @@ Nothing of Horovod's Keras or optimizer wrappers is used: they do not know Keras
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import socket
@@ -111,12 +112,12 @@ class HorovodEngine(Engine):
     def all_reduce(self, tensor, group, reduction, name):
         """`hvd.allreduce`."""
         return self._hvd.mpi_ops._allreduce(
-            tensor, op=self._operator(reduction), **self._options(group, name)
+            _varying(tensor), op=self._operator(reduction), **self._options(group, name)
         )
 
     def all_gather(self, tensor, group, name):
         """`hvd.allgather`, which takes sizes as they come."""
-        return self._hvd.allgather(tensor, **self._options(group, name))
+        return self._hvd.allgather(_varying(tensor), **self._options(group, name))
 
     def all_gather_uneven(self, tensor, group, name):
         """`hvd.allgather`."""
@@ -130,21 +131,21 @@ class HorovodEngine(Engine):
             received = self.all_to_all(tensor, group, f"{name}/exchange")
             return reduce_locally(split_rows(received, group.size), reduction)
         return self._hvd.mpi_ops._reducescatter(
-            tensor, op=self._operator(reduction), **self._options(group, name)
+            _varying(tensor), op=self._operator(reduction), **self._options(group, name)
         )
 
     def all_to_all(self, tensor, group, name):
         """`hvd.alltoall`."""
-        return self._hvd.alltoall(tensor, **self._options(group, name))
+        return self._hvd.alltoall(_varying(tensor), **self._options(group, name))
 
     def all_to_all_uneven(self, tensor, splits, group, name):
         """`hvd.alltoall` with splits."""
-        return self._hvd.alltoall(tensor, splits=splits, **self._options(group, name))
+        return self._hvd.alltoall(_varying(tensor), splits=splits, **self._options(group, name))
 
     def broadcast(self, tensor, root, group, name):
         """`hvd.broadcast`, which counts the root in the world."""
         return self._hvd.broadcast(
-            tensor, root_rank=group.ranks[root], **self._options(group, name)
+            _varying(tensor), root_rank=group.ranks[root], **self._options(group, name)
         )
 
     def host_address(self):
@@ -193,3 +194,23 @@ def _rank_sets(mesh: Mesh, pairs_along: tuple[str, ...]) -> list[tuple[int, ...]
         for ranks in mesh.groups(axis):
             found.update(dict.fromkeys(itertools.combinations(ranks, 2)))
     return [ranks for ranks in found if 1 < len(ranks) < mesh.size]
+
+
+def _varying(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor, as one that TensorFlow takes no constant for.
+
+    Horovod's operations do not say that they have an effect: one with a constant input would run
+    while the graph is optimized, and on this rank only, if other ranks' inputs are no constants.
+    """
+    if tf.executing_eagerly():
+        return tensor
+    # A slice of the whole copies nothing, and where it begins is known to a run alone.
+    begin = tf.zeros([tensor.shape.rank], tf.int32) + _zero()
+    return tf.ensure_shape(tf.slice(tensor, begin, [-1] * tensor.shape.rank), tensor.shape)
+
+
+@functools.cache
+def _zero() -> tf.Variable:
+    """What nothing but a run of the graph can say is zero."""
+    with tf.init_scope(), tf.device("/CPU:0"):
+        return tf.Variable(0, trainable=False, name="zero")

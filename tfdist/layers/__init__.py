@@ -12,6 +12,7 @@ from tfdist.layers.normalization import LayerNormalization
 from tfdist.layers.parallelize import parallelize
 from tfdist.layers.parallelize_report import ParallelizeReport, VariableReport
 from tfdist.layers.positions import PositionEmbedding
+from tfdist.layers.recompute import recompute
 from tfdist.layers.sharding import Sharding, sharding_of, whole_value
 from tfdist.layers.transformer import ParallelMLP, TransformerDecoderBlock
 
@@ -31,6 +32,7 @@ __all__ = [
     "VocabParallelHead",
     "VariableReport",
     "parallelize",
+    "recompute",
     "sharding_of",
     "whole_value",
 ]

@@ -136,16 +136,24 @@ class ParallelMultiHeadAttention(keras.layers.Layer):
         if queries > 1:
             repeat = [queries, 1, 1, 1]
             key, value = tf.tile(key, repeat), tf.tile(value, repeat)
-        scores = tf.matmul(query * (1.0 / math.sqrt(size)), key, transpose_b=True)
-        scores = self._mask(scores, attention_mask, queries)
-        weights = tf.cast(tf.nn.softmax(_wide(scores)), value.dtype)
-        weights = self.attention_dropout(weights, training=training)
-        attended = tf.matmul(weights, value)
+        attended = self._attend(query, key, value, attention_mask, training)
         attended = tf.reshape(attended, [queries, batch, heads, time, size])
         attended = tf.transpose(attended, [1, 3, 2, 0, 4])
         attended = tf.reshape(attended, [batch, time, heads * queries * size])
         attended = tf.ensure_shape(attended, [None, self._time(inputs), heads * queries * size])
         return self.output_dense(attended)
+
+    def _attend(self, query, key, value, attention_mask, training):
+        """From queries, keys and values of shape [.., heads, time, size] to what is attended to.
+
+        A method of its own for `recompute(..., "selective")`.
+        """
+        query *= 1.0 / math.sqrt(self.key_dim)
+        scores = tf.matmul(query, key, transpose_b=True)
+        scores = self._mask(scores, attention_mask, self._queries)
+        weights = tf.cast(tf.nn.softmax(_wide(scores)), value.dtype)
+        weights = self.attention_dropout(weights, training=training)
+        return tf.matmul(weights, value)
 
     def _time(self, inputs) -> int | None:
         time = inputs.shape[1]

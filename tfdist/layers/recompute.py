@@ -3,7 +3,7 @@
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". A training step keeps what a
 region begins with; when the backward pass arrives behind the region, it runs the region's
 operations once more. Seeds are read once, so dropout draws the same masks, and what other ranks
-sent is kept, so no collective runs twice: gradients have the same bits as without.
+sent is kept, so no collective runs twice: gradients are those without, up to rounding.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from tfdist.layers.repetition import Region
 from tfdist.layers.segments import choose_segments
@@ -116,7 +117,7 @@ def _wrap(owner, name: str, *, begins: bool, ends: bool, spot: _Spot | None = No
 
     @functools.wraps(original)
     def call(*args, **kwargs):
-        if tf.executing_eagerly() or keras.src.backend.common.in_stateless_scope():
+        if tf.executing_eagerly() or in_stateless_scope():
             return original(*args, **kwargs)
         if begins:
             args, kwargs, spot.region = _begin(anchor, args, kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -15,8 +15,8 @@ from tfdist.pipeline.costs import measure_seconds, training_graph
 
 __all__ = ["Costs", "cheapest_within", "choose_segments", "smallest"]
 
-#: Into how many steps memory is cut where it is shared out, and how many peaks are tried.
-_LEVELS, _PEAKS = 256, 128
+#: How many ways to a place of the chain are followed, and how many peaks are tried.
+_WAYS, _PEAKS = 64, 64
 
 
 class Costs(NamedTuple):
@@ -148,43 +148,53 @@ def _fewest_kept(costs: Costs, peak: float) -> tuple[float, list[tuple[int, int]
 def _least_time(costs: Costs, kept: float, peak: float) -> tuple[float, list[tuple[int, int]]]:
     """The recomputed runs with insides of at most `peak` that keep `kept` bytes, in least time."""
     count = len(costs.inside)
-    if kept < 0:
-        return math.inf, []
-    unit = kept / _LEVELS or 1.0
-
-    def levels(size: float) -> int:
-        return math.ceil(size / unit)
-
-    # By place and levels used: the least time, and the step that led there.
-    table: list[dict[int, tuple]] = [{0: (0.0, None, 0)}] + [{} for _ in range(count)]
+    # By place: ways to get there, none of which is better in both bytes and time than another.
+    ways: list[list[_Way]] = [[_Way(0.0, 0.0, None, None)]]
     for end in range(1, count + 1):
-        steps = [(end - 1, levels(costs.inside[end - 1]), 0.0)]
+        found = [
+            _Way(way.kept + costs.inside[end - 1], way.time, way, None) for way in ways[end - 1]
+        ]
         inside, time = 0.0, 0.0
         for begin in range(end - 1, -1, -1):
             inside += costs.inside[begin]
             time += costs.forward[begin]
             if inside > peak:
                 break
-            steps.append((begin, levels(costs.inputs[begin]), time))
-        for begin, size, time in steps:
-            for used, (before, _, _) in table[begin].items():
-                new = used + size
-                if new <= _LEVELS and before + time < table[end].get(new, (math.inf,))[0]:
-                    table[end][new] = (before + time, begin if time else None, used)
-    if not table[count]:
+            found += [
+                _Way(way.kept + costs.inputs[begin], way.time + time, way, (begin, end))
+                for way in ways[begin]
+            ]
+        ways.append(_undominated([way for way in found if way.kept <= kept]))
+    if not ways[count]:
         return math.inf, []
-    used = min(table[count], key=lambda level: table[count][level][0])
-    total = table[count][used][0]
-    runs = []
-    end = count
-    while end:
-        _, begin, used = table[end][used]
-        if begin is None:
-            end -= 1
-        else:
-            runs.append((begin, end))
-            end = begin
+    way: _Way | None = min(ways[count], key=lambda way: way.time)
+    total, runs = way.time, []
+    while way is not None:
+        if way.run is not None:
+            runs.append(way.run)
+        way = way.before
     return total, runs[::-1]
+
+
+class _Way(NamedTuple):
+    """A way to get to a place of the chain: bytes kept, time, the way before, the last run."""
+
+    kept: float
+    time: float
+    before: Any
+    run: tuple[int, int] | None
+
+
+def _undominated(ways: list[_Way]) -> list[_Way]:
+    """Those than which no other keeps less in less time; evenly chosen ones of too many."""
+    found: list[_Way] = []
+    for way in sorted(ways, key=lambda way: (way.kept, way.time)):
+        if not found or way.time < found[-1].time:
+            found.append(way)
+    if len(found) <= _WAYS:
+        return found
+    step = (len(found) - 1) / (_WAYS - 1)
+    return [found[round(place * step)] for place in range(_WAYS)]
 
 
 def _costs_of(chain: Chain, costs: str | Sequence[float], rows: int) -> Costs:

@@ -1,8 +1,7 @@
-"""What only C++ can do: messages from rank to rank, sums in a fixed order, counts of memory.
+"""What only C++ can do: messages from rank to rank, and sums in a fixed order.
 
 A library of TensorFlow operations and a few functions, which `tfdist-install-horovod` builds for the
-TensorFlow that is installed. Everything works without it: collectives go by way of the engine, and
-memory is seen by the operating system alone.
+TensorFlow that is installed. Everything works without it: collectives go by way of the engine.
 """
 
 from tfdist.native.library import build, functions, library_path, load

@@ -1,0 +1,102 @@
+"""How much memory this process has in use, and the most it had for a while."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+
+import psutil
+import tensorflow as tf
+
+__all__ = ["PeakMemory", "bytes_in_use"]
+
+
+class _Mallinfo2(ctypes.Structure):
+    """glibc's `struct mallinfo2`, of version 2.33 and later."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    )
+
+
+@functools.cache
+def _mallinfo():
+    """The function of the C library that counts what is allocated; None where it has none."""
+    try:
+        function = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):
+        return None
+    function.restype = _Mallinfo2
+    return function
+
+
+def bytes_in_use() -> int:
+    """The bytes that this process has in use now.
+
+    On a GPU those of TensorFlow's allocator there. Else those that the C library has given out and
+    not got back, which leaves aside what the system still counts for the process; where the C
+    library does not tell, the resident size.
+    """
+    if tf.config.list_logical_devices("GPU"):
+        return int(tf.config.experimental.get_memory_info("GPU:0")["current"])
+    mallinfo = _mallinfo()
+    if mallinfo is None:
+        return int(psutil.Process().memory_info().rss)
+    found = mallinfo()
+    return int(found.uordblks + found.hblkhd)
+
+
+class PeakMemory:
+    """The most bytes in use while it is open, looked at every so often.
+
+    ```python
+    with PeakMemory() as peak:
+        step()
+    print(peak.bytes)
+    ```
+
+    Args:
+        seconds: How often. A peak that is shorter may be missed.
+
+    Attributes:
+        before: The bytes in use when it was opened.
+        peak: The most that were in use since.
+    """
+
+    def __init__(self, seconds: float = 0.0005):
+        self._seconds = seconds
+        self.before = self.peak = 0
+
+    @property
+    def bytes(self) -> int:
+        """How far the peak lies above the beginning."""
+        return self.peak - self.before
+
+    def __enter__(self) -> PeakMemory:
+        self.before = self.peak = bytes_in_use()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="tfdist-memory", daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._over.wait(self._seconds):
+            self.peak = max(self.peak, bytes_in_use())
+
+    def __exit__(self, *_) -> None:
+        self._over.set()
+        self._thread.join()
+        self.peak = max(self.peak, bytes_in_use())
