@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -50,7 +51,7 @@ class ShardedVariable(keras.Variable):
     is a collective, unless its layer has gathered it already.
     """
 
-    _own: tf.Variable | None
+    _own: Any
     _sharding_group: Group
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -167,13 +167,14 @@ def _least_time(costs: Costs, kept: float, peak: float) -> tuple[float, list[tup
         ways.append(_undominated([way for way in found if way.kept <= kept]))
     if not ways[count]:
         return math.inf, []
-    way: _Way | None = min(ways[count], key=lambda way: way.time)
-    total, runs = way.time, []
+    best = min(ways[count], key=lambda way: way.time)
+    runs = []
+    way: _Way | None = best
     while way is not None:
         if way.run is not None:
             runs.append(way.run)
         way = way.before
-    return total, runs[::-1]
+    return best.time, runs[::-1]
 
 
 class _Way(NamedTuple):
@@ -199,13 +200,16 @@ def _undominated(ways: list[_Way]) -> list[_Way]:
 
 def _costs_of(chain: Chain, costs: str | Sequence[float], rows: int) -> Costs:
     if isinstance(costs, str):
-        ways = {"flops": lambda: chain.flops(), "seconds": lambda: measure_seconds(chain)}
+        ways: dict[str, Callable[[], Sequence[float]]] = {
+            "flops": chain.flops,
+            "seconds": lambda: measure_seconds(chain),
+        }
         if costs not in ways:
             raise ValueError(
                 "`costs` is 'flops', 'seconds', or a number for each part of the chain. "
                 f"Received: {costs!r}."
             )
-        forward = ways[costs]()
+        forward = list(ways[costs]())
     else:
         forward = list(costs)
         if len(forward) != len(chain):

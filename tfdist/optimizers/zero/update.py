@@ -80,19 +80,19 @@ def scatter_gradients(
         bucket_bytes: The size at which a bucket is full.
     """
     found = list(gradients)
-    places = [
-        place
+    cuts = {
+        place: sharding
         for place, (gradient, sharding) in enumerate(zip(gradients, shardings, strict=True))
         if gradient is not None and sharding is not None
-    ]
-    for place in places:
+    }
+    for place in cuts:
         found[place] = tf.convert_to_tensor(found[place])
     # Last layers first: the backward pass yields theirs first.
-    ready = [(place, found[place]) for place in reversed(places)]
+    ready = [(place, found[place]) for place in reversed(cuts)]
     for number, bucket in enumerate(buckets(ready, bucket_bytes)):
         shards = scatter(
             [found[place] for place in bucket],
-            [shardings[place] for place in bucket],
+            [cuts[place] for place in bucket],
             reduction,
             f"gradients/bucket{number}",
         )
