@@ -42,8 +42,16 @@ _SCHEDULE = flags.DEFINE_enum(
 _CHUNKS = flags.DEFINE_integer(
     "chunks", None, "Stages a rank, for interleaved [2]", lower_bound=1, flag_values=VALUES
 )
+_ZERO = flags.DEFINE_integer(
+    "zero_stage",
+    0,
+    "Ranks share: 1 optimizer state, 2 gradients, 3 parameters",
+    lower_bound=0,
+    upper_bound=3,
+    flag_values=VALUES,
+)
 
-FLAGS = (_DATA, _TENSOR, _PIPELINE, _ORDER, _MICROBATCHES, _SCHEDULE, _CHUNKS)
+FLAGS = (_DATA, _TENSOR, _PIPELINE, _ORDER, _MICROBATCHES, _SCHEDULE, _CHUNKS, _ZERO)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +63,14 @@ class Layout:
         num_microbatches: Into how many parts a rank's rows are cut; 1 without a pipeline.
         schedule: The name of the pipeline's schedule.
         chunks: How many stages a rank has, or None.
+        zero_stage: What the ranks of the data axis share.
     """
 
     mesh: Mesh
     num_microbatches: int = 1
     schedule: str = "1f1b"
     chunks: int | None = None
+    zero_stage: int = 0
 
     @property
     def pipeline(self) -> int:
@@ -109,6 +119,11 @@ def chosen_layout() -> Layout:
         for flag in (_MICROBATCHES, _SCHEDULE, _CHUNKS):
             if flag.present:
                 raise UsageError(f"--{flag.name} is for a pipeline. Received: --pipeline=1.")
+    if _PIPELINE.value > 1 and _ZERO.value == 3:
+        raise UsageError(
+            "A pipeline goes with --zero_stage 0, 1 and 2. Received: "
+            f"--pipeline={_PIPELINE.value} --zero_stage=3."
+        )
     microbatches = _MICROBATCHES.value or (4 * _PIPELINE.value if _PIPELINE.value > 1 else 1)
     try:
         mesh = Mesh(
@@ -125,4 +140,5 @@ def chosen_layout() -> Layout:
         num_microbatches=microbatches,
         schedule=_SCHEDULE.value,
         chunks=_CHUNKS.value,
+        zero_stage=_ZERO.value,
     )

@@ -10,6 +10,7 @@ common.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import time
@@ -69,6 +70,13 @@ _SCALING = flags.DEFINE_enum(
 )
 _WARMUP = flags.DEFINE_float(
     "warmup_epochs", 0.0, "Epochs up to the scaled rate", lower_bound=0.0, flag_values=VALUES
+)
+_RECOMPUTE = flags.DEFINE_enum(
+    "recompute",
+    "none",
+    ["none", "selective", "sqrt", "every_layer"],
+    "Activations that are made twice",
+    flag_values=VALUES,
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Of weights and order", flag_values=VALUES)
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Where data sets lie", flag_values=VALUES)
@@ -185,14 +193,20 @@ def _choose_task() -> tuple[Task, Settings]:
 
 
 def _build(task: Task, settings: Settings, data: Data):
-    """The model, in a pipeline where one is asked for."""
-    layout = settings.layout
-    if layout.pipeline == 1:
-        return task.build(settings)
+    """The model, with recompute and in a pipeline where those are asked for."""
+    from tfdist import layers
     from tfdist.pipeline import PipelineModel, deferred_weights
 
-    with deferred_weights():
+    layout = settings.layout
+    with deferred_weights() if layout.pipeline > 1 else contextlib.nullcontext():
         model = task.build(settings)
+    if _RECOMPUTE.value != "none":
+        try:
+            layers.recompute(model, _RECOMPUTE.value)
+        except ValueError as error:
+            raise command.UsageError(f"--recompute={_RECOMPUTE.value}: {error}") from error
+    if layout.pipeline == 1:
+        return model
     try:
         model = PipelineModel(
             model,
@@ -218,7 +232,9 @@ def _make_strategy(layout: Layout):
         "local": strategies.LocalStrategy,
     }
     try:
-        return kinds[_STRATEGY.value](layout.mesh, watchdog_seconds=_WATCHDOG.value)
+        return kinds[_STRATEGY.value](
+            layout.mesh, zero_stage=layout.zero_stage, watchdog_seconds=_WATCHDOG.value
+        )
     except (ValueError, ImportError) as error:
         given = as_given((_STRATEGY, *FLAGS)) or f"--strategy={_STRATEGY.value}"
         raise command.UsageError(f"{given}: {error}") from error

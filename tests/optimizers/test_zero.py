@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 
 import keras
 import numpy as np
@@ -87,3 +88,38 @@ def state_elements(stage: int) -> list[tuple[int, int]]:
 def test_the_state_is_split(pool, stage):
     for rank in pool.run(state_elements, stage):
         assert [state for _, state in rank] == [-(-size // 3) for size, _ in rank]
+
+
+def reported(stage: int) -> str:
+    from tfdist.monitoring import MemoryReporter
+    from tfdist.testing import strategy
+
+    programs.start()
+    x, y = programs.images(24)
+    with strategy(zero_stage=stage).scope():
+        model = programs.mlp()
+        model.compile("adam", programs.cross_entropy())
+    reporter = MemoryReporter(quiet=True)
+    model.fit(x, y, batch_size=12, epochs=1, verbose=0, callbacks=[reporter])
+    return reporter.report.to_json()
+
+
+@on_ranks(("horovod", 3))
+@pytest.mark.parametrize("stage", [0, *STAGES])
+def test_the_report_says_what_is_held(pool, stage):
+    elements = 64 * 16 + 16 + 16 * 4 + 4
+    shares = sum(-(-size // 3) for size in (64 * 16, 16, 16 * 4, 4))
+    for rank, text in enumerate(pool.run(reported, stage)):
+        report = json.loads(text)
+        rows = {row["what"]: row for row in report["rows"]}
+        assert report["rank"] == rank
+        parameters, state = rows["parameters"], rows["optimizer state"]
+        assert parameters["whole"] == 4 * elements
+        held = 4 * (shares if stage == 3 else elements)
+        assert parameters["planned"] == parameters["measured"] == held
+        # Adam has two numbers a parameter, and two scalars.
+        moments = 2 * 4 * (shares if stage else elements)
+        assert abs(state["measured"] - moments) <= 16
+        assert state["planned"] == state["measured"]
+        assert rows["gradients"]["planned"] <= 4 * (shares if stage else elements)
+        assert rows["peak of a step beside"]["measured"] > 0

@@ -78,6 +78,10 @@ class PipelineModel(keras.Model):
         strategy: Any = tf.distribute.get_strategy()
         has_engine = hasattr(strategy, "engine")
         group = (strategy if has_engine else LocalEngine()).group("pipeline")
+        if getattr(strategy, "zero_stage", 0) == 3:
+            raise ValueError(
+                "A pipeline goes with `zero_stage` 0, 1 and 2. Received: zero_stage=3."
+            )
         if cut == "cyclic" and chunks is None and not len(chain) % group.size:
             chunks = len(chain) // group.size
         plan = make_schedule(schedule, group.size, num_microbatches, chunks)

@@ -1,0 +1,168 @@
+"""What takes a rank's memory in training: as planned by the layout, and as measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.layers.sharding import sharding_of
+from tfdist.monitoring.memory import PeakMemory
+from tfdist.optimizers.zero.flat import stored_flat
+
+__all__ = ["MemoryReport", "MemoryReporter", "MemoryRow", "memory_report"]
+
+_MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryRow:
+    """One thing that takes memory.
+
+    Attributes:
+        what: What.
+        whole: Its bytes where nothing is shared out; None where that is not known.
+        planned: Its bytes on this rank by the layout; None where no layout says.
+        measured: Those of live variables, or of a peak; None where there is none to measure.
+    """
+
+    what: str
+    whole: int | None
+    planned: int | None
+    measured: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """The memory of one rank.
+
+    Attributes:
+        rank: The rank.
+        rows: What takes memory.
+    """
+
+    rank: int
+    rows: tuple[MemoryRow, ...]
+
+    def row(self, what: str) -> MemoryRow:
+        """The row of a name."""
+        return next(row for row in self.rows if row.what == what)
+
+    def table(self) -> str:
+        """The report as a table, in MiB."""
+        lines = [(f"rank {self.rank}, MiB", "whole", "planned", "measured")]
+        for row in self.rows:
+            sizes = (row.whole, row.planned, row.measured)
+            cells = ["" if size is None else f"{size / _MIB:,.2f}" for size in sizes]
+            lines.append((row.what, cells[0], cells[1], cells[2]))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.rjust(width) if place else cell.ljust(width)
+                for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        )
+
+    def to_json(self) -> str:
+        """The report as JSON, in bytes."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+
+def memory_report(model: keras.Model, step_peak: int | None = None) -> MemoryReport:
+    """What takes memory on this rank; no collective, so any rank may call it alone.
+
+    Args:
+        model: A compiled model. Its optimizer's state is known once it was built, as in `fit`.
+        step_peak: Bytes that a training step took beyond what stands between steps; see
+            `MemoryReporter`.
+    """
+    strategy: Any = model.distribute_strategy
+    stage = getattr(strategy, "zero_stage", 0)
+    optimizer = getattr(model, "optimizer", None)
+    trained = {id(variable) for variable in model.trainable_variables}
+    others = [variable for variable in model.variables if id(variable) not in trained]
+    state = [] if optimizer is None else list(optimizer.variables)
+    parameters = _row("parameters", model.trainable_variables)
+    accumulates = bool(getattr(optimizer, "gradient_accumulation_steps", None))
+    in_parts = stage >= 2 or (stage == 1 and not accumulates)
+    data = strategy.mesh.shape["data"] if in_parts else 1
+    local = sum(_local_bytes(variable) for variable in model.trainable_variables)
+    rows = [
+        parameters,
+        _row("other weights", others),
+        MemoryRow("gradients", parameters.whole, math.ceil(local / data), None),
+        _row("optimizer state", state),
+    ]
+    if step_peak is not None:
+        rows.append(MemoryRow("peak of a step beside", None, None, step_peak))
+    return MemoryReport(strategy.mesh.rank if hasattr(strategy, "mesh") else 0, tuple(rows))
+
+
+class MemoryReporter(keras.callbacks.Callback):
+    """Measures the peak of a training step, and prints the report after the first epoch.
+
+    Args:
+        path: Where to write the report as JSON, too; `{rank}` in it is replaced by the rank.
+        quiet: Whether nothing is printed.
+
+    Attributes:
+        report: The last report, or None.
+    """
+
+    def __init__(self, path: str | None = None, *, quiet: bool = False):
+        super().__init__()
+        self._path, self._quiet = path, quiet
+        self._peak: PeakMemory | None = None
+        self._beside = 0
+        self.report: MemoryReport | None = None
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Begins to measure; the first step builds the graph, and is left out."""
+        self._peak = PeakMemory().__enter__() if batch else None
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Ends it."""
+        if self._peak is not None:
+            self._peak.__exit__(None, None, None)
+            self._beside = max(self._beside, self._peak.bytes)
+            self._peak = None
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Reports once."""
+        if self.report is not None:
+            return
+        self.report = memory_report(self.model, self._beside or None)
+        if not self._quiet:
+            print(self.report.table())
+        if self._path is not None:
+            with open(self._path.replace("{rank}", str(self.report.rank)), "w") as file:
+                file.write(self.report.to_json())
+
+
+def _row(what: str, variables: Iterable) -> MemoryRow:
+    """Whole, planned and live bytes of some variables."""
+    whole = planned = measured = 0
+    for variable in variables:
+        size = tf.as_dtype(variable.dtype).size
+        flat, sharding = stored_flat(variable), sharding_of(variable)
+        split = flat or sharding
+        shape = tuple(variable.shape) if split is None else split.shape
+        ways = flat.group.size if flat else 1
+        inner = flat.inner if flat else sharding
+        ways *= inner.group.size if inner else 1
+        whole += math.prod(shape) * size
+        planned += math.ceil(math.prod(shape) / ways) * size
+        live = variable._value
+        measured += 0 if live is None else live.shape.num_elements() * live.dtype.size
+    return MemoryRow(what, whole, planned, measured)
+
+
+def _local_bytes(variable) -> int:
+    """The bytes of the gradient of a parameter of this rank, before it is shared out."""
+    return math.prod(tuple(variable.shape)) * tf.as_dtype(variable.dtype).size
