@@ -36,6 +36,8 @@ from tfdist.strategies.replica import current_replica, current_step
 
 __all__ = ["WRAPPERS"]
 
+_BUCKET_BYTES = 4 << 20
+
 
 def _apply_gradients(original, self, grads, trainable_variables):
     """Before accumulation: a micro-step's gradient counts by that micro-step's shares."""
@@ -153,7 +155,9 @@ def _shards_of(variables) -> Iterator[list]:
     yield found
     changed = [view for view in views if view.is_changed]
     if changed:
-        publish(changed, tf.distribute.get_strategy().extended.bucket_bytes)
+        # At the end of `fit`, where averages become the parameters, no strategy is in scope.
+        extended: Any = tf.distribute.get_strategy().extended
+        publish(changed, getattr(extended, "bucket_bytes", _BUCKET_BYTES))
 
 
 def _check_finite(original, self, grads):

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
@@ -40,7 +41,12 @@ def _call(original, self, *args, **kwargs):
         return original(self, *args, **kwargs)
     with gathered(self.path or self.name, sharded, inputs) as leave:
         outputs = original(self, *args, **kwargs)
-    return leave(outputs)
+    left = leave(outputs)
+    for before, after in zip(tf.nest.flatten(outputs), tf.nest.flatten(left), strict=True):
+        mask = get_keras_mask(before)
+        if after is not before and mask is not None:
+            set_keras_mask(after, mask)
+    return left
 
 
 def _with_shards(original, *args, **kwargs):

@@ -11,8 +11,12 @@ import pytest
 
 from tests.conftest import on_ranks
 from tests.strategies import programs
-from tests.strategies.test_keras_semantics import PROGRAMS
+from tests.strategies.test_keras_semantics import PROGRAMS as ALL_PROGRAMS
+from tests.strategies.test_keras_semantics import clip_sparse_gradients
 
+#: Keras takes the norm of an embedding's gradient over rows, an id that comes twice counting
+#: twice. Shards of a gradient have no rows: their norm is that of the gradient.
+PROGRAMS = [program for program in ALL_PROGRAMS if program is not clip_sparse_gradients]
 STAGES = [1, 2, 3]
 
 
