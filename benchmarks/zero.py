@@ -1,0 +1,161 @@
+"""ZeRO: step time of each stage over stage 0, and the bytes that a rank holds.
+
+    python -m benchmarks.zero [--engine=horovod|tensorflow] [--rounds=15]
+
+Times are of the wide GPT on 2 ranks with 1 thread each; the stages take turns on the same ranks, and
+a ratio is that of one turn. Bytes are those of live variables between steps plus the peak of a step,
+on 1, 2 and 4 ranks, beside the formula; the model's activations are next to nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from benchmarks.measuring import ENVIRONMENT, HEADER, Ratio, fit_step_seconds, write_json
+from tfdist.testing import RankPool
+
+LIMITS = {1: 1.05, 2: 1.05, 3: 1.4}
+STAGES = (0, 1, 2, 3)
+POLICIES = ("float32", "mixed_bfloat16")
+_STEPS = 6
+#: Width and number of layers of the model whose bytes are counted: 64 MiB of parameters.
+_WIDTH, _LAYERS = 1024, 16
+_MIB = 1 << 20
+
+
+def prepare_gpt(stage: int) -> None:
+    """Builds and warms up the wide GPT on this rank."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    from tfdist import layers, models
+    from tfdist.testing import rank, strategy
+
+    keras.utils.set_random_seed(0)
+    random = np.random.default_rng(0)
+    tokens, labels = (random.integers(0, 512, (16, 128), "int32") for _ in range(2))
+    with strategy(zero_stage=stage).scope():
+        model = models.gpt(512, num_layers=2, width=1024, num_heads=16, max_length=128)
+        model.compile("adam", layers.VocabParallelCrossEntropy(512))
+    data = tf.data.Dataset.from_tensors((tokens, labels)).repeat()
+    rank._state["gpt", stage] = (model, data)
+    step_seconds(stage)
+
+
+def step_seconds(stage: int) -> float:
+    """The median time of a training step, on this rank."""
+    from tfdist.testing import rank
+
+    return fit_step_seconds(*rank._state["gpt", stage], _STEPS)
+
+
+def held_bytes(stage: int, policy: str) -> tuple[float, float, float, float]:
+    """MiB on this rank: of parameters, of state, of a step's peak beside them, and the formula's."""
+    import keras
+    import tensorflow as tf
+
+    from tfdist.monitoring import PeakMemory, memory_report
+    from tfdist.testing import engine, strategy
+
+    keras.backend.clear_session()
+    keras.config.set_dtype_policy(policy)
+    try:
+        with strategy(zero_stage=stage, bucket_mib=1).scope():
+            layers = [keras.layers.Dense(_WIDTH, use_bias=False) for _ in range(_LAYERS)]
+            model = keras.Sequential([keras.Input((_WIDTH,)), *layers])
+            # A norm of all gradients: each stands until the last is there.
+            model.compile(keras.optimizers.Adam(1e-3, global_clipnorm=1.0), "mse")
+    finally:
+        keras.config.set_dtype_policy("float32")
+    x = tf.random.normal([4, _WIDTH])
+    data = tf.data.Dataset.from_tensors((x, x)).repeat()
+    model.fit(data, steps_per_epoch=2, verbose=0)
+    step = model.make_train_function() or model.train_function
+    iterator = iter(model.distribute_strategy.experimental_distribute_dataset(data))
+    peaks = []
+    for _ in range(5):
+        with PeakMemory(0.0002) as peak:
+            step(iterator)
+        peaks.append(peak.bytes)
+    report = memory_report(model)
+    parameters, state = (report.row(name).measured for name in ("parameters", "optimizer state"))
+    whole = _LAYERS * _WIDTH * _WIDTH * 4
+    ranks = engine().size
+    formula = sum(
+        size / (ranks if stage >= least else 1)
+        # Gradients are reduced to parts as they come, in stage 1 too.
+        for size, least in ((whole, 3), (whole, 1), (2 * whole, 1))
+    )
+    if stage == 3 and ranks > 1:
+        formula += 2 * whole / _LAYERS
+    return parameters / _MIB, state / _MIB, min(peaks) / _MIB, formula / _MIB
+
+
+def measure_steps(engine: str, rounds: int) -> list[Ratio]:
+    """Each stage over stage 0."""
+    seconds: dict[int, list[float]] = {stage: [] for stage in STAGES}
+    with RankPool(2, engine, environment=ENVIRONMENT) as ranks:
+        for stage in STAGES:
+            ranks.run(prepare_gpt, stage, timeout=300)
+        for _ in range(rounds):
+            for stage in STAGES:
+                seconds[stage].append(max(ranks.run(step_seconds, stage, timeout=300)))
+    found = []
+    for stage, limit in LIMITS.items():
+        found.append(Ratio(f"wide GPT: stage {stage} / stage 0", seconds[stage], seconds[0], limit))
+        print(found[-1].row(), flush=True)
+    return found
+
+
+def measure_bytes(engine: str) -> list[dict]:
+    """A line for each policy, stage and number of ranks: the rank that holds most."""
+    found = []
+    print("policy           ranks  stage  parameters    state  in a step      sum  formula   MiB")
+    for ranks in (1, 2, 4):
+        with RankPool(ranks, "local" if ranks == 1 else engine) as pool:
+            for policy in POLICIES:
+                for stage in STAGES if ranks > 1 else (0,):
+                    parts = max(pool.run(held_bytes, stage, policy, timeout=300), key=sum)
+                    *held, formula = parts
+                    found.append(
+                        {
+                            "policy": policy,
+                            "ranks": ranks,
+                            "stage": stage,
+                            "held": sum(held),
+                            "formula": formula,
+                        }
+                    )
+                    print(
+                        f"{policy:<16} {ranks:>5}  {stage:>5}  {held[0]:>10.1f} {held[1]:>8.1f} "
+                        f"{held[2]:>10.1f} {sum(held):>8.1f} {formula:>8.1f}",
+                        flush=True,
+                    )
+    return found
+
+
+def main() -> int:
+    """Prints the tables; exit code 1 where a figure is above its limit."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=["horovod", "tensorflow"], default="horovod")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", choices=["steps", "bytes"])
+    parser.add_argument("--json", help="Where to write the measurements.")
+    options = parser.parse_args()
+    ratios: list[Ratio] = []
+    held: list[dict] = []
+    if options.only != "bytes":
+        print(HEADER)
+        ratios = measure_steps(options.engine, options.rounds)
+    if options.only != "steps":
+        held = measure_bytes(options.engine)
+    write_json(options.json, options.engine, ratios, bytes=held)
+    is_over = any(ratio.is_over for ratio in ratios)
+    is_over |= any(abs(line["held"] / line["formula"] - 1) > 0.05 for line in held)
+    return int(is_over)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
