@@ -8,12 +8,19 @@ on both; the ratio is that of each turn.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
 
-from benchmarks.measuring import ENVIRONMENT, HEADER, Ratio, fit_step_seconds, in_turn, write_json
+from benchmarks.measuring import (
+    ENVIRONMENT,
+    HEADER,
+    Ratio,
+    fit_step_seconds,
+    in_turn,
+    parser,
+    write_json,
+)
 from tfdist.testing import RankPool
 
 STEP_LIMIT, CALL_LIMIT = 1.05, 1.1
@@ -155,12 +162,7 @@ def measure_calls(engine: str, rounds: int) -> list[Ratio]:
 
 def main() -> int:
     """Prints the table; exit code 1 where a ratio is above its limit."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", choices=["horovod", "tensorflow"], default="horovod")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", choices=["steps", "calls", *MODELS])
-    parser.add_argument("--json", help="Where to write the measurements.")
-    options = parser.parse_args()
+    options = parser(__doc__, ["steps", "calls", *MODELS]).parse_args()
     print(HEADER)
     found = []
     if options.only != "calls":

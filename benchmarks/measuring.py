@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import itertools
@@ -10,7 +11,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tfdist.testing import RankPool
 
@@ -96,6 +97,21 @@ def fit_step_seconds(model, data, steps: int) -> float:
 def median_interval(begins: Sequence[float]) -> float:
     """The median time between beginnings, the first left out."""
     return statistics.median(b - a for a, b in itertools.pairwise(begins[1:]))
+
+
+def parser(description: str | None, only: Iterable[str]) -> argparse.ArgumentParser:
+    """The flags that all benchmarks have.
+
+    Args:
+        description: The benchmark's docstring.
+        only: Its parts, of which one may be asked for.
+    """
+    found = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    found.add_argument("--engine", choices=["horovod", "tensorflow"], default="horovod")
+    found.add_argument("--rounds", type=int, default=15)
+    found.add_argument("--only", choices=list(only))
+    found.add_argument("--json", help="Where to write the measurements.")
+    return found
 
 
 def write_json(path: str | None, engine: str, ratios: Sequence[Ratio], **more) -> None:

@@ -9,12 +9,19 @@ the times of the actions of each rank, and stand beside what the schedule's form
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
 
-from benchmarks.measuring import ENVIRONMENT, HEADER, Ratio, fit_step_seconds, in_turn, write_json
+from benchmarks.measuring import (
+    ENVIRONMENT,
+    HEADER,
+    Ratio,
+    fit_step_seconds,
+    in_turn,
+    parser,
+    write_json,
+)
 from tfdist.testing import RankPool
 
 STEP_LIMIT, IDLE_LIMIT = 1.15, 0.10
@@ -141,13 +148,9 @@ def measure_idle_shares(engine: str, trace: str | None = None) -> dict[str, list
 
 def main() -> int:
     """Prints the tables; exit code 1 where a figure is above its limit."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", choices=["horovod", "tensorflow"], default="horovod")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", choices=["steps", "idle"])
-    parser.add_argument("--json", help="Where to write the measurements.")
-    parser.add_argument("--trace", help="Where to write a step of 1f1b with 8 micro-batches.")
-    options = parser.parse_args()
+    flags = parser(__doc__, ["steps", "idle"])
+    flags.add_argument("--trace", help="Where to write a step of 1f1b with 8 micro-batches.")
+    options = flags.parse_args()
     ratios: list[Ratio] = []
     shares: dict[str, list[float]] = {}
     if options.only != "idle":

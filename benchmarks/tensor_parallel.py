@@ -8,7 +8,6 @@ turns, so that what else the machine does falls on all; a ratio is that of one t
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 
@@ -19,6 +18,7 @@ from benchmarks.measuring import (
     fit_step_seconds,
     in_turn,
     median_interval,
+    parser,
     write_json,
 )
 from tfdist.testing import RankPool
@@ -102,12 +102,7 @@ def measure(engine: str, rounds: int, names) -> list[Ratio]:
 
 def main() -> int:
     """Prints the table; exit code 1 where a ratio is above its limit."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", choices=["horovod", "tensorflow"], default="horovod")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", choices=list(SIZES))
-    parser.add_argument("--json", help="Where to write the measurements.")
-    options = parser.parse_args()
+    options = parser(__doc__, SIZES).parse_args()
     print(HEADER)
     found = measure(options.engine, options.rounds, [options.only] if options.only else SIZES)
     write_json(options.json, options.engine, found)

@@ -9,10 +9,9 @@ on 1, 2 and 4 ranks, beside the formula; the model's activations are next to not
 
 from __future__ import annotations
 
-import argparse
 import sys
 
-from benchmarks.measuring import ENVIRONMENT, HEADER, Ratio, fit_step_seconds, write_json
+from benchmarks.measuring import ENVIRONMENT, HEADER, Ratio, fit_step_seconds, parser, write_json
 from tfdist.testing import RankPool
 
 LIMITS = {1: 1.05, 2: 1.05, 3: 1.4}
@@ -138,12 +137,7 @@ def measure_bytes(engine: str) -> list[dict]:
 
 def main() -> int:
     """Prints the tables; exit code 1 where a figure is above its limit."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", choices=["horovod", "tensorflow"], default="horovod")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", choices=["steps", "bytes"])
-    parser.add_argument("--json", help="Where to write the measurements.")
-    options = parser.parse_args()
+    options = parser(__doc__, ["steps", "bytes"]).parse_args()
     ratios: list[Ratio] = []
     held: list[dict] = []
     if options.only != "bytes":

@@ -12,7 +12,7 @@ from tfdist.launch.tasks import VALUES
 from tfdist.mesh import DEFAULT_ORDER, Mesh
 from tfdist.pipeline.schedules import SCHEDULES, make_schedule
 
-__all__ = ["FLAGS", "Layout", "as_given", "chosen_layout"]
+__all__ = ["MESH", "ZERO", "Layout", "as_given", "chosen_layout"]
 
 _DATA = flags.DEFINE_integer(
     "data", -1, "Ranks that share batches; -1: what the others leave", flag_values=VALUES
@@ -42,7 +42,7 @@ _SCHEDULE = flags.DEFINE_enum(
 _CHUNKS = flags.DEFINE_integer(
     "chunks", None, "Stages a rank, for interleaved [2]", lower_bound=1, flag_values=VALUES
 )
-_ZERO = flags.DEFINE_integer(
+ZERO = flags.DEFINE_integer(
     "zero_stage",
     0,
     "Ranks share: 1 optimizer state, 2 gradients, 3 parameters",
@@ -51,7 +51,7 @@ _ZERO = flags.DEFINE_integer(
     flag_values=VALUES,
 )
 
-FLAGS = (_DATA, _TENSOR, _PIPELINE, _ORDER, _MICROBATCHES, _SCHEDULE, _CHUNKS, _ZERO)
+MESH = (_DATA, _TENSOR, _PIPELINE, _ORDER, _MICROBATCHES, _SCHEDULE, _CHUNKS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,11 +119,6 @@ def chosen_layout() -> Layout:
         for flag in (_MICROBATCHES, _SCHEDULE, _CHUNKS):
             if flag.present:
                 raise UsageError(f"--{flag.name} is for a pipeline. Received: --pipeline=1.")
-    if _PIPELINE.value > 1 and _ZERO.value == 3:
-        raise UsageError(
-            "A pipeline goes with --zero_stage 0, 1 and 2. Received: "
-            f"--pipeline={_PIPELINE.value} --zero_stage=3."
-        )
     microbatches = _MICROBATCHES.value or (4 * _PIPELINE.value if _PIPELINE.value > 1 else 1)
     try:
         mesh = Mesh(
@@ -134,11 +129,11 @@ def chosen_layout() -> Layout:
         )
         make_schedule(_SCHEDULE.value, _PIPELINE.value, microbatches, _CHUNKS.value)
     except ValueError as error:
-        raise UsageError(f"{as_given(FLAGS)}: {error}") from error
+        raise UsageError(f"{as_given(MESH)}: {error}") from error
     return Layout(
         mesh,
         num_microbatches=microbatches,
         schedule=_SCHEDULE.value,
         chunks=_CHUNKS.value,
-        zero_stage=_ZERO.value,
+        zero_stage=ZERO.value,
     )

@@ -20,7 +20,7 @@ from absl import flags
 from tfdist.launch import command
 from tfdist.launch.images import Images
 from tfdist.launch.language import Language
-from tfdist.launch.mesh_flags import FLAGS, Layout, as_given, chosen_layout
+from tfdist.launch.mesh_flags import MESH, ZERO, Layout, as_given, chosen_layout
 from tfdist.launch.tasks import VALUES, Data, Settings, Task
 
 __all__ = ["run"]
@@ -109,7 +109,9 @@ def run() -> None:
         summary="Trains a reference model, on as many ranks as tfdist-run or horovodrun starts.",
         folded={
             "of gpt": [flag.name for flag in Language.flags],
-            "of the ranks": [flag.name for flag in (_STRATEGY, *FLAGS, _THREADS, _WATCHDOG)],
+            "of the rate": [_SCALING.name, _WARMUP.name],
+            "of memory": [_RECOMPUTE.name, ZERO.name],
+            "of the ranks": [flag.name for flag in (_STRATEGY, *MESH, _THREADS, _WATCHDOG)],
         },
     )
 
@@ -236,7 +238,7 @@ def _make_strategy(layout: Layout):
             layout.mesh, zero_stage=layout.zero_stage, watchdog_seconds=_WATCHDOG.value
         )
     except (ValueError, ImportError) as error:
-        given = as_given((_STRATEGY, *FLAGS)) or f"--strategy={_STRATEGY.value}"
+        given = as_given((_STRATEGY, *MESH, ZERO)) or f"--strategy={_STRATEGY.value}"
         raise command.UsageError(f"{given}: {error}") from error
 
 

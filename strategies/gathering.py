@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -22,7 +23,7 @@ from tfdist.strategies.sharded_parameters import (
     read_arrays,
 )
 
-__all__ = ["gathered"]
+__all__ = ["gathered", "gathered_for_step"]
 
 #: Operations that a layer may put between a parameter and its use, cheap enough to be repeated.
 _CHEAP = frozenset(
@@ -76,6 +77,44 @@ def gathered(
     call.region = Region()
     with given(variables, call.arrays):
         yield call.region.end
+
+
+@contextlib.contextmanager
+def gathered_for_step(
+    groups: Sequence[Sequence[ShardedVariable]], name: str
+) -> Iterator[Callable[[Mapping[int, Any]], dict[int, Any]]]:
+    """Gathers parameters before a step that runs its layers many times, as a pipeline does.
+
+    Args:
+        groups: The variables; those of a group travel together.
+        name: What they serve, for messages.
+
+    Yields:
+        A function from gradients of the arrays, by the id of the variable, to those of shards,
+        reduced over the ranks. Other gradients it leaves as they are. It is called once.
+    """
+    variables = [variable for group in groups for variable in group]
+    own = [variable._own for variable in variables]
+    arrays: list[tf.Tensor] = []
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(own)
+        for number, group in enumerate(groups):
+            arrays += gather_arrays(group, f"parameters/{name}{number}")
+
+    def to_shards(gradients: Mapping[int, Any]) -> dict[int, Any]:
+        wanted = [gradients.get(id(variable)) for variable in variables]
+        upstream = [
+            tf.zeros_like(array) if gradient is None else tf.convert_to_tensor(gradient)
+            for array, gradient in zip(arrays, wanted, strict=True)
+        ]
+        shards = tape.gradient(arrays, own, output_gradients=upstream)
+        found = dict(gradients)
+        for variable, gradient, shard in zip(variables, wanted, shards, strict=True):
+            found[id(variable)] = None if gradient is None else shard
+        return found
+
+    with given(variables, arrays):
+        yield to_shards
 
 
 class _Call:

@@ -14,7 +14,9 @@ from tfdist.collectives import Engine, Group, all_gather, all_reduce
 from tfdist.data.sharding import equal_steps, is_per_rank, mark_per_rank, shard_batches
 from tfdist.mesh import Mesh
 from tfdist.monitoring import Watchdog, startup_guard
+from tfdist.optimizers.buckets import BUCKET_BYTES
 from tfdist.strategies import keras_seam
+from tfdist.strategies.gathering import gathered_for_step
 from tfdist.strategies.gradients import reduce_gradients
 from tfdist.strategies.keras_seam.steps import count_rows, run_keras_step
 from tfdist.strategies.randomness import share_random_state
@@ -60,7 +62,7 @@ class ParallelStrategy(tf.distribute.Strategy):
         engine: Engine,
         *,
         zero_stage: int = 0,
-        bucket_mib: float = 4.0,
+        bucket_mib: float = BUCKET_BYTES / _MIB,
         watchdog_seconds: float = WATCHDOG_SECONDS,
     ):
         if zero_stage not in (0, 1, 2, 3):
@@ -224,6 +226,10 @@ class _ParallelExtended(OneDeviceExtended):
         """Reduces gradients over the data axis, in buckets; sparse ones as rows where they must."""
         group = self._parallel.group("data")
         return reduce_gradients(gradients, group, reduction, self.bucket_bytes, keep_rows=keep_rows)
+
+    def gathered(self, groups, name: str):
+        """Gathers ZeRO-3's parameters for a step: see `gathered_for_step`."""
+        return gathered_for_step(groups, name)
 
     def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
         context = tf.distribute.get_replica_context()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from tfdist.collectives import Group
 from tfdist.layers.sharding import sharding_of
 from tfdist.optimizers.zero.flat import FlatSharding, gather, scatter
 from tfdist.strategies.gradients import weigh_gradients
-from tfdist.strategies.replica import current_replica, current_step
+from tfdist.strategies.replica import current_step
 
 __all__ = [
     "ShardedVariable",
@@ -51,8 +52,16 @@ class ShardedVariable(keras.Variable):
     is a collective, unless its layer has gathered it already.
     """
 
-    _own: Any
+    #: Whether there is one in this process: each call of a layer asks.
+    exist = False
+
     _sharding_group: Group
+    _shard: weakref.ref | None = None
+
+    @property
+    def _own(self) -> Any:
+        """The variable that holds the shard; None before it is there, and once it was let go."""
+        return None if self._shard is None else self._shard()
 
     @property
     def _tfdist_stored_flat(self) -> FlatSharding:
@@ -67,7 +76,7 @@ class ShardedVariable(keras.Variable):
         array = tf.cast(tf.convert_to_tensor(value() if callable(value) else value), self._dtype)
         shards = FlatSharding(self._sharding_group, tuple(array.shape))
         super()._initialize(shards.own_of(array))
-        self._own = self._value
+        self._shard = weakref.ref(self._value)
 
     @property
     def value(self):
@@ -115,9 +124,10 @@ def shard_variable(variable: keras.Variable, group: Group) -> None:
         group: The ranks.
     """
     before = variable._value
+    ShardedVariable.exist = True
     variable.__class__ = ShardedVariable
     variable._sharding_group = group
-    variable._own = None
+    variable._shard = None
     if before is not None:
         with tf.init_scope():
             variable._initialize(before)
@@ -172,8 +182,8 @@ def gather_arrays(
         def gradient(*upstream):
             if on_gradient is not None:
                 on_gradient()
-            replica, step = current_replica(), current_step()
-            reduction = "mean" if replica is not None and step is not None else "sum"
+            step = current_step()
+            reduction = "sum" if step is None else "mean"
             arrays = weigh_gradients([tf.convert_to_tensor(each) for each in upstream], step)
 
             def reduce(arrays, shardings, name):

@@ -7,6 +7,7 @@ that it relies on, so a Keras that moved is told apart at once.
 """
 
 from tfdist.strategies.keras_seam import (
+    loss_scale,
     losses,
     metrics,
     normalization,
@@ -20,7 +21,17 @@ from tfdist.strategies.keras_seam.wrapping import apply_wrappers
 
 __all__ = ["install"]
 
-_MODULES = (losses, metrics, normalization, optimizers, parameters, randomness, saving, trainer)
+_MODULES = (
+    loss_scale,
+    losses,
+    metrics,
+    normalization,
+    optimizers,
+    parameters,
+    randomness,
+    saving,
+    trainer,
+)
 
 
 def install() -> None:

@@ -10,9 +10,11 @@ into that form here.
 from __future__ import annotations
 
 import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.losses import loss as loss_module
 from keras.src.trainers.compile_utils import CompileLoss
 
+from tfdist.monitoring.non_finite import guard_of
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.replica import current_step
 
@@ -62,7 +64,23 @@ def _compile_loss(original, self, y_true, y_pred, sample_weight=None):
     return counted_in_full(loss)
 
 
+def _watched_loss(original, self, *args, **kwargs):
+    """The loss of a training step, looked at by the guard where there is one."""
+    loss = original(self, *args, **kwargs)
+    step, guard = current_step(), guard_of(self)
+    if guard is not None and step is not None and step.kind == "train" and loss is not None:
+        guard.note(loss)
+        guard.end_step()
+    return loss
+
+
 WRAPPERS = (
+    Wrapper(
+        TensorFlowTrainer,
+        "compute_loss",
+        ("self", "x", "y", "y_pred", "sample_weight"),
+        _watched_loss,
+    ),
     Wrapper(CompileLoss, "call", ("self", "y_true", "y_pred", "sample_weight"), _compile_loss),
     Wrapper(loss_module, "scale_loss_for_distribution", ("value",), _scale),
     Wrapper(loss_module, "unscale_loss_for_distribution", ("value",), _scale),

@@ -13,6 +13,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from tfdist.collectives import Group, all_reduce, broadcast
+from tfdist.strategies.keras_seam.loss_scale import loss_scale_logs
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.replica import current_step
 
@@ -20,6 +21,15 @@ __all__ = ["WRAPPERS", "global_results"]
 
 
 def _get_metrics_result(original, self):
+    """The metrics of all ranks; in a training step also what a loss scale did."""
+    results = _global_metrics(original, self)
+    step = current_step()
+    if step is not None and step.kind == "train" and isinstance(results, dict):
+        results |= loss_scale_logs(self)
+    return results
+
+
+def _global_metrics(original, self):
     """Evaluates the metrics on the states of all ranks together.
 
     At the end of an epoch this is always so. The logs of a single batch are reduced only while

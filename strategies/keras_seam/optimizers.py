@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.optimizers.base_optimizer import BaseOptimizer
-from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
-from tfdist.collectives import all_reduce
-from tfdist.layers.sharding import mark_split, sharding_of
+from tfdist.layers.sharding import mark_split, mark_stored_flat, sharding_of, stored_flat
+from tfdist.optimizers.buckets import BUCKET_BYTES
 from tfdist.optimizers.clipping import clip_spread_gradients, is_spread
 from tfdist.optimizers.elementwise import check_elementwise
 from tfdist.optimizers.zero.flat import (
     FlatSharding,
     mark_state_split,
-    mark_stored_flat,
     state_sharding_of,
-    stored_flat,
 )
 from tfdist.optimizers.zero.update import ShardView, publish, scatter_gradients
 from tfdist.pipeline.staging import mark_staged, staging_of
@@ -35,8 +32,6 @@ from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.replica import current_replica, current_step
 
 __all__ = ["WRAPPERS"]
-
-_BUCKET_BYTES = 4 << 20
 
 
 def _apply_gradients(original, self, grads, trainable_variables):
@@ -49,11 +44,12 @@ def _apply_gradients(original, self, grads, trainable_variables):
     replica.reduced.discard(id(self))
     if any(sharding_of(variable) is not None for variable in trainable_variables):
         check_elementwise(self)
-    grads = _where(
-        [stored_flat(variable) is None for variable in trainable_variables],
-        grads,
-        lambda some: weigh_gradients(some, current_step()),
-    )
+    weighed = weigh_gradients(grads, current_step())
+    # Those of parameters that are split themselves were weighed as they came.
+    grads = [
+        own if stored_flat(variable) is not None else new
+        for own, new, variable in zip(grads, weighed, trainable_variables, strict=True)
+    ]
     if self.gradient_accumulation_steps and replica.strategy.zero_stage >= 2:
         # Whole gradients would stand from one micro-step to the next.
         grads = _reduce(self, replica, grads)
@@ -157,16 +153,7 @@ def _shards_of(variables) -> Iterator[list]:
     if changed:
         # At the end of `fit`, where averages become the parameters, no strategy is in scope.
         extended: Any = tf.distribute.get_strategy().extended
-        publish(changed, getattr(extended, "bucket_bytes", _BUCKET_BYTES))
-
-
-def _check_finite(original, self, grads):
-    """A gradient that overflows on one rank skips the step on all."""
-    finite = original(self, grads)
-    replica = current_replica()
-    if replica is None:
-        return finite
-    return all_reduce(tf.cast(finite, tf.bool), replica.strategy.group(), "min", name="finite")
+        publish(changed, getattr(extended, "bucket_bytes", BUCKET_BYTES))
 
 
 def _reduce(optimizer, replica, grads) -> list:
@@ -182,12 +169,6 @@ def _reduce(optimizer, replica, grads) -> list:
     # Those of parameters that are split themselves were reduced as they came.
     splits = [None if stored_flat(v) is not None else state_sharding_of(v) for v in variables]
     return scatter_gradients(grads, splits, reduction, bucket_bytes)
-
-
-def _where(chosen: Sequence[bool], values: Sequence, change) -> list:
-    """Values, those that are chosen changed by a function of their list."""
-    changed = iter(change([v for v, c in zip(values, chosen, strict=True) if c]))
-    return [next(changed) if c else v for v, c in zip(values, chosen, strict=True)]
 
 
 WRAPPERS = (
@@ -229,5 +210,4 @@ WRAPPERS = (
         ("self", "trainable_variables"),
         _of_shards,
     ),
-    Wrapper(LossScaleOptimizer, "check_finite", ("self", "grads"), _check_finite),
 )

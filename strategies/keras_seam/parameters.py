@@ -33,7 +33,7 @@ def _add_weight(original, self, *args, **kwargs):
 
 def _call(original, self, *args, **kwargs):
     """The outermost layer that has parameters gathers them; a model leaves that to its layers."""
-    if isinstance(self, keras.Model) or in_stateless_scope():
+    if not ShardedVariable.exist or isinstance(self, keras.Model) or in_stateless_scope():
         return original(self, *args, **kwargs)
     sharded = [v for v in self.variables if isinstance(v, ShardedVariable) and not v.is_whole]
     inputs = [part for part in tf.nest.flatten((args, kwargs)) if tf.is_tensor(part)]

@@ -9,8 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.layers.sharding import Sharding, sharding_of
-from tfdist.optimizers.zero.flat import FlatSharding, stored_flat
+from tfdist.layers.sharding import Sharding, sharding_of, stored_flat
+from tfdist.optimizers.zero.flat import FlatSharding
 
 __all__ = ["split_variables", "standing_in", "whole_values"]
 

@@ -11,6 +11,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from tfdist.collectives import all_reduce
 from tfdist.data.sharding import row_range
+from tfdist.monitoring.non_finite import guard_of
 from tfdist.strategies.keras_seam.callbacks import callbacks_of_rank, reads_batch_logs
 from tfdist.strategies.keras_seam.synchronization import synchronize_layer_states
 from tfdist.strategies.keras_seam.wrapping import Wrapper
@@ -35,7 +36,7 @@ def _arguments(original, *args, **kwargs) -> dict:
 def _fit(original, self, *args, **kwargs):
     strategy = _parallel_strategy(self)
     if strategy is None:
-        return original(self, *args, **kwargs)
+        return _fit_to_the_end(original, self, *args, **kwargs)
     if self.jit_compile:
         raise ValueError(
             "XLA cannot compile collectives of "
@@ -46,7 +47,19 @@ def _fit(original, self, *args, **kwargs):
     _adopt_optimizers(self, strategy)
     share_random_state(strategy.group())
     _prepare_callbacks(strategy, arguments, training=True)
-    return original(**arguments)
+    return _fit_to_the_end(original, **arguments)
+
+
+def _fit_to_the_end(original, self, *args, **kwargs):
+    """`fit`, whose failure says what the guard of the loss found."""
+    try:
+        return original(self, *args, **kwargs)
+    except tf.errors.InvalidArgumentError:
+        guard = guard_of(self)
+        error = None if guard is None else guard.error()
+        if error is None:
+            raise
+        raise error from None
 
 
 def _adopt_optimizers(model, strategy) -> None:

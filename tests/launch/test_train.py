@@ -110,7 +110,6 @@ def test_gpt_on_two_ranks_reaches_what_one_process_reaches(tmp_path):
         (["--model=gpt", "--tensor=0"], "tensor"),
         (["--model=gpt", "--schedule=gpipe"], "--schedule is for a pipeline"),
         (["--model=gpt", "--pipeline=2", "--sample=9"], "--sample=9 --pipeline=2"),
-        (["--model=gpt", "--pipeline=2", "--zero_stage=3"], "--pipeline=2 --zero_stage=3"),
         (["--zero_stage=4"], "zero_stage"),
         (
             ["--model=gpt", "--pipeline=2", "--schedule=interleaved", "--num_microbatches=3"],

@@ -35,13 +35,15 @@ def text(rows: int, vocabulary: int, seed: int = 0):
 
 
 def scope(mesh: dict | None):
-    """The scope of a strategy over this rank's engine, or none."""
+    """The scope of a strategy over this rank's engine, or none; `mesh` may have a zero_stage."""
     if mesh is None:
         return contextlib.nullcontext()
     from tfdist import Mesh
     from tfdist.testing import strategy
 
-    return strategy(Mesh(**mesh)).scope()
+    axes = dict(mesh)
+    stage = axes.pop("zero_stage", 0)
+    return strategy(Mesh(**axes), zero_stage=stage).scope()
 
 
 def build(vocabulary: int = 61, **options):

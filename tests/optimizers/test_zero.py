@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from tests.conftest import on_ranks
+from tests.layers import test_gpt
+from tests.pipeline import test_training
 from tests.strategies import programs
 from tests.strategies.test_keras_semantics import PROGRAMS as ALL_PROGRAMS
 from tests.strategies.test_keras_semantics import clip_sparse_gradients
@@ -18,6 +20,10 @@ from tests.strategies.test_keras_semantics import clip_sparse_gradients
 #: twice. Shards of a gradient have no rows: their norm is that of the gradient.
 PROGRAMS = [program for program in ALL_PROGRAMS if program is not clip_sparse_gradients]
 STAGES = [1, 2, 3]
+
+
+def slow_stage(stage: int):
+    return pytest.param(stage, marks=pytest.mark.slow)
 
 
 def on_rank(stage: int, program, *args):
@@ -35,6 +41,18 @@ def expected(one_process, program, *args):
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_as_one_process(pool, one_process, stage, optimizer):
+    check_parity(pool, one_process, stage, optimizer)
+
+
+@pytest.mark.slow
+@on_ranks(("horovod", 2), ("horovod", 4), ("tensorflow", 3), ("tensorflow", 4))
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_as_one_process_on_other_numbers_of_ranks(pool, one_process, stage, optimizer):
+    check_parity(pool, one_process, stage, optimizer)
+
+
+def check_parity(pool, one_process, stage, optimizer):
     args = (programs.train_images, "convnet", optimizer, programs.UNEVEN_ROWS)
     results = pool.run(on_rank, stage, *args, timeout=120)
     accuracy = 1e-5 if optimizer == "sgd" else 1e-4
@@ -48,6 +66,22 @@ def test_as_one_process(pool, one_process, stage, optimizer):
 def test_what_keras_offers(pool, one_process, stage, program):
     results = pool.run(on_rank, stage, program, timeout=120)
     programs.assert_same(results, expected(one_process, program))
+
+
+@on_ranks(("horovod", 4))
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adam", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [slow_stage(1), slow_stage(2), 3])
+def test_with_split_layers(pool, one_process, stage, optimizer):
+    mesh = {"data": 2, "tensor": 2, "zero_stage": stage}
+    options = {"optimizer": optimizer, "evaluate": False}
+    test_gpt.check_parity(pool, one_process, mesh, True, "gpt2", **options)
+
+
+@on_ranks(("horovod", 4))
+@pytest.mark.parametrize("stage", [slow_stage(1), slow_stage(2), 3])
+def test_in_a_pipeline(pool, one_process, stage):
+    mesh = {"data": 2, "pipeline": 2, "zero_stage": stage}
+    test_training.check(pool, one_process, mesh, pipeline={})
 
 
 def refusal(optimizer) -> str:

@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-
 import keras
 import numpy as np
-import psutil
 import tensorflow as tf
+
+from tfdist.monitoring import PeakMemory
 
 #: Rows of a micro-batch, and width of a layer: an activation of 4 MiB.
 ROWS, WIDTH = 1024, 1024
 MIB = 1 << 20
-
-
-class Peak:
-    """The highest resident size of this process while it is open, beyond that at the start."""
-
-    def __enter__(self):
-        self._process = psutil.Process()
-        self._over = threading.Event()
-        self.before = self.peak = self._process.memory_info().rss
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self):
-        while not self._over.wait(0.0005):
-            self.peak = max(self.peak, self._process.memory_info().rss)
-
-    def __exit__(self, *_):
-        self._over.set()
-        self._thread.join()
-
-    @property
-    def mebibytes(self) -> float:
-        return (self.peak - self.before) / MIB
 
 
 def peak_of_a_step(mesh: dict, schedule: str, microbatches: int) -> float:
@@ -62,7 +37,7 @@ def peak_of_a_step(mesh: dict, schedule: str, microbatches: int) -> float:
     for _ in range(2):
         step(iterator)
     for _ in range(3):
-        with Peak() as peak:
+        with PeakMemory() as peak:
             step(iterator)
-        found.append(peak.mebibytes)
+        found.append(peak.bytes / MIB)
     return float(np.min(found))

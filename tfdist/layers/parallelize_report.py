@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from tabulate import SEPARATING_LINE, tabulate
+
 __all__ = ["ParallelizeReport", "VariableReport"]
 
 
@@ -68,13 +70,13 @@ class ParallelizeReport:
             for row in self.variables
         ]
         total = ("total", "", "", "", "", f"{self.bytes_per_rank:,}", f"{self.replicated_bytes:,}")
-        rows = [head, *rows, total]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = []
-        for row in rows:
-            left = [cell.ljust(width) for cell, width in zip(row[:-2], widths, strict=False)]
-            right = [cell.rjust(width) for cell, width in zip(row[-2:], widths[-2:], strict=True)]
-            lines.append("  ".join(left + right).rstrip())
-        rule = "-" * max(map(len, lines))
-        title = f"Split over tensor={self.tensor}:"
-        return "\n".join([title, lines[0], rule, *lines[1:-1], rule, lines[-1]])
+        sides = ("left",) * 5 + ("right",) * 2
+        table = tabulate(
+            [*rows, SEPARATING_LINE, total],
+            head,
+            tablefmt="simple",
+            disable_numparse=True,
+            colalign=sides,
+            headersalign=sides,
+        )
+        return f"Split over tensor={self.tensor}:\n{table}"

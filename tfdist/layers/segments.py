@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from tfdist.pipeline.chain import Chain
-from tfdist.pipeline.costs import measure_seconds, training_graph
+from tfdist.pipeline.costs import link_costs, training_graph
 
 __all__ = ["Costs", "cheapest_within", "choose_segments", "smallest"]
 
@@ -63,9 +64,16 @@ def choose_segments(
     else:
         known = _costs_of(chain, costs, rows)
         runs = smallest(known) if budget is None else cheapest_within(known, budget)
-    # The backward pass begins in the last run, whose activations are all there then.
-    runs = [(begin, end) for begin, end in runs if end < count]
-    return [edges for run in runs if (edges := _edges(chain, *run)) is not None]
+    # The backward pass begins in the last run, whose activations are all there then. A run begins
+    # and ends with layers that are called once.
+    uses = Counter(id(layer) for link in chain.links for layer in link.layers)
+    found = []
+    for begin, end in runs:
+        layers = [layer for link in chain.links[begin:end] for layer in link.layers]
+        once = [layer for layer in layers if uses[id(layer)] == 1]
+        if end < count and once:
+            found.append((once[0], once[-1]))
+    return found
 
 
 def smallest(costs: Costs) -> list[tuple[int, int]]:
@@ -199,24 +207,7 @@ def _undominated(ways: list[_Way]) -> list[_Way]:
 
 
 def _costs_of(chain: Chain, costs: str | Sequence[float], rows: int) -> Costs:
-    if isinstance(costs, str):
-        ways: dict[str, Callable[[], Sequence[float]]] = {
-            "flops": chain.flops,
-            "seconds": lambda: measure_seconds(chain),
-        }
-        if costs not in ways:
-            raise ValueError(
-                "`costs` is 'flops', 'seconds', or a number for each part of the chain. "
-                f"Received: {costs!r}."
-            )
-        forward = list(ways[costs]())
-    else:
-        forward = list(costs)
-        if len(forward) != len(chain):
-            raise ValueError(
-                f"`costs` has a number for each of the {len(chain)} parts of the chain. Received: "
-                f"{len(forward)} numbers."
-            )
+    forward = link_costs(chain, "costs", costs, ("flops", "seconds"))
     chain.check_known_shapes("activations can be counted")
     inputs, inside = [], []
     for link, spec in zip(chain.links, chain.specs(rows), strict=False):
@@ -240,15 +231,3 @@ def _is_parameter(tensor: tf.Tensor) -> bool:
 
 def _bytes(tensor: tf.Tensor) -> int:
     return (tensor.shape.num_elements() or 0) * tensor.dtype.size
-
-
-def _edges(chain: Chain, begin: int, end: int):
-    """The first and last layer of a run of parts, each called once; None where there is none."""
-    uses: dict[int, int] = {}
-    for link in chain.links:
-        for layer in link.layers:
-            uses[id(layer)] = uses.get(id(layer), 0) + 1
-    layers = [
-        layer for link in chain.links[begin:end] for layer in link.layers if uses[id(layer)] == 1
-    ]
-    return (layers[0], layers[-1]) if layers else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -18,21 +18,27 @@ import tensorflow as tf
 from tfdist.collectives import Group, all_gather, all_reduce
 from tfdist.collectives.conjugates import reduce
 
+if TYPE_CHECKING:
+    from tfdist.optimizers.zero.flat import FlatSharding
+
 __all__ = [
     "Sharding",
     "add_split_weight",
     "check_by_entries",
     "mark_partial_gradient",
     "mark_split",
+    "mark_stored_flat",
     "read",
     "sharding_of",
     "split_variable",
+    "stored_flat",
     "tensor_group",
     "whole_value",
 ]
 
 _MARK = "_tfdist_sharding"
 _PARTIAL = "_tfdist_partial_over"
+_STORED = "_tfdist_stored_flat"
 
 
 def tensor_group() -> Group | None:
@@ -115,6 +121,16 @@ def mark_split(variable, sharding: Sharding) -> None:
     setattr(variable, _MARK, sharding)
 
 
+def stored_flat(variable) -> FlatSharding | None:
+    """Of which array the value of a Keras variable is a flat shard; None where it is an array."""
+    return getattr(variable, _STORED, None)
+
+
+def mark_stored_flat(variable, sharding: FlatSharding) -> None:
+    """Says that a variable's value is a flat shard of an array, which may itself be a slice."""
+    setattr(variable, _STORED, sharding)
+
+
 def mark_partial_gradient(variable, group: Group) -> None:
     """Says that a whole variable sees a part of the work, so that its gradients are to be summed.
 
@@ -131,6 +147,9 @@ def partial_gradient_group(variable) -> Group | None:
 
 def whole_value(variable, name: str = "shard"):
     """The global array that a variable is or is a part of; every rank calls this."""
+    flat = stored_flat(variable)
+    if flat is not None:
+        return flat.whole_of(tf.convert_to_tensor(variable._value), name)
     sharding = sharding_of(variable)
     value = tf.convert_to_tensor(variable.value)
     return value if sharding is None else sharding.whole_of(value, name)

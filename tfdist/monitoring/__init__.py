@@ -7,6 +7,7 @@ from tfdist.monitoring.memory_report import (
     MemoryRow,
     memory_report,
 )
+from tfdist.monitoring.non_finite import TerminateOnNonFinite
 from tfdist.monitoring.watchdog import Watchdog, startup_guard
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "MemoryReporter",
     "MemoryRow",
     "PeakMemory",
+    "TerminateOnNonFinite",
     "Watchdog",
     "bytes_in_use",
     "memory_report",

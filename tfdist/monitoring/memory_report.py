@@ -10,10 +10,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from tabulate import tabulate
 
-from tfdist.layers.sharding import sharding_of
+from tfdist.layers.sharding import sharding_of, stored_flat
 from tfdist.monitoring.memory import PeakMemory
-from tfdist.optimizers.zero.flat import stored_flat
 
 __all__ = ["MemoryReport", "MemoryReporter", "MemoryRow", "memory_report"]
 
@@ -55,18 +55,15 @@ class MemoryReport:
 
     def table(self) -> str:
         """The report as a table, in MiB."""
-        lines = [(f"rank {self.rank}, MiB", "whole", "planned", "measured")]
+        head = (f"rank {self.rank}, MiB", "whole", "planned", "measured")
+        lines = []
         for row in self.rows:
             sizes = (row.whole, row.planned, row.measured)
             cells = ["" if size is None else f"{size / _MIB:,.2f}" for size in sizes]
-            lines.append((row.what, cells[0], cells[1], cells[2]))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.rjust(width) if place else cell.ljust(width)
-                for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
+            lines.append((row.what, *cells))
+        sides = ("left", "right", "right", "right")
+        return tabulate(
+            lines, head, tablefmt="plain", disable_numparse=True, colalign=sides, headersalign=sides
         )
 
     def to_json(self) -> str:

@@ -6,7 +6,10 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
-__all__ = ["buckets"]
+__all__ = ["BUCKET_BYTES", "buckets"]
+
+#: The size at which a bucket is full, where nobody says another one.
+BUCKET_BYTES = 4 << 20
 
 
 def buckets(tensors: Iterable[tuple[int, tf.Tensor]], most_bytes: int) -> list[list[int]]:

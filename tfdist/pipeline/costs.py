@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
@@ -14,7 +14,42 @@ from tfdist.collectives.objects import all_gather_object
 from tfdist.pipeline.chain import Chain, Link
 from tfdist.pipeline.keras_graph import trace_graph, without_values
 
-__all__ = ["measure_seconds", "training_graph"]
+__all__ = ["link_costs", "measure_seconds", "training_graph"]
+
+
+def link_costs(
+    chain: Chain, name: str, given: str | Sequence[float], kinds: Sequence[str]
+) -> tuple[float, ...]:
+    """What each link costs.
+
+    Args:
+        chain: The chain.
+        name: The argument that says so, for messages.
+        given: Its value: a number for each link, or one of `kinds`.
+        kinds: Those of "flops", "parameters" and "seconds" (`measure_seconds`, on this rank alone)
+            that have a meaning there.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    if not isinstance(given, str):
+        if len(given) != len(chain):
+            raise ValueError(
+                f"`{name}` has a number for each of the {len(chain)} parts of the chain. Received: "
+                f"{len(given)} numbers."
+            )
+        return tuple(float(each) for each in given)
+    ways: dict[str, Callable[[], Sequence[float]]] = {
+        "flops": chain.flops,
+        "parameters": lambda: [link.parameters for link in chain.links],
+        "seconds": lambda: measure_seconds(chain),
+    }
+    if given not in kinds:
+        raise ValueError(
+            f"`{name}` is {', '.join(map(repr, kinds))}, or a number for each part of the chain. "
+            f"Received: {given!r}."
+        )
+    return tuple(float(each) for each in ways[given]())
 
 
 def measure_seconds(

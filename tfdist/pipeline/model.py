@@ -78,10 +78,6 @@ class PipelineModel(keras.Model):
         strategy: Any = tf.distribute.get_strategy()
         has_engine = hasattr(strategy, "engine")
         group = (strategy if has_engine else LocalEngine()).group("pipeline")
-        if getattr(strategy, "zero_stage", 0) == 3:
-            raise ValueError(
-                "A pipeline goes with `zero_stage` 0, 1 and 2. Received: zero_stage=3."
-            )
         if cut == "cyclic" and chunks is None and not len(chain) % group.size:
             chunks = len(chain) // group.size
         plan = make_schedule(schedule, group.size, num_microbatches, chunks)
@@ -140,8 +136,7 @@ class PipelineModel(keras.Model):
     def train_step(self, data):
         """One update from this rank's rows."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        outcome = self._parts.train(self, x, (y, sample_weight))
-        gradients = self._parts.gradients(outcome)
+        gradients = self._parts.train(self, x, (y, sample_weight))
         variables = self.trainable_variables
         self.optimizer.apply_gradients([(gradients.get(id(v)), v) for v in variables])
         return self.get_metrics_result()

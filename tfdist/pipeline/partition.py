@@ -5,10 +5,12 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+from tabulate import tabulate
 
 from tfdist.pipeline.chain import Chain, Link
-from tfdist.pipeline.costs import measure_seconds
+from tfdist.pipeline.costs import link_costs
 
 __all__ = ["Partition", "balance", "make_partition"]
 
@@ -56,7 +58,8 @@ class Partition:
     def table(self) -> str:
         """Stage, rank, layers, parameters, FLOPs of a forward of one row, and share of the cost."""
         flops = self.chain.flops() if self.chain.has_known_shapes else None
-        rows = [("stage", "rank", "layers", "parameters", "FLOPs", "share")]
+        head = ("stage", "rank", "layers", "parameters", "FLOPs", "share")
+        rows = []
         for stage in range(self.num_stages):
             links = self.links(stage)
             begin = self.ends[stage] - len(links)
@@ -72,14 +75,9 @@ class Partition:
                     f"{self.share(stage):.1%}",
                 )
             )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        left = (False, False, True, False, False, False)
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if to_left else cell.rjust(width)
-                for cell, width, to_left in zip(row, widths, left, strict=True)
-            )
-            for row in rows
+        sides = ("right", "right", "left", "right", "right", "right")
+        return tabulate(
+            rows, head, tablefmt="plain", disable_numparse=True, colalign=sides, headersalign=sides
         )
 
 
@@ -150,25 +148,7 @@ def make_partition(
         ValueError: The chain cannot be cut so.
     """
     stages = num_ranks * chunks
-    if isinstance(cost, str):
-        ways: dict[str, Callable[[], Sequence[float]]] = {
-            "flops": chain.flops,
-            "parameters": lambda: [link.parameters for link in chain.links],
-            "seconds": lambda: measure_seconds(chain),
-        }
-        if cost not in ways:
-            raise ValueError(
-                "`cost` is 'flops', 'parameters', 'seconds', or a number for each part of the "
-                f"chain. Received: {cost!r}."
-            )
-        costs = tuple(float(each) for each in ways[cost]())
-    else:
-        costs = tuple(float(each) for each in cost)
-        if len(costs) != len(chain):
-            raise ValueError(
-                f"`cost` has a number for each of the {len(chain)} parts of the chain. Received: "
-                f"{len(costs)} numbers."
-            )
+    costs = link_costs(chain, "cost", cost, ("flops", "parameters", "seconds"))
     if cut == "even":
         ends = balance(costs, stages)
     elif cut == "cyclic":

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist.collectives import Group
+from tfdist.layers.sharding import stored_flat
+from tfdist.monitoring.non_finite import guard_of
 from tfdist.pipeline.executor import Outcome, Route, run_forward, run_schedule
 from tfdist.pipeline.keras_graph import initialize_weights
 from tfdist.pipeline.partition import Partition
@@ -41,16 +44,21 @@ class Parts:
         """The stage that sees outputs and targets."""
         return self.schedule.num_stages - 1
 
-    def train(self, model, x: tf.Tensor, batch) -> Outcome:
-        """Adds the work of this rank for one step to the graph."""
+    def train(self, model, x: tf.Tensor, batch) -> dict[int, Any]:
+        """Adds the work of this rank for one step to the graph.
+
+        Returns:
+            By the id of each of this rank's trained variables, its gradient or None.
+        """
         count = self.schedule.num_microbatches
         rows = rows_of_microbatch(x, count)
         static = rows if isinstance(rows, int) else None
         specs = self._specs(x, static)
         parts = [microbatches(t, rows, count) for t in (x, *_flat(batch))]
-        programs = {
-            stage: self._program(model, stage, specs, batch, static) for stage in self.stages
-        }
+        with self._parameters_at_hand() as to_shards:
+            programs = {
+                stage: self._program(model, stage, specs, batch, static) for stage in self.stages
+            }
         outcome = run_schedule(
             self.schedule,
             programs,
@@ -65,9 +73,33 @@ class Parts:
                 with tf.init_scope(), tf.device("/CPU:0"):
                     self.times = tf.Variable(tf.zeros(outcome.times.shape, tf.float64))
             self.times.assign(outcome.times)
-        return outcome
+        guard = guard_of(model)
+        if guard is not None and self.last_stage in self.stages:
+            guard.end_step()
+        return to_shards(self._gradients(outcome))
 
-    def gradients(self, outcome: Outcome) -> dict[int, Any]:
+    @contextlib.contextmanager
+    def _parameters_at_hand(self) -> Iterator[Callable]:
+        """Inside, parameters that ZeRO keeps in shards are whole arrays.
+
+        Yields:
+            What makes gradients of shards of gradients of parameters, by the ids of variables.
+        """
+        extended: Any = tf.distribute.get_strategy().extended
+        links = [link for stage in self.stages for link in self.partition.links(stage)]
+        seen: set[int] = set()
+        groups = []
+        for link in links:
+            new = {id(v): v for v in link.variables if stored_flat(v) and id(v) not in seen}
+            seen |= new.keys()
+            groups.append(list(new.values()))
+        if not seen:
+            yield lambda gradients: gradients
+            return
+        with extended.gathered([group for group in groups if group], "stages") as to_shards:
+            yield to_shards
+
+    def _gradients(self, outcome: Outcome) -> dict[int, Any]:
         """By the id of each of this rank's trained variables, its gradient or None."""
         found: dict[int, Any] = {}
         for stage, gradients in outcome.gradients.items():
@@ -107,12 +139,13 @@ class Parts:
 
             return run
 
-        outputs = run_forward(
-            {stage: stage_function(stage) for stage in self.stages},
-            self.schedule.num_stages,
-            Route(self.group, self._specs(x, None)),
-            inputs,
-        )
+        with self._parameters_at_hand():
+            outputs = run_forward(
+                {stage: stage_function(stage) for stage in self.stages},
+                self.schedule.num_stages,
+                Route(self.group, self._specs(x, None)),
+                inputs,
+            )
         return outputs, tf.add_n(extra) if extra else tf.constant(0.0)
 
     def output_spec(self, x: tf.Tensor) -> keras.KerasTensor:
@@ -164,6 +197,9 @@ class Parts:
         def loss(y_pred, *tensors):
             y, sample_weight = _packed(batch, tensors)
             total = model._compile_loss(y, y_pred, sample_weight)
+            guard = guard_of(model)
+            if guard is not None:
+                guard.note(total)
             model._loss_tracker.update_state(total, sample_weight=tf.shape(y_pred)[0])
             if model._compile_metrics is not None:
                 model._compile_metrics.update_state(y, y_pred, sample_weight)

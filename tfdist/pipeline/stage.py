@@ -77,7 +77,10 @@ def trace_stage(
 
     def step(x, *rest):
         graph = tf.compat.v1.get_default_graph()
+        values = [variable.value for variable in variables]
         with tf.GradientTape() as tape:
+            # A tape knows variables by itself, but not arrays that stand for them.
+            tape.watch(values)
             y = x
             if x.dtype.is_floating and not first:
                 tape.watch(x)
@@ -100,7 +103,6 @@ def trace_stage(
                 targets = [y] + ([] if extra is None else [extra])
                 seeds = [rest[0]] + ([] if extra is None else [tf.ones_like(extra)])
         marks["forward"] = set(graph.get_operations())
-        values = [variable.value for variable in variables]
         dx, *gradients = tape.gradient(targets, [source, *values], output_gradients=seeds)
         # Operations of the backward pass, also where TensorFlow hands on what was there before.
         dx = None if dx is None else tf.identity(dx)

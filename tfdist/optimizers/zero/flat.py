@@ -16,13 +16,11 @@ __all__ = [
     "FlatSharding",
     "gather",
     "mark_state_split",
-    "mark_stored_flat",
     "scatter",
     "state_sharding_of",
-    "stored_flat",
 ]
 
-_STATE, _STORED = "_tfdist_state_sharding", "_tfdist_stored_flat"
+_STATE = "_tfdist_state_sharding"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,13 +125,3 @@ def state_sharding_of(variable) -> FlatSharding | None:
 def mark_state_split(variable, sharding: FlatSharding) -> None:
     """Says that the optimizer's state for a parameter is split."""
     setattr(variable, _STATE, sharding)
-
-
-def stored_flat(variable) -> FlatSharding | None:
-    """Of which array a Keras variable's value is a flat shard; None where it is an array."""
-    return getattr(variable, _STORED, None)
-
-
-def mark_stored_flat(variable, sharding: FlatSharding) -> None:
-    """Says that a variable's value is a flat shard."""
-    setattr(variable, _STORED, sharding)

@@ -20,6 +20,9 @@ class ShardView:
     Args:
         variable: The parameter.
         sharding: How it is cut.
+
+    Attributes:
+        is_changed: Whether something was assigned.
     """
 
     def __init__(self, variable: tf.Variable, sharding: FlatSharding):
@@ -29,12 +32,7 @@ class ShardView:
         # What optimizers find their state for a variable by.
         self._unique_id = variable._unique_id
         self._value: tf.Tensor | None = None
-        self._changed = False
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether something was assigned."""
-        return self._changed
+        self.is_changed = False
 
     @property
     def value(self) -> tf.Tensor:
@@ -45,7 +43,7 @@ class ShardView:
 
     def assign(self, value) -> None:
         """Sets the shard."""
-        self._value, self._changed = tf.cast(value, self.dtype), True
+        self._value, self.is_changed = tf.cast(value, self.dtype), True
 
     def assign_add(self, value) -> None:
         """Adds to the shard."""
