@@ -155,7 +155,7 @@ def _main(_) -> None:
         data.train,
         validation_data=data.validation,
         epochs=settings.epochs,
-        callbacks=[speed],
+        callbacks=[speed, tfdist.monitoring.TerminateOnNonFinite()],
         verbose=_VERBOSE.value,
         shuffle=False,
     )

@@ -68,10 +68,20 @@ def _watched_loss(original, self, *args, **kwargs):
     """The loss of a training step, looked at by the guard where there is one."""
     loss = original(self, *args, **kwargs)
     step, guard = current_step(), guard_of(self)
-    if guard is not None and step is not None and step.kind == "train" and loss is not None:
-        guard.note(loss)
-        guard.end_step()
-    return loss
+    if guard is None or step is None or step.kind != "train" or loss is None:
+        return loss
+    guard.note(loss)
+    goes_on = guard.end_step()
+
+    @tf.custom_gradient
+    def watched(loss):
+        def gradient(dy):
+            with tf.control_dependencies(goes_on):
+                return tf.identity(dy)
+
+        return tf.identity(loss), gradient
+
+    return watched(loss)
 
 
 WRAPPERS = (

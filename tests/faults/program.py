@@ -68,7 +68,7 @@ class Stage(keras.layers.Layer):
     calls = 0
 
     def call(self, inputs, training=False):
-        if not training or not is_victim:
+        if not training or not is_victim or fault == "non-finite":
             return inputs
         outputs = tf.numpy_function(self.pass_on, [inputs], inputs.dtype)
         outputs = tf.ensure_shape(outputs, inputs.shape)
@@ -99,5 +99,10 @@ with strategy.scope():
         model = keras.Sequential(layers)
     model.compile("sgd", "mse")
 x = np.random.normal(size=(80, 8)).astype("float32")
-model.fit(x, x[:, :1], batch_size=10, epochs=3, verbose=0, callbacks=[Fault(), Save()])
+callbacks = [Fault(), Save()]
+if fault == "non-finite":
+    # One bad sample, in the victim's rows of the fourth batch.
+    x[35 if victim else 30] = np.nan
+    callbacks = [tfdist.monitoring.TerminateOnNonFinite(steps=3)]
+model.fit(x, x[:, :1], batch_size=10, epochs=3, verbose=0, shuffle=False, callbacks=callbacks)
 print("came to the end of the program", flush=True)

@@ -45,10 +45,38 @@ def cases():
 
 @pytest.mark.parametrize(("engine", "fault", "phase", "who"), list(cases()))
 def test_job_ends_and_names_the_rank(tmp_path, engine, fault, phase, who):
+    skip_without(engine)
+    name, value = "TFDIST_TEST_MARK", f"{tmp_path.name}-{os.getpid()}"
+    note = tmp_path / "note"
+    job = run_program(engine, fault, phase, who, note, {name: value})
+    ended = time.time()
+    story = job.stdout[-6000:] + job.stderr[-2000:]
+    assert note.exists(), story
+    assert job.returncode not in (0, 2), story
+    assert ended - float(note.read_text()) < WATCHDOG_SECONDS + 10, story
+    assert "came to the end" not in job.stdout, story
+    assert f"rank {RANKS[who]}" in job.stderr.strip().splitlines()[-1], story
+    assert not orphans(name, value), story
+
+
+@pytest.mark.parametrize("phase", ["mid-epoch", pytest.param("stage", marks=pytest.mark.slow)])
+def test_a_loss_that_is_no_number_ends_the_job(tmp_path, phase):
+    skip_without("horovod")
+    # In a pipeline the last stage has the loss.
+    job = run_program("horovod", "non-finite", phase, "other", tmp_path / "note", {})
+    story = job.stdout[-6000:] + job.stderr[-2000:]
+    assert job.returncode not in (0, 2), story
+    said = "The loss of rank 1 was not finite for 3 training steps in a row, up to step 6"
+    assert said in job.stdout + job.stderr, story
+    assert "rank 1" in job.stderr.strip().splitlines()[-1], story
+
+
+def skip_without(engine: str) -> None:
     if engine == "horovod" and importlib.util.find_spec("horovod") is None:
         pytest.skip("Horovod is not installed: `tfdist-install-horovod` builds it.")
-    note, mark = tmp_path / "note", f"TFDIST_TEST_MARK={tmp_path.name}-{os.getpid()}"
-    name, _, value = mark.partition("=")
+
+
+def run_program(engine, fault, phase, who, note, more) -> subprocess.CompletedProcess:
     command = [
         os.path.join(os.path.dirname(sys.executable), "tfdist-run"),
         "-np=2",
@@ -62,23 +90,10 @@ def test_job_ends_and_names_the_rank(tmp_path, engine, fault, phase, who):
         str(RANKS[who]),
         str(note),
     ]
-    environment = {
-        **os.environ,
-        name: value,
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    job = subprocess.run(
+    environment = {**os.environ, **more, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=150, check=False
     )
-    ended = time.time()
-    story = job.stdout[-6000:] + job.stderr[-2000:]
-    assert note.exists(), story
-    assert job.returncode not in (0, 2), story
-    assert ended - float(note.read_text()) < WATCHDOG_SECONDS + 10, story
-    assert "came to the end" not in job.stdout, story
-    assert f"rank {RANKS[who]}" in job.stderr.strip().splitlines()[-1], story
-    assert not orphans(name, value), story
 
 
 def orphans(name: str, value: str) -> list[int]:

@@ -90,13 +90,19 @@ class NonFiniteGuard:
         finite = tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(loss)))
         self._is_bad.assign(tf.logical_or(self._is_bad, tf.logical_not(finite)))
 
-    def end_step(self) -> None:
-        """Counts the step."""
+    def end_step(self) -> list:
+        """Counts the step.
+
+        Returns:
+            What gradients wait for, so that they reach other ranks only where training goes on:
+            else ranks that have only the bad weights of this one would count as far by then.
+        """
         self._steps.assign_add(1)
         self._in_row.assign(tf.where(self._is_bad, self._in_row + 1, 0))
         self._is_bad.assign(False)
         is_over = tf.logical_and(self._limit > 0, self._in_row >= self._limit)
-        tf.debugging.Assert(tf.logical_not(is_over), ["The loss is not finite"])
+        goes_on = tf.debugging.Assert(tf.logical_not(is_over), ["The loss is not finite"])
+        return [] if tf.executing_eagerly() else [goes_on]
 
     def error(self) -> FloatingPointError | None:
         """What to say of the steps so far; None where there is nothing."""

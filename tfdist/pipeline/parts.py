@@ -73,10 +73,12 @@ class Parts:
                 with tf.init_scope(), tf.device("/CPU:0"):
                     self.times = tf.Variable(tf.zeros(outcome.times.shape, tf.float64))
             self.times.assign(outcome.times)
+        gradients = self._gradients(outcome)
         guard = guard_of(model)
         if guard is not None and self.last_stage in self.stages:
-            guard.end_step()
-        return to_shards(self._gradients(outcome))
+            with tf.control_dependencies(guard.end_step()):
+                gradients = tf.nest.map_structure(tf.identity, gradients, expand_composites=True)
+        return to_shards(gradients)
 
     @contextlib.contextmanager
     def _parameters_at_hand(self) -> Iterator[Callable]:
