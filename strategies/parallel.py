@@ -153,6 +153,8 @@ class _ParallelExtended(OneDeviceExtended):
         self._parallel = strategy
         self._local = threading.local()
         self._batch_logs_read: tf.Variable | None = None
+        #: Whether callbacks are at the beginning of `fit`, where some restore on the chief alone.
+        self.restores = False
 
     # -- what ranks are ---------------------------------------------------------------------
 

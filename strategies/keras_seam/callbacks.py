@@ -9,12 +9,13 @@ import tensorflow as tf
 
 from tfdist.collectives import all_reduce
 from tfdist.collectives.objects import broadcast_object
+from tfdist.strategies.keras_seam.splits import receive_slices
 from tfdist.strategies.keras_seam.synchronization import (
     broadcast_variables,
     synchronize_layer_states,
 )
 
-__all__ = ["callbacks_of_rank", "reads_batch_logs"]
+__all__ = ["callbacks_of_rank", "check_callbacks", "reads_batch_logs"]
 
 #: They only write what they are shown, so other ranks than the chief can do without.
 _WRITERS = (
@@ -43,7 +44,23 @@ def callbacks_of_rank(callbacks: Sequence, strategy, *, training: bool) -> list:
         own = [follower for callback in own if (follower := _on_follower(callback)) is not None]
     if not training:
         return own
-    return [_AgreeFirst(strategy), *own, _AgreeLast(strategy)]
+    backups = [c for c in own if isinstance(c, keras.callbacks.BackupAndRestore)]
+    return [_AgreeFirst(strategy, backups), *own, _AgreeLast(strategy)]
+
+
+def check_callbacks(callbacks: Sequence, model) -> None:
+    """Refuses what a model on many ranks cannot do.
+
+    Raises:
+        ValueError: A backup of a pipeline, whose files lack the optimizer's state.
+    """
+    is_pipeline = "pipeline" in getattr(model, "metrics_axes", ())
+    if is_pipeline and any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
+        raise ValueError(
+            "Keras' files do not hold the optimizer's state of a pipeline, so training would not "
+            "go on as it was. Received: BackupAndRestore for a PipelineModel. Take ModelCheckpoint "
+            "for the weights."
+        )
 
 
 def reads_batch_logs(callbacks: Sequence) -> bool:
@@ -81,8 +98,13 @@ def _on_follower(callback):
 class _BackupFollower(keras.callbacks.BackupAndRestore):
     """`BackupAndRestore` on a rank that does not write: takes part in saves, touches no file.
 
-    What the chief restores reaches this rank with its weights.
+    What the chief restores reaches this rank with its weights, slices of split ones here.
+
+    Attributes:
+        restores: Whether the chief is about to.
     """
+
+    restores = False
 
     def __init__(self, callback: keras.callbacks.BackupAndRestore):
         super().__init__(
@@ -93,7 +115,8 @@ class _BackupFollower(keras.callbacks.BackupAndRestore):
         )
 
     def on_train_begin(self, logs=None):
-        pass
+        if self.restores:
+            receive_slices(self.model, self.model.distribute_strategy.group())
 
     def _save_model(self):
         self.model.save_weights(filepath=self._weights_path, overwrite=True)
@@ -119,9 +142,17 @@ class _AgreeFirst(keras.callbacks.Callback):
     # Keras may then call the callbacks of a batch without waiting for it.
     async_safe = True
 
-    def __init__(self, strategy):
+    def __init__(self, strategy, backups: Sequence):
         super().__init__()
-        self._strategy = strategy
+        self._strategy, self._backups = strategy, backups
+
+    def on_train_begin(self, logs=None):
+        self._strategy.extended.restores = True
+        found = [tf.io.gfile.exists(backup._weights_path) for backup in self._backups]
+        found = broadcast_object(found, self._strategy.group(), name="backups")
+        for backup, restores in zip(self._backups, found, strict=True):
+            if isinstance(backup, _BackupFollower):
+                backup.restores = restores
 
     def on_epoch_end(self, epoch, logs=None):
         synchronize_layer_states(self.model)
@@ -147,10 +178,12 @@ class _AgreeLast(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         group = self._strategy.group()
+        self._strategy.extended.restores = False
         broadcast_variables(
             self.model,
             whole=self._strategy.group("data", "tensor"),
             split=self._strategy.group("data"),
+            bucket_bytes=self._strategy.extended.bucket_bytes,
         )
         # Keras' own place for what a callback restored: `fit` reads it right after this.
         self.model._initial_epoch = broadcast_object(

@@ -51,7 +51,10 @@ def _load_state(original, saveable, *args, **kwargs):
         return original(saveable, *args, **kwargs)
     _loading.under_way = True
     try:
-        with standing_in(split_variables(saveable), None):
+        strategy: Any = getattr(saveable, "distribute_strategy", None)
+        restores = strategy is not None and strategy.extended.restores
+        others = strategy.group() if restores else None
+        with standing_in(split_variables(saveable), None, others):
             return original(saveable, *args, **kwargs)
     finally:
         _loading.under_way = False

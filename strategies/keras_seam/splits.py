@@ -9,10 +9,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.collectives import Group, broadcast
 from tfdist.layers.sharding import Sharding, sharding_of, stored_flat
 from tfdist.optimizers.zero.flat import FlatSharding
 
-__all__ = ["split_variables", "standing_in", "whole_values"]
+__all__ = ["receive_slices", "split_variables", "standing_in", "whole_values"]
 
 Split = Sharding | FlatSharding
 
@@ -46,9 +47,18 @@ def whole_values(model: keras.Model, *, keep: bool) -> dict[int, np.ndarray]:
     return found
 
 
+def receive_slices(model: keras.Model, group: Group) -> None:
+    """What a rank does while the chief alone reads a file: gets its slices of what is read."""
+    for variable, sharding in split_variables(model):
+        whole = broadcast(tf.zeros(sharding.shape, variable.dtype), group, name="restored")
+        variable._value.assign(sharding.slice_of(whole.numpy()))
+
+
 @contextlib.contextmanager
 def standing_in(
-    variables: Sequence[tuple[keras.Variable, Split]], wholes: dict[int, np.ndarray] | None
+    variables: Sequence[tuple[keras.Variable, Split]],
+    wholes: dict[int, np.ndarray] | None,
+    others: Group | None = None,
 ) -> Iterator[None]:
     """Inside, split variables are global arrays: for Keras' code that reads or writes files.
 
@@ -56,6 +66,7 @@ def standing_in(
         variables: The split variables.
         wholes: Their global values, by id; None for zeros, of which this rank keeps its slice
             at the end.
+        others: Where this rank alone reads a file: those that get their slices of it, too.
     """
     before = []
     try:
@@ -70,7 +81,10 @@ def standing_in(
         yield
         if wholes is None:
             for variable, sharding, local, _ in before:
-                local.assign(sharding.slice_of(variable._value.numpy()))
+                whole = tf.convert_to_tensor(variable._value)
+                if others is not None:
+                    whole = broadcast(whole, others, name="restored")
+                local.assign(sharding.slice_of(whole.numpy()))
     finally:
         for variable, _, local, shape in before:
             variable._value, variable._shape = local, shape

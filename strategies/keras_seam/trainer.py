@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any
 
 import keras
@@ -12,7 +13,11 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from tfdist.collectives import all_reduce
 from tfdist.data.sharding import row_range
 from tfdist.monitoring.non_finite import guard_of
-from tfdist.strategies.keras_seam.callbacks import callbacks_of_rank, reads_batch_logs
+from tfdist.strategies.keras_seam.callbacks import (
+    callbacks_of_rank,
+    check_callbacks,
+    reads_batch_logs,
+)
 from tfdist.strategies.keras_seam.synchronization import synchronize_layer_states
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.randomness import share_random_state
@@ -60,6 +65,27 @@ def _fit_to_the_end(original, self, *args, **kwargs):
         if error is None:
             raise
         raise error from None
+    except tf.errors.ResourceExhaustedError as error:
+        error.add_note(_out_of_memory(self))
+        raise
+
+
+def _out_of_memory(model) -> str:
+    """What a user can do about it."""
+    parameters = sum(
+        math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+        for variable in model.trainable_variables
+    )
+    strategy: Any = getattr(model, "distribute_strategy", None)
+    ranks = strategy.mesh.shape["data"] if hasattr(strategy, "mesh") else 1
+    stage = getattr(strategy, "zero_stage", 0)
+    return (
+        f"Out of memory: the parameters take {parameters / 2**20:,.0f} MiB, their gradients as much "
+        "again, and so does each moment that the optimizer keeps. `zero_stage=3` of the strategy "
+        f"gives each of the {ranks} ranks of the data axis a part of all three (now "
+        f"zero_stage={stage}); `tfdist.layers.recompute` and smaller batches take fewer bytes of "
+        "activations. `tfdist.monitoring.memory_report(model)` has the figures."
+    )
 
 
 def _adopt_optimizers(model, strategy) -> None:
@@ -151,6 +177,7 @@ def _prepare_callbacks(strategy, arguments: dict, *, training: bool) -> None:
     """Sets the callbacks and the verbosity of this rank, and what of the logs is reduced."""
     given = arguments["callbacks"]
     given = list(tf.nest.flatten(given)) if given is not None else []
+    check_callbacks(given, arguments["self"])
     wanted = reads_batch_logs(given) or arguments["verbose"] in (1, "auto")
     anywhere = all_reduce(tf.constant(wanted), strategy.group(), "max", name="reads-batch-logs")
     strategy.extended.batch_logs_read.assign(anywhere)

@@ -1,0 +1,43 @@
+"""Trains under a limit of memory for each rank: `limited_memory.py STAGE MIB`."""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import keras
+import psutil
+import tensorflow as tf
+
+import tfdist
+
+stage, mebibytes = int(sys.argv[1]), int(sys.argv[2])
+#: 96 MiB of parameters; with gradients and Adam's state 384.
+WIDTH, LAYERS = 1024, 24
+
+tf.config.threading.set_intra_op_parallelism_threads(1)
+tf.config.threading.set_inter_op_parallelism_threads(2)
+strategy = tfdist.strategies.auto(zero_stage=stage, bucket_mib=1)
+
+
+def train(width: int, layers: int, steps: int) -> list[float]:
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((width,))]
+            + [keras.layers.Dense(width, use_bias=False, activation="tanh") for _ in range(layers)]
+        )
+        model.compile(keras.optimizers.Adam(1e-3), "mse")
+    x = tf.random.normal([16, width])
+    data = tf.data.Dataset.from_tensors((x, tf.tanh(x))).repeat()
+    history = model.fit(data, steps_per_epoch=1, epochs=steps, verbose=0)
+    return history.history["loss"]
+
+
+# What TensorFlow and the engine take for themselves is not what is limited.
+train(8, 2, 1)
+limit = psutil.Process().memory_info().data + (mebibytes << 20)
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+losses = train(WIDTH, LAYERS, 5)
+if strategy.is_chief:
+    print("losses", *losses, flush=True)

@@ -1,0 +1,51 @@
+"""What does not fit on a rank as a whole: it ends with a clear error, and in parts it trains."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.faults.test_fault_matrix import skip_without
+
+PROGRAM = Path(__file__).with_name("limited_memory.py")
+MEBIBYTES = 256
+
+
+def run(stage: int) -> subprocess.CompletedProcess:
+    skip_without("horovod")
+    command = [
+        os.path.join(os.path.dirname(sys.executable), "tfdist-run"),
+        "-np=4",
+        "--engine=horovod",
+        "--",
+        sys.executable,
+        str(PROGRAM),
+        str(stage),
+        str(MEBIBYTES),
+    ]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+@pytest.mark.slow
+def test_the_whole_does_not_fit():
+    job = run(0)
+    story = job.stdout[-6000:] + job.stderr[-2000:]
+    assert job.returncode not in (0, 2), story
+    assert "ResourceExhaustedError" in story and "zero_stage" in story, story
+    assert "losses" not in job.stdout, story
+
+
+def test_parts_train():
+    job = run(3)
+    story = job.stdout[-6000:] + job.stderr[-2000:]
+    assert job.returncode == 0, story
+    (line,) = [line for line in job.stdout.splitlines() if "losses" in line]
+    losses = [float(word) for word in line.partition("losses")[2].split()]
+    assert len(losses) == 5 and losses[-1] < losses[0], story
