@@ -72,7 +72,7 @@ def gathered(
     call = _Call(what, variables, inputs)
     # One layer ahead, not all at once: when the layer before this one has its inputs.
     with tf.control_dependencies([tensor for before in calls[-1:] for tensor in before.inputs]):
-        call.arrays = gather_arrays(variables, what, call.gather_again)
+        call.arrays = gather_arrays(variables, what, call.gather_again, call.reduced.extend)
     calls.append(call)
     call.region = Region()
     with given(variables, call.arrays):
@@ -125,6 +125,7 @@ class _Call:
 
     def __init__(self, what: str, variables: Sequence[ShardedVariable], inputs):
         self.what, self.variables, self.inputs = what, list(variables), list(inputs)
+        self.reduced: list[tf.Tensor] = []
 
     def gather_again(self) -> None:
         """Called when the backward pass through the layer is in the graph."""
@@ -134,7 +135,9 @@ class _Call:
         if self.region.backward is None or not behind:
             # The layer that the forward pass ends with is needed again at once.
             return
-        with graph.as_default(), tf.control_dependencies(behind[0].region.arrived):
+        # Where ranks compute faster than they talk, gradients on their way must not pile up.
+        earlier = [shard for call in behind[1:2] for shard in call.reduced]
+        with graph.as_default(), tf.control_dependencies([*behind[0].region.arrived, *earlier]):
             arrays = read_arrays(self.variables, f"{self.what}/again")
         names = {before.name: now for before, now in zip(self.arrays, arrays, strict=True)}
         self.region.repeat(self._made_of_parameters(), names)

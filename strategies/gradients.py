@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfdist.collectives import Group, all_gather, all_reduce
 from tfdist.layers.sharding import partial_gradient_group
 from tfdist.optimizers.buckets import buckets
+from tfdist.optimizers.pacing import Pace
 from tfdist.strategies.replica import KerasStep
 
 __all__ = ["reduce_gradients", "sum_partial_gradients", "weigh_gradients"]
@@ -96,11 +97,14 @@ def reduce_gradients(
         elif gradient is not None:
             dense.append(index)
     found = buckets([(index, reduced[index]) for index in reversed(dense)], bucket_bytes)
+    pace = Pace()
     for number, bucket in enumerate(found):
         tensors = [reduced[index] for index in bucket]
+        pace.begin(tensors)
         # Nothing is left to compute while the last bucket travels: the update waits for it.
         bulk = number + 1 < len(found)
         results = _reduce_flat(tensors, group, reduction, bulk, f"{name}/bucket{number}")
+        pace.end(results)
         for index, tensor in zip(bucket, results, strict=True):
             reduced[index] = tensor
     return reduced

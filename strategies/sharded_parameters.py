@@ -19,7 +19,7 @@ import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from tfdist.collectives import Group
-from tfdist.layers.sharding import sharding_of
+from tfdist.layers.sharding import detached, sharding_of
 from tfdist.optimizers.zero.flat import FlatSharding, gather, scatter
 from tfdist.strategies.gradients import weigh_gradients
 from tfdist.strategies.replica import current_step
@@ -75,7 +75,7 @@ class ShardedVariable(keras.Variable):
     def _initialize(self, value):
         array = tf.cast(tf.convert_to_tensor(value() if callable(value) else value), self._dtype)
         shards = FlatSharding(self._sharding_group, tuple(array.shape))
-        super()._initialize(shards.own_of(array))
+        super()._initialize(detached(shards.own_of(array)))
         self._shard = weakref.ref(self._value)
 
     @property
@@ -113,7 +113,8 @@ class ShardedVariable(keras.Variable):
         if self.is_whole or _local.as_shards:
             super()._direct_assign(value)
         else:
-            self._own.assign(self._tfdist_stored_flat.own_of(tf.cast(value, self._own.dtype)))
+            own = self._tfdist_stored_flat.own_of(tf.cast(value, self._own.dtype))
+            self._own.assign(detached(own))
 
 
 def shard_variable(variable: keras.Variable, group: Group) -> None:
@@ -166,14 +167,19 @@ def read_arrays(variables: Sequence[ShardedVariable], name: str) -> list[tf.Tens
 
 
 def gather_arrays(
-    variables: Sequence[ShardedVariable], name: str, on_gradient: Callable | None = None
+    variables: Sequence[ShardedVariable],
+    name: str,
+    on_gradient: Callable[[], None] | None = None,
+    on_reduced: Callable[[list[tf.Tensor]], None] | None = None,
 ) -> list[tf.Tensor]:
     """The arrays; their gradients are reduced as the strategy reduces those of any parameter.
 
     Args:
         variables: The variables.
         name: What they serve, for messages.
-        on_gradient: Called when all that takes the gradients of the arrays is in the graph.
+        on_gradient: Called when all that takes the gradients of the arrays is in the graph, and
+            before they are reduced.
+        on_reduced: Called with the gradients of the shards.
     """
     shardings = [variable._tfdist_stored_flat for variable in variables]
 
@@ -189,7 +195,10 @@ def gather_arrays(
             def reduce(arrays, shardings, name):
                 return scatter(arrays, shardings, reduction, name)
 
-            return _by_dtype(reduce, arrays, shardings, f"{name}/gradients")
+            shards = _by_dtype(reduce, arrays, shardings, f"{name}/gradients")
+            if on_reduced is not None:
+                on_reduced(shards)
+            return shards
 
         return _by_dtype(gather, own, shardings, name), gradient
 

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import Group, broadcast
-from tfdist.layers.sharding import Sharding, sharding_of, stored_flat
+from tfdist.layers.sharding import Sharding, detached, sharding_of, stored_flat
 from tfdist.optimizers.zero.flat import FlatSharding
 
 __all__ = ["receive_slices", "split_variables", "standing_in", "whole_values"]
@@ -51,7 +51,7 @@ def receive_slices(model: keras.Model, group: Group) -> None:
     """What a rank does while the chief alone reads a file: gets its slices of what is read."""
     for variable, sharding in split_variables(model):
         whole = broadcast(tf.zeros(sharding.shape, variable.dtype), group, name="restored")
-        variable._value.assign(sharding.slice_of(whole.numpy()))
+        variable._value.assign(detached(sharding.slice_of(whole.numpy())))
 
 
 @contextlib.contextmanager
@@ -84,7 +84,7 @@ def standing_in(
                 whole = tf.convert_to_tensor(variable._value)
                 if others is not None:
                     whole = broadcast(whole, others, name="restored")
-                local.assign(sharding.slice_of(whole.numpy()))
+                local.assign(detached(sharding.slice_of(whole.numpy())))
     finally:
         for variable, _, local, shape in before:
             variable._value, variable._shape = local, shape

@@ -12,8 +12,8 @@ import tensorflow as tf
 import tfdist
 
 stage, mebibytes = int(sys.argv[1]), int(sys.argv[2])
-#: 96 MiB of parameters; with gradients and Adam's state 384.
-WIDTH, LAYERS = 1024, 24
+#: 128 MiB of parameters; with gradients and the state of Adam 512.
+WIDTH, LAYERS = 2048, 8
 
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)

@@ -18,7 +18,7 @@ from tfdist.layers.dense import refuse_features
 from tfdist.layers.parallelize_check import Check
 from tfdist.layers.parallelize_report import ParallelizeReport, VariableReport
 from tfdist.layers.plan import kinds_of
-from tfdist.layers.sharding import sharding_of, tensor_group
+from tfdist.layers.sharding import detached, sharding_of, tensor_group
 
 __all__ = ["parallelize"]
 
@@ -202,7 +202,7 @@ def _constants_moved(model: keras.Model) -> Iterator[None]:
     finally:
         for variable, value in before:
             sharding = sharding_of(variable)
-            variable.assign(value if sharding is None else sharding.slice_of(value))
+            variable.assign(value if sharding is None else detached(sharding.slice_of(value)))
 
 
 @contextlib.contextmanager

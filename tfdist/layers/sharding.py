@@ -25,6 +25,7 @@ __all__ = [
     "Sharding",
     "add_split_weight",
     "check_by_entries",
+    "detached",
     "mark_partial_gradient",
     "mark_split",
     "mark_stored_flat",
@@ -109,6 +110,15 @@ def read(variable) -> tf.Tensor:
     gradient of its own would count among its hidden inputs.
     """
     return tf.convert_to_tensor(variable.value)
+
+
+def detached(part):
+    """A copy of a part of an array, NumPy's or a tensor, for what is kept.
+
+    A slice of rows is a view, for as long as it lives the whole array takes memory; so does the
+    value of a variable that it is assigned to.
+    """
+    return np.array(part) if isinstance(part, np.ndarray) else tf.raw_ops.DeepCopy(x=part)
 
 
 def sharding_of(variable) -> Sharding | None:
@@ -199,7 +209,9 @@ def add_split_weight(
     variable = layer.add_weight(
         shape=sharding.local_shape,
         name=name,
-        initializer=lambda _, dtype=None: sharding.slice_of(initializer(shape, dtype=dtype)),
+        initializer=lambda _, dtype=None: detached(
+            sharding.slice_of(initializer(shape, dtype=dtype))
+        ),
         regularizer=None if regularizer is None else _SummedRegularizer(regularizer, group),
         constraint=constraint,
     )
@@ -224,7 +236,7 @@ def split_variable(layer: keras.layers.Layer, variable, axis: int, group: Group)
     """
     check_by_entries(layer, variable.name, variable.regularizer, variable.constraint)
     sharding = Sharding(group, axis % len(variable.shape), tuple(variable.shape))
-    own = sharding.slice_of(tf.convert_to_tensor(variable.value))
+    own = detached(sharding.slice_of(tf.convert_to_tensor(variable.value)))
     with tf.init_scope():
         variable._initialize(own)
     variable._shape = sharding.local_shape

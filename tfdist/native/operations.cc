@@ -178,7 +178,8 @@ class SumKernel : public OpKernel {
                                              shape.DebugString() + " and " +
                                              term.shape().DebugString()));
       terms.push_back(term.flat<T>().data());
-      places.push_back(i);
+      // The memory of a slice is that of the whole, which would live as long as the sum does.
+      if (term.AllocatedBytes() < 2 * term.TotalBytes()) places.push_back(i);
     }
     Tensor* sum = nullptr;
     OP_REQUIRES_OK(context, context->forward_input_or_allocate_output(places, 0, shape, &sum));

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import Group, all_gather, reduce_scatter
-from tfdist.layers.sharding import Sharding
+from tfdist.layers.sharding import Sharding, detached
 
 __all__ = [
     "FlatSharding",
@@ -105,7 +105,10 @@ def scatter(
     packed = parts[0] if len(parts) == 1 else tf.concat(parts, axis=1)
     group = shardings[0].group
     own = reduce_scatter(tf.reshape(packed, [-1]), group, reduction, name=name)
-    return tf.split(own, [s.share for s in shardings]) if len(parts) > 1 else [own]
+    if len(parts) == 1:
+        return [own]
+    # An optimizer may keep a shard's memory as that of its state, and with it that of all.
+    return [detached(share) for share in tf.split(own, [s.share for s in shardings])]
 
 
 def gather(own: Sequence[tf.Tensor], shardings: Sequence[FlatSharding], name: str) -> list:

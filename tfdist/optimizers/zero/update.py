@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist.optimizers.buckets import buckets
+from tfdist.optimizers.pacing import Pace
 from tfdist.optimizers.zero.flat import FlatSharding, gather, scatter
 
 __all__ = ["ShardView", "publish", "scatter_gradients"]
@@ -87,13 +88,16 @@ def scatter_gradients(
         found[place] = tf.convert_to_tensor(found[place])
     # Last layers first: the backward pass yields theirs first.
     ready = [(place, found[place]) for place in reversed(cuts)]
+    pace = Pace()
     for number, bucket in enumerate(buckets(ready, bucket_bytes)):
+        pace.begin([found[place] for place in bucket])
         shards = scatter(
             [found[place] for place in bucket],
             [cuts[place] for place in bucket],
             reduction,
             f"gradients/bucket{number}",
         )
+        pace.end(shards)
         for place, shard in zip(bucket, shards, strict=True):
             found[place] = shard
     return found
