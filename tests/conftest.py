@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 
 import pytest
 
@@ -15,9 +16,13 @@ def pool_ids(kind: tuple[str, int]) -> str:
     return f"{kind[0]}-{kind[1]}"
 
 
-def on_ranks(*kinds: tuple[str, int]):
-    """Runs a test on pools of each (engine, number of ranks), given to it as `pool`."""
-    return pytest.mark.parametrize("pool", kinds, indirect=True, ids=pool_ids)
+def on_ranks(*kinds: tuple[str, int], slow: Sequence[tuple[str, int]] = ()):
+    """Runs a test on pools of each (engine, number of ranks), given to it as `pool`.
+
+    On those of `slow` the test is one of the slow ones.
+    """
+    more = [pytest.param(kind, marks=pytest.mark.slow) for kind in slow]
+    return pytest.mark.parametrize("pool", [*kinds, *more], indirect=True, ids=pool_ids)
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def test_four_ranks_in_all_ways(pool, one_process, mesh, sequence_parallel, vari
 
 
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("optimizer", ["adam", "clipnorm"])
+@pytest.mark.parametrize("optimizer", ["adam", pytest.param("clipnorm", marks=slow)])
 def test_norms_decay_and_averages(pool, one_process, optimizer):
     options = {"optimizer": optimizer, "evaluate": False}
     check_parity(pool, one_process, TWO, True, "gpt2", **options)
@@ -92,6 +92,7 @@ def test_stock_loss_and_metric_see_whole_logits(pool, one_process):
     check_parity(pool, one_process, TWO, False, "gpt2", stock_loss=True)
 
 
+@slow
 @on_ranks(("tensorflow", 4))
 @pytest.mark.parametrize("rows", [programs.BATCH * 2 + 3])
 def test_uneven_batches(pool, one_process, rows):
@@ -133,7 +134,7 @@ def test_collectives_of_a_block(pool):
             }
 
 
-@on_ranks(("horovod", 2), ("tensorflow", 4))
+@on_ranks(("horovod", 2), slow=[("tensorflow", 4)])
 def test_bytes_of_a_rank(pool):
     mesh = {"data": 1, "tensor": pool.num_ranks}
     # Wide enough that the padding of the vocabulary is within the bound.

@@ -223,9 +223,14 @@ def on_rank(policy, pipeline: bool, zero_stage: int = 0):
 
 
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("policy", ["every_layer", "selective"])
 @pytest.mark.parametrize(
-    ("pipeline", "zero_stage"), [(True, 0), (False, 3)], ids=["pipeline", "zero-3"]
+    ("policy", "pipeline", "zero_stage"),
+    [
+        ("every_layer", True, 0),
+        ("selective", False, 3),
+        pytest.param("selective", True, 0, marks=pytest.mark.slow),
+        pytest.param("every_layer", False, 3, marks=pytest.mark.slow),
+    ],
 )
 def test_on_ranks_too(pool, policy, pipeline, zero_stage):
     expected = pool.run(on_rank, None, pipeline, zero_stage, timeout=120)

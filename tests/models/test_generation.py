@@ -60,7 +60,10 @@ def written(mesh: dict | None, **options) -> dict[str, np.ndarray]:
 
 
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize(
+    "sequence_parallel",
+    [pytest.param(False, marks=pytest.mark.slow, id="whole"), pytest.param(True, id="sequence")],
+)
 def test_two_tensor_ranks_write_what_one_process_writes(pool, one_process, sequence_parallel):
     if not _single:
         _single.update(one_process.run(written, None, timeout=200)[0])

@@ -107,7 +107,7 @@ def expected() -> tuple[list[float], list[int]]:
     return scales, counts
 
 
-@on_ranks(("horovod", 2), ("tensorflow", 2))
+@on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
 @pytest.mark.parametrize(
     ("axis", "victim"),
     # The layer lies on the first stage of the pipeline.

@@ -15,7 +15,7 @@ from tests.strategies import programs
 from tests.strategies.observing import Record
 from tests.strategies.programs import BATCH, EPOCHS, UNEVEN_ROWS, finish, images, mlp, scope, start
 
-KINDS = [("horovod", 3), ("tensorflow", 3)]
+on_kinds = on_ranks(("horovod", 3), slow=[("tensorflow", 3)])
 
 
 @functools.cache
@@ -44,14 +44,14 @@ def compare_logs(got, expected, what):
         programs.compare(f"{what} {index}", one, other, 1e-5)
 
 
-@on_ranks(*KINDS)
+@on_kinds
 def test_many_callbacks_do_not_change_training(pool, one_process, observed):
     expected, _ = observed(one_process)
     results, _ = observed(pool)
     programs.assert_same(results, expected[0])
 
 
-@on_ranks(*KINDS)
+@on_kinds
 def test_a_users_callback_is_shown_what_one_process_is(pool, one_process, observed):
     expected, _ = observed(one_process)
     results, _ = observed(pool)
@@ -59,14 +59,14 @@ def test_a_users_callback_is_shown_what_one_process_is(pool, one_process, observ
     assert_same_logs(results, expected[0], "train_batches", "test_batches", "epochs")
 
 
-@on_ranks(*KINDS)
+@on_kinds
 def test_lambda_callback_is_shown_what_one_process_is(pool, one_process, observed):
     expected, _ = observed(one_process)
     results, _ = observed(pool)
     assert_same_logs(results, expected[0], "lambda")
 
 
-@on_ranks(*KINDS)
+@on_kinds
 def test_learning_rate_scheduler(pool, observed):
     results, _ = observed(pool)
     for result in results:
@@ -99,7 +99,7 @@ def stop_early(strategy):
     return finish(model, history, x, y, extra=(stopping.stopped_epoch, stopping.best_epoch))
 
 
-@on_ranks(*KINDS)
+@on_kinds
 def test_early_stopping_and_plateau(pool, one_process):
     expected = reference(one_process, stop_early)
     assert expected.extra == (5, 1)
@@ -128,7 +128,7 @@ def one_sample_is_not_a_number(strategy):
     return finish(model, history, x, y, extra=record.train_batches)
 
 
-@on_ranks(*KINDS)
+@on_kinds
 def test_terminate_on_nan_stops_all_ranks_at_one_batch(pool, one_process):
     expected = reference(one_process, one_sample_is_not_a_number)
     assert [batch for batch, _ in expected.extra] == [0, 1, 2]
@@ -158,7 +158,7 @@ def values_shown(text: str) -> list[list[float]]:
     return [[float(value) for value in line] for line in lines if line]
 
 
-@on_ranks(*KINDS)
+@on_kinds
 def test_only_the_chief_shows_progress(pool, one_process):
     expected = reference(one_process, fit_evaluate_and_predict_aloud)
     chief, *others = pool.run(programs.on_rank, fit_evaluate_and_predict_aloud)

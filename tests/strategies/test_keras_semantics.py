@@ -13,8 +13,6 @@ from tests.conftest import on_ranks
 from tests.strategies import programs
 from tests.strategies.programs import BATCH, UNEVEN_ROWS, finish, images, mlp, scope, start
 
-KINDS = [("horovod", 3), ("tensorflow", 2)]
-
 
 def fit_images(strategy, model_of, compile_of, *, data=None, epochs=2, evaluate=None, **fit):
     """Compiles and trains on the uneven images; `data` turns arrays into what `fit` is given."""
@@ -376,7 +374,7 @@ def reference(one_process, program):
     return one_process.run(programs.in_one_process, program)[0]
 
 
-@on_ranks(*KINDS)
+@on_ranks(("horovod", 3), slow=[("tensorflow", 2)])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_as_in_one_process(pool, one_process, program):
     expected = reference(one_process, program)

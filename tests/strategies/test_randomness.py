@@ -15,7 +15,7 @@ from tests.conftest import on_ranks
 from tests.strategies import programs
 from tests.strategies.programs import BATCH, UNEVEN_ROWS, finish, images, scope, start
 
-KINDS = [("horovod", 3), ("tensorflow", 3)]
+on_kinds = on_ranks(("horovod", 3), slow=[("tensorflow", 3)])
 
 
 def mlp_with_dropout():
@@ -50,7 +50,7 @@ def train_with_dropout(strategy):
     return finish(model, history, x, y, extra=seed_states(model))
 
 
-@on_ranks(*KINDS)
+@on_kinds
 def test_one_seed_gives_the_same_run_again(pool):
     """Also a rank without samples in the last batch has moved its seeds as the others have."""
     first, second = (pool.run(programs.on_rank, train_with_dropout) for _ in range(2))
@@ -79,7 +79,7 @@ def draw_masks(strategy):
     return [strategy.run(drop).numpy() for _ in range(3)]
 
 
-@on_ranks(*KINDS)
+@on_kinds
 def test_data_ranks_drop_different_units(pool):
     masks = [mask for steps in pool.run(programs.on_rank, draw_masks) for mask in steps]
     for mask in masks:
@@ -112,7 +112,7 @@ def train_without_seed(strategy):
     return finish(model, history, x, y, extra=first)
 
 
-@on_ranks(*KINDS)
+@on_kinds
 def test_ranks_agree_without_a_seed(pool):
     results = pool.run(programs.on_rank, train_without_seed)
     programs.assert_same(results, results[0], weights=0, logs=0)
@@ -121,7 +121,7 @@ def test_ranks_agree_without_a_seed(pool):
             np.testing.assert_array_equal(value, results[0].extra[path], err_msg=path)
 
 
-@on_ranks(*KINDS)
+@on_kinds
 def test_another_run_without_a_seed_is_another(pool):
     runs = [pool.run(programs.on_rank, start_without_seed)[0] for _ in range(2)]
     assert np.abs(runs[0] - runs[1]).max() > 1e-3
@@ -154,7 +154,7 @@ def reference(one_process, program):
     return one_process.run(programs.in_one_process, program)[0]
 
 
-@on_ranks(*KINDS)
+@on_kinds
 def test_training_starts_from_the_chiefs_weights_and_seeds(pool, one_process):
     expected = reference(one_process, weights_of_the_chief)
     programs.assert_same(pool.run(programs.on_rank, weights_of_the_chief), expected)

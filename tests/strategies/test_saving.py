@@ -23,10 +23,10 @@ from tests.strategies.observing import (
 )
 from tests.strategies.programs import BATCH, EPOCHS, UNEVEN_ROWS, finish, images, scope, start
 
-KINDS = [("horovod", 3), ("tensorflow", 3)]
+on_kinds = on_ranks(("horovod", 3), slow=[("tensorflow", 3)])
 
 
-@on_ranks(*KINDS)
+@on_kinds
 def test_only_the_chief_writes(pool, one_process, observed):
     _, (expected,) = observed(one_process)
     _, directories = observed(pool)
@@ -35,7 +35,7 @@ def test_only_the_chief_writes(pool, one_process, observed):
     assert len(files(expected)) == 2 + EPOCHS + EPOCHS * 5 // 7
 
 
-@on_ranks(*KINDS)
+@on_kinds
 def test_checkpoints_are_those_of_one_process(pool, one_process, observed, without_tfdist):
     """The best, by epoch and by batch, with the optimizer's state."""
     _, (expected,) = observed(one_process)
@@ -48,7 +48,7 @@ def test_checkpoints_are_those_of_one_process(pool, one_process, observed, witho
         programs.compare(name, weights, without_tfdist(saved_weights, expected / name), 1e-5)
 
 
-@on_ranks(*KINDS)
+@on_kinds
 def test_csv_log_is_the_history_of_one_process(pool, one_process, observed):
     (expected,), _ = observed(one_process)
     _, (chief, *_) = observed(pool)
@@ -113,7 +113,7 @@ def interrupted(strategy, root: Path, **options):
     return result
 
 
-@on_ranks(*KINDS)
+@on_kinds
 @pytest.mark.parametrize("save_freq", ["epoch", 3])
 def test_an_interrupted_run_resumes(pool, one_process, tmp_path, save_freq):
     program = functools.partial(interrupted, save_freq=save_freq, double_checkpoint=True)
@@ -193,7 +193,7 @@ def moving(weights) -> dict[str, np.ndarray]:
     return {path: value for path, value in weights.items() if "/moving_" in path}
 
 
-@on_ranks(*KINDS)
+@on_kinds
 def test_unsynchronized_statistics_agree_after_training(pool, own_statistics):
     """The last batch has two rows, so the third rank gets none."""
     results, _ = own_statistics(pool)
@@ -206,7 +206,7 @@ def test_unsynchronized_statistics_agree_after_training(pool, own_statistics):
     programs.compare("after fit", results[0].extra["after_fit"], expected, 1e-5)
 
 
-@on_ranks(*KINDS)
+@on_kinds
 def test_callbacks_see_averaged_statistics(pool, own_statistics):
     results, _ = own_statistics(pool)
     for epoch in range(2):
@@ -216,7 +216,7 @@ def test_callbacks_see_averaged_statistics(pool, own_statistics):
             programs.compare(f"rank {rank} epoch {epoch}", seen, expected, 1e-5)
 
 
-@on_ranks(*KINDS)
+@on_kinds
 def test_checkpoints_hold_averaged_statistics(pool, own_statistics, without_tfdist):
     results, chief = own_statistics(pool)
     for epoch in range(2):
@@ -225,7 +225,7 @@ def test_checkpoints_hold_averaged_statistics(pool, own_statistics, without_tfdi
         programs.compare(f"epoch {epoch}", saved, mean_of(results, "by_epoch", epoch), 1e-5)
 
 
-@on_ranks(*KINDS)
+@on_kinds
 def test_saving_by_hand(pool, own_statistics, without_tfdist):
     """`save`, `save_weights` and `export`, called on every rank."""
     results, chief = own_statistics(pool)
@@ -287,7 +287,7 @@ def scalars(directory: Path) -> dict[str, float]:
     return found
 
 
-@on_ranks(*KINDS)
+@on_kinds
 def test_tensorboard(pool, one_process, tmp_path):
     pytest.importorskip("tensorboard")
     one_process.run(programs.in_one_process, write_to_tensorboard, tmp_path / "one")
