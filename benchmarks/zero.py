@@ -1,6 +1,6 @@
 """ZeRO: step time of each stage over stage 0, and the bytes that a rank holds.
 
-    python -m benchmarks.zero [--engine=horovod|tensorflow] [--rounds=15]
+    python -m benchmarks.zero [--engine=horovod|tensorflow] [--rounds=15] [--table=docs/memory.md]
 
 Times are of the wide GPT on 2 ranks with 1 thread each; the stages take turns on the same ranks, and
 a ratio is that of one turn. Bytes are those of live variables between steps plus the peak of a step,
@@ -11,16 +11,20 @@ from __future__ import annotations
 
 import sys
 
+from tabulate import tabulate
+
 from benchmarks.measuring import ENVIRONMENT, HEADER, Ratio, fit_step_seconds, parser, write_json
+from tfdist.optimizers.pacing import UNDER_WAY
 from tfdist.testing import RankPool
 
 LIMITS = {1: 1.05, 2: 1.05, 3: 1.4}
 STAGES = (0, 1, 2, 3)
 POLICIES = ("float32", "mixed_bfloat16")
 _STEPS = 6
-#: Width and number of layers of the model whose bytes are counted: 64 MiB of parameters.
-_WIDTH, _LAYERS = 1024, 16
+#: Width and number of layers of the model whose bytes are counted: 256 MiB of parameters.
+_WIDTH, _LAYERS = 2048, 16
 _MIB = 1 << 20
+_BEGIN, _END = "<!-- benchmarks.zero: bytes -->", "<!-- end -->"
 
 
 def prepare_gpt(stage: int) -> None:
@@ -80,16 +84,20 @@ def held_bytes(stage: int, policy: str) -> tuple[float, float, float, float]:
         peaks.append(peak.bytes)
     report = memory_report(model)
     parameters, state = (report.row(name).measured for name in ("parameters", "optimizer state"))
-    whole = _LAYERS * _WIDTH * _WIDTH * 4
-    ranks = engine().size
-    formula = sum(
-        size / (ranks if stage >= least else 1)
-        # Gradients are reduced to parts as they come, in stage 1 too.
-        for size, least in ((whole, 3), (whole, 1), (2 * whole, 1))
-    )
-    if stage == 3 and ranks > 1:
-        formula += 2 * whole / _LAYERS
-    return parameters / _MIB, state / _MIB, min(peaks) / _MIB, formula / _MIB
+    whole = formula_bytes(stage, engine().size)
+    return parameters / _MIB, state / _MIB, min(peaks) / _MIB, whole / _MIB
+
+
+def formula_bytes(stage: int, ranks: int) -> float:
+    """That of docs/memory.md: parameters, gradients, state; and what is under way."""
+    layer = _WIDTH * _WIDTH * 4
+    whole = _LAYERS * layer
+    # Gradients are reduced to parts as they come, in stage 1 too.
+    parts = [(whole, 3), (whole, 1), (2 * whole, 1)]
+    held = sum(size / (ranks if stage >= least else 1) for size, least in parts)
+    if ranks == 1:
+        return held
+    return held + UNDER_WAY * layer * (2 if stage == 3 else 1)
 
 
 def measure_steps(engine: str, rounds: int) -> list[Ratio]:
@@ -135,9 +143,35 @@ def measure_bytes(engine: str) -> list[dict]:
     return found
 
 
+def write_table(path: str, held: list[dict]) -> None:
+    """Puts the table of bytes into a document, between the marks that are there for it."""
+    rows = [
+        (
+            line["policy"],
+            line["ranks"],
+            line["stage"],
+            f"{line['held']:,.0f}",
+            f"{line['formula']:,.0f}",
+            f"{line['held'] / line['formula'] - 1:+.1%}",
+        )
+        for line in held
+    ]
+    head = ("policy", "ranks", "`zero_stage`", "measured, MiB", "formula, MiB", "off by")
+    table = tabulate(rows, head, tablefmt="github", disable_numparse=True)
+    with open(path) as file:
+        before, begin, rest = file.read().partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not begin or not end:
+        raise ValueError(f"{path} has no place for the table: {_BEGIN} ... {_END}.")
+    with open(path, "w") as file:
+        file.write(f"{before}{begin}\n{table}\n{end}{after}")
+
+
 def main() -> int:
     """Prints the tables; exit code 1 where a figure is above its limit."""
-    options = parser(__doc__, ["steps", "bytes"]).parse_args()
+    flags = parser(__doc__, ["steps", "bytes"])
+    flags.add_argument("--table", help="A document to put the table of bytes into.")
+    options = flags.parse_args()
     ratios: list[Ratio] = []
     held: list[dict] = []
     if options.only != "bytes":
@@ -146,6 +180,8 @@ def main() -> int:
     if options.only != "steps":
         held = measure_bytes(options.engine)
     write_json(options.json, options.engine, ratios, bytes=held)
+    if options.table and held:
+        write_table(options.table, held)
     is_over = any(ratio.is_over for ratio in ratios)
     is_over |= any(abs(line["held"] / line["formula"] - 1) > 0.05 for line in held)
     return int(is_over)

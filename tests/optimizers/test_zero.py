@@ -14,7 +14,8 @@ from tests.layers import test_gpt
 from tests.pipeline import test_training
 from tests.strategies import programs
 from tests.strategies.test_keras_semantics import PROGRAMS as ALL_PROGRAMS
-from tests.strategies.test_keras_semantics import clip_sparse_gradients
+from tests.strategies.test_keras_semantics import clip_sparse_gradients, fit_twice
+from tests.strategies.test_saving import interrupted
 
 #: Keras takes the norm of an embedding's gradient over rows, an id that comes twice counting
 #: twice. Shards of a gradient have no rows: their norm is that of the gradient.
@@ -67,6 +68,23 @@ def check_parity(pool, one_process, stage, optimizer):
 def test_what_keras_offers(pool, one_process, stage, program):
     results = pool.run(on_rank, stage, program, timeout=120)
     programs.assert_same(results, expected(one_process, program))
+
+
+@on_ranks(("horovod", 3))
+@pytest.mark.parametrize("stage", [1, slow_stage(2), 3])
+def test_a_second_fit_goes_on(pool, one_process, stage):
+    results = pool.run(on_rank, stage, fit_twice, timeout=120)
+    programs.assert_same(results, expected(one_process, fit_twice))
+
+
+@on_ranks(("horovod", 3))
+@pytest.mark.parametrize("stage", [slow_stage(1), slow_stage(2), 3])
+def test_an_interrupted_run_resumes(pool, one_process, tmp_path, stage):
+    program = functools.partial(interrupted, save_freq=3, double_checkpoint=True)
+    (right,) = one_process.run(programs.in_one_process, program, tmp_path / "one")
+    results = pool.run(on_rank, stage, program, tmp_path / "many", timeout=200)
+    assert results[0].extra == right.extra
+    programs.assert_same(results, right)
 
 
 @on_ranks(("horovod", 4))

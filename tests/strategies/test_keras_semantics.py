@@ -340,6 +340,18 @@ def frozen_layers(strategy):
     return fit_images(strategy, model, compiled)
 
 
+def fit_twice(strategy):
+    """The second `fit` goes on with the optimizer as the first left it."""
+    start()
+    x, y = images(UNEVEN_ROWS)
+    with scope(strategy):
+        model = mlp()
+        model.compile(programs.optimizer("adamw"), programs.cross_entropy())
+    for _ in range(2):
+        history = model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0, shuffle=False)
+    return finish(model, history, x, y)
+
+
 PROGRAMS = [
     clip_by_norm,
     clip_by_global_norm,
@@ -366,6 +378,7 @@ PROGRAMS = [
     metrics_of_many_states,
     on_batch_methods,
     frozen_layers,
+    fit_twice,
 ]
 
 

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-__all__ = ["Pace"]
+__all__ = ["UNDER_WAY", "Pace"]
 
 #: How many buckets are computed or under way at a time.
-_UNDER_WAY = 2
+UNDER_WAY = 2
 
 
 class Pace:
@@ -37,9 +37,9 @@ class Pace:
 
     def begin(self, gradients: Sequence[tf.Tensor]) -> None:
         """Has what makes some gradients wait for the bucket before the one under way."""
-        if tf.executing_eagerly() or len(self._done) < _UNDER_WAY:
+        if tf.executing_eagerly() or len(self._done) < UNDER_WAY:
             return
-        done = self._done[-_UNDER_WAY]
+        done = self._done[-UNDER_WAY]
         self._before |= _ancestors(done, self._before)
         for gradient in gradients:
             operation = gradient.op

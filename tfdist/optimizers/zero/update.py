@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist.optimizers.buckets import buckets
-from tfdist.optimizers.pacing import Pace
+from tfdist.optimizers.pacing import UNDER_WAY, Pace
 from tfdist.optimizers.zero.flat import FlatSharding, gather, scatter
 
 __all__ = ["ShardView", "publish", "scatter_gradients"]
@@ -111,12 +111,16 @@ def publish(views: Sequence[ShardView], bucket_bytes: int) -> None:
         bucket_bytes: The size at which a bucket is full.
     """
     whole = [(place, view.variable) for place, view in enumerate(views)]
+    assigned: list[list] = []
     for number, bucket in enumerate(buckets(whole, bucket_bytes)):
         some = [views[place] for place in bucket]
-        arrays = gather(
-            [view.value for view in some],
-            [view.sharding for view in some],
-            f"parameters/bucket{number}",
+        # The old parameters of a bucket go before the new ones of the next but one come.
+        with tf.control_dependencies(assigned[-UNDER_WAY] if number >= UNDER_WAY else []):
+            own = [tf.identity(view.value) for view in some]
+        arrays = gather(own, [view.sharding for view in some], f"parameters/bucket{number}")
+        assigned.append(
+            [
+                view.variable.assign(array, read_value=False)
+                for view, array in zip(some, arrays, strict=True)
+            ]
         )
-        for view, array in zip(some, arrays, strict=True):
-            view.variable.assign(array)

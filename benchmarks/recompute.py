@@ -1,0 +1,78 @@
+"""Recompute: step time over that of keeping all activations.
+
+    python -m benchmarks.recompute [--rounds=15]
+
+One process with 2 threads and the GPT of width 256; the policies take turns, and a ratio is that of
+one turn.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.measuring import HEADER, Ratio, fit_step_seconds, parser, write_json
+from tfdist.testing import RankPool
+
+#: By policy, the most that a step may take of that without recompute.
+LIMITS = {"every_layer": 1.40, "sqrt": 1.40, "selective": 1.08}
+_STEPS = 6
+
+
+def prepare(policy: str | None) -> None:
+    """Builds and warms up a GPT on this rank."""
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    from tfdist import layers, models
+    from tfdist.testing import rank, strategy
+
+    keras.utils.set_random_seed(0)
+    random = np.random.default_rng(0)
+    tokens, labels = (random.integers(0, 512, (16, 256), "int32") for _ in range(2))
+    with strategy().scope():
+        model = models.gpt(512, num_layers=6, width=256, num_heads=4, max_length=256)
+        if policy is not None:
+            layers.recompute(model, policy)
+        model.compile("adam", layers.VocabParallelCrossEntropy(512))
+    data = tf.data.Dataset.from_tensors((tokens, labels)).repeat()
+    rank._state["gpt", policy] = (model, data)
+    step_seconds(policy)
+
+
+def step_seconds(policy: str | None) -> float:
+    """The median time of a training step."""
+    from tfdist.testing import rank
+
+    return fit_step_seconds(*rank._state["gpt", policy], _STEPS)
+
+
+def measure(rounds: int, policies) -> list[Ratio]:
+    """Each policy over none."""
+    order = [None, *policies]
+    seconds: dict[str | None, list[float]] = {policy: [] for policy in order}
+    with RankPool(1, "local", threads=2) as process:
+        for policy in order:
+            process.run(prepare, policy, timeout=300)
+        for _ in range(rounds):
+            for policy in order:
+                seconds[policy] += process.run(step_seconds, policy, timeout=300)
+    found = []
+    for policy in policies:
+        name = f"GPT of 6 layers: {policy} / kept"
+        found.append(Ratio(name, seconds[policy], seconds[None], LIMITS[policy]))
+        print(found[-1].row(), flush=True)
+    return found
+
+
+def main() -> int:
+    """Prints the table; exit code 1 where a ratio is above its limit."""
+    options = parser(__doc__, LIMITS).parse_args()
+    print(HEADER)
+    found = measure(options.rounds, [options.only] if options.only else list(LIMITS))
+    write_json(options.json, "local", found)
+    return int(any(ratio.is_over for ratio in found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

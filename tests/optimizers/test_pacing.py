@@ -1,0 +1,60 @@
+"""Gradients wait for those that travel before them, and for nothing that they are made of."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfdist.optimizers.pacing import UNDER_WAY, Pace
+
+
+def ancestors(operation: tf.Operation) -> set[str]:
+    found: set[str] = set()
+    waiting = [operation]
+    while waiting:
+        each = waiting.pop()
+        if each.name not in found:
+            found.add(each.name)
+            waiting += [tensor.op for tensor in each.inputs] + list(each.control_inputs)
+    return found
+
+
+def paced(make) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    """Gradients made by a function of their number, and what each becomes."""
+    pace = Pace()
+    gradients = [make(number) for number in range(5)]
+    reduced = []
+    for number, gradient in enumerate(gradients):
+        pace.begin([gradient])
+        reduced.append(tf.negative(gradient, name=f"reduced{number}"))
+        pace.end(reduced[-1:])
+    return gradients, reduced
+
+
+def test_each_waits_for_the_bucket_before_the_one_under_way():
+    with tf.Graph().as_default():
+        x = tf.compat.v1.placeholder(tf.float32, [])
+        gradients, reduced = paced(lambda number: tf.multiply(x, float(number)))
+        for number, gradient in enumerate(gradients):
+            waited_for = [i for i, r in enumerate(reduced) if r.op.name in ancestors(gradient.op)]
+            assert waited_for == list(range(number % UNDER_WAY, number, UNDER_WAY))
+
+
+def test_what_others_are_made_of_does_not_wait():
+    with tf.Graph().as_default():
+        x = tf.compat.v1.placeholder(tf.float32, [])
+        chain = [tf.multiply(x, 2.0)]
+        for _ in range(4):
+            chain.append(tf.multiply(chain[-1], 2.0))
+        # The last first: each of the others is made of those that travel after it.
+        gradients, reduced = paced(lambda number: chain[4 - number])
+        for gradient in gradients:
+            assert not any(r.op.name in ancestors(gradient.op) for r in reduced)
+
+
+def test_a_function_with_paced_gradients_runs():
+    @tf.function
+    def step(x):
+        _, reduced = paced(lambda number: x * float(number))
+        return tf.add_n(reduced)
+
+    assert float(step(tf.constant(2.0))) == -20.0
