@@ -14,7 +14,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.losses import loss as loss_module
 from keras.src.trainers.compile_utils import CompileLoss
 
-from tfdist.monitoring.non_finite import guard_of
+from tfdist.optimizers.non_finite import guard_of
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.replica import current_step
 

@@ -12,7 +12,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from tfdist.collectives import all_reduce
 from tfdist.data.sharding import row_range
-from tfdist.monitoring.non_finite import guard_of
+from tfdist.optimizers.non_finite import guard_of
 from tfdist.strategies.keras_seam.callbacks import (
     callbacks_of_rank,
     check_callbacks,

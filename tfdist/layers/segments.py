@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
-import tensorflow as tf
 
 from tfdist.pipeline.chain import Chain
-from tfdist.pipeline.costs import link_costs, training_graph
+from tfdist.pipeline.costs import bytes_of, kept_bytes, link_costs, training_graph
 
 __all__ = ["Costs", "cheapest_within", "choose_segments", "smallest"]
 
@@ -212,22 +211,6 @@ def _costs_of(chain: Chain, costs: str | Sequence[float], rows: int) -> Costs:
     inputs, inside = [], []
     for link, spec in zip(chain.links, chain.specs(rows), strict=False):
         graph, begin, backward = training_graph(link, spec)
-        late = set(graph.get_operations()[backward:])
-        taken = {
-            tensor.name: tensor
-            for operation in late
-            for tensor in operation.inputs
-            if tensor.op not in late and not _is_parameter(tensor)
-        }
-        inputs.append(float(_bytes(begin)))
-        inside.append(float(sum(_bytes(tensor) for tensor in taken.values())))
+        inputs.append(float(bytes_of(begin)))
+        inside.append(float(kept_bytes(graph, backward)))
     return Costs(inputs, inside, forward)
-
-
-def _is_parameter(tensor: tf.Tensor) -> bool:
-    """Whether a tensor takes no memory of its own in a step: weights, constants."""
-    return tensor.op.type in ("ReadVariableOp", "Const", "Placeholder")
-
-
-def _bytes(tensor: tf.Tensor) -> int:
-    return (tensor.shape.num_elements() or 0) * tensor.dtype.size

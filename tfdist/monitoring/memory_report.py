@@ -14,6 +14,8 @@ from tabulate import tabulate
 
 from tfdist.layers.sharding import sharding_of, stored_flat
 from tfdist.monitoring.memory import PeakMemory
+from tfdist.pipeline.costs import kept_bytes
+from tfdist.pipeline.keras_graph import trace_graph
 
 __all__ = ["MemoryReport", "MemoryReporter", "MemoryRow", "memory_report"]
 
@@ -71,11 +73,18 @@ class MemoryReport:
         return json.dumps(dataclasses.asdict(self), indent=1)
 
 
-def memory_report(model: keras.Model, step_peak: int | None = None) -> MemoryReport:
+def memory_report(
+    model: keras.Model, step_peak: int | None = None, *, rows: int | None = None
+) -> MemoryReport:
     """What takes memory on this rank; no collective, so any rank may call it alone.
+
+    Activations are planned from the graph of a forward and a backward pass, which is built and not
+    run: what the backward pass takes of the forward pass, recompute taken into account.
 
     Args:
         model: A compiled model. Its optimizer's state is known once it was built, as in `fit`.
+        rows: The rows of a batch on this rank, for activations. They are planned for models with one
+            input whose shape is known.
         step_peak: Bytes that a training step took beyond what stands between steps; see
             `MemoryReporter`.
     """
@@ -90,15 +99,18 @@ def memory_report(model: keras.Model, step_peak: int | None = None) -> MemoryRep
     in_parts = stage >= 2 or (stage == 1 and not accumulates)
     data = strategy.mesh.shape["data"] if in_parts else 1
     local = sum(_local_bytes(variable) for variable in model.trainable_variables)
-    rows = [
+    found = [
         parameters,
         _row("other weights", others),
         MemoryRow("gradients", parameters.whole, math.ceil(local / data), None),
         _row("optimizer state", state),
     ]
+    activations = None if rows is None else _activations(model, rows)
+    if activations is not None:
+        found.append(MemoryRow("activations", None, activations, None))
     if step_peak is not None:
-        rows.append(MemoryRow("peak of a step beside", None, None, step_peak))
-    return MemoryReport(strategy.mesh.rank if hasattr(strategy, "mesh") else 0, tuple(rows))
+        found.append(MemoryRow("peak of a step beside", None, None, step_peak))
+    return MemoryReport(strategy.mesh.rank if hasattr(strategy, "mesh") else 0, tuple(found))
 
 
 class MemoryReporter(keras.callbacks.Callback):
@@ -106,15 +118,16 @@ class MemoryReporter(keras.callbacks.Callback):
 
     Args:
         path: Where to write the report as JSON, too; `{rank}` in it is replaced by the rank.
+        rows: The rows of a batch on this rank, to plan activations for.
         quiet: Whether nothing is printed.
 
     Attributes:
         report: The last report, or None.
     """
 
-    def __init__(self, path: str | None = None, *, quiet: bool = False):
+    def __init__(self, path: str | None = None, *, rows: int | None = None, quiet: bool = False):
         super().__init__()
-        self._path, self._quiet = path, quiet
+        self._path, self._rows, self._quiet = path, rows, quiet
         self._peak: PeakMemory | None = None
         self._beside = 0
         self.report: MemoryReport | None = None
@@ -134,12 +147,31 @@ class MemoryReporter(keras.callbacks.Callback):
         """Reports once."""
         if self.report is not None:
             return
-        self.report = memory_report(self.model, self._beside or None)
+        self.report = memory_report(self.model, self._beside or None, rows=self._rows)
         if not self._quiet:
             print(self.report.table())
         if self._path is not None:
             with open(self._path.replace("{rank}", str(self.report.rank)), "w") as file:
                 file.write(self.report.to_json())
+
+
+def _activations(model: keras.Model, rows: int) -> int | None:
+    """Bytes that stand from a forward to a backward pass; None where they cannot be foreseen."""
+    inputs = tf.nest.flatten(getattr(model, "inputs", None) or [])
+    if len(inputs) != 1 or None in inputs[0].shape[1:]:
+        return None
+    marks: dict = {}
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            y = model(x, training=True)
+        marks["forward"] = len(tf.compat.v1.get_default_graph().get_operations())
+        gradients = tape.gradient(y, [variable._value for variable in model.trainable_variables])
+        return [gradient for gradient in gradients if gradient is not None]
+
+    spec = tf.TensorSpec((rows, *inputs[0].shape[1:]), inputs[0].dtype)
+    graph = trace_graph(step, [spec])
+    return kept_bytes(graph, marks["forward"])
 
 
 def _row(what: str, variables: Iterable) -> MemoryRow:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-import tensorflow as tf
 
-__all__ = ["NonFiniteGuard", "TerminateOnNonFinite", "guard_of"]
+from tfdist.optimizers.non_finite import NonFiniteGuard, guard_of, put_guard
 
-_GUARD = "_tfdist_non_finite_guard"
+__all__ = ["TerminateOnNonFinite"]
 
 
 class TerminateOnNonFinite(keras.callbacks.Callback):
@@ -49,73 +48,18 @@ class TerminateOnNonFinite(keras.callbacks.Callback):
                 f"strategy. Received: a model under {type(strategy).__name__}; take "
                 "keras.callbacks.TerminateOnNaN there."
             )
-        if guard_of(model) is None:
-            setattr(model, _GUARD, NonFiniteGuard(strategy.mesh.rank))
+        guard = guard_of(model)
+        if guard is None:
+            guard = NonFiniteGuard(strategy.mesh.rank)
+            put_guard(model, guard)
             # A step that was traced before does not know the guard.
             model.train_function = None
+        self._guard = guard
 
     def on_train_begin(self, logs=None):
         """Begins to count."""
-        guard_of(self.model).start(self._steps)
+        self._guard.start(self._steps)
 
     def on_train_end(self, logs=None):
         """Looks no further."""
-        guard_of(self.model).start(0)
-
-
-class NonFiniteGuard:
-    """Counts, in the graph of a training step, the steps in a row whose loss was not finite.
-
-    Args:
-        rank: The rank.
-    """
-
-    def __init__(self, rank: int):
-        self._rank = rank
-        with tf.init_scope(), tf.device("/CPU:0"):
-            self._limit, self._in_row, self._steps = (
-                tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(3)
-            )
-            self._is_bad = tf.Variable(False, trainable=False)
-
-    def start(self, limit: int) -> None:
-        """Begins to count anew, up to `limit`; 0 for no limit."""
-        self._limit.assign(limit)
-        self._in_row.assign(0)
-        self._steps.assign(0)
-        self._is_bad.assign(False)
-
-    def note(self, loss) -> None:
-        """Takes in a loss of the step that is under way."""
-        finite = tf.reduce_all(tf.math.is_finite(tf.convert_to_tensor(loss)))
-        self._is_bad.assign(tf.logical_or(self._is_bad, tf.logical_not(finite)))
-
-    def end_step(self) -> list:
-        """Counts the step.
-
-        Returns:
-            What gradients wait for, so that they reach other ranks only where training goes on:
-            else ranks that have only the bad weights of this one would count as far by then.
-        """
-        self._steps.assign_add(1)
-        self._in_row.assign(tf.where(self._is_bad, self._in_row + 1, 0))
-        self._is_bad.assign(False)
-        is_over = tf.logical_and(self._limit > 0, self._in_row >= self._limit)
-        goes_on = tf.debugging.Assert(tf.logical_not(is_over), ["The loss is not finite"])
-        return [] if tf.executing_eagerly() else [goes_on]
-
-    def error(self) -> FloatingPointError | None:
-        """What to say of the steps so far; None where there is nothing."""
-        in_row, limit = int(self._in_row), int(self._limit)
-        if not limit or in_row < limit:
-            return None
-        return FloatingPointError(
-            f"The loss of rank {self._rank} was not finite for {in_row} training steps in a row, "
-            f"up to step {int(self._steps)} of this `fit`. Lower the learning rate, clip gradients "
-            "(`global_clipnorm`), or look for bad samples in this rank's rows."
-        )
-
-
-def guard_of(model) -> NonFiniteGuard | None:
-    """The guard that a `TerminateOnNonFinite` has put into a model."""
-    return getattr(model, _GUARD, None)
+        self._guard.start(0)

@@ -14,7 +14,7 @@ from tfdist.collectives.objects import all_gather_object
 from tfdist.pipeline.chain import Chain, Link
 from tfdist.pipeline.keras_graph import trace_graph, without_values
 
-__all__ = ["link_costs", "measure_seconds", "training_graph"]
+__all__ = ["bytes_of", "kept_bytes", "link_costs", "measure_seconds", "training_graph"]
 
 
 def link_costs(
@@ -101,6 +101,30 @@ def training_graph(link: Link, spec: tf.TensorSpec) -> tuple[tf.Graph, tf.Tensor
     values = [tf.TensorSpec(v.shape, v.dtype) for v in _lacking(link)]
     graph = trace_graph(step, [spec, *values])
     return graph, marks["x"], marks["forward"]
+
+
+def kept_bytes(graph: tf.Graph, backward: int) -> int:
+    """The bytes of what the backward pass takes of the forward pass: activations.
+
+    Args:
+        graph: Of a forward and a backward pass.
+        backward: How many operations the forward pass has.
+    """
+    late = set(graph.get_operations()[backward:])
+    kept = {
+        tensor.name: tensor
+        for operation in late
+        for tensor in operation.inputs
+        # Weights and constants take no memory of their own in a step.
+        if tensor.op not in late
+        and tensor.op.type not in ("ReadVariableOp", "Const", "Placeholder")
+    }
+    return sum(bytes_of(tensor) for tensor in kept.values())
+
+
+def bytes_of(tensor: tf.Tensor) -> int:
+    """The bytes of a tensor, as far as its shape is known."""
+    return (tensor.shape.num_elements() or 0) * tensor.dtype.size
 
 
 def _lacking(link: Link) -> list[keras.Variable]:

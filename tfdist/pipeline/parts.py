@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.collectives import Group
 from tfdist.layers.sharding import stored_flat
-from tfdist.monitoring.non_finite import guard_of
+from tfdist.optimizers.non_finite import guard_of
 from tfdist.pipeline.executor import Outcome, Route, run_forward, run_schedule
 from tfdist.pipeline.keras_graph import initialize_weights
 from tfdist.pipeline.partition import Partition
