@@ -51,6 +51,13 @@ def test_training_is_that_of_one_process(pool, one_process, name):
 
 
 @slow
+@on_ranks(("horovod", 4), ("tensorflow", 4))
+@pytest.mark.parametrize("name", ["transformer", "gpt2_lm"])
+def test_on_data_and_tensor_ranks(pool, one_process, name):
+    check_parity(pool, one_process, name, {"data": 2, "tensor": 2}, tolerance=1e-4)
+
+
+@slow
 @on_ranks(("tensorflow", 2))
 @pytest.mark.parametrize("name", ["mlp", "subclassed", "transformer"])
 def test_over_tensorflows_collectives(pool, one_process, name):

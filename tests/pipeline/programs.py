@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import time
 
 import keras
@@ -64,9 +65,10 @@ def train(
     policy: str | None = None,
     rows: int = STEPS * BATCH,
     batch: int = BATCH,
+    per_execution: int = 1,
     **options,
 ) -> Outcome:
-    """Twenty steps, each an epoch to Keras; `pipeline` are the arguments of a PipelineModel."""
+    """Twenty steps, each execution an epoch; `pipeline` are the arguments of a PipelineModel."""
     from tfdist import layers
     from tfdist.pipeline import PipelineModel, deferred_weights
 
@@ -88,7 +90,12 @@ def train(
             if split_loss:
                 model.compile(make_optimizer(optimizer), layers.VocabParallelCrossEntropy(61))
             else:
-                model.compile(make_optimizer(optimizer), loss, metrics=["accuracy"])
+                model.compile(
+                    make_optimizer(optimizer),
+                    loss,
+                    metrics=["accuracy"],
+                    steps_per_execution=per_execution,
+                )
     finally:
         keras.config.set_dtype_policy(before)
     x, y = data_of(kind, rows)
@@ -96,7 +103,8 @@ def train(
     if weighted:
         arrays.append(np.random.default_rng(1).uniform(0.5, 2, rows).astype("float32"))
     data = tf.data.Dataset.from_tensor_slices(tuple(arrays)).batch(batch)
-    history = model.fit(data.repeat(), steps_per_epoch=1, epochs=STEPS, verbose=0)
+    epochs = STEPS // per_execution
+    history = model.fit(data.repeat(), steps_per_epoch=per_execution, epochs=epochs, verbose=0)
     # Rows that divide by nothing: what is not trained need not.
     evaluation = model.evaluate(x[:21], y[:21], batch_size=batch, verbose=0)
     predictions = model.predict(x[:13], batch_size=batch, verbose=0)
@@ -113,6 +121,43 @@ def train(
         list(weights.values()),
         own,
     )
+
+
+def save(mesh: dict, folder: str) -> list[np.ndarray]:
+    """Trains an epoch with checkpoints of a pipeline; returns the weights of the whole chain."""
+    from tfdist.pipeline import PipelineModel, deferred_weights
+
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    with scope(mesh):
+        with deferred_weights():
+            model = gpt()
+        model = PipelineModel(model, num_microbatches=2)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(make_optimizer("sgd"), loss)
+    x, y = data_of("gpt", 4 * BATCH)
+    checkpoints = [
+        keras.callbacks.ModelCheckpoint(f"{folder}/model.keras"),
+        keras.callbacks.ModelCheckpoint(f"{folder}/w.weights.h5", save_weights_only=True),
+    ]
+    model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=checkpoints)
+    with model._whole() as chain:
+        return list(whole(chain.weights).values())
+
+
+def load(mesh: dict | None, folder: str) -> list[np.ndarray]:
+    """The weights of the whole chain, of the files that `save` has written."""
+    from tfdist.pipeline import PipelineModel
+
+    keras.backend.clear_session()
+    if mesh is None:
+        importlib.import_module("tfdist.layers")  # Keras finds the classes that are registered.
+        return list(whole(keras.saving.load_model(f"{folder}/model.keras").weights).values())
+    with scope(mesh):
+        model = PipelineModel(gpt(), num_microbatches=2)
+        model.load_weights(f"{folder}/w.weights.h5")
+    with model._whole() as chain:
+        return list(whole(chain.weights).values())
 
 
 def cut_by_time(mesh: dict):

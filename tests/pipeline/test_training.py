@@ -141,6 +141,22 @@ def check_eight(pool, one_process, schedule):
     check(pool, one_process, mesh, pipeline=pipeline, split_loss=True)
 
 
+@on_ranks(("horovod", 2))
+def test_checkpoints_are_those_of_the_whole_chain(pool, one_process, tmp_path):
+    folder = str(tmp_path)
+    first, second = pool.run(programs.save, {"pipeline": 2}, folder, timeout=200)
+    alone = one_process.run(programs.load, None, folder)
+    for others in (second, *alone, *pool.run(programs.load, {"pipeline": 2}, folder)):
+        for found, right in zip(others, first, strict=True):
+            np.testing.assert_array_equal(found, right)
+
+
+@pytest.mark.slow
+@on_ranks(("horovod", 2))
+def test_several_steps_an_execution(pool, one_process):
+    check(pool, one_process, {"pipeline": 2}, pipeline={}, per_execution=4)
+
+
 @on_ranks(("horovod", 4))
 def test_ranks_agree_on_a_cut_by_measured_time(pool):
     first, *others = pool.run(programs.cut_by_time, {"pipeline": 2, "tensor": 2}, timeout=120)
