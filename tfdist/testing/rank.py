@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import http
 import importlib
+import os
 import signal
 import sys
+import time
 import traceback
+import urllib.error
+import urllib.request
 from multiprocessing import connection
 
 import cloudpickle
 
+from tfdist.rendezvous import local_environments
+
 __all__ = ["engine", "strategy"]
 
+_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+_MEETING_SECONDS = 60.0
+
+#: The meeting points that this rank holds open for the others, as long as it lives: a rank may still
+#: be taking its leave of one when the next opens.
+_opened = contextlib.ExitStack()
 _state: dict = {"engine_name": "local", "engines": {}, "strategies": {}}
 
 
@@ -35,9 +49,40 @@ def engine(mesh=None):
         if name == "horovod":
             for old in engines.values():
                 old.shutdown()
+            if engines:
+                _meet_anew()
             engines.clear()
         engines[mesh] = kind(mesh)
     return engines[mesh]
+
+
+def _meet_anew() -> None:
+    """Has Horovod start again at another meeting point, which the first rank opens.
+
+    The one before still has addresses from before: ranks that start again at it now and then
+    connect to where nobody listens any more.
+    """
+    rank, size = (int(os.environ[f"HOROVOD_{what}"]) for what in ("RANK", "SIZE"))
+    if "meeting point" not in _state:
+        _state["meeting point"] = os.environ[_PORT], 0
+    first, number = _state["meeting point"]
+    _state["meeting point"] = first, number + 1
+    url = f"http://127.0.0.1:{first}/tfdist/{number}"
+    if rank == 0:
+        os.environ[_PORT] = _opened.enter_context(local_environments("horovod", size))[0][_PORT]
+        request = urllib.request.Request(url, os.environ[_PORT].encode(), method="PUT")
+        urllib.request.urlopen(request, timeout=_MEETING_SECONDS).close()
+        return
+    end = time.monotonic() + _MEETING_SECONDS
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=_MEETING_SECONDS) as answer:
+                os.environ[_PORT] = answer.read().decode()
+                return
+        except urllib.error.HTTPError as error:  # Not there yet.
+            if error.code != http.HTTPStatus.NOT_FOUND or time.monotonic() > end:
+                raise
+        time.sleep(0.01)
 
 
 def strategy(mesh=None, **kwargs):
