@@ -19,6 +19,7 @@ from tfdist.mesh import Mesh
 
 _ROOMS = (
     "callbacks",
+    "checkpoint",
     "collectives",
     "data",
     "layers",

@@ -104,6 +104,11 @@ class PipelineModel(keras.Model):
         return self._parts.partition
 
     @property
+    def chain_variables(self) -> tuple[list[keras.Variable], list[keras.Variable]]:
+        """The variables of the whole chain, in its order, and those that this rank holds."""
+        return self._parts.placement.variables, self._parts.placement.own
+
+    @property
     def outputs(self) -> list[keras.KerasTensor]:
         """The symbolic outputs of the chain."""
         return self._parts.chain.model.outputs

@@ -1,0 +1,72 @@
+"""Training that is saved on one mesh and goes on, on another."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.layers.gpt_programs import BATCH, build, scope, text
+
+STEPS = 3
+
+
+def model_on(mesh: dict | None):
+    """A GPT on a mesh, with a built optimizer, and the data that it learns."""
+    from tfdist import layers
+    from tfdist.pipeline import PipelineModel, deferred_weights
+
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    with scope(mesh):
+        if mesh is not None and mesh.get("pipeline", 1) > 1:
+            with deferred_weights():
+                model = build(num_layers=4)
+            model = PipelineModel(model, num_microbatches=2)
+        else:
+            model = build(num_layers=4)
+        optimizer = keras.optimizers.AdamW(3e-3, weight_decay=0.1, global_clipnorm=1.0)
+        model.compile(optimizer, layers.VocabParallelCrossEntropy(61))
+        optimizer.build(model.trainable_variables)
+    return model, tf.data.Dataset.from_tensor_slices(text(STEPS * BATCH, 61)).batch(BATCH)
+
+
+def losses_of(model, data) -> list[float]:
+    history = model.fit(data.repeat(), steps_per_epoch=1, epochs=STEPS, verbose=0)
+    return history.history["loss"]
+
+
+def trained_and_saved(mesh: dict | None, folder: str) -> str:
+    """The path of a checkpoint of some steps of training."""
+    from tfdist import checkpoint
+
+    model, data = model_on(mesh)
+    losses_of(model, data)
+    return checkpoint.save(folder, model, step=STEPS, state={"epoch": 1})
+
+
+def restored(mesh: dict | None, paths: dict[str, str], folder: str) -> dict:
+    """For each checkpoint: where it was saved again, and the losses of further steps."""
+    from tfdist import checkpoint
+
+    model, data = model_on(mesh)
+    found = {}
+    for name, path in paths.items():
+        manifest = checkpoint.restore(path, model)
+        assert (manifest.step, manifest.state) == (STEPS, {"epoch": 1})
+        again = checkpoint.save(f"{folder}/{name}", model, step=STEPS)
+        found[name] = (again, losses_of(model, data))
+    return found
+
+
+def arrays_of(path: str) -> dict[str, np.ndarray]:
+    """All global arrays of a checkpoint."""
+    from tfdist.checkpoint.manifest import Manifest
+    from tfdist.checkpoint.storage import Storage
+
+    storage = Storage(path)
+    manifest = Manifest.read(storage)
+    return {
+        name: storage.open(name, shape, dtype).read().result()
+        for name, (shape, dtype) in manifest.arrays.items()
+    }

@@ -1,0 +1,91 @@
+"""What ranks hold of a global array: together all of it, and each entry once."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from tfdist.checkpoint.names import model_names
+from tfdist.checkpoint.pieces import boxes, global_shape, pieces_of
+from tfdist.layers.sharding import Sharding, mark_split, mark_stored_flat
+from tfdist.optimizers.zero.flat import FlatSharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """All that is asked of a group here."""
+
+    rank: int
+    size: int
+
+
+class Variable:
+    def __init__(self, shape, path="layer/kernel"):
+        self.shape, self.path = tuple(shape), path
+
+
+SHAPES = [(), (1,), (7,), (3, 5), (4, 1, 3), (5, 2, 3), (2, 0)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_boxes_of_a_run_are_the_run(shape):
+    array = np.arange(math.prod(shape)).reshape(shape)
+    for begin, end in itertools.combinations_with_replacement(range(array.size + 1), 2):
+        found = [part for _, box in boxes(begin, end, shape) for part in array[box].reshape(-1)]
+        assert found == list(range(begin, end))
+        runs = [edge for run, _ in boxes(begin, end, shape) for edge in run]
+        assert runs == sorted(runs)
+
+
+def held(array: np.ndarray, tensor: Place | None, axis: int, data: Place | None):
+    """A variable of a rank, and the value that it has."""
+    value, split = array, None
+    if tensor is not None:
+        split = Sharding(tensor, axis, array.shape)
+        value = np.array(split.slice_of(array))
+    variable = Variable(value.shape)
+    if split is not None:
+        mark_split(variable, split)
+    if data is not None:
+        flat = FlatSharding(data, value.shape, split)
+        value = np.array(flat.own_of(value))
+        mark_stored_flat(variable, flat)
+    return variable, value
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 5), (4, 1, 3)])
+@pytest.mark.parametrize("num_tensor", [1, 2, 3])
+@pytest.mark.parametrize("num_data", [1, 2, 5])
+def test_pieces_of_all_ranks_are_the_array(shape, num_tensor, num_data):
+    array = np.arange(1, 1 + math.prod(shape), dtype="float32").reshape(shape)
+    for axis in range(len(shape)):
+        written = np.zeros_like(array)
+        for tensor, data in itertools.product(range(num_tensor), range(num_data)):
+            places = (
+                Place(tensor, num_tensor) if num_tensor > 1 else None,
+                Place(data, num_data) if num_data > 1 else None,
+            )
+            variable, value = held(array, places[0], axis, places[1])
+            assert global_shape(variable) == shape
+            read = np.zeros_like(value)
+            for piece in pieces_of(variable):
+                assert np.all(written[piece.box] == 0)
+                written[piece.box] = piece.get(value)
+                piece.put(read, array[piece.box])
+            np.testing.assert_array_equal(read, value)
+        np.testing.assert_array_equal(written, array)
+
+
+def test_names_do_not_count_other_models():
+    paths = ["dense_7/kernel", "dense_7/bias", "block_3/dense_8/kernel", "dense_9/kernel", "seed"]
+    assert model_names([Variable((1,), path) for path in paths]) == [
+        "dense/kernel",
+        "dense/bias",
+        "block/dense/kernel",
+        "dense_1/kernel",
+        "seed",
+    ]

@@ -1,0 +1,53 @@
+"""What one mesh has saved any other restores, bit for bit, and training goes on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.checkpoint import programs
+from tests.conftest import on_ranks
+
+MESHES = {
+    "data": {"data": 4},
+    "tensor": {"data": 1, "tensor": 4},
+    "pipeline": {"data": 1, "pipeline": 4},
+    "2x2": {"data": 2, "tensor": 2},
+    "zero": {"data": 4, "zero_stage": 3},
+}
+
+
+def check(pool, one_process, folder, sources, targets):
+    """Saves on each of some meshes, restores on each of others."""
+    paths = {}
+    for name in sources:
+        where, mesh = (one_process, None) if name == "one" else (pool, MESHES[name])
+        paths[name] = where.run(programs.trained_and_saved, mesh, f"{folder}/{name}", timeout=240)[
+            0
+        ]
+    right = {name: programs.arrays_of(path) for name, path in paths.items()}
+    losses = one_process.run(programs.restored, None, paths, f"{folder}/on-one", timeout=300)[0]
+    for target in targets:
+        where, mesh = (one_process, None) if target == "one" else (pool, MESHES[target])
+        for found in where.run(
+            programs.restored, mesh, paths, f"{folder}/on-{target}", timeout=400
+        ):
+            for name, (again, more) in found.items():
+                np.testing.assert_allclose(more, losses[name][1], rtol=1e-4)
+                arrays = programs.arrays_of(again)
+                assert arrays.keys() == right[name].keys()
+                for key, value in arrays.items():
+                    np.testing.assert_array_equal(value, right[name][key], err_msg=key)
+
+
+@on_ranks(("horovod", 4))
+def test_a_pipeline_goes_on_from_shards(pool, one_process, tmp_path):
+    check(pool, one_process, tmp_path, ["zero"], ["one", "pipeline"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@on_ranks(("horovod", 4), ("tensorflow", 4))
+def test_from_any_mesh_to_any_other(pool, one_process, tmp_path):
+    every = ["one", *MESHES]
+    check(pool, one_process, tmp_path, every, every)

@@ -1,0 +1,8 @@
+"""Checkpoints of global arrays: what one mesh has saved, any other can restore."""
+
+from tfdist.checkpoint.manifest import Manifest
+from tfdist.checkpoint.restoring import latest, restore
+from tfdist.checkpoint.saving import Save, begin_save, save
+from tfdist.checkpoint.storage import StorageError
+
+__all__ = ["Manifest", "Save", "StorageError", "begin_save", "latest", "restore", "save"]

@@ -1,0 +1,87 @@
+"""The training state of a model as global arrays with names, and what this rank holds of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.checkpoint.names import model_names, optimizer_names
+from tfdist.checkpoint.pieces import Piece, global_shape, pieces_of
+from tfdist.layers.sharding import sharding_of, stored_flat
+from tfdist.pipeline import PipelineModel
+from tfdist.pipeline.staging import staging_of
+
+__all__ = ["Entry", "entries_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A global array of which this rank holds something.
+
+    Attributes:
+        name: Its name, the same on any mesh.
+        shape: Its shape.
+        dtype: Its dtype.
+        variable: The variable that holds this rank's part.
+        pieces: The boxes that are there.
+        writes: Whether this rank writes them: of ranks that hold the same, one does.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    variable: Any
+    pieces: tuple[Piece, ...]
+    writes: bool
+
+
+def entries_of(model: keras.Model) -> list[Entry]:
+    """The entries of a model's variables and of its optimizer's, those of this rank.
+
+    Args:
+        model: A built model; one that is trained has a built optimizer.
+    """
+    strategy: Any = model.distribute_strategy
+    mesh = getattr(strategy, "mesh", None)
+    place = {"data": 0, "pipeline": 0, "tensor": 0} if mesh is None else mesh.coordinates()
+    num_data = 1 if mesh is None else mesh.shape["data"]
+    if isinstance(model, PipelineModel):
+        every, own = model.chain_variables
+    else:
+        every = own = list(model.variables)
+    here = {id(variable) for variable in own}
+    named = list(zip(every, model_names(every), strict=True))
+    found = [(v, f"model/{name}") for v, name in named if id(v) in here]
+    if getattr(model, "optimizer", None) is not None:
+        found += optimizer_names(model.optimizer, [(v, n) for v, n in named if v.trainable])
+    entries = []
+    for variable, name in found:
+        if tf.as_dtype(variable.dtype) == tf.string:
+            continue
+        entries.append(
+            Entry(
+                name,
+                global_shape(variable),
+                str(variable.dtype),
+                variable,
+                tuple(pieces_of(variable)),
+                _writes(variable, name, place, num_data),
+            )
+        )
+    return entries
+
+
+def _writes(variable, name: str, place: dict[str, int], num_data: int) -> bool:
+    """Whether this rank writes its part, which others may hold too."""
+    staging, flat = staging_of(variable), stored_flat(variable)
+    if not (staging.counts if staging is not None else place["pipeline"] == 0):
+        return False
+    split = sharding_of(variable) if flat is None else flat.inner
+    if split is None and place["tensor"] != 0:
+        return False
+    # The ranks of the data axis share the work.
+    return flat is not None or zlib.crc32(name.encode()) % num_data == place["data"]

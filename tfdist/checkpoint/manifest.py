@@ -1,0 +1,84 @@
+"""What a checkpoint holds: written last, so that one without it does not count."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import zlib
+from typing import Any
+
+from tfdist.checkpoint.storage import Storage, StorageError
+
+__all__ = ["FORMAT", "Manifest", "complete_checkpoints", "folder_of"]
+
+FORMAT = 1
+_NAME = "manifest.json"
+_FOLDER = re.compile(r"step-(\d+)-[0-9a-f]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """The manifest of a checkpoint.
+
+    Attributes:
+        step: The training step after which it was taken.
+        arrays: By name, shape and dtype of each global array.
+        state: What else there is: anything that JSON can hold.
+    """
+
+    step: int
+    arrays: dict[str, tuple[tuple[int, ...], str]]
+    state: dict[str, Any]
+
+    def write(self, storage: Storage) -> None:
+        """Writes it; from then on the checkpoint is complete."""
+        arrays = {name: [list(shape), dtype] for name, (shape, dtype) in self.arrays.items()}
+        content = {"step": self.step, "arrays": arrays, "state": self.state}
+        storage.write_json(
+            _NAME, {"tfdist_checkpoint": FORMAT, "crc32": _crc(content), "content": content}
+        )
+
+    @classmethod
+    def read(cls, storage: Storage) -> Manifest | None:
+        """Reads it; None where there is none.
+
+        Raises:
+            StorageError: It is damaged.
+            ValueError: A newer tfdist wrote it.
+        """
+        found = storage.read_json(_NAME)
+        if found is None:
+            return None
+        version = found.get("tfdist_checkpoint") if isinstance(found, dict) else None
+        if not isinstance(version, int):
+            raise StorageError(f"{storage.path}/{_NAME} is damaged: it is no manifest.")
+        if version > FORMAT:
+            raise ValueError(
+                f"{storage.path} was written by a newer tfdist, in version {version} of the format. "
+                f"This one reads versions up to {FORMAT}: install the newer one."
+            )
+        content = found.get("content")
+        if _crc(content) != found.get("crc32"):
+            raise StorageError(f"{storage.path}/{_NAME} is damaged: its checksum is another.")
+        arrays = {name: (tuple(shape), dtype) for name, (shape, dtype) in content["arrays"].items()}
+        return cls(content["step"], arrays, content["state"])
+
+
+def folder_of(step: int, token: str) -> str:
+    """The folder of a checkpoint; the token keeps two jobs that save at the same step apart."""
+    return f"step-{step:010d}-{token}"
+
+
+def complete_checkpoints(directory: str) -> list[str]:
+    """The folders in a directory whose checkpoints are complete, the newest first."""
+    found = set()
+    for name in Storage(directory).names("step-"):
+        folder, _, rest = name.partition("/")
+        if rest == _NAME and _FOLDER.fullmatch(folder):
+            found.add(folder)
+    return sorted(found, reverse=True)
+
+
+def _crc(content) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())

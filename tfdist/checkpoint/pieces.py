@@ -1,0 +1,128 @@
+"""Which parts of a global array lie in what a rank holds of it.
+
+A global array is the same on any mesh; what a rank holds is the whole, a slice along one axis (tensor
+parallel), or a flat shard of either (ZeRO). Each is a few boxes of the global array.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import keras
+import numpy as np
+
+from tfdist.layers.sharding import Sharding, sharding_of, stored_flat
+
+__all__ = ["Piece", "boxes", "global_shape", "pieces_of"]
+
+Box = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A box of a global array, and where a rank has it.
+
+    Attributes:
+        box: The box in the global array.
+        run: Where the flat shard has the local box that it comes from: begin and end. None where
+            the rank holds an array of the global array's dims.
+        local: The shape of that local box, or of the array.
+        inside: What of it is the box; the rest is padding.
+    """
+
+    box: Box
+    run: tuple[int, int] | None
+    local: tuple[int, ...]
+    inside: Box
+
+    def get(self, held: np.ndarray) -> np.ndarray:
+        """The box, from what the rank holds."""
+        return self._around(held)[self.inside]
+
+    def put(self, held: np.ndarray, value: np.ndarray) -> None:
+        """Puts the box into what the rank holds."""
+        self._around(held)[self.inside] = value
+
+    def _around(self, held: np.ndarray) -> np.ndarray:
+        if self.run is None:
+            return held
+        return held[self.run[0] : self.run[1]].reshape(self.local)
+
+
+def global_shape(variable: keras.Variable) -> tuple[int, ...]:
+    """The shape of the global array that a variable is, or is a part of."""
+    split = stored_flat(variable) or sharding_of(variable)
+    return tuple(variable.shape) if split is None else split.shape
+
+
+def pieces_of(variable: keras.Variable) -> list[Piece]:
+    """The boxes of the global array that this rank holds in a variable."""
+    flat = stored_flat(variable)
+    if flat is None:
+        sharding = sharding_of(variable)
+        if sharding is None:
+            shape = tuple(variable.shape)
+            whole = tuple(slice(0, size) for size in shape)
+            return [Piece(whole, None, shape, whole)]
+        return _piece_of_slice(sharding, tuple(slice(0, n) for n in sharding.local_shape), None)
+    begin = min(flat.group.rank * flat.share, flat.size)
+    end = min(begin + flat.share, flat.size)
+    found: list[Piece] = []
+    for run, box in boxes(begin, end, flat.local_shape):
+        held = (run[0] - begin, run[1] - begin)
+        if flat.inner is None:
+            shape = tuple(each.stop - each.start for each in box)
+            found.append(Piece(box, held, shape, tuple(slice(0, size) for size in shape)))
+        else:
+            found += _piece_of_slice(flat.inner, box, held)
+    return found
+
+
+def _piece_of_slice(sharding: Sharding, local: Box, run: tuple[int, int] | None) -> list[Piece]:
+    """The piece that a box of a slice is, without the slice's padding; none if that is all."""
+    offset = sharding.group.rank * sharding.share
+    axis, size = sharding.axis, sharding.shape[sharding.axis]
+    begin, end = (min(offset + edge, size) for edge in (local[axis].start, local[axis].stop))
+    if end <= begin:
+        return []
+    box, inside = list(local), [slice(0, each.stop - each.start) for each in local]
+    box[axis], inside[axis] = slice(begin, end), slice(0, end - begin)
+    shape = tuple(each.stop - each.start for each in local)
+    return [Piece(tuple(box), run, shape, tuple(inside))]
+
+
+def boxes(begin: int, end: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], Box]]:
+    """Cuts a run of a flattened array into boxes of the array, in order.
+
+    Args:
+        begin: The run's first element.
+        end: One past its last.
+        shape: The array's shape.
+
+    Yields:
+        The run of each box, and the box.
+    """
+    if end <= begin:
+        return
+    if not shape:
+        yield (begin, end), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = begin // row, end // row
+    if begin % row:
+        stop = min(end, (first + 1) * row)
+        yield from _in_row(first, begin, stop, shape)
+        first += 1
+    if first < last:
+        rest = tuple(slice(0, size) for size in shape[1:])
+        yield (first * row, last * row), (slice(first, last), *rest)
+    if end % row and first <= last:
+        yield from _in_row(last, max(begin, last * row), end, shape)
+
+
+def _in_row(row: int, begin: int, end: int, shape: tuple[int, ...]):
+    offset = row * math.prod(shape[1:])
+    for (first, last), box in boxes(begin - offset, end - offset, shape[1:]):
+        yield (first + offset, last + offset), (slice(row, row + 1), *box)

@@ -1,0 +1,143 @@
+"""Saves a model's training state: every rank writes its part, the chief the manifest."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist.checkpoint.entries import Entry, entries_of
+from tfdist.checkpoint.manifest import Manifest, folder_of
+from tfdist.checkpoint.storage import Storage, StorageError
+from tfdist.collectives import Group
+from tfdist.collectives.local import LocalEngine
+from tfdist.collectives.objects import all_gather_object, broadcast_object
+
+__all__ = ["Save", "begin_save", "save", "world_of"]
+
+#: How long the chief waits for the other ranks' parts.
+_PARTS_SECONDS = 1800.0
+
+
+def save(
+    directory: str, model: keras.Model, *, step: int, state: dict[str, Any] | None = None
+) -> str:
+    """Saves a model and its optimizer; all ranks call it.
+
+    Args:
+        directory: A folder that all ranks reach, or an address of an object store that TensorStore
+            knows (`gs://`, `s3://`). The checkpoint becomes a folder in it.
+        model: The model.
+        step: The number of the training step, for the folder's name.
+        state: What else is to be kept: anything that JSON can hold.
+
+    Returns:
+        The checkpoint's path.
+
+    Raises:
+        StorageError: It cannot be written; on all ranks.
+    """
+    return begin_save(directory, model, step=step, state=state).wait()
+
+
+def begin_save(
+    directory: str, model: keras.Model, *, step: int, state: dict[str, Any] | None = None
+) -> Save:
+    """As `save`, but writing goes on in a thread; training may go on meanwhile."""
+    world = world_of(model)
+    token = broadcast_object(secrets.token_hex(4), world, name="checkpoint")
+    entries = entries_of(model)
+    arrays = {entry.name: (entry.shape, entry.dtype) for entry in entries}
+    for others in all_gather_object(arrays, world, name="checkpoint/arrays"):
+        arrays.update(others)
+    manifest = Manifest(step, dict(sorted(arrays.items())), dict(state or {}))
+    return Save(f"{str(directory).rstrip('/')}/{folder_of(step, token)}", entries, manifest, world)
+
+
+def world_of(model: keras.Model) -> Group:
+    """All ranks of the model's strategy; this process alone where it has none of tfdist's."""
+    strategy: Any = model.distribute_strategy
+    return strategy.group() if hasattr(strategy, "engine") else LocalEngine().group()
+
+
+class Save:
+    """A checkpoint that is being written.
+
+    Attributes:
+        path: Where.
+    """
+
+    def __init__(self, path: str, entries: list[Entry], manifest: Manifest, world: Group):
+        self.path = path
+        self._manifest, self._world = manifest, world
+        # A tensor that a variable has read stays as it is: assigning gives the variable another.
+        self._values: list[tuple[Entry, np.ndarray]] = [
+            (entry, entry.variable._value.numpy()) for entry in entries if entry.writes
+        ]
+        self._error: str | None = None
+        self._thread = threading.Thread(target=self._run, name="tfdist-checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether this rank has nothing left to do."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> str:
+        """Returns the path when the checkpoint is complete; all ranks call it.
+
+        Raises:
+            StorageError: It could not be written; on all ranks.
+        """
+        self._thread.join()
+        errors = all_gather_object(self._error, self._world, name="checkpoint/errors")
+        for rank, error in zip(self._world.ranks, errors, strict=True):
+            if error:
+                raise StorageError(f"Rank {rank} could not save: {error}")
+        return self.path
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except StorageError as error:
+            self._error = str(error)
+        except Exception as error:  # Raised again by `wait`, on all ranks.
+            self._error = f"{type(error).__name__}: {error}"
+
+    def _write(self) -> None:
+        storage = Storage(self.path)
+        rank = self._world.ranks[self._world.rank]
+        try:
+            while self._values:
+                entry, value = self._values.pop()
+                array = storage.create(entry.name, entry.shape, entry.dtype)
+                storage.write(array, ((piece.box, piece.get(value)) for piece in entry.pieces))
+        except StorageError as error:
+            storage.write_json(f"parts/{rank}", {"error": str(error)})
+            raise
+        storage.write_json(f"parts/{rank}", {})
+        if self._world.rank == 0:
+            self._finish(storage)
+
+    def _finish(self, storage: Storage) -> None:
+        """Writes the manifest when all parts are there."""
+        end, missing = time.monotonic() + _PARTS_SECONDS, set(self._world.ranks)
+        while missing:
+            for rank in sorted(missing):
+                part = storage.read_json(f"parts/{rank}")
+                if part is not None:
+                    missing.discard(rank)
+                    if part.get("error"):
+                        raise StorageError(f"rank {rank} could not write: {part['error']}")
+            if missing and time.monotonic() > end:
+                raise StorageError(
+                    f"{self.path}: the parts of ranks {sorted(missing)} did not come within "
+                    f"{_PARTS_SECONDS:.0f} s. Do all ranks reach this folder?"
+                )
+            if missing:
+                time.sleep(0.02)
+        self._manifest.write(storage)
