@@ -90,9 +90,15 @@ def prepare_blocks(schedule: str, microbatches: int) -> None:
     idle_share(schedule, microbatches)
 
 
-def idle_share(schedule: str, microbatches: int, steps: int = 3, trace: str | None = None) -> float:
+def idle_share(
+    schedule: str,
+    microbatches: int,
+    steps: int = 3,
+    trace: str | None = None,
+    picture: str | None = None,
+) -> float:
     """The share of a step's time in which ranks wait; the median of some steps."""
-    from tfdist.pipeline.timeline import write_chrome_trace
+    from tfdist.pipeline.timeline import save_picture, write_chrome_trace
     from tfdist.testing import rank
 
     model, data = rank._state[schedule, microbatches]
@@ -101,8 +107,11 @@ def idle_share(schedule: str, microbatches: int, steps: int = 3, trace: str | No
         model.fit(data, steps_per_epoch=1, verbose=0)
         run = model.last_run()
         shares.append(run.idle_share)
-    if trace and rank.engine().rank == 0:
-        write_chrome_trace(run, trace)
+    if model.distribute_strategy.is_chief:
+        if trace:
+            write_chrome_trace(run, trace)
+        if picture:
+            save_picture(run, picture, f"{schedule}, {microbatches} micro-batches, as measured")
     return statistics.median(shares)
 
 
@@ -123,8 +132,8 @@ def measure_steps(engine: str, rounds: int) -> list[Ratio]:
     return found
 
 
-def measure_idle_shares(engine: str, trace: str | None = None) -> dict[str, list[float]]:
-    """Idle shares by schedule, for `MICROBATCHES`."""
+def measure_idle_shares(engine: str, *files: str | None) -> dict[str, list[float]]:
+    """Idle shares by schedule, for `MICROBATCHES`; writes a trace and a picture of one step."""
     from tfdist.pipeline.schedules import make_schedule
     from tfdist.pipeline.simulation import simulate
 
@@ -133,9 +142,8 @@ def measure_idle_shares(engine: str, trace: str | None = None) -> dict[str, list
         for schedule, microbatches in itertools.product(("1f1b", "zero-bubble"), MICROBATCHES):
             ranks.run(prepare_blocks, schedule, microbatches, timeout=300)
             last = (schedule, microbatches) == ("1f1b", MICROBATCHES[-2])
-            share = ranks.run(
-                idle_share, schedule, microbatches, 7, trace if last else None, timeout=300
-            )[0]
+            wanted = files if last else ()
+            share = ranks.run(idle_share, schedule, microbatches, 7, *wanted, timeout=300)[0]
             formula = simulate(make_schedule(schedule, 2, microbatches)).idle_share
             found.setdefault(schedule, []).append(share)
             print(
@@ -150,6 +158,7 @@ def main() -> int:
     """Prints the tables; exit code 1 where a figure is above its limit."""
     flags = parser(__doc__, ["steps", "idle"])
     flags.add_argument("--trace", help="Where to write a step of 1f1b with 8 micro-batches.")
+    flags.add_argument("--picture", help="Where to draw it.")
     options = flags.parse_args()
     ratios: list[Ratio] = []
     shares: dict[str, list[float]] = {}
@@ -157,7 +166,7 @@ def main() -> int:
         print(HEADER)
         ratios = measure_steps(options.engine, options.rounds)
     if options.only != "steps":
-        shares = measure_idle_shares(options.engine, options.trace)
+        shares = measure_idle_shares(options.engine, options.trace, options.picture)
     write_json(options.json, options.engine, ratios, idle=shares)
     is_over = any(ratio.is_over for ratio in ratios)
     for count, share in zip(MICROBATCHES, shares.get("1f1b", ()), strict=False):
