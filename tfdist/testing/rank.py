@@ -7,6 +7,7 @@ import faulthandler
 import http
 import importlib
 import os
+import random
 import signal
 import sys
 import time
@@ -69,7 +70,10 @@ def _meet_anew() -> None:
     _state["meeting point"] = first, number + 1
     url = f"http://127.0.0.1:{first}/tfdist/{number}"
     if rank == 0:
+        # Horovod draws the port; what a test draws after it has seeded is to stay the same.
+        before = random.getstate()
         os.environ[_PORT] = _opened.enter_context(local_environments("horovod", size))[0][_PORT]
+        random.setstate(before)
         request = urllib.request.Request(url, os.environ[_PORT].encode(), method="PUT")
         urllib.request.urlopen(request, timeout=_MEETING_SECONDS).close()
         return
