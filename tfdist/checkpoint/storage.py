@@ -58,12 +58,9 @@ class Storage:
 
     def names(self, prefix: str = "") -> list[str]:
         """The names of the files below a prefix."""
-        span = (
-            ts.KvStore.KeyRange(prefix, ts.KvStore.KeyRange.prefix_successor(prefix))
-            if prefix
-            else None
-        )
-        found = self._files.list(span) if span is not None else self._files.list()
+        # Up to the first name that comes after all those with the prefix.
+        end = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
+        found = self._files.list(ts.KvStore.KeyRange(prefix, end))
         return [key.decode() for key in self._ask("list", prefix, found)]
 
     def delete(self, prefix: str = "") -> None:
