@@ -125,8 +125,8 @@ def _restore(path: str, entries: list[Entry], world: Group) -> None:
             for piece in entry.pieces:
                 piece.put(value, storage.read(array, entry.name, piece.box))
             values.append(value)
-    except StorageError as found:
-        error = str(found)
+    except StorageError as damage:
+        error = str(damage)
     for found in all_gather_object(error, world, name="checkpoint/errors"):
         if found:
             raise StorageError(found)
