@@ -37,7 +37,9 @@ def train(width: int, layers: int, steps: int) -> list[float]:
 # What TensorFlow and the engine take for themselves is not what is limited.
 train(8, 2, 1)
 limit = psutil.Process().memory_info().data + (mebibytes << 20)
-resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+before = resource.getrlimit(resource.RLIMIT_DATA)
+resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
 losses = train(WIDTH, LAYERS, 5)
+resource.setrlimit(resource.RLIMIT_DATA, before)
 if strategy.is_chief:
     print("losses", *losses, flush=True)
