@@ -82,6 +82,40 @@ def in_turn(
     return seconds
 
 
+def variants_in_turn(
+    pool: RankPool, variants: Sequence, prepare: Callable, seconds: Callable, rounds: int
+) -> dict:
+    """Prepares variants on the ranks of one pool, and measures them in turn.
+
+    Args:
+        pool: The ranks.
+        variants: What `prepare` and `seconds` are called with.
+        prepare: Called once for each variant.
+        seconds: What is measured.
+        rounds: How often.
+
+    Returns:
+        By variant, the seconds of the slowest rank in each round.
+    """
+    found: dict = {variant: [] for variant in variants}
+    for variant in variants:
+        pool.run(prepare, variant, timeout=300)
+    for _ in range(rounds):
+        for variant in variants:
+            found[variant].append(max(pool.run(seconds, variant, timeout=300)))
+    return found
+
+
+def token_batches(rows: int, length: int, vocabulary: int = 512):
+    """A data set of one batch of random tokens and labels, again and again."""
+    import numpy as np
+    import tensorflow as tf
+
+    random = np.random.default_rng(0)
+    tokens, labels = (random.integers(0, vocabulary, (rows, length), "int32") for _ in range(2))
+    return tf.data.Dataset.from_tensors((tokens, labels)).repeat()
+
+
 def fit_step_seconds(model, data, steps: int) -> float:
     """The median time of a step of `fit` on this rank; the first is not counted."""
     import keras

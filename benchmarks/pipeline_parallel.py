@@ -20,6 +20,7 @@ from benchmarks.measuring import (
     fit_step_seconds,
     in_turn,
     parser,
+    token_batches,
     write_json,
 )
 from tfdist.testing import RankPool
@@ -32,16 +33,12 @@ _STEPS = 6
 def prepare_gpt(schedule: str | None) -> None:
     """Builds and warms up a GPT on this rank, of one stage or of two."""
     import keras
-    import numpy as np
-    import tensorflow as tf
 
     from tfdist import Mesh, layers, models
     from tfdist.pipeline import PipelineModel, deferred_weights
     from tfdist.testing import rank, strategy
 
     keras.utils.set_random_seed(0)
-    random = np.random.default_rng(0)
-    tokens, labels = (random.integers(0, 512, (32, 128), "int32") for _ in range(2))
     with strategy(Mesh(data=1, pipeline=-1)).scope():
         if schedule is None:
             model = models.gpt(512, num_layers=4, width=256, num_heads=4, max_length=128)
@@ -51,8 +48,7 @@ def prepare_gpt(schedule: str | None) -> None:
             # Two blocks each; embedding and positions cost next to nothing, the head does not.
             model = PipelineModel(model, num_microbatches=16, schedule=schedule, cut=[5, 4])
         model.compile("adam", layers.VocabParallelCrossEntropy(512))
-    data = tf.data.Dataset.from_tensors((tokens, labels)).repeat()
-    rank._state["gpt"] = (model, data)
+    rank._state["gpt"] = (model, token_batches(32, 128))
     step_seconds(schedule)
 
 

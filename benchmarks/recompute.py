@@ -10,7 +10,15 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.measuring import HEADER, Ratio, fit_step_seconds, parser, write_json
+from benchmarks.measuring import (
+    HEADER,
+    Ratio,
+    fit_step_seconds,
+    parser,
+    token_batches,
+    variants_in_turn,
+    write_json,
+)
 from tfdist.testing import RankPool
 
 #: By policy, the most that a step may take of that without recompute.
@@ -21,22 +29,17 @@ _STEPS = 6
 def prepare(policy: str | None) -> None:
     """Builds and warms up a GPT on this rank."""
     import keras
-    import numpy as np
-    import tensorflow as tf
 
     from tfdist import layers, models
     from tfdist.testing import rank, strategy
 
     keras.utils.set_random_seed(0)
-    random = np.random.default_rng(0)
-    tokens, labels = (random.integers(0, 512, (16, 256), "int32") for _ in range(2))
     with strategy().scope():
         model = models.gpt(512, num_layers=6, width=256, num_heads=4, max_length=256)
         if policy is not None:
             layers.recompute(model, policy)
         model.compile("adam", layers.VocabParallelCrossEntropy(512))
-    data = tf.data.Dataset.from_tensors((tokens, labels)).repeat()
-    rank._state["gpt", policy] = (model, data)
+    rank._state["gpt", policy] = (model, token_batches(16, 256))
     step_seconds(policy)
 
 
@@ -49,14 +52,8 @@ def step_seconds(policy: str | None) -> float:
 
 def measure(rounds: int, policies) -> list[Ratio]:
     """Each policy over none."""
-    order = [None, *policies]
-    seconds: dict[str | None, list[float]] = {policy: [] for policy in order}
     with RankPool(1, "local", threads=2) as process:
-        for policy in order:
-            process.run(prepare, policy, timeout=300)
-        for _ in range(rounds):
-            for policy in order:
-                seconds[policy] += process.run(step_seconds, policy, timeout=300)
+        seconds = variants_in_turn(process, [None, *policies], prepare, step_seconds, rounds)
     found = []
     for policy in policies:
         name = f"GPT of 6 layers: {policy} / kept"

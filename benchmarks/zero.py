@@ -13,7 +13,16 @@ import sys
 
 from tabulate import tabulate
 
-from benchmarks.measuring import ENVIRONMENT, HEADER, Ratio, fit_step_seconds, parser, write_json
+from benchmarks.measuring import (
+    ENVIRONMENT,
+    HEADER,
+    Ratio,
+    fit_step_seconds,
+    parser,
+    token_batches,
+    variants_in_turn,
+    write_json,
+)
 from tfdist.optimizers.pacing import UNDER_WAY
 from tfdist.testing import RankPool
 
@@ -30,20 +39,15 @@ _BEGIN, _END = "<!-- benchmarks.zero: bytes -->", "<!-- end -->"
 def prepare_gpt(stage: int) -> None:
     """Builds and warms up the wide GPT on this rank."""
     import keras
-    import numpy as np
-    import tensorflow as tf
 
     from tfdist import layers, models
     from tfdist.testing import rank, strategy
 
     keras.utils.set_random_seed(0)
-    random = np.random.default_rng(0)
-    tokens, labels = (random.integers(0, 512, (16, 128), "int32") for _ in range(2))
     with strategy(zero_stage=stage).scope():
         model = models.gpt(512, num_layers=2, width=1024, num_heads=16, max_length=128)
         model.compile("adam", layers.VocabParallelCrossEntropy(512))
-    data = tf.data.Dataset.from_tensors((tokens, labels)).repeat()
-    rank._state["gpt", stage] = (model, data)
+    rank._state["gpt", stage] = (model, token_batches(16, 128))
     step_seconds(stage)
 
 
@@ -102,13 +106,8 @@ def formula_bytes(stage: int, ranks: int) -> float:
 
 def measure_steps(engine: str, rounds: int) -> list[Ratio]:
     """Each stage over stage 0."""
-    seconds: dict[int, list[float]] = {stage: [] for stage in STAGES}
     with RankPool(2, engine, environment=ENVIRONMENT) as ranks:
-        for stage in STAGES:
-            ranks.run(prepare_gpt, stage, timeout=300)
-        for _ in range(rounds):
-            for stage in STAGES:
-                seconds[stage].append(max(ranks.run(step_seconds, stage, timeout=300)))
+        seconds = variants_in_turn(ranks, STAGES, prepare_gpt, step_seconds, rounds)
     found = []
     for stage, limit in LIMITS.items():
         found.append(Ratio(f"wide GPT: stage {stage} / stage 0", seconds[stage], seconds[0], limit))

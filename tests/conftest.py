@@ -25,11 +25,16 @@ def on_ranks(*kinds: tuple[str, int], slow: Sequence[tuple[str, int]] = ()):
     return pytest.mark.parametrize("pool", [*kinds, *more], indirect=True, ids=pool_ids)
 
 
+def skip_without(engine: str) -> None:
+    """Skips a test whose engine is not there."""
+    if engine == "horovod" and importlib.util.find_spec("horovod") is None:
+        pytest.skip("Horovod is not installed: `tfdist-install-horovod` builds it.")
+
+
 @pytest.fixture
 def pool(request) -> RankPool:
     engine, num_ranks = request.param
-    if engine == "horovod" and importlib.util.find_spec("horovod") is None:
-        pytest.skip("Horovod is not installed: `tfdist-install-horovod` builds it.")
+    skip_without(engine)
     return _pool(engine, num_ranks)
 
 

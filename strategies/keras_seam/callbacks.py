@@ -147,6 +147,8 @@ class _AgreeFirst(keras.callbacks.Callback):
         self._strategy, self._backups = strategy, backups
 
     def on_train_begin(self, logs=None):
+        if not self._backups:
+            return
         self._strategy.extended.restores = True
         found = [tf.io.gfile.exists(backup._weights_path) for backup in self._backups]
         found = broadcast_object(found, self._strategy.group(), name="backups")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from typing import Any
 
 import keras
@@ -12,6 +11,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from tfdist.collectives import all_reduce
 from tfdist.data.sharding import row_range
+from tfdist.monitoring.memory_report import parameter_bytes
 from tfdist.optimizers.non_finite import guard_of
 from tfdist.strategies.keras_seam.callbacks import (
     callbacks_of_rank,
@@ -72,10 +72,7 @@ def _fit_to_the_end(original, self, *args, **kwargs):
 
 def _out_of_memory(model) -> str:
     """What a user can do about it."""
-    parameters = sum(
-        math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
-        for variable in model.trainable_variables
-    )
+    parameters = parameter_bytes(model)
     strategy: Any = getattr(model, "distribute_strategy", None)
     ranks = strategy.mesh.shape["data"] if hasattr(strategy, "mesh") else 1
     stage = getattr(strategy, "zero_stage", 0)

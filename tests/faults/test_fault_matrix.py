@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import os
 import subprocess
@@ -12,6 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from tests.conftest import skip_without
 
 PROGRAM = Path(__file__).with_name("program.py")
 WATCHDOG_SECONDS = 10.0
@@ -65,11 +66,6 @@ def test_a_loss_that_is_no_number_ends_the_job(tmp_path, phase):
     said = "The loss of rank 1 was not finite for 3 training steps in a row, up to step 6"
     assert said in job.stdout + job.stderr, story
     assert "rank 1" in job.stderr.strip().splitlines()[-1], story
-
-
-def skip_without(engine: str) -> None:
-    if engine == "horovod" and importlib.util.find_spec("horovod") is None:
-        pytest.skip("Horovod is not installed: `tfdist-install-horovod` builds it.")
 
 
 def run_program(engine, fault, phase, who, note, more) -> subprocess.CompletedProcess:

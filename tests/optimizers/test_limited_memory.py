@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.test_fault_matrix import skip_without
+from tests.conftest import skip_without
 
 PROGRAM = Path(__file__).with_name("limited_memory.py")
 #: 512 for the whole training state; 128 for a fourth, 64 for two layers, and buffers.

@@ -101,41 +101,19 @@ def test_another_order_of_the_axes(pool, one_process):
 
 
 @pytest.mark.slow
-@on_ranks(("horovod", 4))
+@on_ranks(("horovod", 4), ("tensorflow", 4))
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_four_stages(pool, one_process, schedule):
-    check(pool, one_process, {"pipeline": 4}, pipeline={"schedule": schedule})
-
-
-@pytest.mark.slow
-@on_ranks(("tensorflow", 4))
 @pytest.mark.parametrize(
-    ("mesh", "schedule"),
-    [
-        ({"pipeline": 4}, "interleaved"),
-        ({"pipeline": 2, "tensor": 2}, "1f1b"),
-        ({"pipeline": 2, "data": 2}, "zero-bubble"),
-    ],
-    ids=str,
+    "mesh", [{"pipeline": 4}, {"pipeline": 2, "tensor": 2}, {"pipeline": 2, "data": 2}], ids=str
 )
-def test_four_ranks_over_tensorflow(pool, one_process, mesh, schedule):
+def test_four_ranks_with_every_schedule(pool, one_process, mesh, schedule):
     check(pool, one_process, mesh, pipeline={"schedule": schedule})
 
 
 @pytest.mark.slow
-@on_ranks(("horovod", 8))
+@on_ranks(("horovod", 8), ("tensorflow", 8))
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_by_two_by_two(pool, one_process, schedule):
-    check_eight(pool, one_process, schedule)
-
-
-@pytest.mark.slow
-@on_ranks(("tensorflow", 8))
-def test_two_by_two_by_two_over_tensorflow(pool, one_process):
-    check_eight(pool, one_process, "1f1b")
-
-
-def check_eight(pool, one_process, schedule):
     mesh = {"pipeline": 2, "tensor": 2, "data": 2}
     pipeline = {"schedule": schedule, "num_microbatches": 2}
     check(pool, one_process, mesh, pipeline=pipeline, split_loss=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -11,11 +12,13 @@ import tensorflow as tf
 
 from tfdist.checkpoint.names import model_names, optimizer_names
 from tfdist.checkpoint.pieces import Piece, global_shape, pieces_of
+from tfdist.collectives import Group
+from tfdist.collectives.objects import all_gather_object
 from tfdist.layers.sharding import sharding_of, stored_flat
 from tfdist.pipeline import PipelineModel
 from tfdist.pipeline.staging import staging_of
 
-__all__ = ["Entry", "entries_of"]
+__all__ = ["Entry", "arrays_of", "entries_of"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +76,15 @@ def entries_of(model: keras.Model) -> list[Entry]:
             )
         )
     return entries
+
+
+def arrays_of(entries: Sequence[Entry], world: Group) -> dict[str, tuple[tuple[int, ...], str]]:
+    """By name, shape and dtype of the entries of all ranks, which all call this."""
+    own = {entry.name: (entry.shape, entry.dtype) for entry in entries}
+    found: dict[str, tuple[tuple[int, ...], str]] = {}
+    for some in all_gather_object(own, world, name="checkpoint/arrays"):
+        found |= some
+    return found
 
 
 def _writes(variable, name: str, place: dict[str, int], num_data: int) -> bool:

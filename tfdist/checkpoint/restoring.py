@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.checkpoint.entries import Entry, entries_of
+from tfdist.checkpoint.entries import Entry, arrays_of, entries_of
 from tfdist.checkpoint.manifest import Manifest, complete_checkpoints
 from tfdist.checkpoint.saving import world_of
 from tfdist.checkpoint.storage import Storage, StorageError
@@ -44,9 +44,7 @@ def restore(path: str, model: keras.Model) -> Manifest:
     world = world_of(model)
     path = os.fspath(path).rstrip("/")
     entries = entries_of(model)
-    names = {entry.name: (entry.shape, entry.dtype) for entry in entries}
-    for others in all_gather_object(names, world, name="checkpoint/arrays"):
-        names.update(others)
+    names = arrays_of(entries, world)
     damages: list[str] = []
     for candidate in _candidates(path, world):
         try:

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.checkpoint.entries import Entry, entries_of
+from tfdist.checkpoint.entries import Entry, arrays_of, entries_of
 from tfdist.checkpoint.manifest import Manifest, folder_of
 from tfdist.checkpoint.storage import Storage, StorageError
 from tfdist.collectives import Group
@@ -51,10 +51,8 @@ def begin_save(
     world = world_of(model)
     token = broadcast_object(secrets.token_hex(4), world, name="checkpoint")
     entries = entries_of(model)
-    arrays = {entry.name: (entry.shape, entry.dtype) for entry in entries}
-    for others in all_gather_object(arrays, world, name="checkpoint/arrays"):
-        arrays.update(others)
-    manifest = Manifest(step, dict(sorted(arrays.items())), dict(state or {}))
+    arrays = dict(sorted(arrays_of(entries, world).items()))
+    manifest = Manifest(step, arrays, dict(state or {}))
     return Save(f"{str(directory).rstrip('/')}/{folder_of(step, token)}", entries, manifest, world)
 
 

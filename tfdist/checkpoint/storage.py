@@ -63,11 +63,6 @@ class Storage:
         found = self._files.list(ts.KvStore.KeyRange(prefix, end))
         return [key.decode() for key in self._ask("list", prefix, found)]
 
-    def delete(self, prefix: str = "") -> None:
-        """Deletes all files below a prefix."""
-        for name in self.names(prefix):
-            self._ask("delete", name, self._files.write(name, None))
-
     # -- arrays -------------------------------------------------------------------------------
 
     def create(self, name: str, shape: tuple[int, ...], dtype: str) -> ts.TensorStore:
@@ -109,7 +104,7 @@ class Storage:
                 f"{self.path}: the array `{name}` is damaged: {dtype}{list(shape)} was written. "
                 f"Found: {found[1]}{list(found[0])}."
             )
-        chunks = sum(key.startswith(f"arrays/{name}/c") for key in self.names(f"arrays/{name}/c"))
+        chunks = len(self.names(f"arrays/{name}/c"))
         chunk = _chunk(shape, dtype)
         expected = math.prod(
             math.ceil(size / part) for size, part in zip(shape, chunk, strict=True)

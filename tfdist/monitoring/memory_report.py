@@ -17,7 +17,7 @@ from tfdist.monitoring.memory import PeakMemory
 from tfdist.pipeline.costs import kept_bytes
 from tfdist.pipeline.keras_graph import trace_graph
 
-__all__ = ["MemoryReport", "MemoryReporter", "MemoryRow", "memory_report"]
+__all__ = ["MemoryReport", "MemoryReporter", "MemoryRow", "memory_report", "parameter_bytes"]
 
 _MIB = 1 << 20
 
@@ -98,7 +98,7 @@ def memory_report(
     accumulates = bool(getattr(optimizer, "gradient_accumulation_steps", None))
     in_parts = stage >= 2 or (stage == 1 and not accumulates)
     data = strategy.mesh.shape["data"] if in_parts else 1
-    local = sum(_local_bytes(variable) for variable in model.trainable_variables)
+    local = parameter_bytes(model)
     found = [
         parameters,
         _row("other weights", others),
@@ -192,6 +192,9 @@ def _row(what: str, variables: Iterable) -> MemoryRow:
     return MemoryRow(what, whole, planned, measured)
 
 
-def _local_bytes(variable) -> int:
-    """The bytes of the gradient of a parameter of this rank, before it is shared out."""
-    return math.prod(tuple(variable.shape)) * tf.as_dtype(variable.dtype).size
+def parameter_bytes(model: keras.Model) -> int:
+    """The bytes of this rank's parameters, and so of their gradients, before ZeRO shares them out."""
+    return sum(
+        math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+        for variable in model.trainable_variables
+    )
