@@ -17,6 +17,8 @@ def come_to_grief() -> None:
         file.write(repr(time.time()))
     if fault == "exception":
         raise RuntimeError("as planned")
+    if fault == "leaving":
+        sys.exit()
     os.kill(os.getpid(), getattr(signal, fault))
 
 
@@ -105,4 +107,6 @@ if fault == "non-finite":
     x[35 if victim else 30] = np.nan
     callbacks = [tfdist.monitoring.TerminateOnNonFinite(steps=3)]
 model.fit(x, x[:, :1], batch_size=10, epochs=3, verbose=0, shuffle=False, callbacks=callbacks)
+if fault == "lateness" and is_victim:
+    time.sleep(4.0)
 print("came to the end of the program", flush=True)

@@ -68,6 +68,27 @@ def test_a_loss_that_is_no_number_ends_the_job(tmp_path, phase):
     assert "rank 1" in job.stderr.strip().splitlines()[-1], story
 
 
+@pytest.mark.parametrize("engine", ["horovod", pytest.param("tensorflow", marks=pytest.mark.slow)])
+def test_ranks_may_end_seconds_apart(tmp_path, engine):
+    skip_without(engine)
+    job = run_program(engine, "lateness", "end", "other", tmp_path / "note", {})
+    story = job.stdout[-6000:] + job.stderr[-2000:]
+    assert job.returncode == 0, story
+    assert job.stdout.count("came to the end") == 2, story
+    assert "watchdog" not in job.stdout + job.stderr, story
+
+
+@pytest.mark.parametrize("who", RANKS)
+@pytest.mark.parametrize("engine", ["tensorflow", pytest.param("horovod", marks=pytest.mark.slow)])
+def test_a_rank_that_leaves_others_waiting_is_named(tmp_path, engine, who):
+    skip_without(engine)
+    job = run_program(engine, "leaving", "mid-epoch", who, tmp_path / "note", {})
+    story = job.stdout[-6000:] + job.stderr[-2000:]
+    assert job.returncode not in (0, 2), story
+    other = 1 - RANKS[who]
+    assert f"Rank {RANKS[who]} ended while rank {other} waits" in job.stdout + job.stderr, story
+
+
 def run_program(engine, fault, phase, who, note, more) -> subprocess.CompletedProcess:
     command = [
         os.path.join(os.path.dirname(sys.executable), "tfdist-run"),

@@ -66,9 +66,25 @@ class Keeper:
         self._reports: dict[int, Report] = {}
         self._gone: dict[int, float] = {}
         self._warned = False
+        self._started = time.monotonic()
+        self._over = threading.Event()
         threading.Thread(target=self._serve, name="tfdist-roll-call", daemon=True).start()
 
+    def see_out(self) -> None:
+        """Waits until every rank has left or heard a verdict.
+
+        The keeper's process stays for so long, as under `MPI_Finalize`: to the others its end
+        would look like a death, and no one would watch over them.
+        """
+        self._over.wait()
+
     def _serve(self) -> None:
+        try:
+            self._keep()
+        finally:
+            self._over.set()
+
+    def _keep(self) -> None:
         checked = 0.0
         while True:
             for key, _ in self._selector.select(0.25):
@@ -83,6 +99,8 @@ class Keeper:
                 checked = time.monotonic()
                 verdict = self._judge()
                 self._tell({"verdict": verdict} if verdict else {"alive": True})
+                if verdict or self._all_left():
+                    self._over.set()
                 if not self._warned and (warning := self._stuck(min(60.0, self._timeout / 2))):
                     self._warned = True
                     self._tell({"warning": warning})
@@ -116,10 +134,17 @@ class Keeper:
 
     def _tell(self, message: dict) -> None:
         line = json.dumps(message).encode() + b"\n"
-        for channel in list(self._rank_of):
+        # The keeper's own rank comes last: on a verdict it ends the process.
+        for channel in sorted(self._rank_of, key=lambda c: -self._rank_of[c]):
             # A frozen rank does not read; what it misses will not matter to it.
             with contextlib.suppress(OSError):
                 channel.send(line)
+
+    def _all_left(self) -> bool:
+        late = time.monotonic() - self._started > self._timeout
+        return (late or len(self._reports) == self._size) and all(
+            report.ended or rank in self._gone for rank, report in self._reports.items()
+        )
 
     def _judge(self) -> str:
         """What ended the job, or "". The order is that of how sure each sign is."""
@@ -141,21 +166,25 @@ class Keeper:
                     f"Rank {rank} shows no sign of life since {now - heard:.0f} s: it is frozen, or "
                     f"its machine cannot be reached.{_last_seen(report)}"
                 )
+        if left := self._left_behind():
+            return left
         failed = [(self._heard[r.rank], r) for r in self._reports.values() if r.failed]
         if failed and now - min(failed, key=lambda item: item[0])[0] > _CONSEQUENCE_SECONDS:
             report = min(failed, key=lambda item: item[0])[1]
             return f"Rank {report.rank} failed in a collective: {report.failed}"
-        return self._left_behind() or self._stuck(self._timeout)
+        return self._stuck(self._timeout)
 
     def _left_behind(self) -> str:
-        """A rank that said goodbye while others wait for it."""
+        """A rank that said goodbye while others wait for it, or failed in waiting for it."""
         for report in self._reports.values():
             for wait in report.waiting:
                 ended = [r for r in wait["ranks"] if r in self._reports and self._reports[r].ended]
-                if ended and wait["seconds"] > 5.0:
+                if ended and (report.failed or wait["seconds"] > 5.0):
+                    ended_ranks = _ranks(ended)
                     return (
-                        f"{_ranks(ended)} ended while rank {report.rank} waits for it in "
-                        f"{wait['name']} (time {wait['occurrence']}). All ranks must run the same steps."
+                        f"{ended_ranks[0].upper()}{ended_ranks[1:]} ended while rank {report.rank} "
+                        f"waits for it in {wait['name']} (time {wait['occurrence']}). All ranks "
+                        "must run the same steps."
                     )
         return ""
 

@@ -48,6 +48,8 @@ class Watchdog:
         if engine.rank == 0:
             token = secrets.token_hex(8)
             self._keeper = Keeper(engine.size, token, timeout)
+            # Registered first, it runs after the goodbye, and before the engine shuts down.
+            atexit.register(self._keeper.see_out)
             contact = (engine.host_address(), self._keeper.port, token)
         host, port, token = broadcast_object(contact, engine.group(), name="watchdog")
         self._member = Member(
@@ -98,14 +100,14 @@ class Watchdog:
         self._excepthook(kind, error, trace)
         if issubclass(kind, KeyboardInterrupt):
             return
-        in_collective = bool(self._engine.recorder.in_flight())
+        report = self._report()
+        report.in_collective = bool(report.waiting)
         summary = traceback.format_exception_only(kind, error)[-1].strip().splitlines()[0]
+        report.failed = summary[:500]
         # Where the keeper is gone the verdict says so.
         with contextlib.suppress(OSError):
-            self._member.say(
-                Report(self._engine.rank, failed=summary[:500], in_collective=in_collective)
-            )
-        if in_collective:
+            self._member.say(report)
+        if report.in_collective:
             # The likely cause is another rank's end. Its name is worth a moment; `_end` exits.
             self._verdict.wait(_VERDICT_SECONDS)
             time.sleep(0.5)
