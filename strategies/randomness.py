@@ -6,10 +6,10 @@ import random
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework import random_seed
 
 from tfdist.collectives import Group
 from tfdist.collectives.objects import broadcast_object
+from tfdist.data.random_state import global_seed
 
 __all__ = ["share_random_state"]
 
@@ -25,15 +25,14 @@ def share_random_state(group: Group) -> None:
         return
     state = None
     if group.rank == 0:
-        # get_seed is the only way to ask whether a global seed is set: (None, None) says no.
-        seed = random_seed.get_seed(None)[0]
+        seed = global_seed()
         state = (
             random.getstate(),
             np.random.get_state(),
-            int(seed) if seed is not None else random.SystemRandom().randrange(2**31),
+            seed if seed is not None else random.SystemRandom().randrange(2**31),
         )
     python, numpy, seed = broadcast_object(state, group, name="random-state")
     random.setstate(python)
     np.random.set_state(numpy)
-    if random_seed.get_seed(None)[0] != seed:
+    if global_seed() != seed:
         tf.random.set_seed(seed)

@@ -1,6 +1,6 @@
 """With what code a process of tfdist ends, apart from 0 and from those of the user's program."""
 
-__all__ = ["ENDED_BY_WATCHDOG", "USAGE"]
+__all__ = ["ENDED_BY_WATCHDOG", "PREEMPTED", "USAGE"]
 
 #: A bad flag, argument or environment.
 USAGE = 2
@@ -8,3 +8,6 @@ USAGE = 2
 #: A rank that another rank's trouble stopped (EX_TEMPFAIL of sysexits.h: whoever supervises the
 #: job may start it again).
 ENDED_BY_WATCHDOG = 75
+
+#: A rank that was asked to end (SIGTERM), and saved before it did: started again it goes on.
+PREEMPTED = 76

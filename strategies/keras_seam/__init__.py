@@ -7,6 +7,7 @@ that it relies on, so a Keras that moved is told apart at once.
 """
 
 from tfdist.strategies.keras_seam import (
+    data,
     loss_scale,
     losses,
     metrics,
@@ -22,6 +23,7 @@ from tfdist.strategies.keras_seam.wrapping import apply_wrappers
 __all__ = ["install"]
 
 _MODULES = (
+    data,
     loss_scale,
     losses,
     metrics,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from tfdist.checkpoint import Checkpointer
 from tfdist.collectives import all_reduce
 from tfdist.collectives.objects import broadcast_object
 from tfdist.strategies.keras_seam.splits import receive_slices
@@ -75,7 +76,7 @@ def reads_batch_logs(callbacks: Sequence) -> bool:
 
 def _ignores_batch_logs(callback) -> bool:
     return (
-        isinstance(callback, keras.callbacks.BackupAndRestore)
+        isinstance(callback, (Checkpointer, keras.callbacks.BackupAndRestore))
         or (isinstance(callback, keras.callbacks.TensorBoard) and callback.update_freq == "epoch")
         or (isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq == "epoch")
     )

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tfdist.collectives import Group, all_reduce, broadcast
 from tfdist.layers.sharding import sharding_of, stored_flat
+from tfdist.layers.states import layer_states
 from tfdist.optimizers.buckets import buckets
 
 __all__ = ["broadcast_variables", "keep_states_without_samples", "synchronize_layer_states"]
@@ -53,7 +54,7 @@ def synchronize_layer_states(model: keras.Model) -> None:
     """
     strategy = model.distribute_strategy
     group = strategy.group("data")
-    states = _layer_states(model)
+    states = layer_states(model)
     if group.size == 1 or not states:
         return
     values = [tf.cast(tf.convert_to_tensor(state.value), tf.float32) for state in states]
@@ -65,16 +66,6 @@ def synchronize_layer_states(model: keras.Model) -> None:
     parts = tf.split(flat, [value.shape.num_elements() for value in values])
     for state, part, value in zip(states, parts, values, strict=True):
         state.assign(tf.reshape(part, value.shape))
-
-
-def _layer_states(model: keras.Model) -> list:
-    """Floating variables that layers keep for themselves, frozen weights not among them."""
-    return [
-        variable
-        for layer in model._flatten_layers()
-        for variable in layer._non_trainable_variables
-        if keras.backend.is_float_dtype(variable.dtype)
-    ]
 
 
 def keep_states_without_samples(model: keras.Model, rows: tf.Tensor):
@@ -89,7 +80,7 @@ def keep_states_without_samples(model: keras.Model, rows: tf.Tensor):
         rows: This rank's number of samples, an int32 scalar.
     """
     metrics = [variable for metric in model.metrics for variable in metric.variables]
-    states = _layer_states(model)
+    states = layer_states(model)
     before = [tf.identity(variable.value) for variable in (*metrics, *states)]
 
     def put_back():

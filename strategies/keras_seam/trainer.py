@@ -9,7 +9,9 @@ import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
+from tfdist.checkpoint import Checkpointer
 from tfdist.collectives import all_reduce
+from tfdist.data.position import DataPosition
 from tfdist.data.sharding import row_range
 from tfdist.monitoring.memory_report import parameter_bytes
 from tfdist.optimizers.non_finite import guard_of
@@ -18,6 +20,7 @@ from tfdist.strategies.keras_seam.callbacks import (
     check_callbacks,
     reads_batch_logs,
 )
+from tfdist.strategies.keras_seam.data import recorded
 from tfdist.strategies.keras_seam.synchronization import synchronize_layer_states
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.randomness import share_random_state
@@ -39,26 +42,33 @@ def _arguments(original, *args, **kwargs) -> dict:
 
 
 def _fit(original, self, *args, **kwargs):
+    arguments = _arguments(original, self, *args, **kwargs)
     strategy = _parallel_strategy(self)
     if strategy is None:
-        return _fit_to_the_end(original, self, *args, **kwargs)
+        return _fit_to_the_end(original, arguments)
     if self.jit_compile:
         raise ValueError(
             "XLA cannot compile collectives of "
             f"the {strategy.engine.name} engine. Received: compile(jit_compile=True) on "
             f"{strategy.mesh.size} ranks. Leave `jit_compile` out, or set it to False."
         )
-    arguments = _arguments(original, self, *args, **kwargs)
     _adopt_optimizers(self, strategy)
     share_random_state(strategy.group())
     _prepare_callbacks(strategy, arguments, training=True)
-    return _fit_to_the_end(original, **arguments)
+    return _fit_to_the_end(original, arguments)
 
 
-def _fit_to_the_end(original, self, *args, **kwargs):
+def _fit_to_the_end(original, arguments: dict):
     """`fit`, whose failure says what the guard of the loss found."""
+    self = arguments["self"]
+    callbacks = list(tf.nest.flatten(arguments["callbacks"] or []))
+    position = DataPosition()
+    for callback in callbacks:
+        if isinstance(callback, Checkpointer):
+            callback.attach(position, callbacks)
     try:
-        return original(self, *args, **kwargs)
+        with recorded(position):
+            return original(**arguments)
     except tf.errors.InvalidArgumentError:
         guard = guard_of(self)
         error = None if guard is None else guard.error()

@@ -1,8 +1,20 @@
 """Checkpoints of global arrays: what one mesh has saved, any other can restore."""
 
+from tfdist.checkpoint.checkpointer import Checkpointer
+from tfdist.checkpoint.intervals import young_daly
 from tfdist.checkpoint.manifest import Manifest
 from tfdist.checkpoint.restoring import latest, restore
 from tfdist.checkpoint.saving import Save, begin_save, save
 from tfdist.checkpoint.storage import StorageError
 
-__all__ = ["Manifest", "Save", "StorageError", "begin_save", "latest", "restore", "save"]
+__all__ = [
+    "Checkpointer",
+    "Manifest",
+    "Save",
+    "StorageError",
+    "begin_save",
+    "latest",
+    "restore",
+    "save",
+    "young_daly",
+]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -10,36 +9,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.checkpoint.counts import counts_of
 from tfdist.checkpoint.names import model_names, optimizer_names
-from tfdist.checkpoint.pieces import Piece, global_shape, pieces_of
+from tfdist.checkpoint.pieces import Entry, global_shape, pieces_of
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
 from tfdist.layers.sharding import sharding_of, stored_flat
 from tfdist.pipeline import PipelineModel
 from tfdist.pipeline.staging import staging_of
 
-__all__ = ["Entry", "arrays_of", "entries_of"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A global array of which this rank holds something.
-
-    Attributes:
-        name: Its name, the same on any mesh.
-        shape: Its shape.
-        dtype: Its dtype.
-        variable: The variable that holds this rank's part.
-        pieces: The boxes that are there.
-        writes: Whether this rank writes them: of ranks that hold the same, one does.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    variable: Any
-    pieces: tuple[Piece, ...]
-    writes: bool
+__all__ = ["arrays_of", "entries_of"]
 
 
 def entries_of(model: keras.Model) -> list[Entry]:
@@ -58,7 +37,8 @@ def entries_of(model: keras.Model) -> list[Entry]:
         every = own = list(model.variables)
     here = {id(variable) for variable in own}
     named = list(zip(every, model_names(every), strict=True))
-    found = [(v, f"model/{name}") for v, name in named if id(v) in here]
+    held = [(v, name) for v, name in named if id(v) in here]
+    found = [(v, f"model/{name}") for v, name in held]
     if getattr(model, "optimizer", None) is not None:
         found += optimizer_names(model.optimizer, [(v, n) for v, n in named if v.trainable])
     entries = []
@@ -75,7 +55,7 @@ def entries_of(model: keras.Model) -> list[Entry]:
                 _writes(variable, name, place, num_data),
             )
         )
-    return entries
+    return entries + counts_of(model, held)
 
 
 def arrays_of(entries: Sequence[Entry], world: Group) -> dict[str, tuple[tuple[int, ...], str]]:

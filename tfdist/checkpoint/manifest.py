@@ -10,7 +10,7 @@ from typing import Any
 
 from tfdist.checkpoint.storage import Storage, StorageError
 
-__all__ = ["FORMAT", "Manifest", "complete_checkpoints", "folder_of"]
+__all__ = ["FORMAT", "Manifest", "complete_checkpoints", "folder_of", "folders", "step_of"]
 
 FORMAT = 1
 _NAME = "manifest.json"
@@ -68,6 +68,20 @@ class Manifest:
 def folder_of(step: int, token: str) -> str:
     """The folder of a checkpoint; the token keeps two jobs that save at the same step apart."""
     return f"step-{step:010d}-{token}"
+
+
+def step_of(folder: str) -> int:
+    """The step of a checkpoint's folder."""
+    found = _FOLDER.fullmatch(folder)
+    if found is None:
+        raise ValueError(f"`{folder}` is not the name of a checkpoint's folder.")
+    return int(found[1])
+
+
+def folders(directory: str) -> set[str]:
+    """The folders of checkpoints in a directory, complete or not."""
+    found = {name.partition("/")[0] for name in Storage(directory).names("step-")}
+    return {folder for folder in found if _FOLDER.fullmatch(folder)}
 
 
 def complete_checkpoints(directory: str) -> list[str]:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
 import numpy as np
 
 from tfdist.layers.sharding import Sharding, sharding_of, stored_flat
 
-__all__ = ["Piece", "boxes", "global_shape", "pieces_of"]
+__all__ = ["Entry", "Piece", "boxes", "global_shape", "pieces_of"]
 
-Box = tuple[slice, ...]
+#: Where one index stands for an axis, the box lacks it.
+Box = tuple[slice | int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,30 @@ class Piece:
         if self.run is None:
             return held
         return held[self.run[0] : self.run[1]].reshape(self.local)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A global array of which this rank holds something.
+
+    Attributes:
+        name: Its name, the same on any mesh.
+        shape: Its shape.
+        dtype: Its dtype.
+        variable: The variable that holds this rank's part.
+        pieces: The boxes that are there.
+        writes: Whether this rank writes them: of ranks that hold the same, one does.
+        merge: Where each rank counts for itself, in a row of the array: what this one takes of
+            rows that another number of ranks wrote. None for any other array.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    variable: Any
+    pieces: tuple[Piece, ...]
+    writes: bool
+    merge: Callable[[np.ndarray], np.ndarray] | None = None
 
 
 def global_shape(variable: keras.Variable) -> tuple[int, ...]:

@@ -9,8 +9,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.checkpoint.entries import Entry, arrays_of, entries_of
+from tfdist.checkpoint.entries import arrays_of, entries_of
 from tfdist.checkpoint.manifest import Manifest, complete_checkpoints
+from tfdist.checkpoint.pieces import Entry
 from tfdist.checkpoint.saving import world_of
 from tfdist.checkpoint.storage import Storage, StorageError
 from tfdist.collectives import Group
@@ -44,13 +45,14 @@ def restore(path: str, model: keras.Model) -> Manifest:
     world = world_of(model)
     path = os.fspath(path).rstrip("/")
     entries = entries_of(model)
-    names = arrays_of(entries, world)
+    strict = [entry for entry in entries if entry.merge is None]
+    names = arrays_of(strict, world)
     damages: list[str] = []
     for candidate in _candidates(path, world):
         try:
             manifest = _manifest(candidate, world)
             _check_model(candidate, manifest, names)
-            _restore(candidate, entries, world)
+            _restore(candidate, entries, manifest, world)
         except StorageError as error:
             _logger.warning("%s The checkpoint before it is taken.", error)
             damages.append(str(error))
@@ -86,13 +88,21 @@ def _manifest(path: str, world: Group) -> Manifest:
 
 
 def _check_model(path: str, manifest: Manifest, names: dict) -> None:
-    """Raises where the arrays of a checkpoint are not those of the model."""
-    missing = sorted(names.keys() - manifest.arrays.keys())
-    extra = sorted(manifest.arrays.keys() - names.keys())
+    """Raises where the arrays of a checkpoint are not those of the model.
+
+    What ranks count for themselves is left out: it may be that nothing was counted yet.
+    """
+    saved = {
+        name: array
+        for name, array in manifest.arrays.items()
+        if name.partition("/")[0] in ("model", "optimizer")
+    }
+    missing = sorted(names.keys() - saved.keys())
+    extra = sorted(saved.keys() - names.keys())
     other = [
-        f"{name} ({_described(manifest.arrays[name])}, in the model {_described(names[name])})"
-        for name in sorted(names.keys() & manifest.arrays.keys())
-        if manifest.arrays[name] != names[name]
+        f"{name} ({_described(saved[name])}, in the model {_described(names[name])})"
+        for name in sorted(names.keys() & saved.keys())
+        if saved[name] != names[name]
     ]
     said = [
         f"{what}: {', '.join(some[:10])}{f' and {len(some) - 10} more' if len(some) > 10 else ''}"
@@ -111,22 +121,34 @@ def _described(array: tuple[tuple[int, ...], str]) -> str:
     return f"{array[1]}{list(array[0])}"
 
 
-def _restore(path: str, entries: list[Entry], world: Group) -> None:
+def _restore(path: str, entries: list[Entry], manifest: Manifest, world: Group) -> None:
     """Reads all of this rank's parts; assigns them if all ranks could."""
-    values: list[np.ndarray] = []
+    values: list[tuple[Entry, np.ndarray]] = []
     error = None
     try:
         storage = Storage(path)
         for entry in entries:
-            value = np.array(entry.variable._value.numpy())
-            array = storage.open(entry.name, entry.shape, entry.dtype)
-            for piece in entry.pieces:
-                piece.put(value, storage.read(array, entry.name, piece.box))
-            values.append(value)
+            if entry.merge is None or entry.name in manifest.arrays:
+                values.append((entry, _value(entry, manifest, storage)))
     except StorageError as damage:
         error = str(damage)
     for found in all_gather_object(error, world, name="checkpoint/errors"):
         if found:
             raise StorageError(found)
-    for entry, value in zip(entries, values, strict=True):
+    for entry, value in values:
         entry.variable._value.assign(value)
+
+
+def _value(entry: Entry, manifest: Manifest, storage: Storage) -> np.ndarray:
+    """What this rank's variable is to hold."""
+    value = np.array(entry.variable._value.numpy())
+    shape, dtype = manifest.arrays[entry.name]
+    array = storage.open(entry.name, shape, dtype)
+    if entry.merge is not None and shape != entry.shape:
+        if (shape[1:], dtype) != (entry.shape[1:], entry.dtype):
+            return value
+        rows = storage.read(array, entry.name, tuple(slice(0, size) for size in shape))
+        return np.asarray(entry.merge(rows), value.dtype)
+    for piece in entry.pieces:
+        piece.put(value, storage.read(array, entry.name, piece.box))
+    return value

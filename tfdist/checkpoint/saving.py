@@ -10,14 +10,15 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.checkpoint.entries import Entry, arrays_of, entries_of
+from tfdist.checkpoint.entries import arrays_of, entries_of
 from tfdist.checkpoint.manifest import Manifest, folder_of
+from tfdist.checkpoint.pieces import Entry
 from tfdist.checkpoint.storage import Storage, StorageError
 from tfdist.collectives import Group
 from tfdist.collectives.local import LocalEngine
 from tfdist.collectives.objects import all_gather_object, broadcast_object
 
-__all__ = ["Save", "begin_save", "save", "world_of"]
+__all__ = ["Save", "Saver", "begin_save", "save", "world_of"]
 
 #: How long the chief waits for the other ranks' parts.
 _PARTS_SECONDS = 1800.0
@@ -48,12 +49,30 @@ def begin_save(
     directory: str, model: keras.Model, *, step: int, state: dict[str, Any] | None = None
 ) -> Save:
     """As `save`, but writing goes on in a thread; training may go on meanwhile."""
-    world = world_of(model)
-    token = broadcast_object(secrets.token_hex(4), world, name="checkpoint")
-    entries = entries_of(model)
-    arrays = dict(sorted(arrays_of(entries, world).items()))
-    manifest = Manifest(step, arrays, dict(state or {}))
-    return Save(f"{str(directory).rstrip('/')}/{folder_of(step, token)}", entries, manifest, world)
+    return Saver(directory, model).begin(step, state)
+
+
+class Saver:
+    """Saves a model again and again; what stays the same the ranks agree on once.
+
+    Args:
+        directory: As in `save`.
+        model: The model; its variables stay these.
+    """
+
+    def __init__(self, directory: str, model: keras.Model):
+        self._directory = str(directory).rstrip("/")
+        self._world = world_of(model)
+        self._token = broadcast_object(secrets.token_hex(4), self._world, name="checkpoint")
+        self._entries = entries_of(model)
+        self._arrays = dict(sorted(arrays_of(self._entries, self._world).items()))
+
+    def begin(self, step: int, state: dict[str, Any] | None = None) -> Save:
+        """Copies this rank's parts, and writes them in a thread."""
+        path = f"{self._directory}/{folder_of(step, self._token)}"
+        return Save(
+            path, self._entries, Manifest(step, self._arrays, dict(state or {})), self._world
+        )
 
 
 def world_of(model: keras.Model) -> Group:
@@ -67,7 +86,10 @@ class Save:
 
     Attributes:
         path: Where.
+        seconds: How long this rank's writing took, once it is done.
     """
+
+    seconds = 0.0
 
     def __init__(self, path: str, entries: list[Entry], manifest: Manifest, world: Group):
         self.path = path
@@ -99,12 +121,14 @@ class Save:
         return self.path
 
     def _run(self) -> None:
+        begun = time.perf_counter()
         try:
             self._write()
         except StorageError as error:
             self._error = str(error)
         except Exception as error:  # Raised again by `wait`, on all ranks.
             self._error = f"{type(error).__name__}: {error}"
+        self.seconds = time.perf_counter() - begun
 
     def _write(self) -> None:
         storage = Storage(self.path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterable
 from typing import Any
 
@@ -62,6 +63,15 @@ class Storage:
         end = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
         found = self._files.list(ts.KvStore.KeyRange(prefix, end))
         return [key.decode() for key in self._ask("list", prefix, found)]
+
+    def delete(self) -> None:
+        """Deletes all files: those first that tell that the others are complete."""
+        for name in ("manifest.json", ""):
+            files = ts.KvStore.KeyRange(name, name + "\0" if name else "")
+            self._ask("delete", name, self._files.delete_range(files))
+        if isinstance(self._kvstore, dict):
+            # A file system keeps the folders; they are empty now.
+            shutil.rmtree(self._kvstore["path"], ignore_errors=True)
 
     # -- arrays -------------------------------------------------------------------------------
 

@@ -258,16 +258,20 @@ class Member:
         threading.Thread(target=self._attend, name="tfdist-watchdog", daemon=True).start()
 
     def say(self, report: Report) -> None:
-        """Sends a report now."""
-        line = json.dumps({"token": self._token, **dataclasses.asdict(report)}).encode() + b"\n"
+        """Sends a report now; after the goodbye nothing more."""
         with self._lock:
-            self._channel.sendall(line)
+            if not self.ended.is_set():
+                self._send(report)
 
     def close(self) -> None:
         """Says goodbye."""
-        self.ended.set()
-        with contextlib.suppress(OSError):
-            self.say(Report(self._rank, ended=True))
+        with self._lock, contextlib.suppress(OSError):
+            self.ended.set()
+            self._send(Report(self._rank, ended=True))
+
+    def _send(self, report: Report) -> None:
+        line = json.dumps({"token": self._token, **dataclasses.asdict(report)}).encode() + b"\n"
+        self._channel.sendall(line)
 
     def _attend(self) -> None:
         buffer, heard, said = b"", time.monotonic(), time.monotonic()

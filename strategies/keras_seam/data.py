@@ -1,0 +1,54 @@
+"""Keras' loop over batches, where checkpoints ask how far it is, and let it begin further on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
+from keras.src.trainers.epoch_iterator import EpochIterator
+
+from tfdist.data.position import DataPosition
+from tfdist.strategies.keras_seam.wrapping import Wrapper
+
+__all__ = ["WRAPPERS", "recorded"]
+
+#: Of the calls of `fit` under way, the innermost last.
+_open: list[DataPosition] = []
+
+
+@contextlib.contextmanager
+def recorded(position: DataPosition) -> Iterator[None]:
+    """Inside, the data of a `fit` reports to a position."""
+    _open.append(position)
+    try:
+        yield
+    finally:
+        _open.remove(position)
+
+
+def _position_of(epoch_iterator) -> DataPosition | None:
+    return getattr(epoch_iterator, "_tfdist_position", None)
+
+
+def _init(original, self, *args, **kwargs):
+    original(self, *args, **kwargs)
+    if _open and _open[-1].adopt(self):
+        self._tfdist_position = _open[-1]
+
+
+def _get_iterator(original, self):
+    position = _position_of(self)
+    return original(self) if position is None else position.dataset(lambda: original(self))
+
+
+def _enumerate_iterator(original, self):
+    position = _position_of(self)
+    return original(self) if position is None else position.steps(lambda: original(self))
+
+
+WRAPPERS = (
+    Wrapper(TFEpochIterator, "__init__", ("self", "distribute_strategy"), _init),
+    Wrapper(TFEpochIterator, "_get_iterator", ("self",), _get_iterator),
+    Wrapper(EpochIterator, "_enumerate_iterator", ("self",), _enumerate_iterator),
+)

@@ -1,0 +1,271 @@
+"""The callback that saves a training, and lets it go on where the last save stands."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.checkpoint.fit_state import FitState
+from tfdist.checkpoint.intervals import young_daly
+from tfdist.checkpoint.restoring import latest, restore
+from tfdist.checkpoint.retention import Retention
+from tfdist.checkpoint.saving import Save, Saver
+from tfdist.collectives import all_reduce
+from tfdist.collectives.objects import broadcast_object
+from tfdist.data.position import DataPosition
+from tfdist.exit_codes import PREEMPTED
+
+__all__ = ["Checkpointer"]
+
+_logger = logging.getLogger("tfdist")
+#: How far apart, in time, the ranks agree on whether to save.
+_AGREE_SECONDS = 1.0
+
+
+class Checkpointer(keras.callbacks.Callback):
+    """Saves while `fit` trains; a `fit` that is started again goes on from the last save.
+
+    What is saved is all that decides how training goes on: weights, optimizer, loss scale, metrics,
+    the epoch and the place in the data, random states, the history, and what EarlyStopping,
+    ReduceLROnPlateau and ModelCheckpoint have counted. A program that sets a seed and goes on upon
+    the same mesh ends with the very weights of one that was never interrupted. On another mesh, too,
+    it goes on with the same samples.
+
+    Writing goes on beside training, which waits only for the copy of this rank's part; one save at
+    a time is under way. On SIGTERM, to any rank, all ranks save once and exit with code 76.
+
+    Args:
+        directory: Where checkpoints are kept: see `tfdist.checkpoint.save`.
+        every_steps: Saves after each so many training steps.
+        every_seconds: Saves after so much time.
+        every: "auto" saves as often as loses the least, by Daly's formula (`young_daly`), from what
+            a save was measured to cost and `failure_seconds`. The default, where neither steps nor
+            seconds are given.
+        failure_seconds: The mean time between failures of the whole job.
+        keep_last: How many of the newest checkpoints are kept.
+        keep_every: Those of each so manieth step are kept for good.
+        asynchronous: Whether training goes on while a checkpoint is written.
+        resume: Whether to go on from the last checkpoint in `directory`, where there is one.
+
+    Raises:
+        ValueError: An argument is out of its range, or more than one of `every_steps`,
+            `every_seconds` and `every` is given.
+    """
+
+    # What it does at the end of a batch is counting, which Keras may do beside the next step.
+    async_safe = True
+
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        every: str | None = None,
+        failure_seconds: float = 6 * 3600.0,
+        keep_last: int = 2,
+        keep_every: int | None = None,
+        asynchronous: bool = True,
+        resume: bool = True,
+    ):
+        super().__init__()
+        given = {"every_steps": every_steps, "every_seconds": every_seconds, "every": every}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        if len(chosen) > 1:
+            raise ValueError(
+                "Saves follow one of `every_steps`, `every_seconds` and `every`. Received: "
+                f"{', '.join(f'{name}={value!r}' for name, value in chosen.items())}."
+            )
+        if every not in (None, "auto"):
+            raise ValueError(f'`every` is "auto", or left out. Received: every={every!r}.')
+        positive = {
+            **{name: value for name, value in chosen.items() if name != "every"},
+            "failure_seconds": failure_seconds,
+            "keep_last": keep_last,
+            **({} if keep_every is None else {"keep_every": keep_every}),
+        }
+        for name, value in positive.items():
+            if value <= 0:
+                raise ValueError(f"`{name}` is positive. Received: {value!r}.")
+        self.directory = os.fspath(directory).rstrip("/")
+        self._every_steps, self._every_seconds = every_steps, every_seconds
+        self._failure_seconds = failure_seconds
+        self._asynchronous, self._resumes = asynchronous, resume
+        self._retention = Retention(self.directory, keep_last, keep_every)
+        self._position: DataPosition | None = None
+        self._callbacks: Sequence = ()
+        self._lock = threading.Lock()
+
+    def attach(self, position: DataPosition, callbacks: Sequence) -> None:
+        """Called by `fit`, before training begins."""
+        self._position, self._callbacks = position, callbacks
+
+    # -- the training ---------------------------------------------------------------------------
+
+    def on_train_begin(self, logs=None):
+        """Goes on from the last checkpoint, where there is one."""
+        strategy: Any = self.model.distribute_strategy
+        if self._position is None or not hasattr(strategy, "engine"):
+            raise ValueError(
+                "Checkpointer works with the `fit` of a model that was made in the scope of a "
+                f"strategy of tfdist. Received: a model under {type(strategy).__name__}. For one "
+                "process there is `tfdist.strategies.LocalStrategy`."
+            )
+        self._group = strategy.group()
+        self._state = FitState(self.model, self._position, self._callbacks)
+        self._saver: Saver | None = None
+        self._under_way: Save | None = None
+        self._step = self._epoch_step = self._first_batch = self._ended = 0
+        self._resumed: dict[str, Any] | None = None
+        found = latest(self.directory) if self._group.rank == 0 and self._resumes else None
+        if broadcast_object(found, self._group, name="checkpoint/latest"):
+            manifest = restore(self.directory, self.model)
+            self._resumed, self._step = manifest.state, manifest.step
+            self._state.resume(manifest.state)
+            metrics = [v for metric in self.model.metrics for v in metric.variables]
+            self._metrics = [(variable, variable.numpy()) for variable in metrics]
+            _logger.info(
+                "Training goes on from step %d, epoch %d.", self._step, manifest.state["epoch"]
+            )
+        self._retention.begin(self._group.rank == 0)
+        self._saved_step, self._saved_at = self._step, time.monotonic()
+        self._costs = self._writes = 0.0
+        self._looked_step, self._looked_at, self._next_look = (
+            self._step,
+            time.monotonic(),
+            self._step + 1,
+        )
+        self._terminated = threading.Event()
+        self._handle_sigterm()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Saves what the epoch before has left; gives back what was counted."""
+        self._first_batch = 0
+        self._epoch, self._epoch_step, self._ended = epoch, self._step, 0
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            self._state.resume_callbacks(resumed)
+            self._first_batch = resumed["batch"]
+            if self._first_batch:
+                for variable, value in self._metrics:
+                    variable.assign(value)
+            return
+        self._save_if_due(0)
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Saves what the step before has left, where it is time."""
+        self._step = self._epoch_step + batch - self._first_batch
+        if self._step > self._saved_step:
+            self._save_if_due(batch)
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Counts."""
+        with self._lock:
+            self._ended = max(self._ended, batch + 1 - self._first_batch)
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Counts."""
+        self._step = self._epoch_step + self._ended
+
+    def on_train_end(self, logs=None):
+        """Saves the end, and waits for it."""
+        self._release_sigterm()
+        if self._resumed is not None:  # Nothing was left to train.
+            self._state.resume_callbacks(self._resumed)
+        elif self._step > self._saved_step:
+            self._save(self._epoch + 1, 0)
+        self._finish()
+        self.model._initial_epoch = None
+
+    # -- when -----------------------------------------------------------------------------------
+
+    def _save_if_due(self, batch: int) -> None:
+        """Saves where it is time; all ranks come here at the same step."""
+        due = False
+        if self._every_steps:
+            due = self._step // self._every_steps > self._saved_step // self._every_steps
+        ends = False
+        if self._step >= self._next_look:
+            timed, ends = self._agree()
+            due = due or timed or ends
+        if due and self._step > self._saved_step:
+            self._save(self._epoch, batch)
+        if ends:
+            self._finish()
+            if self._group.rank == 0:
+                _logger.warning("Told to end: saved after step %d.", self._step)
+            raise SystemExit(PREEMPTED)
+
+    def _agree(self) -> tuple[bool, bool]:
+        """Whether time says to save, as the chief's clock has it, and whether some rank is to end."""
+        now = time.monotonic()
+        timed, ahead = False, 0
+        if self._group.rank == 0:
+            step_seconds = (now - self._looked_at) / max(1, self._step - self._looked_step)
+            left = self._seconds_left(now)
+            timed = left <= step_seconds / 2
+            within = _AGREE_SECONDS if timed else min(_AGREE_SECONDS, left)
+            ahead = max(1, math.floor(within / max(step_seconds, 1e-6)))
+        said = tf.constant([timed, self._terminated.is_set(), ahead], tf.int32)
+        timed, ends, ahead = all_reduce(said, self._group, "max", name="checkpoint/agree").numpy()
+        self._looked_step, self._looked_at = self._step, now
+        self._next_look = self._step + int(ahead)
+        return bool(timed), bool(ends)
+
+    def _seconds_left(self, now: float) -> float:
+        """Until the next save that goes by time."""
+        if self._every_steps:
+            return math.inf
+        interval = self._every_seconds
+        if interval is None:
+            # The first save comes at once, and is what the others are planned by.
+            interval = young_daly(self._costs, self._failure_seconds) if self._costs else 0.0
+            interval = max(interval, self._writes)
+        return interval - (now - self._saved_at)
+
+    # -- saving ---------------------------------------------------------------------------------
+
+    def _save(self, epoch: int, batch: int) -> None:
+        begun = time.monotonic()
+        self._finish()
+        if self._saver is None:
+            self._saver = Saver(self.directory, self.model)
+        self._under_way = self._saver.begin(self._step, self._state.collect(epoch, batch))
+        if not self._asynchronous:
+            self._finish()
+        self._saved_step, self._saved_at = self._step, time.monotonic()
+        self._costs = self._saved_at - begun
+
+    def _finish(self) -> None:
+        """Waits for the save that is under way, and drops what is no longer to be kept."""
+        if self._under_way is None:
+            return
+        save, self._under_way = self._under_way, None
+        path = save.wait()
+        self._writes = save.seconds
+        self._retention.completed(path)
+
+    # -- SIGTERM --------------------------------------------------------------------------------
+
+    def _handle_sigterm(self) -> None:
+        self._before: Any = None
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, number, frame) -> None:
+        self._terminated.set()
+        # Who sends it a second time does not want to wait.
+        signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+
+    def _release_sigterm(self) -> None:
+        if self._before is not None and not self._terminated.is_set():
+            signal.signal(signal.SIGTERM, self._before)

@@ -1,0 +1,81 @@
+"""What each rank counts for itself: an array with a row for each of them.
+
+Metrics in the middle of an epoch, and what layers keep of the batches that they saw (the moving
+averages of a BatchNormalization). On as many ranks as before they go on bit for bit; on others
+counts are added up, and averages averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist.checkpoint.names import model_names
+from tfdist.checkpoint.pieces import Entry, Piece
+from tfdist.collectives import Group
+from tfdist.collectives.local import LocalEngine
+from tfdist.layers.states import layer_states
+
+__all__ = ["counts_of"]
+
+Merge = Callable[[np.ndarray], np.ndarray]
+
+
+def counts_of(model: keras.Model, named: Sequence[tuple[keras.Variable, str]]) -> list[Entry]:
+    """The entries of what this rank counts.
+
+    Args:
+        model: The model.
+        named: Its variables that this rank holds, and their names.
+    """
+    strategy: Any = model.distribute_strategy
+    if not hasattr(strategy, "engine"):
+        strategy = None
+    data = strategy.group("data") if strategy else LocalEngine().group()
+    writes = strategy is None or strategy.mesh.coordinates()["tensor"] == 0
+    entries = []
+    states = {id(variable) for variable in layer_states(model)}
+    for variable, name in named:
+        if id(variable) in states:
+            entries.append(_row(f"local/{name}", variable, data, writes, _mean))
+    loss = {id(v) for v in getattr(getattr(model, "_loss_tracker", None), "variables", ())}
+    variables = [variable for metric in model.metrics for variable in metric.variables]
+    for variable, name in zip(variables, model_names(variables), strict=True):
+        if id(variable) in loss:
+            # All stages of a pipeline may add to it.
+            axes = getattr(model, "metrics_axes", ("data",))
+            group = strategy.group(*axes) if strategy else data
+        elif getattr(model, "holds_outputs", True):
+            group = data
+        else:
+            continue
+        merge = _merge(variable.aggregation, group)
+        entries.append(_row(f"metrics/{name}", variable, group, writes, merge))
+    return entries
+
+
+def _row(name: str, variable, group: Group, writes: bool, merge: Merge) -> Entry:
+    shape = tuple(variable.shape)
+    inside = tuple(slice(0, size) for size in shape)
+    piece = Piece((group.rank, *inside), None, shape, inside)
+    dtype = str(variable.dtype)
+    return Entry(name, (group.size, *shape), dtype, variable, (piece,), writes, merge)
+
+
+def _merge(aggregation: str, group: Group) -> Merge:
+    """As `keras_seam/metrics.py` reads what the ranks have counted."""
+    if aggregation == "mean":
+        return _mean
+    if aggregation == "sum":
+        return lambda rows: rows.sum(0, dtype=rows.dtype) * (group.rank == 0)
+    return lambda rows: rows[0]
+
+
+def _mean(rows: np.ndarray) -> np.ndarray:
+    # What is equal everywhere stays so bit for bit; a mean would round it.
+    if (rows == rows[:1]).all():
+        return rows[0]
+    return rows.mean(0, dtype=np.float32).astype(rows.dtype)

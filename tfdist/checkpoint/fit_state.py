@@ -1,0 +1,130 @@
+"""What `fit` knows beside the model: its history, its callbacks, where it stands in the data."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+
+from tfdist.data.position import DataPosition
+from tfdist.data.random_state import global_seed, random_state, set_random_state
+
+__all__ = ["FitState"]
+
+_logger = logging.getLogger("tfdist")
+#: What Keras' callbacks count. The best weights that EarlyStopping keeps are not among it.
+_COUNTED = (
+    "best",
+    "best_epoch",
+    "cooldown_counter",
+    "stopped_epoch",
+    "wait",
+    "_batches_seen_since_last_saving",
+    "_last_batch_seen",
+)
+_COUNTING = (
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ReduceLROnPlateau,
+)
+
+
+class FitState:
+    """The state of one `fit`.
+
+    Args:
+        model: The model.
+        position: Where it stands in the data.
+        callbacks: The user's callbacks on this rank.
+    """
+
+    def __init__(self, model: keras.Model, position: DataPosition, callbacks: Sequence):
+        self._model, self._position, self._callbacks = model, position, callbacks
+        self._seed = global_seed()
+
+    def collect(self, epoch: int, batch: int) -> dict[str, Any]:
+        """All of it, as JSON can hold it; of the chief's.
+
+        Args:
+            epoch: The epoch that goes on or begins.
+            batch: How many of its batches are done.
+        """
+        history = getattr(self._model, "history", None)
+        keras_seed = _keras_seed()
+        return {
+            "epoch": epoch,
+            "batch": batch,
+            "data": self._position.state(in_epoch=batch > 0),
+            "random": random_state(),
+            "global_seed": self._seed,
+            "keras_seed": None if keras_seed is None else _plain(keras_seed.numpy()),
+            "history": {
+                "epoch": list(getattr(history, "epoch", [])),
+                "logs": {
+                    name: [_plain(value) for value in values]
+                    for name, values in getattr(history, "history", {}).items()
+                },
+            },
+            "callbacks": {key: _counted(each) for key, each in self._counting().items()},
+        }
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Lets `fit` go on, at the beginning of the training."""
+        if state["global_seed"] != self._seed:
+            _logger.warning(
+                "The seed of `tf.random` was %s when this training began, and is %s now: its samples "
+                "come in another order. Call `keras.utils.set_random_seed` with the same seed.",
+                state["global_seed"],
+                self._seed,
+            )
+        self._model._initial_epoch = state["epoch"]
+        self._position.resume(state["data"], state["batch"])
+        set_random_state(state["random"])
+        keras_seed = _keras_seed()
+        if keras_seed is not None and state["keras_seed"] is not None:
+            keras_seed.assign(np.array(state["keras_seed"], keras_seed.dtype))
+
+    def resume_callbacks(self, state: dict[str, Any]) -> None:
+        """Gives callbacks what they had counted; after `on_train_begin`, where they begin anew."""
+        history: Any = self._model.history
+        history.epoch = list(state["history"]["epoch"])
+        history.history = {name: list(values) for name, values in state["history"]["logs"].items()}
+        counting = self._counting()
+        for key, values in state["callbacks"].items():
+            if key in counting:
+                vars(counting[key]).update(values)
+
+    def _counting(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for callback in self._callbacks:
+            if isinstance(callback, _COUNTING):
+                name = type(callback).__name__
+                number = sum(key.partition("/")[0] == name for key in found)
+                found[f"{name}/{number}"] = callback
+        return found
+
+
+def _keras_seed() -> keras.Variable | None:
+    """The state from which layers without a seed draw, where one has drawn yet.
+
+    Keras' function for it makes one, and draws for that from Python's random state.
+    """
+    generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    return None if generator is None else generator.state
+
+
+def _counted(callback) -> dict[str, Any]:
+    return {name: _plain(vars(callback)[name]) for name in _COUNTED if name in vars(callback)}
+
+
+def _plain(value):
+    """A number as JSON can hold it, to the last bit."""
+    if isinstance(value, (tf.Tensor, np.ndarray, np.generic)):
+        return np.asarray(value).tolist()
+    return value
