@@ -13,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import time
+from typing import Any
 
 from absl import flags
 
@@ -80,6 +82,13 @@ _RECOMPUTE = flags.DEFINE_enum(
 )
 _SEED = flags.DEFINE_integer("seed", 0, "Of weights and order", flag_values=VALUES)
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Where data sets lie", flag_values=VALUES)
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Where checkpoints lie; goes on from the last", flag_values=VALUES
+)
+_SAVE_EVERY = flags.DEFINE_string(
+    "save_every", "auto", "100 (steps), 60s, or auto", flag_values=VALUES
+)
+_KEEP = flags.DEFINE_integer("keep", 2, "How many checkpoints", lower_bound=1, flag_values=VALUES)
 _THREADS = flags.DEFINE_integer(
     "threads", 0, "Of each rank; 0: TensorFlow's choice", lower_bound=0, flag_values=VALUES
 )
@@ -110,6 +119,7 @@ def run() -> None:
         folded={
             "of gpt": [flag.name for flag in Language.flags],
             "of the rate": [_SCALING.name, _WARMUP.name],
+            "of checkpoints": [_SAVE_EVERY.name, _KEEP.name],
             "of memory": [_RECOMPUTE.name, ZERO.name],
             "of the ranks": [flag.name for flag in (_STRATEGY, *MESH, _THREADS, _WATCHDOG)],
         },
@@ -118,6 +128,7 @@ def run() -> None:
 
 def _main(_) -> None:
     task, settings = _choose_task()
+    intervals = _save_intervals()
     # TensorFlow takes seconds to import, which a bad flag need not wait for; and it is talkative.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import keras
@@ -149,16 +160,24 @@ def _main(_) -> None:
         model = _build(task, settings, data)
         task.compile(model, rate)
 
+    checkpointers = []
+    if _WORKDIR.value is not None:
+        options = {**intervals, "keep_last": _KEEP.value}
+        checkpointers.append(tfdist.checkpoint.Checkpointer(_WORKDIR.value, **options))
+
     # --- Training ------------------------------------------------------------------------------
     speed = _speed_callback(data.items)
-    history = model.fit(
-        data.train,
-        validation_data=data.validation,
-        epochs=settings.epochs,
-        callbacks=[speed, tfdist.monitoring.TerminateOnNonFinite()],
-        verbose=_VERBOSE.value,
-        shuffle=False,
-    )
+    try:
+        history = model.fit(
+            data.train,
+            validation_data=data.validation,
+            epochs=settings.epochs,
+            callbacks=[speed, tfdist.monitoring.TerminateOnNonFinite(), *checkpointers],
+            verbose=_VERBOSE.value,
+            shuffle=False,
+        )
+    except (tfdist.checkpoint.StorageError, tfdist.checkpoint.OtherModelError) as error:
+        raise command.UsageError(f"--workdir={_WORKDIR.value}: {error}") from error
     last = {name: values[-1] for name, values in history.history.items()}
     shown = task.show(model)
     if strategy.is_chief:
@@ -192,6 +211,22 @@ def _choose_task() -> tuple[Task, Settings]:
     )
     task.check(settings)
     return task, settings
+
+
+def _save_intervals() -> dict[str, Any]:
+    """`--save_every` as arguments of `Checkpointer`."""
+    found = re.fullmatch(r"(auto)|([1-9]\d*)|(\d+(?:\.\d+)?)s", _SAVE_EVERY.value)
+    if found is None:
+        raise command.UsageError(
+            "--save_every is a number of steps, a time as 60s, or auto. "
+            f"Received: --save_every={_SAVE_EVERY.value}."
+        )
+    if _WORKDIR.value is None and (_SAVE_EVERY.present or _KEEP.present):
+        raise command.UsageError("--save_every and --keep want a --workdir. Received: none.")
+    auto, steps, seconds = found.groups()
+    if auto:
+        return {"every": "auto"}
+    return {"every_steps": int(steps)} if steps else {"every_seconds": float(seconds)}
 
 
 def _build(task: Task, settings: Settings, data: Data):

@@ -19,6 +19,7 @@ from tfdist.checkpoint.intervals import young_daly
 from tfdist.checkpoint.restoring import latest, restore
 from tfdist.checkpoint.retention import Retention
 from tfdist.checkpoint.saving import Save, Saver
+from tfdist.checkpoint.storage import Storage, StorageError
 from tfdist.collectives import all_reduce
 from tfdist.collectives.objects import broadcast_object
 from tfdist.data.position import DataPosition
@@ -126,8 +127,7 @@ class Checkpointer(keras.callbacks.Callback):
         self._under_way: Save | None = None
         self._step = self._epoch_step = self._first_batch = self._ended = 0
         self._resumed: dict[str, Any] | None = None
-        found = latest(self.directory) if self._group.rank == 0 and self._resumes else None
-        if broadcast_object(found, self._group, name="checkpoint/latest"):
+        if self._found_some() and self._resumes:
             manifest = restore(self.directory, self.model)
             self._resumed, self._step = manifest.state, manifest.step
             self._state.resume(manifest.state)
@@ -185,6 +185,20 @@ class Checkpointer(keras.callbacks.Callback):
             self._save(self._epoch + 1, 0)
         self._finish()
         self.model._initial_epoch = None
+
+    def _found_some(self) -> bool:
+        """Whether there is a checkpoint; raises on all ranks where none can be written."""
+        found: Any = False
+        if self._group.rank == 0:
+            try:
+                Storage(self.directory).check_writable()
+                found = latest(self.directory) is not None
+            except StorageError as error:
+                found = error
+        found = broadcast_object(found, self._group, name="checkpoint/latest")
+        if isinstance(found, StorageError):
+            raise found
+        return found
 
     # -- when -----------------------------------------------------------------------------------
 

@@ -17,9 +17,13 @@ from tfdist.checkpoint.storage import Storage, StorageError
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object, broadcast_object
 
-__all__ = ["latest", "restore"]
+__all__ = ["OtherModelError", "latest", "restore"]
 
 _logger = logging.getLogger("tfdist")
+
+
+class OtherModelError(ValueError):
+    """A checkpoint does not hold the arrays of the model."""
 
 
 def latest(directory: str) -> str | None:
@@ -40,7 +44,8 @@ def restore(path: str, model: keras.Model) -> Manifest:
 
     Raises:
         StorageError: There is no checkpoint that can be read.
-        ValueError: It is one of another model, or of a newer tfdist.
+        OtherModelError: It is one of another model.
+        ValueError: It was written by a newer tfdist.
     """
     world = world_of(model)
     path = os.fspath(path).rstrip("/")
@@ -114,7 +119,7 @@ def _check_model(path: str, manifest: Manifest, names: dict) -> None:
         if some
     ]
     if said:
-        raise ValueError(f"{path} is a checkpoint of another model. {'; '.join(said)}.")
+        raise OtherModelError(f"{path} is a checkpoint of another model. {'; '.join(said)}.")
 
 
 def _described(array: tuple[tuple[int, ...], str]) -> str:

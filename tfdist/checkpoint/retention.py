@@ -40,6 +40,9 @@ class Retention:
             return
         self._known.add(path.rpartition("/")[2])
         found = complete_checkpoints(self._directory)
+        # An earlier run may have been about to complete one.
+        self._known |= self._torn & set(found)
+        self._torn -= self._known
         foreign = sorted(set(found) - self._known)
         if foreign:
             raise StorageError(

@@ -16,6 +16,8 @@ __all__ = ["Storage", "StorageError"]
 
 #: A chunk is the unit of reading, of checksums and of what several ranks may write at once.
 _CHUNK_BYTES = 16 << 20
+#: Written to see whether one can, and deleted again.
+_PROBE = "probe"
 
 
 class StorageError(OSError):
@@ -63,6 +65,11 @@ class Storage:
         end = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
         found = self._files.list(ts.KvStore.KeyRange(prefix, end))
         return [key.decode() for key in self._ask("list", prefix, found)]
+
+    def check_writable(self) -> None:
+        """Raises StorageError where nothing can be written."""
+        self.write_json(_PROBE, None)
+        self._ask("delete", _PROBE, self._files.write(_PROBE, None))
 
     def delete(self) -> None:
         """Deletes all files: those first that tell that the others are complete."""
@@ -145,7 +152,8 @@ class Storage:
         try:
             return future.result()
         except (ValueError, OSError) as error:
-            first = " ".join(str(error).split("[")[0].split())
+            # What follows in brackets is for those who mend TensorStore.
+            first = " ".join(str(error).split("[")[0].replace("\\x00", "/").split())
             raise StorageError(f"{self.path}: cannot {what} `{name}`: {first}") from error
 
 

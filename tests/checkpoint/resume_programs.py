@@ -1,0 +1,115 @@
+"""Training that is interrupted, and goes on from its last checkpoint."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.layers.gpt_programs import build, scope, text
+
+EPOCHS, BATCHES, BATCH = 3, 10, 12
+
+
+class Interruption(Exception):
+    """What ends a training in the middle."""
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Ends the training before a step of it."""
+
+    def __init__(self, step: int):
+        super().__init__()
+        self._left = step
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self._left == 0:
+            raise Interruption
+        self._left -= 1
+
+
+def perceptron(mesh: dict | None):
+    """Has all that one step leaves to the next: random masks, moving averages, moments, a scale."""
+    with scope(mesh):
+        model = keras.Sequential(
+            [
+                keras.Input((9,)),
+                keras.layers.Dense(16, activation="relu"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.3),
+                keras.layers.Dense(5),
+            ]
+        )
+        optimizer = keras.optimizers.AdamW(1e-2, weight_decay=0.1)
+        model.compile(
+            keras.optimizers.LossScaleOptimizer(optimizer, dynamic_growth_steps=4),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+    random = np.random.default_rng(1)
+    rows = BATCHES * BATCH - 5  # The last batch is smaller.
+    return model, (random.normal(size=(rows, 9)).astype("float32"), random.integers(0, 5, rows))
+
+
+def gpt(mesh: dict | None):
+    from tfdist import layers
+    from tfdist.pipeline import PipelineModel, deferred_weights
+
+    with scope(mesh):
+        if mesh is not None and mesh.get("pipeline", 1) > 1:
+            with deferred_weights():
+                model = build(num_layers=4, dropout=0.1)
+            model = PipelineModel(model, num_microbatches=2)
+        else:
+            model = build(num_layers=4, dropout=0.1)
+        optimizer = keras.optimizers.AdamW(3e-3, weight_decay=0.1, global_clipnorm=1.0)
+        model.compile(optimizer, layers.VocabParallelCrossEntropy(61))
+    return model, text(BATCHES * BATCH, 61)
+
+
+def fed(kind: str, data) -> dict:
+    """The data as `fit` is given them."""
+    if kind == "arrays":
+        return {"x": data[0], "y": data[1], "batch_size": BATCH, "shuffle": True}
+    dataset = tf.data.Dataset.from_tensor_slices(data).shuffle(50)
+    if kind == "repeated":
+        return {"x": dataset.repeat().batch(BATCH), "steps_per_epoch": BATCHES}
+    if kind == "unknown":
+        dataset = dataset.filter(lambda x, y: True)
+    return {"x": dataset.batch(BATCH)}
+
+
+def trained(
+    mesh: dict | None,
+    folder: str,
+    build_model=perceptron,
+    interrupt: int | None = None,
+    feed: str = "arrays",
+    **options,
+):
+    """The history and the weights at the end; None where the training is interrupted."""
+    from tfdist import checkpoint
+
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    model, data = build_model(mesh)
+    callbacks = [
+        checkpoint.Checkpointer(folder, **{"every_steps": 4, **options}),
+        keras.callbacks.EarlyStopping(monitor="val_loss", patience=EPOCHS),
+    ]
+    if interrupt is not None:
+        callbacks.append(Interrupt(interrupt))
+    first = tuple(part[: 2 * BATCH] for part in data)
+    try:
+        history = model.fit(
+            **fed(feed, data),
+            epochs=EPOCHS,
+            validation_data=first,
+            validation_batch_size=BATCH,
+            callbacks=callbacks,
+            verbose=0,
+        )
+    except Interruption:
+        return None
+    found = [variable.numpy() for variable in (*model.variables, *model.optimizer.variables)]
+    return history.history, history.epoch, callbacks[1].wait, found

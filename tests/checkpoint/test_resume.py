@@ -1,0 +1,60 @@
+"""A training that was interrupted anywhere ends as one that was not, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.checkpoint import resume_programs
+from tests.conftest import on_ranks
+
+STEPS = resume_programs.EPOCHS * resume_programs.BATCHES
+
+
+def check(pool, folder, mesh, interrupts, **options):
+    """Compares with a training whose saves end it now and then."""
+    whole = pool.run(resume_programs.trained, mesh, f"{folder}/whole", timeout=240, **options)
+    done = 0
+    for steps in interrupts:
+        found = pool.run(
+            resume_programs.trained,
+            mesh,
+            f"{folder}/parts",
+            interrupt=steps,
+            timeout=240,
+            **options,
+        )
+        assert all(each is None for each in found), (steps, done)
+        done += steps
+    parts = pool.run(resume_programs.trained, mesh, f"{folder}/parts", timeout=240, **options)
+    for right, found in zip(whole, parts, strict=True):
+        assert found[:3] == right[:3]
+        for one, other in zip(right[3], found[3], strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("feed", ["arrays", "shuffled", "repeated", "unknown"])
+def test_alone(one_process, tmp_path, feed):
+    # Before the first save, in the middle of an epoch, at the end of one, and where none is new.
+    check(one_process, tmp_path, {"data": 1}, [3, 6, 10, 2], feed=feed)
+
+
+@on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
+def test_data_parallel(pool, tmp_path):
+    check(pool, tmp_path, {"data": 2}, [7, 9])
+
+
+@on_ranks(("horovod", 4), slow=[("tensorflow", 4)])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"data": 4},
+        pytest.param({"data": 1, "tensor": 4}, marks=pytest.mark.slow),
+        pytest.param({"data": 1, "pipeline": 4}, marks=pytest.mark.slow),
+        {"data": 4, "zero_stage": 3},
+        pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_gpt(pool, tmp_path, mesh):
+    check(pool, tmp_path, mesh, [7, 9], build_model=resume_programs.gpt)
