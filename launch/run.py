@@ -13,6 +13,7 @@ from typing import NoReturn
 from absl import flags
 
 from tfdist.launch import command
+from tfdist.launch.restarts import HostDiscovery, run_with_restarts
 from tfdist.launch.supervisor import Supervisor
 from tfdist.rendezvous import local_environments
 
@@ -42,6 +43,32 @@ _WATCHDOG = flags.DEFINE_float(
     lower_bound=0.0,
     flag_values=_VALUES,
 )
+_MAX_RESTARTS = flags.DEFINE_integer(
+    "max_restarts",
+    None,
+    "How many failures are followed by another start [0; any, where hosts are discovered].",
+    lower_bound=0,
+    flag_values=_VALUES,
+)
+_DISCOVERY = flags.DEFINE_string(
+    "host_discovery_script",
+    None,
+    "Prints the hosts that are there, one a line, as name:slots; the job follows them.",
+    flag_values=_VALUES,
+)
+_MIN_NP = flags.DEFINE_integer(
+    "min_np", None, "Waits for room for so many ranks [np].", lower_bound=1, flag_values=_VALUES
+)
+_MAX_NP = flags.DEFINE_integer(
+    "max_np", None, "Takes room for no more ranks [np].", lower_bound=1, flag_values=_VALUES
+)
+_SAVE_SECONDS = flags.DEFINE_float(
+    "save_seconds",
+    30.0,
+    "How long the ranks have to save after a SIGTERM.",
+    lower_bound=0.0,
+    flag_values=_VALUES,
+)
 
 
 def run() -> None:
@@ -53,6 +80,14 @@ def run() -> None:
         summary="Starts a command on N ranks, passes on what they print behind [rank], and ends "
         "with the exit code of the first that fails, once all have ended.",
         rest=True,
+        folded={
+            "of failures": [
+                _MAX_RESTARTS.name,
+                _SAVE_SECONDS.name,
+                _WATCHDOG.name,
+            ],
+            "of elastic jobs": [_DISCOVERY.name, _MIN_NP.name, _MAX_NP.name],
+        },
     )
 
 
@@ -66,11 +101,57 @@ def _main(words: list[str]) -> int:
     if shutil.which(words[0]) is None:
         raise command.UsageError(f"There is no command {words[0]!r} on the PATH.")
     remote = _remote_hosts(_HOSTS.value, _NP.value)
+    sizes = _sizes()
     engine = _engine()
     if remote:
         _run_on_hosts(words, engine, remote)
-    with local_environments(engine, _NP.value) as environments:
-        return Supervisor(words, environments, frozen_seconds=_WATCHDOG.value).run()
+    discovery = None
+    if _DISCOVERY.value is not None:
+        discovery = HostDiscovery(_DISCOVERY.value, _check_is_here)
+
+    def start(num_ranks: int, should_end) -> tuple[Supervisor, int]:
+        with local_environments(engine, num_ranks) as environments:
+            supervisor = Supervisor(
+                words,
+                environments,
+                frozen_seconds=_WATCHDOG.value,
+                save_seconds=_SAVE_SECONDS.value,
+                should_end=should_end,
+            )
+            return supervisor, supervisor.run()
+
+    restarts = _MAX_RESTARTS.value
+    if restarts is None:
+        restarts = 0 if discovery is None else sys.maxsize
+    return run_with_restarts(start, *sizes, max_restarts=restarts, discovery=discovery)
+
+
+def _sizes() -> tuple[int, int, int]:
+    """How many ranks there are to be; at least, and at most."""
+    size = _NP.value
+    least, most = _MIN_NP.value or size, _MAX_NP.value or size
+    if (_MIN_NP.present or _MAX_NP.present) and _DISCOVERY.value is None:
+        raise command.UsageError(
+            "--min_np and --max_np want a --host_discovery_script. Received: none."
+        )
+    if not least <= size <= most:
+        raise command.UsageError(
+            f"-np lies between --min_np and --max_np. Received: -np {size} --min_np={least} "
+            f"--max_np={most}."
+        )
+    return size, least, most
+
+
+def _check_is_here(host: str) -> None:
+    if host not in _names_of_this_machine():
+        raise command.UsageError(
+            "Ranks come and go on this machine only, where it is called localhost, 127.0.0.1 or "
+            f"{socket.gethostname()}. The host discovery script printed: {host}."
+        )
+
+
+def _names_of_this_machine() -> set[str]:
+    return {"localhost", "127.0.0.1", socket.gethostname()}
 
 
 def _engine() -> str:
@@ -102,12 +183,16 @@ def _remote_hosts(hosts: str, num_ranks: int) -> list[str]:
         slots += int(host[2] or 1)
     if names and slots < num_ranks:
         raise command.UsageError(f"-np {num_ranks} wants more slots than -H {hosts} has: {slots}.")
-    local = {"localhost", "127.0.0.1", socket.gethostname()}
-    return [] if set(names) <= local else names
+    return [] if set(names) <= _names_of_this_machine() else names
 
 
 def _run_on_hosts(words: list[str], engine: str, hosts: list[str]) -> NoReturn:
     """Becomes horovodrun, which reaches other hosts by ssh and gets the signals from here on."""
+    if _DISCOVERY.value is not None or _MAX_RESTARTS.value:
+        raise command.UsageError(
+            "Ranks are started again on this machine only. Received: -H with other hosts "
+            f"({', '.join(hosts)}) and --max_restarts or --host_discovery_script."
+        )
     if engine != "horovod":
         raise command.UsageError(
             f"Ranks on other hosts ({', '.join(hosts)}) are started by horovodrun: take "

@@ -10,12 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, cast
 
 import psutil
 
-from tfdist.exit_codes import ENDED_BY_WATCHDOG
+from tfdist.exit_codes import ENDED_BY_WATCHDOG, PREEMPTED
 from tfdist.launch.command import UsageError
 from tfdist.orphan_guard import OrphanGuard
 
@@ -46,7 +46,14 @@ class Supervisor:
         environments: What each rank's environment has beside this process's.
         frozen_seconds: How long a rank may be stopped (SIGSTOP) before it counts as failed; 0 for
             any time.
+        save_seconds: How long ranks have to save after a SIGTERM.
+        should_end: Asked now and then; once it says yes the ranks get a SIGTERM.
+
+    Attributes:
+        was_asked: Whether `should_end` did.
     """
+
+    was_asked = False
 
     def __init__(
         self,
@@ -54,10 +61,13 @@ class Supervisor:
         environments: Sequence[Mapping[str, str]],
         *,
         frozen_seconds: float,
+        save_seconds: float = 30.0,
+        should_end: Callable[[], bool] = lambda: False,
     ):
         self._command = list(command)
         self._environments = environments
         self._frozen_seconds = frozen_seconds
+        self._save_seconds, self._should_end = save_seconds, should_end
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._outputs: dict[int, IO[bytes]] = {}
         self._unfinished: dict[int, bytearray] = {}
@@ -89,6 +99,11 @@ class Supervisor:
                     process.wait()
                 self._reap()
         return self._conclude()
+
+    @property
+    def was_told(self) -> bool:
+        """Whether a signal to this process ended the job."""
+        return self._signal is not None
 
     def _start(self, rank: int, environment: Mapping[str, str]) -> None:
         try:
@@ -126,16 +141,27 @@ class Supervisor:
             self._reap()
             self._look_for_frozen()
             failed = any(code for _, code in self._ends)
-            if not failed and self._signal is None and self._frozen is None:
+            if not (failed or self.was_told or self.was_asked) and self._should_end():
+                self.was_asked = True
+                self._forward(signal.SIGTERM)
+            if not (failed or self.was_told or self.was_asked or self._frozen is not None):
                 continue
             if ending_since is None:
                 ending_since = time.monotonic()
-                grace = _GRACE_SECONDS if self._frozen is None else _GRACE_AFTER_FREEZE_SECONDS
+                grace = self._grace()
                 steps = [(grace, signal.SIGTERM), (grace + _TERMINATE_SECONDS, signal.SIGKILL)]
             if all(rank in self._stopped_since for rank in self._running()):
                 self._end(signal.SIGKILL)  # Who is left is frozen, and has nothing to say.
             while steps and time.monotonic() - ending_since > steps[0][0]:
                 self._end(steps.pop(0)[1])
+
+    def _grace(self) -> float:
+        """How long the ranks that still run may take to end by themselves."""
+        if self._frozen is not None:
+            return _GRACE_AFTER_FREEZE_SECONDS
+        if self.was_asked or self._signal == signal.SIGTERM:
+            return self._save_seconds
+        return _GRACE_SECONDS
 
     def _reap(self) -> None:
         known = {rank for rank, _ in self._ends}
@@ -270,10 +296,13 @@ class Supervisor:
         ]
 
     def _conclude(self) -> int:
+        failures = [(rank, code) for rank, code in self._ends if code]
+        if failures and all(code == PREEMPTED for _, code in failures):
+            self._say("the ranks have saved and ended, as SIGTERM asked; started again they go on.")
+            return PREEMPTED
         if self._signal is not None:
             self._say(f"ended by {_signal_name(self._signal)}.")
             return 128 + self._signal
-        failures = [(rank, code) for rank, code in self._ends if code]
         if self._frozen is not None:
             self._say(f"rank {self._frozen} was frozen (SIGSTOP); the job was ended.")
             return next((code for _, code in self._own_failures() if code > 0), ENDED_BY_WATCHDOG)

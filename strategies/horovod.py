@@ -34,6 +34,7 @@ class HorovodStrategy(ParallelStrategy):
         *,
         engine: Engine | None = None,
         watchdog_seconds: float = WATCHDOG_SECONDS,
+        deterministic: bool = False,
         **options,
     ):
         if engine is None:
@@ -41,5 +42,7 @@ class HorovodStrategy(ParallelStrategy):
 
             pin_gpu()
             with meeting(watchdog_seconds):
-                engine = HorovodEngine(mesh)
-        super().__init__(engine, watchdog_seconds=watchdog_seconds, **options)
+                engine = HorovodEngine(mesh, deterministic=deterministic)
+        super().__init__(
+            engine, watchdog_seconds=watchdog_seconds, deterministic=deterministic, **options
+        )

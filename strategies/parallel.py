@@ -52,6 +52,10 @@ class ParallelStrategy(tf.distribute.Strategy):
         bucket_mib: MiB of gradients that travel as one tensor.
         watchdog_seconds: After how long a rank that is missing at a collective, or frozen, ends
             the job; 0 for never. A rank that dies ends it at once.
+        deterministic: Whether the same program on the same mesh gives the same numbers bit for
+            bit. TensorFlow's engine always adds up in one order; Horovod does if it fuses nothing,
+            which this asks of it. What happens inside a rank is TensorFlow's: on a GPU, call
+            `tf.config.experimental.enable_op_determinism()`, too.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -64,7 +68,13 @@ class ParallelStrategy(tf.distribute.Strategy):
         zero_stage: int = 0,
         bucket_mib: float = BUCKET_BYTES / _MIB,
         watchdog_seconds: float = WATCHDOG_SECONDS,
+        deterministic: bool = False,
     ):
+        if deterministic and not engine.is_deterministic:
+            raise ValueError(
+                "An engine that was made with `deterministic=False` cannot fix the order of its "
+                "sums now. Received: deterministic=True and such an engine."
+            )
         if zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"`zero_stage` is 0, 1, 2 or 3. Received: {zero_stage!r}.")
         if bucket_mib <= 0:

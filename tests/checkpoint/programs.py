@@ -70,3 +70,11 @@ def arrays_of(path: str) -> dict[str, np.ndarray]:
         name: storage.open(name, shape, dtype).read().result()
         for name, (shape, dtype) in manifest.arrays.items()
     }
+
+
+def state_of(path: str) -> dict:
+    """What else a checkpoint holds."""
+    from tfdist.checkpoint.manifest import Manifest
+    from tfdist.checkpoint.storage import Storage
+
+    return Manifest.read(Storage(path)).state

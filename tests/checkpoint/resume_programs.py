@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -29,42 +31,50 @@ class Interrupt(keras.callbacks.Callback):
 
 
 def perceptron(mesh: dict | None):
-    """Has all that one step leaves to the next: random masks, moving averages, moments, a scale."""
     with scope(mesh):
-        model = keras.Sequential(
-            [
-                keras.Input((9,)),
-                keras.layers.Dense(16, activation="relu"),
-                keras.layers.BatchNormalization(),
-                keras.layers.Dropout(0.3),
-                keras.layers.Dense(5),
-            ]
-        )
-        optimizer = keras.optimizers.AdamW(1e-2, weight_decay=0.1)
-        model.compile(
-            keras.optimizers.LossScaleOptimizer(optimizer, dynamic_growth_steps=4),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-        )
-    random = np.random.default_rng(1)
-    rows = BATCHES * BATCH - 5  # The last batch is smaller.
-    return model, (random.normal(size=(rows, 9)).astype("float32"), random.integers(0, 5, rows))
+        return build_perceptron()
 
 
 def gpt(mesh: dict | None):
+    with scope(mesh):
+        return build_gpt(pipeline=mesh is not None and mesh.get("pipeline", 1) > 1)
+
+
+def build_perceptron(pipeline: bool = False, rows: int = BATCHES * BATCH):
+    """Has all that one step leaves to the next: random masks, moving averages, moments, a scale."""
+    if pipeline:
+        raise ValueError("Received: pipeline=True for the perceptron, which is not cut.")
+    model = keras.Sequential(
+        [
+            keras.Input((9,)),
+            keras.layers.Dense(16, activation="relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.3),
+            keras.layers.Dense(5),
+        ]
+    )
+    optimizer = keras.optimizers.AdamW(1e-2, weight_decay=0.1)
+    model.compile(
+        keras.optimizers.LossScaleOptimizer(optimizer, dynamic_growth_steps=4),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    random = np.random.default_rng(1)
+    rows -= 5  # The last batch is smaller.
+    return model, (random.normal(size=(rows, 9)).astype("float32"), random.integers(0, 5, rows))
+
+
+def build_gpt(pipeline: bool = False, rows: int = BATCHES * BATCH):
     from tfdist import layers
     from tfdist.pipeline import PipelineModel, deferred_weights
 
-    with scope(mesh):
-        if mesh is not None and mesh.get("pipeline", 1) > 1:
-            with deferred_weights():
-                model = build(num_layers=4, dropout=0.1)
-            model = PipelineModel(model, num_microbatches=2)
-        else:
-            model = build(num_layers=4, dropout=0.1)
-        optimizer = keras.optimizers.AdamW(3e-3, weight_decay=0.1, global_clipnorm=1.0)
-        model.compile(optimizer, layers.VocabParallelCrossEntropy(61))
-    return model, text(BATCHES * BATCH, 61)
+    with deferred_weights() if pipeline else contextlib.nullcontext():
+        model = build(num_layers=4, dropout=0.1)
+    if pipeline:
+        model = PipelineModel(model, num_microbatches=2)
+    optimizer = keras.optimizers.AdamW(3e-3, weight_decay=0.1, global_clipnorm=1.0)
+    model.compile(optimizer, layers.VocabParallelCrossEntropy(61))
+    return model, text(rows, 61)
 
 
 def fed(kind: str, data) -> dict:

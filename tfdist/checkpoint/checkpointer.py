@@ -24,6 +24,7 @@ from tfdist.collectives import all_reduce
 from tfdist.collectives.objects import broadcast_object
 from tfdist.data.position import DataPosition
 from tfdist.exit_codes import PREEMPTED
+from tfdist.layers.states import layer_states
 
 __all__ = ["Checkpointer"]
 
@@ -131,8 +132,10 @@ class Checkpointer(keras.callbacks.Callback):
             manifest = restore(self.directory, self.model)
             self._resumed, self._step = manifest.state, manifest.step
             self._state.resume(manifest.state)
-            metrics = [v for metric in self.model.metrics for v in metric.variables]
-            self._metrics = [(variable, variable.numpy()) for variable in metrics]
+            # `fit` gives all ranks the chief's variables now, and then begins to count anew.
+            counted = [v for metric in self.model.metrics for v in metric.variables]
+            counted += layer_states(self.model)
+            self._counted = [(variable, variable.numpy()) for variable in counted]
             _logger.info(
                 "Training goes on from step %d, epoch %d.", self._step, manifest.state["epoch"]
             )
@@ -156,7 +159,7 @@ class Checkpointer(keras.callbacks.Callback):
             self._state.resume_callbacks(resumed)
             self._first_batch = resumed["batch"]
             if self._first_batch:
-                for variable, value in self._metrics:
+                for variable, value in self._counted:
                     variable.assign(value)
             return
         self._save_if_due(0)

@@ -36,6 +36,8 @@ class Engine(abc.ABC):
 
     #: The engine's name in messages.
     name: str = "engine"
+    #: Whether the same numbers on the same ranks always have the same sum, bit for bit.
+    is_deterministic: bool = True
     #: For dtypes that the engine cannot add or compare: the dtype that it does it in instead.
     reduce_as: Mapping[tf.DType, tf.DType] = {}
     #: For dtypes that the engine cannot move: a dtype of the same width whose bits it moves, or

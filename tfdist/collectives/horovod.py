@@ -71,6 +71,9 @@ class HorovodEngine(Engine):
         pairs_along: Mesh axes along which any two ranks may send to each other.
         direct: Whether what a layer waits for goes from rank to rank directly, in groups of a few
             ranks without a GPU, instead of through Horovod.
+        deterministic: Whether each tensor is added up by itself. Horovod fuses those that come
+            together into one buffer, and where in it a number lies decides which rank's comes
+            first in its sum.
     """
 
     name = "horovod"
@@ -82,7 +85,9 @@ class HorovodEngine(Engine):
         mesh: Mesh | None = None,
         pairs_along: tuple[str, ...] = ("pipeline",),
         direct: bool = True,
+        deterministic: bool = False,
     ):
+        self.is_deterministic = deterministic
         self._hvd = hvd = import_horovod()
         mesh = mesh or Mesh()
         started = started_by_horovod() or (0, 1)
@@ -99,6 +104,8 @@ class HorovodEngine(Engine):
         os.environ.setdefault(
             "HOROVOD_CYCLE_TIME", str(_CYCLE_MS_BESIDE_DIRECT if fast else _CYCLE_MS)
         )
+        if deterministic:
+            os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
         hvd.init(process_sets=list(sets.values()))
         if (hvd.rank(), hvd.size()) != (resolved.rank, resolved.size):
             resolved = mesh.resolve(size=hvd.size(), rank=hvd.rank())
