@@ -15,7 +15,7 @@ from absl import flags
 from tfdist.launch import command
 from tfdist.launch.restarts import HostDiscovery, run_with_restarts
 from tfdist.launch.supervisor import Supervisor
-from tfdist.rendezvous import local_environments
+from tfdist.rendezvous import MEANT_RANKS, local_environments
 
 __all__ = ["run"]
 
@@ -113,7 +113,7 @@ def _main(words: list[str]) -> int:
         with local_environments(engine, num_ranks) as environments:
             supervisor = Supervisor(
                 words,
-                environments,
+                [{**each, MEANT_RANKS: str(_NP.value)} for each in environments],
                 frozen_seconds=_WATCHDOG.value,
                 save_seconds=_SAVE_SECONDS.value,
                 should_end=should_end,

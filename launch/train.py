@@ -24,6 +24,7 @@ from tfdist.launch.images import Images
 from tfdist.launch.language import Language
 from tfdist.launch.mesh_flags import MESH, ZERO, Layout, as_given, chosen_layout
 from tfdist.launch.tasks import VALUES, Data, Settings, Task
+from tfdist.rendezvous import MEANT_RANKS
 
 __all__ = ["run"]
 
@@ -89,6 +90,13 @@ _SAVE_EVERY = flags.DEFINE_string(
     "save_every", "auto", "100 (steps), 60s, or auto", flag_values=VALUES
 )
 _KEEP = flags.DEFINE_integer("keep", 2, "How many checkpoints", lower_bound=1, flag_values=VALUES)
+_ELASTIC = flags.DEFINE_enum(
+    "elastic",
+    "keep",
+    ["keep", "scale"],
+    "The global batch and the rate, as ranks come and go",
+    flag_values=VALUES,
+)
 _THREADS = flags.DEFINE_integer(
     "threads", 0, "Of each rank; 0: TensorFlow's choice", lower_bound=0, flag_values=VALUES
 )
@@ -119,7 +127,7 @@ def run() -> None:
         folded={
             "of gpt": [flag.name for flag in Language.flags],
             "of the rate": [_SCALING.name, _WARMUP.name],
-            "of checkpoints": [_SAVE_EVERY.name, _KEEP.name],
+            "of checkpoints": [_SAVE_EVERY.name, _KEEP.name, _ELASTIC.name],
             "of memory": [_RECOMPUTE.name, ZERO.name],
             "of the ranks": [flag.name for flag in (_STRATEGY, *MESH, _THREADS, _WATCHDOG)],
         },
@@ -140,9 +148,7 @@ def _main(_) -> None:
     if _THREADS.value:
         tf.config.threading.set_intra_op_parallelism_threads(_THREADS.value)
     strategy = _make_strategy(settings.layout)
-    batch_size = settings.layout.batch_size(
-        _BATCH_SIZE.value, task.batch_size, strategy.mesh.shape["data"]
-    )
+    replicas, batch_size = _replicas_and_batch(task, settings.layout, strategy.mesh)
     settings = dataclasses.replace(settings, batch_size=batch_size)
     keras.utils.set_random_seed(settings.seed)
 
@@ -152,7 +158,7 @@ def _main(_) -> None:
     # --- Model ---------------------------------------------------------------------------------
     rate = tfdist.optimizers.ScaledWarmup(
         learning_rate=task.schedule(settings.learning_rate, settings.epochs * data.steps),
-        replicas=strategy.num_replicas_in_sync,
+        replicas=replicas,
         rule=_SCALING.value,
         warmup_steps=round(_WARMUP.value * data.steps),
     )
@@ -162,7 +168,7 @@ def _main(_) -> None:
 
     checkpointers = []
     if _WORKDIR.value is not None:
-        options = {**intervals, "keep_last": _KEEP.value}
+        options = {**intervals, "keep_last": _KEEP.value, "batch_size": batch_size}
         checkpointers.append(tfdist.checkpoint.Checkpointer(_WORKDIR.value, **options))
 
     # --- Training ------------------------------------------------------------------------------
@@ -211,6 +217,24 @@ def _choose_task() -> tuple[Task, Settings]:
     )
     task.check(settings)
     return task, settings
+
+
+def _replicas_and_batch(task: Task, layout: Layout, mesh) -> tuple[int, int]:
+    """The replicas that the learning rate is scaled for, and the global batch.
+
+    An elastic job may run on more or fewer ranks than it was meant for, by `tfdist-run -np`.
+    """
+    data = mesh.shape["data"]
+    meant = int(os.environ.get(MEANT_RANKS, mesh.size)) * data // mesh.size
+    if _ELASTIC.value == "keep":
+        return meant, layout.batch_size(_BATCH_SIZE.value, task.batch_size, data)
+    batch_size = layout.batch_size(_BATCH_SIZE.value, task.batch_size, meant)
+    if batch_size * data % meant:
+        raise command.UsageError(
+            f"--elastic=scale: --batch_size divides by the data axis of {meant} that it is meant "
+            f"for, so that each rank keeps its samples. Received: --batch_size={batch_size}."
+        )
+    return data, batch_size * data // meant
 
 
 def _save_intervals() -> dict[str, Any]:

@@ -11,7 +11,10 @@ import random
 import socket
 from collections.abc import Iterator
 
-__all__ = ["ENGINES", "local_environments"]
+__all__ = ["ENGINES", "MEANT_RANKS", "local_environments"]
+
+#: A variable that says for how many ranks a job was meant, where they come and go.
+MEANT_RANKS = "TFDIST_MEANT_RANKS"
 
 ENGINES = ("horovod", "tensorflow", "local")
 

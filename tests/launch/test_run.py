@@ -454,3 +454,64 @@ def test_help_fits_a_screen(jobs, program, flag):
     assert f"Usage: {program} " in finished.stdout
     assert len(lines) < 24
     assert max(map(len, lines)) <= 80
+
+
+FAILS_TWICE = 'n=$(cat {0} 2>/dev/null || echo 0); echo $((n+1)) > {0}; [ "$n" -ge 2 ] || exit 3'
+
+
+def test_a_failed_job_is_started_again(jobs, tmp_path):
+    script = by_rank(FAILS_TWICE.format(tmp_path / "starts"), "true")
+    job = jobs.run("-np", "2", "--engine=tensorflow", "--max_restarts=2", "--", *script)
+    assert job.returncode == 0, job.stderr
+    assert "restart 1 of 2 in 1 s" in job.stderr
+    assert "restart 2 of 2 in 2 s" in job.stderr
+    assert (tmp_path / "starts").read_text().strip() == "3"
+
+
+def test_too_many_failures_end_the_job(jobs, tmp_path):
+    script = by_rank(FAILS_TWICE.format(tmp_path / "starts"), "true")
+    job = jobs.run("-np", "2", "--engine=tensorflow", "--max_restarts=1", "--", *script)
+    assert job.returncode == 3, job.stderr
+    assert (tmp_path / "starts").read_text().strip() == "2"
+
+
+def test_the_hosts_say_how_many_ranks(jobs, tmp_path):
+    (tmp_path / "hosts").write_text("localhost:1\n")
+    # The only rank waits for company; then all end.
+    script = f'case $TF_CONFIG in *", "*) ;; *) echo room > {tmp_path}/alone; sleep 60;; esac'
+    job = jobs.start(
+        "-np=2",
+        "--min_np=1",
+        "--engine=tensorflow",
+        f"--host_discovery_script=cat {tmp_path / 'hosts'}",
+        "--",
+        "sh",
+        "-c",
+        script,
+    )
+    end = time.monotonic() + 20
+    while not (tmp_path / "alone").exists():
+        assert job.poll() is None and time.monotonic() < end
+        time.sleep(0.05)
+    (tmp_path / "hosts").write_text("localhost\n127.0.0.1:1\n")
+    done = finish(job)
+    assert done.returncode == 0, done.stderr
+    assert "the hosts have changed" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--min_np=1"], "--host_discovery_script"),
+        (["--host_discovery_script=false"], "--host_discovery_script=false"),
+        (["--host_discovery_script=echo a:b"], "'a:b'"),
+        (["--host_discovery_script=echo elsewhere"], "elsewhere"),
+        (["--host_discovery_script=true", "--min_np=3"], "--min_np=3"),
+        (["--max_restarts=-1"], "--max_restarts=-1"),
+    ],
+)
+def test_bad_words_about_failures_are_refused(jobs, arguments, said):
+    job = jobs.run("-np", "2", "--engine=tensorflow", *arguments, "--", "true")
+    assert job.returncode == 2
+    (line,) = job.stderr.strip().splitlines()
+    assert said in line

@@ -57,6 +57,8 @@ class Checkpointer(keras.callbacks.Callback):
         keep_every: Those of each so manieth step are kept for good.
         asynchronous: Whether training goes on while a checkpoint is written.
         resume: Whether to go on from the last checkpoint in `directory`, where there is one.
+        batch_size: The samples of a global batch. Only needed where it may change between a save
+            and the next start, and the data set does not tell it by its `element_spec`.
 
     Raises:
         ValueError: An argument is out of its range, or more than one of `every_steps`,
@@ -78,6 +80,7 @@ class Checkpointer(keras.callbacks.Callback):
         keep_every: int | None = None,
         asynchronous: bool = True,
         resume: bool = True,
+        batch_size: int | None = None,
     ):
         super().__init__()
         given = {"every_steps": every_steps, "every_seconds": every_seconds, "every": every}
@@ -93,7 +96,11 @@ class Checkpointer(keras.callbacks.Callback):
             **{name: value for name, value in chosen.items() if name != "every"},
             "failure_seconds": failure_seconds,
             "keep_last": keep_last,
-            **({} if keep_every is None else {"keep_every": keep_every}),
+            **{
+                name: value
+                for name, value in {"keep_every": keep_every, "batch_size": batch_size}.items()
+                if value is not None
+            },
         }
         for name, value in positive.items():
             if value <= 0:
@@ -102,6 +109,7 @@ class Checkpointer(keras.callbacks.Callback):
         self._every_steps, self._every_seconds = every_steps, every_seconds
         self._failure_seconds = failure_seconds
         self._asynchronous, self._resumes = asynchronous, resume
+        self._batch_size = batch_size
         self._retention = Retention(self.directory, keep_last, keep_every)
         self._position: DataPosition | None = None
         self._callbacks: Sequence = ()
@@ -110,6 +118,7 @@ class Checkpointer(keras.callbacks.Callback):
     def attach(self, position: DataPosition, callbacks: Sequence) -> None:
         """Called by `fit`, before training begins."""
         self._position, self._callbacks = position, callbacks
+        position.batch_size = self._batch_size
 
     # -- the training ---------------------------------------------------------------------------
 
@@ -131,7 +140,7 @@ class Checkpointer(keras.callbacks.Callback):
         if self._found_some() and self._resumes:
             manifest = restore(self.directory, self.model)
             self._resumed, self._step = manifest.state, manifest.step
-            self._state.resume(manifest.state)
+            self._resumed_batch = self._state.resume(manifest.state)
             # `fit` gives all ranks the chief's variables now, and then begins to count anew.
             counted = [v for metric in self.model.metrics for v in metric.variables]
             counted += layer_states(self.model)
@@ -157,7 +166,7 @@ class Checkpointer(keras.callbacks.Callback):
         resumed, self._resumed = self._resumed, None
         if resumed is not None:
             self._state.resume_callbacks(resumed)
-            self._first_batch = resumed["batch"]
+            self._first_batch = self._resumed_batch
             if self._first_batch:
                 for variable, value in self._counted:
                     variable.assign(value)

@@ -74,8 +74,12 @@ class FitState:
             "callbacks": {key: _counted(each) for key, each in self._counting().items()},
         }
 
-    def resume(self, state: dict[str, Any]) -> None:
-        """Lets `fit` go on, at the beginning of the training."""
+    def resume(self, state: dict[str, Any]) -> int:
+        """Lets `fit` go on, at the beginning of the training.
+
+        Returns:
+            How many batches of the first epoch are done.
+        """
         if state["global_seed"] != self._seed:
             _logger.warning(
                 "The seed of `tf.random` was %s when this training began, and is %s now: its samples "
@@ -84,11 +88,12 @@ class FitState:
                 self._seed,
             )
         self._model._initial_epoch = state["epoch"]
-        self._position.resume(state["data"], state["batch"])
+        batch = self._position.resume(state["data"], state["batch"])
         set_random_state(state["random"])
         keras_seed = _keras_seed()
         if keras_seed is not None and state["keras_seed"] is not None:
             keras_seed.assign(np.array(state["keras_seed"], keras_seed.dtype))
+        return batch
 
     def resume_callbacks(self, state: dict[str, Any]) -> None:
         """Gives callbacks what they had counted; after `on_train_begin`, where they begin anew."""

@@ -7,26 +7,45 @@ iterators were made, and how many batches the last one gave.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfdist.data.random_state import kept_random_state, random_state, set_random_state
+from tfdist.data.sharding import remaining_batches
 
 __all__ = ["DataPosition"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Resume:
+    """Where the next epoch begins: what was saved, the batches done, the samples if they differ."""
+
+    state: dict[str, Any]
+    batch: int
+    in_epoch: bool
+    samples: int | None
 
 
 class DataPosition:
     """The position in one `fit`.
 
     Keras' `TFEpochIterator` calls what stands here, through `strategies/keras_seam/data.py`.
+
+    Attributes:
+        batch_size: The samples of a global batch, where the data set does not say it.
     """
+
+    batch_size: int | None = None
 
     def __init__(self):
         self._source: Any = None
         self._made = 0
+        #: Of the current iterator: taken beside whole batches, by a run with batches of another size.
+        self._more_samples = 0
         self._random: dict[str, Any] | None = None
-        self._resume: tuple[dict[str, Any], int] | None = None
+        self._resume: _Resume | None = None
         self._prepared: Any = None
 
     def state(self, *, in_epoch: bool) -> dict[str, Any]:
@@ -43,17 +62,31 @@ class DataPosition:
             "iterators": self._made,
             "taken": source._steps_seen - ahead if lasts else None,
             "batches": source._num_batches,
+            "batch_size": self._samples_of_a_batch(),
+            "more_samples": self._more_samples,
             "random": self._random,
         }
 
-    def resume(self, state: dict[str, Any], batch: int) -> None:
+    def resume(self, state: dict[str, Any], batch: int) -> int:
         """Lets the next epoch begin at a position.
 
         Args:
             state: What `state` returned.
             batch: How many batches of the epoch are done.
+
+        Returns:
+            As how many batches of now these count.
         """
-        self._resume = state, batch
+        before, now, more = state["batch_size"], self._samples_of_a_batch(), state["more_samples"]
+        in_epoch, samples = batch > 0, None
+        if None not in (before, now) and (before != now or more):
+            if state["taken"] is not None:
+                samples = state["taken"] * before + more
+                state = {**state, "taken": samples // now}
+            state = {**state, "batches": None}
+            batch = (batch * before + more) // now
+        self._resume = _Resume(state, batch, in_epoch, samples)
+        return batch
 
     # -- called by Keras' epoch iterator ------------------------------------------------------
 
@@ -74,11 +107,11 @@ class DataPosition:
         """The steps of an epoch: those that are left, in the first after `resume`."""
         if self._resume is None:
             return original()
-        (state, batch), self._resume = self._resume, None
-        source = self._source
-        source._num_batches = state["batches"]
+        resume, self._resume = self._resume, None
+        state, source = resume.state, self._source
+        source._num_batches = state["batches"] or source._num_batches
         # Without `steps_per_epoch` every epoch makes an iterator of its own.
-        lasts = state["taken"] is not None and bool(batch or source.steps_per_epoch)
+        lasts = state["taken"] is not None and bool(resume.in_epoch or source.steps_per_epoch)
         dataset = source._get_iterator()
         for _ in range(state["iterators"] - lasts):
             iter(dataset)
@@ -87,18 +120,33 @@ class DataPosition:
         with kept_random_state():
             # Data from a Python generator may draw while it is read.
             set_random_state(state["random"])
-            iterator = iter(dataset)
-            for _ in range(state["taken"]):
-                next(iterator)
+            if resume.samples is None:
+                iterator = iter(dataset)
+                for _ in range(state["taken"]):
+                    next(iterator)
+            else:
+                iterator = iter(self._rest(resume.samples))
         if source.steps_per_epoch:
             source._current_iterator = iterator
-            source._steps_seen = state["taken"] - batch
+            source._steps_seen = state["taken"] - resume.batch
         else:
             self._prepared = iterator
-        return itertools.islice(original(), batch // source.steps_per_execution, None)
+        return itertools.islice(original(), resume.batch // source.steps_per_execution, None)
+
+    def _samples_of_a_batch(self) -> int | None:
+        return self.batch_size or self._source.data_adapter.batch_size
+
+    def _rest(self, samples: int):
+        """What is left after some samples, in batches of now."""
+        source = self._source
+        rest = remaining_batches(source._distributed_dataset, samples, self._samples_of_a_batch())
+        self._count()
+        self._more_samples = samples % self._samples_of_a_batch()
+        return source._distribute_strategy.experimental_distribute_dataset(rest)
 
     def _count(self) -> None:
         self._made += 1
+        self._more_samples = 0
         self._random = random_state()
 
 

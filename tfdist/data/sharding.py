@@ -13,9 +13,17 @@ import tensorflow as tf
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
 
-__all__ = ["equal_steps", "is_per_rank", "mark_per_rank", "row_range", "shard_batches"]
+__all__ = [
+    "equal_steps",
+    "is_per_rank",
+    "mark_per_rank",
+    "remaining_batches",
+    "row_range",
+    "shard_batches",
+]
 
 _MARK = "_tfdist_per_rank"
+_GLOBAL = "_tfdist_global_batches"
 
 
 def row_range(rows, num_shards: int, index: int):
@@ -66,7 +74,29 @@ def shard_batches(dataset: tf.data.Dataset, num_shards: int, index: int) -> tf.d
     options = tf.data.Options()
     options.deterministic = True
     sharded = dataset.map(take_rows).with_options(options).prefetch(2)
+    setattr(sharded, _GLOBAL, dataset)
     return mark_per_rank(sharded)
+
+
+def remaining_batches(dataset: tf.data.Dataset, samples: int, batch_size: int) -> tf.data.Dataset:
+    """The global batches of a data set after some samples, in another size.
+
+    Args:
+        dataset: What `shard_batches` returned.
+        samples: How many samples are left out.
+        batch_size: The size of the batches.
+
+    Raises:
+        ValueError: The data set was one rank's own from the beginning.
+    """
+    batches = getattr(dataset, _GLOBAL, dataset)
+    if is_per_rank(batches):
+        raise ValueError(
+            "Ranks that read data of their own cannot go on with another batch size in the middle "
+            "of an epoch. Received: a data set of `distribute_datasets_from_function`."
+        )
+    whole = all(_rows_of(spec) is not None for spec in _flat_spec(batches))
+    return batches.unbatch().skip(samples).batch(batch_size, drop_remainder=whole)
 
 
 def equal_steps(dataset: tf.data.Dataset, group: Group) -> tf.data.Dataset:

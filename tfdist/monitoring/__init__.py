@@ -7,6 +7,7 @@ from tfdist.monitoring.memory_report import (
     MemoryRow,
     memory_report,
 )
+from tfdist.monitoring.model_sync import ModelSyncError, VerifyModelSync, verify_model_sync
 from tfdist.monitoring.non_finite import TerminateOnNonFinite
 from tfdist.monitoring.watchdog import Watchdog, startup_guard
 
@@ -14,10 +15,13 @@ __all__ = [
     "MemoryReport",
     "MemoryReporter",
     "MemoryRow",
+    "ModelSyncError",
     "PeakMemory",
     "TerminateOnNonFinite",
+    "VerifyModelSync",
     "Watchdog",
     "bytes_in_use",
     "memory_report",
     "startup_guard",
+    "verify_model_sync",
 ]

@@ -1,0 +1,98 @@
+"""Whether the ranks still hold the same: a checksum of all that is replicated."""
+
+from __future__ import annotations
+
+import collections
+import zlib
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist.collectives.objects import all_gather_object
+from tfdist.layers.sharding import sharding_of, stored_flat
+from tfdist.layers.states import layer_states
+
+__all__ = ["ModelSyncError", "VerifyModelSync", "verify_model_sync"]
+
+
+class ModelSyncError(RuntimeError):
+    """A replicated variable differs between ranks."""
+
+
+def verify_model_sync(model: keras.Model) -> None:
+    """Compares the replicated variables of a model and its optimizer over ranks; all call it.
+
+    Whole variables are the same on all ranks of the data and the tensor axis, slices of split ones
+    along the data axis. ZeRO's shards are no two ranks' alike and are left out, as are the moving
+    averages that layers keep of their own rank's batches.
+
+    Args:
+        model: A built model, under a strategy of tfdist.
+
+    Raises:
+        ModelSyncError: Names the variables, and the ranks that hold others than most do; on all
+            ranks.
+    """
+    strategy: Any = model.distribute_strategy
+    if not hasattr(strategy, "engine") or strategy.mesh.size == 1:
+        return
+    own: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+    local = {id(variable) for variable in layer_states(model)}
+    variables = list(model.variables)
+    if getattr(model, "optimizer", None) is not None:
+        variables += model.optimizer.variables
+    for variable in variables:
+        if id(variable) in local or stored_flat(variable) is not None or variable.dtype == "string":
+            continue
+        axes = ("data", "tensor") if sharding_of(variable) is None else ("data",)
+        data = np.ascontiguousarray(variable.numpy())
+        ranks = tuple(strategy.group(*axes).ranks)
+        own.setdefault(ranks, []).append((variable.path, zlib.crc32(data.view(np.uint8).ravel())))
+    found = all_gather_object(own, strategy.group(), name="model-sync")
+    said = []
+    for ranks in sorted({group for each in found for group in each if len(group) > 1}):
+        sums = [found[rank][ranks] for rank in ranks]
+        for of_variable in zip(*sums, strict=True):
+            counted = collections.Counter(checksum for _, checksum in of_variable)
+            if len(counted) > 1:
+                said.append(_difference(of_variable[0][0], ranks, of_variable, counted))
+    if said:
+        more = f" and {len(said) - 5} more" if len(said) > 5 else ""
+        raise ModelSyncError(f"Ranks have come apart: {'; '.join(said[:5])}{more}.")
+
+
+def _difference(name: str, ranks, sums, counted: collections.Counter) -> str:
+    (most, number), *_ = counted.most_common(1)
+    if 2 * number <= len(ranks):
+        return f"`{name}` differs between ranks {', '.join(map(str, ranks))}"
+    others = [rank for rank, (_, checksum) in zip(ranks, sums, strict=True) if checksum != most]
+    words = "rank" if len(others) == 1 else "ranks"
+    return f"`{name}` is another on {words} {', '.join(map(str, others))}"
+
+
+class VerifyModelSync(keras.callbacks.Callback):
+    """Calls `verify_model_sync` after each so many training steps.
+
+    Args:
+        every_steps: How many. Reading and comparing takes about a second for each gigabyte.
+    """
+
+    # What it does, it does at the beginning of a step.
+    async_safe = True
+
+    def __init__(self, every_steps: int = 100):
+        super().__init__()
+        if every_steps <= 0:
+            raise ValueError(f"`every_steps` is positive. Received: {every_steps!r}.")
+        self._every_steps, self._begun = every_steps, 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Compares, where it is time."""
+        if self._begun and self._begun % self._every_steps == 0:
+            verify_model_sync(self.model)
+        self._begun += 1
+
+    def on_train_end(self, logs=None):
+        """Compares once more."""
+        verify_model_sync(self.model)
