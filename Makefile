@@ -5,7 +5,7 @@ PYTHON = python3.11
 VENV = .venv
 NP = 2
 DEMO_FLAGS = --model=convnet --dataset=digits --strategy=auto
-BENCHMARKS = data_parallel tensor_parallel pipeline_parallel zero recompute
+BENCHMARKS = data_parallel tensor_parallel pipeline_parallel zero recompute checkpoint
 TESTS = tests
 
 PY = $(VENV)/bin/python

@@ -101,7 +101,7 @@ def _main(words: list[str]) -> int:
     if shutil.which(words[0]) is None:
         raise command.UsageError(f"There is no command {words[0]!r} on the PATH.")
     remote = _remote_hosts(_HOSTS.value, _NP.value)
-    sizes = _sizes()
+    sizes = _sizes(_NP.value)
     engine = _engine()
     if remote:
         _run_on_hosts(words, engine, remote)
@@ -126,9 +126,8 @@ def _main(words: list[str]) -> int:
     return run_with_restarts(start, *sizes, max_restarts=restarts, discovery=discovery)
 
 
-def _sizes() -> tuple[int, int, int]:
+def _sizes(size: int) -> tuple[int, int, int]:
     """How many ranks there are to be; at least, and at most."""
-    size = _NP.value
     least, most = _MIN_NP.value or size, _MAX_NP.value or size
     if (_MIN_NP.present or _MAX_NP.present) and _DISCOVERY.value is None:
         raise command.UsageError(

@@ -63,9 +63,9 @@ def _fit_to_the_end(original, arguments: dict):
     self = arguments["self"]
     callbacks = list(tf.nest.flatten(arguments["callbacks"] or []))
     position = DataPosition()
-    for callback in callbacks:
-        if isinstance(callback, Checkpointer):
-            callback.attach(position, callbacks)
+    savers = [callback for callback in callbacks if isinstance(callback, Checkpointer)]
+    for saver in savers:
+        saver.attach(position, callbacks)
     try:
         with recorded(position):
             return original(**arguments)
@@ -78,6 +78,9 @@ def _fit_to_the_end(original, arguments: dict):
     except tf.errors.ResourceExhaustedError as error:
         error.add_note(_out_of_memory(self))
         raise
+    finally:
+        for saver in savers:
+            saver.detach()
 
 
 def _out_of_memory(model) -> str:

@@ -92,19 +92,17 @@ class Checkpointer(keras.callbacks.Callback):
             )
         if every not in (None, "auto"):
             raise ValueError(f'`every` is "auto", or left out. Received: every={every!r}.')
-        positive = {
-            **{name: value for name, value in chosen.items() if name != "every"},
+        numbers: dict[str, float | None] = {
+            "every_steps": every_steps,
+            "every_seconds": every_seconds,
             "failure_seconds": failure_seconds,
             "keep_last": keep_last,
-            **{
-                name: value
-                for name, value in {"keep_every": keep_every, "batch_size": batch_size}.items()
-                if value is not None
-            },
+            "keep_every": keep_every,
+            "batch_size": batch_size,
         }
-        for name, value in positive.items():
-            if value <= 0:
-                raise ValueError(f"`{name}` is positive. Received: {value!r}.")
+        for name, number in numbers.items():
+            if number is not None and number <= 0:
+                raise ValueError(f"`{name}` is positive. Received: {number!r}.")
         self.directory = os.fspath(directory).rstrip("/")
         self._every_steps, self._every_seconds = every_steps, every_seconds
         self._failure_seconds = failure_seconds
@@ -114,11 +112,21 @@ class Checkpointer(keras.callbacks.Callback):
         self._position: DataPosition | None = None
         self._callbacks: Sequence = ()
         self._lock = threading.Lock()
+        self._before: Any = None
+        self._terminated = threading.Event()
 
     def attach(self, position: DataPosition, callbacks: Sequence) -> None:
         """Called by `fit`, before training begins."""
         self._position, self._callbacks = position, callbacks
         position.batch_size = self._batch_size
+
+    def detach(self) -> None:
+        """Called by `fit` when it ends, well or not."""
+        self._position = None
+        self.model._initial_epoch = None
+        if self._before is not None and not self._terminated.is_set():
+            signal.signal(signal.SIGTERM, self._before)
+        self._before = None
 
     # -- the training ---------------------------------------------------------------------------
 
@@ -156,7 +164,7 @@ class Checkpointer(keras.callbacks.Callback):
             time.monotonic(),
             self._step + 1,
         )
-        self._terminated = threading.Event()
+        self._terminated.clear()
         self._handle_sigterm()
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -190,13 +198,15 @@ class Checkpointer(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         """Saves the end, and waits for it."""
-        self._release_sigterm()
         if self._resumed is not None:  # Nothing was left to train.
             self._state.resume_callbacks(self._resumed)
         elif self._step > self._saved_step:
-            self._save(self._epoch + 1, 0)
+            # A training that a callback has stopped does not go on when it is started again.
+            self._save(self.params["epochs"] if self.model.stop_training else self._epoch + 1, 0)
+        _, ends = self._agree()
         self._finish()
-        self.model._initial_epoch = None
+        if ends:
+            self._end()
 
     def _found_some(self) -> bool:
         """Whether there is a checkpoint; raises on all ranks where none can be written."""
@@ -227,9 +237,7 @@ class Checkpointer(keras.callbacks.Callback):
             self._save(self._epoch, batch)
         if ends:
             self._finish()
-            if self._group.rank == 0:
-                _logger.warning("Told to end: saved after step %d.", self._step)
-            raise SystemExit(PREEMPTED)
+            self._end()
 
     def _agree(self) -> tuple[bool, bool]:
         """Whether time says to save, as the chief's clock has it, and whether some rank is to end."""
@@ -265,25 +273,24 @@ class Checkpointer(keras.callbacks.Callback):
         self._finish()
         if self._saver is None:
             self._saver = Saver(self.directory, self.model)
-        self._under_way = self._saver.begin(self._step, self._state.collect(epoch, batch))
+        state = self._state.collect(epoch, batch)
+        self._under_way = self._saver.begin(self._step, state, self._retention.completed)
         if not self._asynchronous:
             self._finish()
         self._saved_step, self._saved_at = self._step, time.monotonic()
         self._costs = self._saved_at - begun
 
     def _finish(self) -> None:
-        """Waits for the save that is under way, and drops what is no longer to be kept."""
+        """Waits for the save that is under way."""
         if self._under_way is None:
             return
         save, self._under_way = self._under_way, None
-        path = save.wait()
+        save.wait()
         self._writes = save.seconds
-        self._retention.completed(path)
 
     # -- SIGTERM --------------------------------------------------------------------------------
 
     def _handle_sigterm(self) -> None:
-        self._before: Any = None
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
 
@@ -292,6 +299,7 @@ class Checkpointer(keras.callbacks.Callback):
         # Who sends it a second time does not want to wait.
         signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
 
-    def _release_sigterm(self) -> None:
-        if self._before is not None and not self._terminated.is_set():
-            signal.signal(signal.SIGTERM, self._before)
+    def _end(self) -> None:
+        if self._group.rank == 0:
+            _logger.warning("Told to end: saved after step %d.", self._step)
+        raise SystemExit(PREEMPTED)

@@ -18,8 +18,7 @@ from tfdist.layers.sharding import Sharding, sharding_of, stored_flat
 
 __all__ = ["Entry", "Piece", "boxes", "global_shape", "pieces_of"]
 
-#: Where one index stands for an axis, the box lacks it.
-Box = tuple[slice | int, ...]
+Box = tuple[slice, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +26,14 @@ class Piece:
     """A box of a global array, and where a rank has it.
 
     Attributes:
-        box: The box in the global array.
+        box: The box in the global array. Where an index stands for an axis, the box lacks it.
         run: Where the flat shard has the local box that it comes from: begin and end. None where
             the rank holds an array of the global array's dims.
         local: The shape of that local box, or of the array.
         inside: What of it is the box; the rest is padding.
     """
 
-    box: Box
+    box: tuple[slice | int, ...]
     run: tuple[int, int] | None
     local: tuple[int, ...]
     inside: Box

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -67,12 +68,23 @@ class Saver:
         self._entries = entries_of(model)
         self._arrays = dict(sorted(arrays_of(self._entries, self._world).items()))
 
-    def begin(self, step: int, state: dict[str, Any] | None = None) -> Save:
-        """Copies this rank's parts, and writes them in a thread."""
+    def begin(
+        self,
+        step: int,
+        state: dict[str, Any] | None = None,
+        on_complete: Callable[[str], None] = lambda path: None,
+    ) -> Save:
+        """Copies this rank's parts, and writes them in a thread.
+
+        Args:
+            step: The number of the training step.
+            state: What else is to be kept.
+            on_complete: Called on the chief, in that thread, with the path of the complete
+                checkpoint. What it raises, `Save.wait` raises on all ranks.
+        """
         path = f"{self._directory}/{folder_of(step, self._token)}"
-        return Save(
-            path, self._entries, Manifest(step, self._arrays, dict(state or {})), self._world
-        )
+        manifest = Manifest(step, self._arrays, dict(state or {}))
+        return Save(path, self._entries, manifest, self._world, on_complete)
 
 
 def world_of(model: keras.Model) -> Group:
@@ -91,14 +103,22 @@ class Save:
 
     seconds = 0.0
 
-    def __init__(self, path: str, entries: list[Entry], manifest: Manifest, world: Group):
+    def __init__(
+        self,
+        path: str,
+        entries: Sequence[Entry],
+        manifest: Manifest,
+        world: Group,
+        on_complete: Callable[[str], None],
+    ):
         self.path = path
-        self._manifest, self._world = manifest, world
-        # A tensor that a variable has read stays as it is: assigning gives the variable another.
+        self._manifest, self._world, self._on_complete = manifest, world, on_complete
+        # Copies: what is trained on meanwhile does not reach them.
         self._values: list[tuple[Entry, np.ndarray]] = [
             (entry, entry.variable._value.numpy()) for entry in entries if entry.writes
         ]
         self._error: str | None = None
+        self._written, self._given_up = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="tfdist-checkpoint", daemon=True)
         self._thread.start()
 
@@ -113,48 +133,47 @@ class Save:
         Raises:
             StorageError: It could not be written; on all ranks.
         """
+        # First the parts: the chief need not wait for one that will not come.
+        self._written.wait()
+        self._raise_any("written")
         self._thread.join()
-        errors = all_gather_object(self._error, self._world, name="checkpoint/errors")
+        self._raise_any("completed")
+        return self.path
+
+    def _raise_any(self, stage: str) -> None:
+        errors = all_gather_object(self._error, self._world, name=f"checkpoint/{stage}")
         for rank, error in zip(self._world.ranks, errors, strict=True):
             if error:
+                self._given_up.set()
                 raise StorageError(f"Rank {rank} could not save: {error}")
-        return self.path
 
     def _run(self) -> None:
         begun = time.perf_counter()
         try:
-            self._write()
+            storage = Storage(self.path)
+            self._write(storage)
+            self._written.set()
+            if self._world.rank == 0:
+                self._finish(storage)
         except StorageError as error:
             self._error = str(error)
         except Exception as error:  # Raised again by `wait`, on all ranks.
             self._error = f"{type(error).__name__}: {error}"
+        self._written.set()
         self.seconds = time.perf_counter() - begun
 
-    def _write(self) -> None:
-        storage = Storage(self.path)
-        rank = self._world.ranks[self._world.rank]
-        try:
-            while self._values:
-                entry, value = self._values.pop()
-                array = storage.create(entry.name, entry.shape, entry.dtype)
-                storage.write(array, ((piece.box, piece.get(value)) for piece in entry.pieces))
-        except StorageError as error:
-            storage.write_json(f"parts/{rank}", {"error": str(error)})
-            raise
-        storage.write_json(f"parts/{rank}", {})
-        if self._world.rank == 0:
-            self._finish(storage)
+    def _write(self, storage: Storage) -> None:
+        while self._values:
+            entry, value = self._values.pop()
+            array = storage.create(entry.name, entry.shape, entry.dtype)
+            storage.write(array, ((piece.box, piece.get(value)) for piece in entry.pieces))
+        storage.write_json(_part(self._world.ranks[self._world.rank]), {})
 
     def _finish(self, storage: Storage) -> None:
         """Writes the manifest when all parts are there."""
         end, missing = time.monotonic() + _PARTS_SECONDS, set(self._world.ranks)
-        while missing:
-            for rank in sorted(missing):
-                part = storage.read_json(f"parts/{rank}")
-                if part is not None:
-                    missing.discard(rank)
-                    if part.get("error"):
-                        raise StorageError(f"rank {rank} could not write: {part['error']}")
+        while missing and not self._given_up.is_set():
+            missing -= {rank for rank in missing if storage.read_json(_part(rank)) is not None}
             if missing and time.monotonic() > end:
                 raise StorageError(
                     f"{self.path}: the parts of ranks {sorted(missing)} did not come within "
@@ -162,4 +181,11 @@ class Save:
                 )
             if missing:
                 time.sleep(0.02)
-        self._manifest.write(storage)
+        if not missing:
+            self._manifest.write(storage)
+            self._on_complete(self.path)
+
+
+def _part(rank: int) -> str:
+    """The file by which a rank says that its part is written."""
+    return f"parts/{rank}"

@@ -20,12 +20,21 @@ __all__ = ["DataPosition"]
 
 @dataclasses.dataclass(frozen=True)
 class _Resume:
-    """Where the next epoch begins: what was saved, the batches done, the samples if they differ."""
+    """Where the next epoch begins.
+
+    Attributes:
+        state: What was saved.
+        batch: How many batches are done.
+        in_epoch: Whether the save was in the middle of an epoch.
+        samples: Where batches have another size now: how many samples are done. Else None.
+        rows: That size.
+    """
 
     state: dict[str, Any]
     batch: int
     in_epoch: bool
-    samples: int | None
+    samples: int | None = None
+    rows: int = 0
 
 
 class DataPosition:
@@ -62,7 +71,7 @@ class DataPosition:
             "iterators": self._made,
             "taken": source._steps_seen - ahead if lasts else None,
             "batches": source._num_batches,
-            "batch_size": self._samples_of_a_batch(),
+            "batch_size": self._rows(),
             "more_samples": self._more_samples,
             "random": self._random,
         }
@@ -77,16 +86,16 @@ class DataPosition:
         Returns:
             As how many batches of now these count.
         """
-        before, now, more = state["batch_size"], self._samples_of_a_batch(), state["more_samples"]
-        in_epoch, samples = batch > 0, None
-        if None not in (before, now) and (before != now or more):
-            if state["taken"] is not None:
-                samples = state["taken"] * before + more
-                state = {**state, "taken": samples // now}
-            state = {**state, "batches": None}
-            batch = (batch * before + more) // now
-        self._resume = _Resume(state, batch, in_epoch, samples)
-        return batch
+        before, now, more = state["batch_size"], self._rows(), state["more_samples"]
+        if not before or not now or (before == now and not more):
+            self._resume = _Resume(state, batch, batch > 0)
+            return batch
+        taken = state["taken"]
+        samples = None if taken is None else taken * before + more
+        state = {**state, "batches": None, "taken": None if samples is None else samples // now}
+        done = (batch * before + more) // now
+        self._resume = _Resume(state, done, batch > 0, samples, now)
+        return done
 
     # -- called by Keras' epoch iterator ------------------------------------------------------
 
@@ -125,7 +134,7 @@ class DataPosition:
                 for _ in range(state["taken"]):
                     next(iterator)
             else:
-                iterator = iter(self._rest(resume.samples))
+                iterator = iter(self._rest(resume.samples, resume.rows))
         if source.steps_per_epoch:
             source._current_iterator = iterator
             source._steps_seen = state["taken"] - resume.batch
@@ -133,15 +142,16 @@ class DataPosition:
             self._prepared = iterator
         return itertools.islice(original(), resume.batch // source.steps_per_execution, None)
 
-    def _samples_of_a_batch(self) -> int | None:
+    def _rows(self) -> int | None:
+        """The samples of a global batch, where they are known."""
         return self.batch_size or self._source.data_adapter.batch_size
 
-    def _rest(self, samples: int):
-        """What is left after some samples, in batches of now."""
+    def _rest(self, samples: int, rows: int):
+        """What is left after some samples, in batches of so many rows."""
         source = self._source
-        rest = remaining_batches(source._distributed_dataset, samples, self._samples_of_a_batch())
+        rest = remaining_batches(source._distributed_dataset, samples, rows)
         self._count()
-        self._more_samples = samples % self._samples_of_a_batch()
+        self._more_samples = samples % rows
         return source._distribute_strategy.experimental_distribute_dataset(rest)
 
     def _count(self) -> None:

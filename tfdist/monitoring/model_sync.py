@@ -48,7 +48,9 @@ def verify_model_sync(model: keras.Model) -> None:
         axes = ("data", "tensor") if sharding_of(variable) is None else ("data",)
         data = np.ascontiguousarray(variable.numpy())
         ranks = tuple(strategy.group(*axes).ranks)
-        own.setdefault(ranks, []).append((variable.path, zlib.crc32(data.view(np.uint8).ravel())))
+        own.setdefault(ranks, []).append(
+            (variable.path, zlib.crc32(data.view(np.uint8).ravel().data))
+        )
     found = all_gather_object(own, strategy.group(), name="model-sync")
     said = []
     for ranks in sorted({group for each in found for group in each if len(group) > 1}):
