@@ -111,6 +111,8 @@ def test_gpt_on_two_ranks_reaches_what_one_process_reaches(tmp_path):
         (["--model=gpt", "--schedule=gpipe"], "--schedule is for a pipeline"),
         (["--model=gpt", "--pipeline=2", "--sample=9"], "--sample=9 --pipeline=2"),
         (["--zero_stage=4"], "zero_stage"),
+        (["--workdir=/tmp/x", "--save_every=soon"], "--save_every=soon"),
+        (["--keep=3"], "--workdir"),
         (
             ["--model=gpt", "--pipeline=2", "--schedule=interleaved", "--num_microbatches=3"],
             "--num_microbatches=3",
@@ -162,6 +164,35 @@ def test_a_pipeline_that_cannot_be_is_one_line(flags, words):
     assert job.returncode == 2
     said = [line for line in job.stdout.splitlines() if "tfdist-train: " in line]
     assert said and all(words in line for line in said), job.stdout
+
+
+def test_a_training_goes_on_in_its_workdir(tmp_path, data_dir):
+    train = [TRAIN[0], "--model=mlp", "--epochs=6", data_dir, "--threads=1"]
+    whole = last_word(run([*train, f"--workdir={tmp_path / 'whole'}"]))
+    parts = [*train, f"--workdir={tmp_path / 'parts'}", "--save_every=5"]
+    with subprocess.Popen(
+        parts, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as job:
+        for line in job.stdout:
+            if line.startswith("Epoch 3"):
+                job.terminate()
+                break
+        rest = job.stdout.read()
+        assert job.wait(60) == 76, rest
+    again = run(parts)
+    assert last_word(again) == whole
+    assert "Epoch 1/" not in again.stdout and "Epoch 6/" in again.stdout
+    # Once it is done it says so again.
+    done = run(parts)
+    assert last_word(done) == whole and "Epoch" not in done.stdout
+    # What cannot go on is one line.
+    for flags, words in (
+        (["--model=convnet"], "checkpoint of another model"),
+        (["--workdir=/dev/null/x"], "/dev/null/x: cannot write"),
+    ):
+        refused = run([*parts, *flags])
+        assert refused.returncode == 2
+        assert words in refused.stderr.strip().splitlines()[-1], refused.stderr
 
 
 def test_help_fits_the_screen_and_names_all_flags():
