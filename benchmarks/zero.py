@@ -30,8 +30,9 @@ LIMITS = {1: 1.05, 2: 1.05, 3: 1.4}
 STAGES = (0, 1, 2, 3)
 POLICIES = ("float32", "mixed_bfloat16")
 _STEPS = 6
-#: Width and number of layers of the model whose bytes are counted: 256 MiB of parameters.
-_WIDTH, _LAYERS = 2048, 16
+#: Width and number of layers of the model whose bytes are counted: 256 MiB of parameters, in layers as
+#: small beside them as those of models that need this.
+_WIDTH, _LAYERS = 1024, 64
 _MIB = 1 << 20
 _BEGIN, _END = "<!-- benchmarks.zero: bytes -->", "<!-- end -->"
 
