@@ -18,6 +18,7 @@ from benchmarks.measuring import (
     Ratio,
     fit_step_seconds,
     in_turn,
+    only,
     parser,
     write_json,
 )
@@ -160,16 +161,36 @@ def measure_calls(engine: str, rounds: int) -> list[Ratio]:
     return found
 
 
+def measure_fixed_order(rounds: int) -> list[Ratio]:
+    """What `deterministic=True` costs: nothing is fused, so that sums keep their order."""
+    fixed = {**ENVIRONMENT, "HOROVOD_FUSION_THRESHOLD": "0"}
+    with (
+        RankPool(3, "horovod", environment=fixed) as one,
+        RankPool(3, "horovod", environment=ENVIRONMENT) as other,
+    ):
+        found = []
+        for name in ("convnet", "transformer"):
+            for pool in (one, other):
+                with only(pool, (one, other)):
+                    pool.run(prepare, name, timeout=300)
+            seconds = in_turn((one, other), step_seconds, rounds, name)
+            found.append(Ratio(f"{name}: 3 ranks, in fixed order / not", *seconds, limit=None))
+            print(found[-1].row(), flush=True)
+    return found
+
+
 def main() -> int:
     """Prints the table; exit code 1 where a ratio is above its limit."""
-    options = parser(__doc__, ["steps", "calls", *MODELS]).parse_args()
+    options = parser(__doc__, ["steps", "calls", "deterministic", *MODELS]).parse_args()
     print(HEADER)
     found = []
-    if options.only != "calls":
+    if options.only not in ("calls", "deterministic"):
         models = (options.only,) if options.only in MODELS else MODELS
         found += measure_steps(options.engine, options.rounds, models)
     if options.only in (None, "calls"):
         found += measure_calls(options.engine, options.rounds)
+    if options.only in (None, "deterministic") and options.engine == "horovod":
+        found += measure_fixed_order(options.rounds)
     write_json(options.json, options.engine, found)
     return int(any(ratio.is_over for ratio in found))
 
