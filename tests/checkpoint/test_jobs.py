@@ -88,22 +88,34 @@ def plan(layout: str, count: int) -> list[tuple[int, str, int]]:
     return found
 
 
-def check_killed(engine: str, layout: str, folder: Path, count: int) -> None:
+def never_killed(engine: str, layout: str, folder: Path) -> Path:
+    """Where a job ended that nothing happened to."""
     skip_without(engine)
-    kills = plan(layout, count)
     whole = run(command(engine, folder / "whole", layout, []), 240)
     assert whole.returncode == 0, whole.stdout[-3000:] + whole.stderr
+    return folder / "whole"
+
+
+def check_killed(engine: str, layout: str, folder: Path, whole: Path, kills) -> None:
+    count = len(kills)
     restarts = f"--max_restarts={count}"
     killed = run(command(engine, folder / "killed", layout, kills, restarts), 120 + 60 * count)
     story = killed.stdout[-6000:] + killed.stderr[-3000:]
     assert killed.returncode == 0, story
     assert killed.stderr.count("SIGKILL") >= count - 2, story
-    check_same_end(folder / "whole", folder / "killed")
+    check_same_end(whole, folder / "killed")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The end of the data-parallel job, over Horovod."""
+    return never_killed("horovod", "data", tmp_path_factory.mktemp("jobs"))
 
 
 @pytest.mark.timeout(600)
-def test_killed_in_each_phase(tmp_path):
-    check_killed("horovod", "data", tmp_path, 4)
+def test_killed_in_the_middle(tmp_path, whole):
+    kills = [(2, "step", 0), (11, "mid-step", 1), (23, "save", 1), (41, "manifest", 0)]
+    check_killed("horovod", "data", tmp_path, whole, kills)
 
 
 @pytest.mark.slow
@@ -111,14 +123,12 @@ def test_killed_in_each_phase(tmp_path):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("engine", ["horovod", "tensorflow"])
 def test_killed_at_twenty_places(tmp_path, engine, layout):
-    check_killed(engine, layout, tmp_path, 20)
+    whole = never_killed(engine, layout, tmp_path)
+    check_killed(engine, layout, tmp_path, whole, plan(layout, 20))
 
 
 @pytest.mark.timeout(300)
-def test_told_to_end(tmp_path):
-    skip_without("horovod")
-    whole = run(command("horovod", tmp_path / "whole", "data", []), 240)
-    assert whole.returncode == 0, whole.stdout[-3000:] + whole.stderr
+def test_told_to_end(tmp_path, whole):
     with subprocess.Popen(
         command("horovod", tmp_path / "told", "data", [], "--save_seconds=60"),
         env=environment(),
@@ -134,7 +144,7 @@ def test_told_to_end(tmp_path):
     assert "started again they go on" in said
     again = run(command("horovod", tmp_path / "told", "data", []), 240)
     assert again.returncode == 0, again.stdout[-3000:] + again.stderr
-    check_same_end(tmp_path / "whole", tmp_path / "told")
+    check_same_end(whole, tmp_path / "told")
 
 
 def wait_for_manifest(folder: Path, job: subprocess.Popen) -> None:

@@ -33,7 +33,15 @@ def check(pool, folder, mesh, interrupts, **options):
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("feed", ["arrays", "shuffled", "repeated", "unknown"])
+@pytest.mark.parametrize(
+    "feed",
+    [
+        "arrays",
+        "repeated",
+        pytest.param("shuffled", marks=pytest.mark.slow),
+        pytest.param("unknown", marks=pytest.mark.slow),
+    ],
+)
 def test_alone(one_process, tmp_path, feed):
     # Before the first save, in the middle of an epoch, at the end of one, and where none is new.
     check(one_process, tmp_path, {"data": 1}, [3, 6, 10, 2], feed=feed)
@@ -48,7 +56,7 @@ def test_data_parallel(pool, tmp_path):
 @pytest.mark.parametrize(
     "mesh",
     [
-        {"data": 4},
+        pytest.param({"data": 4}, marks=pytest.mark.slow),
         pytest.param({"data": 1, "tensor": 4}, marks=pytest.mark.slow),
         pytest.param({"data": 1, "pipeline": 4}, marks=pytest.mark.slow),
         {"data": 4, "zero_stage": 3},
