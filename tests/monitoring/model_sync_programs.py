@@ -8,12 +8,12 @@ import numpy as np
 from tests.layers.gpt_programs import build, scope, text
 
 
-def differences(mesh: dict, spoilt: dict[int, str]) -> str:
+def differences(mesh: dict, spoilt: list[dict[int, str]]) -> list[str]:
     """What is said where some ranks have changed a variable; "" where nothing is said.
 
     Args:
         mesh: The mesh.
-        spoilt: By rank, the end of the path of the variable that it changes.
+        spoilt: For each case, by rank, the end of the path of the variable that it changes.
     """
     from tfdist import layers, monitoring
 
@@ -25,14 +25,20 @@ def differences(mesh: dict, spoilt: dict[int, str]) -> str:
     rank = model.distribute_strategy.mesh.rank
     callback = monitoring.VerifyModelSync(every_steps=2)
     model.fit(*text(16, 61), batch_size=8, epochs=2, verbose=0, callbacks=[callback])
-    for variable in (*model.variables, *model.optimizer.variables):
-        if rank in spoilt and variable.path.endswith(spoilt[rank]):
-            value = variable.numpy()
-            np.ravel(value)[0] += 1e-6
+    found = []
+    for case in spoilt:
+        ends = [case[rank]] if rank in case else []
+        hit = [v for v in model.variables if any(v.path.endswith(end) for end in ends)][:1]
+        before = [variable.numpy() for variable in hit]
+        for variable, value in zip(hit, before, strict=True):
+            other = value.copy()
+            np.ravel(other)[0] += 1e-6
+            variable.assign(other)
+        try:
+            monitoring.verify_model_sync(model)
+            found.append("")
+        except monitoring.ModelSyncError as error:
+            found.append(str(error))
+        for variable, value in zip(hit, before, strict=True):
             variable.assign(value)
-            break
-    try:
-        monitoring.verify_model_sync(model)
-    except monitoring.ModelSyncError as error:
-        return str(error)
-    return ""
+    return found
