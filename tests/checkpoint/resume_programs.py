@@ -69,7 +69,7 @@ def build_gpt(pipeline: bool = False, rows: int = BATCHES * BATCH):
     from tfdist.pipeline import PipelineModel, deferred_weights
 
     with deferred_weights() if pipeline else contextlib.nullcontext():
-        model = build(num_layers=4, dropout=0.1)
+        model = build(num_layers=4 if pipeline else 1, dropout=0.1)
     if pipeline:
         model = PipelineModel(model, num_microbatches=2)
     optimizer = keras.optimizers.AdamW(3e-3, weight_decay=0.1, global_clipnorm=1.0)

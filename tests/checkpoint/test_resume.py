@@ -52,15 +52,22 @@ def test_data_parallel(pool, tmp_path):
     check(pool, tmp_path, {"data": 2}, [7, 9])
 
 
-@on_ranks(("horovod", 4), slow=[("tensorflow", 4)])
+@on_ranks(("horovod", 2))
+def test_shards(pool, tmp_path):
+    check(pool, tmp_path, {"zero_stage": 3}, [7], build_model=resume_programs.gpt)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@on_ranks(("horovod", 4), ("tensorflow", 4))
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param({"data": 4}, marks=pytest.mark.slow),
-        pytest.param({"data": 1, "tensor": 4}, marks=pytest.mark.slow),
-        pytest.param({"data": 1, "pipeline": 4}, marks=pytest.mark.slow),
+        {"data": 4},
+        {"data": 1, "tensor": 4},
+        {"data": 1, "pipeline": 4},
         {"data": 4, "zero_stage": 3},
-        pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.slow),
+        {"data": 2, "tensor": 2},
     ],
     ids=str,
 )
