@@ -57,6 +57,40 @@ def test_bulk_goes_by_the_engine(pool):
     assert pool.run(bytes_sent_by_a_sum, 1000, True, timeout=120) == [0] * 4
 
 
+def mebibytes_of_shares(count: int) -> float:
+    """What this rank holds of so many reduced tensors of 4 MiB, of which it gets its shares."""
+    import tensorflow as tf
+
+    from tfdist.collectives import reduce_scatter
+    from tfdist.monitoring import bytes_in_use
+    from tfdist.testing import engine
+
+    group = engine().group()
+
+    @tf.function
+    def shares(x):
+        found: list[tf.Tensor] = []
+        for number in range(count):
+            with tf.control_dependencies(found[-1:]):
+                whole = x * float(number + 1)
+            found.append(reduce_scatter(whole, group, "mean", name=f"share{number}"))
+        return found
+
+    x = tf.ones([1 << 20])
+    held = []
+    for _ in range(3):
+        before = bytes_in_use()
+        found = shares(x)
+        held.append((bytes_in_use() - before) / 2**20)
+        del found
+    return min(held)
+
+
+@on_ranks(("horovod", 2))
+def test_a_share_does_not_keep_the_whole(pool):
+    assert max(pool.run(mebibytes_of_shares, 16, timeout=120)) < 1.2 * 16 * 4 / 2
+
+
 def hide_the_library_from(rank: int):
     """Makes an engine while one rank finds no library."""
     import os

@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "tensorflow/core/common_runtime/dma_helper.h"
 #include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
@@ -158,6 +159,11 @@ class ReceiveKernel : public AsyncOpKernel {
   tensorflow::PartialTensorShape shape_;
 };
 
+bool IsSlice(const Tensor& tensor) {
+  auto* buffer = const_cast<tensorflow::TensorBuffer*>(tensorflow::DMAHelper::buffer(&tensor));
+  return buffer != nullptr && buffer->root_buffer() != buffer;
+}
+
 template <typename T>
 class SumKernel : public OpKernel {
  public:
@@ -179,7 +185,7 @@ class SumKernel : public OpKernel {
                                              term.shape().DebugString()));
       terms.push_back(term.flat<T>().data());
       // The memory of a slice is that of the whole, which would live as long as the sum does.
-      if (term.AllocatedBytes() < 2 * term.TotalBytes()) places.push_back(i);
+      if (!IsSlice(term)) places.push_back(i);
     }
     Tensor* sum = nullptr;
     OP_REQUIRES_OK(context, context->forward_input_or_allocate_output(places, 0, shape, &sum));
