@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -59,7 +60,7 @@ def _fit(original, self, *args, **kwargs):
 
 
 def _fit_to_the_end(original, arguments: dict):
-    """`fit`, whose failure says what the guard of the loss found."""
+    """`fit`, whose place can be saved, and whose failure says what the guard of the loss found."""
     self = arguments["self"]
     callbacks = list(tf.nest.flatten(arguments["callbacks"] or []))
     position = DataPosition()
@@ -67,7 +68,7 @@ def _fit_to_the_end(original, arguments: dict):
     for saver in savers:
         saver.attach(position, callbacks)
     try:
-        with recorded(position):
+        with recorded(position) if savers else contextlib.nullcontext():
             return original(**arguments)
     except tf.errors.InvalidArgumentError:
         guard = guard_of(self)

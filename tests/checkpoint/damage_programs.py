@@ -94,6 +94,19 @@ def trained_twice(folder: str) -> tuple[str, str]:
     return "nothing", ""
 
 
+def never_begun(folder: str) -> tuple[str, str]:
+    """What is said of inputs and targets that are not as many."""
+    from tests.checkpoint.resume_programs import perceptron
+
+    keras.backend.clear_session()
+    model, (x, y) = perceptron({"data": 1})
+    try:
+        model.fit(x, y[1:], callbacks=[checkpoint.Checkpointer(folder)], verbose=0)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
 def kept(folder: str, **options) -> list[str]:
     """The checkpoints that a training of 20 steps leaves."""
     from tests.checkpoint.resume_programs import perceptron

@@ -104,6 +104,11 @@ def test_a_folder_that_cannot_be_written(one_process):
     assert "/dev/null/x: cannot write" in text, (kind, text)
 
 
+def test_a_fit_that_does_not_begin_says_why(one_process, tmp_path):
+    kind, text = call(one_process, damage_programs.never_begun, str(tmp_path))
+    assert kind == "ValueError" and "cardinality" in text, (kind, text)
+
+
 def test_a_full_disk(one_process, two, tmp_path):
     kind, text = call(one_process, damage_programs.saved_on_a_full_disk, str(tmp_path))
     assert kind == "StorageError"
@@ -116,6 +121,18 @@ def test_two_writers(one_process, tmp_path):
     assert kind == "StorageError"
     assert "Another training saves into" in text
     assert len(list(tmp_path.glob("step-*/manifest.json"))) >= 3
+
+
+def test_a_damaged_checkpoint_does_not_outlive_good_ones(one_process, tmp_path):
+    options = {"every_steps": 10, "keep_last": 1}
+    call(one_process, damage_programs.kept, str(tmp_path), **options)
+    (newest,) = tmp_path.glob("step-*")
+    lose_manifest(newest)
+    later = newest.with_name("step-0000000099-00000000")
+    newest.rename(later)
+    (later / "manifest.json").write_text("{")  # Complete by its name, and damaged.
+    found = call(one_process, damage_programs.kept, str(tmp_path), **options, resume=False)
+    assert [int(name.split("-")[1]) for name in found] == [20, 99]
 
 
 def test_what_is_kept(one_process, tmp_path):

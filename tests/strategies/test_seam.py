@@ -67,9 +67,11 @@ def test_a_keras_with_other_parameters_is_refused(wrapper):
 @each_wrapper
 def test_a_keras_without_the_function_is_refused(wrapper):
     owner = types.SimpleNamespace(__name__="Owner")
-    with pytest.raises(ImportError, match=re.escape(f"Owner.{wrapper.name}") + ".*Found: nothing"):
+    # An `__init__` that is gone leaves that of `object`.
+    found = re.escape(f"Owner.{wrapper.name}") + r".*Found: (nothing|\('args', 'kwargs'\))"
+    with pytest.raises(ImportError, match=found):
         apply_wrappers([dataclasses.replace(wrapper, owner=owner)])
-    assert not hasattr(owner, wrapper.name)
+    assert vars(owner) == {"__name__": "Owner"}
 
 
 class Owner:

@@ -123,7 +123,8 @@ class Checkpointer(keras.callbacks.Callback):
     def detach(self) -> None:
         """Called by `fit` when it ends, well or not."""
         self._position = None
-        self.model._initial_epoch = None
+        if self.model is not None:  # Else `fit` has failed before it began.
+            self.model._initial_epoch = None
         if self._before is not None and not self._terminated.is_set():
             signal.signal(signal.SIGTERM, self._before)
         self._before = None

@@ -38,7 +38,8 @@ class Retention:
         """
         if not self._is_chief:
             return
-        self._known.add(path.rpartition("/")[2])
+        newest = path.rpartition("/")[2]
+        self._known.add(newest)
         found = complete_checkpoints(self._directory)
         # An earlier run may have been about to complete one.
         self._known |= self._torn & set(found)
@@ -49,7 +50,9 @@ class Retention:
                 f"Another training saves into {self._directory}: {', '.join(foreign)} came from "
                 "there. Give each its own directory."
             )
-        for folder in found[self._keep_last :]:
+        # What has a later step is of a line that was given up, as of a damaged checkpoint.
+        line = [folder for folder in found if step_of(folder) <= step_of(newest)]
+        for folder in line[self._keep_last :]:
             if self._keep_every is None or step_of(folder) % self._keep_every:
                 Storage(f"{self._directory}/{folder}").delete()
                 self._known.discard(folder)
