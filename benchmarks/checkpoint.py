@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 
 from benchmarks.measuring import (
     ENVIRONMENT,
     HEADER,
     Ratio,
+    fit_begins,
     parser,
-    token_batches,
     variants_in_turn,
+    wide_gpt,
     write_json,
 )
 from tfdist.testing import RankPool
@@ -33,39 +33,25 @@ _MIB = 1 << 20
 
 def prepare(variant: str) -> None:
     """Builds and warms up the wide GPT on this rank."""
-    import keras
+    from tfdist.testing import rank
 
-    from tfdist import layers, models
-    from tfdist.testing import rank, strategy
-
-    keras.utils.set_random_seed(0)
-    with strategy().scope():
-        model = models.gpt(512, num_layers=2, width=1024, num_heads=16, max_length=128)
-        model.compile("adam", layers.VocabParallelCrossEntropy(512))
-    rank._state["saved gpt", variant] = (model, token_batches(16, 128))
-    model.fit(rank._state["saved gpt", variant][1], steps_per_epoch=2, verbose=0)
+    model, data = rank._state["saved gpt", variant] = wide_gpt()
+    model.fit(data, steps_per_epoch=2, verbose=0)
 
 
 def seconds(variant: str) -> float:
     """The mean time of a step, saves included, on this rank."""
-    import keras
-
     from tfdist.checkpoint import Checkpointer
     from tfdist.collectives.objects import broadcast_object
     from tfdist.testing import rank
 
     model, data = rank._state["saved gpt", variant]
-    begins: list[float] = []
-    clock = keras.callbacks.LambdaCallback(
-        on_train_batch_begin=lambda batch, logs: begins.append(time.perf_counter())
-    )
-    callbacks: list = [clock]
+    callbacks = []
     with tempfile.TemporaryDirectory() as folder:
         folder = broadcast_object(folder, model.distribute_strategy.group(), name="folder")
         if variant != "without":
-            # After the clock, so that what it takes belongs to the step that it comes before.
             callbacks.append(Checkpointer(folder, every_steps=_EVERY, resume=False))
-        model.fit(data, steps_per_epoch=_STEPS, epochs=1, verbose=0, callbacks=callbacks)
+        begins = fit_begins(model, data, _STEPS, callbacks)
     return (begins[-1] - begins[1]) / (len(begins) - 2)
 
 

@@ -116,16 +116,39 @@ def token_batches(rows: int, length: int, vocabulary: int = 512):
     return tf.data.Dataset.from_tensors((tokens, labels)).repeat()
 
 
-def fit_step_seconds(model, data, steps: int) -> float:
-    """The median time of a step of `fit` on this rank; the first is not counted."""
+def wide_gpt(**options):
+    """A GPT with wide layers on this rank's mesh, compiled, and data for it.
+
+    Args:
+        options: For the strategy, as `zero_stage`.
+    """
+    import keras
+
+    from tfdist import layers, models
+    from tfdist.testing import strategy
+
+    keras.utils.set_random_seed(0)
+    with strategy(**options).scope():
+        model = models.gpt(512, num_layers=2, width=1024, num_heads=16, max_length=128)
+        model.compile("adam", layers.VocabParallelCrossEntropy(512))
+    return model, token_batches(16, 128)
+
+
+def fit_begins(model, data, steps: int, callbacks: Sequence = ()) -> list[float]:
+    """When each step of a `fit` began on this rank, in seconds; what callbacks do comes after."""
     import keras
 
     begins: list[float] = []
     clock = keras.callbacks.LambdaCallback(
         on_train_batch_begin=lambda batch, logs: begins.append(time.perf_counter())
     )
-    model.fit(data, steps_per_epoch=steps, epochs=1, verbose=0, callbacks=[clock])
-    return median_interval(begins)
+    model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[clock, *callbacks])
+    return begins
+
+
+def fit_step_seconds(model, data, steps: int) -> float:
+    """The median time of a step of `fit` on this rank; the first is not counted."""
+    return median_interval(fit_begins(model, data, steps))
 
 
 def median_interval(begins: Sequence[float]) -> float:

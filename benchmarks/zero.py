@@ -19,8 +19,8 @@ from benchmarks.measuring import (
     Ratio,
     fit_step_seconds,
     parser,
-    token_batches,
     variants_in_turn,
+    wide_gpt,
     write_json,
 )
 from tfdist.optimizers.pacing import UNDER_WAY
@@ -39,16 +39,9 @@ _BEGIN, _END = "<!-- benchmarks.zero: bytes -->", "<!-- end -->"
 
 def prepare_gpt(stage: int) -> None:
     """Builds and warms up the wide GPT on this rank."""
-    import keras
+    from tfdist.testing import rank
 
-    from tfdist import layers, models
-    from tfdist.testing import rank, strategy
-
-    keras.utils.set_random_seed(0)
-    with strategy(zero_stage=stage).scope():
-        model = models.gpt(512, num_layers=2, width=1024, num_heads=16, max_length=128)
-        model.compile("adam", layers.VocabParallelCrossEntropy(512))
-    rank._state["gpt", stage] = (model, token_batches(16, 128))
+    rank._state["gpt", stage] = wide_gpt(zero_stage=stage)
     step_seconds(stage)
 
 

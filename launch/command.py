@@ -11,13 +11,18 @@ from absl import flags, logging
 
 from tfdist import exit_codes
 
-__all__ = ["UsageError", "run"]
+__all__ = ["UsageError", "run", "say"]
 
 _HELP = {"help", "h", "helpshort", "helpfull"}
 
 
 class UsageError(Exception):
     """What the user asked for cannot be done: one line says what, and how to mend it."""
+
+
+def say(program: str, text: str) -> None:
+    """Tells the user something, on stderr: stdout is for what the program is there to print."""
+    print(f"{program}: {text}", file=sys.stderr, flush=True)
 
 
 def run(
@@ -67,7 +72,7 @@ def run(
             raise UsageError(f"There are only flags, see --help. Received: {' '.join(left)}")
         sys.exit(main(left))
     except (flags.Error, UsageError) as error:
-        print(f"{program}: {' '.join(str(error).split())}", file=sys.stderr)
+        say(program, " ".join(str(error).split()))
         sys.exit(exit_codes.USAGE)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import shutil
 import socket
 import sys
@@ -13,7 +12,8 @@ from typing import NoReturn
 from absl import flags
 
 from tfdist.launch import command
-from tfdist.launch.restarts import HostDiscovery, run_with_restarts
+from tfdist.launch.hosts import HostDiscovery, is_this_machine, parse_host
+from tfdist.launch.restarts import run_with_restarts
 from tfdist.launch.supervisor import Supervisor
 from tfdist.rendezvous import MEANT_RANKS, local_environments
 
@@ -142,15 +142,11 @@ def _sizes(size: int) -> tuple[int, int, int]:
 
 
 def _check_is_here(host: str) -> None:
-    if host not in _names_of_this_machine():
+    if not is_this_machine(host):
         raise command.UsageError(
             "Ranks come and go on this machine only, where it is called localhost, 127.0.0.1 or "
             f"{socket.gethostname()}. The host discovery script printed: {host}."
         )
-
-
-def _names_of_this_machine() -> set[str]:
-    return {"localhost", "127.0.0.1", socket.gethostname()}
 
 
 def _engine() -> str:
@@ -163,9 +159,9 @@ def _engine() -> str:
     if _ENGINE.value != "auto":
         return _ENGINE.value
     if not has_horovod:
-        print(
-            "tfdist-run: Horovod is not installed, so the ranks use TensorFlow's own collectives.",
-            file=sys.stderr,
+        command.say(
+            "tfdist-run",
+            "Horovod is not installed, so the ranks use TensorFlow's own collectives.",
         )
     return "horovod" if has_horovod else "tensorflow"
 
@@ -175,14 +171,14 @@ def _remote_hosts(hosts: str, num_ranks: int) -> list[str]:
     names: list[str] = []
     slots = 0
     for part in hosts.split(",") if hosts else []:
-        host = re.fullmatch(r"([^:\s]+)(?::([1-9][0-9]*))?", part)
+        host = parse_host(part)
         if host is None:
             raise command.UsageError(f"-H is host:slots,host:slots. Received: {hosts!r}.")
-        names.append(host[1])
-        slots += int(host[2] or 1)
+        names.append(host.name)
+        slots += host.slots
     if names and slots < num_ranks:
         raise command.UsageError(f"-np {num_ranks} wants more slots than -H {hosts} has: {slots}.")
-    return [] if set(names) <= _names_of_this_machine() else names
+    return [] if all(map(is_this_machine, names)) else names
 
 
 def _run_on_hosts(words: list[str], engine: str, hosts: list[str]) -> NoReturn:

@@ -16,7 +16,7 @@ from typing import IO, cast
 import psutil
 
 from tfdist.exit_codes import ENDED_BY_WATCHDOG, PREEMPTED
-from tfdist.launch.command import UsageError
+from tfdist.launch.command import UsageError, say
 from tfdist.orphan_guard import OrphanGuard
 
 __all__ = ["Supervisor"]
@@ -298,25 +298,27 @@ class Supervisor:
     def _conclude(self) -> int:
         failures = [(rank, code) for rank, code in self._ends if code]
         if failures and all(code == PREEMPTED for _, code in failures):
-            self._say("the ranks have saved and ended, as SIGTERM asked; started again they go on.")
+            say(
+                "tfdist-run",
+                "the ranks have saved and ended, as SIGTERM asked; started again they go on.",
+            )
             return PREEMPTED
         if self._signal is not None:
-            self._say(f"ended by {_signal_name(self._signal)}.")
+            say("tfdist-run", f"ended by {_signal_name(self._signal)}.")
             return 128 + self._signal
         if self._frozen is not None:
-            self._say(f"rank {self._frozen} was frozen (SIGSTOP); the job was ended.")
+            say("tfdist-run", f"rank {self._frozen} was frozen (SIGSTOP); the job was ended.")
             return next((code for _, code in self._own_failures() if code > 0), ENDED_BY_WATCHDOG)
         if not failures:
             return 0
         rank, code = (self._own_failures() or failures)[0]
         if code < 0:
-            self._say(f"rank {rank} was killed by {_signal_name(-code)}; the job was ended.")
+            say(
+                "tfdist-run", f"rank {rank} was killed by {_signal_name(-code)}; the job was ended."
+            )
             return 128 - code
-        self._say(f"rank {rank} failed first, with exit code {code}; the job was ended.")
+        say("tfdist-run", f"rank {rank} failed first, with exit code {code}; the job was ended.")
         return code
-
-    def _say(self, text: str) -> None:
-        print(f"tfdist-run: {text}", file=sys.stderr, flush=True)
 
 
 def _kill_session(pid: int) -> None:

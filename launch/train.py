@@ -182,7 +182,7 @@ def _main(_) -> None:
             verbose=_VERBOSE.value,
             shuffle=False,
         )
-    except (tfdist.checkpoint.StorageError, tfdist.checkpoint.OtherModelError) as error:
+    except tfdist.checkpoint.CheckpointError as error:
         raise command.UsageError(f"--workdir={_WORKDIR.value}: {error}") from error
     last = {name: values[-1] for name, values in history.history.items()}
     shown = task.show(model)

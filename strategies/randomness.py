@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import Group
 from tfdist.collectives.objects import broadcast_object
-from tfdist.data.random_state import global_seed
+from tfdist.data.random_state import global_seed, random_state, set_random_state
 
 __all__ = ["share_random_state"]
 
@@ -26,13 +25,10 @@ def share_random_state(group: Group) -> None:
     state = None
     if group.rank == 0:
         seed = global_seed()
-        state = (
-            random.getstate(),
-            np.random.get_state(),
-            seed if seed is not None else random.SystemRandom().randrange(2**31),
-        )
-    python, numpy, seed = broadcast_object(state, group, name="random-state")
-    random.setstate(python)
-    np.random.set_state(numpy)
+        if seed is None:
+            seed = random.SystemRandom().randrange(2**31)
+        state = random_state(), seed
+    drawn_from, seed = broadcast_object(state, group, name="random-state")
+    set_random_state(drawn_from)
     if global_seed() != seed:
         tf.random.set_seed(seed)

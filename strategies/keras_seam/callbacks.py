@@ -182,12 +182,7 @@ class _AgreeLast(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         group = self._strategy.group()
         self._strategy.extended.restores = False
-        broadcast_variables(
-            self.model,
-            whole=self._strategy.group("data", "tensor"),
-            split=self._strategy.group("data"),
-            bucket_bytes=self._strategy.extended.bucket_bytes,
-        )
+        broadcast_variables(self.model)
         # Keras' own place for what a callback restored: `fit` reads it right after this.
         self.model._initial_epoch = broadcast_object(
             self.model._initial_epoch, group, name="initial-epoch"

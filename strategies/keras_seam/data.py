@@ -11,7 +11,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 from tfdist.data.position import DataPosition
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 
-__all__ = ["WRAPPERS", "recorded"]
+__all__ = ["WRAPPERS", "began_before", "recorded"]
 
 #: Of the calls of `fit` under way, the innermost last.
 _open: list[DataPosition] = []
@@ -25,6 +25,11 @@ def recorded(position: DataPosition) -> Iterator[None]:
         yield
     finally:
         _open.remove(position)
+
+
+def began_before() -> bool:
+    """Whether an earlier run did the first batches of the epoch of `fit` that goes on."""
+    return bool(_open) and _open[-1].done_before > 0
 
 
 def _position_of(epoch_iterator) -> DataPosition | None:

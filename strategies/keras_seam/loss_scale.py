@@ -13,6 +13,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 from tfdist.collectives import all_reduce
+from tfdist.strategies.keras_seam.data import began_before
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.replica import current_replica
 
@@ -48,6 +49,9 @@ def _skip(original, self):
 def _metrics_or_logs(original, self, logs):
     """Keras takes the metrics' own results, unless a step returns something else than these."""
     more = loss_scale_logs(self)
+    if not logs and began_before():
+        # An earlier run did all of its batches, so no step of this one has returned any.
+        return {**self.get_metrics_result(), **more}
     if not isinstance(logs, dict) or not more or not more.keys() <= logs.keys():
         return original(self, logs)
     rest = {name: value for name, value in logs.items() if name not in more}

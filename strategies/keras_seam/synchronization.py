@@ -5,41 +5,31 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from tfdist.collectives import Group, all_reduce, broadcast
-from tfdist.layers.sharding import sharding_of, stored_flat
+from tfdist.collectives import all_reduce, broadcast
+from tfdist.layers.sharding import replicated_variables
 from tfdist.layers.states import layer_states
 from tfdist.optimizers.buckets import buckets
 
 __all__ = ["broadcast_variables", "keep_states_without_samples", "synchronize_layer_states"]
 
 
-def broadcast_variables(model: keras.Model, whole: Group, split: Group, bucket_bytes: int) -> None:
+def broadcast_variables(model: keras.Model) -> None:
     """Gives all ranks the chief's weights and optimizer state.
 
     Ranks that drew the same seeds already agree; what a user or a callback loaded on one rank
-    only, they do not. ZeRO's shards are no two ranks' alike, and stay as they are.
-
-    Args:
-        model: The model.
-        whole: The ranks that hold the same whole variables.
-        split: Those that hold the same slices.
-        bucket_bytes: How many bytes travel together.
+    only, they do not.
     """
-    variables = list(model.variables)
-    if model.optimizer is not None:
-        variables += model.optimizer.variables
-    kinds: dict[Group, list] = {}
-    for variable in variables:
-        if stored_flat(variable) is None and variable.dtype != "string":
-            group = whole if sharding_of(variable) is None else split
-            kinds.setdefault(group, []).append(variable)
-    for group, some in kinds.items():
+    strategy = model.distribute_strategy
+    kinds: dict[tuple[str, ...], list] = {}
+    for variable, axes in replicated_variables(model):
+        kinds.setdefault(axes, []).append(variable)
+    for axes, some in kinds.items():
         # By dtype, so that few buckets are needed.
         some.sort(key=lambda variable: variable.dtype)
         values = [(place, variable.value) for place, variable in enumerate(some)]
-        for bucket in buckets(values, bucket_bytes):
+        for bucket in buckets(values, strategy.extended.bucket_bytes):
             parts = [tf.reshape(tf.convert_to_tensor(some[p].value), [-1]) for p in bucket]
-            flat = broadcast(tf.concat(parts, axis=0), group, name="variables")
+            flat = broadcast(tf.concat(parts, axis=0), strategy.group(*axes), name="variables")
             sizes = [part.shape.num_elements() for part in parts]
             for place, part in zip(bucket, tf.split(flat, sizes), strict=True):
                 some[place].assign(tf.reshape(part, some[place].shape))

@@ -20,7 +20,7 @@ SAMPLES, BATCH, EPOCHS = 240, 12, 3
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(2)
 strategy = tfdist.strategies.auto(watchdog_seconds=30.0)
-run = len({path.name for path in folder.glob("start-*")})
+run = len(list(folder.glob("start-*")))
 found = tfdist.checkpoint.latest(folder / "saved")
 tfdist.collectives.barrier(strategy.group())
 if strategy.is_chief:

@@ -76,7 +76,7 @@ Manifest.write = killing(Manifest.write, "manifest")
 keras.utils.set_random_seed(3)
 with strategy.scope():
     builder = build_perceptron if kind == "perceptron" else build_gpt
-    model, data = builder(pipeline=mesh.get("pipeline", 1) > 1, rows=BATCHES * BATCH)
+    model, data = builder(rows=BATCHES * BATCH)
 saver = tfdist.checkpoint.Checkpointer(folder / "saved", every_steps=3, keep_last=3)
 model.fit(
     *data, batch_size=BATCH, epochs=EPOCHS, shuffle=True, verbose=0, callbacks=[saver, Kill()]

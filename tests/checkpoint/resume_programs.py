@@ -37,13 +37,11 @@ def perceptron(mesh: dict | None):
 
 def gpt(mesh: dict | None):
     with scope(mesh):
-        return build_gpt(pipeline=mesh is not None and mesh.get("pipeline", 1) > 1)
+        return build_gpt()
 
 
-def build_perceptron(pipeline: bool = False, rows: int = BATCHES * BATCH):
+def build_perceptron(rows: int = BATCHES * BATCH):
     """Has all that one step leaves to the next: random masks, moving averages, moments, a scale."""
-    if pipeline:
-        raise ValueError("Received: pipeline=True for the perceptron, which is not cut.")
     model = keras.Sequential(
         [
             keras.Input((9,)),
@@ -64,10 +62,12 @@ def build_perceptron(pipeline: bool = False, rows: int = BATCHES * BATCH):
     return model, (random.normal(size=(rows, 9)).astype("float32"), random.integers(0, 5, rows))
 
 
-def build_gpt(pipeline: bool = False, rows: int = BATCHES * BATCH):
+def build_gpt(rows: int = BATCHES * BATCH):
     from tfdist import layers
     from tfdist.pipeline import PipelineModel, deferred_weights
 
+    mesh = getattr(tf.distribute.get_strategy(), "mesh", None)
+    pipeline = mesh is not None and mesh.shape["pipeline"] > 1
     with deferred_weights() if pipeline else contextlib.nullcontext():
         model = build(num_layers=4 if pipeline else 1, dropout=0.1)
     if pipeline:

@@ -82,7 +82,7 @@ def test_a_newer_format_is_refused(one_process, two):
     file = two[1] / "manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tfdist_checkpoint": 99}))
     kind, text, values = call(one_process, damage_programs.restored, str(two[1]))
-    assert (kind, values) == ("ValueError", {-1.0})
+    assert (kind, values) == ("NewerFormatError", {-1.0})
     assert "newer tfdist, in version 99" in text and "\n" not in text
 
 

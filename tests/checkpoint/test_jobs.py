@@ -1,4 +1,4 @@
-"""Whole jobs that are killed, told to end, or lose and regain a rank, and go on."""
+"""Whole jobs that are killed or told to end, and go on."""
 
 from __future__ import annotations
 

@@ -2,14 +2,16 @@
 
 from tfdist.checkpoint.checkpointer import Checkpointer
 from tfdist.checkpoint.intervals import young_daly
-from tfdist.checkpoint.manifest import Manifest
+from tfdist.checkpoint.manifest import Manifest, NewerFormatError
 from tfdist.checkpoint.restoring import OtherModelError, latest, restore
 from tfdist.checkpoint.saving import Save, begin_save, save
-from tfdist.checkpoint.storage import StorageError
+from tfdist.checkpoint.storage import CheckpointError, StorageError
 
 __all__ = [
+    "CheckpointError",
     "Checkpointer",
     "Manifest",
+    "NewerFormatError",
     "OtherModelError",
     "Save",
     "StorageError",

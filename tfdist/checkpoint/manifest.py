@@ -8,13 +8,24 @@ import re
 import zlib
 from typing import Any
 
-from tfdist.checkpoint.storage import Storage, StorageError
+from tfdist.checkpoint.storage import MANIFEST, CheckpointError, Storage, StorageError
 
-__all__ = ["FORMAT", "Manifest", "complete_checkpoints", "folder_of", "folders", "step_of"]
+__all__ = [
+    "FORMAT",
+    "Manifest",
+    "NewerFormatError",
+    "complete_checkpoints",
+    "folder_of",
+    "folders",
+    "step_of",
+]
 
 FORMAT = 1
-_NAME = "manifest.json"
 _FOLDER = re.compile(r"step-(\d+)-[0-9a-f]+")
+
+
+class NewerFormatError(CheckpointError, ValueError):
+    """A newer tfdist wrote a checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +47,7 @@ class Manifest:
         arrays = {name: [list(shape), dtype] for name, (shape, dtype) in self.arrays.items()}
         content = {"step": self.step, "arrays": arrays, "state": self.state}
         storage.write_json(
-            _NAME, {"tfdist_checkpoint": FORMAT, "crc32": _crc(content), "content": content}
+            MANIFEST, {"tfdist_checkpoint": FORMAT, "crc32": _crc(content), "content": content}
         )
 
     @classmethod
@@ -45,22 +56,22 @@ class Manifest:
 
         Raises:
             StorageError: It is damaged.
-            ValueError: A newer tfdist wrote it.
+            NewerFormatError: A newer tfdist wrote it.
         """
-        found = storage.read_json(_NAME)
+        found = storage.read_json(MANIFEST)
         if found is None:
             return None
         version = found.get("tfdist_checkpoint") if isinstance(found, dict) else None
         if not isinstance(version, int):
-            raise StorageError(f"{storage.path}/{_NAME} is damaged: it is no manifest.")
+            raise StorageError(f"{storage.path}/{MANIFEST} is damaged: it is no manifest.")
         if version > FORMAT:
-            raise ValueError(
+            raise NewerFormatError(
                 f"{storage.path} was written by a newer tfdist, in version {version} of the format. "
                 f"This one reads versions up to {FORMAT}: install the newer one."
             )
         content = found.get("content")
         if _crc(content) != found.get("crc32"):
-            raise StorageError(f"{storage.path}/{_NAME} is damaged: its checksum is another.")
+            raise StorageError(f"{storage.path}/{MANIFEST} is damaged: its checksum is another.")
         arrays = {name: (tuple(shape), dtype) for name, (shape, dtype) in content["arrays"].items()}
         return cls(content["step"], arrays, content["state"])
 
@@ -78,20 +89,19 @@ def step_of(folder: str) -> int:
     return int(found[1])
 
 
-def folders(directory: str) -> set[str]:
-    """The folders of checkpoints in a directory, complete or not."""
-    found = {name.partition("/")[0] for name in Storage(directory).names("step-")}
-    return {folder for folder in found if _FOLDER.fullmatch(folder)}
+def folders(directory: str) -> dict[str, bool]:
+    """The folders of checkpoints in a directory, and whether each is complete."""
+    found: dict[str, bool] = {}
+    for name in Storage(directory).names("step-"):
+        folder, _, rest = name.partition("/")
+        if _FOLDER.fullmatch(folder):
+            found[folder] = found.get(folder, False) or rest == MANIFEST
+    return found
 
 
 def complete_checkpoints(directory: str) -> list[str]:
     """The folders in a directory whose checkpoints are complete, the newest first."""
-    found = set()
-    for name in Storage(directory).names("step-"):
-        folder, _, rest = name.partition("/")
-        if rest == _NAME and _FOLDER.fullmatch(folder):
-            found.add(folder)
-    return sorted(found, reverse=True)
+    return sorted((folder for folder, whole in folders(directory).items() if whole), reverse=True)
 
 
 def _crc(content) -> int:

@@ -10,10 +10,10 @@ import keras
 import numpy as np
 
 from tfdist.checkpoint.entries import arrays_of, entries_of
-from tfdist.checkpoint.manifest import Manifest, complete_checkpoints
+from tfdist.checkpoint.manifest import Manifest, NewerFormatError, complete_checkpoints
 from tfdist.checkpoint.pieces import Entry
 from tfdist.checkpoint.saving import world_of
-from tfdist.checkpoint.storage import Storage, StorageError
+from tfdist.checkpoint.storage import MANIFEST, CheckpointError, Storage, StorageError
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object, broadcast_object
 
@@ -22,7 +22,7 @@ __all__ = ["OtherModelError", "latest", "restore"]
 _logger = logging.getLogger("tfdist")
 
 
-class OtherModelError(ValueError):
+class OtherModelError(CheckpointError, ValueError):
     """A checkpoint does not hold the arrays of the model."""
 
 
@@ -45,7 +45,7 @@ def restore(path: str, model: keras.Model) -> Manifest:
     Raises:
         StorageError: There is no checkpoint that can be read.
         OtherModelError: It is one of another model.
-        ValueError: It was written by a newer tfdist.
+        NewerFormatError: It was written by a newer tfdist.
     """
     world = world_of(model)
     path = os.fspath(path).rstrip("/")
@@ -72,7 +72,7 @@ def _candidates(path: str, world: Group) -> list[str]:
     """What may be restored, the first first; as the chief sees it."""
     found: list[str] = []
     if world.rank == 0:
-        is_one = bool(Storage(path).names("manifest.json"))
+        is_one = bool(Storage(path).names(MANIFEST))
         found = [path] if is_one else [f"{path}/{name}" for name in complete_checkpoints(path)]
     return broadcast_object(found, world, name="checkpoint/candidates")
 
@@ -82,7 +82,7 @@ def _manifest(path: str, world: Group) -> Manifest:
     if world.rank == 0:
         try:
             found = Manifest.read(Storage(path))
-        except (StorageError, ValueError) as error:
+        except (StorageError, NewerFormatError) as error:
             found = error
     found = broadcast_object(found, world, name="checkpoint/manifest")
     if isinstance(found, Exception):

@@ -27,8 +27,9 @@ class Retention:
         """Looks at what is there before the training writes; only the chief does anything."""
         self._is_chief = is_chief
         if is_chief:
-            self._known = set(complete_checkpoints(self._directory))
-            self._torn = folders(self._directory) - self._known
+            found = folders(self._directory)
+            self._known = {folder for folder, is_complete in found.items() if is_complete}
+            self._torn = found.keys() - self._known
 
     def completed(self, path: str) -> None:
         """Drops what a new checkpoint makes superfluous.

@@ -122,11 +122,6 @@ class Save:
         self._thread = threading.Thread(target=self._run, name="tfdist-checkpoint", daemon=True)
         self._thread.start()
 
-    @property
-    def is_done(self) -> bool:
-        """Whether this rank has nothing left to do."""
-        return not self._thread.is_alive()
-
     def wait(self) -> str:
         """Returns the path when the checkpoint is complete; all ranks call it.
 

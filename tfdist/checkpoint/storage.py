@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-__all__ = ["Storage", "StorageError"]
+__all__ = ["MANIFEST", "CheckpointError", "Storage", "StorageError"]
+
+#: The file that says that all others are complete.
+MANIFEST = "manifest.json"
 
 #: A chunk is the unit of reading, of checksums and of what several ranks may write at once.
 _CHUNK_BYTES = 16 << 20
@@ -20,7 +23,11 @@ _CHUNK_BYTES = 16 << 20
 _PROBE = "probe"
 
 
-class StorageError(OSError):
+class CheckpointError(Exception):
+    """A checkpoint cannot be written, or is not one for what it was to restore."""
+
+
+class StorageError(CheckpointError, OSError):
     """Something cannot be read or written; one line says what."""
 
 
@@ -72,8 +79,8 @@ class Storage:
         self._ask("delete", _PROBE, self._files.write(_PROBE, None))
 
     def delete(self) -> None:
-        """Deletes all files: those first that tell that the others are complete."""
-        for name in ("manifest.json", ""):
+        """Deletes all files, first the one that says that the others are complete."""
+        for name in (MANIFEST, ""):
             files = ts.KvStore.KeyRange(name, name + "\0" if name else "")
             self._ask("delete", name, self._files.delete_range(files))
         if isinstance(self._kvstore, dict):

@@ -44,9 +44,11 @@ class DataPosition:
 
     Attributes:
         batch_size: The samples of a global batch, where the data set does not say it.
+        done_before: How many batches of this epoch an earlier run did.
     """
 
     batch_size: int | None = None
+    done_before: int = 0
 
     def __init__(self):
         self._source: Any = None
@@ -114,9 +116,11 @@ class DataPosition:
 
     def steps(self, original: Callable[[], Iterator]) -> Iterator:
         """The steps of an epoch: those that are left, in the first after `resume`."""
+        self.done_before = 0
         if self._resume is None:
             return original()
         resume, self._resume = self._resume, None
+        self.done_before = resume.batch
         state, source = resume.state, self._source
         source._num_batches = state["batches"] or source._num_batches
         # Without `steps_per_epoch` every epoch makes an iterator of its own.

@@ -30,6 +30,7 @@ __all__ = [
     "mark_split",
     "mark_stored_flat",
     "read",
+    "replicated_variables",
     "sharding_of",
     "split_variable",
     "stored_flat",
@@ -139,6 +140,25 @@ def stored_flat(variable) -> FlatSharding | None:
 def mark_stored_flat(variable, sharding: FlatSharding) -> None:
     """Says that a variable's value is a flat shard of an array, which may itself be a slice."""
     setattr(variable, _STORED, sharding)
+
+
+def replicated_variables(model: keras.Model) -> list[tuple[Any, tuple[str, ...]]]:
+    """The variables of a model and its optimizer of which several ranks hold the same.
+
+    ZeRO's shards are no two ranks' alike.
+
+    Returns:
+        Each with the axes along which it is the same: a slice is another for each rank of the
+        tensor axis.
+    """
+    variables = list(model.variables)
+    if getattr(model, "optimizer", None) is not None:
+        variables += model.optimizer.variables
+    return [
+        (variable, ("data", "tensor") if sharding_of(variable) is None else ("data",))
+        for variable in variables
+        if stored_flat(variable) is None and variable.dtype != "string"
+    ]
 
 
 def mark_partial_gradient(variable, group: Group) -> None:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 
 from tfdist.collectives.objects import all_gather_object
-from tfdist.layers.sharding import sharding_of, stored_flat
+from tfdist.layers.sharding import replicated_variables
 from tfdist.layers.states import layer_states
 
 __all__ = ["ModelSyncError", "VerifyModelSync", "verify_model_sync"]
@@ -39,13 +39,9 @@ def verify_model_sync(model: keras.Model) -> None:
         return
     own: dict[tuple[int, ...], list[tuple[str, int]]] = {}
     local = {id(variable) for variable in layer_states(model)}
-    variables = list(model.variables)
-    if getattr(model, "optimizer", None) is not None:
-        variables += model.optimizer.variables
-    for variable in variables:
-        if id(variable) in local or stored_flat(variable) is not None or variable.dtype == "string":
+    for variable, axes in replicated_variables(model):
+        if id(variable) in local:
             continue
-        axes = ("data", "tensor") if sharding_of(variable) is None else ("data",)
         data = np.ascontiguousarray(variable.numpy())
         ranks = tuple(strategy.group(*axes).ranks)
         own.setdefault(ranks, []).append(

@@ -1,0 +1,92 @@
+"""Hosts and their slots: as they are written, and as a script discovers them."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tfdist.launch.command import UsageError, say
+
+__all__ = ["Host", "HostDiscovery", "is_this_machine", "parse_host"]
+
+_HOST = re.compile(r"([^:\s]+)(?::([1-9][0-9]*))?")
+_LOOK_SECONDS = 1.0
+_SCRIPT_SECONDS = 30.0
+
+
+class Host(NamedTuple):
+    """A machine, and how many ranks it has room for."""
+
+    name: str
+    slots: int
+
+
+def parse_host(text: str) -> Host | None:
+    """Reads `name` (which has one slot) or `name:slots`; None for what is neither."""
+    found = _HOST.fullmatch(text)
+    return None if found is None else Host(found[1], int(found[2] or 1))
+
+
+def is_this_machine(name: str) -> bool:
+    """Whether a host's name is that of the machine that this runs on."""
+    return name in ("localhost", "127.0.0.1", socket.gethostname())
+
+
+class HostDiscovery:
+    """Asks a script, again and again, how many ranks there is room for.
+
+    By Horovod's convention the script prints a line for each host that is there: its name, or
+    `name:slots`.
+
+    Args:
+        script: The command.
+        check_host: Called with the name of each host; raises UsageError for one that is unfit.
+    """
+
+    def __init__(self, script: str, check_host: Callable[[str], None]):
+        self._script, self._check_host = script, check_host
+        self._slots = self._ask()
+        threading.Thread(target=self._keep_asking, name="host-discovery", daemon=True).start()
+
+    @property
+    def slots(self) -> int:
+        """How many ranks there is room for, by the last answer."""
+        return self._slots
+
+    def _keep_asking(self) -> None:
+        while True:
+            time.sleep(_LOOK_SECONDS)
+            try:
+                self._slots = self._ask()
+            except UsageError as error:
+                say("tfdist-run", f"{error} The hosts stay as they were.")
+
+    def _ask(self) -> int:
+        try:
+            answer = subprocess.run(
+                self._script,
+                shell=True,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_SCRIPT_SECONDS,
+                check=True,
+            )
+        except subprocess.SubprocessError as error:
+            raise UsageError(f"--host_discovery_script={self._script}: {error}") from error
+        slots = 0
+        for line in answer.stdout.split():
+            host = parse_host(line)
+            if host is None:
+                raise UsageError(
+                    "The host discovery script prints a host a line, as name or name:slots. "
+                    f"Received: {line!r}."
+                )
+            self._check_host(host.name)
+            slots += host.slots
+        return slots
