@@ -25,6 +25,18 @@ def on_ranks(*kinds: tuple[str, int], slow: Sequence[tuple[str, int]] = ()):
     return pytest.mark.parametrize("pool", [*kinds, *more], indirect=True, ids=pool_ids)
 
 
+def slow_but(quick: Sequence, values: Sequence) -> list:
+    """Parameters for a test that is one of the slow ones with all values but some."""
+    return [
+        value
+        if value in quick
+        else pytest.param(
+            *(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow
+        )
+        for value in values
+    ]
+
+
 def skip_without(engine: str) -> None:
     """Skips a test whose engine is not there."""
     if engine == "horovod" and importlib.util.find_spec("horovod") is None:

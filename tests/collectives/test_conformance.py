@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import on_ranks
+from tests.conftest import on_ranks, slow_but
 
 ENGINES = ("horovod", "tensorflow")
 #: Four ranks hold groups of two as well.
 KINDS = [(engine, 4) for engine in ENGINES]
-SLOW_KINDS = [(engine, size) for engine in ENGINES for size in (2, 3)]
+FEWER = [(engine, size) for engine in ENGINES for size in (2, 3)]
+QUICK_FEWER = ("tensorflow", 3)
 DTYPES = ["float32", "bfloat16", "bool", "float16", "int32", "int64"]
 OPERATIONS = [
     "all_reduce",
@@ -201,7 +202,7 @@ def conformance(operation: str, by_engine: bool, dtypes: list[str]) -> list[str]
     return wrong
 
 
-@on_ranks(*KINDS)
+@on_ranks(KINDS[0], slow=KINDS[1:])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_operation_equals_numpy(pool, operation):
     check_operation(pool, operation)
@@ -215,7 +216,9 @@ def test_operation_equals_numpy_in_other_dtypes(pool, operation):
 
 
 @on_ranks(("horovod", 4))
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    "operation", slow_but(["all_reduce", "all_gather_uneven", "send_recv"], OPERATIONS)
+)
 def test_operation_of_horovod_itself_equals_numpy(pool, operation):
     check_operation(pool, operation, by_engine=True)
 
@@ -227,8 +230,14 @@ def test_operation_of_horovod_itself_equals_numpy_in_other_dtypes(pool, operatio
     check_operation(pool, operation, by_engine=True, dtypes=DTYPES[1:])
 
 
+@on_ranks(QUICK_FEWER)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operation_equals_numpy_on_three_ranks(pool, operation):
+    check_operation(pool, operation)
+
+
 @pytest.mark.slow
-@on_ranks(*SLOW_KINDS)
+@on_ranks(*FEWER)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_operation_equals_numpy_on_fewer_ranks(pool, operation):
     check_operation(pool, operation, dtypes=DTYPES)
@@ -256,7 +265,7 @@ def sum_of_a_constant(by_engine: bool) -> list[float]:
     return found
 
 
-@on_ranks(*KINDS)
+@on_ranks(KINDS[0], slow=KINDS[1:])
 @pytest.mark.parametrize("by_engine", [False, True], ids=["directly", "by engine"])
 def test_a_constant_takes_part_in_each_run(pool, by_engine):
     assert pool.run(sum_of_a_constant, by_engine, timeout=60) == [[1.0, 4.0, 7.0]] * 4

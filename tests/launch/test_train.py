@@ -138,10 +138,9 @@ def test_a_data_set_that_does_not_exist_is_one_line(tmp_path):
 def test_text_that_cannot_be_learned_from_is_one_line(tmp_path):
     # Enough to train on, not enough to validate with.
     (tmp_path / "short").write_bytes(b"Too short." * 100)
-    for path, words in {"missing": "missing", "short": "validation part"}.items():
-        job = run([*TRAIN, "--model=gpt", f"--dataset=text:{tmp_path / path}"])
-        assert job.returncode == 2
-        assert words in job.stderr.strip().splitlines()[-1], job.stderr
+    job = run([*TRAIN, "--model=gpt", f"--dataset=text:{tmp_path / 'short'}"])
+    assert job.returncode == 2
+    assert "validation part" in job.stderr.strip().splitlines()[-1], job.stderr
 
 
 def test_a_mesh_that_the_ranks_do_not_fill_is_one_line():
@@ -185,14 +184,28 @@ def test_a_training_goes_on_in_its_workdir(tmp_path, data_dir):
     # Once it is done it says so again.
     done = run(parts)
     assert last_word(done) == whole and "Epoch" not in done.stdout
-    # What cannot go on is one line.
-    for flags, words in (
-        (["--model=convnet"], "checkpoint of another model"),
-        (["--workdir=/dev/null/x"], "/dev/null/x: cannot write"),
-    ):
-        refused = run([*parts, *flags])
-        assert refused.returncode == 2
-        assert words in refused.stderr.strip().splitlines()[-1], refused.stderr
+    refused = run([*parts, "--model=convnet"])
+    assert refused.returncode == 2
+    assert "checkpoint of another model" in refused.stderr.strip().splitlines()[-1], refused.stderr
+
+
+def test_a_workdir_that_cannot_be_written_is_one_line(data_dir):
+    refused = run([TRAIN[0], "--model=mlp", data_dir, "--workdir=/dev/null/x"])
+    assert refused.returncode == 2
+    last = refused.stderr.strip().splitlines()[-1]
+    assert "/dev/null/x: cannot write" in last, refused.stderr
+
+
+@pytest.mark.parametrize(("elastic", "steps"), [("keep", 21), ("scale", 42)])
+def test_fewer_ranks_than_were_meant(tmp_path, data_dir, elastic, steps):
+    """One rank of the two that a job is meant for keeps the global batch, or its own share of it."""
+    command = [TRAIN[0], "--model=mlp", "--epochs=1", data_dir, "--threads=1", "--batch_size=72"]
+    command += [f"--elastic={elastic}", f"--workdir={tmp_path}", "--lr_scaling=linear"]
+    runner = [os.path.join(BIN, "tfdist-run"), "-np=2", "--min_np=1"]
+    job = run([*runner, "--host_discovery_script=echo localhost:1", "--", *command])
+    assert job.returncode == 0, job.stdout + job.stderr
+    (saved,) = tmp_path.glob("step-*")
+    assert int(saved.name.split("-")[1]) == steps
 
 
 def test_help_fits_the_screen_and_names_all_flags():

@@ -66,6 +66,7 @@ def test_two_tensor_ranks(pool, one_process, sequence_parallel, variant):
     check_parity(pool, one_process, TWO, sequence_parallel, variant)
 
 
+@slow
 @on_ranks(("tensorflow", 4))
 def test_data_and_tensor_ranks(pool, one_process):
     check_parity(pool, one_process, SQUARE, True, "gpt2")
@@ -87,6 +88,7 @@ def test_norms_decay_and_averages(pool, one_process, optimizer):
     check_parity(pool, one_process, TWO, True, "gpt2", **options)
 
 
+@slow
 @on_ranks(("horovod", 2))
 def test_stock_loss_and_metric_see_whole_logits(pool, one_process):
     check_parity(pool, one_process, TWO, False, "gpt2", stock_loss=True)
@@ -104,8 +106,9 @@ def test_uneven_batches(pool, one_process, rows):
 @on_ranks(("horovod", 2))
 @pytest.mark.parametrize(
     "sequence_parallel",
-    [pytest.param(False, marks=slow, id="whole"), pytest.param(True, id="slice")],
+    [pytest.param(False, id="whole"), pytest.param(True, id="slice")],
 )
+@slow
 def test_dropout_repeats_bit_for_bit(pool, sequence_parallel):
     options = {"dropout": 0.2, "sequence_parallel": sequence_parallel, "evaluate": False}
     options["timeout"] = 240
@@ -119,7 +122,7 @@ def test_dropout_repeats_bit_for_bit(pool, sequence_parallel):
             np.testing.assert_array_equal(value, first[0].weights[name])
 
 
-@on_ranks(("horovod", 2), ("tensorflow", 4))
+@on_ranks(("horovod", 2), slow=[("tensorflow", 4)])
 def test_collectives_of_a_block(pool):
     horovod = pool.engine == "horovod"
     mesh = {"data": 1, "tensor": pool.num_ranks}
@@ -156,7 +159,8 @@ def check_same_course(first, second):
 
 
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("variant", ["gpt2", pytest.param("llama", marks=slow)])
+@pytest.mark.parametrize("variant", VARIANTS)
+@slow
 def test_a_saved_model_loads_on_one_device_and_on_ranks(pool, one_process, variant, tmp_path):
     path = str(tmp_path / "split.keras")
     right = pool.run(programs.save, TWO, path, timeout=240, **VARIANTS[variant])[0]

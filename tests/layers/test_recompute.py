@@ -57,10 +57,12 @@ CASES = [
     (train_chain, "optimal", {"rows": 8}),
     (train_chain, "budget", {"rows": 8, "budget": 9_000}),
     (train_chain, "budget", {"rows": 8, "budget": 9_000, "costs": "seconds"}),
-    (train_decoder, "every_layer", {}),
+    pytest.param(train_decoder, "every_layer", {}, marks=pytest.mark.slow),
     (train_decoder, "sqrt", {}),
     (train_decoder, "selective", {}),
-    (train_decoder, "optimal", {"rows": 8, "input_shape": (8,)}),
+    pytest.param(
+        train_decoder, "optimal", {"rows": 8, "input_shape": (8,)}, marks=pytest.mark.slow
+    ),
 ]
 
 

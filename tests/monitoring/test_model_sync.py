@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import on_ranks
+from tests.conftest import on_ranks, slow_but
 from tests.monitoring import model_sync_programs
 
 CASES = {
@@ -23,7 +23,7 @@ CASES = {
 
 
 @on_ranks(("horovod", 4))
-@pytest.mark.parametrize("case", ["data", "mixed", pytest.param("shards", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", slow_but(["mixed"], list(CASES)))
 def test_what_differs_is_named(pool, case):
     mesh, cases = CASES[case]
     spoilt = [each for each, _ in cases]

@@ -51,6 +51,7 @@ def test_the_whole_does_not_fit():
     assert not re.search(r"losses \d", job.stdout), story
 
 
+@pytest.mark.slow
 def test_parts_train():
     job = run(3)
     story = job.stdout[-6000:] + job.stderr[-2000:]

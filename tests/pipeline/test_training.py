@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 
-from tests.conftest import on_ranks
+from tests.conftest import on_ranks, slow_but
 from tests.pipeline import programs
 
 #: Many ranks on few cores trace a step for minutes.
@@ -42,19 +42,13 @@ def check(pool, one_process, mesh, kind="gpt", *, pipeline, **options):
 
 
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize(
-    "schedule",
-    [pytest.param(s, marks=pytest.mark.slow if s == "gpipe" else ()) for s in SCHEDULES],
-)
+@pytest.mark.parametrize("schedule", slow_but(["1f1b"], SCHEDULES))
 def test_two_stages(pool, one_process, schedule):
     check(pool, one_process, {"pipeline": 2}, pipeline={"schedule": schedule})
 
 
 @on_ranks(("tensorflow", 2))
-@pytest.mark.parametrize(
-    "schedule",
-    [pytest.param(s, marks=() if s == "interleaved" else pytest.mark.slow) for s in SCHEDULES],
-)
+@pytest.mark.parametrize("schedule", slow_but(["interleaved"], SCHEDULES))
 def test_two_stages_over_tensorflow(pool, one_process, schedule):
     check(pool, one_process, {"pipeline": 2}, pipeline={"schedule": schedule})
 
@@ -87,6 +81,7 @@ def test_a_link_on_each_stage(pool, one_process):
     check(pool, one_process, {"pipeline": 2}, pipeline=pipeline, **options)
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 4))
 def test_stages_of_split_layers(pool, one_process):
     pipeline = {"schedule": "zero-bubble"}
@@ -119,6 +114,7 @@ def test_two_by_two_by_two(pool, one_process, schedule):
     check(pool, one_process, mesh, pipeline=pipeline, split_loss=True)
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
 def test_checkpoints_are_those_of_the_whole_chain(pool, one_process, tmp_path):
     folder = str(tmp_path)
@@ -135,6 +131,7 @@ def test_several_steps_an_execution(pool, one_process):
     check(pool, one_process, {"pipeline": 2}, pipeline={}, per_execution=4)
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 4))
 def test_ranks_agree_on_a_cut_by_measured_time(pool):
     first, *others = pool.run(programs.cut_by_time, {"pipeline": 2, "tensor": 2}, timeout=120)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.conftest import on_ranks
+from tests.conftest import on_ranks, slow_but
 from tests.strategies import programs
 from tests.strategies.programs import BATCH, UNEVEN_ROWS, finish, images, mlp, scope, start
 
@@ -381,6 +381,17 @@ PROGRAMS = [
     fit_twice,
 ]
 
+#: Each in another part of the step: gradients, weights of samples, masks, sparse rows, the loop.
+QUICK = [
+    clip_by_global_norm,
+    gradient_accumulation,
+    sample_weights,
+    masks,
+    clip_sparse_gradients,
+    steps_per_execution,
+    py_dataset,
+]
+
 
 @functools.cache
 def reference(one_process, program):
@@ -388,7 +399,7 @@ def reference(one_process, program):
 
 
 @on_ranks(("horovod", 3), slow=[("tensorflow", 2)])
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", slow_but(QUICK, PROGRAMS), ids=lambda p: p.__name__)
 def test_as_in_one_process(pool, one_process, program):
     expected = reference(one_process, program)
     programs.assert_same(pool.run(programs.on_rank, program, timeout=120), expected)

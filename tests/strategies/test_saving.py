@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.conftest import on_ranks
+from tests.conftest import on_ranks, slow_but
 from tests.strategies import programs
 from tests.strategies.observing import (
     Record,
@@ -114,7 +114,7 @@ def interrupted(strategy, root: Path, **options):
 
 
 @on_kinds
-@pytest.mark.parametrize("save_freq", ["epoch", 3])
+@pytest.mark.parametrize("save_freq", slow_but(["epoch"], ["epoch", 3]))
 def test_an_interrupted_run_resumes(pool, one_process, tmp_path, save_freq):
     program = functools.partial(interrupted, save_freq=save_freq, double_checkpoint=True)
     (expected,) = one_process.run(programs.in_one_process, program, tmp_path / "one")
