@@ -7,12 +7,12 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tfdist.launch.command import UsageError, say
 
-__all__ = ["Host", "HostDiscovery", "is_this_machine", "parse_host"]
+__all__ = ["Host", "HostDiscovery", "is_this_machine", "parse_host", "placed"]
 
 _HOST = re.compile(r"([^:\s]+)(?::([1-9][0-9]*))?")
 _LOOK_SECONDS = 1.0
@@ -37,36 +37,43 @@ def is_this_machine(name: str) -> bool:
     return name in ("localhost", "127.0.0.1", socket.gethostname())
 
 
-class HostDiscovery:
-    """Asks a script, again and again, how many ranks there is room for.
+def placed(hosts: Sequence[Host], num_ranks: int) -> list[str]:
+    """The host of each rank: the first are filled first, and no more than `num_ranks`."""
+    slots: dict[str, int] = {}
+    for host in hosts:
+        slots[host.name] = slots.get(host.name, 0) + host.slots
+    names = [name for name, count in slots.items() for _ in range(count)]
+    return names[:num_ranks]
 
-    By Horovod's convention the script prints a line for each host that is there: its name, or
-    `name:slots`.
+
+class HostDiscovery:
+    """Asks a script, again and again, which hosts are there.
+
+    By Horovod's convention the script prints a line for each: its name, or `name:slots`.
 
     Args:
         script: The command.
-        check_host: Called with the name of each host; raises UsageError for one that is unfit.
     """
 
-    def __init__(self, script: str, check_host: Callable[[str], None]):
-        self._script, self._check_host = script, check_host
-        self._slots = self._ask()
+    def __init__(self, script: str):
+        self._script = script
+        self._hosts = self._ask()
         threading.Thread(target=self._keep_asking, name="host-discovery", daemon=True).start()
 
     @property
-    def slots(self) -> int:
-        """How many ranks there is room for, by the last answer."""
-        return self._slots
+    def hosts(self) -> list[Host]:
+        """The last answer."""
+        return self._hosts
 
     def _keep_asking(self) -> None:
         while True:
             time.sleep(_LOOK_SECONDS)
             try:
-                self._slots = self._ask()
+                self._hosts = self._ask()
             except UsageError as error:
                 say("tfdist-run", f"{error} The hosts stay as they were.")
 
-    def _ask(self) -> int:
+    def _ask(self) -> list[Host]:
         try:
             answer = subprocess.run(
                 self._script,
@@ -79,7 +86,7 @@ class HostDiscovery:
             )
         except subprocess.SubprocessError as error:
             raise UsageError(f"--host_discovery_script={self._script}: {error}") from error
-        slots = 0
+        hosts = []
         for line in answer.stdout.split():
             host = parse_host(line)
             if host is None:
@@ -87,6 +94,5 @@ class HostDiscovery:
                     "The host discovery script prints a host a line, as name or name:slots. "
                     f"Received: {line!r}."
                 )
-            self._check_host(host.name)
-            slots += host.slots
-        return slots
+            hosts.append(host)
+        return hosts

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import collections
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tfdist import exit_codes
 from tfdist.launch.command import say
-from tfdist.launch.hosts import HostDiscovery
+from tfdist.launch.hosts import Host, HostDiscovery, placed
+from tfdist.launch.remote import UnreachableError
 from tfdist.launch.supervisor import Supervisor
 
-__all__ = ["run_with_restarts"]
+__all__ = ["Start", "run_with_restarts"]
 
 _FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0
 #: A job that ran for so long has got over what made it fail before.
 _HEALTHY_SECONDS = 600.0
 _LOOK_SECONDS = 1.0
 
+#: Runs a job on the hosts of its ranks; it is to end where the function says so. Returns what ran
+#: it, and the exit code.
+Start = Callable[[Sequence[str], Callable[[], bool]], tuple[Supervisor, int]]
+
 
 def run_with_restarts(
-    start: Callable[[int, Callable[[], bool]], tuple[Supervisor, int]],
-    num_ranks: int,
+    start: Start,
+    hosts: Sequence[str],
     min_ranks: int,
     max_ranks: int,
     *,
@@ -30,54 +36,69 @@ def run_with_restarts(
     """Runs a job until it ends well, is told to end, or has failed too often.
 
     Args:
-        start: Runs the job on so many ranks; it is to end where the function that it is given says
-            so. Returns what ran it, and the exit code.
-        num_ranks: How many ranks, without a discovery.
+        start: Runs the job once.
+        hosts: The host of each rank, without a discovery.
         min_ranks: Waits for room for so many.
         max_ranks: Takes room for no more.
         max_restarts: How many failures are followed by another start. Changes of the hosts do not
             count.
-        discovery: Who says how much room there is.
+        discovery: Who says which hosts there are.
 
     Returns:
         The exit code of the last run.
+
+    Raises:
+        UnreachableError: A host cannot be reached, and no other start is left.
     """
     failures, delay = 0, _FIRST_DELAY
     while True:
-        size = num_ranks if discovery is None else _wait_for_room(discovery, min_ranks, max_ranks)
+        if discovery is not None:
+            hosts = _wait_for_room(discovery, min_ranks, max_ranks)
 
-        def has_changed(size=size) -> bool:
-            return discovery is not None and _room(discovery, max_ranks) not in (size, 0)
+        def has_changed(hosts=hosts) -> bool:
+            return discovery is not None and _differs(hosts, discovery.hosts, max_ranks)
 
         begun = time.monotonic()
-        supervisor, code = start(size, has_changed)
-        if code in (0, exit_codes.USAGE) or supervisor.was_told:
-            return code
-        if supervisor.was_asked:
-            say("tfdist-run", "the hosts have changed.")
-            continue
-        if time.monotonic() - begun > _HEALTHY_SECONDS:
-            failures, delay = 0, _FIRST_DELAY
-        if failures == max_restarts:
-            return code
+        try:
+            supervisor, code = start(hosts, has_changed)
+        except UnreachableError as error:
+            if failures == max_restarts:
+                raise
+            say("tfdist-run", str(error))
+        else:
+            if code in (0, exit_codes.USAGE) or supervisor.was_told:
+                return code
+            if supervisor.was_asked:
+                say("tfdist-run", "the hosts have changed.")
+                continue
+            if time.monotonic() - begun > _HEALTHY_SECONDS:
+                failures, delay = 0, _FIRST_DELAY
+            if failures == max_restarts:
+                return code
         failures += 1
         say("tfdist-run", f"restart {failures} of {max_restarts} in {delay:g} s.")
         time.sleep(delay)
         delay = min(2 * delay, _LONGEST_DELAY)
 
 
-def _room(discovery: HostDiscovery, max_ranks: int) -> int:
-    return min(discovery.slots, max_ranks)
+def _differs(before: Sequence[str], hosts: Sequence[Host], max_ranks: int) -> bool:
+    """Whether a job on some hosts is to move: one of its places is gone, or there is room for more.
+
+    Where there is no room at all it goes on as long as it can.
+    """
+    room = sum(host.slots for host in hosts)
+    gone = collections.Counter(before) - collections.Counter(placed(hosts, room))
+    return room > 0 and (bool(gone) or min(room, max_ranks) > len(before))
 
 
-def _wait_for_room(discovery: HostDiscovery, min_ranks: int, max_ranks: int) -> int:
+def _wait_for_room(discovery: HostDiscovery, min_ranks: int, max_ranks: int) -> list[str]:
     said = False
-    while _room(discovery, max_ranks) < min_ranks:
+    while len(found := placed(discovery.hosts, max_ranks)) < min_ranks:
         if not said:
+            said = True
             say(
                 "tfdist-run",
-                f"waits for room for {min_ranks} ranks; there is some for {discovery.slots}.",
+                f"waits for room for {min_ranks} ranks; there is some for {len(found)}.",
             )
-            said = True
         time.sleep(_LOOK_SECONDS)
-    return _room(discovery, max_ranks)
+    return found

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import os
 import shutil
-import socket
 import sys
-from typing import NoReturn
+from collections.abc import Callable, Sequence
 
 from absl import flags
 
-from tfdist.launch import command
-from tfdist.launch.hosts import HostDiscovery, is_this_machine, parse_host
+from tfdist.launch import command, remote, slurm
+from tfdist.launch.hosts import Host, HostDiscovery, is_this_machine, parse_host, placed
+from tfdist.launch.processes import RankProcess
 from tfdist.launch.restarts import run_with_restarts
 from tfdist.launch.supervisor import Supervisor
-from tfdist.rendezvous import MEANT_RANKS, local_environments
+from tfdist.rendezvous import MEANT_RANKS, Place, environments, interface_towards
 
 __all__ = ["run"]
 
@@ -26,7 +26,8 @@ _NP = flags.DEFINE_integer(
 _HOSTS = flags.DEFINE_string(
     "H",
     "",
-    "Hosts and their slots, host1:2,host2:2; this machine if left out.",
+    "Hosts and their slots, host1:2,host2:2; those of the Slurm allocation or this machine if left "
+    "out.",
     flag_values=_VALUES,
 )
 _ENGINE = flags.DEFINE_enum(
@@ -92,42 +93,74 @@ def run() -> None:
 
 
 def _main(words: list[str]) -> int:
-    if _NP.value is None:
-        raise command.UsageError("Say how many ranks to start: -np N. Received: no -np.")
     if not words:
         raise command.UsageError(
             "Say what to run: tfdist-run -np N -- command. Received: no command."
         )
     if shutil.which(words[0]) is None:
         raise command.UsageError(f"There is no command {words[0]!r} on the PATH.")
-    remote = _remote_hosts(_HOSTS.value, _NP.value)
-    sizes = _sizes(_NP.value)
+    in_slurm = not _HOSTS.value and _DISCOVERY.value is None and slurm.in_allocation()
+    hosts = slurm.allocated_hosts() if in_slurm else _hosts(_HOSTS.value)
+    size = _NP.value or sum(host.slots for host in hosts)
+    if not size:
+        raise command.UsageError("Say how many ranks to start: -np N. Received: no -np.")
+    names = placed(hosts, size) if hosts else ["localhost"] * size
+    if len(names) < size:
+        whose = "the Slurm allocation" if in_slurm else f"-H {_HOSTS.value}"
+        raise command.UsageError(f"-np {size} wants more slots than {whose} has: {len(names)}.")
+    least, most = _sizes(size)
     engine = _engine()
-    if remote:
-        _run_on_hosts(words, engine, remote)
-    discovery = None
-    if _DISCOVERY.value is not None:
-        discovery = HostDiscovery(_DISCOVERY.value, _check_is_here)
+    shell = remote.srun if in_slurm else remote.ssh
 
-    def start(num_ranks: int, should_end) -> tuple[Supervisor, int]:
-        with local_environments(engine, num_ranks) as environments:
+    def start(names: Sequence[str], should_end: Callable[[], bool]) -> tuple[Supervisor, int]:
+        reached = _reach(names, shell)
+        with environments(engine, _places(names, reached)) as found:
+            starts = []
+            for far, environment in zip(reached, found, strict=True):
+                begin = RankProcess.start if far is None else far.start
+                environment = {**environment, MEANT_RANKS: str(size)}
+                starts.append(functools.partial(begin, words, environment))
             supervisor = Supervisor(
-                words,
-                [{**each, MEANT_RANKS: str(_NP.value)} for each in environments],
+                starts,
                 frozen_seconds=_WATCHDOG.value,
                 save_seconds=_SAVE_SECONDS.value,
                 should_end=should_end,
             )
             return supervisor, supervisor.run()
 
+    discovery = None if _DISCOVERY.value is None else HostDiscovery(_DISCOVERY.value)
     restarts = _MAX_RESTARTS.value
     if restarts is None:
         restarts = 0 if discovery is None else sys.maxsize
-    return run_with_restarts(start, *sizes, max_restarts=restarts, discovery=discovery)
+    return run_with_restarts(start, names, least, most, max_restarts=restarts, discovery=discovery)
 
 
-def _sizes(size: int) -> tuple[int, int, int]:
-    """How many ranks there are to be; at least, and at most."""
+def _reach(names: Sequence[str], shell) -> list[remote.Reached | None]:
+    """For each rank what leads to its host; None for this machine."""
+    far = [name for name in names if not is_this_machine(name)]
+    reached = iter(remote.reach(far, shell))
+    return [None if is_this_machine(name) else next(reached) for name in names]
+
+
+def _places(names: Sequence[str], reached: Sequence[remote.Reached | None]) -> list[Place]:
+    """Where the ranks are to run, in each other's eyes."""
+    cards = [far.card for far in reached if far is not None]
+    if not cards:
+        return [Place()] * len(names)
+    # As the others see it.
+    here = Place(
+        address=cards[0].caller,
+        meeting_address=cards[0].caller,
+        interface=interface_towards(cards[0].address),
+    )
+    return [
+        here if far is None else Place(name, far.card.address, far.card.caller, None, far.card.port)
+        for name, far in zip(names, reached, strict=True)
+    ]
+
+
+def _sizes(size: int) -> tuple[int, int]:
+    """How many ranks there are to be at least, and at most."""
     least, most = _MIN_NP.value or size, _MAX_NP.value or size
     if (_MIN_NP.present or _MAX_NP.present) and _DISCOVERY.value is None:
         raise command.UsageError(
@@ -138,15 +171,7 @@ def _sizes(size: int) -> tuple[int, int, int]:
             f"-np lies between --min_np and --max_np. Received: -np {size} --min_np={least} "
             f"--max_np={most}."
         )
-    return size, least, most
-
-
-def _check_is_here(host: str) -> None:
-    if not is_this_machine(host):
-        raise command.UsageError(
-            "Ranks come and go on this machine only, where it is called localhost, 127.0.0.1 or "
-            f"{socket.gethostname()}. The host discovery script printed: {host}."
-        )
+    return least, most
 
 
 def _engine() -> str:
@@ -166,36 +191,15 @@ def _engine() -> str:
     return "horovod" if has_horovod else "tensorflow"
 
 
-def _remote_hosts(hosts: str, num_ranks: int) -> list[str]:
-    """The hosts of -H, [] where all of them are this machine."""
-    names: list[str] = []
-    slots = 0
-    for part in hosts.split(",") if hosts else []:
+def _hosts(text: str) -> list[Host]:
+    """The hosts of -H."""
+    hosts = []
+    for part in text.split(",") if text else []:
         host = parse_host(part)
         if host is None:
-            raise command.UsageError(f"-H is host:slots,host:slots. Received: {hosts!r}.")
-        names.append(host.name)
-        slots += host.slots
-    if names and slots < num_ranks:
-        raise command.UsageError(f"-np {num_ranks} wants more slots than -H {hosts} has: {slots}.")
-    return [] if all(map(is_this_machine, names)) else names
-
-
-def _run_on_hosts(words: list[str], engine: str, hosts: list[str]) -> NoReturn:
-    """Becomes horovodrun, which reaches other hosts by ssh and gets the signals from here on."""
-    if _DISCOVERY.value is not None or _MAX_RESTARTS.value:
-        raise command.UsageError(
-            "Ranks are started again on this machine only. Received: -H with other hosts "
-            f"({', '.join(hosts)}) and --max_restarts or --host_discovery_script."
-        )
-    if engine != "horovod":
-        raise command.UsageError(
-            f"Ranks on other hosts ({', '.join(hosts)}) are started by horovodrun: take "
-            "--engine=horovod, or start one process a host with TF_CONFIG set."
-        )
-    horovodrun = [sys.executable, "-m", "horovod.runner.launch"]
-    sys.stderr.flush()
-    os.execv(sys.executable, [*horovodrun, "-np", str(_NP.value), "-H", _HOSTS.value, *words])
+            raise command.UsageError(f"-H is host:slots,host:slots. Received: {text!r}.")
+        hosts.append(host)
+    return hosts
 
 
 if __name__ == "__main__":

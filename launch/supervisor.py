@@ -1,4 +1,4 @@
-"""Ranks on this machine as one job: started together, heard together, ended together."""
+"""Ranks as one job: started together, heard together, ended together."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, cast
-
-import psutil
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO
 
 from tfdist.exit_codes import ENDED_BY_WATCHDOG, PREEMPTED
-from tfdist.launch.command import UsageError, say
+from tfdist.launch.command import say
+from tfdist.launch.processes import RankProcess, signal_name
 from tfdist.orphan_guard import OrphanGuard
 
 __all__ = ["Supervisor"]
@@ -35,15 +33,14 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Supervisor:
-    """Runs one command on each of several ranks, and answers for all of them.
+    """Runs the processes of several ranks, and answers for all of them.
 
-    Each rank is a session of its own, so that its children end with it. Output is passed on line
-    by line behind `[rank]`. The job ends when every rank has ended; when one fails the others get
-    a few seconds to say why and are then ended too, by SIGTERM and by SIGKILL.
+    Output is passed on line by line behind `[rank]`. The job ends when every rank has ended; when
+    one fails the others get a few seconds to say why and are then ended too, by SIGTERM and by
+    SIGKILL.
 
     Args:
-        command: The command and its arguments.
-        environments: What each rank's environment has beside this process's.
+        starts: What starts each rank.
         frozen_seconds: How long a rank may be stopped (SIGSTOP) before it counts as failed; 0 for
             any time.
         save_seconds: How long ranks have to save after a SIGTERM.
@@ -57,18 +54,16 @@ class Supervisor:
 
     def __init__(
         self,
-        command: Sequence[str],
-        environments: Sequence[Mapping[str, str]],
+        starts: Sequence[Callable[[], RankProcess]],
         *,
         frozen_seconds: float,
         save_seconds: float = 30.0,
         should_end: Callable[[], bool] = lambda: False,
     ):
-        self._command = list(command)
-        self._environments = environments
+        self._starts = starts
         self._frozen_seconds = frozen_seconds
         self._save_seconds, self._should_end = save_seconds, should_end
-        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._ranks: list[RankProcess] = []
         self._outputs: dict[int, IO[bytes]] = {}
         self._unfinished: dict[int, bytearray] = {}
         self._selector = selectors.DefaultSelector()
@@ -89,9 +84,9 @@ class Supervisor:
         """
         with OrphanGuard() as self._guard, self._handle_signals():
             try:
-                for rank, environment in enumerate(self._environments):
+                for rank, start in enumerate(self._starts):
                     if self._signal is None:
-                        self._start(rank, environment)
+                        self._start(rank, start())
                 self._watch()
             finally:
                 self._end(signal.SIGKILL)
@@ -105,27 +100,14 @@ class Supervisor:
         """Whether a signal to this process ended the job."""
         return self._signal is not None
 
-    def _start(self, rank: int, environment: Mapping[str, str]) -> None:
-        try:
-            process = subprocess.Popen(
-                self._command,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise UsageError(f"{self._command[0]!r} cannot be run: {error.strerror}.") from error
+    def _start(self, rank: int, process: RankProcess) -> None:
         self._ranks.append(process)
         self._guard.watch(process.pid)
         if self._signal is not None:
             self._forward(self._signal)  # It came while the rank was being started.
-        output = cast(IO[bytes], process.stdout)
-        os.set_blocking(output.fileno(), False)
-        self._outputs[rank] = output
+        self._outputs[rank] = process.output
         self._unfinished[rank] = bytearray()
-        self._selector.register(output, selectors.EVENT_READ, rank)
+        self._selector.register(process.output, selectors.EVENT_READ, rank)
 
     # -- while it runs ----------------------------------------------------------------------
 
@@ -166,10 +148,11 @@ class Supervisor:
     def _reap(self) -> None:
         known = {rank for rank, _ in self._ends}
         for rank, process in enumerate(self._ranks):
-            if rank in known or process.poll() is None:
+            code = process.code
+            if rank in known or code is None:
                 continue
             self._guard.forget(process.pid)
-            _kill_session(process.pid)
+            process.kill()
             # What it printed last comes before what is said about it.
             for _ in range(16):
                 if not self._pass_on(rank):
@@ -177,7 +160,7 @@ class Supervisor:
             if rest := self._unfinished[rank]:
                 self._print(rank, [bytes(rest)])
                 rest.clear()
-            self._ends.append((rank, process.returncode))
+            self._ends.append((rank, code))
 
     def _look_for_frozen(self) -> None:
         now = time.monotonic()
@@ -185,11 +168,7 @@ class Supervisor:
             return
         self._looked = now
         for rank, process in enumerate(self._ranks):
-            stopped = False
-            if process.returncode is None:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    stopped = psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
-            if not stopped:
+            if not process.is_stopped():
                 self._stopped_since.pop(rank, None)
                 continue
             since = self._stopped_since.setdefault(rank, now)
@@ -225,12 +204,11 @@ class Supervisor:
 
     def _forward(self, number: int) -> None:
         for process in self._ranks:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, number)
+            if process.code is None:
+                process.signal(number)
 
     def _running(self) -> list[int]:
-        return [rank for rank, process in enumerate(self._ranks) if process.returncode is None]
+        return [rank for rank, process in enumerate(self._ranks) if process.code is None]
 
     def _end(self, number: int) -> None:
         """Ends the ranks that still run, by SIGTERM or by SIGKILL."""
@@ -242,7 +220,7 @@ class Supervisor:
         for rank in running:
             # One that is stopped hears SIGKILL only.
             if number == signal.SIGKILL or rank in stopped:
-                _kill_session(self._ranks[rank].pid)
+                self._ranks[rank].kill()
         self._forward(number)
 
     # -- what it says -----------------------------------------------------------------------
@@ -304,7 +282,7 @@ class Supervisor:
             )
             return PREEMPTED
         if self._signal is not None:
-            say("tfdist-run", f"ended by {_signal_name(self._signal)}.")
+            say("tfdist-run", f"ended by {signal_name(self._signal)}.")
             return 128 + self._signal
         if self._frozen is not None:
             say("tfdist-run", f"rank {self._frozen} was frozen (SIGSTOP); the job was ended.")
@@ -312,25 +290,6 @@ class Supervisor:
         if not failures:
             return 0
         rank, code = (self._own_failures() or failures)[0]
-        if code < 0:
-            say(
-                "tfdist-run", f"rank {rank} was killed by {_signal_name(-code)}; the job was ended."
-            )
-            return 128 - code
-        say("tfdist-run", f"rank {rank} failed first, with exit code {code}; the job was ended.")
-        return code
-
-
-def _kill_session(pid: int) -> None:
-    """Kills a rank and its children, also where these are a process group of their own."""
-    for other in [pid, *psutil.pids()]:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getsid(other) == pid:
-                os.kill(other, signal.SIGKILL)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+        said = self._ranks[rank].describe(code)
+        say("tfdist-run", f"rank {rank} {said}; the job was ended.")
+        return 128 - code if code < 0 else code

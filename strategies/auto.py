@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from absl import logging
 
 from tfdist.collectives.horovod import started_by_horovod
 from tfdist.collectives.tensorflow import started_by_tf_config
 from tfdist.mesh import Mesh
+from tfdist.schedulers import started_by_scheduler
 from tfdist.strategies.horovod import HorovodStrategy
 from tfdist.strategies.local import LocalStrategy
 from tfdist.strategies.multi_worker import MultiWorkerStrategy
@@ -18,8 +21,8 @@ __all__ = ["auto"]
 def auto(mesh: Mesh | None = None, **options) -> ParallelStrategy:
     """Returns the strategy of the launcher that started this process; the log says which, and why.
 
-    Horovod's where its launcher started the process, else the workers' of TF_CONFIG, else the
-    local one.
+    Horovod's where its launcher started the process, else the workers' of TF_CONFIG; of ranks that
+    mpirun or srun started Horovod's where it is installed, else the workers'; else the local one.
 
     Args:
         mesh: How the ranks are laid out; all on the data axis by default.
@@ -44,5 +47,17 @@ def auto(mesh: Mesh | None = None, **options) -> ParallelStrategy:
     if workers:
         logging.info("tfdist: MultiWorkerStrategy, for TF_CONFIG says rank %d of %d.", *workers)
         return MultiWorkerStrategy(mesh, **options)
-    logging.info("tfdist: LocalStrategy, for neither Horovod's variables nor TF_CONFIG are set.")
+    scheduled = started_by_scheduler()
+    if scheduled:
+        has_horovod = importlib.util.find_spec("horovod") is not None
+        kind = HorovodStrategy if has_horovod else MultiWorkerStrategy
+        logging.info(
+            "tfdist: %s, for %s started rank %d of %d.",
+            kind.__name__,
+            scheduled.launcher,
+            scheduled.rank,
+            scheduled.size,
+        )
+        return kind(mesh, **options)
+    logging.info("tfdist: LocalStrategy, for no launcher has set its variables.")
     return LocalStrategy(mesh, **options)

@@ -1,17 +1,31 @@
-"""What makes a process a rank: the environment through which ranks on this machine meet.
+"""What makes a process a rank: the environment through which ranks meet.
 
-`horovodrun`, `srun` and `mpirun` set the same variables for whole clusters.
+`horovodrun` sets the same variables.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
 import json
 import random
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-__all__ = ["ENGINES", "MEANT_RANKS", "local_environments"]
+import psutil
+
+__all__ = [
+    "ENGINES",
+    "MEANT_RANKS",
+    "Place",
+    "address_towards",
+    "environments",
+    "free_ports",
+    "interface_towards",
+    "local_environments",
+]
 
 #: A variable that says for how many ranks a job was meant, where they come and go.
 MEANT_RANKS = "TFDIST_MEANT_RANKS"
@@ -21,74 +35,153 @@ ENGINES = ("horovod", "tensorflow", "local")
 _PORTS = (20_000, 32_000)
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a rank is to run; this machine, without arguments.
+
+    Attributes:
+        host: The host's name.
+        address: The host's address, as the other ranks reach it.
+        meeting_address: The address of this machine, as the host reaches it.
+        interface: The network interface there that leads to the others; None where the host finds
+            out for itself.
+        port: A port that is free there; None for one that is looked for here.
+    """
+
+    host: str = "localhost"
+    address: str = "127.0.0.1"
+    meeting_address: str = "127.0.0.1"
+    interface: str | None = "lo"
+    port: int | None = None
+
+
+def local_environments(
+    engine: str, num_ranks: int
+) -> contextlib.AbstractContextManager[list[dict[str, str]]]:
+    """`environments` of `num_ranks` processes on this machine.
+
+    Raises:
+        ValueError: `num_ranks` is not positive.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"At least one rank has to start. Received: num_ranks={num_ranks}.")
+    return environments(engine, [Place()] * num_ranks)
+
+
 @contextlib.contextmanager
-def local_environments(engine: str, num_ranks: int) -> Iterator[list[dict[str, str]]]:
-    """Yields the variables for each of `num_ranks` processes to be started on this machine.
+def environments(engine: str, places: Sequence[Place]) -> Iterator[list[dict[str, str]]]:
+    """Yields the variables for each process that is to be started.
 
     The meeting point (Horovod's rendezvous server, or the ports that TensorFlow's servers will
     take) stays up until the context ends, which is after the last rank has ended.
 
     Args:
         engine: "horovod", "tensorflow", or "local" for processes that do not meet.
-        num_ranks: How many processes.
+        places: Where each is to run; in the order of the ranks.
 
     Raises:
-        ValueError: The engine is unknown or `num_ranks` is not positive.
+        ValueError: The engine is unknown.
         ImportError: `engine="horovod"` and Horovod is not installed.
     """
-    if num_ranks < 1:
-        raise ValueError(f"At least one rank has to start. Received: num_ranks={num_ranks}.")
     if engine == "horovod":
-        with _horovod_environments(num_ranks) as environments:
-            yield environments
+        with _horovod_environments(places) as found:
+            yield found
     elif engine == "tensorflow":
-        with _tensorflow_environments(num_ranks) as environments:
-            yield environments
+        yield _tensorflow_environments(places)
     elif engine == "local":
-        yield [{} for _ in range(num_ranks)]
+        yield [{} for _ in places]
     else:
         raise ValueError(f"An engine is one of {ENGINES}. Received: {engine!r}.")
 
 
 @contextlib.contextmanager
-def _horovod_environments(num_ranks: int) -> Iterator[list[dict[str, str]]]:
+def _horovod_environments(places: Sequence[Place]) -> Iterator[list[dict[str, str]]]:
     # The server that horovodrun itself starts; it has no other public door.
-    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http.http_server import RendezvousServer
 
-    slots = get_host_assignments(parse_hosts(f"localhost:{num_ranks}"), num_ranks)
+    slots = [SlotInfo(**slot) for slot in _slots([place.host for place in places])]
     server = RendezvousServer(verbose=0)
     port = server.start()
     server.init(slots)
     try:
         yield [
             {
-                "HOROVOD_HOSTNAME": "localhost",
+                "HOROVOD_HOSTNAME": place.host,
                 "HOROVOD_RANK": str(slot.rank),
                 "HOROVOD_SIZE": str(slot.size),
                 "HOROVOD_LOCAL_RANK": str(slot.local_rank),
                 "HOROVOD_LOCAL_SIZE": str(slot.local_size),
                 "HOROVOD_CROSS_RANK": str(slot.cross_rank),
                 "HOROVOD_CROSS_SIZE": str(slot.cross_size),
-                "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+                "HOROVOD_GLOO_RENDEZVOUS_ADDR": place.meeting_address,
                 "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-                "HOROVOD_GLOO_IFACE": "lo",
+                **({"HOROVOD_GLOO_IFACE": place.interface} if place.interface else {}),
                 "HOROVOD_CONTROLLER": "gloo",
                 "HOROVOD_CPU_OPERATIONS": "gloo",
             }
-            for slot in slots
+            for slot, place in zip(slots, places, strict=True)
         ]
     finally:
         server.stop()
 
 
-@contextlib.contextmanager
-def _tensorflow_environments(num_ranks: int) -> Iterator[list[dict[str, str]]]:
-    cluster = {"worker": [f"127.0.0.1:{port}" for port in free_ports(num_ranks)]}
-    yield [
-        {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})}
-        for index in range(num_ranks)
+def _slots(hosts: Sequence[str]) -> list[dict[str, Any]]:
+    """How Horovod numbers the ranks of some hosts: on each, and across those of one number."""
+    seen: collections.Counter[str] = collections.Counter()
+    crossing: collections.Counter[int] = collections.Counter()
+    slots = []
+    for rank, host in enumerate(hosts):
+        local = seen[host]
+        slots.append(
+            {"hostname": host, "rank": rank, "local_rank": local, "cross_rank": crossing[local]}
+        )
+        seen[host] += 1
+        crossing[local] += 1
+    for slot in slots:
+        slot["size"] = len(hosts)
+        slot["local_size"] = seen[slot["hostname"]]
+        slot["cross_size"] = crossing[slot["local_rank"]]
+    return slots
+
+
+def _tensorflow_environments(places: Sequence[Place]) -> list[dict[str, str]]:
+    ports = iter(free_ports(sum(place.port is None for place in places)))
+    workers = [
+        f"{place.address}:{next(ports) if place.port is None else place.port}" for place in places
     ]
+    return [
+        {
+            "TF_CONFIG": json.dumps(
+                {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
+            )
+        }
+        for index in range(len(places))
+    ]
+
+
+def address_towards(address: str) -> str:
+    """This machine's own address on the way to another.
+
+    Raises:
+        OSError: There is no way.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # Sends nothing: the kernel only chooses the way.
+        return probe.getsockname()[0]
+
+
+def interface_towards(address: str) -> str:
+    """The network interface of this machine that leads to an address.
+
+    Raises:
+        OSError: None does.
+    """
+    own = address_towards(address)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address == own for each in addresses):
+            return name
+    raise OSError(f"No network interface has the address {own}, which leads to {address}.")
 
 
 def free_ports(count: int) -> list[int]:
@@ -98,6 +191,8 @@ def free_ports(count: int) -> list[int]:
     that is free now is then taken only by a program that asks for that very number.
     """
     ports: list[int] = []
+    if count == 0:
+        return ports
     for port in random.SystemRandom().sample(range(*_PORTS), _PORTS[1] - _PORTS[0]):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("0.0.0.0", port))

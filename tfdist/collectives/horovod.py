@@ -19,15 +19,9 @@ from tfdist.collectives.engine import Engine, reduce_locally, split_rows
 from tfdist.collectives.group import Group
 from tfdist.mesh import AXES, Mesh
 from tfdist.native import library_path
+from tfdist.schedulers import join, started_by_scheduler
 
 __all__ = ["HorovodEngine", "started_by_horovod"]
-
-#: What the launchers set that can start Horovod ranks: rank, size.
-_LAUNCHER_VARIABLES = (
-    ("HOROVOD_RANK", "HOROVOD_SIZE"),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("PMI_RANK", "PMI_SIZE"),
-)
 
 #: How often Horovod looks for work, in ms, unless the user says. At its own 1 ms the looking
 #: takes up to a fifth of a core that also computes. Where what waits for a sum goes directly, only
@@ -36,11 +30,10 @@ _CYCLE_MS, _CYCLE_MS_BESIDE_DIRECT = 2.5, 5.0
 
 
 def started_by_horovod() -> tuple[int, int] | None:
-    """Returns (rank, size) where horovodrun or mpirun started this process, else None."""
-    for rank, size in _LAUNCHER_VARIABLES:
-        if rank in os.environ and size in os.environ:
-            return int(os.environ[rank]), int(os.environ[size])
-    return None
+    """Returns (rank, size) where tfdist-run or horovodrun started this process, else None."""
+    if "HOROVOD_RANK" not in os.environ:
+        return None
+    return int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
 
 
 def import_horovod() -> types.ModuleType:
@@ -90,7 +83,12 @@ class HorovodEngine(Engine):
         self.is_deterministic = deterministic
         self._hvd = hvd = import_horovod()
         mesh = mesh or Mesh()
+        scheduled = started_by_scheduler()
+        if scheduled and not started_by_horovod() and not hvd.mpi_built():
+            join("horovod", scheduled)
         started = started_by_horovod() or (0, 1)
+        if scheduled and not started_by_horovod():
+            started = scheduled.rank, scheduled.size
         resolved = mesh.resolve(size=started[1], rank=started[0])
         sets = {ranks: hvd.ProcessSet(list(ranks)) for ranks in _rank_sets(resolved, pairs_along)}
         if hvd.is_initialized():

@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfdist.collectives.engine import Engine, reduce_locally, split_rows
 from tfdist.collectives.group import Group
 from tfdist.mesh import Mesh
+from tfdist.schedulers import join, started_by_scheduler
 
 __all__ = ["TensorFlowEngine", "started_by_tf_config"]
 
@@ -75,6 +76,9 @@ class TensorFlowEngine(Engine):
     }
 
     def __init__(self, mesh: Mesh | None = None, communication: str = "auto"):
+        scheduled = started_by_scheduler()
+        if scheduled and not started_by_tf_config():
+            join("tensorflow", scheduled)
         rank, size = started_by_tf_config() or (0, 1)
         resolved = (mesh or Mesh()).resolve(size=size, rank=rank)
         self._hint = communication.lower()

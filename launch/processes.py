@@ -1,0 +1,117 @@
+"""The processes of a job's ranks, on this machine and on others, as its supervisor handles them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import IO, cast
+
+import psutil
+
+from tfdist.launch.command import UsageError
+
+__all__ = ["RankProcess", "kill_session", "signal_name", "start_session"]
+
+
+class RankProcess:
+    """A rank: a session of its own, so that its children end with it.
+
+    Args:
+        process: The leader of the session; its output is a pipe.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes]):
+        self._process = process
+        self.output = cast(IO[bytes], process.stdout)
+        os.set_blocking(self.output.fileno(), False)
+
+    @classmethod
+    def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> RankProcess:
+        """Starts a rank on this machine.
+
+        Args:
+            command: The command and its arguments.
+            environment: What it has beside this process's own.
+
+        Raises:
+            UsageError: The command cannot be run.
+        """
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
+        return cls(start_session(command, environment, stdin=subprocess.DEVNULL))
+
+    @property
+    def pid(self) -> int:
+        """The process here; of a rank elsewhere the one that leads there."""
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, minus the number of the signal that killed it; None while it runs."""
+        return self._process.poll()
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the rank and to the children in its process group."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
+
+    def kill(self) -> None:
+        """Ends the rank and all its children."""
+        kill_session(self.pid)
+
+    def wait(self) -> None:
+        """Returns when the process has ended."""
+        self._process.wait()
+
+    def describe(self, code: int) -> str:
+        """How the rank failed, in words that follow its number."""
+        if code < 0:
+            return f"was killed by {signal_name(-code)}"
+        return f"failed first, with exit code {code}"
+
+    def is_stopped(self) -> bool:
+        """Whether the rank is held still, by SIGSTOP."""
+        if self.code is not None:
+            return False
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+        return False
+
+
+def start_session(
+    command: Sequence[str], environment: Mapping[str, str], stdin: int
+) -> subprocess.Popen[bytes]:
+    """Starts a process as the leader of a session, with one pipe for all that it prints.
+
+    Raises:
+        UsageError: The command cannot be run.
+    """
+    try:
+        return subprocess.Popen(
+            list(command),
+            env=dict(environment),
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise UsageError(f"{command[0]!r} cannot be run: {error.strerror}.") from error
+
+
+def signal_name(number: int) -> str:
+    """What a signal is called."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def kill_session(pid: int) -> None:
+    """Kills a process and its children, also where these are a process group of their own."""
+    for other in [pid, *psutil.pids()]:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(other) == pid:
+                os.kill(other, signal.SIGKILL)

@@ -1,0 +1,190 @@
+"""Ranks on other hosts, over ssh or Slurm's srun."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import selectors
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, cast
+
+from tfdist.launch.command import UsageError
+from tfdist.launch.processes import RankProcess, start_session
+from tfdist.launch.remote_rank import CARD
+from tfdist.rendezvous import address_towards
+
+__all__ = ["Card", "Reached", "RemoteRank", "UnreachableError", "reach", "srun", "ssh"]
+
+_REACH_SECONDS = 60.0
+#: What belongs to a host or to who is logged in there, and is no business of the others.
+_OF_THE_HOST = re.compile(
+    r"BASH_FUNC.*|DBUS_.*|DISPLAY|HOME|HOSTNAME|LOGNAME|MAIL|OLDPWD|PWD|SHELL|SHLVL|SLURM.*|SSH_.*|"
+    r"TMPDIR|TERM|USER|XAUTHORITY|XDG_.*|_"
+)
+#: ssh's own exit code, where it does not get through or loses the connection.
+_SSH_FAILED = 255
+
+
+class UnreachableError(UsageError):
+    """A host cannot be reached, or cannot run ranks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """What the far end of a rank says of its host.
+
+    Attributes:
+        caller: The address of this machine as it is seen from there.
+        address: The host's own address, by which it was reached.
+        port: A free port.
+    """
+
+    caller: str
+    address: str
+    port: int
+
+
+def ssh(host: str, command: Sequence[str]) -> list[str]:
+    """How a command is run on a host by ssh, which asks for no password."""
+    options = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ConnectTimeout=20"]
+    return ["ssh", *options, host, shlex.join(command)]
+
+
+def srun(host: str, command: Sequence[str]) -> list[str]:
+    """How a command is run on a host of the Slurm allocation that this process is in."""
+    return ["srun", "--nodes=1", "--ntasks=1", "--overlap", f"--nodelist={host}", *command]
+
+
+def reach(hosts: Sequence[str], shell: Callable[[str, Sequence[str]], list[str]]) -> list[Reached]:
+    """Reaches a host for each of some ranks; a host may be named more than once.
+
+    Raises:
+        UnreachableError: One cannot be reached.
+    """
+    far = [sys.executable, "-m", "tfdist.launch.remote_rank"]
+    started: list[tuple[str, subprocess.Popen[bytes]]] = []
+    try:
+        for host in hosts:
+            process = start_session(shell(host, far), os.environ, stdin=subprocess.PIPE)
+            started.append((host, process))
+        deadline = time.monotonic() + _REACH_SECONDS
+        return [Reached(host, process, _card(host, process, deadline)) for host, process in started]
+    except UsageError:
+        for _, process in started:
+            process.kill()
+        raise
+
+
+def _card(host: str, process: subprocess.Popen[bytes], deadline: float) -> Card:
+    """What the far end says of itself."""
+    output = cast(IO[bytes], process.stdout)
+    os.set_blocking(output.fileno(), False)
+    said = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(output, selectors.EVENT_READ)
+        while time.monotonic() < deadline:
+            if not selector.select(deadline - time.monotonic()):
+                break
+            part = os.read(output.fileno(), 1)  # What comes after the line is the rank's.
+            if not part:
+                break
+            said += part
+            line = said.rpartition(b"\n")[0].rpartition(b"\n")[2].decode(errors="replace")
+            if said.endswith(b"\n") and line.startswith(CARD):
+                return _complete(host, **json.loads(line.removeprefix(CARD)))
+    words = " ".join(said.decode(errors="replace").split()) or "it said nothing"
+    raise UnreachableError(f"The host {host} cannot be reached, or lacks tfdist: {words}.")
+
+
+def _complete(host: str, caller: str, address: str, port: int) -> Card:
+    """A card, with what only ssh tells looked up where it is missing."""
+    try:
+        address = address or socket.gethostbyname(host)
+        return Card(caller or address_towards(address), address, port)
+    except OSError as error:
+        raise UnreachableError(f"The host {host} has no address: {error}.") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Reached:
+    """A host that waits for what it is to run.
+
+    Attributes:
+        host: Its name.
+        process: What leads there.
+        card: What it said of itself.
+    """
+
+    host: str
+    process: subprocess.Popen[bytes]
+    card: Card
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> RemoteRank:
+        """Starts the rank, in a folder of the same path as the one here."""
+        passed = {n: v for n, v in os.environ.items() if not _OF_THE_HOST.fullmatch(n)}
+        order = {
+            "command": list(command),
+            "environment": {**passed, "PYTHONUNBUFFERED": "1", **environment},
+            "folder": os.getcwd(),
+        }
+        rank = RemoteRank(self.host, self.process)
+        rank.tell(json.dumps(order))
+        return rank
+
+
+class RemoteRank(RankProcess):
+    """A rank on another host.
+
+    Args:
+        host: The host's name.
+        process: What leads there.
+    """
+
+    def __init__(self, host: str, process: subprocess.Popen[bytes]):
+        super().__init__(process)
+        self.host = host
+        self._input = cast(IO[bytes], process.stdin)
+
+    def tell(self, line: str) -> None:
+        """Sends a line to the far end; one that is gone is seen by its exit code."""
+        with contextlib.suppress(BrokenPipeError, ValueError):
+            self._input.write(f"{line}\n".encode())
+            self._input.flush()
+
+    @property
+    def code(self) -> int | None:
+        """As of a rank here, as far as ssh tells."""
+        code = super().code
+        if code is not None and 128 < code < _SSH_FAILED:
+            return 128 - code
+        return code
+
+    def signal(self, number: int) -> None:
+        """Has the far end pass on a signal."""
+        self.tell(str(int(number)))
+
+    def kill(self) -> None:
+        """Ends the rank there and what leads to it."""
+        self.tell(str(int(signal.SIGKILL)))
+        with contextlib.suppress(BrokenPipeError):
+            self._input.close()
+        super().kill()
+
+    def describe(self, code: int) -> str:
+        """As of a rank here; a lost connection is one of the ways to fail."""
+        if code == _SSH_FAILED:
+            return f"is lost: the connection to {self.host} has ended"
+        return f"on {self.host} {super().describe(code)}"
+
+    def is_stopped(self) -> bool:
+        """Not known of a rank elsewhere; the watchdog finds one that is frozen."""
+        return False
