@@ -1,0 +1,267 @@
+"""What every scheduler is told of a job, and the flags of `tfdist-launch` that say it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+
+from absl import flags
+
+from tfdist.launch.command import UsageError
+
+__all__ = [
+    "Job",
+    "JobFlags",
+    "define_repeated",
+    "in_units",
+    "key_values",
+    "parse_size",
+    "parse_time",
+    "refuse_odd",
+]
+
+_SIZE = re.compile(r"([1-9][0-9]*)([MGT])(?:i?B|i)?")
+_MIB = {"M": 1, "G": 1024, "T": 1024**2}
+_CLOCK = re.compile(r"(?:([0-9]+)-)?([0-9]+):([0-5]?[0-9]):([0-5]?[0-9])")
+_UNITS = re.compile(r"(?:([0-9]+)d)?(?:([0-9]+)h)?(?:([0-9]+)m)?(?:([0-9]+)s)?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+#: What ends a value, or begins something else, in the lines of a batch script.
+_ODD = re.compile(r"[\s'\"\\#]|[^\x20-\x7e]")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A command on many ranks, and what each of them needs.
+
+    Attributes:
+        name: What the scheduler calls it.
+        nodes: How many nodes.
+        ranks_per_node: How many ranks on each.
+        cpus: Cores of a rank.
+        memory: MiB of a rank, or None.
+        gpu: Whether a rank has a GPU.
+        seconds: How long it may run, or None.
+        save_seconds: How long the ranks have to save after a SIGTERM.
+        max_restarts: How many failures are followed by another start.
+        directory: Where it runs, or None for the scheduler's own.
+        environment: Variables of each rank.
+        command: What each rank runs.
+    """
+
+    name: str
+    nodes: int
+    ranks_per_node: int
+    command: tuple[str, ...]
+    cpus: int = 1
+    memory: int | None = None
+    gpu: bool = False
+    seconds: int | None = None
+    save_seconds: int = 30
+    max_restarts: int = 0
+    directory: str | None = None
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks, on all nodes together."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The variables of each rank, with those that keep it to its own cores.
+
+        TensorFlow takes all cores of the machine otherwise, on each of the ranks that share it.
+        """
+        cores = str(self.cpus)
+        own = {"OMP_NUM_THREADS": cores, "TF_NUM_INTRAOP_THREADS": cores}
+        return {**own, **self.environment}
+
+
+class JobFlags:
+    """The flags that mean the same for every scheduler.
+
+    Args:
+        values: Where they are defined.
+    """
+
+    #: Those that the help only names.
+    FAILURES = ("max_restarts", "save_seconds")
+
+    def __init__(self, values: flags.FlagValues):
+        self._name = flags.DEFINE_string("name", "tfdist", "Of the job", flag_values=values)
+        self._np = flags.DEFINE_integer(
+            "np", None, "How many ranks", lower_bound=1, flag_values=values
+        )
+        self._nodes = flags.DEFINE_integer(
+            "nodes", None, "How many nodes they are on [1]", lower_bound=1, flag_values=values
+        )
+        self._per_node = flags.DEFINE_integer(
+            "ranks_per_node", None, "In place of --np", lower_bound=1, flag_values=values
+        )
+        self._cpus = flags.DEFINE_integer(
+            "cpus", 1, "Cores of a rank", lower_bound=1, flag_values=values
+        )
+        self._memory = flags.DEFINE_string(
+            "memory", None, "Of a rank: 16G, 500M", flag_values=values
+        )
+        self._gpu = flags.DEFINE_bool("gpu", False, "A GPU for each rank", flag_values=values)
+        self._time = flags.DEFINE_string(
+            "time", None, "It may take: 90m, 12h, 1d12h, 1-12:00:00", flag_values=values
+        )
+        self._env = define_repeated("env", "NAME=VALUE for each rank", values)
+        self._directory = flags.DEFINE_string(
+            "chdir", None, "The folder in which it runs", flag_values=values
+        )
+        self._restarts = flags.DEFINE_integer(
+            "max_restarts",
+            0,
+            "How many failures are followed by another start",
+            lower_bound=0,
+            flag_values=values,
+        )
+        self._save = flags.DEFINE_integer(
+            "save_seconds",
+            30,
+            "How long the ranks have to save after a SIGTERM",
+            lower_bound=1,
+            upper_bound=50_000,
+            flag_values=values,
+        )
+
+    @property
+    def places_ranks(self) -> str:
+        """The flags as given that say which ranks share a node."""
+        given = {"--nodes": self._nodes, "--ranks_per_node": self._per_node}
+        return " ".join(f"{name}={flag.value}" for name, flag in given.items() if flag.value)
+
+    def read(self, command: Sequence[str]) -> Job:
+        """Returns the job of the flags.
+
+        Args:
+            command: What each rank runs.
+
+        Raises:
+            UsageError: The flags do not go together, or one cannot be read.
+        """
+        if not command:
+            raise UsageError(
+                "Say what to run: tfdist-launch SCHEDULER [flags] -- command. Received: no command."
+            )
+        nodes, per_node = _layout(self._np.value, self._nodes.value, self._per_node.value)
+        seconds = None if self._time.value is None else parse_time(self._time.value)
+        environment = key_values("--env", self._env.value or ())
+        for name in environment:
+            if _VARIABLE.fullmatch(name) is None:
+                raise UsageError(f"--env is NAME=VALUE. Received: the name {name!r}.")
+        return Job(
+            name=self._name.value,
+            nodes=nodes,
+            ranks_per_node=per_node,
+            command=tuple(command),
+            cpus=self._cpus.value,
+            memory=None if self._memory.value is None else parse_size("memory", self._memory.value),
+            gpu=self._gpu.value,
+            seconds=seconds,
+            save_seconds=self._save.value,
+            max_restarts=self._restarts.value,
+            directory=self._directory.value,
+            environment=environment,
+        )
+
+
+def define_repeated(name: str, text: str, values: flags.FlagValues) -> flags.FlagHolder:
+    """Defines a flag that may be given more than once; the help says so in a few words."""
+    holder = flags.DEFINE_multi_string(name, None, text, flag_values=values)
+    values[name].help = f"{text}; may be repeated"
+    return holder
+
+
+def _layout(ranks: int | None, nodes: int | None, per_node: int | None) -> tuple[int, int]:
+    """How many nodes, and how many ranks on each, where one or two of the three are given."""
+    if ranks is None and per_node is None:
+        raise UsageError(
+            "Say how many ranks there are: -np N, or --nodes=N --ranks_per_node=M. Received: "
+            "neither -np nor --ranks_per_node."
+        )
+    if ranks is None:
+        return nodes or 1, per_node or 1
+    given = f"-np {ranks}"
+    if nodes is None:
+        nodes = 1 if per_node is None else ranks // per_node
+    else:
+        given += f" --nodes={nodes}"
+    if per_node is None:
+        per_node = ranks // nodes
+    else:
+        given += f" --ranks_per_node={per_node}"
+    if nodes * per_node != ranks:
+        raise UsageError(
+            f"Each node has as many ranks as the others: -np is --nodes times --ranks_per_node. "
+            f"Received: {given}."
+        )
+    return nodes, per_node
+
+
+def parse_time(text: str) -> int:
+    """Reads a time as `1d12h`, `90m` or Slurm's `1-12:00:00`, in seconds.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    found = _CLOCK.fullmatch(text) or (text and _UNITS.fullmatch(text))
+    parts = [int(part or 0) for part in found.groups()] if found else []
+    seconds = sum(part * unit for part, unit in zip(parts, (86_400, 3600, 60, 1), strict=False))
+    if not seconds:
+        raise UsageError(
+            f"--time is written with its units, 90m, 12h or 1d12h, or as days-hours:minutes:"
+            f"seconds, 1-12:00:00. Received: --time={text}."
+        )
+    return seconds
+
+
+def parse_size(flag: str, text: str) -> int:
+    """Reads a size as `16G`, `16Gi` or `500M`, in MiB: a G is 1024 M everywhere.
+
+    Raises:
+        UsageError: It is none.
+    """
+    found = _SIZE.fullmatch(text)
+    if found is None:
+        raise UsageError(f"--{flag} is a size such as 16G or 500M. Received: --{flag}={text}.")
+    return int(found[1]) * _MIB[found[2]]
+
+
+def in_units(mebibytes: int) -> str:
+    """Writes a number of MiB as `16G` where it is whole, else as `500M`."""
+    whole, rest = divmod(mebibytes, 1024)
+    return f"{mebibytes}M" if rest else f"{whole}G"
+
+
+def key_values(flag: str, texts: Sequence[str]) -> dict[str, str]:
+    """Reads `KEY=VALUE` texts.
+
+    Raises:
+        UsageError: One has no `=`, or no key.
+    """
+    pairs = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key and equals):
+            raise UsageError(f"{flag} is written KEY=VALUE. Received: {flag}={text}.")
+        pairs[key] = value
+    return pairs
+
+
+def refuse_odd(flag: str, text: str) -> None:
+    """Refuses a value that a scheduler would read as something else.
+
+    Raises:
+        UsageError: It is empty, begins with a hyphen, or holds blanks, quotes, backslashes, #, or
+            what is no ASCII.
+    """
+    if not text or text.startswith("-") or _ODD.search(text):
+        raise UsageError(
+            f"{flag} is a word without blanks, quotes, backslashes and #, in ASCII. "
+            f"Received: {flag}={text!r}."
+        )

@@ -1,0 +1,118 @@
+"""The objects of a job for Kubernetes, and the flags that only Kubernetes has."""
+
+from __future__ import annotations
+
+import re
+
+from absl import flags
+
+from tfdist.launch.command import UsageError
+from tfdist.launch.indexed_job import indexed_job
+from tfdist.launch.job_flags import JobFlags, define_repeated, key_values, parse_size, refuse_odd
+from tfdist.launch.manifests import to_yaml
+from tfdist.launch.mpi_job import mpi_job
+from tfdist.launch.pods import Pods
+
+__all__ = ["FOLDED", "VALUES", "from_flags"]
+
+_VOLUME = re.compile(r"([a-z0-9][-.a-z0-9]*):(/[^:\s]*)(:ro)?")
+
+VALUES = flags.FlagValues()
+_JOB = JobFlags(VALUES)
+_KIND = flags.DEFINE_enum(
+    "kind",
+    "job",
+    ["job", "mpijob"],
+    "A Job, or an MPIJob of the mpi-operator",
+    flag_values=VALUES,
+)
+_IMAGE = flags.DEFINE_string("image", None, "With tfdist and the command in it", flag_values=VALUES)
+_NAMESPACE = flags.DEFINE_string("namespace", None, "Of the job", flag_values=VALUES)
+_VOLUMES = define_repeated("volume", "CLAIM:/path[:ro], for each rank", VALUES)
+_SHARED_MEMORY = flags.DEFINE_string(
+    "shared_memory", "1G", "What /dev/shm may hold, for all ranks of a pod", flag_values=VALUES
+)
+_GPU_RESOURCE = flags.DEFINE_string(
+    "gpu_resource", "nvidia.com/gpu", "What the cluster calls a GPU", flag_values=VALUES
+)
+_NODE_SELECTOR = define_repeated("node_selector", "KEY=VALUE, a label of the nodes", VALUES)
+_QUEUE = flags.DEFINE_string(
+    "queue", None, "Of Kueue, which starts all pods together", flag_values=VALUES
+)
+_USER = flags.DEFINE_integer(
+    "run_as_user", None, "User id in the pods", lower_bound=0, flag_values=VALUES
+)
+_LAUNCHER = flags.DEFINE_enum(
+    "launcher",
+    "tfdist-run",
+    ["tfdist-run", "mpirun"],
+    "What starts the ranks of an MPIJob",
+    flag_values=VALUES,
+)
+_SSH = flags.DEFINE_string(
+    "ssh_auth_mount_path", None, "Its user's folder .ssh [/root/.ssh]", flag_values=VALUES
+)
+
+FOLDED = {
+    "of failures": JobFlags.FAILURES,
+    "of pods": [
+        _NAMESPACE.name,
+        "chdir",
+        _SHARED_MEMORY.name,
+        _GPU_RESOURCE.name,
+        _NODE_SELECTOR.name,
+        _QUEUE.name,
+        _USER.name,
+    ],
+    "of an MPIJob": [_LAUNCHER.name, _SSH.name],
+}
+
+
+def from_flags(command: list[str]) -> str:
+    """Returns the objects that the flags ask for, as YAML.
+
+    Raises:
+        UsageError: A flag cannot be read, or they do not go together.
+    """
+    job = _JOB.read(command)
+    if _IMAGE.value is None:
+        raise UsageError("Say what image the pods run: --image=registry/name:tag. Received: none.")
+    refuse_odd("--image", _IMAGE.value)
+    pods = Pods(
+        image=_IMAGE.value,
+        namespace=_NAMESPACE.value,
+        volumes=[_volume(text) for text in _VOLUMES.value or ()],
+        shared_memory=parse_size("shared_memory", _SHARED_MEMORY.value),
+        gpu_resource=_GPU_RESOURCE.value,
+        node_selector=key_values("--node_selector", _NODE_SELECTOR.value or ()),
+        queue=_QUEUE.value,
+        user=_USER.value,
+    )
+    if _KIND.value == "mpijob":
+        objects = [mpi_job(job, pods, launcher=_LAUNCHER.value, ssh=_SSH.value)]
+    else:
+        _check_is_for_a_job()
+        objects = indexed_job(job, pods)
+    return to_yaml("Apply it with: kubectl apply -f FILE", objects)
+
+
+def _check_is_for_a_job() -> None:
+    """Refuses flags that say nothing of a Job."""
+    if _JOB.places_ranks:
+        raise UsageError(
+            "In a Job each rank is a pod, and Kubernetes chooses its node: say how many by -np, or "
+            f"take --kind=mpijob. Received: {_JOB.places_ranks}."
+        )
+    for flag in (_LAUNCHER, _SSH):
+        if flag.present:
+            raise UsageError(f"--{flag.name} is for --kind=mpijob. Received: --kind=job.")
+
+
+def _volume(text: str) -> tuple[str, str, bool]:
+    found = _VOLUME.fullmatch(text)
+    if found is None:
+        raise UsageError(
+            "--volume is CLAIM:/path, or CLAIM:/path:ro for reading only. Received: "
+            f"--volume={text}."
+        )
+    return found[1], found[2], found[3] is not None

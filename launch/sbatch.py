@@ -1,0 +1,197 @@
+"""The batch script of a job for Slurm, and the flags that only Slurm has."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Sequence
+
+from absl import flags
+
+from tfdist import exit_codes
+from tfdist.launch.command import UsageError
+from tfdist.launch.job_flags import Job, JobFlags, define_repeated, in_units, refuse_odd
+
+__all__ = ["FOLDED", "VALUES", "SlurmOptions", "batch_script", "from_flags"]
+
+#: From the end of saving to the end of the time: the ranks go, and the job returns to the queue.
+#: Slurm's clock is coarse, too.
+_MARGIN_SECONDS = 60
+
+#: Options of sbatch that have another name as a flag.
+_FLAGS = {"job-name": "name", "output": "log", "gpus-per-node": "gpu_type"}
+
+VALUES = flags.FlagValues()
+_JOB = JobFlags(VALUES)
+_PARTITION = flags.DEFINE_string("partition", None, "Of the cluster", flag_values=VALUES)
+_ACCOUNT = flags.DEFINE_string("account", None, "To be charged", flag_values=VALUES)
+_SETUP = define_repeated("setup", "A line to run before, as 'module load mpi'", VALUES)
+_LOG = flags.DEFINE_string(
+    "log", "%x-%j.out", "Where output goes; %x is the name, %j the number", flag_values=VALUES
+)
+_REQUEUE = flags.DEFINE_bool(
+    "requeue",
+    True,
+    "A job that has saved and was not cancelled is queued again",
+    flag_values=VALUES,
+)
+_ENGINE = flags.DEFINE_enum(
+    "engine", None, ["auto", "horovod", "tensorflow"], "As of tfdist-run", flag_values=VALUES
+)
+_GPU_TYPE = flags.DEFINE_string("gpu_type", None, "The GPUs' name in Slurm", flag_values=VALUES)
+_SBATCH = define_repeated("sbatch", "Another option of sbatch, as --sbatch=--qos=high", VALUES)
+
+FOLDED = {
+    "of failures": [*JobFlags.FAILURES, _REQUEUE.name],
+    "of Slurm": [_LOG.name, _GPU_TYPE.name, _ENGINE.name, _SBATCH.name],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class SlurmOptions:
+    """What only Slurm is told.
+
+    Attributes:
+        partition: Of the cluster, or None.
+        account: To be charged, or None.
+        log: Slurm's pattern of the file that output goes to.
+        requeue: Whether a job that has saved is queued again.
+        engine: For `tfdist-run`, or None.
+        gpu_type: What the cluster calls its GPUs, or None.
+        setup: Lines of the shell to run before.
+        options: Others of sbatch, as on its command line.
+    """
+
+    partition: str | None = None
+    account: str | None = None
+    log: str = "%x-%j.out"
+    requeue: bool = True
+    engine: str | None = None
+    gpu_type: str | None = None
+    setup: Sequence[str] = ()
+    options: Sequence[str] = ()
+
+
+def from_flags(command: list[str]) -> str:
+    """Returns the batch script that the flags ask for.
+
+    Raises:
+        UsageError: A flag cannot be read, or they do not go together.
+    """
+    job = _JOB.read(command)
+    if _GPU_TYPE.value is not None and not job.gpu:
+        raise UsageError(f"--gpu_type is for --gpu. Received: --gpu_type={_GPU_TYPE.value} alone.")
+    for option in _SBATCH.value or ():
+        if re.fullmatch(r"-[^\n\r]+", option) is None:
+            raise UsageError(
+                f"--sbatch is an option of sbatch, such as --sbatch=--qos=high. Received: {option!r}."
+            )
+    return batch_script(
+        job,
+        SlurmOptions(
+            partition=_PARTITION.value,
+            account=_ACCOUNT.value,
+            log=_LOG.value,
+            requeue=_REQUEUE.value,
+            engine=_ENGINE.value,
+            gpu_type=_GPU_TYPE.value,
+            setup=_SETUP.value or (),
+            options=_SBATCH.value or (),
+        ),
+    )
+
+
+def batch_script(job: Job, options: SlurmOptions) -> str:
+    """Writes the script.
+
+    Raises:
+        UsageError: The time is too short to save in, or a value would break the script.
+    """
+    lines = ["#!/bin/bash", *_directives(job, options), ""]
+    lines += [f"export {name}={shlex.quote(text)}" for name, text in job.variables.items()]
+    lines += [*options.setup, "", *_start(job, options), *_SIGNALS.strip().splitlines()]
+    if options.requeue:
+        lines += ["", *_REQUEUE_LINES.strip().splitlines()]
+    return "\n".join([*lines, "", 'exit "$code"', ""])
+
+
+def _directives(job: Job, options: SlurmOptions) -> list[str]:
+    lead = job.save_seconds + _MARGIN_SECONDS
+    if job.seconds is not None and job.seconds <= lead:
+        raise UsageError(
+            f"The ranks are told to save {lead} s before the time is up, so --time is longer. "
+            f"Received: {job.seconds} s, --save_seconds={job.save_seconds}."
+        )
+    gpus = None
+    if job.gpu:
+        gpus = ":".join(filter(None, [options.gpu_type, str(job.ranks_per_node)]))
+    memory = None if job.memory is None else in_units(job.memory * job.ranks_per_node)
+    given = {
+        "job-name": job.name,
+        "nodes": str(job.nodes),
+        "ntasks-per-node": str(job.ranks_per_node),
+        "cpus-per-task": str(job.cpus),
+        "mem": memory,
+        "gpus-per-node": gpus,
+        "time": None if job.seconds is None else _clock(job.seconds),
+        "partition": options.partition,
+        "account": options.account,
+        "chdir": job.directory,
+        "output": options.log,
+        "open-mode": "append",
+        "signal": f"B:USR1@{lead}",
+    }
+    lines = []
+    for name, value in given.items():
+        if value is not None:
+            refuse_odd(f"--{_FLAGS.get(name, name)}", value)
+            lines.append(f"#SBATCH --{name}={value}")
+    lines.append(f"#SBATCH --{'requeue' if options.requeue else 'no-requeue'}")
+    return [*lines, *(f"#SBATCH {option}" for option in options.options)]
+
+
+def _start(job: Job, options: SlurmOptions) -> list[str]:
+    words = ["tfdist-run", "-np", str(job.num_ranks), f"--save_seconds={job.save_seconds}"]
+    if options.engine is not None:
+        words.append(f"--engine={options.engine}")
+    if job.max_restarts:
+        words.append(f"--max_restarts={job.max_restarts}")
+    return [
+        "# tfdist-run learns from Slurm which nodes there are. It runs beside this shell, which",
+        "# hears no signal while it waits for a command of its own.",
+        f"{shlex.join([*words, '--', *job.command])} &",
+    ]
+
+
+def _clock(seconds: int) -> str:
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    clock = f"{hours:02d}:{minutes:02d}:{seconds:02d}"
+    return f"{days}-{clock}" if days else clock
+
+
+#: A job that is cancelled gets the same SIGTERM as one whose time is up, and would come back if it
+#: were queued again; so Slurm is asked for another signal before the time is up.
+_SIGNALS = """
+ranks=$!
+told=
+trap 'heard=yes told=${told:-time}; kill -TERM "$ranks" 2> /dev/null' USR1  # Time is nearly up.
+trap 'heard=yes told=${told:-end}; kill -TERM "$ranks" 2> /dev/null' TERM   # Cancelled, preempted.
+
+# A signal ends the waiting, not the ranks: they save, and are waited for again.
+heard=yes
+while [ -n "$heard" ]; do
+  heard=
+  wait "$ranks"
+  code=$?
+done
+"""
+
+_REQUEUE_LINES = f"""
+# Code {exit_codes.PREEMPTED}: the ranks have saved. Started again they go on from there.
+if [ "$code" -eq {exit_codes.PREEMPTED} ] && [ "$told" != end ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+"""
