@@ -48,9 +48,9 @@ def run_with_restarts(
         The exit code of the last run.
 
     Raises:
-        UnreachableError: A host cannot be reached, and no other start is left.
+        UnreachableError: A host cannot be reached, at the first start or when no other is left.
     """
-    failures, delay = 0, _FIRST_DELAY
+    failures, delay, has_run = 0, _FIRST_DELAY, False
     while True:
         if discovery is not None:
             hosts = _wait_for_room(discovery, min_ranks, max_ranks)
@@ -62,10 +62,12 @@ def run_with_restarts(
         try:
             supervisor, code = start(hosts, has_changed)
         except UnreachableError as error:
-            if failures == max_restarts:
+            # Never reached, it is a wrong name or a missing key, which no patience mends.
+            if failures == max_restarts or not has_run:
                 raise
             say("tfdist-run", str(error))
         else:
+            has_run = True
             if code in (0, exit_codes.USAGE) or supervisor.was_told:
                 return code
             if supervisor.was_asked:

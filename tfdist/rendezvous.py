@@ -130,7 +130,7 @@ def _slots(hosts: Sequence[str]) -> list[dict[str, Any]]:
     """How Horovod numbers the ranks of some hosts: on each, and across those of one number."""
     seen: collections.Counter[str] = collections.Counter()
     crossing: collections.Counter[int] = collections.Counter()
-    slots = []
+    slots: list[dict[str, Any]] = []
     for rank, host in enumerate(hosts):
         local = seen[host]
         slots.append(

@@ -106,7 +106,10 @@ class HorovodEngine(Engine):
             os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
         hvd.init(process_sets=list(sets.values()))
         if (hvd.rank(), hvd.size()) != (resolved.rank, resolved.size):
-            resolved = mesh.resolve(size=hvd.size(), rank=hvd.rank())
+            raise RuntimeError(
+                f"Horovod says rank {hvd.rank()} of {hvd.size()}, its launcher said rank "
+                f"{resolved.rank} of {resolved.size}. Start the ranks with `tfdist-run`."
+            )
         self._sets = {tuple(range(resolved.size)): hvd.global_process_set, **sets}
         super().__init__(resolved)
         if direct and resolved.size > 1:
