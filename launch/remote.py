@@ -61,7 +61,15 @@ def ssh(host: str, command: Sequence[str]) -> list[str]:
 
 def srun(host: str, command: Sequence[str]) -> list[str]:
     """How a command is run on a host of the Slurm allocation that this process is in."""
-    return ["srun", "--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none", f"--nodelist={host}", *command]
+    return [
+        "srun",
+        "--nodes=1",
+        "--ntasks=1",
+        "--overlap",
+        "--cpu-bind=none",
+        f"--nodelist={host}",
+        *command,
+    ]
 
 
 def reach(hosts: Sequence[str], shell: Callable[[str, Sequence[str]], list[str]]) -> list[Reached]:

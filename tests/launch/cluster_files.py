@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PROGRAM = [sys.executable, "-m", "tfdist.launch.launch"]
+PROGRAM = [sys.executable, "-m", "tfdist.launch.cluster.main"]
 GOLDEN = Path(__file__).parent / "golden"
 #: The same job for every scheduler: eight ranks, and something of each flag that they share.
 SHARED = """

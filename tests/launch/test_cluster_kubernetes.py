@@ -13,11 +13,11 @@ import yaml
 
 from tests.launch import kubernetes_schemas
 from tests.launch.cluster_files import MANIFESTS, golden
-from tfdist.launch.indexed_job import indexed_job
-from tfdist.launch.job_flags import Job
-from tfdist.launch.manifests import to_yaml
-from tfdist.launch.mpi_job import mpi_job
-from tfdist.launch.pods import Pods
+from tfdist.launch.cluster.indexed_job import indexed_job
+from tfdist.launch.cluster.job_flags import Job
+from tfdist.launch.cluster.manifests import to_yaml
+from tfdist.launch.cluster.mpi_job import mpi_job
+from tfdist.launch.cluster.pods import Pods
 
 
 def objects(name):

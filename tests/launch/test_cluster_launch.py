@@ -8,8 +8,8 @@ import shlex
 import pytest
 
 from tests.launch.cluster_files import FILES, golden, launch, written
+from tfdist.launch.cluster.job_flags import parse_size, parse_time
 from tfdist.launch.command import UsageError
-from tfdist.launch.job_flags import parse_size, parse_time
 
 
 @pytest.mark.parametrize("name", FILES)

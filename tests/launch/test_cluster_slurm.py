@@ -10,8 +10,8 @@ import time
 import pytest
 
 from tests.launch.cluster_files import GOLDEN, SCRIPTS, golden
-from tfdist.launch.job_flags import Job
-from tfdist.launch.sbatch import SlurmOptions, batch_script
+from tfdist.launch.cluster.job_flags import Job
+from tfdist.launch.cluster.sbatch import SlurmOptions, batch_script
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

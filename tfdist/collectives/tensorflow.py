@@ -1,28 +1,20 @@
-"""TensorFlow's own collectives as an engine: a ring over gRPC, no C++ to build.
-
-`tf.distribute.MultiWorkerMirroredStrategy` is made once, to bring the cluster up; its own
-variables and reductions, which Keras 3 cannot use, are not.
-"""
+"""TensorFlow's own collectives as an engine: a ring over gRPC, no C++ to build."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
-import threading
 import zlib
 
 import tensorflow as tf
 
 from tfdist.collectives.engine import Engine, reduce_locally, split_rows
 from tfdist.collectives.group import Group
+from tfdist.collectives.tensorflow_cluster import bring_up_cluster
 from tfdist.mesh import Mesh
 from tfdist.schedulers import join, started_by_scheduler
 
 __all__ = ["TensorFlowEngine", "started_by_tf_config"]
-
-#: TensorFlow's cluster of this process; it can join one, once.
-_cluster: tf.distribute.MultiWorkerMirroredStrategy | None = None
 
 
 def started_by_tf_config() -> tuple[int, int] | None:
@@ -83,7 +75,7 @@ class TensorFlowEngine(Engine):
         resolved = (mesh or Mesh()).resolve(size=size, rank=rank)
         self._hint = communication.lower()
         if size > 1:
-            _bring_up_cluster(self._hint)
+            bring_up_cluster(self._hint)
         super().__init__(resolved)
 
     def all_reduce(self, tensor, group, reduction, name):
@@ -200,29 +192,6 @@ class TensorFlowEngine(Engine):
             "timeout_seconds": 0.0,
             "is_stateless": False,
         }
-
-
-def _bring_up_cluster(communication: str) -> None:
-    global _cluster
-    if _cluster is not None:
-        return
-    options = tf.distribute.experimental.CommunicationOptions(
-        implementation=tf.distribute.experimental.CommunicationImplementation(communication.upper())
-    )
-    on_terminate = signal.getsignal(signal.SIGTERM)
-    try:
-        # Kept for the life of the process: it owns the server that the peers talk to.
-        _cluster = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
-    except RuntimeError as error:
-        raise RuntimeError(
-            "TensorFlow has already run operations in this process, and can join a cluster only "
-            "before its first. Make the strategy at the start of the program, before any tensor, "
-            f"model or data set. TensorFlow said: {error}"
-        ) from error
-    # TensorFlow's notifier of preemptions catches SIGTERM from here on and tells nobody: a rank
-    # that is told to end would train on.
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, on_terminate or signal.SIG_DFL)
 
 
 def _number(text: str) -> int:

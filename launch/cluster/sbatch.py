@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from absl import flags
 
 from tfdist import exit_codes
+from tfdist.launch.cluster.job_flags import Job, JobFlags, define_repeated, in_units, refuse_odd
 from tfdist.launch.command import UsageError
-from tfdist.launch.job_flags import Job, JobFlags, define_repeated, in_units, refuse_odd
 
 __all__ = ["FOLDED", "VALUES", "SlurmOptions", "batch_script", "from_flags"]
 

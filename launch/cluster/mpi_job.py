@@ -9,9 +9,8 @@ import posixpath
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfdist.launch.command import UsageError
-from tfdist.launch.job_flags import Job
-from tfdist.launch.pods import (
+from tfdist.launch.cluster.job_flags import Job
+from tfdist.launch.cluster.pods import (
     Pods,
     check_names,
     container,
@@ -21,6 +20,7 @@ from tfdist.launch.pods import (
     needs,
     pod_template,
 )
+from tfdist.launch.command import UsageError
 
 __all__ = ["mpi_job"]
 

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tfdist.launch.cluster.job_flags import Job, in_units
 from tfdist.launch.command import UsageError
-from tfdist.launch.job_flags import Job, in_units
 
 __all__ = [
     "Pods",

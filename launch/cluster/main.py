@@ -13,7 +13,8 @@ from pathlib import Path
 
 from absl import flags
 
-from tfdist.launch import command, kubernetes, sbatch
+from tfdist.launch import command
+from tfdist.launch.cluster import kubernetes, sbatch
 
 __all__ = ["run"]
 

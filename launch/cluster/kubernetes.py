@@ -6,12 +6,18 @@ import re
 
 from absl import flags
 
+from tfdist.launch.cluster.indexed_job import indexed_job
+from tfdist.launch.cluster.job_flags import (
+    JobFlags,
+    define_repeated,
+    key_values,
+    parse_size,
+    refuse_odd,
+)
+from tfdist.launch.cluster.manifests import to_yaml
+from tfdist.launch.cluster.mpi_job import mpi_job
+from tfdist.launch.cluster.pods import Pods
 from tfdist.launch.command import UsageError
-from tfdist.launch.indexed_job import indexed_job
-from tfdist.launch.job_flags import JobFlags, define_repeated, key_values, parse_size, refuse_odd
-from tfdist.launch.manifests import to_yaml
-from tfdist.launch.mpi_job import mpi_job
-from tfdist.launch.pods import Pods
 
 __all__ = ["FOLDED", "VALUES", "from_flags"]
 
