@@ -44,11 +44,15 @@ class Images(Task):
         size = info.splits["train"].num_examples
         train = train.cache().shuffle(size, seed=settings.seed)
         # A pipeline cuts each batch into equal parts; the shuffle leaves out others each time.
-        whole = settings.layout.pipeline > 1
+        whole = settings.layout.pipeline > 1 or settings.whole_batches
         steps = size // settings.batch_size if whole else -(-size // settings.batch_size)
+        test = test.batch(settings.batch_size, drop_remainder=settings.whole_batches)
+        self._tested = info.splits["test"].num_examples
+        if settings.whole_batches:
+            self._tested -= self._tested % settings.batch_size
         return Data(
             train=train.batch(settings.batch_size, drop_remainder=whole),
-            validation=test.batch(settings.batch_size).cache(),
+            validation=test.cache(),
             steps=steps,
             items=min(size, steps * settings.batch_size),
         )
@@ -61,7 +65,7 @@ class Images(Task):
         make = models.mlp if settings.model == "mlp" else models.convnet
         return make(features["image"].shape, features["label"].num_classes)
 
-    def compile(self, model, rate) -> None:
+    def compile(self, model, rate, **options) -> None:
         """Adam, cross-entropy and accuracy."""
         import keras
 
@@ -69,12 +73,12 @@ class Images(Task):
             keras.optimizers.Adam(rate),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
+            **options,
         )
 
     def verdict(self, logs) -> str:
         """Accuracy and loss."""
-        size = self._info.splits["test"].num_examples
         return (
-            f"Test accuracy {logs['val_accuracy']:.2%} and loss {logs['val_loss']:.4f} on {size} "
-            f"{self._name} images"
+            f"Test accuracy {logs['val_accuracy']:.2%} and loss {logs['val_loss']:.4f} on "
+            f"{self._tested} {self._name} images"
         )

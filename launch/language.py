@@ -94,14 +94,18 @@ class Language(Task):
             raise UsageError(f"--dataset={settings.dataset}: {error}") from error
         train = self._windows("train", shuffle_seed=settings.seed)
         validation = self._windows("validation")
-        self._tested = int(validation.cardinality()) * length
         windows = int(train.cardinality())
         # The next epoch draws other windows, so the few that fill no batch are no loss.
         batch_size = min(settings.batch_size, windows)
         steps = windows // batch_size
+        tested = int(validation.cardinality())
+        if settings.whole_batches:
+            tested -= tested % settings.batch_size
+        self._tested = tested * length
+        validation = validation.take(tested).batch(settings.batch_size)
         return Data(
             train=train.batch(batch_size, drop_remainder=True).prefetch(2),
-            validation=validation.batch(settings.batch_size).cache(),
+            validation=validation.cache(),
             steps=steps,
             items=steps * batch_size * length,
         )
@@ -142,7 +146,7 @@ class Language(Task):
             0.0, max(steps - warmup, 1), alpha=0.1, warmup_target=rate, warmup_steps=warmup
         )
 
-    def compile(self, model, rate) -> None:
+    def compile(self, model, rate, **options) -> None:
         """AdamW and a loss that takes logits as they are split; no metric, which would not."""
         import keras
 
@@ -150,7 +154,8 @@ class Language(Task):
 
         optimizer = keras.optimizers.AdamW(rate, weight_decay=0.1, beta_2=0.95, global_clipnorm=1.0)
         optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
-        model.compile(optimizer, layers.VocabParallelCrossEntropy(self._text.vocabulary_size))
+        loss = layers.VocabParallelCrossEntropy(self._text.vocabulary_size)
+        model.compile(optimizer, loss, **options)
 
     def verdict(self, logs) -> str:
         """Loss, and what it means."""

@@ -23,7 +23,10 @@ VALUES = flags.FlagValues()
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The flags that mean the same in every task."""
+    """The flags that mean the same in every task.
+
+    `whole_batches` asks for batches of one size only: what fills none is left out.
+    """
 
     model: str
     dataset: str
@@ -33,6 +36,7 @@ class Settings:
     seed: int
     layout: Layout
     data_dir: str | None = None
+    whole_batches: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +106,8 @@ class Task(abc.ABC):
         return rate
 
     @abc.abstractmethod
-    def compile(self, model: keras.Model, rate) -> None:
-        """Gives the model an optimizer of that rate, a loss and metrics."""
+    def compile(self, model: keras.Model, rate, **options) -> None:
+        """Gives the model an optimizer of that rate, a loss, metrics, and other options."""
 
     @abc.abstractmethod
     def verdict(self, logs: Mapping[str, float]) -> str:

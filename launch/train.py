@@ -19,10 +19,10 @@ from typing import Any
 
 from absl import flags
 
-from tfdist.launch import command
+from tfdist.launch import command, world
 from tfdist.launch.images import Images
 from tfdist.launch.language import Language
-from tfdist.launch.mesh_flags import MESH, ZERO, Layout, as_given, chosen_layout
+from tfdist.launch.mesh_flags import MESH, ZERO, Layout, chosen_layout
 from tfdist.launch.tasks import VALUES, Data, Settings, Task
 from tfdist.rendezvous import MEANT_RANKS
 
@@ -39,13 +39,6 @@ _MODEL = flags.DEFINE_enum(
 )
 _DATASET = flags.DEFINE_string(
     "dataset", None, "digits or a TFDS set; gpt: pydoc or text:FILE", flag_values=VALUES
-)
-_STRATEGY = flags.DEFINE_enum(
-    "strategy",
-    "auto",
-    ["auto", "horovod", "multi_worker", "local"],
-    "How ranks meet; auto: as they were started",
-    flag_values=VALUES,
 )
 _BATCH_SIZE = flags.DEFINE_integer(
     "batch_size",
@@ -100,13 +93,6 @@ _ELASTIC = flags.DEFINE_enum(
 _THREADS = flags.DEFINE_integer(
     "threads", 0, "Of each rank; 0: TensorFlow's choice", lower_bound=0, flag_values=VALUES
 )
-_WATCHDOG = flags.DEFINE_float(
-    "watchdog_seconds",
-    600.0,
-    "Until a stuck job ends; 0: never",
-    lower_bound=0.0,
-    flag_values=VALUES,
-)
 _VERBOSE = flags.DEFINE_integer(
     "verbose",
     2,
@@ -129,7 +115,7 @@ def run() -> None:
             "of the rate": [_SCALING.name, _WARMUP.name],
             "of checkpoints": [_SAVE_EVERY.name, _KEEP.name, _ELASTIC.name],
             "of memory": [_RECOMPUTE.name, ZERO.name],
-            "of the ranks": [flag.name for flag in (_STRATEGY, *MESH, _THREADS, _WATCHDOG)],
+            "of the ranks": [flag.name for flag in (*MESH, _THREADS, *world.FLAGS)],
         },
     )
 
@@ -147,9 +133,11 @@ def _main(_) -> None:
     # --- Ranks ---------------------------------------------------------------------------------
     if _THREADS.value:
         tf.config.threading.set_intra_op_parallelism_threads(_THREADS.value)
-    strategy = _make_strategy(settings.layout)
-    replicas, batch_size = _replicas_and_batch(task, settings.layout, strategy.mesh)
-    settings = dataclasses.replace(settings, batch_size=batch_size)
+    on = world.make_world(settings.layout)
+    replicas, batch_size = _replicas_and_batch(task, settings.layout, on)
+    settings = dataclasses.replace(settings, batch_size=batch_size, whole_batches=on.is_tpu)
+    if on.is_tpu:
+        keras.config.set_dtype_policy("mixed_bfloat16")
     keras.utils.set_random_seed(settings.seed)
 
     # --- Data: every rank reads the global batches and keeps its own rows -----------------------
@@ -162,23 +150,28 @@ def _main(_) -> None:
         rule=_SCALING.value,
         warmup_steps=round(_WARMUP.value * data.steps),
     )
-    with strategy.scope():
+    with on.strategy.scope():
         model = _build(task, settings, data)
-        task.compile(model, rate)
+        task.compile(model, rate, steps_per_execution=min(on.steps_per_execution, data.steps))
 
-    checkpointers = []
+    callbacks = [speed := _speed_callback(data.items)]
+    if on.is_tpu:
+        callbacks.append(keras.callbacks.TerminateOnNaN())
+    else:
+        callbacks.append(tfdist.monitoring.TerminateOnNonFinite())
     if _WORKDIR.value is not None:
+        if on.is_tpu:
+            raise command.UsageError("--workdir is not for a TPU. Received: --strategy=tpu.")
         options = {**intervals, "keep_last": _KEEP.value, "batch_size": batch_size}
-        checkpointers.append(tfdist.checkpoint.Checkpointer(_WORKDIR.value, **options))
+        callbacks.append(tfdist.checkpoint.Checkpointer(_WORKDIR.value, **options))
 
     # --- Training ------------------------------------------------------------------------------
-    speed = _speed_callback(data.items)
     try:
         history = model.fit(
             data.train,
             validation_data=data.validation,
             epochs=settings.epochs,
-            callbacks=[speed, tfdist.monitoring.TerminateOnNonFinite(), *checkpointers],
+            callbacks=callbacks,
             verbose=_VERBOSE.value,
             shuffle=False,
         )
@@ -186,13 +179,10 @@ def _main(_) -> None:
         raise command.UsageError(f"--workdir={_WORKDIR.value}: {error}") from error
     last = {name: values[-1] for name, values in history.history.items()}
     shown = task.show(model)
-    if strategy.is_chief:
+    if on.is_chief:
         if shown is not None:
             print(f"{settings.model} writes:\n{shown}")
-        print(
-            f"{task.verdict(last)}; {speed.items_per_second:,.0f} {task.item}/s on "
-            f"{strategy.mesh.size} rank(s) of {type(strategy).__name__}{_mesh_words(strategy)}."
-        )
+        print(f"{task.verdict(last)}; {speed.items_per_second:,.0f} {task.item}/s on {on.words}.")
 
 
 def _choose_task() -> tuple[Task, Settings]:
@@ -215,17 +205,26 @@ def _choose_task() -> tuple[Task, Settings]:
         layout=chosen_layout(),
         data_dir=_DATA_DIR.value,
     )
+    world.check_flags(settings.layout)
     task.check(settings)
     return task, settings
 
 
-def _replicas_and_batch(task: Task, layout: Layout, mesh) -> tuple[int, int]:
+def _replicas_and_batch(task: Task, layout: Layout, on: world.World) -> tuple[int, int]:
     """The replicas that the learning rate is scaled for, and the global batch.
 
     An elastic job may run on more or fewer ranks than it was meant for, by `tfdist-run -np`.
     """
-    data = mesh.shape["data"]
-    meant = int(os.environ.get(MEANT_RANKS, mesh.size)) * data // mesh.size
+    data = on.data
+    meant = int(os.environ.get(MEANT_RANKS, on.size)) * data // on.size
+    if on.is_tpu:
+        batch_size = _BATCH_SIZE.value or -(-task.batch_size // data) * data
+        if batch_size % data:
+            raise command.UsageError(
+                f"--batch_size divides by the {data} cores of the TPU. Received: "
+                f"--batch_size={batch_size}."
+            )
+        return data, batch_size
     if _ELASTIC.value == "keep":
         return meant, layout.batch_size(_BATCH_SIZE.value, task.batch_size, data)
     batch_size = layout.batch_size(_BATCH_SIZE.value, task.batch_size, meant)
@@ -281,32 +280,6 @@ def _build(task: Task, settings: Settings, data: Data):
     if model.distribute_strategy.is_chief:
         print(model.partition.table())
     return model
-
-
-def _make_strategy(layout: Layout):
-    from tfdist import strategies
-
-    kinds = {
-        "auto": strategies.auto,
-        "horovod": strategies.HorovodStrategy,
-        "multi_worker": strategies.MultiWorkerStrategy,
-        "local": strategies.LocalStrategy,
-    }
-    try:
-        return kinds[_STRATEGY.value](
-            layout.mesh, zero_stage=layout.zero_stage, watchdog_seconds=_WATCHDOG.value
-        )
-    except (ValueError, ImportError) as error:
-        given = as_given((_STRATEGY, *MESH, ZERO)) or f"--strategy={_STRATEGY.value}"
-        raise command.UsageError(f"{given}: {error}") from error
-
-
-def _mesh_words(strategy) -> str:
-    """The axes of the mesh, where there is another one than data."""
-    shape = strategy.mesh.shape
-    if shape["data"] == strategy.mesh.size:
-        return ""
-    return ", " + " x ".join(f"{axis} {n}" for axis, n in shape.items() if n > 1)
 
 
 def _speed_callback(num_items: int):

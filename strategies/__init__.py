@@ -5,11 +5,14 @@ from tfdist.strategies.horovod import HorovodStrategy
 from tfdist.strategies.local import LocalStrategy
 from tfdist.strategies.multi_worker import MultiWorkerStrategy
 from tfdist.strategies.parallel import ParallelStrategy
+from tfdist.strategies.tpu import NoTPUError, tpu
 
 __all__ = [
     "HorovodStrategy",
     "LocalStrategy",
     "MultiWorkerStrategy",
+    "NoTPUError",
     "ParallelStrategy",
     "auto",
+    "tpu",
 ]

@@ -1,0 +1,126 @@
+"""What a training of `tfdist-train` runs on: ranks and their strategy, or a TPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+
+from tfdist.launch.command import UsageError, say
+from tfdist.launch.mesh_flags import MESH, ZERO, Layout, as_given
+from tfdist.launch.tasks import VALUES
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+__all__ = ["FLAGS", "STRATEGY", "World", "check_flags", "make_world"]
+
+STRATEGY = flags.DEFINE_enum(
+    "strategy",
+    "auto",
+    ["auto", "horovod", "multi_worker", "local", "tpu"],
+    "How ranks meet; auto: as they were started",
+    flag_values=VALUES,
+)
+_TPU = flags.DEFINE_string(
+    "tpu", "local", "Name or address; local: this machine's", flag_values=VALUES
+)
+_STEPS_PER_EXECUTION = flags.DEFINE_integer(
+    "steps_per_execution", 1, "Steps between looks of Keras [1; TPU: 32]", lower_bound=1,
+    flag_values=VALUES,
+)  # fmt: skip
+_WATCHDOG = flags.DEFINE_float(
+    "watchdog_seconds",
+    600.0,
+    "Until a stuck job ends; 0: never",
+    lower_bound=0.0,
+    flag_values=VALUES,
+)
+FLAGS = (STRATEGY, _TPU, _STEPS_PER_EXECUTION, _WATCHDOG)
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """What a training runs on.
+
+    Attributes:
+        strategy: Its strategy.
+        size: How many ranks, or cores of a TPU.
+        data: How many of them see samples of their own.
+        is_chief: Whether this process talks to the user.
+        words: What it is, in words.
+        is_tpu: Whether it is a TPU: that wants batches of one size, and bfloat16.
+        steps_per_execution: How many steps run without a look from Keras.
+    """
+
+    strategy: tf.distribute.Strategy
+    size: int
+    data: int
+    is_chief: bool
+    words: str
+    is_tpu: bool
+    steps_per_execution: int
+
+
+def check_flags(layout: Layout) -> None:
+    """Refuses flags that do not go together.
+
+    Raises:
+        UsageError: They do not.
+    """
+    if STRATEGY.value != "tpu":
+        if _TPU.present:
+            raise UsageError(f"--tpu is for --strategy=tpu. Received: --strategy={STRATEGY.value}.")
+        return
+    if layout.tensor > 1 or layout.pipeline > 1 or layout.zero_stage:
+        given = as_given((*MESH, ZERO))
+        raise UsageError(f"A TPU's cores are data-parallel. Received: --strategy=tpu {given}.")
+
+
+def make_world(layout: Layout) -> World:
+    """Meets the other ranks, or starts the TPU; without a TPU it takes what `auto` does.
+
+    Raises:
+        UsageError: The mesh does not fill the ranks, or what was asked for is not installed.
+    """
+    if STRATEGY.value == "tpu":
+        from tfdist.strategies import NoTPUError, tpu
+
+        try:
+            strategy = tpu(_TPU.value)
+        except NoTPUError as error:
+            say("tfdist-train", f"{error} Training goes on without one.")
+        else:
+            cores = strategy.num_replicas_in_sync
+            steps = _STEPS_PER_EXECUTION.value if _STEPS_PER_EXECUTION.present else 32
+            return World(strategy, cores, cores, True, f"{cores} core(s) of a TPU", True, steps)
+    strategy = _ranks(layout)
+    mesh = strategy.mesh
+    axes = [f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1]
+    shown = f", {' x '.join(axes)}" if mesh.shape["data"] != mesh.size else ""
+    return World(
+        strategy,
+        mesh.size,
+        mesh.shape["data"],
+        strategy.is_chief,
+        f"{mesh.size} rank(s) of {type(strategy).__name__}{shown}",
+        False,
+        _STEPS_PER_EXECUTION.value,
+    )
+
+
+def _ranks(layout: Layout) -> Any:
+    from tfdist import strategies
+
+    kinds = {
+        "horovod": strategies.HorovodStrategy,
+        "multi_worker": strategies.MultiWorkerStrategy,
+        "local": strategies.LocalStrategy,
+    }
+    make = kinds.get(STRATEGY.value, strategies.auto)
+    try:
+        return make(layout.mesh, zero_stage=layout.zero_stage, watchdog_seconds=_WATCHDOG.value)
+    except (ValueError, ImportError) as error:
+        given = as_given((STRATEGY, *MESH, ZERO)) or f"--strategy={STRATEGY.value}"
+        raise UsageError(f"{given}: {error}") from error
