@@ -112,7 +112,9 @@ def run() -> None:
         summary="Trains a reference model, on as many ranks as tfdist-run or horovodrun starts.",
         folded={
             "of gpt": [flag.name for flag in Language.flags],
-            "of the rate": [_SCALING.name, _WARMUP.name],
+            "of the steps": [
+                flag.name for flag in (_SEED, _SCALING, _WARMUP, world.STEPS_PER_EXECUTION)
+            ],
             "of checkpoints": [_SAVE_EVERY.name, _KEEP.name, _ELASTIC.name],
             "of memory": [_RECOMPUTE.name, ZERO.name],
             "of the ranks": [flag.name for flag in (*MESH, _THREADS, *world.FLAGS)],

@@ -14,7 +14,7 @@ from tfdist.launch.tasks import VALUES
 if TYPE_CHECKING:
     import tensorflow as tf
 
-__all__ = ["FLAGS", "STRATEGY", "World", "check_flags", "make_world"]
+__all__ = ["FLAGS", "STEPS_PER_EXECUTION", "STRATEGY", "World", "check_flags", "make_world"]
 
 STRATEGY = flags.DEFINE_enum(
     "strategy",
@@ -26,7 +26,7 @@ STRATEGY = flags.DEFINE_enum(
 _TPU = flags.DEFINE_string(
     "tpu", "local", "Name or address; local: this machine's", flag_values=VALUES
 )
-_STEPS_PER_EXECUTION = flags.DEFINE_integer(
+STEPS_PER_EXECUTION = flags.DEFINE_integer(
     "steps_per_execution", 1, "Steps between looks of Keras [1; TPU: 32]", lower_bound=1,
     flag_values=VALUES,
 )  # fmt: skip
@@ -37,7 +37,7 @@ _WATCHDOG = flags.DEFINE_float(
     lower_bound=0.0,
     flag_values=VALUES,
 )
-FLAGS = (STRATEGY, _TPU, _STEPS_PER_EXECUTION, _WATCHDOG)
+FLAGS = (STRATEGY, _TPU, _WATCHDOG)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,7 @@ def make_world(layout: Layout) -> World:
             say("tfdist-train", f"{error} Training goes on without one.")
         else:
             cores = strategy.num_replicas_in_sync
-            steps = _STEPS_PER_EXECUTION.value if _STEPS_PER_EXECUTION.present else 32
+            steps = STEPS_PER_EXECUTION.value if STEPS_PER_EXECUTION.present else 32
             return World(strategy, cores, cores, True, f"{cores} core(s) of a TPU", True, steps)
     strategy = _ranks(layout)
     mesh = strategy.mesh
@@ -106,7 +106,7 @@ def make_world(layout: Layout) -> World:
         strategy.is_chief,
         f"{mesh.size} rank(s) of {type(strategy).__name__}{shown}",
         False,
-        _STEPS_PER_EXECUTION.value,
+        STEPS_PER_EXECUTION.value,
     )
 
 
