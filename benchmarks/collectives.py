@@ -1,0 +1,272 @@
+"""`tfdist-bench collectives`: time and bandwidth of collectives, beside the link and two cost models.
+
+    tfdist-run -np 4 -- tfdist-bench collectives
+    tfdist-run -np 2 -H host1:1,host2:1 -- tfdist-bench collectives --operations=all_reduce
+
+Bandwidths are those of nccl-tests (PERFORMANCE.md there). The algorithm's is the bytes of the
+operation by the time; for an all-gather and a reduce-scatter these are those of the whole. The bus
+bandwidth is that times what each rank has to send for a byte: 2 (n - 1) / n in an all-reduce, (n - 1) / n
+in the others that all take part in, 1 in a broadcast; no algorithm on n equal links has a higher one
+than the link. The link is measured first, from the first rank to the last: half of the time that a
+message of some bytes takes there and back is its latency, a message of 64 MiB tells its rate.
+
+The models are those of Thakur, Rabenseifner and Gropp (2005), with the latency a and the seconds a
+byte b: a ring takes 2 (n - 1) a + 2 (n - 1) / n S b for an all-reduce of S bytes, a binary tree
+2 log2(n) (a + S b). What a rank spends on adding up is in neither.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from absl import flags
+from tabulate import tabulate
+
+from tfdist.launch import command
+
+__all__ = ["Line", "Link", "ring_seconds", "run", "tree_seconds"]
+
+_VALUES = flags.FlagValues()
+_OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+_CHOSEN = flags.DEFINE_list(
+    "operations", list(_OPERATIONS), "Which, with commas between them", flag_values=_VALUES
+)
+_SMALLEST = flags.DEFINE_integer(
+    "min_bytes", 4096, "The smallest size", lower_bound=64, flag_values=_VALUES
+)
+_LARGEST = flags.DEFINE_integer(
+    "max_bytes", 64 << 20, "The largest size", lower_bound=64, flag_values=_VALUES
+)
+_FACTOR = flags.DEFINE_integer(
+    "factor", 16, "From one size to the next", lower_bound=2, flag_values=_VALUES
+)
+_SECONDS = flags.DEFINE_float(
+    "seconds", 1.0, "How long each is measured", lower_bound=0.01, flag_values=_VALUES
+)
+_BULK = flags.DEFINE_boolean(
+    "bulk", False, "All-reduce as gradients travel, by the engine", flag_values=_VALUES
+)
+_JSON = flags.DEFINE_string("json", None, "A file for the measurements", flag_values=_VALUES)
+
+_LINK_BYTES = 64 << 20
+_WARM_UP = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """The link between two ranks.
+
+    Attributes:
+        latency: Seconds until a small message has arrived.
+        rate: Bytes a second of a large one.
+    """
+
+    latency: float
+    rate: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A measured operation.
+
+    Attributes:
+        operation: Which.
+        bytes: Its size, as nccl-tests counts it.
+        ranks: How many took part.
+        seconds: The median time of one, on the slowest rank.
+    """
+
+    operation: str
+    bytes: int
+    ranks: int
+    seconds: float
+
+    @property
+    def algorithm_rate(self) -> float:
+        """Bytes of the operation a second."""
+        return self.bytes / self.seconds
+
+    @property
+    def bus_rate(self) -> float:
+        """Bytes a second that each rank's link has to carry at least."""
+        n = self.ranks
+        factors = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0}
+        return self.algorithm_rate * factors.get(self.operation, (n - 1) / n)
+
+
+def ring_seconds(line: Line, link: Link) -> float:
+    """What a ring takes, by the model."""
+    n = line.ranks
+    rounds = {"all_reduce": 2 * (n - 1), "broadcast": n - 1}.get(line.operation, n - 1)
+    # A broadcast is handed on in pieces, so that each link carries the whole once.
+    carried = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0}.get(line.operation, (n - 1) / n)
+    return rounds * link.latency + carried * line.bytes / link.rate
+
+
+def tree_seconds(line: Line, link: Link) -> float | None:
+    """What a binary tree takes, by the model; None for what is not done with one."""
+    levels = {"all_reduce": 2, "broadcast": 1}.get(line.operation)
+    if levels is None:
+        return None
+    return levels * math.log2(line.ranks) * (link.latency + line.bytes / link.rate)
+
+
+def run() -> None:
+    """The console script."""
+    command.run(
+        _main,
+        _VALUES,
+        usage="tfdist-bench collectives [flags]",
+        summary="Measures collectives on the ranks that tfdist-run, or another launcher, started.",
+    )
+
+
+def _main(_) -> None:
+    for name in _CHOSEN.value:
+        if name not in _OPERATIONS:
+            raise command.UsageError(
+                f"--operations are of {', '.join(_OPERATIONS)}. Received: {name!r}."
+            )
+    sizes = [_SMALLEST.value]
+    while sizes[-1] * _FACTOR.value <= _LARGEST.value:
+        sizes.append(sizes[-1] * _FACTOR.value)
+    from tfdist import strategies
+
+    strategy = strategies.auto()
+    group = strategy.group()
+    if group.size == 1:
+        raise command.UsageError(
+            "A rank alone has nobody to talk to: tfdist-run -np 2 -- tfdist-bench collectives."
+        )
+    link = measure_link(group)
+    lines = [measure(operation, size, group) for operation in _CHOSEN.value for size in sizes]
+    if not strategy.is_chief:
+        return
+    print(report(link, lines))
+    if _JSON.value:
+        found: dict[str, Any] = {
+            "link": dataclasses.asdict(link),
+            "lines": [dataclasses.asdict(line) for line in lines],
+        }
+        with open(_JSON.value, "w") as file:
+            json.dump(found, file, indent=1)
+
+
+def measure_link(group) -> Link:
+    """Latency and rate of the way from the group's first rank to its last.
+
+    Messages go as tensors of a pipeline do; an engine that cannot send from rank to rank makes a
+    group of these two of it.
+    """
+    there_and_back = _median(_ping(group, 64), group)
+    large = _median(_ping(group, _LINK_BYTES, back=64), group)
+    return Link(there_and_back / 2, _LINK_BYTES / max(large - there_and_back / 2, 1e-9))
+
+
+def measure(operation: str, size: int, group) -> Line:
+    """One operation on tensors of float32."""
+    return Line(operation, size, group.size, _median(_operation(operation, size, group), group))
+
+
+def report(link: Link, lines: Sequence[Line]) -> str:
+    """A table, as nccl-tests prints one, with the models beside it."""
+    rows = []
+    for line in lines:
+        tree = tree_seconds(line, link)
+        rows.append(
+            (
+                line.operation,
+                f"{line.bytes:,}",
+                f"{1e6 * line.seconds:,.0f}",
+                f"{line.algorithm_rate / 1e9:.3f}",
+                f"{line.bus_rate / 1e9:.3f}",
+                f"{line.bus_rate / link.rate:.0%}",
+                f"{1e6 * ring_seconds(line, link):,.0f}",
+                "" if tree is None else f"{1e6 * tree:,.0f}",
+            )
+        )
+    head = ("operation", "bytes", "us", "alg GB/s", "bus GB/s", "of link", "ring us", "tree us")
+    table = tabulate(rows, head, disable_numparse=True, colalign=("left",) + ("right",) * 7)
+    return (
+        f"{lines[0].ranks} ranks; the link has {1e6 * link.latency:,.0f} us and "
+        f"{link.rate / 1e9:.3f} GB/s from rank to rank.\n{table}"
+    )
+
+
+def _operation(name: str, size: int, group) -> Callable[[], Any]:
+    """A function of one operation, compiled and warm."""
+    import tensorflow as tf
+
+    from tfdist import collectives
+
+    # An all-gather is counted by what comes out of it, the others by what goes in.
+    elements = max(size // 4, group.size) // group.size * group.size
+    own = tf.ones([elements // group.size if name == "all_gather" else elements])
+    options = {"bulk": True} if name == "all_reduce" and _VALUES.is_parsed() and _BULK.value else {}
+    call = getattr(collectives, name)
+
+    @tf.function
+    def function(x):
+        # All that waits is one number, which is there when the whole is.
+        return call(x, group, name=f"bench/{name}/{size}", **options)[0]
+
+    return lambda: function(own).numpy()
+
+
+def _ping(group, size: int, back: int | None = None) -> Callable[[], Any]:
+    """A function that sends bytes from the first rank to the last, and some back."""
+    import tensorflow as tf
+
+    from tfdist import collectives
+
+    out = tf.ones([size // 4])
+    answer = tf.ones([(size if back is None else back) // 4])
+    last = group.size - 1
+
+    @tf.function
+    def function(out, answer):
+        if group.rank == 0:
+            sent = collectives.send(out, group, last, name=f"bench/ping/{size}")
+            with tf.control_dependencies([sent]):
+                return collectives.recv(answer, group, last, name=f"bench/pong/{size}")[0]
+        came = collectives.recv(out, group, 0, name=f"bench/ping/{size}")
+        with tf.control_dependencies([came]):
+            return collectives.send(tf.identity(answer), group, 0, name=f"bench/pong/{size}")[0]
+
+    if group.rank in (0, last):
+        return lambda: function(out, answer).numpy()
+    return lambda: None
+
+
+def _median(function: Callable[[], Any], group) -> float:
+    """The median time of a call, on the slowest rank; all begin together, as often as the first says."""
+    import tensorflow as tf
+
+    from tfdist import collectives
+    from tfdist.collectives.objects import broadcast_object
+
+    for _ in range(_WARM_UP):
+        function()
+    collectives.barrier(group, name="bench")
+    begun = time.perf_counter()
+    function()
+    once = max(time.perf_counter() - begun, 1e-6)
+    seconds = _SECONDS.value if _VALUES.is_parsed() else 1.0
+    count = broadcast_object(min(max(int(seconds / once), 5), 2000), group, name="bench/count")
+    times = []
+    for _ in range(count):
+        begun = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - begun)
+    own = tf.constant(statistics.median(times), tf.float64)
+    return float(collectives.all_reduce(own, group, "max", name="bench/slowest"))
+
+
+if __name__ == "__main__":
+    run()
