@@ -196,7 +196,7 @@ def test_a_workdir_that_cannot_be_written_is_one_line(data_dir):
     assert "/dev/null/x: cannot write" in last, refused.stderr
 
 
-@pytest.mark.parametrize(("elastic", "steps"), [("keep", 21), ("scale", 42)])
+@pytest.mark.parametrize(("elastic", "steps"), [("keep", 20), ("scale", 40)])
 def test_fewer_ranks_than_were_meant(tmp_path, data_dir, elastic, steps):
     """One rank of the two that a job is meant for keeps the global batch, or its own share of it."""
     command = [TRAIN[0], "--model=mlp", "--epochs=1", data_dir, "--threads=1", "--batch_size=72"]
@@ -204,8 +204,8 @@ def test_fewer_ranks_than_were_meant(tmp_path, data_dir, elastic, steps):
     runner = [os.path.join(BIN, "tfdist-run"), "-np=2", "--min_np=1"]
     job = run([*runner, "--host_discovery_script=echo localhost:1", "--", *command])
     assert job.returncode == 0, job.stdout + job.stderr
-    (saved,) = tmp_path.glob("step-*")
-    assert int(saved.name.split("-")[1]) == steps
+    saved = [int(folder.name.split("-")[1]) for folder in tmp_path.glob("step-*")]
+    assert max(saved) == steps
 
 
 def test_help_fits_the_screen_and_names_all_flags():
