@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 import socket
 import subprocess
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 from tfdist.launch.command import UsageError, say
 
-__all__ = ["Host", "HostDiscovery", "is_this_machine", "parse_host", "placed"]
+__all__ = ["Host", "HostDiscovery", "is_this_machine", "moves", "parse_host", "placed"]
 
 _HOST = re.compile(r"([^:\s]+)(?::([1-9][0-9]*))?")
 _LOOK_SECONDS = 1.0
@@ -44,6 +45,16 @@ def placed(hosts: Sequence[Host], num_ranks: int) -> list[str]:
         slots[host.name] = slots.get(host.name, 0) + host.slots
     names = [name for name, count in slots.items() for _ in range(count)]
     return names[:num_ranks]
+
+
+def moves(before: Sequence[str], hosts: Sequence[Host], max_ranks: int) -> bool:
+    """Whether a job on some hosts is to move: one of its places is gone, or there is room for more.
+
+    Where there is no room at all it goes on as long as it can.
+    """
+    room = sum(host.slots for host in hosts)
+    gone = collections.Counter(before) - collections.Counter(placed(hosts, room))
+    return room > 0 and (bool(gone) or min(room, max_ranks) > len(before))
 
 
 class HostDiscovery:

@@ -102,7 +102,7 @@ class Language(Task):
         if settings.whole_batches:
             tested -= tested % settings.batch_size
         self._tested = tested * length
-        validation = validation.take(tested).batch(settings.batch_size)
+        validation = validation.batch(settings.batch_size, drop_remainder=settings.whole_batches)
         return Data(
             train=train.batch(batch_size, drop_remainder=True).prefetch(2),
             validation=validation.cache(),

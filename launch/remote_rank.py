@@ -17,7 +17,7 @@ from typing import NoReturn
 from tfdist import exit_codes
 from tfdist.launch.processes import kill_session
 from tfdist.orphan_guard import OrphanGuard
-from tfdist.rendezvous import free_ports, interface_towards
+from tfdist.rendezvous import free_ports, with_interface
 
 __all__ = ["CARD"]
 
@@ -36,10 +36,7 @@ def main() -> NoReturn:
     if not line:
         sys.exit(exit_codes.USAGE)  # The other end has given up.
     order = json.loads(line)
-    environment = {**os.environ, **order["environment"]}
-    meets_at = environment.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
-    if meets_at and "HOROVOD_GLOO_IFACE" not in environment:
-        environment["HOROVOD_GLOO_IFACE"] = interface_towards(meets_at)
+    environment = with_interface({**os.environ, **order["environment"]})
     try:
         os.chdir(order["folder"])
         process = subprocess.Popen(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import time
 from collections.abc import Callable, Sequence
 
 from tfdist import exit_codes
 from tfdist.launch.command import say
-from tfdist.launch.hosts import Host, HostDiscovery, placed
+from tfdist.launch.hosts import HostDiscovery, moves, placed
 from tfdist.launch.remote import UnreachableError
 from tfdist.launch.supervisor import Supervisor
 
@@ -56,7 +55,7 @@ def run_with_restarts(
             hosts = _wait_for_room(discovery, min_ranks, max_ranks)
 
         def has_changed(hosts=hosts) -> bool:
-            return discovery is not None and _differs(hosts, discovery.hosts, max_ranks)
+            return discovery is not None and moves(hosts, discovery.hosts, max_ranks)
 
         begun = time.monotonic()
         try:
@@ -81,16 +80,6 @@ def run_with_restarts(
         say("tfdist-run", f"restart {failures} of {max_restarts} in {delay:g} s.")
         time.sleep(delay)
         delay = min(2 * delay, _LONGEST_DELAY)
-
-
-def _differs(before: Sequence[str], hosts: Sequence[Host], max_ranks: int) -> bool:
-    """Whether a job on some hosts is to move: one of its places is gone, or there is room for more.
-
-    Where there is no room at all it goes on as long as it can.
-    """
-    room = sum(host.slots for host in hosts)
-    gone = collections.Counter(before) - collections.Counter(placed(hosts, room))
-    return room > 0 and (bool(gone) or min(room, max_ranks) > len(before))
 
 
 def _wait_for_room(discovery: HostDiscovery, min_ranks: int, max_ranks: int) -> list[str]:

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import random
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -25,6 +25,7 @@ __all__ = [
     "free_ports",
     "interface_towards",
     "local_environments",
+    "with_interface",
 ]
 
 #: A variable that says for how many ranks a job was meant, where they come and go.
@@ -184,6 +185,18 @@ def interface_towards(address: str) -> str:
     raise OSError(f"No network interface has the address {own}, which leads to {address}.")
 
 
+def with_interface(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables of a rank, with the interface that Horovod takes where they do not name one.
+
+    Raises:
+        OSError: No interface leads to the meeting point.
+    """
+    meets_at = environment.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+    if not meets_at or "HOROVOD_GLOO_IFACE" in environment:
+        return dict(environment)
+    return {**environment, "HOROVOD_GLOO_IFACE": interface_towards(meets_at)}
+
+
 def free_ports(count: int) -> list[int]:
     """Returns ports of this machine that nothing listens on.
 
@@ -191,12 +204,12 @@ def free_ports(count: int) -> list[int]:
     that is free now is then taken only by a program that asks for that very number.
     """
     ports: list[int] = []
-    if count == 0:
-        return ports
-    for port in random.SystemRandom().sample(range(*_PORTS), _PORTS[1] - _PORTS[0]):
+    candidates = random.SystemRandom().sample(range(*_PORTS), _PORTS[1] - _PORTS[0])
+    while len(ports) < count:
+        if not candidates:
+            raise OSError(f"No {count} free ports between {_PORTS[0]} and {_PORTS[1]}.")
+        port = candidates.pop()
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("0.0.0.0", port))
             ports.append(port)
-        if len(ports) == count:
-            return ports
-    raise OSError(f"No {count} free ports between {_PORTS[0]} and {_PORTS[1]}.")
+    return ports

@@ -17,7 +17,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 
-from tfdist.rendezvous import Place, environments, free_ports, interface_towards
+from tfdist.rendezvous import Place, environments, free_ports, with_interface
 from tfdist.slurm import expand_node_list
 
 __all__ = ["Started", "join", "started_by_scheduler"]
@@ -82,10 +82,7 @@ def join(engine: str, started: Started) -> None:
         found = _receive(engine, port, started.size, own, deadline)
     else:
         found = _call(address, port, own, deadline)
-    meets_at = found.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
-    if meets_at and "HOROVOD_GLOO_IFACE" not in found:
-        found["HOROVOD_GLOO_IFACE"] = interface_towards(meets_at)
-    os.environ.update(found)
+    os.environ.update(with_interface(found))
 
 
 def meeting_point(started: Started, environment: Mapping[str, str]) -> tuple[str, int]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfdist.launch.hosts import Host, is_this_machine, parse_host, placed
-from tfdist.launch.restarts import _differs
+from tfdist.launch.hosts import Host, is_this_machine, moves, parse_host, placed
 
 
 @pytest.mark.parametrize(
@@ -33,7 +32,7 @@ def test_this_machine_by_its_names():
 
 
 @pytest.mark.parametrize(
-    ("hosts", "most", "moves"),
+    ("hosts", "most", "expected"),
     [
         ([Host("a", 2), Host("b", 1)], 3, False),
         ([Host("b", 2), Host("a", 2)], 3, False),  # Another order moves nobody.
@@ -44,5 +43,5 @@ def test_this_machine_by_its_names():
         ([], 3, False),  # Nowhere to go.
     ],
 )
-def test_when_a_job_moves(hosts, most, moves):
-    assert _differs(["a", "a", "b"], hosts, most) is moves
+def test_when_a_job_moves(hosts, most, expected):
+    assert moves(["a", "a", "b"], hosts, most) is expected
