@@ -136,7 +136,8 @@ def _weighted_all_reduce(tensor, group: Group, reduction: str, step: KerasStep |
 
         def gradient(dy):
             share = tf.cast(step.share, dy.dtype)
-            return tf.math.divide_no_nan(all_reduce(dy * share, group, reduction), share)
+            weighted = tf.math.multiply_no_nan(dy, share)
+            return tf.math.divide_no_nan(all_reduce(weighted, group, reduction), share)
 
         return y, gradient
 

@@ -8,6 +8,7 @@ that it relies on, so a Keras that moved is told apart at once.
 
 from tfdist.strategies.keras_seam import (
     data,
+    empty_batches,
     loss_scale,
     losses,
     metrics,
@@ -30,6 +31,7 @@ _MODULES = (
     normalization,
     optimizers,
     parameters,
+    empty_batches,
     randomness,
     saving,
     trainer,

@@ -61,23 +61,21 @@ def synchronize_layer_states(model: keras.Model) -> None:
 def keep_states_without_samples(model: keras.Model, rows: tf.Tensor):
     """Notes what the model holds of past samples; the returned function puts it back.
 
-    For a rank that gets no sample in a step: metrics must not count a step of nothing, and a mean
-    over no sample is not a number. Layer states that the other ranks' samples moved (a
-    synchronized BatchNormalization) stay moved.
+    For a rank that gets no sample in a step: metrics must not count a step of nothing, and layers
+    saw a row that is not there. Layer states that the other ranks' samples moved (a synchronized
+    BatchNormalization) stay moved.
 
     Args:
         model: The model.
         rows: This rank's number of samples, an int32 scalar.
     """
     metrics = [variable for metric in model.metrics for variable in metric.variables]
-    states = layer_states(model)
-    before = [tf.identity(variable.value) for variable in (*metrics, *states)]
+    kept = [*metrics, *layer_states(model, of_own_rows=True)]
+    before = [tf.identity(variable.value) for variable in kept]
 
     def put_back():
-        for variable, value in zip(metrics, before[: len(metrics)], strict=True):
+        for variable, value in zip(kept, before, strict=True):
             variable.assign(value)
-        for variable, value in zip(states, before[len(metrics) :], strict=True):
-            variable.assign(tf.where(tf.math.is_finite(variable.value), variable.value, value))
         return rows
 
     return lambda: tf.cond(tf.equal(rows, 0), put_back, lambda: rows)

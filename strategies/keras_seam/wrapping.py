@@ -12,7 +12,7 @@ import keras
 
 __all__ = ["Wrapper", "apply_wrappers"]
 
-_applied: set[tuple[int, str]] = set()
+_applied: set[tuple[int, str, int]] = set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ def apply_wrappers(wrappers: Sequence[Wrapper]) -> None:
         ImportError: Keras has no such function, or its parameters are others.
     """
     for wrapper in wrappers:
-        key = (id(wrapper.owner), wrapper.name)
+        key = (id(wrapper.owner), wrapper.name, id(wrapper.call))
         if key in _applied:
             continue
         original: Any = getattr(wrapper.owner, wrapper.name, None)

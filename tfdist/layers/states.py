@@ -7,11 +7,24 @@ import keras
 __all__ = ["layer_states"]
 
 
-def layer_states(model: keras.Model) -> list[keras.Variable]:
-    """Floating variables that layers keep for themselves, frozen weights not among them."""
+def layer_states(model: keras.Model, *, of_own_rows: bool = False) -> list[keras.Variable]:
+    """Floating variables that layers keep for themselves, frozen weights not among them.
+
+    Args:
+        model: The model.
+        of_own_rows: Whether only those that follow this rank's rows: not what all ranks' rows move,
+            or none do.
+    """
     return [
         variable
         for layer in model._flatten_layers()
+        if not (of_own_rows and _is_same_on_all_ranks(layer))
         for variable in layer._non_trainable_variables
         if keras.backend.is_float_dtype(variable.dtype)
     ]
+
+
+def _is_same_on_all_ranks(layer: keras.Layer) -> bool:
+    # The second follows its kernel.
+    synchronized = isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
+    return synchronized or isinstance(layer, keras.layers.SpectralNormalization)

@@ -43,15 +43,32 @@ def _mallinfo():
     return function
 
 
+@functools.cache
+def _counting_device() -> str | None:
+    """The device whose allocator in TensorFlow counts what it gives out; None where none does.
+
+    On a GPU it always does, on a CPU with oneDNN, for which TensorFlow keeps a pool.
+    """
+    if tf.config.list_logical_devices("GPU"):
+        return "GPU:0"
+    try:
+        tf.config.experimental.get_memory_info("CPU:0")
+    except ValueError:
+        return None
+    return "CPU:0"
+
+
 def bytes_in_use() -> int:
     """The bytes that this process has in use now.
 
-    On a GPU those of TensorFlow's allocator there. Else those that the C library has given out and
-    not got back, which leaves aside what the system still counts for the process; where the C
-    library does not tell, the resident size.
+    Those of TensorFlow's allocator, where it counts them: on a GPU, and on CPUs for which
+    TensorFlow takes oneDNN's kernels and keeps a pool of memory. Else those that the C library has
+    given out and not got back, which leaves aside what the system still counts for the process;
+    where the C library does not tell, the resident size.
     """
-    if tf.config.list_logical_devices("GPU"):
-        return int(tf.config.experimental.get_memory_info("GPU:0")["current"])
+    device = _counting_device()
+    if device is not None:
+        return int(tf.config.experimental.get_memory_info(device)["current"])
     mallinfo = _mallinfo()
     if mallinfo is None:
         return int(psutil.Process().memory_info().rss)
@@ -60,7 +77,7 @@ def bytes_in_use() -> int:
 
 
 class PeakMemory:
-    """The most bytes in use while it is open, looked at every so often.
+    """The most bytes in use while it is open, as the allocator knows, or looked at every so often.
 
     ```python
     with PeakMemory() as peak:
@@ -69,7 +86,7 @@ class PeakMemory:
     ```
 
     Args:
-        seconds: How often. A peak that is shorter may be missed.
+        seconds: How often, where no allocator knows. A peak that is shorter may be missed.
 
     Attributes:
         before: The bytes in use when it was opened.
@@ -79,6 +96,7 @@ class PeakMemory:
     def __init__(self, seconds: float = 0.0005):
         self._seconds = seconds
         self.before = self.peak = 0
+        self._over = threading.Event()
 
     @property
     def bytes(self) -> int:
@@ -86,10 +104,13 @@ class PeakMemory:
         return self.peak - self.before
 
     def __enter__(self) -> PeakMemory:
+        device = _counting_device()
+        if device is not None:
+            tf.config.experimental.reset_memory_stats(device)
         self.before = self.peak = bytes_in_use()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="tfdist-memory", daemon=True)
-        self._thread.start()
+        if device is None:
+            self._thread = threading.Thread(target=self._watch, name="tfdist-memory", daemon=True)
+            self._thread.start()
         return self
 
     def _watch(self) -> None:
@@ -97,6 +118,10 @@ class PeakMemory:
             self.peak = max(self.peak, bytes_in_use())
 
     def __exit__(self, *_) -> None:
+        device = _counting_device()
+        if device is not None:
+            self.peak = int(tf.config.experimental.get_memory_info(device)["peak"])
+            return
         self._over.set()
         self._thread.join()
         self.peak = max(self.peak, bytes_in_use())
