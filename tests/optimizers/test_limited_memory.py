@@ -33,7 +33,9 @@ def run(stage: int) -> subprocess.CompletedProcess:
         **os.environ,
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "CUDA_VISIBLE_DEVICES": "",
-        # The C library else keeps what was freed for each thread, which the limit counts.
+        # The C library else keeps what was freed for each thread, which the limit counts; and the pool
+        # that TensorFlow has beside oneDNN ends the process where the system gives no more.
+        "TF_ENABLE_ONEDNN_OPTS": "0",
         "MALLOC_ARENA_MAX": "2",
         "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
     }

@@ -127,9 +127,11 @@ class ParallelMultiHeadAttention(keras.layers.Layer):
         batch, time = tf.shape(fused)[0], fused.shape[1]
         time = tf.shape(fused)[1] if time is None else time
         fused = tf.reshape(fused, [batch, time, heads, queries + 2, size])
-        # [queries + 2, batch, heads, time, size]: parts along dim 0 are views, not copies.
+        # [queries + 2, batch, heads, time, size]: parts along dim 0 are views, not copies. The gradient
+        # of slices would be a sum of tensors that are zero for the most part.
         fused = tf.transpose(fused, [3, 0, 2, 1, 4])
-        query, key, value = fused[:queries], fused[queries], fused[queries + 1]
+        query, key, value = tf.split(fused, [queries, 1, 1])
+        key, value = tf.squeeze(key, 0), tf.squeeze(value, 0)
         if self.rotary_base is not None:
             query, key = _rotate(query, self.rotary_base), _rotate(key, self.rotary_base)
         query = tf.reshape(query, [queries * batch, heads, time, size])

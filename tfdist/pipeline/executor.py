@@ -78,7 +78,7 @@ def run_schedule(
         timed: Whether begins and ends are taken down.
     """
     known: dict[tuple[int, int], dict[str, tf.Tensor]] = {}
-    sums: dict[int, list[list]] = {
+    totals: dict[int, list[list]] = {
         stage: [[] for _ in program.gradients] for stage, program in programs.items()
     }
     times: list[tf.Tensor] = []
@@ -108,6 +108,11 @@ def run_schedule(
         results = part(arguments)
         # A call is over, as others see it, when its side effects are; the tensors say more.
         finished = [tf.identity(tensor) for tensor in results.values()] or list(arguments.values())
+        for place, names in enumerate(program.gradients):
+            if names and names[0] in results:
+                total = _added(totals[stage][place], [results[name] for name in names])
+                totals[stage][place] = total
+                finished += total
         ends.append(finished)
         if timed:
             with tf.control_dependencies(finished):
@@ -118,10 +123,7 @@ def run_schedule(
             to = stage + (1 if action.kind is Kind.FORWARD else -1)
             if not route.is_here(to):
                 route.send(tensors[out], to, _name(action))
-        for total, names in zip(sums[stage], program.gradients, strict=True):
-            if names and names[0] in results:
-                total.append([results[name] for name in names])
-    gradients = {stage: [_total(total) for total in totals] for stage, totals in sums.items()}
+    gradients = {stage: [_gradient(total) for total in found] for stage, found in totals.items()}
     return Outcome(gradients, tf.stack(times) if timed else None)
 
 
@@ -188,18 +190,23 @@ def _after(before: Sequence, arguments: dict, timed: bool):
         return {name: tf.identity(tensor) for name, tensor in arguments.items()}, began
 
 
-def _total(parts: list[list[tf.Tensor]]):
-    """The sum of a variable's gradients: of tensors, or of rows and their indices."""
-    if not parts:
-        return None
-    if len(parts[0]) == 1:
-        total = parts[0][0]
-        for (part,) in parts[1:]:
-            total += part
-        return total
-    values, indices = (tf.concat([part[i] for part in parts], axis=0) for i in (0, 1))
-    shape = parts[0][2] if len(parts[0]) > 2 else None
-    return tf.IndexedSlices(values, indices, shape)
+def _added(total: list[tf.Tensor], more: list[tf.Tensor]) -> list[tf.Tensor]:
+    """A gradient and that of another micro-batch: one tensor, or rows, indices and maybe a shape."""
+    if not total:
+        return more
+    if len(more) == 1:
+        # A chain of additions TensorFlow would make one sum of many terms, which all stand until the
+        # last is there.
+        return [tf.add_n(total + more)]
+    rows, indices = (tf.concat([total[i], more[i]], axis=0) for i in (0, 1))
+    return [rows, indices, *total[2:]]
+
+
+def _gradient(total: list[tf.Tensor]):
+    """What the optimizer gets."""
+    if len(total) > 1:
+        return tf.IndexedSlices(total[0], total[1], *total[2:])
+    return total[0] if total else None
 
 
 def _name(action: Action) -> str:
