@@ -53,7 +53,7 @@ format: setup ## Formats the code
 typecheck: setup ## Checks the types
 	@set -e; work=$$(mktemp -d); trap 'rm -rf "$$work"' EXIT; \
 	mkdir "$$work/source"; \
-	for item in setup.cfg pyproject.toml README.md LICENSE tfdist strategies models launch; do \
+	for item in setup.cfg pyproject.toml README.md LICENSE tfdist strategies models launch benchmarks; do \
 	  if test -e $$item; then cp -R $$item "$$work/source"; fi; \
 	done; \
 	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir "$$work" "$$work/source"; \
@@ -64,7 +64,7 @@ typecheck: setup ## Checks the types
 
 benchmark: setup ## Runs the benchmarks, half an hour each on 2 cores
 	@code=0; for name in $(BENCHMARKS); do \
-	  echo "$$name"; $(PY) -m benchmarks.$$name || code=1; \
+	  echo "$$name"; $(PY) -m tfdist.benchmarks.$$name || code=1; \
 	done; exit $$code
 
 clean: ## Removes what builds and tests leave; the environment stays

@@ -1,0 +1,136 @@
+"""What `tfdist-bench training` compares with what, and the most that the ratio may be: data only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["COMPARISONS", "SIZES", "Comparison", "Job"]
+
+#: Of the models and their global batches; the small ones are to try whether all runs.
+SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
+    "full": {
+        "gpt": {
+            "layers": 4,
+            "width": 256,
+            "heads": 4,
+            "tokens": 128,
+            "vocabulary": 512,
+            "batch": 16,
+        },
+        "convnet": {"side": 32, "classes": 10, "batch": 64},
+    },
+    "tiny": {
+        "gpt": {"layers": 2, "width": 32, "heads": 2, "tokens": 16, "vocabulary": 64, "batch": 8},
+        "convnet": {"side": 8, "classes": 10, "batch": 8},
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What one side of a comparison runs.
+
+    Attributes:
+        title: What the table calls it.
+        program: A module of peers/.
+        environment: The folder of its environment among those that `make peers` makes; None for
+            the one that tfdist runs in.
+        meeting: How its ranks meet: "horovod", "tensorflow", "torch" or "local".
+        ranks: How many.
+        threads: Of each.
+        options: For the program.
+    """
+
+    title: str
+    program: str
+    environment: str | None
+    meeting: str
+    ranks: int = 2
+    threads: int = 1
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Two jobs that train the same model.
+
+    Attributes:
+        name: What `--only` calls it.
+        model: Which of `SIZES`.
+        ours: The job whose time is divided.
+        theirs: The job that it is divided by.
+        limit: The most that the ratio of the step times may be.
+    """
+
+    name: str
+    model: str
+    ours: Job
+    theirs: Job
+    limit: float
+
+
+def _ours(title: str, engine: str = "horovod", **options: Any) -> Job:
+    return Job(
+        f"tfdist, {title}", "tfdist_ranks", None, engine, options={"engine": engine, **options}
+    )
+
+
+def _torch(title: str, program: str, **options: Any) -> Job:
+    return Job(f"PyTorch {title}", program, "torch", "torch", options=options)
+
+
+_MICROBATCHES = 8
+
+_DATA = _ours("data parallel")
+_DATA_TENSORFLOW = _ours("data parallel on TensorFlow's collectives", "tensorflow")
+_ONE_PROCESS = Job(
+    "tfdist, one process", "tfdist_ranks", None, "local", 1, 2, options={"engine": "local"}
+)
+_HOROVOD = Job("tf_keras and Horovod", "keras_horovod", "tf_keras", "horovod")
+_MIRRORED = Job(
+    "tf_keras and MultiWorkerMirroredStrategy", "keras_multi_worker", "tf_keras", "tensorflow"
+)
+_DDP = _torch("DDP", "torch_data_parallel")
+
+_BOTH_MODELS = {
+    "horovod": (_DATA, _HOROVOD, 0.75),
+    "mirrored": (_DATA, _MIRRORED, 0.85),
+    "ddp": (_DATA, _DDP, 1.0),
+    "tensorflow-mirrored": (_DATA_TENSORFLOW, _MIRRORED, 1.0),
+    "one-process": (_DATA, _ONE_PROCESS, 1.0),
+}
+
+
+def _pipeline(ours: str, theirs: str) -> tuple[Job, Job, float]:
+    schedule = {"num_microbatches": _MICROBATCHES, "schedule": ours}
+    return (
+        _ours(f"pipeline, {ours}", mesh={"pipeline": 2}, pipeline=schedule),
+        _torch(
+            f"pipelining, {theirs}",
+            "torch_pipeline",
+            schedule=theirs,
+            microbatches=_MICROBATCHES,
+        ),
+        1.0,
+    )
+
+
+_GPT_ONLY = {
+    "tensor": (
+        _ours("tensor parallel", mesh={"tensor": 2}),
+        _torch("tensor parallel, DTensor", "torch_tensor_parallel"),
+        1.0,
+    ),
+    "pipeline-gpipe": _pipeline("gpipe", "GPipe"),
+    "pipeline-1f1b": _pipeline("1f1b", "1F1B"),
+    "fsdp": (_ours("ZeRO-3", zero_stage=3), _torch("FSDP2", "torch_fully_sharded"), 1.0),
+}
+
+#: All of them, by name.
+COMPARISONS: Mapping[str, Comparison] = {
+    f"{model}-{name}": Comparison(f"{model}-{name}", model, *sides)
+    for model, found in (("gpt", _BOTH_MODELS | _GPT_ONLY), ("convnet", _BOTH_MODELS))
+    for name, sides in found.items()
+}
