@@ -219,6 +219,7 @@ def _meeting(job: Job):
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": str(job.threads),
         "TF_CPP_MIN_LOG_LEVEL": "3",
+        "TF_USE_LEGACY_KERAS": "1",
         "PYTHONUNBUFFERED": "1",
     }
     if job.meeting == "torch":
