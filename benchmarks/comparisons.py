@@ -41,6 +41,7 @@ class Job:
         ranks: How many.
         threads: Of each.
         options: For the program.
+        variables: Of its environment.
     """
 
     title: str
@@ -50,6 +51,7 @@ class Job:
     ranks: int = 2
     threads: int = 1
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +90,22 @@ _DATA_TENSORFLOW = _ours("data parallel on TensorFlow's collectives", "tensorflo
 _ONE_PROCESS = Job(
     "tfdist, one process", "tfdist_ranks", None, "local", 1, 2, options={"engine": "local"}
 )
-_HOROVOD = Job("tf_keras and Horovod", "keras_horovod", "tf_keras", "horovod")
+#: What makes TensorFlow's `keras`, which Horovod uses, the one of before Keras 3.
+_LEGACY = {"TF_USE_LEGACY_KERAS": "1"}
+_HOROVOD = Job(
+    "tf_keras and Horovod",
+    "keras_horovod",
+    "tf_keras",
+    "horovod",
+    # In milliseconds.
+    variables={**_LEGACY, "HOROVOD_CYCLE_TIME": "1"},
+)
 _MIRRORED = Job(
-    "tf_keras and MultiWorkerMirroredStrategy", "keras_multi_worker", "tf_keras", "tensorflow"
+    "tf_keras and MultiWorkerMirroredStrategy",
+    "keras_multi_worker",
+    "tf_keras",
+    "tensorflow",
+    variables=_LEGACY,
 )
 _DDP = _torch("DDP", "torch_data_parallel")
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import selectors
 import signal
 import statistics
@@ -18,16 +19,16 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from tfdist.benchmarks.comparisons import Job
+from tfdist.benchmarks.environments import MADE
+from tfdist.benchmarks.job_variables import RESTLESS, outside, variables
 from tfdist.orphan_guard import OrphanGuard
-from tfdist.rendezvous import free_ports, local_environments
 
 __all__ = ["Block", "JobError", "RunningJob", "interpreter"]
 
 _START = Path(__file__).parent / "peers" / "start.py"
-#: Nothing of the outside is to reach one side alone.
-_DROPPED = ("TF_CONFIG", "PYTHONPATH", "KERAS_BACKEND")
-_DROPPED_BEGINNINGS = ("HOROVOD_", "TF_", "OMP_", "MKL_", "TORCH_", "GLOO_")
 _LEAVE_SECONDS = 3.0
+#: How Python ends a traceback.
+_ERROR = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b")
 
 
 class JobError(Exception):
@@ -86,9 +87,11 @@ class RunningJob:
             raise
         self.parameters = max(answer["parameters"] for answer in ready)
         self.imported = max(answer["imported"] for answer in ready)
+        self._signal(signal.SIGSTOP)
         return self
 
     def __exit__(self, *_) -> None:
+        self._signal(signal.SIGCONT)
         for process in self._processes:
             with contextlib.suppress(OSError):
                 cast(IO[bytes], process.stdin).close()
@@ -109,6 +112,7 @@ class RunningJob:
         Raises:
             JobError: A rank ended or did not answer.
         """
+        self._signal(signal.SIGCONT)
         for rank, process in enumerate(self._processes):
             stdin = cast(IO[bytes], process.stdin)
             try:
@@ -117,6 +121,7 @@ class RunningJob:
             except OSError:
                 raise self._death(rank) from None
         answers = self._answers()
+        self._signal(signal.SIGSTOP)
         losses = [answer["loss"] for answer in answers if answer["loss"] is not None]
         return Block(
             max(statistics.median(answer["seconds"]) for answer in answers),
@@ -130,7 +135,7 @@ class RunningJob:
         )
         guard = self._resources.enter_context(OrphanGuard())
         self._logs = [Path(folder) / f"rank{rank}" for rank in range(self._job.ranks)]
-        for rank, environment in enumerate(self._resources.enter_context(_meeting(self._job))):
+        for rank, environment in enumerate(self._resources.enter_context(variables(self._job))):
             settings = {
                 "program": self._job.program,
                 "model": self._model,
@@ -143,7 +148,7 @@ class RunningJob:
             with open(self._logs[rank], "wb") as log:
                 process = subprocess.Popen(
                     [self._python, "-P", str(_START), json.dumps(settings)],
-                    env={**_outside(), **environment},
+                    env={**outside(), **environment, **self._job.variables},
                     cwd=folder,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -152,6 +157,13 @@ class RunningJob:
                 )
             guard.watch(process.pid)
             self._processes.append(process)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Holds ranks still, or lets them go on, whose waiting would cost the other job time."""
+        if self._job.meeting in RESTLESS:
+            for process in self._processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
 
     def _answers(self) -> list[dict[str, Any]]:
         """A line of each rank."""
@@ -177,14 +189,17 @@ class RunningJob:
         return [json.loads(line) for line in lines]
 
     def _death(self, rank: int) -> JobError:
-        process = self._processes[rank]
         try:
-            code = process.wait(_LEAVE_SECONDS)
+            code = self._processes[rank].wait(_LEAVE_SECONDS)
         except subprocess.TimeoutExpired:
-            return JobError(f"{self._job.title}: rank {rank} closed its output.")
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        said = self._logs[rank].read_text(errors="replace").strip().splitlines()
-        return JobError(f"{self._job.title}: rank {rank} {how}: {said[-1] if said else ''}")
+            how = "failed"  # What it started still holds it up.
+        else:
+            how = f"exited with {code}" if code >= 0 else f"was killed by {_signal_name(-code)}"
+        lines = self._logs[rank].read_text(errors="replace").strip().splitlines()
+        # Below the error its threads and libraries may still have their say.
+        errors = [line for line in lines if _ERROR.match(line)] or lines
+        said = f": {errors[-1].strip()[:300]}" if errors else ""
+        return JobError(f"{self._job.title}: rank {rank} {how}{said}")
 
 
 def interpreter(job: Job, peers: Path) -> str:
@@ -196,45 +211,15 @@ def interpreter(job: Job, peers: Path) -> str:
     if job.environment is None:
         return sys.executable
     python = peers / job.environment / "bin" / "python"
-    if not (peers / job.environment / ".made").exists():
+    if not (peers / job.environment / MADE).exists():
         raise JobError(
             f"{job.title} has no environment in {peers / job.environment}: `make peers` makes it."
         )
     return str(python.absolute())
 
 
-def _outside() -> dict[str, str]:
-    """This process's environment without what only some libraries would listen to."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _DROPPED and not name.startswith(_DROPPED_BEGINNINGS)
-    }
-
-
-@contextlib.contextmanager
-def _meeting(job: Job):
-    """Yields the variables of each rank, through which they meet."""
-    common = {
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": str(job.threads),
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "TF_USE_LEGACY_KERAS": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
-    if job.meeting == "torch":
-        port = str(free_ports(1)[0])
-        yield [
-            {
-                **common,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "GLOO_SOCKET_IFNAME": "lo",
-                "RANK": str(rank),
-                "WORLD_SIZE": str(job.ranks),
-            }
-            for rank in range(job.ranks)
-        ]
-        return
-    with local_environments(job.meeting, job.ranks) as environments:
-        yield [{**common, **environment} for environment in environments]
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -21,6 +21,7 @@ from tfdist.benchmarks.measuring import (
     parser,
     variants_in_turn,
     wide_gpt,
+    write_between,
     write_json,
 )
 from tfdist.optimizers.pacing import UNDER_WAY
@@ -34,7 +35,6 @@ _STEPS = 6
 #: small beside them as those of models that need this.
 _WIDTH, _LAYERS = 1024, 64
 _MIB = 1 << 20
-_BEGIN, _END = "<!-- benchmarks.zero: bytes -->", "<!-- end -->"
 
 
 def prepare_gpt(stage: int) -> None:
@@ -151,13 +151,7 @@ def write_table(path: str, held: list[dict]) -> None:
     ]
     head = ("policy", "ranks", "`zero_stage`", "measured, MiB", "formula, MiB", "off by")
     table = tabulate(rows, head, tablefmt="github", disable_numparse=True)
-    with open(path) as file:
-        before, begin, rest = file.read().partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not begin or not end:
-        raise ValueError(f"{path} has no place for the table: {_BEGIN} ... {_END}.")
-    with open(path, "w") as file:
-        file.write(f"{before}{begin}\n{table}\n{end}{after}")
+    write_between(path, "benchmarks.zero: bytes", table)
 
 
 def main() -> int:

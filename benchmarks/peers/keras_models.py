@@ -52,9 +52,7 @@ class Block(tf_keras.layers.Layer):
     def call(self, x):
         """[batch, time, width] to the same."""
         batch, time, width = tf.shape(x)[0], x.shape[1], x.shape[2]
-        fused = tf.reshape(
-            self._qkv(self._norms[0](x)), [batch, time, 3, self._heads, self._size]
-        )
+        fused = tf.reshape(self._qkv(self._norms[0](x)), [batch, time, 3, self._heads, self._size])
         query, key, value = tf.unstack(tf.transpose(fused, [2, 0, 3, 1, 4]))
         scores = tf.matmul(query / math.sqrt(self._size), key, transpose_b=True)
         hidden = 1.0 - tf.linalg.band_part(tf.ones([time, time]), -1, 0)
