@@ -3,6 +3,7 @@
 
 PYTHON = python3.11
 VENV = .venv
+PEERS = .peers
 NP = 2
 DEMO_FLAGS = --model=convnet --dataset=digits --strategy=auto
 BENCHMARKS = data_parallel tensor_parallel pipeline_parallel zero recompute checkpoint
@@ -67,8 +68,11 @@ benchmark: setup ## Runs the benchmarks, half an hour each on 2 cores
 	  echo "$$name"; $(PY) -m tfdist.benchmarks.$$name || code=1; \
 	done; exit $$code
 
+peers: setup ## Environments of the libraries that `tfdist-bench training` compares with
+	$(VENV)/bin/tfdist-bench peers --peers=$(PEERS)
+
 clean: ## Removes what builds and tests leave; the environment stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
-	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	find . \( -path ./$(VENV) -o -path ./$(PEERS) \) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
-.PHONY: help setup demo test test-all lint format typecheck benchmark clean
+.PHONY: help setup demo test test-all lint format typecheck benchmark peers clean

@@ -47,7 +47,8 @@ def step_seconds(policy: str | None) -> float:
     """The median time of a training step."""
     from tfdist.testing import rank
 
-    return fit_step_seconds(*rank._state["gpt", policy], _STEPS)
+    model, data = rank._state["gpt", policy]
+    return fit_step_seconds(model, data, _STEPS)
 
 
 def measure(rounds: int, policies) -> list[Ratio]:

@@ -68,7 +68,8 @@ def step_seconds(name: str) -> float:
 
     prepared = rank._state[name]
     if not callable(prepared):
-        return fit_step_seconds(*prepared, _STEPS)
+        model, data = prepared
+        return fit_step_seconds(model, data, _STEPS)
     begins: list[float] = []
     for _ in range(_STEPS):
         begins.append(time.perf_counter())

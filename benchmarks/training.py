@@ -130,10 +130,11 @@ def compare(
         for number in range(rounds):
             for index in (0, 1) if number % 2 == 0 else (1, 0):
                 blocks[index].append(jobs[index].block(steps))
-    found = [_side(*each, peers) for each in zip(sides, jobs, blocks, strict=True)]
+    ours, theirs = (_side(*each, peers) for each in zip(sides, jobs, blocks, strict=True))
     return Finding(
         comparison.name,
-        *found,
+        ours,
+        theirs,
         limit=comparison.limit,
         parameters=jobs[0].parameters,
         machine=_machine(),

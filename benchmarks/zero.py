@@ -49,7 +49,8 @@ def step_seconds(stage: int) -> float:
     """The median time of a training step, on this rank."""
     from tfdist.testing import rank
 
-    return fit_step_seconds(*rank._state["gpt", stage], _STEPS)
+    model, data = rank._state["gpt", stage]
+    return fit_step_seconds(model, data, _STEPS)
 
 
 def held_bytes(stage: int, policy: str) -> tuple[float, float, float, float]:
@@ -81,7 +82,9 @@ def held_bytes(stage: int, policy: str) -> tuple[float, float, float, float]:
             step(iterator)
         peaks.append(peak.bytes)
     report = memory_report(model)
-    parameters, state = (report.row(name).measured for name in ("parameters", "optimizer state"))
+    parameters, state = (
+        report.row(name).measured or 0 for name in ("parameters", "optimizer state")
+    )
     whole = formula_bytes(stage, engine().size)
     return parameters / _MIB, state / _MIB, min(peaks) / _MIB, whole / _MIB
 

@@ -49,7 +49,10 @@ class GPT(nn.Module):
         super().__init__()
         layers, width, vocabulary = sizes["layers"], sizes["width"], sizes["vocabulary"]
         chosen = range(layers) if blocks is None else list(blocks)
-        self.embedding = self.norm = self.head = self.positions = None
+        self.embedding: nn.Embedding | None = None
+        self.positions: nn.Parameter | None = None
+        self.norm: nn.LayerNorm | None = None
+        self.head: nn.Linear | None = None
         if 0 in chosen:
             self.embedding = nn.Embedding(vocabulary, width)
             nn.init.normal_(self.embedding.weight, std=0.02)
@@ -68,7 +71,7 @@ class GPT(nn.Module):
             x = self.embedding(x) + self.positions
         for block in self.blocks:
             x = block(x)
-        return x if self.head is None else self.head(self.norm(x))
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
 
 class ConvNet(nn.Sequential):

@@ -36,7 +36,8 @@ def prepare(settings: Settings) -> Training:
         }
     parallelize_module(model, mesh, plan)
     # Both are split by the vocabulary, so they can be one again.
-    model.head.weight = model.embedding.weight
+    head, embedding = model.get_submodule("head"), model.get_submodule("embedding")
+    head.weight = embedding.weight
     optimizer = make_optimizer(model.parameters())
 
     def step():
