@@ -144,6 +144,7 @@ class RunningJob:
                 "ranks": self._job.ranks,
                 "threads": self._job.threads,
                 "options": self._job.options,
+                "without": self._job.without,
             }
             with open(self._logs[rank], "wb") as log:
                 process = subprocess.Popen(

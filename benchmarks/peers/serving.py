@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +25,7 @@ class Settings:
         ranks: How many there are.
         threads: Of this rank.
         options: Of the program.
+        without: Packages that are not there for it.
     """
 
     program: str
@@ -34,6 +35,7 @@ class Settings:
     ranks: int
     threads: int
     options: Mapping[str, Any]
+    without: Sequence[str]
 
 
 class Training(Protocol):

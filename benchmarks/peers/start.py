@@ -25,6 +25,8 @@ def main() -> None:
     _make_package()
     serving = importlib.import_module(f"{_PACKAGE}.serving")
     settings = serving.Settings(**json.loads(sys.argv[1]))
+    for name in settings.without:
+        sys.modules[name] = None  # type: ignore[assignment]
     program = importlib.import_module(f"{_PACKAGE}.{settings.program}")
     imported = serving.memory("VmRSS")
     training = program.prepare(settings)

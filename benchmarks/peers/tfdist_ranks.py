@@ -59,7 +59,7 @@ def _model(settings: Settings, tied: bool) -> keras.Model:
     model = models.convnet((side, side, 3), sizes["classes"])
     for layer in model.layers:
         if isinstance(layer, keras.layers.BatchNormalization):
-            # Peers have no such normalization on CPUs.
+            # PyTorch has no other on CPUs.
             layer.synchronized = False
     return model
 

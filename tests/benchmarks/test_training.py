@@ -185,7 +185,7 @@ def test_a_rank_that_dies_is_one_line():
 
 def test_a_rank_that_cannot_start_is_one_line():
     job = dataclasses.replace(ALONE, options={"engine": "steam"})
-    with pytest.raises(JobError, match="rank 0 .*: KeyError: 'steam'"):
+    with pytest.raises(JobError, match=r"rank 0 .*: KeyError: 'steam'"):
         RunningJob(job, "gpt", GPT, PEERS).__enter__()
 
 
