@@ -104,23 +104,36 @@ _MICROBATCHES = 8
 _DATA = _ours("data parallel")
 _DATA_TENSORFLOW = _ours("data parallel on TensorFlow's collectives", "tensorflow")
 _ONE_PROCESS = _ours("one process", "local", ranks=1, threads=2)
+#: The GPT of tf_keras is written by hand, or of Keras' own attention and embedding.
+_STOCK = {False: "", True: ", stock layers"}
 #: What makes TensorFlow's `keras`, which Horovod uses, the one of before Keras 3.
 _LEGACY = {"TF_USE_LEGACY_KERAS": "1"}
-_HOROVOD = Job(
-    "tf_keras and Horovod",
-    "keras_horovod",
-    "tf_keras",
-    "horovod",
-    # In milliseconds.
-    variables={**_LEGACY, "HOROVOD_CYCLE_TIME": "1"},
-)
-_MIRRORED = Job(
-    "tf_keras and MultiWorkerMirroredStrategy",
-    "keras_multi_worker",
-    "tf_keras",
-    "tensorflow",
-    variables=_LEGACY,
-)
+
+
+def _horovod(stock: bool) -> Job:
+    return Job(
+        "tf_keras and Horovod" + _STOCK[stock],
+        "keras_horovod",
+        "tf_keras",
+        "horovod",
+        options={"stock": stock},
+        # In milliseconds.
+        variables={**_LEGACY, "HOROVOD_CYCLE_TIME": "1"},
+    )
+
+
+def _mirrored(stock: bool) -> Job:
+    return Job(
+        "tf_keras and MultiWorkerMirroredStrategy" + _STOCK[stock],
+        "keras_multi_worker",
+        "tf_keras",
+        "tensorflow",
+        options={"stock": stock},
+        variables=_LEGACY,
+    )
+
+
+_HOROVOD, _MIRRORED = _horovod(stock=False), _mirrored(stock=False)
 _DDP = _torch("DDP", "torch_data_parallel")
 
 _BOTH_MODELS = {
@@ -147,6 +160,8 @@ def _pipeline(ours: str, theirs: str) -> tuple[Job, Job, float]:
 
 
 _GPT_ONLY = {
+    "horovod-stock": (_DATA, _horovod(stock=True), 0.75),
+    "mirrored-stock": (_DATA, _mirrored(stock=True), 0.85),
     "tensor": (
         _ours("tensor parallel", mesh={"tensor": 2}),
         _torch("tensor parallel, DTensor", "torch_tensor_parallel"),

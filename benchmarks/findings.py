@@ -14,6 +14,15 @@ from tabulate import tabulate
 __all__ = ["Finding", "Side", "picture", "read", "table", "write"]
 
 _MIB = 1 << 20
+_USED = (
+    "a rank at most",
+    "this, MiB",
+    "other, MiB",
+    "this, growth, MiB",
+    "other, growth, MiB",
+    "this, processor, ms",
+    "other, processor, ms",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +33,7 @@ class Side:
         title: What it is called.
         versions: Of what it ran on.
         seconds: By round, the median time of a step on the slowest rank.
+        processor: By round, the processor time of a step on the rank that uses most.
         imported: The bytes that a rank's process had before it built anything.
         peak: The most bytes that a rank's process had (VmHWM).
         first_loss: The mean loss of the first steps.
@@ -33,6 +43,7 @@ class Side:
     title: str
     versions: str
     seconds: list[float]
+    processor: list[float]
     imported: int
     peak: int
     first_loss: float
@@ -117,8 +128,8 @@ def write(path: Path, findings: Sequence[Finding]) -> None:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Two tables in Markdown, of times and of memory; what is above its limit is bold."""
-    times, memory = [], []
+    """Two tables in Markdown, of times and of what a rank uses; what is above its limit is bold."""
+    times, used = [], []
     for finding in findings:
         ours, theirs = finding.ours, finding.theirs
         times.append(
@@ -132,13 +143,15 @@ def table(findings: Sequence[Finding]) -> str:
                 f"{finding.limit:.2f}",
             )
         )
-        memory.append(
+        used.append(
             (
                 f"`{finding.name}`",
                 _marked(f"{ours.peak / _MIB:,.0f}", ours.peak > theirs.peak),
                 f"{theirs.peak / _MIB:,.0f}",
                 f"{ours.growth / _MIB:,.0f}",
                 f"{theirs.growth / _MIB:,.0f}",
+                f"{1e3 * statistics.median(ours.processor):.1f}",
+                f"{1e3 * statistics.median(theirs.processor):.1f}",
             )
         )
     ran = {f"{f.machine}; {side.title}: {side.versions}" for f in findings for side in _sides(f)}
@@ -150,9 +163,7 @@ def table(findings: Sequence[Finding]) -> str:
                 times,
                 texts=2,
             ),
-            _markdown(
-                ("", "this, MiB", "other, MiB", "this, growth", "other, growth"), memory, texts=1
-            ),
+            _markdown(_USED, used, texts=1),
             f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))} on:",
             "\n".join(f"- {line}" for line in sorted(ran)),
         ]

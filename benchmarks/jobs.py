@@ -41,11 +41,13 @@ class Block:
 
     Attributes:
         seconds: The median time of a step, on the slowest rank.
+        processor: The processor time of a step, on the rank that uses most.
         loss: The mean loss over ranks and steps.
         peak: The most bytes that a rank's process has had so far.
     """
 
     seconds: float
+    processor: float
     loss: float
     peak: int
 
@@ -124,7 +126,8 @@ class RunningJob:
         self._signal(signal.SIGSTOP)
         losses = [answer["loss"] for answer in answers if answer["loss"] is not None]
         return Block(
-            max(statistics.median(answer["seconds"]) for answer in answers),
+            max(answer["seconds"] for answer in answers),
+            max(answer["processor"] for answer in answers),
             statistics.mean(losses),
             max(answer["peak"] for answer in answers),
         )

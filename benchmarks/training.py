@@ -88,6 +88,9 @@ def _main(_) -> int:
             command.say("tfdist-bench", f"{comparison.name}: {error}")
             failed = True
             continue
+        except KeyboardInterrupt:
+            command.say("tfdist-bench", "Stopped.")
+            return 130
         print(found.row(), flush=True)
         failed |= found.is_over
         known[comparison.name] = found
@@ -153,6 +156,7 @@ def _side(job: Job, running: RunningJob, blocks: list[Block], peers: Path) -> Si
         title=job.title,
         versions=versions(job.environment, peers),
         seconds=[block.seconds for block in turns],
+        processor=[block.processor for block in turns],
         imported=running.imported,
         peak=turns[-1].peak,
         first_loss=first.loss,

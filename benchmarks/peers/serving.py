@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -38,6 +39,36 @@ class Settings:
     without: Sequence[str]
 
 
+@dataclasses.dataclass
+class Steps:
+    """A block of steps, `LEAD` of which do not count.
+
+    Attributes:
+        begins: When each began.
+        used: The seconds of processor time that the process had used by then, in all its threads.
+        loss: The mean loss of all; None for a rank that does not see it.
+    """
+
+    begins: list[float] = dataclasses.field(default_factory=list)
+    used: list[float] = dataclasses.field(default_factory=list)
+    loss: float | None = None
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.begins.append(time.perf_counter())
+        self.used.append(time.process_time())
+
+    @property
+    def seconds(self) -> list[float]:
+        """The time of each step that counts: to the beginning of the next."""
+        return _differences(self.begins)
+
+    @property
+    def processor(self) -> list[float]:
+        """The processor time of each."""
+        return _differences(self.used)
+
+
 class Training(Protocol):
     """A model that is being trained.
 
@@ -47,12 +78,8 @@ class Training(Protocol):
 
     parameters: int
 
-    def block(self, steps: int) -> tuple[list[float], float | None]:
-        """Trains some steps more.
-
-        Returns:
-            The time of each, and their mean loss; None for a rank that does not see it.
-        """
+    def block(self, steps: int) -> Steps:
+        """Trains some steps more."""
         ...
 
 
@@ -75,11 +102,6 @@ def own_rows(settings: Settings) -> tuple[np.ndarray, np.ndarray]:
     mine = slice(settings.rank * rows, (settings.rank + 1) * rows)
     inputs, labels = global_batch(settings)
     return inputs[mine], labels[mine]
-
-
-def intervals(begins: list[float]) -> list[float]:
-    """The times of a block's steps, from when each of `LEAD` more of them began."""
-    return [after - before for before, after in itertools.pairwise(begins)][LEAD - 1 :]
 
 
 def memory(field: str) -> int:
@@ -105,13 +127,18 @@ class FitTraining:
         self.parameters = parameters
         self._model, self._data, self._clock = model, data, clock
 
-    def block(self, steps: int) -> tuple[list[float], float | None]:
-        """Trains some steps more, as `Training` says."""
-        begins: list[float] = []
+    def block(self, steps: int) -> Steps:
+        """Trains some steps more."""
+        block = Steps()
         run = self._model.fit(
             self._data,
             steps_per_epoch=steps + LEAD,
             verbose=0,
-            callbacks=[self._clock(begins.append)],
+            callbacks=[self._clock(block.begin)],
         )
-        return intervals(begins), float(run.history["loss"][0])
+        block.loss = float(run.history["loss"][0])
+        return block
+
+
+def _differences(values: list[float]) -> list[float]:
+    return [after - before for before, after in itertools.pairwise(values)][LEAD - 1 :]

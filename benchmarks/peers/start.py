@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import json
 import os
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,13 @@ def main() -> None:
 
     tell(parameters=training.parameters, imported=imported)
     for line in sys.stdin:
-        seconds, loss = training.block(int(line))
-        tell(seconds=seconds, loss=loss, peak=serving.memory("VmHWM"))
+        block = training.block(int(line))
+        tell(
+            seconds=statistics.median(block.seconds),
+            processor=statistics.mean(block.processor),
+            loss=block.loss,
+            peak=serving.memory("VmHWM"),
+        )
 
 
 def _make_package() -> None:

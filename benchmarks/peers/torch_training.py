@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
 
-from .serving import LEAD, Settings, global_batch, intervals, own_rows
+from .serving import LEAD, Settings, Steps, global_batch, own_rows
 from .torch_models import GPT, ConvNet
 
 
@@ -58,14 +57,15 @@ class StepTraining:
         self.parameters = parameters
         self._step = step
 
-    def block(self, steps: int) -> tuple[list[float], float | None]:
-        """Trains some steps more, as `Training` says."""
-        begins, losses = [], []
+    def block(self, steps: int) -> Steps:
+        """Trains some steps more."""
+        block, losses = Steps(), []
         for _ in range(steps + LEAD):
-            begins.append(time.perf_counter())
+            block.begin()
             losses.append(self._step())
         seen = [float(loss) for loss in losses if loss is not None]
-        return intervals(begins), sum(seen) / len(seen) if seen else None
+        block.loss = sum(seen) / len(seen) if seen else None
+        return block
 
 
 def count(model) -> int:

@@ -28,7 +28,7 @@ GPT = SIZES["tiny"]["gpt"]
 
 
 def side(title, seconds, peak):
-    return Side(title, "thing 1.0", seconds, 100 << 20, peak << 20, 4.0, 3.0)
+    return Side(title, "thing 1.0", seconds, seconds, 100 << 20, peak << 20, 4.0, 3.0)
 
 
 FOUND = [
@@ -98,11 +98,11 @@ def test_json_holds_the_findings(tmp_path):
 
 
 def test_the_table_marks_what_is_above_its_limit():
-    times, memory, head, ran = findings.table(FOUND).split("\n\n")
+    times, used, head, ran = findings.table(FOUND).split("\n\n")
     assert "| 200.0 | 200.0 | 1.00 | 0.50 to 1.50 | 1.00 |" in " ".join(times.split())
     assert "**1.50**" in times and "**1.00**" not in times
-    assert "| **500** | 400 | 400 | 300 |" in " ".join(memory.split())
-    assert "**300**" not in memory
+    assert "| **500** | 400 | 400 | 300 | 200.0 | 200.0 |" in " ".join(used.split())
+    assert "**300**" not in used
     assert head == "Measured 2026-01-02 to 2026-01-03 on:"
     assert "- 2 cores of a machine; PyTorch DDP: thing 1.0" in ran.splitlines()
 
@@ -227,6 +227,7 @@ def test_tfdist_against_itself(tmp_path):
         assert len(finding.ratios) == 2 and min(finding.ratios) > 0
         assert finding.ours.last_loss < finding.ours.first_loss
         assert 0 < finding.ours.growth < finding.ours.peak
+        assert min(finding.ours.processor) > 0
     assert "tfdist, one process" in page.read_text() and "Not measured" not in page.read_text()
     assert (tmp_path / "picture.png").stat().st_size > 1000
 
