@@ -15,6 +15,7 @@ from .torch_models import GPT, ConvNet
 def meet(settings: Settings) -> None:
     """Joins the others over Gloo, with as many threads as are allowed."""
     torch.set_num_threads(settings.threads)
+    torch.set_flush_denormal(True)  # As TensorFlow's threads do.
     torch.manual_seed(0)
     distributed.init_process_group("gloo")
 
