@@ -154,7 +154,8 @@ def table(findings: Sequence[Finding]) -> str:
                 f"{1e3 * statistics.median(theirs.processor):.1f}",
             )
         )
-    ran = {f"{f.machine}; {side.title}: {side.versions}" for f in findings for side in _sides(f)}
+    machines = sorted({finding.machine for finding in findings})
+    versions = sorted({side.versions for finding in findings for side in _sides(finding)})
     days = sorted({finding.day for finding in findings})
     return "\n\n".join(
         [
@@ -164,8 +165,8 @@ def table(findings: Sequence[Finding]) -> str:
                 texts=2,
             ),
             _markdown(_USED, used, texts=1),
-            f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))} on:",
-            "\n".join(f"- {line}" for line in sorted(ran)),
+            f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))}, on "
+            f"{' and '.join(machines)}; {'; '.join(versions)}.",
         ]
     )
 
