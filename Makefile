@@ -3,6 +3,7 @@
 
 PYTHON = python3.11
 VENV = .venv
+PEERS = .peers
 NP = 2
 DEMO_FLAGS = --model=convnet --dataset=digits --strategy=auto
 BENCHMARKS = data_parallel tensor_parallel pipeline_parallel zero recompute checkpoint
@@ -53,7 +54,7 @@ format: setup ## Formats the code
 typecheck: setup ## Checks the types
 	@set -e; work=$$(mktemp -d); trap 'rm -rf "$$work"' EXIT; \
 	mkdir "$$work/source"; \
-	for item in setup.cfg pyproject.toml README.md LICENSE tfdist strategies models launch; do \
+	for item in setup.cfg pyproject.toml README.md LICENSE tfdist strategies models launch benchmarks; do \
 	  if test -e $$item; then cp -R $$item "$$work/source"; fi; \
 	done; \
 	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir "$$work" "$$work/source"; \
@@ -64,11 +65,14 @@ typecheck: setup ## Checks the types
 
 benchmark: setup ## Runs the benchmarks, half an hour each on 2 cores
 	@code=0; for name in $(BENCHMARKS); do \
-	  echo "$$name"; $(PY) -m benchmarks.$$name || code=1; \
+	  echo "$$name"; $(PY) -m tfdist.benchmarks.$$name || code=1; \
 	done; exit $$code
+
+peers: setup ## Environments of the libraries that `tfdist-bench training` compares with
+	$(VENV)/bin/tfdist-bench peers --peers=$(PEERS)
 
 clean: ## Removes what builds and tests leave; the environment stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
-	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
+	find . \( -path ./$(VENV) -o -path ./$(PEERS) \) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
-.PHONY: help setup demo test test-all lint format typecheck benchmark clean
+.PHONY: help setup demo test test-all lint format typecheck benchmark peers clean

@@ -117,13 +117,14 @@ def tree_seconds(line: Line, link: Link) -> float | None:
     return levels * math.log2(line.ranks) * (link.latency + line.bytes / link.rate)
 
 
-def run() -> None:
-    """The console script."""
+def run(arguments: list[str] | None = None) -> None:
+    """Runs the program; its arguments begin with its name."""
     command.run(
         _main,
         _VALUES,
         usage="tfdist-bench collectives [flags]",
         summary="Measures collectives on the ranks that tfdist-run, or another launcher, started.",
+        arguments=arguments,
     )
 
 

@@ -1,6 +1,6 @@
 """Data parallelism on 2 ranks against 1 process, and collectives against their engine's own.
 
-    python -m benchmarks.data_parallel [--engine=horovod|tensorflow] [--rounds=15]
+    python -m tfdist.benchmarks.data_parallel [--engine=horovod|tensorflow] [--rounds=15]
 
 Same model, same global batch; each rank has 1 thread, the process 2. The two worlds take turns, so that what else the machine does falls
 on both; the ratio is that of each turn.
@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from benchmarks.measuring import (
+from tfdist.benchmarks.measuring import (
     ENVIRONMENT,
     HEADER,
     Ratio,
@@ -102,22 +102,18 @@ def call_seconds(elements: int, repeats: int, how: str) -> float:
     if key not in rank._state:
         group = engine().group()
 
+        # The bare operation of Horovod takes its name from the graph, where each must have its own.
+        own = engine().name == "horovod"
+
         @tf.function
         def function(x):
-            for _ in range(repeats):
+            for number in range(repeats):
                 if how == "bare":
-                    x = engine().all_reduce(x, group, "mean", f"bare{elements}")
+                    name = f"bare{elements}.{number}" if own else f"bare{elements}"
+                    x = engine().all_reduce(x, group, "mean", name)
                 else:
                     x = collectives.all_reduce(x, group, "mean", bulk=how == "bulk")
             return x
-
-        if how == "bare" and engine().name == "horovod":
-            # The bare operation takes its name from the graph, where each must have its own.
-            @tf.function
-            def function(x):
-                for number in range(repeats):
-                    x = engine().all_reduce(x, group, "mean", f"bare{elements}.{number}")
-                return x
 
         rank._state[key] = (function, tf.ones([elements]))
     function, x = rank._state[key]
@@ -173,8 +169,9 @@ def measure_fixed_order(rounds: int) -> list[Ratio]:
             for pool in (one, other):
                 with only(pool, (one, other)):
                     pool.run(prepare, name, timeout=300)
-            seconds = in_turn((one, other), step_seconds, rounds, name)
-            found.append(Ratio(f"{name}: 3 ranks, in fixed order / not", *seconds, limit=None))
+            fixed_order, free = in_turn((one, other), step_seconds, rounds, name)
+            title = f"{name}: 3 ranks, in fixed order / not"
+            found.append(Ratio(title, fixed_order, free, limit=None))
             print(found[-1].row(), flush=True)
     return found
 

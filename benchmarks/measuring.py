@@ -178,3 +178,20 @@ def write_json(path: str | None, engine: str, ratios: Sequence[Ratio], **more) -
     rows = [{"name": r.name, "this": r.one, "other": r.other, "limit": r.limit} for r in ratios]
     with open(path, "w") as file:
         json.dump({"engine": engine, "seconds": rows, **more}, file, indent=1)
+
+
+def write_between(path: str | os.PathLike[str], mark: str, text: str) -> None:
+    """Puts text into a document, between `<!-- mark -->` and the `<!-- end -->` after it.
+
+    Raises:
+        OSError: The document cannot be read or written.
+        ValueError: It has no such place.
+    """
+    begins, ends = f"<!-- {mark} -->", "<!-- end -->"
+    with open(path, encoding="utf-8") as file:
+        before, begin, rest = file.read().partition(begins)
+    _, end, after = rest.partition(ends)
+    if not begin or not end:
+        raise ValueError(f"{path} has no place for it: {begins} ... {ends}.")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(f"{before}{begin}\n{text}\n{end}{after}")

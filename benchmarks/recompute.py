@@ -1,6 +1,6 @@
 """Recompute: step time over that of keeping all activations.
 
-    python -m benchmarks.recompute [--rounds=15]
+    python -m tfdist.benchmarks.recompute [--rounds=15]
 
 One process with 2 threads and the GPT of width 256; the policies take turns, and a ratio is that of
 one turn.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.measuring import (
+from tfdist.benchmarks.measuring import (
     HEADER,
     Ratio,
     fit_step_seconds,
@@ -47,7 +47,8 @@ def step_seconds(policy: str | None) -> float:
     """The median time of a training step."""
     from tfdist.testing import rank
 
-    return fit_step_seconds(*rank._state["gpt", policy], _STEPS)
+    model, data = rank._state["gpt", policy]
+    return fit_step_seconds(model, data, _STEPS)
 
 
 def measure(rounds: int, policies) -> list[Ratio]:

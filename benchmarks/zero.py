@@ -1,6 +1,6 @@
 """ZeRO: step time of each stage over stage 0, and the bytes that a rank holds.
 
-    python -m benchmarks.zero [--engine=horovod|tensorflow] [--rounds=15] [--table=docs/memory.md]
+    python -m tfdist.benchmarks.zero [--engine=horovod|tensorflow] [--rounds=15] [--table=docs/memory.md]
 
 Times are of the wide GPT on 2 ranks with 1 thread each; the stages take turns on the same ranks, and
 a ratio is that of one turn. Bytes are those of live variables between steps plus the peak of a step,
@@ -13,7 +13,7 @@ import sys
 
 from tabulate import tabulate
 
-from benchmarks.measuring import (
+from tfdist.benchmarks.measuring import (
     ENVIRONMENT,
     HEADER,
     Ratio,
@@ -21,6 +21,7 @@ from benchmarks.measuring import (
     parser,
     variants_in_turn,
     wide_gpt,
+    write_between,
     write_json,
 )
 from tfdist.optimizers.pacing import UNDER_WAY
@@ -34,7 +35,6 @@ _STEPS = 6
 #: small beside them as those of models that need this.
 _WIDTH, _LAYERS = 1024, 64
 _MIB = 1 << 20
-_BEGIN, _END = "<!-- benchmarks.zero: bytes -->", "<!-- end -->"
 
 
 def prepare_gpt(stage: int) -> None:
@@ -49,7 +49,8 @@ def step_seconds(stage: int) -> float:
     """The median time of a training step, on this rank."""
     from tfdist.testing import rank
 
-    return fit_step_seconds(*rank._state["gpt", stage], _STEPS)
+    model, data = rank._state["gpt", stage]
+    return fit_step_seconds(model, data, _STEPS)
 
 
 def held_bytes(stage: int, policy: str) -> tuple[float, float, float, float]:
@@ -81,7 +82,9 @@ def held_bytes(stage: int, policy: str) -> tuple[float, float, float, float]:
             step(iterator)
         peaks.append(peak.bytes)
     report = memory_report(model)
-    parameters, state = (report.row(name).measured for name in ("parameters", "optimizer state"))
+    parameters, state = (
+        report.row(name).measured or 0 for name in ("parameters", "optimizer state")
+    )
     whole = formula_bytes(stage, engine().size)
     return parameters / _MIB, state / _MIB, min(peaks) / _MIB, whole / _MIB
 
@@ -151,13 +154,7 @@ def write_table(path: str, held: list[dict]) -> None:
     ]
     head = ("policy", "ranks", "`zero_stage`", "measured, MiB", "formula, MiB", "off by")
     table = tabulate(rows, head, tablefmt="github", disable_numparse=True)
-    with open(path) as file:
-        before, begin, rest = file.read().partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not begin or not end:
-        raise ValueError(f"{path} has no place for the table: {_BEGIN} ... {_END}.")
-    with open(path, "w") as file:
-        file.write(f"{before}{begin}\n{table}\n{end}{after}")
+    write_between(path, "benchmarks.zero: bytes", table)
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.collectives import Line, Link, ring_seconds, tree_seconds
+from tfdist.benchmarks.collectives import Line, Link, ring_seconds, tree_seconds
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +56,7 @@ def test_on_two_ranks(tmp_path):
             *runner,
             sys.executable,
             "-m",
-            "benchmarks.collectives",
+            "tfdist.benchmarks.collectives",
             *flags,
             f"--json={tmp_path}/found",
         ],

@@ -1,0 +1,180 @@
+"""What `tfdist-bench training` compares with what, and the most that the ratio may be: data only."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["COMPARISONS", "SIZES", "Comparison", "Job"]
+
+#: Of the models and their global batches; the small ones are to try whether all runs.
+SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
+    "full": {
+        "gpt": {
+            "layers": 4,
+            "width": 256,
+            "heads": 4,
+            "tokens": 128,
+            "vocabulary": 512,
+            "batch": 16,
+        },
+        "convnet": {"side": 32, "classes": 10, "batch": 64},
+    },
+    "tiny": {
+        "gpt": {"layers": 2, "width": 32, "heads": 2, "tokens": 16, "vocabulary": 64, "batch": 8},
+        "convnet": {"side": 8, "classes": 10, "batch": 8},
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What one side of a comparison runs.
+
+    Attributes:
+        title: What the table calls it.
+        program: A module of peers/.
+        environment: The folder of its environment among those that `make peers` makes; None for
+            the one that tfdist runs in.
+        meeting: How its ranks meet: "horovod", "tensorflow", "torch" or "local".
+        ranks: How many.
+        threads: Of each.
+        options: For the program.
+        variables: Of its environment.
+        without: Packages that are not there for it.
+    """
+
+    title: str
+    program: str
+    environment: str | None
+    meeting: str
+    ranks: int = 2
+    threads: int = 1
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    without: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Two jobs that train the same model.
+
+    Attributes:
+        name: What `--only` calls it.
+        model: Which of `SIZES`.
+        ours: The job whose time is divided.
+        theirs: The job that it is divided by.
+        limit: The most that the ratio of the step times may be.
+    """
+
+    name: str
+    model: str
+    ours: Job
+    theirs: Job
+    limit: float
+
+
+#: Keras imports these where they happen to be installed, for what training does not use: 95 MiB that
+#: the others' environments have no chance to spend.
+_UNUSED = ("matplotlib", "scipy", "sklearn")
+
+
+def _ours(
+    title: str, engine: str = "horovod", ranks: int = 2, threads: int = 1, **options: Any
+) -> Job:
+    return Job(
+        f"tfdist, {title}",
+        "tfdist_ranks",
+        None,
+        engine,
+        ranks,
+        threads,
+        options={"engine": engine, **options},
+        without=_UNUSED,
+    )
+
+
+def _torch(title: str, program: str, **options: Any) -> Job:
+    return Job(f"PyTorch {title}", program, "torch", "torch", options=options)
+
+
+_MICROBATCHES = 8
+
+_DATA = _ours("data parallel")
+_DATA_TENSORFLOW = _ours("data parallel on TensorFlow's collectives", "tensorflow")
+_ONE_PROCESS = _ours("one process", "local", ranks=1, threads=2)
+#: The GPT of tf_keras is written by hand, or of Keras' own attention and embedding.
+_STOCK = {False: "", True: ", stock layers"}
+#: What makes TensorFlow's `keras`, which Horovod uses, the one of before Keras 3.
+_LEGACY = {"TF_USE_LEGACY_KERAS": "1"}
+
+
+def _horovod(stock: bool) -> Job:
+    return Job(
+        "tf_keras and Horovod" + _STOCK[stock],
+        "keras_horovod",
+        "tf_keras",
+        "horovod",
+        options={"stock": stock},
+        # In milliseconds.
+        variables={**_LEGACY, "HOROVOD_CYCLE_TIME": "1"},
+    )
+
+
+def _mirrored(stock: bool) -> Job:
+    return Job(
+        "tf_keras and MultiWorkerMirroredStrategy" + _STOCK[stock],
+        "keras_multi_worker",
+        "tf_keras",
+        "tensorflow",
+        options={"stock": stock},
+        variables=_LEGACY,
+    )
+
+
+_HOROVOD, _MIRRORED = _horovod(stock=False), _mirrored(stock=False)
+_DDP = _torch("DDP", "torch_data_parallel")
+
+_BOTH_MODELS = {
+    "horovod": (_DATA, _HOROVOD, 0.75),
+    "mirrored": (_DATA, _MIRRORED, 0.85),
+    "ddp": (_DATA, _DDP, 1.0),
+    "tensorflow-mirrored": (_DATA_TENSORFLOW, _MIRRORED, 1.0),
+    "one-process": (_DATA, _ONE_PROCESS, 1.0),
+}
+
+
+def _pipeline(ours: str, theirs: str) -> tuple[Job, Job, float]:
+    schedule = {"num_microbatches": _MICROBATCHES, "schedule": ours}
+    return (
+        _ours(f"pipeline, {ours}", mesh={"pipeline": 2}, pipeline=schedule),
+        _torch(
+            f"pipelining, {theirs}",
+            "torch_pipeline",
+            schedule=theirs,
+            microbatches=_MICROBATCHES,
+        ),
+        1.0,
+    )
+
+
+_GPT_ONLY = {
+    "horovod-stock": (_DATA, _horovod(stock=True), 0.75),
+    "mirrored-stock": (_DATA, _mirrored(stock=True), 0.85),
+    "tensor": (
+        _ours("tensor parallel", mesh={"tensor": 2}),
+        _torch("tensor parallel, DTensor", "torch_tensor_parallel"),
+        1.0,
+    ),
+    "pipeline-gpipe": _pipeline("gpipe", "GPipe"),
+    "pipeline-1f1b": _pipeline("1f1b", "1F1B"),
+    "fsdp": (_ours("ZeRO-3", zero_stage=3), _torch("FSDP2", "torch_fully_sharded"), 1.0),
+}
+
+#: All of them, by name.
+COMPARISONS: Mapping[str, Comparison] = {
+    f"{model}-{name}": Comparison(f"{model}-{name}", model, *sides)
+    for model, found in (("gpt", _BOTH_MODELS | _GPT_ONLY), ("convnet", _BOTH_MODELS))
+    for name, sides in found.items()
+}

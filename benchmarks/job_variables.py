@@ -1,0 +1,57 @@
+"""What the ranks of a benchmark's job find in their environment: how they meet, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from tfdist.benchmarks.comparisons import Job
+from tfdist.rendezvous import free_ports, local_environments
+
+__all__ = ["RESTLESS", "outside", "variables"]
+
+#: Ranks that Horovod's thread has looking for work a thousand times a second, 10% of a core each, are
+#: held still while they wait. Gloo counts that time, and gives up after 30 s of its own.
+RESTLESS = {"horovod": {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}}
+
+#: Nothing of the outside is to reach one side alone.
+_DROPPED = ("TF_CONFIG", "PYTHONPATH", "KERAS_BACKEND")
+_DROPPED_BEGINNINGS = ("HOROVOD_", "TF_", "OMP_", "MKL_", "TORCH_", "GLOO_")
+
+
+def outside() -> dict[str, str]:
+    """This process's environment without what only some libraries would listen to."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _DROPPED and not name.startswith(_DROPPED_BEGINNINGS)
+    }
+
+
+@contextlib.contextmanager
+def variables(job: Job) -> Iterator[list[dict[str, str]]]:
+    """Yields the variables of each rank, through which they meet."""
+    common = {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": str(job.threads),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if job.meeting == "torch":
+        port = str(free_ports(1)[0])
+        yield [
+            {
+                **common,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "GLOO_SOCKET_IFNAME": "lo",
+                "RANK": str(rank),
+                "WORLD_SIZE": str(job.ranks),
+            }
+            for rank in range(job.ranks)
+        ]
+        return
+    with local_environments(job.meeting, job.ranks) as environments:
+        more = RESTLESS.get(job.meeting, {})
+        yield [{**common, **more, **environment} for environment in environments]

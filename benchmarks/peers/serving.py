@@ -1,0 +1,144 @@
+"""What all programs share: their settings, the batch, and what a block of steps tells."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+#: Steps before those of a block that count: a `fit` starts anew with each.
+LEAD = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a rank is to train.
+
+    Attributes:
+        program: The module of this folder.
+        model: "gpt" or "convnet".
+        sizes: Of the model and its global batch.
+        rank: Which rank this is.
+        ranks: How many there are.
+        threads: Of this rank.
+        options: Of the program.
+        without: Packages that are not there for it.
+    """
+
+    program: str
+    model: str
+    sizes: Mapping[str, int]
+    rank: int
+    ranks: int
+    threads: int
+    options: Mapping[str, Any]
+    without: Sequence[str]
+
+
+@dataclasses.dataclass
+class Steps:
+    """A block of steps, `LEAD` of which do not count.
+
+    Attributes:
+        begins: When each began.
+        used: The seconds of processor time that the process had used by then, in all its threads.
+        loss: The mean loss of all; None for a rank that does not see it.
+    """
+
+    begins: list[float] = dataclasses.field(default_factory=list)
+    used: list[float] = dataclasses.field(default_factory=list)
+    loss: float | None = None
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.begins.append(time.perf_counter())
+        self.used.append(time.process_time())
+
+    @property
+    def seconds(self) -> list[float]:
+        """The time of each step that counts: to the beginning of the next."""
+        return _differences(self.begins)
+
+    @property
+    def processor(self) -> list[float]:
+        """The processor time of each."""
+        return _differences(self.used)
+
+
+class Training(Protocol):
+    """A model that is being trained.
+
+    Attributes:
+        parameters: How many are trained, over all ranks.
+    """
+
+    parameters: int
+
+    def block(self, steps: int) -> Steps:
+        """Trains some steps more."""
+        ...
+
+
+def global_batch(settings: Settings) -> tuple[np.ndarray, np.ndarray]:
+    """The batch that every step trains on: what can be learned within some steps."""
+    sizes = settings.sizes
+    random = np.random.default_rng(0)
+    if settings.model == "gpt":
+        shape = sizes["batch"], sizes["tokens"]
+        tokens = random.integers(0, sizes["vocabulary"], shape, "int32")
+        return tokens, (7 * tokens + 3) % sizes["vocabulary"]
+    side = sizes["side"]
+    images = random.normal(size=(sizes["batch"], side, side, 3)).astype("float32")
+    return images, random.integers(0, sizes["classes"], sizes["batch"], "int32")
+
+
+def own_rows(settings: Settings) -> tuple[np.ndarray, np.ndarray]:
+    """This rank's rows of the batch, where all ranks are data parallel."""
+    rows = settings.sizes["batch"] // settings.ranks
+    mine = slice(settings.rank * rows, (settings.rank + 1) * rows)
+    inputs, labels = global_batch(settings)
+    return inputs[mine], labels[mine]
+
+
+def memory(field: str) -> int:
+    """Bytes of this process, as Linux counts them: VmRSS now, VmHWM at the highest."""
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) * 1024
+    raise ValueError(f"This system does not tell {field}.")
+
+
+class FitTraining:
+    """A Keras model, of either Keras, that `fit` trains.
+
+    Args:
+        model: The compiled model.
+        data: Its data set, which does not end.
+        clock: Makes a callback that calls a function when a step begins.
+        parameters: How many it trains.
+    """
+
+    def __init__(self, model, data, clock: Callable[[Callable], Any], parameters: int):
+        self.parameters = parameters
+        self._model, self._data, self._clock = model, data, clock
+
+    def block(self, steps: int) -> Steps:
+        """Trains some steps more."""
+        block = Steps()
+        run = self._model.fit(
+            self._data,
+            steps_per_epoch=steps + LEAD,
+            verbose=0,
+            callbacks=[self._clock(block.begin)],
+        )
+        block.loss = float(run.history["loss"][0])
+        return block
+
+
+def _differences(values: list[float]) -> list[float]:
+    return [after - before for before, after in itertools.pairwise(values)][LEAD - 1 :]

@@ -1,0 +1,81 @@
+"""tfdist, on any mesh and engine."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+import tfdist
+from tfdist import layers, models, strategies
+from tfdist.monitoring import memory_report
+from tfdist.pipeline import PipelineModel, deferred_weights
+
+from .serving import FitTraining, Settings, Training, global_batch
+
+_STRATEGIES = {
+    "horovod": strategies.HorovodStrategy,
+    "tensorflow": strategies.MultiWorkerStrategy,
+    "local": strategies.LocalStrategy,
+}
+
+
+def prepare(settings: Settings) -> Training:
+    """Builds this rank's part of the model."""
+    # Two of these let a collective wait while the one thread computes.
+    tf.config.threading.set_intra_op_parallelism_threads(settings.threads)
+    tf.config.threading.set_inter_op_parallelism_threads(2)
+    options = dict(settings.options)
+    engine = options.pop("engine")
+    pipeline = options.pop("pipeline", None)
+    mesh = tfdist.Mesh(**options.pop("mesh", {}))
+    keras.utils.set_random_seed(0)
+    strategy = _STRATEGIES[engine](mesh, **options)
+    with strategy.scope():
+        if pipeline is None:
+            model = _model(settings, tied=True)
+        else:
+            with deferred_weights():
+                model = _model(settings, tied=False)
+            model = PipelineModel(model, **pipeline)
+        model.compile("adam", _loss(settings))
+    data = tf.data.Dataset.from_tensors(global_batch(settings)).repeat()
+    return FitTraining(model, data, _clock, _parameters(model, strategy))
+
+
+def _model(settings: Settings, tied: bool) -> keras.Model:
+    sizes = settings.sizes
+    if settings.model == "gpt":
+        return models.gpt(
+            sizes["vocabulary"],
+            num_layers=sizes["layers"],
+            width=sizes["width"],
+            num_heads=sizes["heads"],
+            max_length=sizes["tokens"],
+            tied_head=tied,
+        )
+    side = sizes["side"]
+    model = models.convnet((side, side, 3), sizes["classes"])
+    for layer in model.layers:
+        if isinstance(layer, keras.layers.BatchNormalization):
+            # PyTorch has no other on CPUs.
+            layer.synchronized = False
+    return model
+
+
+def _parameters(model: keras.Model, strategy) -> int:
+    """How many are trained, over all ranks: a rank of a pipeline knows those of its stages."""
+    own = memory_report(model).row("parameters").whole or 0
+    whole = tfdist.collectives.all_reduce(
+        tf.constant(own, tf.int64), strategy.group("pipeline"), name="bench/parameters"
+    )
+    return int(whole) // tf.float32.size
+
+
+def _loss(settings: Settings):
+    if settings.model == "gpt":
+        return layers.VocabParallelCrossEntropy(settings.sizes["vocabulary"])
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def _clock(note):
+    return keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: note())

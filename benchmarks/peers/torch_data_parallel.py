@@ -1,0 +1,28 @@
+"""PyTorch's DistributedDataParallel, with its default buckets of 25 MiB."""
+
+from __future__ import annotations
+
+from torch.nn.parallel import DistributedDataParallel
+
+from .serving import Settings, Training
+from .torch_models import loss_of
+from .torch_training import StepTraining, count, make_model, make_optimizer, meet
+
+
+def prepare(settings: Settings) -> Training:
+    """Builds this rank's replica."""
+    meet(settings)
+    model, inputs, labels = make_model(settings)
+    # Without it gradients are copied into the buckets and out of them. Statistics of a
+    # normalization are each rank's own.
+    replica = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+    optimizer = make_optimizer(model.parameters())
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(replica(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return StepTraining(step, count(model))

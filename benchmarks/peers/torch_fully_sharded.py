@@ -1,0 +1,31 @@
+"""PyTorch's FSDP2: each block's parameters are gathered as one."""
+
+from __future__ import annotations
+
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from .serving import Settings, Training
+from .torch_models import loss_of
+from .torch_training import StepTraining, count, make_model, make_optimizer, meet
+
+
+def prepare(settings: Settings) -> Training:
+    """Builds this rank's shards."""
+    meet(settings)
+    model, inputs, labels = make_model(settings)
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = make_optimizer(model.parameters())
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return StepTraining(step, count(model))

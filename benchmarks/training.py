@@ -1,0 +1,212 @@
+"""`tfdist-bench training`: the same GPT and ConvNet on tfdist and on others, and the ratios.
+
+    make peers                                  # makes an environment for each of the others
+    tfdist-bench training --json=training.json --document=docs/performance.md
+    tfdist-bench training --only=gpt-ddp,gpt-fsdp --rounds=5
+
+Both jobs of a comparison live at once and take turns: one trains a block of steps while the other
+waits, so what else the machine does falls on both. The ratio is that of the medians of a round's two
+blocks; which comes first changes from round to round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import platform
+from pathlib import Path
+
+from absl import flags
+
+from tfdist.benchmarks import findings
+from tfdist.benchmarks.comparisons import COMPARISONS, SIZES, Comparison, Job
+from tfdist.benchmarks.environments import versions
+from tfdist.benchmarks.findings import Finding, Side
+from tfdist.benchmarks.jobs import Block, JobError, RunningJob, interpreter
+from tfdist.benchmarks.measuring import write_between
+from tfdist.launch import command
+
+__all__ = ["compare", "run"]
+
+_VALUES = flags.FlagValues()
+_ONLY = flags.DEFINE_list("only", None, "Some comparisons, by name", flag_values=_VALUES)
+_ROUNDS = flags.DEFINE_integer("rounds", 9, "Turns", lower_bound=1, flag_values=_VALUES)
+_STEPS = flags.DEFINE_integer("steps", 8, "Of each turn", lower_bound=1, flag_values=_VALUES)
+_PEERS = flags.DEFINE_string("peers", ".peers", "What `make peers` made", flag_values=_VALUES)
+_SIZES = flags.DEFINE_enum("sizes", "full", list(SIZES), "Of the models", flag_values=_VALUES)
+_JSON = flags.DEFINE_string(
+    "json", None, "A file for the findings; others in it stay", flag_values=_VALUES
+)
+_DOCUMENT = flags.DEFINE_string(
+    "document", None, "Whose tables to renew: docs/performance.md", flag_values=_VALUES
+)
+_PICTURE = flags.DEFINE_string(
+    "picture", None, "Draw the ratios into this file (.png, .svg, .pdf)", flag_values=_VALUES
+)
+_TIMEOUT = flags.DEFINE_float(
+    "timeout",
+    300.0,
+    "Seconds that a start or a turn may take",
+    lower_bound=1.0,
+    flag_values=_VALUES,
+)
+
+_MARK = "tfdist-bench training"
+_WARM_UP = 3
+
+
+def run(arguments: list[str] | None = None) -> None:
+    """Runs the program; its arguments begin with its name."""
+    command.run(
+        _main,
+        _VALUES,
+        usage="tfdist-bench training [flags]",
+        summary="Trains the same models on tfdist, tf_keras and PyTorch, in turn, and compares the "
+        f"times of a step. Comparisons: {', '.join(COMPARISONS)}.",
+        arguments=arguments,
+    )
+
+
+def _main(_) -> int:
+    chosen = _chosen()
+    known = _known()
+    if _DOCUMENT.value and not os.access(_DOCUMENT.value, os.W_OK):
+        raise command.UsageError(f"--document={_DOCUMENT.value} cannot be written.")
+    failed = False
+    for comparison in chosen:
+        try:
+            found = compare(
+                comparison,
+                sizes=_SIZES.value,
+                peers=Path(_PEERS.value),
+                rounds=_ROUNDS.value,
+                steps=_STEPS.value,
+                timeout=_TIMEOUT.value,
+            )
+        except JobError as error:
+            command.say("tfdist-bench", f"{comparison.name}: {error}")
+            failed = True
+            continue
+        except KeyboardInterrupt:
+            command.say("tfdist-bench", "Stopped.")
+            return 130
+        print(found.row(), flush=True)
+        failed |= found.is_over
+        known[comparison.name] = found
+        # After each, so that nothing is lost when it is stopped.
+        _keep([known[name] for name in COMPARISONS if name in known])
+    return int(failed)
+
+
+def compare(
+    comparison: Comparison, *, sizes: str, peers: Path, rounds: int, steps: int, timeout: float
+) -> Finding:
+    """Measures one comparison.
+
+    Args:
+        comparison: Which.
+        sizes: Which of `SIZES`.
+        peers: The folder of the environments that `make peers` makes.
+        rounds: How many turns.
+        steps: How many steps a turn has.
+        timeout: How long a start or a turn may take, in seconds.
+
+    Raises:
+        JobError: A job failed, their models differ in size, or one does not learn.
+    """
+    size = SIZES[sizes][comparison.model]
+    sides = (comparison.ours, comparison.theirs)
+    blocks: tuple[list[Block], list[Block]] = ([], [])
+    with contextlib.ExitStack() as stack:
+        # One after the other: a start takes all cores.
+        jobs = []
+        for job, own in zip(sides, blocks, strict=True):
+            running = RunningJob(job, comparison.model, size, peers, timeout)
+            jobs.append(stack.enter_context(running))
+            own.append(running.block(_WARM_UP))
+        if jobs[0].parameters != jobs[1].parameters:
+            raise JobError(
+                f"The models differ: {sides[0].title} trains {jobs[0].parameters:,} parameters, "
+                f"{sides[1].title} {jobs[1].parameters:,}."
+            )
+        for number in range(rounds):
+            for index in (0, 1) if number % 2 == 0 else (1, 0):
+                blocks[index].append(jobs[index].block(steps))
+    ours, theirs = (_side(*each, peers) for each in zip(sides, jobs, blocks, strict=True))
+    return Finding(
+        comparison.name,
+        ours,
+        theirs,
+        limit=comparison.limit,
+        parameters=jobs[0].parameters,
+        machine=_machine(),
+        day=datetime.date.today().isoformat(),
+    )
+
+
+def _side(job: Job, running: RunningJob, blocks: list[Block], peers: Path) -> Side:
+    first, *turns = blocks
+    if not turns[-1].loss < first.loss:
+        raise JobError(
+            f"{job.title} does not learn: its loss was {first.loss:.4f} at first, "
+            f"{turns[-1].loss:.4f} at last."
+        )
+    return Side(
+        title=job.title,
+        versions=versions(job.environment, peers),
+        seconds=[block.seconds for block in turns],
+        processor=[block.processor for block in turns],
+        imported=running.imported,
+        peak=turns[-1].peak,
+        first_loss=first.loss,
+        last_loss=turns[-1].loss,
+    )
+
+
+def _chosen() -> list[Comparison]:
+    names = list(COMPARISONS) if _ONLY.value is None else _ONLY.value
+    for name in names:
+        if name not in COMPARISONS:
+            raise command.UsageError(f"--only is of {', '.join(COMPARISONS)}. Received: {name!r}.")
+    chosen = [COMPARISONS[name] for name in names]
+    for comparison in chosen:
+        for job in (comparison.ours, comparison.theirs):
+            try:
+                interpreter(job, Path(_PEERS.value))
+            except JobError as error:
+                raise command.UsageError(str(error)) from None
+    return chosen
+
+
+def _known() -> dict[str, Finding]:
+    if _JSON.value is None:
+        return {}
+    try:
+        return findings.read(Path(_JSON.value))
+    except (OSError, ValueError) as error:
+        raise command.UsageError(f"--json: {error}") from None
+
+
+def _keep(found: list[Finding]) -> None:
+    try:
+        if _JSON.value:
+            findings.write(Path(_JSON.value), found)
+        if _DOCUMENT.value:
+            write_between(_DOCUMENT.value, _MARK, findings.table(found))
+        if _PICTURE.value:
+            findings.picture(Path(_PICTURE.value), found)
+    except (OSError, ValueError, ImportError) as error:
+        raise command.UsageError(f"The findings cannot be written: {error}") from None
+
+
+def _machine() -> str:
+    name = platform.machine()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        models = [line for line in file if line.startswith("model name")]
+        name = models[0].partition(":")[2].strip() if models else name
+    return f"{os.cpu_count()} cores of {name}, {platform.system()}"
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,244 @@
+"""`tfdist-bench training`: its data, what it writes, its refusals, and that its jobs train."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import skip_without
+from tfdist.benchmarks import findings
+from tfdist.benchmarks.comparisons import COMPARISONS, SIZES, Job
+from tfdist.benchmarks.environments import ENVIRONMENTS, MADE
+from tfdist.benchmarks.findings import Finding, Side
+from tfdist.benchmarks.jobs import JobError, RunningJob
+from tfdist.benchmarks.measuring import write_between
+from tfdist.benchmarks.training import compare
+
+ROOT = Path(__file__).parents[2]
+PEERS = ROOT / ".peers"
+BENCH = Path(sys.executable).with_name("tfdist-bench")
+GPT = SIZES["tiny"]["gpt"]
+
+
+def side(title, seconds, peak):
+    return Side(title, "thing 1.0", seconds, seconds, 100 << 20, peak << 20, 4.0, 3.0)
+
+
+FOUND = [
+    Finding(
+        "gpt-ddp",
+        side("tfdist, data parallel", [0.1, 0.2, 0.3], 500),
+        side("PyTorch DDP", [0.2, 0.2, 0.2], 400),
+        1.0,
+        1234,
+        "2 cores of a machine",
+        "2026-01-02",
+    ),
+    Finding(
+        "gpt-fsdp",
+        side("tfdist, ZeRO-3", [0.3, 0.3, 0.3], 300),
+        side("PyTorch FSDP2", [0.2, 0.2, 0.2], 400),
+        1.0,
+        1234,
+        "2 cores of a machine",
+        "2026-01-03",
+    ),
+]
+
+
+def bench(*arguments, **options):
+    return subprocess.run(
+        [BENCH, *arguments], capture_output=True, text=True, check=False, timeout=200, **options
+    )
+
+
+def made(environment):
+    """Skips a test whose peer is not there."""
+    if environment and not (PEERS / environment / MADE).exists():
+        pytest.skip("`make peers` makes the environments of others.")
+
+
+def test_comparisons_are_of_what_there_is():
+    for name, comparison in COMPARISONS.items():
+        assert comparison.name == name and comparison.model in SIZES["full"]
+        assert comparison.ours.environment is None and 0 < comparison.limit <= 1
+        for job in (comparison.ours, comparison.theirs):
+            assert job.environment is None or job.environment in ENVIRONMENTS
+            assert (ROOT / "benchmarks" / "peers" / f"{job.program}.py").exists()
+            # Nobody has more of the machine than the other.
+            assert job.ranks * job.threads == 2
+
+
+def test_ratios_are_those_of_rounds():
+    faster, slower = FOUND
+    assert faster.ratios == pytest.approx([0.5, 1.0, 1.5]) and faster.ratio == pytest.approx(1.0)
+    assert not faster.is_over and slower.is_over
+    assert faster.ours.growth == 400 << 20
+    assert "0.500" in faster.row() and "1.500" in faster.row()
+
+
+def test_json_holds_the_findings(tmp_path):
+    path = tmp_path / "found.json"
+    assert findings.read(path) == {}
+    findings.write(path, FOUND)
+    assert findings.read(path) == {finding.name: finding for finding in FOUND}
+    line = json.loads(path.read_text())["findings"][1]
+    assert line["ratio"] == pytest.approx(1.5) and line["spread"] == pytest.approx([1.5, 1.5])
+    for other in ("[]", "{", '{"findings": [{"name": "x"}]}'):
+        path.write_text(other)
+        with pytest.raises(ValueError, match="holds no findings"):
+            findings.read(path)
+
+
+def test_the_table_marks_what_is_above_its_limit():
+    times, used, ran = findings.table(FOUND).split("\n\n")
+    assert "| 200.0 | 200.0 | 1.00 | 0.50 to 1.50 | 1.00 |" in " ".join(times.split())
+    assert "**1.50**" in times and "**1.00**" not in times
+    assert "| **500** | 400 | 400 | 300 | 200.0 | 200.0 |" in " ".join(used.split())
+    assert "**300**" not in used
+    assert ran == "Measured 2026-01-02 to 2026-01-03, on 2 cores of a machine; thing 1.0."
+
+
+def test_the_table_goes_between_the_marks(tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text("before\n<!-- here -->\nold\n<!-- end -->\nafter\n")
+    for text in ("new", "newer"):
+        write_between(path, "here", text)
+        assert path.read_text() == f"before\n<!-- here -->\n{text}\n<!-- end -->\nafter\n"
+    with pytest.raises(ValueError, match="no place"):
+        write_between(path, "there", "new")
+
+
+def test_the_document_has_the_marks(tmp_path):
+    page = tmp_path / "performance.md"
+    page.write_text((ROOT / "docs" / "performance.md").read_text())
+    write_between(page, "tfdist-bench training", findings.table(FOUND))
+    assert "PyTorch FSDP2" in page.read_text()
+
+
+def test_a_picture_is_drawn(tmp_path):
+    findings.picture(tmp_path / "picture.svg", FOUND)
+    assert "<svg" in (tmp_path / "picture.svg").read_text()[:1000]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "collectives, training, peers"),
+        (["trainings"], "Received: trainings"),
+        (["training", "--only=gpt-dpp"], "--only"),
+        (["training", "--rounds=0"], "--rounds"),
+        (["training", "--sizes=huge"], "--sizes"),
+        (["training", "--nonsense"], "nonsense"),
+        (["training", "--only=gpt-ddp", "--peers=/nowhere"], "make peers"),
+        (["training", "--only=gpt-one-process", "--document=/nowhere.md"], "--document"),
+        (["training", "--only=gpt-one-process", "--json=/dev/null"], "--json"),
+        (["collectives", "--operations=sum"], "--operations"),
+    ],
+)
+def test_refusals(arguments, said):
+    finished = bench(*arguments)
+    assert finished.returncode == 2, finished.stderr
+    assert said in finished.stderr and finished.stdout == ""
+    assert len(finished.stderr.splitlines()) == 1
+
+
+def test_help_fits_a_screen():
+    for arguments in (["--help"], ["training", "--help"], ["peers", "--help"]):
+        finished = bench(*arguments)
+        assert finished.returncode == 0 and len(finished.stdout.splitlines()) < 25
+        assert "tfdist-bench" in finished.stdout
+
+
+def pids_of(running):
+    return [process.pid for process in running._processes]
+
+
+def is_gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+ALONE = dataclasses.replace(COMPARISONS["gpt-one-process"].theirs, threads=1)
+
+
+def test_a_rank_that_dies_is_one_line():
+    with RunningJob(ALONE, "gpt", GPT, PEERS) as running:
+        (pid,) = pids_of(running)
+        assert running.parameters == 28_032
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(JobError, match="one process: rank 0 was killed by SIGKILL"):
+            running.block(1)
+    assert is_gone(pid)
+
+
+def test_a_rank_that_cannot_start_is_one_line():
+    job = dataclasses.replace(ALONE, options={"engine": "steam"})
+    with pytest.raises(JobError, match=r"rank 0 .*: KeyError: 'steam'"):
+        RunningJob(job, "gpt", GPT, PEERS).__enter__()
+
+
+def test_a_rank_that_hangs_is_one_line(tmp_path):
+    # What runs is the interpreter of the environment: here one that says nothing.
+    python = tmp_path / "slow" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nsleep 600\n")
+    python.chmod(0o755)
+    (tmp_path / "slow" / MADE).touch()
+    running = RunningJob(Job("Sloth", "none", "slow", "torch"), "gpt", GPT, tmp_path, 1.0)
+    seen = []
+    start = running._start
+    running._start = lambda: (start(), seen.extend(pids_of(running)))
+    with pytest.raises(JobError, match=r"Sloth: ranks \[0, 1\] did not answer within 1 s"):
+        running.__enter__()
+    assert len(seen) == 2 and all(is_gone(pid) for pid in seen)
+
+
+@pytest.mark.slow
+def test_tfdist_against_itself(tmp_path):
+    skip_without("horovod")
+    page = tmp_path / "page.md"
+    page.write_text("<!-- tfdist-bench training -->\nNot measured yet.\n<!-- end -->\n")
+    flags = ["--sizes=tiny", "--rounds=2", "--steps=2", "--timeout=120"]
+    finished = bench(
+        "training",
+        "--only=gpt-one-process,convnet-one-process",
+        *flags,
+        f"--json={tmp_path}/found.json",
+        f"--document={page}",
+        f"--picture={tmp_path}/picture.png",
+    )
+    # With models as small as these the ratio may be anything.
+    assert finished.returncode in (0, 1) and finished.stderr == "", finished.stderr
+    found = findings.read(tmp_path / "found.json")
+    assert list(found) == ["gpt-one-process", "convnet-one-process"]
+    for finding in found.values():
+        assert len(finding.ratios) == 2 and min(finding.ratios) > 0
+        assert finding.ours.last_loss < finding.ours.first_loss
+        assert 0 < finding.ours.growth < finding.ours.peak
+        assert min(finding.ours.processor) > 0
+    assert "tfdist, one process" in page.read_text() and "Not measured" not in page.read_text()
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in COMPARISONS if "one-process" not in name])
+def test_a_peer_trains_the_same_model(name):
+    comparison = COMPARISONS[name]
+    made(comparison.theirs.environment)
+    skip_without("horovod")
+    found = compare(comparison, sizes="tiny", peers=PEERS, rounds=1, steps=2, timeout=120.0)
+    # `compare` has seen that they are as large, and learn.
+    assert found.parameters > 20_000 and len(found.ratios) == 1
+    if comparison.model == "gpt":
+        assert found.ours.first_loss == pytest.approx(found.theirs.first_loss, rel=0.02)
