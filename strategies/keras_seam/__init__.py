@@ -9,6 +9,7 @@ that it relies on, so a Keras that moved is told apart at once.
 from tfdist.strategies.keras_seam import (
     data,
     empty_batches,
+    kernels,
     loss_scale,
     losses,
     metrics,
@@ -25,6 +26,7 @@ __all__ = ["install"]
 
 _MODULES = (
     data,
+    kernels,
     loss_scale,
     losses,
     metrics,
