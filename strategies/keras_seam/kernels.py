@@ -21,8 +21,11 @@ def _adam_step(original, self, gradient, variable, learning_rate):
     if not is_ours or self.amsgrad or not isinstance(gradient, tf.Tensor):
         return original(self, gradient, variable, learning_rate)
     index = self._get_variable_index(variable)
-    slots = (variable, self._momentums[index], self._velocities[index])
-    values = [getattr(slot, "value", None) for slot in slots]
+    values = [
+        each.value if isinstance(each, keras.Variable) else each
+        for each in (variable, self._momentums[index], self._velocities[index])
+    ]
+    # Under ZeRO it is a view of this rank's part, which has no memory of its own.
     if not all(isinstance(value, tf.Variable) for value in values):
         return original(self, gradient, variable, learning_rate)
     dtype = values[0].dtype
