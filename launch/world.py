@@ -37,7 +37,14 @@ _WATCHDOG = flags.DEFINE_float(
     lower_bound=0.0,
     flag_values=VALUES,
 )
-FLAGS = (STRATEGY, _TPU, _WATCHDOG)
+_WIRE_DTYPE = flags.DEFINE_enum(
+    "wire_dtype",
+    "own",
+    ["own", "bfloat16", "float16"],
+    "What gradients travel in",
+    flag_values=VALUES,
+)
+FLAGS = (STRATEGY, _TPU, _WATCHDOG, _WIRE_DTYPE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +127,12 @@ def _ranks(layout: Layout) -> Any:
     }
     make = kinds.get(STRATEGY.value, strategies.auto)
     try:
-        return make(layout.mesh, zero_stage=layout.zero_stage, watchdog_seconds=_WATCHDOG.value)
+        return make(
+            layout.mesh,
+            zero_stage=layout.zero_stage,
+            wire_dtype=None if _WIRE_DTYPE.value == "own" else _WIRE_DTYPE.value,
+            watchdog_seconds=_WATCHDOG.value,
+        )
     except (ValueError, ImportError) as error:
         given = as_given((STRATEGY, *MESH, ZERO)) or f"--strategy={STRATEGY.value}"
         raise UsageError(f"{given}: {error}") from error

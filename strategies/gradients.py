@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist.collectives import Group, all_gather, all_reduce
+from tfdist.collectives.narrow import narrow_all_reduce
 from tfdist.layers.sharding import partial_gradient_group
 from tfdist.optimizers.buckets import buckets
 from tfdist.optimizers.pacing import Pace
@@ -64,6 +65,7 @@ def reduce_gradients(
     bucket_bytes: int,
     *,
     keep_rows: bool = False,
+    wire_dtype: tf.DType | None = None,
     name: str = "gradients",
 ) -> list:
     """Reduces gradients over a group.
@@ -78,6 +80,7 @@ def reduce_gradients(
         reduction: "sum" or "mean".
         bucket_bytes: The size at which a bucket is full.
         keep_rows: Whether sparse gradients travel as rows in any case.
+        wire_dtype: What dense gradients of wider dtypes travel in; None for their own.
         name: What travels, for messages.
 
     Returns:
@@ -103,18 +106,24 @@ def reduce_gradients(
         pace.begin(tensors)
         # Nothing is left to compute while the last bucket travels: the update waits for it.
         bulk = number + 1 < len(found)
-        results = _reduce_flat(tensors, group, reduction, bulk, f"{name}/bucket{number}")
+        results = _reduce_flat(
+            tensors, group, reduction, bulk, wire_dtype, f"{name}/bucket{number}"
+        )
         pace.end(results)
         for index, tensor in zip(bucket, results, strict=True):
             reduced[index] = tensor
     return reduced
 
 
-def _reduce_flat(tensors, group: Group, reduction: str, bulk: bool, name: str) -> list:
-    if len(tensors) == 1:
+def _reduce_flat(tensors, group: Group, reduction: str, bulk: bool, wire_dtype, name: str) -> list:
+    is_narrow = wire_dtype is not None and wire_dtype.size < tensors[0].dtype.size
+    if len(tensors) == 1 and not is_narrow:
         return [all_reduce(tensors[0], group, reduction, bulk=bulk, name=name)]
     flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
-    flat = all_reduce(flat, group, reduction, bulk=bulk, name=name)
+    if is_narrow:
+        flat = narrow_all_reduce(flat, group, reduction, wire_dtype, name=name)
+    else:
+        flat = all_reduce(flat, group, reduction, bulk=bulk, name=name)
     parts = tf.split(flat, [tf.size(tensor) for tensor in tensors])
     return [
         tf.ensure_shape(tf.reshape(part, tf.shape(tensor)), tensor.shape)

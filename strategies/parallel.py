@@ -50,6 +50,8 @@ class ParallelStrategy(tf.distribute.Strategy):
             nothing, 1 the optimizer's state, 2 also gradients, 3 also parameters. See
             docs/memory.md.
         bucket_mib: MiB of gradients that travel as one tensor.
+        wire_dtype: "bfloat16" or "float16", for gradients of wider dtypes to travel in: half the bytes,
+            and a rounding of each. None for their own, which is as exact as one process.
         watchdog_seconds: After how long a rank that is missing at a collective, or frozen, ends
             the job; 0 for never. A rank that dies ends it at once.
         deterministic: Whether the same program on the same mesh gives the same numbers bit for
@@ -67,6 +69,7 @@ class ParallelStrategy(tf.distribute.Strategy):
         *,
         zero_stage: int = 0,
         bucket_mib: float = BUCKET_BYTES / _MIB,
+        wire_dtype: str | None = None,
         watchdog_seconds: float = WATCHDOG_SECONDS,
         deterministic: bool = False,
     ):
@@ -79,6 +82,8 @@ class ParallelStrategy(tf.distribute.Strategy):
             raise ValueError(f"`zero_stage` is 0, 1, 2 or 3. Received: {zero_stage!r}.")
         if bucket_mib <= 0:
             raise ValueError(f"`bucket_mib` is positive. Received: {bucket_mib}.")
+        if wire_dtype not in (None, "bfloat16", "float16"):
+            raise ValueError(f"`wire_dtype` is 'bfloat16' or 'float16'. Received: {wire_dtype!r}.")
         if watchdog_seconds < 0:
             raise ValueError(
                 f"`watchdog_seconds` is positive, or 0 for no watchdog. Received: {watchdog_seconds}."
@@ -90,6 +95,7 @@ class ParallelStrategy(tf.distribute.Strategy):
         if watchdog_seconds and engine.size > 1:
             self._watchdog = Watchdog(engine, watchdog_seconds)
         self._bucket_bytes = int(bucket_mib * _MIB)
+        self._wire_dtype = None if wire_dtype is None else tf.as_dtype(wire_dtype)
         share_random_state(engine.group())
         super().__init__(_ParallelExtended(self))
         keras_seam.install()
@@ -103,6 +109,11 @@ class ParallelStrategy(tf.distribute.Strategy):
     def zero_stage(self) -> int:
         """What the ranks of the data axis hold a part of each; 0 where there is one of them."""
         return self._zero_stage
+
+    @property
+    def wire_dtype(self) -> tf.DType | None:
+        """What gradients of wider dtypes travel in; None for their own."""
+        return self._wire_dtype
 
     @property
     def mesh(self) -> Mesh:
@@ -237,7 +248,14 @@ class _ParallelExtended(OneDeviceExtended):
     def reduce_gradients(self, gradients, reduction: str, *, keep_rows: bool = False) -> list:
         """Reduces gradients over the data axis, in buckets; sparse ones as rows where they must."""
         group = self._parallel.group("data")
-        return reduce_gradients(gradients, group, reduction, self.bucket_bytes, keep_rows=keep_rows)
+        return reduce_gradients(
+            gradients,
+            group,
+            reduction,
+            self.bucket_bytes,
+            keep_rows=keep_rows,
+            wire_dtype=self._parallel.wire_dtype,
+        )
 
     def gathered(self, groups, name: str):
         """Gathers ZeRO-3's parameters for a step: see `gathered_for_step`."""

@@ -65,7 +65,8 @@ class ShardedVariable(keras.Variable):
 
     @property
     def _tfdist_stored_flat(self) -> FlatSharding:
-        return FlatSharding(self._sharding_group, tuple(self._shape), sharding_of(self))
+        inner = sharding_of(self)
+        return FlatSharding(self._sharding_group, tuple(self._shape), inner, self._wire_dtype)
 
     @property
     def is_whole(self) -> bool:
@@ -117,17 +118,20 @@ class ShardedVariable(keras.Variable):
             self._own.assign(detached(own))
 
 
-def shard_variable(variable: keras.Variable, group: Group) -> None:
+def shard_variable(
+    variable: keras.Variable, group: Group, wire_dtype: tf.DType | None = None
+) -> None:
     """Makes a Keras variable one of which this rank keeps its shard.
 
     Args:
         variable: The variable, with the same value on all ranks, or with none yet.
         group: The ranks.
+        wire_dtype: What its gradient travels in; None for its own dtype.
     """
     before = variable._value
     ShardedVariable.exist = True
     variable.__class__ = ShardedVariable
-    variable._sharding_group = group
+    variable._sharding_group, variable._wire_dtype = group, wire_dtype
     variable._shard = None
     if before is not None:
         with tf.init_scope():

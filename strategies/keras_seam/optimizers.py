@@ -88,7 +88,10 @@ def _build(original, self, variables):
         check_elementwise(self)
         for variable in variables:
             sharding = stored_flat(variable) or FlatSharding(
-                strategy.group("data"), tuple(variable.shape), sharding_of(variable)
+                strategy.group("data"),
+                tuple(variable.shape),
+                sharding_of(variable),
+                strategy.wire_dtype,
             )
             mark_state_split(variable, sharding)
     return original(self, variables)

@@ -27,7 +27,7 @@ def _add_weight(original, self, *args, **kwargs):
     variable = original(self, *args, **kwargs)
     strategy: Any = tf.distribute.get_strategy()
     if getattr(strategy, "zero_stage", 0) == 3 and variable.trainable:
-        shard_variable(variable, strategy.group("data"))
+        shard_variable(variable, strategy.group("data"), strategy.wire_dtype)
     return variable
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import Group, all_gather, reduce_scatter
+from tfdist.collectives.narrow import narrow_reduce_scatter
 from tfdist.layers.sharding import Sharding, detached
 
 __all__ = [
@@ -31,11 +32,13 @@ class FlatSharding:
         group: The ranks that hold the shards, in order.
         local_shape: The shape of the array.
         inner: Where the array is itself a slice of a global one: which.
+        wire_dtype: What its gradient travels in, if that is wider; None for the gradient's own.
     """
 
     group: Group
     local_shape: tuple[int, ...]
     inner: Sharding | None = None
+    wire_dtype: tf.DType | None = None
 
     @property
     def size(self) -> int:
@@ -103,8 +106,12 @@ def scatter(
     """
     parts = [s.parts_of(array) for s, array in zip(shardings, arrays, strict=True)]
     packed = parts[0] if len(parts) == 1 else tf.concat(parts, axis=1)
-    group = shardings[0].group
-    own = reduce_scatter(tf.reshape(packed, [-1]), group, reduction, name=name)
+    group, wire_dtype = shardings[0].group, shardings[0].wire_dtype
+    flat = tf.reshape(packed, [-1])
+    if wire_dtype is not None and wire_dtype.size < flat.dtype.size:
+        own = narrow_reduce_scatter(flat, group, reduction, wire_dtype, name=name)
+    else:
+        own = reduce_scatter(flat, group, reduction, name=name)
     if len(parts) == 1:
         return [own]
     # An optimizer may keep a shard's memory as that of its state, and with it that of all.
