@@ -130,6 +130,15 @@ class Engine(abc.ABC):
             return self
         return self.direct
 
+    def summing_carrier(self, group: Group, bulk: bool) -> Engine | Direct:
+        """What takes sums: what nothing waits for goes by the engine, but not across hosts.
+
+        There the links are slow, and what goes over them counts most.
+        """
+        if self.direct is not None and self.direct.hierarchy(group) is not None:
+            return self.direct
+        return self if bulk else self.carrier(group)
+
     def shutdown(self) -> None:
         """Leaves the world. Other ranks may still be at work."""
 

@@ -14,7 +14,7 @@ import types
 import psutil
 import tensorflow as tf
 
-from tfdist.collectives.direct import Direct, close, connect
+from tfdist.collectives.direct import close, connect
 from tfdist.collectives.engine import Engine, reduce_locally, split_rows
 from tfdist.collectives.group import Group
 from tfdist.mesh import AXES, Mesh
@@ -113,9 +113,7 @@ class HorovodEngine(Engine):
         self._sets = {tuple(range(resolved.size)): hvd.global_process_set, **sets}
         super().__init__(resolved)
         if direct and resolved.size > 1:
-            together = [ranks for ranks in self._sets if len(ranks) <= Direct.most_members]
-            near = {rank for ranks in together if resolved.rank in ranks for rank in ranks}
-            self.direct = connect(self, near - {resolved.rank})
+            self.direct = connect(self, self._sets)
 
     def all_reduce(self, tensor, group, reduction, name):
         """`hvd.allreduce`."""

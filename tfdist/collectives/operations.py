@@ -315,8 +315,7 @@ def _raw_all_reduce(tensor, group: Group, reduction: str, name: str | None, bulk
     """Without a gradient; any dtype and shape."""
     if tensor.shape.num_elements() == 0:
         return tf.identity(tensor)
-    carrier = group.engine if bulk else group.engine.carrier(group)
-    dtype = tensor.dtype
+    carrier, dtype = group.engine.summing_carrier(group, bulk), tensor.dtype
     if dtype == tf.bool:
         whole = _raw_all_reduce(tf.cast(tensor, tf.int32), group, reduction, name, bulk)
         return tf.cast(whole, tf.bool)

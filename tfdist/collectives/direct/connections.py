@@ -10,7 +10,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tfdist.collectives.direct.exchange import Direct
 from tfdist.collectives.engine import Engine
@@ -26,7 +26,7 @@ _FLUSH_SECONDS = 5.0
 _HELLO = struct.Struct("!16si")
 
 
-def connect(engine: Engine, ranks: Iterable[int]) -> Direct | None:
+def connect(engine: Engine, groups: Iterable[Sequence[int]]) -> Direct | None:
     """Connects this rank with others; called by all ranks of the world at once.
 
     The higher rank of a pair calls the lower one, over a Unix socket where they share a host. The
@@ -34,7 +34,7 @@ def connect(engine: Engine, ranks: Iterable[int]) -> Direct | None:
 
     Args:
         engine: A running engine, by which the ranks tell their addresses.
-        ranks: Those that this rank is to reach; each of them names this rank too.
+        groups: The ranks of each group that is to talk; the same on all ranks.
 
     Returns:
         The operations; None where a rank lacks the library or cannot be reached, which is then
@@ -57,9 +57,14 @@ def connect(engine: Engine, ranks: Iterable[int]) -> Direct | None:
                 lacking,
             )
             return None
+        hosts = [card[1] for card in cards]
+        near: set[int] = set()
+        for ranks in groups:
+            if engine.rank in ranks:
+                near |= Direct.partners(ranks, engine.rank, hosts)
         problem, connected = None, {}
         try:
-            connected = _connect_all(engine.rank, sorted(ranks), cards, door)
+            connected = _connect_all(engine.rank, sorted(near), cards, door)
         except OSError as error:
             problem = f"rank {engine.rank}: {error}"
         problems = [
@@ -79,7 +84,7 @@ def connect(engine: Engine, ranks: Iterable[int]) -> Direct | None:
     for rank, line in connected.items():
         library.tfdist_add_peer(rank, line.detach())
     atexit.register(flush)
-    return Direct()
+    return Direct(hosts)
 
 
 def flush(seconds: float = _FLUSH_SECONDS) -> None:

@@ -13,12 +13,14 @@ every run.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 import tensorflow as tf
 
+from tfdist.collectives.direct.hierarchy import Hierarchy, hierarchy_of
 from tfdist.collectives.engine import split_rows
 from tfdist.collectives.group import Group
 from tfdist.native import load
@@ -35,6 +37,9 @@ class Direct:
 
     All tensors have rank one or more. Connections to the members are there already:
     `tfdist.collectives.direct.connections` makes them.
+
+    Args:
+        hosts: The host of each rank of the world.
     """
 
     #: Above this a ring sends fewer messages, and holds fewer connections.
@@ -43,12 +48,41 @@ class Direct:
     reduce_as: Mapping[tf.DType, tf.DType] = {}
     move_as: Mapping[tf.DType, tf.DType] = {}
 
-    def __init__(self):
+    def __init__(self, hosts: Sequence[Hashable]):
+        self._hosts = hosts
         self._operations = load()
         self._tickets: dict[str, tf.Tensor] = {}
 
+    @classmethod
+    def partners(cls, ranks: Sequence[int], rank: int, hosts: Sequence[Hashable]) -> set[int]:
+        """Those of a group's members that one of them has to reach."""
+        found = set(ranks) if len(ranks) <= cls.most_members else set()
+        levels = hierarchy_of(ranks, rank, hosts)
+        if levels is not None and max(len(levels.local), len(levels.across)) <= cls.most_members:
+            found |= {*levels.local, *levels.across}
+        return found - {rank}
+
+    def hierarchy(self, group: Group) -> Hierarchy | None:
+        """How a group sums up over hosts; None where it does so as if there was one."""
+        found = hierarchy_of(group.ranks, group.ranks[group.rank], self._hosts)
+        if found is None or max(len(found.local), len(found.across)) > self.most_members:
+            return None
+        return found
+
     def all_reduce(self, tensor, group: Group, reduction: str, name: str):
-        """As `Engine.all_reduce`."""
+        """As `Engine.all_reduce`; over hosts in two levels."""
+        levels = self.hierarchy(group)
+        if levels is None:
+            return self._flat_all_reduce(tensor, group, reduction, name)
+        local = dataclasses.replace(group, ranks=levels.local, label=f"{group.label}-local")
+        across = dataclasses.replace(group, ranks=levels.across, label=f"{group.label}-across")
+        parts = _even_parts(tf.reshape(tensor, [-1]), local.size)
+        share = self._reduce(self._swap(parts, local, f"{name}/local"), reduction)
+        share = self._flat_all_reduce(share, across, reduction, f"{name}/across")
+        whole = tf.concat(self._swap([share] * local.size, local, f"{name}/sums", None), axis=0)
+        return tf.ensure_shape(tf.reshape(whole, tf.shape(tensor)), tensor.shape)
+
+    def _flat_all_reduce(self, tensor, group: Group, reduction: str, name: str):
         elements = tensor.shape.num_elements()
         if group.size == 2 or (elements is not None and elements < _ONE_ROUND):
             return self._reduce(self._swap([tensor] * group.size, group, name), reduction)
