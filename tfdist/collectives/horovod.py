@@ -57,7 +57,7 @@ class HorovodEngine(Engine):
 
     Process sets are made once, when Horovod starts: sets that are added later cost a round of
     agreement at every use of Horovod. So `send` and `recv` reach ranks along the axes named in
-    `pairs_along`, and the other rank of any group of two.
+    `pairs_along`, the other rank of any group of two, and all that can be reached directly.
 
     Args:
         mesh: The mesh; resolved here, against Horovod's world.
@@ -171,11 +171,16 @@ class HorovodEngine(Engine):
         self._hvd.shutdown()
 
     def _check_group(self, ranks):
+        if self.direct is None or not self.direct.reached >= {*ranks} - {self.rank}:
+            self._process_set(ranks)
+
+    def _process_set(self, ranks):
         if ranks not in self._sets:
             raise ValueError(
                 f"Horovod has no process set for the ranks {ranks}: sets are made at start-up. "
                 f"Make the engine with `pairs_along=` naming the axis. Received: {self.mesh!r}."
             )
+        return self._sets[ranks]
 
     def _operator(self, reduction: str) -> int:
         hvd = self._hvd
@@ -186,7 +191,7 @@ class HorovodEngine(Engine):
         return {
             "name": name.replace("+", "-"),
             "ignore_name_scope": False,
-            "process_set": self._sets[group.ranks],
+            "process_set": self._process_set(group.ranks),
         }
 
 

@@ -84,7 +84,7 @@ def connect(engine: Engine, groups: Iterable[Sequence[int]]) -> Direct | None:
     for rank, line in connected.items():
         library.tfdist_add_peer(rank, line.detach())
     atexit.register(flush)
-    return Direct(hosts)
+    return Direct(hosts, connected)
 
 
 def flush(seconds: float = _FLUSH_SECONDS) -> None:

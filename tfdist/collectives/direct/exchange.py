@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -40,6 +40,7 @@ class Direct:
 
     Args:
         hosts: The host of each rank of the world.
+        reached: The ranks that this one has a connection to.
     """
 
     #: Above this a ring sends fewer messages, and holds fewer connections.
@@ -48,8 +49,9 @@ class Direct:
     reduce_as: Mapping[tf.DType, tf.DType] = {}
     move_as: Mapping[tf.DType, tf.DType] = {}
 
-    def __init__(self, hosts: Sequence[Hashable]):
+    def __init__(self, hosts: Sequence[Hashable], reached: Iterable[int]):
         self._hosts = hosts
+        self.reached = frozenset(reached)
         self._operations = load()
         self._tickets: dict[str, tf.Tensor] = {}
 
