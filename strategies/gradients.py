@@ -65,6 +65,7 @@ def reduce_gradients(
     bucket_bytes: int,
     *,
     keep_rows: bool = False,
+    by_engine: bool = True,
     wire_dtype: tf.DType | None = None,
     name: str = "gradients",
 ) -> list:
@@ -80,6 +81,7 @@ def reduce_gradients(
         reduction: "sum" or "mean".
         bucket_bytes: The size at which a bucket is full.
         keep_rows: Whether sparse gradients travel as rows in any case.
+        by_engine: Whether all buckets but the last go by the engine's own ring.
         wire_dtype: What dense gradients of wider dtypes travel in; None for their own.
         name: What travels, for messages.
 
@@ -105,7 +107,7 @@ def reduce_gradients(
         tensors = [reduced[index] for index in bucket]
         pace.begin(tensors)
         # Nothing is left to compute while the last bucket travels: the update waits for it.
-        bulk = number + 1 < len(found)
+        bulk = by_engine and number + 1 < len(found)
         results = _reduce_flat(
             tensors, group, reduction, bulk, wire_dtype, f"{name}/bucket{number}"
         )

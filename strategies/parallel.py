@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ from tfdist.collectives import Engine, Group, all_gather, all_reduce
 from tfdist.data.sharding import equal_steps, is_per_rank, mark_per_rank, shard_batches
 from tfdist.mesh import Mesh
 from tfdist.monitoring import Watchdog, startup_guard
-from tfdist.optimizers.buckets import BUCKET_BYTES
+from tfdist.optimizers.tuning import Tuning, tune
 from tfdist.strategies import keras_seam
 from tfdist.strategies.gathering import gathered_for_step
 from tfdist.strategies.gradients import reduce_gradients
@@ -49,7 +50,9 @@ class ParallelStrategy(tf.distribute.Strategy):
         zero_stage: What the ranks of the data axis hold a part of each, instead of the whole: 0
             nothing, 1 the optimizer's state, 2 also gradients, 3 also parameters. See
             docs/memory.md.
-        bucket_mib: MiB of gradients that travel as one tensor.
+        bucket_mib: MiB of gradients that travel as one tensor. None for what suits the ranks and the
+            network: a second or two of measuring at the first time, which is kept in ~/.cache/tfdist;
+            4 with `deterministic`.
         wire_dtype: "bfloat16" or "float16", for gradients of wider dtypes to travel in: half the bytes,
             and a rounding of each. None for their own, which is as exact as one process.
         watchdog_seconds: After how long a rank that is missing at a collective, or frozen, ends
@@ -68,7 +71,7 @@ class ParallelStrategy(tf.distribute.Strategy):
         engine: Engine,
         *,
         zero_stage: int = 0,
-        bucket_mib: float = BUCKET_BYTES / _MIB,
+        bucket_mib: float | None = None,
         wire_dtype: str | None = None,
         watchdog_seconds: float = WATCHDOG_SECONDS,
         deterministic: bool = False,
@@ -80,7 +83,7 @@ class ParallelStrategy(tf.distribute.Strategy):
             )
         if zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"`zero_stage` is 0, 1, 2 or 3. Received: {zero_stage!r}.")
-        if bucket_mib <= 0:
+        if bucket_mib is not None and bucket_mib <= 0:
             raise ValueError(f"`bucket_mib` is positive. Received: {bucket_mib}.")
         if wire_dtype not in (None, "bfloat16", "float16"):
             raise ValueError(f"`wire_dtype` is 'bfloat16' or 'float16'. Received: {wire_dtype!r}.")
@@ -94,7 +97,10 @@ class ParallelStrategy(tf.distribute.Strategy):
         self._watchdog = None
         if watchdog_seconds and engine.size > 1:
             self._watchdog = Watchdog(engine, watchdog_seconds)
-        self._bucket_bytes = int(bucket_mib * _MIB)
+        # What is fastest may be another way another time, with sums in another order.
+        self._tuning = Tuning() if deterministic else tune(engine)
+        if bucket_mib is not None:
+            self._tuning = dataclasses.replace(self._tuning, bucket_bytes=int(bucket_mib * _MIB))
         self._wire_dtype = None if wire_dtype is None else tf.as_dtype(wire_dtype)
         share_random_state(engine.group())
         super().__init__(_ParallelExtended(self))
@@ -243,7 +249,7 @@ class _ParallelExtended(OneDeviceExtended):
     @property
     def bucket_bytes(self) -> int:
         """How many bytes of gradients travel together."""
-        return self._parallel._bucket_bytes
+        return self._parallel._tuning.bucket_bytes
 
     def reduce_gradients(self, gradients, reduction: str, *, keep_rows: bool = False) -> list:
         """Reduces gradients over the data axis, in buckets; sparse ones as rows where they must."""
@@ -254,6 +260,7 @@ class _ParallelExtended(OneDeviceExtended):
             reduction,
             self.bucket_bytes,
             keep_rows=keep_rows,
+            by_engine=self._parallel._tuning.by_engine,
             wire_dtype=self._parallel.wire_dtype,
         )
 

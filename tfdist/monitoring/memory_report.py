@@ -129,7 +129,7 @@ class MemoryReporter(keras.callbacks.Callback):
         super().__init__()
         self._path, self._rows, self._quiet = path, rows, quiet
         self._peak: PeakMemory | None = None
-        self._beside = 0
+        self._beside: int | None = None
         self.report: MemoryReport | None = None
 
     def on_train_batch_begin(self, batch, logs=None):
@@ -140,14 +140,14 @@ class MemoryReporter(keras.callbacks.Callback):
         """Ends it."""
         if self._peak is not None:
             self._peak.__exit__(None, None, None)
-            self._beside = max(self._beside, self._peak.bytes)
+            self._beside = max(self._beside or 0, self._peak.bytes)
             self._peak = None
 
     def on_epoch_end(self, epoch, logs=None):
         """Reports once."""
         if self.report is not None:
             return
-        self.report = memory_report(self.model, self._beside or None, rows=self._rows)
+        self.report = memory_report(self.model, self._beside, rows=self._rows)
         if not self._quiet:
             print(self.report.table())
         if self._path is not None:

@@ -17,7 +17,7 @@ import tensorflow as tf
 __all__ = ["build", "functions", "library_path", "load"]
 
 _HERE = Path(__file__).parent
-_SOURCES = ("operations.cc", "transport.cc")
+_SOURCES = ("operations.cc", "transport.cc", "updates.cc")
 _HEADERS = ("transport.h",)
 
 

@@ -1,0 +1,98 @@
+"""Kernels in the stead of Keras' many operations: they are taken, and give the same."""
+
+from __future__ import annotations
+
+import collections
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.conftest import on_ranks
+from tests.strategies import programs
+
+
+def operations(model, x, y) -> collections.Counter:
+    """How often each operation stands in the graph of a training step."""
+
+    @tf.function
+    def step(x, y):
+        return model.distribute_strategy.run(model.train_step, args=((x, y),))
+
+    graph = step.get_concrete_function(tf.constant(x), tf.constant(y)).graph.as_graph_def()
+    nodes = [node for function in graph.library.function for node in function.node_def]
+    return collections.Counter(node.op for node in [*graph.node, *nodes])
+
+
+def train(strategy, optimizer: str, options: dict):
+    """A ConvNet with statistics of each rank's own rows; and the operations of its step."""
+    programs.start()
+    x, y = programs.images(48)
+    with programs.scope(strategy):
+        model = programs.convnet(synchronized=False)
+        model.compile(
+            getattr(keras.optimizers, optimizer)(1e-2, **options), programs.cross_entropy()
+        )
+    history = model.fit(x, y, batch_size=12, epochs=3, verbose=0)
+    found = operations(model, x[:12], y[:12])
+    return programs.finish(model, history, x, y, extra=found)
+
+
+def on_one_rank(*args):
+    from tfdist.strategies import LocalStrategy
+
+    return train(LocalStrategy(), *args)
+
+
+CASES = [
+    ("Adam", {}, 1),
+    ("AdamW", {"weight_decay": 0.05, "clipnorm": 0.5}, 1),
+    ("Adam", {"amsgrad": True}, 0),
+    ("Nadam", {}, 0),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "options", "taken"), CASES)
+def test_they_give_what_keras_does(one_process, optimizer, options, taken):
+    plain = one_process.run(train, None, optimizer, options, timeout=60)[0]
+    ours = one_process.run(on_one_rank, optimizer, options, timeout=60)[0]
+    programs.assert_same([ours], plain)
+    trained = 5
+    assert ours.extra["ResourceApplyAdam"] == trained * taken
+    assert ours.extra["FusedBatchNormV3"] == 1 and not plain.extra["FusedBatchNormV3"]
+
+
+def adam_of_parts(stage: int):
+    from tfdist.testing import strategy
+
+    programs.start()
+    x, y = programs.images(48)
+    with strategy(zero_stage=stage).scope():
+        model = programs.mlp()
+        model.compile(keras.optimizers.Adam(1e-2), programs.cross_entropy())
+    history = model.fit(x, y, batch_size=12, epochs=3, verbose=0)
+    found = operations(model, x[:6], y[:6])
+    return programs.finish(model, history, x, y, extra=found)
+
+
+@on_ranks(("horovod", 2))
+@pytest.mark.parametrize(("stage", "taken"), [(1, "TfdistAdam"), (3, "ResourceApplyAdam")])
+def test_parts_of_parameters(pool, one_process, stage, taken):
+    whole = one_process.run(adam_of_parts, 0, timeout=60)[0]
+    results = pool.run(adam_of_parts, stage, timeout=60)
+    programs.assert_same(results, whole)
+    for result in results:
+        assert result.extra[taken] == 4, result.extra
+
+
+def test_moments_of_another_shape_are_refused():
+    native = pytest.importorskip("tfdist.native")
+    if not native.library_path().exists():
+        pytest.skip("The library is not built: `tfdist-install-horovod` builds it.")
+    m, v = (tf.Variable(np.zeros(3, "float32")) for _ in range(2))
+    numbers = {name: tf.constant(0.5) for name in ("rate", "beta_1", "beta_2", "epsilon")}
+    with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[3\] and \[2\]"):
+        native.load().tfdist_adam(
+            part=tf.ones([2]), gradient=tf.ones([2]), m=m.handle, v=v.handle, **numbers
+        )
