@@ -95,18 +95,22 @@ class Line:
     @property
     def bus_rate(self) -> float:
         """Bytes a second that each rank's link has to carry at least."""
+        return self.algorithm_rate * self.carried
+
+    @property
+    def carried(self) -> float:
+        """How much of the operation's bytes each rank's link has to carry at least.
+
+        A broadcast is handed on in pieces, so that each link carries the whole once.
+        """
         n = self.ranks
-        factors = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0}
-        return self.algorithm_rate * factors.get(self.operation, (n - 1) / n)
+        return {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0}.get(self.operation, (n - 1) / n)
 
 
 def ring_seconds(line: Line, link: Link) -> float:
     """What a ring takes, by the model."""
-    n = line.ranks
-    rounds = {"all_reduce": 2 * (n - 1), "broadcast": n - 1}.get(line.operation, n - 1)
-    # A broadcast is handed on in pieces, so that each link carries the whole once.
-    carried = {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0}.get(line.operation, (n - 1) / n)
-    return rounds * link.latency + carried * line.bytes / link.rate
+    rounds = (line.ranks - 1) * (2 if line.operation == "all_reduce" else 1)
+    return rounds * link.latency + line.carried * line.bytes / link.rate
 
 
 def tree_seconds(line: Line, link: Link) -> float | None:

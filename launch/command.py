@@ -76,6 +76,34 @@ def run(
         sys.exit(exit_codes.USAGE)
 
 
+def run_without_choice(
+    arguments: Sequence[str], what: str, names: str, *, usage: str, summary: str
+) -> None:
+    """Ends a program that was not told which of its parts to run: by help, or by an error.
+
+    Args:
+        arguments: The program's, its name first.
+        what: What was to come first, as a sentence begins with it.
+        names: What there is, for the message.
+        usage: As in `run`.
+        summary: As in `run`.
+    """
+    program, *words = arguments
+    received = words[0] if words else "nothing"
+
+    def refuse(_) -> int:
+        raise UsageError(f"{what} comes first: {names}. Received: {received}.")
+
+    asks_for_help = received.lstrip("-") in ("help", "helpshort", "helpfull", "h")
+    run(
+        refuse,
+        flags.FlagValues(),
+        usage=usage,
+        summary=summary,
+        arguments=[program, *(["--help"] if asks_for_help else [])],
+    )
+
+
 def _help(
     values: flags.FlagValues,
     usage: str,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist.collectives import Group, all_gather, all_reduce
-from tfdist.collectives.narrow import narrow_all_reduce
+from tfdist.collectives.narrow import is_narrower, narrow_all_reduce
 from tfdist.layers.sharding import partial_gradient_group
 from tfdist.optimizers.buckets import buckets
 from tfdist.optimizers.pacing import Pace
@@ -118,7 +118,7 @@ def reduce_gradients(
 
 
 def _reduce_flat(tensors, group: Group, reduction: str, bulk: bool, wire_dtype, name: str) -> list:
-    is_narrow = wire_dtype is not None and wire_dtype.size < tensors[0].dtype.size
+    is_narrow = is_narrower(wire_dtype, tensors[0].dtype)
     if len(tensors) == 1 and not is_narrow:
         return [all_reduce(tensors[0], group, reduction, bulk=bulk, name=name)]
     flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)

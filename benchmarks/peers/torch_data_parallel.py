@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch.nn.parallel import DistributedDataParallel
 
 from .serving import Settings, Training
-from .torch_models import loss_of
-from .torch_training import StepTraining, count, make_model, make_optimizer, meet
+from .torch_training import StepTraining, count, make_model, make_optimizer, meet, plain_step
 
 
 def prepare(settings: Settings) -> Training:
@@ -17,12 +16,5 @@ def prepare(settings: Settings) -> Training:
     # normalization are each rank's own.
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
     optimizer = make_optimizer(model.parameters())
-
-    def step():
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(replica(inputs), labels)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
+    step = plain_step(replica, optimizer, inputs, labels)
     return StepTraining(step, count(model))

@@ -7,8 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from .serving import Settings, Training
-from .torch_models import loss_of
-from .torch_training import StepTraining, count, make_model, make_optimizer, meet
+from .torch_training import StepTraining, count, make_model, make_optimizer, meet, plain_step
 
 
 def prepare(settings: Settings) -> Training:
@@ -20,12 +19,5 @@ def prepare(settings: Settings) -> Training:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = make_optimizer(model.parameters())
-
-    def step():
-        optimizer.zero_grad(set_to_none=True)
-        loss = loss_of(model(inputs), labels)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
+    step = plain_step(model, optimizer, inputs, labels)
     return StepTraining(step, count(model))

@@ -9,7 +9,7 @@ from torch import distributed
 from torch.distributed.tensor import DTensor
 
 from .serving import LEAD, Settings, Steps, global_batch, own_rows
-from .torch_models import GPT, ConvNet
+from .torch_models import GPT, ConvNet, loss_of
 
 
 def meet(settings: Settings) -> None:
@@ -44,6 +44,19 @@ def make_optimizer(parameters: Iterable):
     # One kernel takes tensors of one kind.
     groups = [{"params": group} for group in split.values() if group]
     return torch.optim.Adam(groups, lr=1e-3, eps=1e-7, fused=True)
+
+
+def plain_step(model, optimizer, inputs, labels) -> Callable:
+    """A function that makes a step, where model and optimizer see to the other ranks."""
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        loss = loss_of(model(inputs), labels)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
 
 
 class StepTraining:

@@ -78,20 +78,14 @@ def run() -> None:
             arguments=[program, *words[1:]],
         )
     names = " or ".join(_SCHEDULERS)
-    asks_for_help = words and words[0].lstrip("-") in ("help", "helpshort", "helpfull", "h")
-    command.run(
-        lambda _: _refuse(words, names),
-        flags.FlagValues(),
+    command.run_without_choice(
+        sys.argv,
+        "The scheduler",
+        names,
         usage="tfdist-launch SCHEDULER [flags] -- command [arguments]",
         summary="Writes what a scheduler needs to run a command on many ranks. SCHEDULER is "
         f"{names}; tfdist-launch SCHEDULER --help tells more.",
-        arguments=[program, *(["--help"] if asks_for_help else [])],
     )
-
-
-def _refuse(words: list[str], names: str) -> int:
-    received = words[0] if words else "nothing"
-    raise command.UsageError(f"The scheduler comes first: {names}. Received: {received}.")
 
 
 def _main(name: str, words: list[str]) -> int:

@@ -25,13 +25,13 @@ _local = threading.local()
 
 
 def is_made_up() -> tf.Tensor | None:
-    """Whether the layers under way see a row that is not there: a bool; None where all have some."""
+    """Whether the layers under way see a row that is not there: a bool; None outside of such a call."""
     return getattr(_local, "is_empty", None)
 
 
 def _call(original, self, *args, **kwargs):
     replica = current_replica()
-    if getattr(_local, "is_inside", False) or replica is None:
+    if is_made_up() is not None or replica is None:
         return original(self, *args, **kwargs)
     flat = tf.nest.flatten((args, kwargs))
     places = [place for place, value in enumerate(flat) if _may_be_empty(value)]
@@ -48,11 +48,11 @@ def _call(original, self, *args, **kwargs):
 
 @contextlib.contextmanager
 def _inside(is_empty) -> Iterator[None]:
-    _local.is_inside, _local.is_empty = True, is_empty
+    _local.is_empty = is_empty
     try:
         yield
     finally:
-        _local.is_inside, _local.is_empty = False, None
+        _local.is_empty = None
 
 
 def _may_be_empty(value) -> bool:

@@ -12,7 +12,12 @@ import tensorflow as tf
 from tfdist.collectives.group import Group
 from tfdist.collectives.operations import all_gather, all_to_all
 
-__all__ = ["narrow_all_reduce", "narrow_reduce_scatter"]
+__all__ = ["is_narrower", "narrow_all_reduce", "narrow_reduce_scatter"]
+
+
+def is_narrower(wire_dtype: tf.DType | None, dtype: tf.DType) -> bool:
+    """Whether numbers of a dtype are to travel in another, and that takes fewer bytes."""
+    return wire_dtype is not None and wire_dtype.size < dtype.size
 
 
 def narrow_all_reduce(vector, group: Group, reduction: str, dtype: tf.DType, *, name: str):

@@ -62,9 +62,9 @@ def bytes_in_use() -> int:
     """The bytes that this process has in use now.
 
     Those of TensorFlow's allocator, where it counts them: on a GPU, and on CPUs for which
-    TensorFlow takes oneDNN's kernels and keeps a pool of memory for arrays of 256 KiB and more. Else those that the C library has
-    given out and not got back, which leaves aside what the system still counts for the process;
-    where the C library does not tell, the resident size.
+    TensorFlow takes oneDNN's kernels and keeps a pool of memory for arrays of 256 KiB and more.
+    Else those that the C library has given out and not got back, which leaves aside what the system
+    still counts for the process; where the C library does not tell, the resident size.
     """
     device = _counting_device()
     if device is not None:

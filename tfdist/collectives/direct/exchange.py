@@ -59,17 +59,21 @@ class Direct:
     def partners(cls, ranks: Sequence[int], rank: int, hosts: Sequence[Hashable]) -> set[int]:
         """Those of a group's members that one of them has to reach."""
         found = set(ranks) if len(ranks) <= cls.most_members else set()
-        levels = hierarchy_of(ranks, rank, hosts)
-        if levels is not None and max(len(levels.local), len(levels.across)) <= cls.most_members:
+        levels = cls._levels(ranks, rank, hosts)
+        if levels is not None:
             found |= {*levels.local, *levels.across}
         return found - {rank}
 
-    def hierarchy(self, group: Group) -> Hierarchy | None:
-        """How a group sums up over hosts; None where it does so as if there was one."""
-        found = hierarchy_of(group.ranks, group.ranks[group.rank], self._hosts)
-        if found is None or max(len(found.local), len(found.across)) > self.most_members:
+    @classmethod
+    def _levels(cls, ranks: Sequence[int], rank: int, hosts: Sequence[Hashable]):
+        found = hierarchy_of(ranks, rank, hosts)
+        if found is None or max(len(found.local), len(found.across)) > cls.most_members:
             return None
         return found
+
+    def hierarchy(self, group: Group) -> Hierarchy | None:
+        """How a group sums up over hosts; None where it does so as if there was one."""
+        return self._levels(group.ranks, group.ranks[group.rank], self._hosts)
 
     def all_reduce(self, tensor, group: Group, reduction: str, name: str):
         """As `Engine.all_reduce`; over hosts in two levels."""

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import Group, all_gather, reduce_scatter
-from tfdist.collectives.narrow import narrow_reduce_scatter
+from tfdist.collectives.narrow import is_narrower, narrow_reduce_scatter
 from tfdist.layers.sharding import Sharding, detached
 
 __all__ = [
@@ -108,7 +108,7 @@ def scatter(
     packed = parts[0] if len(parts) == 1 else tf.concat(parts, axis=1)
     group, wire_dtype = shardings[0].group, shardings[0].wire_dtype
     flat = tf.reshape(packed, [-1])
-    if wire_dtype is not None and wire_dtype.size < flat.dtype.size:
+    if is_narrower(wire_dtype, flat.dtype):
         own = narrow_reduce_scatter(flat, group, reduction, wire_dtype, name=name)
     else:
         own = reduce_scatter(flat, group, reduction, name=name)
