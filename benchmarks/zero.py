@@ -85,17 +85,21 @@ def held_bytes(stage: int, policy: str) -> tuple[float, float, float, float]:
     parameters, state = (
         report.row(name).measured or 0 for name in ("parameters", "optimizer state")
     )
-    whole = formula_bytes(stage, engine().size)
+    whole = formula_bytes(stage, engine().size, policy)
     return parameters / _MIB, state / _MIB, min(peaks) / _MIB, whole / _MIB
 
 
-def formula_bytes(stage: int, ranks: int) -> float:
-    """That of docs/memory.md: parameters, gradients, state; and what is under way."""
+def formula_bytes(stage: int, ranks: int, policy: str) -> float:
+    """That of docs/memory.md: parameters, gradients or 16-bit copies, state; and what is under way."""
     layer = _WIDTH * _WIDTH * 4
     whole = _LAYERS * layer
     # Gradients are reduced to parts as they come, in stage 1 too.
-    parts = [(whole, 3), (whole, 1), (2 * whole, 1)]
-    held = sum(size / (ranks if stage >= least else 1) for size, least in parts)
+    parameters, gradients, state = (
+        size / (ranks if stage >= least else 1)
+        for size, least in ((whole, 3), (whole, 1), (2 * whole, 1))
+    )
+    copies = whole / 2 if policy != "float32" and stage < 3 else 0
+    held = parameters + max(gradients, copies) + state
     if ranks == 1:
         return held
     return held + UNDER_WAY * layer * (2 if stage == 3 else 1)
