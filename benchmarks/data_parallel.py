@@ -48,7 +48,7 @@ def transformer(layers=4, width=256, heads=4, tokens=128, vocabulary=512):
     return keras.Model(inputs, outputs)
 
 
-def prepare(name: str) -> None:
+def prepare(name: str, fixed_order: bool = False) -> None:
     """Builds and warms up a model on this rank; `step_seconds` then measures it."""
     import keras
     import numpy as np
@@ -59,7 +59,7 @@ def prepare(name: str) -> None:
 
     keras.utils.set_random_seed(0)
     random = np.random.default_rng(0)
-    with strategy().scope():
+    with _in_fixed_order().scope() if fixed_order else strategy().scope():
         if name == "transformer":
             model = transformer()
             x = random.integers(0, 512, (16, 128)).astype("int32")
@@ -75,6 +75,16 @@ def prepare(name: str) -> None:
     data = tf.data.Dataset.from_tensors((x, y)).repeat()
     rank._state[name] = (model, data)
     step_seconds(name)
+
+
+def _in_fixed_order():
+    """This rank's strategy whose sums are the same in each run; it starts Horovod."""
+    from tfdist.strategies import HorovodStrategy
+    from tfdist.testing import rank
+
+    if "fixed order" not in rank._state:
+        rank._state["fixed order"] = HorovodStrategy(deterministic=True)
+    return rank._state["fixed order"]
 
 
 def step_seconds(name: str) -> float:
@@ -158,17 +168,16 @@ def measure_calls(engine: str, rounds: int) -> list[Ratio]:
 
 
 def measure_fixed_order(rounds: int) -> list[Ratio]:
-    """What `deterministic=True` costs: nothing is fused, so that sums keep their order."""
-    fixed = {**ENVIRONMENT, "HOROVOD_FUSION_THRESHOLD": "0"}
+    """What `deterministic=True` costs: nothing is fused, and buckets have one size everywhere."""
     with (
-        RankPool(3, "horovod", environment=fixed) as one,
+        RankPool(3, "horovod", environment=ENVIRONMENT) as one,
         RankPool(3, "horovod", environment=ENVIRONMENT) as other,
     ):
         found = []
         for name in ("convnet", "transformer"):
             for pool in (one, other):
                 with only(pool, (one, other)):
-                    pool.run(prepare, name, timeout=300)
+                    pool.run(prepare, name, pool is one, timeout=300)
             fixed_order, free = in_turn((one, other), step_seconds, rounds, name)
             title = f"{name}: 3 ranks, in fixed order / not"
             found.append(Ratio(title, fixed_order, free, limit=None))

@@ -57,9 +57,9 @@ class ParallelStrategy(tf.distribute.Strategy):
             and a rounding of each. None for their own, which is as exact as one process.
         watchdog_seconds: After how long a rank that is missing at a collective, or frozen, ends
             the job; 0 for never. A rank that dies ends it at once.
-        deterministic: Whether the same program on the same mesh gives the same numbers bit for
-            bit. TensorFlow's engine always adds up in one order; Horovod does if it fuses nothing,
-            which this asks of it. What happens inside a rank is TensorFlow's: on a GPU, call
+        deterministic: Whether the same program on the same mesh and as many hosts gives the same
+            numbers bit for bit. TensorFlow's engine always adds up in one order; Horovod does if it
+            fuses nothing, which this asks of it, and buckets have one size. What happens inside a rank is TensorFlow's: on a GPU, call
             `tf.config.experimental.enable_op_determinism()`, too.
 
     Raises:
@@ -97,8 +97,9 @@ class ParallelStrategy(tf.distribute.Strategy):
         self._watchdog = None
         if watchdog_seconds and engine.size > 1:
             self._watchdog = Watchdog(engine, watchdog_seconds)
-        # What is fastest may be another way another time, with sums in another order.
-        self._tuning = Tuning() if deterministic else tune(engine)
+        # What is fastest may be another way another time, with sums in another order. Direct messages
+        # keep one, and need no engine that fuses nothing.
+        self._tuning = Tuning(by_engine=engine.direct is None) if deterministic else tune(engine)
         if bucket_mib is not None:
             self._tuning = dataclasses.replace(self._tuning, bucket_bytes=int(bucket_mib * _MIB))
         self._wire_dtype = None if wire_dtype is None else tf.as_dtype(wire_dtype)
