@@ -13,7 +13,7 @@ from tfdist.launch.supervisor import Supervisor
 
 __all__ = ["Start", "run_with_restarts"]
 
-_FIRST_DELAY, _LONGEST_DELAY = 1.0, 60.0
+_FIRST_DELAY = 1.0
 #: A job that ran for so long has got over what made it fail before.
 _HEALTHY_SECONDS = 600.0
 _LOOK_SECONDS = 1.0
@@ -30,6 +30,7 @@ def run_with_restarts(
     max_ranks: int,
     *,
     max_restarts: int,
+    longest_delay: float,
     discovery: HostDiscovery | None,
 ) -> int:
     """Runs a job until it ends well, is told to end, or has failed too often.
@@ -41,6 +42,7 @@ def run_with_restarts(
         max_ranks: Takes room for no more.
         max_restarts: How many failures are followed by another start. Changes of the hosts do not
             count.
+        longest_delay: Seconds. The first restart waits for 1, each after it twice as long, up to this.
         discovery: Who says which hosts there are.
 
     Returns:
@@ -77,9 +79,10 @@ def run_with_restarts(
             if failures == max_restarts:
                 return code
         failures += 1
+        delay = min(delay, longest_delay)
         say("tfdist-run", f"restart {failures} of {max_restarts} in {delay:g} s.")
         time.sleep(delay)
-        delay = min(2 * delay, _LONGEST_DELAY)
+        delay *= 2
 
 
 def _wait_for_room(discovery: HostDiscovery, min_ranks: int, max_ranks: int) -> list[str]:

@@ -51,6 +51,13 @@ _MAX_RESTARTS = flags.DEFINE_integer(
     lower_bound=0,
     flag_values=_VALUES,
 )
+_RESTART_SECONDS = flags.DEFINE_float(
+    "restart_seconds",
+    60.0,
+    "The longest wait before another start; waits begin with 1 s, and double.",
+    lower_bound=0.0,
+    flag_values=_VALUES,
+)
 _DISCOVERY = flags.DEFINE_string(
     "host_discovery_script",
     None,
@@ -84,6 +91,7 @@ def run() -> None:
         folded={
             "of failures": [
                 _MAX_RESTARTS.name,
+                _RESTART_SECONDS.name,
                 _SAVE_SECONDS.name,
                 _WATCHDOG.name,
             ],
@@ -132,7 +140,15 @@ def _main(words: list[str]) -> int:
     restarts = _MAX_RESTARTS.value
     if restarts is None:
         restarts = 0 if discovery is None else sys.maxsize
-    return run_with_restarts(start, names, least, most, max_restarts=restarts, discovery=discovery)
+    return run_with_restarts(
+        start,
+        names,
+        least,
+        most,
+        max_restarts=restarts,
+        longest_delay=_RESTART_SECONDS.value,
+        discovery=discovery,
+    )
 
 
 def _reach(names: Sequence[str], shell) -> list[remote.Reached | None]:

@@ -98,8 +98,8 @@ def never_killed(engine: str, layout: str, folder: Path) -> Path:
 
 def check_killed(engine: str, layout: str, folder: Path, whole: Path, kills) -> None:
     count = len(kills)
-    restarts = f"--max_restarts={count}"
-    killed = run(command(engine, folder / "killed", layout, kills, restarts), 120 + 60 * count)
+    restarts = [f"--max_restarts={count}", "--restart_seconds=1"]
+    killed = run(command(engine, folder / "killed", layout, kills, *restarts), 120 + 60 * count)
     story = killed.stdout[-6000:] + killed.stderr[-3000:]
     assert killed.returncode == 0, story
     assert killed.stderr.count("SIGKILL") >= count - 2, story
