@@ -90,11 +90,11 @@ def slowest(step, group) -> float:
 def trace_of(step, rank: int) -> list[dict]:
     """Events of some steps: each of them, and how many bytes had come by when."""
     events, over = [], threading.Event()
-    before = traffic()[1]
+    before = traffic().received
 
     def watch():
         while not over.wait(0.0005):
-            came = {"bytes": traffic()[1] - before}
+            came = {"bytes": traffic().received - before}
             events.append({"ph": "C", "name": "received", "pid": rank, "ts": now(), "args": came})
 
     watcher = threading.Thread(target=watch, daemon=True)

@@ -23,11 +23,11 @@ def sums(dtype: str, reduction: str) -> tuple[np.ndarray, int]:
     from tfdist.testing import engine
 
     group = engine().group()
-    before = traffic()[0] if engine().direct else 0
+    before = traffic().sent if engine().direct else 0
     reduced = narrow_all_reduce(
         tf.constant(numbers(group.rank)), group, reduction, tf.as_dtype(dtype), name="narrow"
     )
-    sent = traffic()[0] - before if engine().direct else 0
+    sent = traffic().sent - before if engine().direct else 0
     return reduced.numpy(), sent
 
 

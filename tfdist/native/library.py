@@ -17,8 +17,8 @@ import tensorflow as tf
 __all__ = ["build", "functions", "library_path", "load"]
 
 _HERE = Path(__file__).parent
-_SOURCES = ("operations.cc", "transport.cc", "updates.cc")
-_HEADERS = ("transport.h",)
+_SOURCES = ("near_memory.cc", "operations.cc", "peer.cc", "transport.cc", "updates.cc")
+_HEADERS = ("near_memory.h", "peer.h", "transport.h")
 
 
 def library_path() -> Path:

@@ -244,9 +244,10 @@ void tfdist_close() { tfdist::Transport::Get().Close(); }
 // Returns 1 when all that was sent has left this process, 0 after `seconds`.
 int tfdist_flush(double seconds) { return tfdist::Transport::Get().Flush(seconds) ? 1 : 0; }
 
-void tfdist_traffic(int64_t* sent, int64_t* received) {
-  auto [out, in] = tfdist::Transport::Get().Traffic();
-  *sent = out;
-  *received = in;
+void tfdist_traffic(int64_t* sent, int64_t* received, int64_t* lent) {
+  const auto traffic = tfdist::Transport::Get().Count();
+  *sent = traffic.sent;
+  *received = traffic.received;
+  *lent = traffic.lent;
 }
 }

@@ -1,17 +1,14 @@
 // Point-to-point messages between processes: named tensors over connected sockets.
 
-#ifndef TFDIST_COLLECTIVES_DIRECT_TRANSPORT_H_
-#define TFDIST_COLLECTIVES_DIRECT_TRANSPORT_H_
+#ifndef TFDIST_NATIVE_TRANSPORT_H_
+#define TFDIST_NATIVE_TRANSPORT_H_
 
-#include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <utility>
 
 #include "absl/status/status.h"
 #include "tensorflow/core/framework/tensor.h"
@@ -24,6 +21,13 @@ class Peer;
 // the order in which they were sent, and nothing is said about those of different tags.
 class Transport {
  public:
+  // Bytes of tensors, so far.
+  struct Traffic {
+    int64_t sent = 0, received = 0;
+    // Of those sent, what others have copied from this process's memory.
+    int64_t lent = 0;
+  };
+
   using Arrival = std::function<void(absl::Status, tensorflow::Tensor)>;
 
   // There is one in a process. It is never destroyed: its threads may outlive `main`.
@@ -35,7 +39,7 @@ class Transport {
   // Ends all connections.
   void Close();
 
-  // Returns at once; the tensor's buffer is held until it is on its way.
+  // Returns at once; the tensor's buffer is held until it is on its way, or the other has a copy.
   absl::Status Send(int rank, const std::string& tag, const tensorflow::Tensor& tensor);
 
   // Calls `arrival` with the next message of this tag, on the thread that read it, or with the
@@ -45,15 +49,12 @@ class Transport {
   // Calls the `arrival` of that receive, if it still waits, with a cancellation.
   void Abandon(int rank, const std::string& tag, int64_t number);
 
-  // Waits until all that was sent has been handed to the kernel; false after `seconds`.
+  // Waits until the kernel or the other process has all that was sent; false after `seconds`.
   bool Flush(double seconds);
 
-  // Bytes of tensors sent to and received from other processes so far.
-  std::pair<int64_t, int64_t> Traffic();
+  Traffic Count();
 
  private:
-  friend class Peer;
-
   std::shared_ptr<Peer> Find(int rank);
 
   std::mutex mutex_;
@@ -62,4 +63,4 @@ class Transport {
 
 }  // namespace tfdist
 
-#endif  // TFDIST_COLLECTIVES_DIRECT_TRANSPORT_H_
+#endif  // TFDIST_NATIVE_TRANSPORT_H_

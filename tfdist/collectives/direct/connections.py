@@ -11,13 +11,14 @@ import socket
 import struct
 import time
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from tfdist.collectives.direct.exchange import Direct
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import all_gather_object
 from tfdist.native import functions, library_path
 
-__all__ = ["close", "connect", "flush", "traffic"]
+__all__ = ["Traffic", "close", "connect", "flush", "traffic"]
 
 _logger = logging.getLogger("tfdist")
 
@@ -98,11 +99,25 @@ def close() -> None:
     functions().tfdist_close()
 
 
-def traffic() -> tuple[int, int]:
-    """The bytes of tensors that this process has sent and received directly."""
-    sent, received = ctypes.c_int64(), ctypes.c_int64()
-    functions().tfdist_traffic(ctypes.byref(sent), ctypes.byref(received))
-    return sent.value, received.value
+class Traffic(NamedTuple):
+    """Bytes of tensors, so far.
+
+    Attributes:
+        sent: By this process directly.
+        received: From others.
+        lent: Of those sent, what others have copied from this process's memory.
+    """
+
+    sent: int
+    received: int
+    lent: int
+
+
+def traffic() -> Traffic:
+    """The bytes of tensors that this process has exchanged directly."""
+    counts = [ctypes.c_int64() for _ in Traffic._fields]
+    functions().tfdist_traffic(*map(ctypes.byref, counts))
+    return Traffic(*(count.value for count in counts))
 
 
 class _Door:

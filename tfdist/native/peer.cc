@@ -1,0 +1,407 @@
+#include "peer.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "near_memory.h"
+#include "tensorflow/core/framework/allocator.h"
+#include "tensorflow/core/framework/tensor_shape.h"
+#include "tensorflow/core/framework/types.h"
+
+namespace tfdist {
+namespace {
+
+using tensorflow::Tensor;
+
+constexpr uint32_t kMagic = 0x74666432;  // "tfd2"
+constexpr int kMaxDims = 32;
+constexpr uint32_t kMaxTag = 1 << 12;
+// Below this a copy through the socket is over sooner than another message that says so.
+constexpr uint64_t kLeastLent = 1 << 16;
+
+enum class Kind : uint32_t {
+  kContent,   // The content follows.
+  kLent,      // The content is at `address`, until a kReturned.
+  kReturned,  // The tensor that was lent first has been copied.
+  kProbe,     // There is a word at `address` that is as `content_bytes` says.
+  kReadable,  // The word of a probe was read: tensors may be lent.
+};
+
+size_t ContentBytes(const Tensor& tensor) { return tensor.tensor_data().size(); }
+
+}  // namespace
+
+absl::Status Gone(int rank, const std::string& why) {
+  return absl::AbortedError("The connection to rank " + std::to_string(rank) +
+                                " has ended: " + why);
+}
+
+// What stands before each message; then follow the sizes of the dims, the tag and the content.
+// Both ends run the same binary on machines of one byte order.
+struct Peer::Header {
+  uint32_t magic;
+  Kind kind;
+  int32_t dtype;
+  int32_t dims;
+  uint32_t tag_bytes;
+  uint64_t content_bytes;
+  uint64_t address;
+};
+
+struct Peer::Message {
+  // One without a tensor.
+  explicit Message(Kind kind, uint64_t content_bytes = 0, const void* address = nullptr) {
+    Header header{};
+    header.magic = kMagic;
+    header.kind = kind;
+    header.content_bytes = content_bytes;
+    header.address = reinterpret_cast<uint64_t>(address);
+    head.append(reinterpret_cast<const char*>(&header), sizeof(header));
+    left = head.size();
+  }
+
+  Message(const std::string& tag, const Tensor& content, bool is_lent) {
+    const int dims = content.dims();
+    const absl::string_view data = content.tensor_data();
+    Header header{kMagic,
+                  is_lent ? Kind::kLent : Kind::kContent,
+                  static_cast<int32_t>(content.dtype()),
+                  dims,
+                  static_cast<uint32_t>(tag.size()),
+                  data.size(),
+                  reinterpret_cast<uint64_t>(data.data())};
+    head.append(reinterpret_cast<const char*>(&header), sizeof(header));
+    for (int i = 0; i < dims; ++i) {
+      const int64_t size = content.dim_size(i);
+      head.append(reinterpret_cast<const char*>(&size), sizeof(size));
+    }
+    head += tag;
+    left = head.size();
+    if (!is_lent) {
+      tensor = content;
+      body = data;
+      left += data.size();
+    }
+  }
+
+  std::string head;
+  Tensor tensor;  // Holds what `body` points to.
+  absl::string_view body;
+  size_t left;
+};
+
+Peer::Peer(int rank, int socket)
+    : rank_(rank), socket_(socket), process_(ProcessBehind(socket)), buffer_(1 << 16) {}
+
+Peer::~Peer() { close(socket_); }
+
+void Peer::Start() {
+  auto self = shared_from_this();
+  if (process_ != 0 && AllowReads()) {
+    std::lock_guard<std::mutex> lock(write_mutex_);
+    write_status_ = Post(Message(Kind::kProbe, *ProbeWord(), ProbeWord()));
+  }
+  // Signals are for the main thread, which Python waits in.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  std::thread([self] { self->ReadAll(); }).detach();
+  std::thread([self] { self->WriteAll(); }).detach();
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+absl::Status Peer::Send(const std::string& tag, const Tensor& tensor) {
+  const size_t bytes = ContentBytes(tensor);
+  std::lock_guard<std::mutex> lock(write_mutex_);
+  if (!write_status_.ok()) return write_status_;
+  const bool is_lent = can_lend_ && bytes >= kLeastLent;
+  sent_ += bytes;
+  if (is_lent) {
+    lent_bytes_ += bytes;
+    lent_.push_back(tensor);
+  }
+  write_status_ = Post(Message(tag, tensor, is_lent));
+  return write_status_;
+}
+
+int64_t Peer::Receive(const std::string& tag, Transport::Arrival arrival) {
+  Tensor tensor;
+  absl::Status status;
+  {
+    std::lock_guard<std::mutex> lock(read_mutex_);
+    Mailbox& box = mailboxes_[tag];
+    if (!box.arrived.empty()) {
+      tensor = std::move(box.arrived.front());
+      box.arrived.pop_front();
+    } else if (!read_status_.ok()) {
+      status = read_status_;
+    } else {
+      const int64_t number = ++last_number_;
+      box.waiting.emplace_back(number, std::move(arrival));
+      return number;
+    }
+  }
+  arrival(status, tensor);
+  return 0;
+}
+
+void Peer::Abandon(const std::string& tag, int64_t number) {
+  Transport::Arrival arrival;
+  {
+    std::lock_guard<std::mutex> lock(read_mutex_);
+    auto& waiting = mailboxes_[tag].waiting;
+    auto found = std::find_if(waiting.begin(), waiting.end(),
+                              [&](const auto& entry) { return entry.first == number; });
+    if (found == waiting.end()) return;
+    arrival = std::move(found->second);
+    waiting.erase(found);
+  }
+  arrival(absl::CancelledError("The step was cancelled while it waited for rank " +
+                               std::to_string(rank_)),
+          Tensor());
+}
+
+void Peer::Close() {
+  {
+    std::lock_guard<std::mutex> lock(write_mutex_);
+    closed_ = true;
+    if (write_status_.ok()) write_status_ = Gone(rank_, "this process has closed it");
+  }
+  write_ready_.notify_all();
+  write_done_.notify_all();
+  // Before what is lent is freed: who is reading it sees by this that it cannot trust its copy.
+  shutdown(socket_, SHUT_RDWR);
+}
+
+bool Peer::Flush(std::chrono::steady_clock::time_point until) {
+  std::unique_lock<std::mutex> lock(write_mutex_);
+  return write_done_.wait_until(
+             lock, until,
+             [&] { return (outbox_.empty() && lent_.empty()) || !write_status_.ok(); }) &&
+         write_status_.ok();
+}
+
+absl::Status Peer::Post(Message message) {
+  const bool idle = outbox_.empty();
+  outbox_.push_back(std::move(message));
+  // A small message leaves from here: no other thread need wake up.
+  if (idle) {
+    absl::Status status = WriteSome(&outbox_.front(), MSG_DONTWAIT);
+    if (!status.ok()) return status;
+    if (outbox_.front().left == 0) outbox_.pop_front();
+  }
+  if (!outbox_.empty()) write_ready_.notify_all();
+  return absl::OkStatus();
+}
+
+// Writes until the message is out or, with MSG_DONTWAIT, the socket is full.
+absl::Status Peer::WriteSome(Message* message, int flags) {
+  const std::string& head = message->head;
+  const absl::string_view body = message->body;
+  while (message->left > 0) {
+    const size_t done = head.size() + body.size() - message->left;
+    iovec parts[2];
+    int count = 0;
+    if (done < head.size()) {
+      parts[count++] = {const_cast<char*>(head.data()) + done, head.size() - done};
+    }
+    const size_t begin = done > head.size() ? done - head.size() : 0;
+    if (begin < body.size()) {
+      parts[count++] = {const_cast<char*>(body.data()) + begin, body.size() - begin};
+    }
+    msghdr call{};
+    call.msg_iov = parts;
+    call.msg_iovlen = count;
+    const ssize_t written = sendmsg(socket_, &call, flags | MSG_NOSIGNAL);
+    if (written >= 0) {
+      message->left -= written;
+    } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
+      return absl::OkStatus();
+    } else if (errno != EINTR) {
+      return Gone(rank_, strerror(errno));
+    }
+  }
+  return absl::OkStatus();
+}
+
+void Peer::WriteAll() {
+  std::unique_lock<std::mutex> lock(write_mutex_);
+  while (true) {
+    write_ready_.wait(lock, [&] { return closed_ || (!outbox_.empty() && write_status_.ok()); });
+    if (closed_) return;
+    // References to the elements of a deque stay good while others are added behind them, and
+    // nobody else takes one away while the box is not empty.
+    Message& message = outbox_.front();
+    lock.unlock();
+    absl::Status status = WriteSome(&message, 0);
+    lock.lock();
+    if (!status.ok()) write_status_ = status;
+    outbox_.pop_front();
+    if (outbox_.empty() || !status.ok()) write_done_.notify_all();
+  }
+}
+
+void Peer::ReadAll() {
+  absl::Status status;
+  while (status.ok()) status = ReadOne();
+  std::vector<Transport::Arrival> left;
+  {
+    std::lock_guard<std::mutex> lock(read_mutex_);
+    read_status_ = status;
+    for (auto& [tag, box] : mailboxes_) {
+      for (auto& [number, arrival] : box.waiting) left.push_back(std::move(arrival));
+      box.waiting.clear();
+    }
+  }
+  for (auto& arrival : left) arrival(status, Tensor());
+  // Nobody will say any more that it has its copy.
+  std::deque<Tensor> unreturned;
+  {
+    std::lock_guard<std::mutex> lock(write_mutex_);
+    if (write_status_.ok()) write_status_ = status;
+    unreturned.swap(lent_);
+  }
+  write_done_.notify_all();
+}
+
+absl::Status Peer::ReadOne() {
+  Header header;
+  absl::Status status = Read(&header, sizeof(header));
+  if (!status.ok()) return status;
+  if (header.magic != kMagic || header.dims < 0 || header.dims > kMaxDims ||
+      header.tag_bytes > kMaxTag) {
+    return Gone(rank_, "it sent what is no message of this version of tfdist");
+  }
+  switch (header.kind) {
+    case Kind::kContent:
+    case Kind::kLent:
+      return ReadTensor(header);
+    case Kind::kProbe: {
+      uint64_t word = 0;
+      const bool can_read = process_ != 0 &&
+                            ReadMemory(process_, header.address, &word, sizeof(word)) &&
+                            word == header.content_bytes;
+      return can_read ? Reply(Message(Kind::kReadable)) : absl::OkStatus();
+    }
+    case Kind::kReadable: {
+      std::lock_guard<std::mutex> lock(write_mutex_);
+      can_lend_ = true;
+      return absl::OkStatus();
+    }
+    case Kind::kReturned:
+      return TakeBack();
+  }
+  return Gone(rank_, "it sent what is no message of this version of tfdist");
+}
+
+absl::Status Peer::ReadTensor(const Header& header) {
+  std::vector<int64_t> sizes(header.dims);
+  std::string tag(header.tag_bytes, '\0');
+  absl::Status status = Read(sizes.data(), sizes.size() * sizeof(int64_t));
+  if (status.ok()) status = Read(tag.data(), tag.size());
+  if (!status.ok()) return status;
+  tensorflow::TensorShape shape;
+  status = tensorflow::TensorShape::BuildTensorShape(sizes, &shape);
+  if (!status.ok()) return status;
+  Tensor tensor(tensorflow::cpu_allocator(), static_cast<tensorflow::DataType>(header.dtype),
+                shape);
+  if (!tensor.IsInitialized() && shape.num_elements() > 0) {
+    return absl::ResourceExhaustedError("No memory for a message of " +
+                                        std::to_string(header.content_bytes) + " bytes");
+  }
+  if (ContentBytes(tensor) != header.content_bytes) {
+    return Gone(rank_, "a message is not as long as its shape says");
+  }
+  char* target = const_cast<char*>(tensor.tensor_data().data());
+  status = header.kind == Kind::kLent ? CopyLent(header, target)
+                                      : Read(target, header.content_bytes);
+  if (!status.ok()) return status;
+  received_ += header.content_bytes;
+  Deliver(tag, std::move(tensor));
+  return absl::OkStatus();
+}
+
+absl::Status Peer::CopyLent(const Header& header, void* target) {
+  if (!ReadMemory(process_, header.address, target, header.content_bytes)) {
+    return Gone(rank_, std::string("its memory cannot be read: ") + strerror(errno));
+  }
+  // It frees what it has lent when it closes the connection, maybe while it is being copied.
+  pollfd other{socket_, POLLRDHUP, 0};
+  if (poll(&other, 1, 0) != 0) return Gone(rank_, "the process has ended or left");
+  return Reply(Message(Kind::kReturned));
+}
+
+absl::Status Peer::Reply(Message message) {
+  std::lock_guard<std::mutex> lock(write_mutex_);
+  // What cannot be written any more is the business of who sends; what has come is good.
+  if (write_status_.ok()) write_status_ = Post(std::move(message));
+  return absl::OkStatus();
+}
+
+absl::Status Peer::TakeBack() {
+  Tensor returned;
+  {
+    std::lock_guard<std::mutex> lock(write_mutex_);
+    if (lent_.empty()) return Gone(rank_, "it returned what it was not lent");
+    returned = std::move(lent_.front());
+    lent_.pop_front();
+  }
+  write_done_.notify_all();
+  return absl::OkStatus();
+}
+
+void Peer::Deliver(const std::string& tag, Tensor tensor) {
+  Transport::Arrival arrival;
+  {
+    std::lock_guard<std::mutex> lock(read_mutex_);
+    Mailbox& box = mailboxes_[tag];
+    if (box.waiting.empty()) {
+      box.arrived.push_back(std::move(tensor));
+      return;
+    }
+    arrival = std::move(box.waiting.front().second);
+    box.waiting.pop_front();
+  }
+  arrival(absl::OkStatus(), std::move(tensor));
+}
+
+// Small reads go through a buffer, so that a small message costs one call of the kernel.
+absl::Status Peer::Read(void* target, size_t bytes) {
+  char* to = static_cast<char*>(target);
+  while (bytes > 0) {
+    if (begin_ == end_) {
+      const bool direct = bytes >= buffer_.size();
+      const ssize_t got =
+          recv(socket_, direct ? to : buffer_.data(), direct ? bytes : buffer_.size(), 0);
+      if (got == 0) return Gone(rank_, "the process has ended or left");
+      if (got < 0) {
+        if (errno == EINTR) continue;
+        return Gone(rank_, strerror(errno));
+      }
+      if (direct) {
+        to += got;
+        bytes -= got;
+        continue;
+      }
+      begin_ = 0;
+      end_ = got;
+    }
+    const size_t part = std::min(bytes, end_ - begin_);
+    memcpy(to, buffer_.data() + begin_, part);
+    begin_ += part;
+    to += part;
+    bytes -= part;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace tfdist
