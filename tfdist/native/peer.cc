@@ -26,7 +26,7 @@ constexpr uint32_t kMagic = 0x74666432;  // "tfd2"
 constexpr int kMaxDims = 32;
 constexpr uint32_t kMaxTag = 1 << 12;
 // Below this a copy through the socket is over sooner than another message that says so.
-constexpr uint64_t kLeastLent = 1 << 16;
+constexpr uint64_t kLeastLent = 1 << 18;
 
 enum class Kind : uint32_t {
   kContent,   // The content follows.
