@@ -332,7 +332,7 @@ absl::Status Peer::ReadTensor(const Header& header) {
 
 absl::Status Peer::CopyLent(const Header& header, void* target) {
   if (!ReadMemory(process_, header.address, target, header.content_bytes)) {
-    return Gone(rank_, std::string("its memory cannot be read: ") + strerror(errno));
+    return Gone(rank_, "its memory cannot be read any more");
   }
   // It frees what it has lent when it closes the connection, maybe while it is being copied.
   pollfd other{socket_, POLLRDHUP, 0};
