@@ -23,7 +23,7 @@ from tfdist.collectives.direct import traffic
 from tfdist.collectives.objects import all_gather_object
 
 ROUNDS, STEPS, TRACED = 5, 4, 3
-LAYERS, WIDTH, TOKENS, VOCABULARY, ROWS = 4, 256, 128, 512, 8
+LAYERS, WIDTH, TOKENS, VOCABULARY, ROWS = 4, 256, 128, 512, 16
 
 
 def main() -> None:
