@@ -35,11 +35,11 @@ def main() -> int:
         print(f"No hosts can be made here: {reason}", file=sys.stderr)
         return 2
     with Cluster(2) as cluster:
-        found = measured(cluster)
+        found = measured(cluster, "at-full-rate")
         rate = found["bytes"] / (0.5 * statistics.median(found["compute"]))
         print(f"The link is set to {8e-6 * rate:.0f} Mbit/s.")
         cluster.shape(f"{8 * rate:.0f}bit")
-        found = measured(cluster)
+        found = measured(cluster, "shaped")
         trace = (cluster.hosts[0].folder / "trace.json").read_text()
     if options.trace:
         options.trace.write_text(trace)
@@ -82,12 +82,17 @@ def draw(path: Path, events: list[dict], compute: float) -> None:
     figure.savefig(path, dpi=120)
 
 
-def measured(cluster: Cluster) -> dict:
-    """What the ranks print."""
+def measured(cluster: Cluster, link: str) -> dict:
+    """What the ranks print, who choose the size of buckets for this link."""
+    cache = cluster.hosts[0].folder / link
     done = cluster.hosts[0].run(
         SCRIPTS / "tfdist-run", "--engine=horovod", "-np=2", "-H", "host1:1,host2:1", "--",
         sys.executable, PROGRAM, "trace.json",
-        environment={"TF_CPP_MIN_LOG_LEVEL": "3", "PATH": f"{SCRIPTS}:{os.environ['PATH']}"},
+        environment={
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "PATH": f"{SCRIPTS}:{os.environ['PATH']}",
+            "XDG_CACHE_HOME": str(cache),
+        },
     )  # fmt: skip
     line = re.search(r'\{"compute".*\}', done.stdout)
     if done.returncode or line is None:

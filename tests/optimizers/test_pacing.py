@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import tensorflow as tf
 
-from tfdist.optimizers.pacing import UNDER_WAY, Pace
+from tfdist.optimizers.pacing import UNDER_WAY, UNDER_WAY_SHARDED, Pace
 
 
 def ancestors(operation: tf.Operation) -> set[str]:
@@ -18,10 +19,10 @@ def ancestors(operation: tf.Operation) -> set[str]:
     return found
 
 
-def paced(make) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+def paced(make, under_way: int = 2) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Gradients made by a function of their number, and what each becomes."""
-    pace = Pace()
-    gradients = [make(number) for number in range(5)]
+    pace = Pace(under_way)
+    gradients = [make(number) for number in range(6)]
     reduced = []
     for number, gradient in enumerate(gradients):
         pace.begin([gradient])
@@ -30,23 +31,24 @@ def paced(make) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     return gradients, reduced
 
 
-def test_each_waits_for_the_bucket_before_the_one_under_way():
+@pytest.mark.parametrize("under_way", [UNDER_WAY, UNDER_WAY_SHARDED])
+def test_each_waits_for_the_bucket_before_those_under_way(under_way):
     with tf.Graph().as_default():
         x = tf.compat.v1.placeholder(tf.float32, [])
-        gradients, reduced = paced(lambda number: tf.multiply(x, float(number)))
+        gradients, reduced = paced(lambda number: tf.multiply(x, float(number)), under_way)
         for number, gradient in enumerate(gradients):
             waited_for = [i for i, r in enumerate(reduced) if r.op.name in ancestors(gradient.op)]
-            assert waited_for == list(range(number % UNDER_WAY, number, UNDER_WAY))
+            assert waited_for == list(range(number % under_way, number, under_way))
 
 
 def test_what_others_are_made_of_does_not_wait():
     with tf.Graph().as_default():
         x = tf.compat.v1.placeholder(tf.float32, [])
         chain = [tf.multiply(x, 2.0)]
-        for _ in range(4):
+        for _ in range(5):
             chain.append(tf.multiply(chain[-1], 2.0))
         # The last first: each of the others is made of those that travel after it.
-        gradients, reduced = paced(lambda number: chain[4 - number])
+        gradients, reduced = paced(lambda number: chain[5 - number])
         for gradient in gradients:
             assert not any(r.op.name in ancestors(gradient.op) for r in reduced)
 
@@ -57,4 +59,4 @@ def test_a_function_with_paced_gradients_runs():
         _, reduced = paced(lambda number: x * float(number))
         return tf.add_n(reduced)
 
-    assert float(step(tf.constant(2.0))) == -20.0
+    assert float(step(tf.constant(2.0))) == -30.0

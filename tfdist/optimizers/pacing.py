@@ -13,14 +13,22 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-__all__ = ["UNDER_WAY", "Pace"]
+__all__ = ["UNDER_WAY", "UNDER_WAY_SHARDED", "Pace"]
 
-#: How many buckets are computed or under way at a time.
-UNDER_WAY = 2
+#: How many buckets are computed or under way at a time, where each rank has room for all gradients.
+UNDER_WAY = 4
+#: The same under ZeRO, where memory is what counts.
+UNDER_WAY_SHARDED = 2
 
 
 class Pace:
     """The order in which buckets of gradients are computed and leave.
+
+    The more of them may be under way, the less often does the link wait for the backward pass, or it
+    for the link; each takes the memory of what is computed, or has come, in it.
+
+    Args:
+        under_way: How many buckets are computed or under way at a time.
 
     ```python
     pace = Pace()
@@ -30,16 +38,17 @@ class Pace:
     ```
     """
 
-    def __init__(self):
+    def __init__(self, under_way: int = UNDER_WAY):
+        self._under_way = under_way
         self._done: list[list[tf.Operation]] = []
         #: What the outcomes of buckets that are waited for are made of.
         self._before: set[tf.Operation] = set()
 
     def begin(self, gradients: Sequence[tf.Tensor]) -> None:
-        """Has what makes some gradients wait for the bucket before the one under way."""
-        if tf.executing_eagerly() or len(self._done) < UNDER_WAY:
+        """Has what makes some gradients wait for the bucket before those under way."""
+        if tf.executing_eagerly() or len(self._done) < self._under_way:
             return
-        done = self._done[-UNDER_WAY]
+        done = self._done[-self._under_way]
         self._before |= _ancestors(done, self._before)
         for gradient in gradients:
             operation = gradient.op

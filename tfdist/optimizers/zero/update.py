@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist.optimizers.buckets import buckets
-from tfdist.optimizers.pacing import UNDER_WAY, Pace
+from tfdist.optimizers.pacing import UNDER_WAY_SHARDED, Pace
 from tfdist.optimizers.zero.flat import FlatSharding, gather, scatter
 
 __all__ = ["ShardView", "publish", "scatter_gradients"]
@@ -88,7 +88,7 @@ def scatter_gradients(
         found[place] = tf.convert_to_tensor(found[place])
     # Last layers first: the backward pass yields theirs first.
     ready = [(place, found[place]) for place in reversed(cuts)]
-    pace = Pace()
+    pace = Pace(UNDER_WAY_SHARDED)
     for number, bucket in enumerate(buckets(ready, bucket_bytes)):
         pace.begin([found[place] for place in bucket])
         shards = scatter(
@@ -115,7 +115,8 @@ def publish(views: Sequence[ShardView], bucket_bytes: int) -> None:
     for number, bucket in enumerate(buckets(whole, bucket_bytes)):
         some = [views[place] for place in bucket]
         # The old parameters of a bucket go before the new ones of the next but one come.
-        with tf.control_dependencies(assigned[-UNDER_WAY] if number >= UNDER_WAY else []):
+        gone = assigned[-UNDER_WAY_SHARDED] if number >= UNDER_WAY_SHARDED else []
+        with tf.control_dependencies(gone):
             own = [tf.identity(view.value) for view in some]
         arrays = gather(own, [view.sharding for view in some], f"parameters/bucket{number}")
         assigned.append(
