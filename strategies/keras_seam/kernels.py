@@ -6,12 +6,10 @@ time with them.
 
 from __future__ import annotations
 
-import functools
-
 import keras
 import tensorflow as tf
 
-from tfdist.native import library_path, load
+from tfdist.native import has_kernels, load
 from tfdist.optimizers.zero.update import ShardView
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.replica import current_replica
@@ -33,7 +31,7 @@ def _adam_step(original, self, gradient, variable, learning_rate):
     ]
     parameter, *moments = values
     dtype = parameter.dtype
-    is_part = isinstance(parameter, ShardView) and dtype in _OWN_DTYPES and _has_own_kernels()
+    is_part = isinstance(parameter, ShardView) and dtype in _OWN_DTYPES and has_kernels()
     if not is_part and not isinstance(parameter, tf.Variable):
         return original(self, gradient, variable, learning_rate)
     m, v = (moment.handle for moment in moments)
@@ -69,12 +67,6 @@ def _adam_step(original, self, gradient, variable, learning_rate):
             grad=gradient,
         )
     return None
-
-
-@functools.cache
-def _has_own_kernels() -> bool:
-    """Whether the compiled library is there; it works in the memory of the host."""
-    return library_path().exists() and not tf.config.list_physical_devices("GPU")
 
 
 def _normalize(original, self, inputs, training=None, mask=None):

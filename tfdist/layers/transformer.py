@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives.conjugates import column_product, product
+from tfdist.layers.activations import gelu
 from tfdist.layers.attention import ParallelMultiHeadAttention
 from tfdist.layers.dense import RowParallelDense, check_divides
 from tfdist.layers.dropout import Dropout
@@ -261,24 +262,3 @@ class TransformerDecoderBlock(keras.layers.Layer):
     def get_config(self):
         """The configuration, the same on any mesh."""
         return {**super().get_config(), **self._config}
-
-
-def gelu(x):
-    """The tanh approximation of GELU (Hendrycks and Gimpel 2016), in few passes over memory.
-
-    0.5 (1 + tanh(u)) is the logistic function of 2 u, whose gradient comes from its value.
-    """
-    rate, cubic = 1.5957691216057308, 0.044715  # 2 * sqrt(2 / pi)
-
-    @tf.custom_gradient
-    def function(x):
-        square = tf.square(x)
-        gate = tf.sigmoid(x * (rate + rate * cubic * square))
-
-        def gradient(dy):
-            slope = x * (rate + 3 * rate * cubic * square)
-            return dy * gate * (1 + slope * (1 - gate))
-
-        return x * gate, gradient
-
-    return function(x)

@@ -1,9 +1,11 @@
-"""What only C++ can do: messages from rank to rank, and sums in a fixed order.
+"""What only C++ can do: messages from rank to rank, sums in a fixed order, layers in one pass.
 
 A library of TensorFlow operations and a few functions, which `tfdist-install-horovod` builds for the
-TensorFlow that is installed. Everything works without it: collectives go by way of the engine.
+TensorFlow that is installed. Everything works without it: collectives go by way of the engine, and
+layers by TensorFlow's own kernels.
 """
 
+from tfdist.native.kernels import has_kernels, step_takes_kernels
 from tfdist.native.library import build, functions, library_path, load
 
-__all__ = ["build", "functions", "library_path", "load"]
+__all__ = ["build", "functions", "has_kernels", "library_path", "load", "step_takes_kernels"]

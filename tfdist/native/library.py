@@ -17,8 +17,16 @@ import tensorflow as tf
 __all__ = ["build", "functions", "library_path", "load"]
 
 _HERE = Path(__file__).parent
-_SOURCES = ("near_memory.cc", "operations.cc", "peer.cc", "transport.cc", "updates.cc")
-_HEADERS = ("near_memory.h", "peer.h", "transport.h")
+_SOURCES = (
+    "activations.cc",
+    "near_memory.cc",
+    "normalization.cc",
+    "operations.cc",
+    "peer.cc",
+    "transport.cc",
+    "updates.cc",
+)
+_HEADERS = ("clones.h", "near_memory.h", "peer.h", "transport.h")
 
 
 def library_path() -> Path:
@@ -50,6 +58,7 @@ def build(compiler: Sequence[str] = ("g++",)) -> Path:
                 "-shared",
                 "-fPIC",
                 "-O3",
+                "-fopenmp-simd",  # Sums of a loop may be taken in parts.
                 *tf.sysconfig.get_compile_flags(),
                 *[str(_HERE / name) for name in _SOURCES],
                 "-o",

@@ -1,0 +1,136 @@
+"""Layers that the compiled library computes in one pass give what TensorFlow's operations do."""
+
+from __future__ import annotations
+
+import collections
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.conftest import on_ranks
+from tfdist import layers, models, native
+from tfdist.layers import activations, normalization
+
+pytestmark = pytest.mark.skipif(
+    not native.library_path().exists(),
+    reason="The library is not built: `tfdist-install-horovod` builds it.",
+)
+
+#: Of no rows, of fewer than a register holds, of several blocks of rows.
+SHAPES = [(0, 8), (3, 5), (2, 100, 67)]
+
+
+def with_gradients(function, *inputs):
+    """What it gives, and the gradients of a weighted sum of it."""
+    with tf.GradientTape() as tape:
+        tape.watch(inputs)
+        y = function(*inputs)
+        weights = tf.reshape(tf.cos(tf.range(tf.size(y), dtype=tf.float32)), y.shape)
+        loss = tf.reduce_sum(y * tf.cast(weights, y.dtype))
+    return [y, *tape.gradient(loss, inputs)]
+
+
+def assert_close(found, exact):
+    for one, other in zip(found, exact, strict=True):
+        scale = max(1.0, np.abs(other).max()) if tf.size(other) else 1.0
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-6 * scale)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gelu(shape):
+    x = 4 * np.random.default_rng(0).normal(size=shape)
+    found = with_gradients(activations._one_pass, tf.constant(x, tf.float32))
+    exact = with_gradients(
+        lambda x: tf.nn.gelu(x, approximate=True), tf.constant(np.float32(x), tf.float64)
+    )
+    assert_close(found, exact)
+
+
+def test_gelu_at_its_ends():
+    x = tf.constant([0.0, -0.0, 1e-30, 1e4, -1e4, 90.0, -90.0])
+    y, dx = with_gradients(lambda x: activations._one_pass(x), x)
+    np.testing.assert_allclose(y, [0, 0, 5e-31, 1e4, 0, 90, 0], rtol=1e-6, atol=1e-30)
+    np.testing.assert_allclose(dx, tf.cos(tf.range(7.0)) * [0.5, 0.5, 0.5, 1, 0, 1, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_what_is_no_number_is_seen(value):
+    x = tf.constant([1.0, value, 2.0])
+    assert not np.isfinite(activations._one_pass(x)[1])
+    y = normalization._one_pass(x, tf.ones(3), tf.zeros(3), 1e-3)
+    assert not np.isfinite(y).any()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layer_normalization(shape):
+    random = np.random.default_rng(0)
+    x = 3 * random.normal(size=shape) + 5
+    inputs = [np.float32(x), *np.float32(random.normal(size=(2, shape[-1])))]
+    found = with_gradients(
+        lambda *inputs: normalization._one_pass(*inputs, 1e-3), *map(tf.constant, inputs)
+    )
+    exact = with_gradients(
+        lambda x, scale, offset: normalization._normalize(x, 1e-3) * scale + offset,
+        *[tf.constant(each, tf.float64) for each in inputs],
+    )
+    assert_close(found, exact)
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "message"),
+    [
+        ("tfdist_gelu_gradient", {"dy": [2], "x": [3]}, r"\[2\] and \[3\]"),
+        ("tfdist_layer_norm", {"x": [2, 3], "scale": [3], "offset": [2]}, r"\[3\], \[2\]"),
+        ("tfdist_layer_norm", {"x": [], "scale": [0], "offset": [0]}, "last dim"),
+        (
+            "tfdist_layer_norm_gradient",
+            {"dy": [2, 3], "x": [3, 2], "scale": [2], "mean": [3], "inverse": [3]},
+            r"\[2,3\], \[3,2\]",
+        ),
+        (
+            "tfdist_layer_norm_gradient",
+            {"dy": [3, 2], "x": [3, 2], "scale": [2], "mean": [2], "inverse": [3]},
+            "Each row",
+        ),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(name, inputs, message):
+    tensors = {key: tf.zeros(shape) for key, shape in inputs.items()}
+    epsilon = {"epsilon": 1e-3} if name == "tfdist_layer_norm" else {}
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        getattr(native.load(), name)(**tensors, **epsilon)
+
+
+def operations_of_a_step(policy: str) -> collections.Counter:
+    from tfdist.testing import strategy
+
+    with strategy().scope():
+        keras.config.set_dtype_policy(policy)
+        try:
+            model = models.gpt(16, num_layers=2, width=8, num_heads=2, max_length=4)
+        finally:
+            keras.config.set_dtype_policy("float32")
+        model.compile("sgd", layers.VocabParallelCrossEntropy(16))
+
+    @tf.function
+    def step(tokens):
+        return model.distribute_strategy.run(model.train_step, args=((tokens, tokens),))
+
+    graph = step.get_concrete_function(tf.zeros((2, 4), tf.int32)).graph.as_graph_def()
+    nodes = [node for function in graph.library.function for node in function.node_def]
+    return collections.Counter(node.op for node in [*graph.node, *nodes])
+
+
+@on_ranks(("horovod", 2), ("tensorflow", 2))
+@pytest.mark.parametrize(("policy", "activations"), [("float32", 2), ("mixed_bfloat16", 0)])
+def test_steps_of_several_ranks_take_them(pool, policy, activations):
+    for found in pool.run(operations_of_a_step, policy, timeout=120):
+        assert found["TfdistGelu"] == found["TfdistGeluGradient"] == activations
+        assert found["TfdistLayerNorm"] == found["TfdistLayerNormGradient"] == 5
+
+
+def test_one_process_does_without(one_process):
+    found = one_process.run(operations_of_a_step, "float32", timeout=60)[0]
+    assert not found["TfdistGelu"] and not found["TfdistLayerNorm"]

@@ -1,0 +1,41 @@
+"""Activations in few passes over memory."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfdist.native import load, step_takes_kernels
+
+__all__ = ["gelu"]
+
+_RATE, _CUBIC = 1.5957691216057308, 0.044715  # 2 * sqrt(2 / pi)
+
+
+def gelu(x):
+    """The tanh approximation of GELU (Hendrycks and Gimpel 2016), of any shape.
+
+    0.5 (1 + tanh(u)) is the logistic function of 2 u, whose gradient comes from its value. In steps
+    of several ranks on CPUs the compiled library computes it, in one pass, and only x is kept for
+    the backward pass; the two differ by rounding.
+    """
+    return _one_pass(x) if x.dtype == tf.float32 and step_takes_kernels() else _by_tensorflow(x)
+
+
+@tf.custom_gradient
+def _one_pass(x):
+    def gradient(dy):
+        return load().tfdist_gelu_gradient(dy=dy, x=x)
+
+    return load().tfdist_gelu(x=x), gradient
+
+
+@tf.custom_gradient
+def _by_tensorflow(x):
+    square = tf.square(x)
+    gate = tf.sigmoid(x * (_RATE + _RATE * _CUBIC * square))
+
+    def gradient(dy):
+        slope = x * (_RATE + 3 * _RATE * _CUBIC * square)
+        return dy * gate * (1 + slope * (1 - gate))
+
+    return x * gate, gradient
