@@ -103,7 +103,7 @@ def test_shapes_that_do_not_fit_are_refused(name, inputs, message):
         getattr(native.load(), name)(**tensors, **epsilon)
 
 
-def operations_of_a_step(policy: str) -> collections.Counter:
+def operations_of_a_step(policy: str, jit_compile: bool = False) -> collections.Counter:
     from tfdist.testing import strategy
 
     with strategy().scope():
@@ -112,7 +112,7 @@ def operations_of_a_step(policy: str) -> collections.Counter:
             model = models.gpt(16, num_layers=2, width=8, num_heads=2, max_length=4)
         finally:
             keras.config.set_dtype_policy("float32")
-        model.compile("sgd", layers.VocabParallelCrossEntropy(16))
+        model.compile("sgd", layers.VocabParallelCrossEntropy(16), jit_compile=jit_compile)
 
     @tf.function
     def step(tokens):
@@ -131,6 +131,13 @@ def test_steps_of_several_ranks_take_them(pool, policy, activations):
         assert found["TfdistLayerNorm"] == found["TfdistLayerNormGradient"] == 5
 
 
-def test_one_process_does_without(one_process):
-    found = one_process.run(operations_of_a_step, "float32", timeout=60)[0]
-    assert not found["TfdistGelu"] and not found["TfdistLayerNorm"]
+@pytest.mark.parametrize(("jit_compile", "activations"), [(False, 2), (True, 0)])
+def test_one_rank_takes_them_but_for_xla(one_process, jit_compile, activations):
+    found = one_process.run(operations_of_a_step, "float32", jit_compile, timeout=60)[0]
+    assert found["TfdistGelu"] == found["TfdistGeluGradient"] == activations
+
+
+def test_what_no_strategy_trains_does_without():
+    model = models.gpt(16, num_layers=2, width=8, num_heads=2, max_length=4)
+    graph = tf.function(model).get_concrete_function(tf.zeros((2, 4), tf.int32)).graph
+    assert not any("Tfdist" in operation.type for operation in graph.get_operations())

@@ -18,11 +18,14 @@ def has_kernels() -> bool:
 
 
 def step_takes_kernels() -> bool:
-    """Whether a step of several ranks is under way, where there are kernels.
+    """Whether a step of one of tfdist's strategies is under way that may take kernels from here.
 
-    XLA, which knows of no such kernel, does not compile these steps. What is exported, or made for
-    one process, must run where the library is not.
+    XLA knows of none: on several ranks it compiles no step, on one where the model says so. What is
+    exported must run where the library is not; it is made outside of steps.
     """
     replica = tf.distribute.get_replica_context()
     mesh = getattr(replica.strategy, "mesh", None) if replica is not None else None
-    return mesh is not None and mesh.size > 1 and has_kernels()
+    if mesh is None or not has_kernels():
+        return False
+    step = getattr(replica, "step", None)
+    return mesh.size > 1 or (step is not None and not step.model.jit_compile)
