@@ -7,7 +7,6 @@ steps, and the bytes that have come over the link.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import threading
@@ -31,7 +30,7 @@ def main() -> None:
     tf.config.threading.set_inter_op_parallelism_threads(2)
     strategy = tfdist.strategies.auto()
     group = strategy.group("data")
-    alone, _ = training(None, ROWS)
+    alone, _ = training(tfdist.strategies.LocalStrategy(), ROWS)
     together, variables = training(strategy, ROWS * group.size)
     gradients = [tf.ones(variable.shape) for variable in variables]
 
@@ -58,16 +57,14 @@ def main() -> None:
 def training(strategy, rows: int):
     """A function that trains a GPT for a step, warm; and what it trains."""
     keras.utils.set_random_seed(0)
-    with strategy.scope() if strategy else contextlib.nullcontext():
+    with strategy.scope():
         model = models.gpt(
             VOCABULARY, num_layers=LAYERS, width=WIDTH, num_heads=4, max_length=TOKENS
         )
         model.compile("adam", layers.VocabParallelCrossEntropy(VOCABULARY), jit_compile=False)
     tokens = tf.random.uniform((rows, TOKENS), 0, VOCABULARY, tf.int32)
     data = tf.data.Dataset.from_tensors((tokens, tokens)).repeat()
-    if strategy:
-        data = strategy.experimental_distribute_dataset(data)
-    iterator = iter(data)
+    iterator = iter(strategy.experimental_distribute_dataset(data))
     train = model.make_train_function() or model.train_function
 
     def step():
