@@ -15,8 +15,8 @@ def gelu(x):
     """The tanh approximation of GELU (Hendrycks and Gimpel 2016), of any shape.
 
     0.5 (1 + tanh(u)) is the logistic function of 2 u, whose gradient comes from its value. In steps
-    of tfdist's strategies on CPUs the compiled library computes it, in one pass, and only x is kept for
-    the backward pass; the two differ by rounding.
+    of tfdist's strategies on CPUs the compiled library computes it, in one pass, and only x is kept
+    for the backward pass; the two differ by rounding.
     """
     return _one_pass(x) if x.dtype == tf.float32 and step_takes_kernels() else _by_tensorflow(x)
 

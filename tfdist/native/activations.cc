@@ -3,19 +3,10 @@
 #include <cstdint>
 #include <cstring>
 
-#include "clones.h"
-#include "tensorflow/core/framework/common_shape_fns.h"
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/util/work_sharder.h"
+#include "kernels.h"
 
 namespace tfdist {
 namespace {
-
-using tensorflow::OpKernel;
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
 
 REGISTER_OP("TfdistGelu")
     .Input("x: float")
@@ -88,9 +79,8 @@ class GeluKernel : public OpKernel {
                    context->forward_input_or_allocate_output({0}, 0, input.shape(), &output));
     const float* x = input.flat<float>().data();
     float* y = output->flat<float>().data();
-    auto workers = context->device()->tensorflow_cpu_worker_threads();
-    tensorflow::Shard(workers->num_threads, workers->workers, input.NumElements(), 10,
-                      [x, y](int64_t begin, int64_t end) { Gelu(x + begin, end - begin, y + begin); });
+    Share(context, input.NumElements(), 10,
+          [=](int64_t begin, int64_t end) { Gelu(x + begin, end - begin, y + begin); });
   }
 };
 
@@ -101,21 +91,17 @@ class GeluGradientKernel : public OpKernel {
   void Compute(OpKernelContext* context) override {
     const Tensor& slope = context->input(0);
     const Tensor& input = context->input(1);
-    OP_REQUIRES(context, slope.shape() == input.shape(),
-                absl::InvalidArgumentError("A gradient has the shape of its input. Received: " +
-                                           slope.shape().DebugString() + " and " +
-                                           input.shape().DebugString()));
+    OP_REQUIRES_OK(context, OneShape("A gradient has the shape of its input", slope.shape(),
+                                     input.shape()));
     Tensor* output = nullptr;
     OP_REQUIRES_OK(context,
                    context->forward_input_or_allocate_output({0, 1}, 0, input.shape(), &output));
     const float* dy = slope.flat<float>().data();
     const float* x = input.flat<float>().data();
     float* dx = output->flat<float>().data();
-    auto workers = context->device()->tensorflow_cpu_worker_threads();
-    tensorflow::Shard(workers->num_threads, workers->workers, input.NumElements(), 14,
-                      [dy, x, dx](int64_t begin, int64_t end) {
-                        GeluGradient(dy + begin, x + begin, end - begin, dx + begin);
-                      });
+    Share(context, input.NumElements(), 14, [=](int64_t begin, int64_t end) {
+      GeluGradient(dy + begin, x + begin, end - begin, dx + begin);
+    });
   }
 };
 

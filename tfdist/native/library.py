@@ -26,7 +26,7 @@ _SOURCES = (
     "transport.cc",
     "updates.cc",
 )
-_HEADERS = ("clones.h", "near_memory.h", "peer.h", "transport.h")
+_HEADERS = ("kernels.h", "near_memory.h", "peer.h", "transport.h")
 
 
 def library_path() -> Path:

@@ -4,20 +4,11 @@
 #include <cmath>
 #include <cstdint>
 
-#include "clones.h"
-#include "tensorflow/core/framework/common_shape_fns.h"
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/util/work_sharder.h"
+#include "kernels.h"
 
 namespace tfdist {
 namespace {
 
-using tensorflow::OpKernel;
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
-using tensorflow::TensorShape;
 using tensorflow::shape_inference::InferenceContext;
 using tensorflow::shape_inference::ShapeHandle;
 
@@ -138,12 +129,10 @@ class LayerNormKernel : public OpKernel {
     float* y = output->flat<float>().data();
     float *mean = means->flat<float>().data(), *inverse = inverses->flat<float>().data();
     const float epsilon = epsilon_;
-    auto workers = context->device()->tensorflow_cpu_worker_threads();
-    tensorflow::Shard(workers->num_threads, workers->workers, lines.num_elements(), 4 * width,
-                      [=](int64_t begin, int64_t end) {
-                        Normalize(x + begin * width, by, plus, end - begin, width, epsilon,
-                                  y + begin * width, mean + begin, inverse + begin);
-                      });
+    Share(context, lines.num_elements(), 4 * width, [=](int64_t begin, int64_t end) {
+      Normalize(x + begin * width, by, plus, end - begin, width, epsilon, y + begin * width,
+                mean + begin, inverse + begin);
+    });
   }
 
  private:
@@ -159,11 +148,12 @@ class LayerNormGradientKernel : public OpKernel {
                  &scale = context->input(2), &means = context->input(3),
                  &inverses = context->input(4);
     const int64_t width = Width(input);
-    OP_REQUIRES(context, width > 0 && slope.shape() == input.shape() && IsVector(scale, width),
-                absl::InvalidArgumentError(
-                    "A gradient has the shape of its input. Received: " +
-                    slope.shape().DebugString() + ", " + input.shape().DebugString() + ", " +
-                    scale.shape().DebugString()));
+    OP_REQUIRES_OK(context, OneShape("A gradient has the shape of its input", slope.shape(),
+                                     input.shape()));
+    OP_REQUIRES(context, width > 0 && IsVector(scale, width),
+                absl::InvalidArgumentError("The scale is as long as the input's last dim. Received: " +
+                                           scale.shape().DebugString() + " and " +
+                                           input.shape().DebugString()));
     const int64_t rows = input.NumElements() / width;
     OP_REQUIRES(context, means.NumElements() == rows && inverses.NumElements() == rows,
                 absl::InvalidArgumentError("Each row has a mean and a deviation"));
@@ -180,17 +170,14 @@ class LayerNormGradientKernel : public OpKernel {
     const float* inverse = inverses.flat<float>().data();
     float *dx = output->flat<float>().data(), *part = parts.flat<float>().data();
     std::fill(part, part + blocks * 2 * width, 0.0f);
-    auto workers = context->device()->tensorflow_cpu_worker_threads();
-    tensorflow::Shard(workers->num_threads, workers->workers, blocks, kRows * 8 * width,
-                      [=](int64_t begin, int64_t end) {
-                        for (int64_t block = begin; block < end; ++block) {
-                          const int64_t first = block * kRows, at = first * width;
-                          float* sums = part + block * 2 * width;
-                          Gradient(dy + at, x + at, by, mean + first, inverse + first,
-                                   std::min(kRows, rows - first), width, dx + at, sums,
-                                   sums + width);
-                        }
-                      });
+    Share(context, blocks, kRows * 8 * width, [=](int64_t begin, int64_t end) {
+      for (int64_t block = begin; block < end; ++block) {
+        const int64_t first = block * kRows, at = first * width;
+        float* sums = part + block * 2 * width;
+        Gradient(dy + at, x + at, by, mean + first, inverse + first, std::min(kRows, rows - first),
+                 width, dx + at, sums, sums + width);
+      }
+    });
     float *dscale = scales->flat<float>().data(), *doffset = offsets->flat<float>().data();
     std::fill(dscale, dscale + width, 0.0f);
     std::fill(doffset, doffset + width, 0.0f);

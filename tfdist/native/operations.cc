@@ -8,14 +8,11 @@
 #include <type_traits>
 #include <vector>
 
+#include "kernels.h"
 #include "tensorflow/core/common_runtime/dma_helper.h"
 #include "tensorflow/core/framework/cancellation.h"
-#include "tensorflow/core/framework/common_shape_fns.h"
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/register_types.h"
 #include "tensorflow/core/framework/shape_inference.h"
-#include "tensorflow/core/util/work_sharder.h"
 #include "transport.h"
 
 namespace tfdist {
@@ -24,10 +21,6 @@ namespace {
 using tensorflow::AsyncOpKernel;
 using tensorflow::CancellationToken;
 using tensorflow::DEVICE_CPU;
-using tensorflow::OpKernel;
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
 
 // TensorFlow leaves out operations whose outputs nobody uses, and runs those with constant inputs
 // while it optimizes a graph, unless they say that they have an effect. Those that say so run one
@@ -176,13 +169,11 @@ class SumKernel : public OpKernel {
   void Compute(OpKernelContext* context) override {
     std::vector<const T*> terms;
     std::vector<int> places;
-    const tensorflow::TensorShape& shape = context->input(0).shape();
+    const TensorShape& shape = context->input(0).shape();
     for (int i = 0; i < context->num_inputs(); ++i) {
       const Tensor& term = context->input(i);
-      OP_REQUIRES(context, term.shape() == shape,
-                  absl::InvalidArgumentError("The terms of a sum must have one shape. Received: " +
-                                             shape.DebugString() + " and " +
-                                             term.shape().DebugString()));
+      OP_REQUIRES_OK(context,
+                     OneShape("The terms of a sum must have one shape", shape, term.shape()));
       terms.push_back(term.flat<T>().data());
       // The memory of a slice is that of the whole, which would live as long as the sum does.
       if (!IsSlice(term)) places.push_back(i);
@@ -190,14 +181,12 @@ class SumKernel : public OpKernel {
     Tensor* sum = nullptr;
     OP_REQUIRES_OK(context, context->forward_input_or_allocate_output(places, 0, shape, &sum));
     T* out = sum->flat<T>().data();
-    auto workers = context->device()->tensorflow_cpu_worker_threads();
-    tensorflow::Shard(workers->num_threads, workers->workers, shape.num_elements(),
-                      static_cast<int64_t>(terms.size()),
-                      [this, &terms, out](int64_t begin, int64_t end) {
-                        for (; begin < end; begin += kBlock) {
-                          Add(terms, begin, std::min(begin + kBlock, end), out);
-                        }
-                      });
+    Share(context, shape.num_elements(), static_cast<int64_t>(terms.size()),
+          [this, &terms, out](int64_t begin, int64_t end) {
+            for (; begin < end; begin += kBlock) {
+              Add(terms, begin, std::min(begin + kBlock, end), out);
+            }
+          });
   }
 
  private:

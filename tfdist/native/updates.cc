@@ -3,21 +3,14 @@
 #include <cstdint>
 #include <cstring>
 
-#include "tensorflow/core/framework/common_shape_fns.h"
-#include "tensorflow/core/framework/op.h"
-#include "tensorflow/core/framework/op_kernel.h"
+#include "kernels.h"
 #include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/framework/resource_var.h"
-#include "tensorflow/core/util/work_sharder.h"
 #include "unsupported/Eigen/CXX11/Tensor"
 
 namespace tfdist {
 namespace {
 
-using tensorflow::OpKernel;
-using tensorflow::OpKernelConstruction;
-using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
 using tensorflow::Var;
 
 REGISTER_OP("TfdistAdam")
@@ -39,10 +32,12 @@ REGISTER_OP("TfdistAdam")
 template <typename T>
 absl::Status Own(OpKernelContext* context, Var* variable, const Tensor& like, T** data) {
   Tensor* tensor = variable->tensor();
-  if (tensor->shape() != like.shape() || tensor->dtype() != like.dtype()) {
-    return absl::InvalidArgumentError("The moments have the shape of the part. Received: " +
-                                      tensor->shape().DebugString() + " and " +
-                                      like.shape().DebugString());
+  TF_RETURN_IF_ERROR(
+      OneShape("The moments have the shape of the part", tensor->shape(), like.shape()));
+  if (tensor->dtype() != like.dtype()) {
+    return absl::InvalidArgumentError("The moments have the part's type. Received: " +
+                                      tensorflow::DataTypeString(tensor->dtype()) + " and " +
+                                      tensorflow::DataTypeString(like.dtype()));
   }
   if (!tensor->RefCountIsOne()) {
     Tensor copy;
@@ -62,10 +57,8 @@ class AdamKernel : public OpKernel {
   void Compute(OpKernelContext* context) override {
     const Tensor& part = context->input(0);
     const Tensor& gradient = context->input(3);
-    OP_REQUIRES(context, part.shape() == gradient.shape(),
-                absl::InvalidArgumentError("A part and its gradient have one shape. Received: " +
-                                           part.shape().DebugString() + " and " +
-                                           gradient.shape().DebugString()));
+    OP_REQUIRES_OK(context, OneShape("A part and its gradient have one shape", part.shape(),
+                                     gradient.shape()));
     tensorflow::core::RefCountPtr<Var> m, v;
     OP_REQUIRES_OK(context, LookupResource(context, HandleFromInput(context, 1), &m));
     OP_REQUIRES_OK(context, LookupResource(context, HandleFromInput(context, 2), &v));
@@ -84,19 +77,15 @@ class AdamKernel : public OpKernel {
     const T* p = part.flat<T>().data();
     const T* g = gradient.flat<T>().data();
     T* out = updated->flat<T>().data();
-    auto workers = context->device()->tensorflow_cpu_worker_threads();
-    tensorflow::Shard(
-        workers->num_threads, workers->workers, part.NumElements(), 20,
-        [=](int64_t begin, int64_t end) {
-          using Array = Eigen::Array<T, Eigen::Dynamic, 1>;
-          const int64_t count = end - begin;
-          Eigen::Map<Array> first(m_data + begin, count), second(v_data + begin, count);
-          Eigen::Map<const Array> slope(g + begin, count), old(p + begin, count);
-          first += (slope - first) * (T(1) - beta_1);
-          second += (slope.square() - second) * (T(1) - beta_2);
-          Eigen::Map<Array>(out + begin, count) =
-              old - first * rate / (second.sqrt() + epsilon);
-        });
+    Share(context, part.NumElements(), 20, [=](int64_t begin, int64_t end) {
+      using Array = Eigen::Array<T, Eigen::Dynamic, 1>;
+      const int64_t count = end - begin;
+      Eigen::Map<Array> first(m_data + begin, count), second(v_data + begin, count);
+      Eigen::Map<const Array> slope(g + begin, count), old(p + begin, count);
+      first += (slope - first) * (T(1) - beta_1);
+      second += (slope.square() - second) * (T(1) - beta_2);
+      Eigen::Map<Array>(out + begin, count) = old - first * rate / (second.sqrt() + epsilon);
+    });
   }
 
  private:
