@@ -15,7 +15,7 @@ __all__ = ["install_native"]
 def install_native(cache_dir: Path, *, force: bool = False) -> str:
     """Puts the library into the installed package, out of the cache or newly built.
 
-    Collectives work without it, if more slowly, so nothing here is an error.
+    All works without it, if more slowly, so nothing here is an error.
 
     Args:
         cache_dir: Where a built library is kept.
@@ -32,10 +32,10 @@ def install_native(cache_dir: Path, *, force: bool = False) -> str:
         if force:
             path.unlink(missing_ok=True)
         elif path.exists():
-            return f"The library for direct messages was built before: {path}"
+            return f"The compiled library was built before: {path}"
         elif kept.exists():
             shutil.copyfile(kept, path)
-            return f"Took the library for direct messages from {kept}"
+            return f"Took the compiled library from {kept}"
         compiler = find_compiler(with_scripts(os.environ))
         if not compiler:
             return _without("No C++ compiler was found.")
@@ -45,8 +45,8 @@ def install_native(cache_dir: Path, *, force: bool = False) -> str:
         shutil.copyfile(path, kept)
     except (OSError, RuntimeError) as error:
         return _without(str(error))
-    return f"Built the library for direct messages in {time.monotonic() - start:.0f} s: {path}"
+    return f"Built the compiled library in {time.monotonic() - start:.0f} s: {path}"
 
 
 def _without(why: str) -> str:
-    return f"{why} Without the library for direct messages, all goes through Horovod, more slowly."
+    return f"{why} Without the compiled library, all goes through the engine and TensorFlow, more slowly."

@@ -9,9 +9,15 @@ import pytest
 import tensorflow as tf
 from keras.src.backend.common import global_state, variables
 from keras.src.models.functional import Functional
+from tensorflow.python.eager import context
 from tensorflow.python.framework import func_graph, ops
 
-from tfdist.pipeline.keras_graph import deferred_weights, nodes_in_order, trace_graph
+from tfdist.pipeline.keras_graph import (
+    deferred_weights,
+    nodes_in_order,
+    not_inlined,
+    trace_graph,
+)
 
 
 @pytest.mark.parametrize(
@@ -64,3 +70,17 @@ def test_traced_graphs_order_their_side_effects():
     first, second = (op for op in graph.get_operations() if op.type == "AssignAddVariableOp")
     assert first in second.control_inputs
     assert [external is variable.handle for external, _ in graph.captures] == [True]
+
+
+@pytest.mark.parametrize(("wrap", "copies"), [(tf.function, 3), (not_inlined, 0)])
+def test_functions_that_are_not_inlined_stay_calls(wrap, copies):
+    square = wrap(lambda x: tf.matmul(x, x))
+    context.enable_graph_collection()
+    try:
+        tf.function(lambda x: square(square(square(x))))(tf.eye(2))
+        graphs = context.export_run_metadata().function_graphs
+    finally:
+        context.disable_graph_collection()
+    found = [node.op for node in graphs[-1].post_optimization_graph.node]
+    assert found.count("MatMul") == copies
+    assert found.count("PartitionedCall") == 3 - copies

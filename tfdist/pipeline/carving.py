@@ -8,11 +8,12 @@ Each part of the graph then becomes a function; what it takes from another part 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
+
+from tfdist.pipeline.keras_graph import not_inlined
 
 __all__ = ["Part", "ancestors", "carve"]
 
@@ -103,7 +104,9 @@ def carve(graph, groups: Sequence[set], outputs: Sequence[Sequence[tf.Tensor]]) 
 
 
 def _function(definition, inputs: tuple[str, ...], outputs: tuple[str, ...], handles: dict):
-    @functools.partial(tf.function, autograph=False, reduce_retracing=False)
+    # Called for each micro-batch: inlined, the graph of a step, and what TensorFlow makes of it,
+    # would hold the operations of a stage as many times.
+    @not_inlined
     def stage_part(*tensors):
         graph = tf.compat.v1.get_default_graph()
         given = dict(zip(inputs, tensors, strict=True))

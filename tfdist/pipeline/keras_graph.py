@@ -4,6 +4,7 @@
 - `uninitialized_variables` and `Variable._deferred_initialize`: weights whose values come later.
 - `func_graph_from_py_func` and TensorFlow's statistics of operations: a layer's graph and its
   FLOPs.
+- The attribute `_noinline`, which TensorFlow's optimizer of graphs heeds.
 
 `tests/pipeline/test_keras_graph.py` fails where one of them moves.
 """
@@ -25,6 +26,7 @@ __all__ = [
     "deferred_weights",
     "initialize_weights",
     "nodes_in_order",
+    "not_inlined",
     "trace_graph",
     "without_values",
 ]
@@ -99,6 +101,16 @@ def trace_graph(function: Callable, specs: Sequence[tf.TensorSpec]) -> func_grap
         args=tuple(specs),
         kwargs={},
         add_control_dependencies=True,
+    )
+
+
+def not_inlined(function: Callable) -> tf.types.experimental.GenericFunction:
+    """A `tf.function` that stays one, with one copy of its operations, however often it is called."""
+    return tf.function(
+        function,
+        autograph=False,
+        reduce_retracing=False,
+        experimental_attributes={"_noinline": True},
     )
 
 
