@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests.conftest import on_ranks
 from tfdist import layers, models, native
-from tfdist.layers import activations, normalization
+from tfdist.layers import activations, losses, normalization
 
 pytestmark = pytest.mark.skipif(
     not native.library_path().exists(),
@@ -78,10 +78,42 @@ def test_layer_normalization(shape):
     assert_close(found, exact)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_cross_entropy(shape):
+    random = np.random.default_rng(0)
+    logits = 30 * random.normal(size=shape)
+    labels = random.integers(0, shape[-1], shape[:-1]).astype("int32")
+    found = with_gradients(lambda x: losses._one_pass(x, labels), tf.constant(logits, tf.float32))
+    exact = with_gradients(
+        lambda x: tf.nn.sparse_softmax_cross_entropy_with_logits(labels, x),
+        tf.constant(np.float32(logits), tf.float64),
+    )
+    assert_close(found, exact)
+
+
+def test_cross_entropy_at_its_ends():
+    logits = tf.constant([[0, -np.inf, 0], [1e4, -1e4, 0], [np.nan, 0, 0], [np.inf, 0, 0]])
+    loss, gradient = with_gradients(
+        lambda x: losses._one_pass(x, tf.constant([0, 1, 1, 0])), logits
+    )
+    np.testing.assert_allclose(loss[:2], [np.log(2), 2e4], rtol=1e-6)
+    assert np.isnan(loss[2:]).all()
+    slopes = tf.cos(tf.range(2.0))[:, None] * [[-0.5, 0, 0.5], [1, -1, 0]]
+    np.testing.assert_allclose(gradient[:2], slopes, atol=1e-6)
+
+
+@pytest.mark.parametrize("label", [-1, 3])
+def test_labels_out_of_range_are_refused(label):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=rf"\[0, 3\). Received: {label}"):
+        native.load().tfdist_cross_entropy(logits=tf.zeros((2, 3)), labels=[0, label])
+
+
 @pytest.mark.parametrize(
     ("name", "inputs", "message"),
     [
         ("tfdist_gelu_gradient", {"dy": [2], "x": [3]}, r"\[2\] and \[3\]"),
+        ("tfdist_cross_entropy", {"logits": [2, 3], "labels": [3]}, r"\[2\] and \[3\]"),
+        ("tfdist_cross_entropy", {"logits": [], "labels": []}, "dim of classes"),
         ("tfdist_layer_norm", {"x": [2, 3], "scale": [3], "offset": [2]}, r"\[3\], \[2\]"),
         ("tfdist_layer_norm", {"x": [], "scale": [0], "offset": [0]}, "last dim"),
         (
@@ -102,7 +134,10 @@ def test_layer_normalization(shape):
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(name, inputs, message):
-    tensors = {key: tf.zeros(shape) for key, shape in inputs.items()}
+    tensors = {
+        key: tf.zeros(shape, tf.int32 if key == "labels" else tf.float32)
+        for key, shape in inputs.items()
+    }
     epsilon = {"epsilon": 1e-3} if name == "tfdist_layer_norm" else {}
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         getattr(native.load(), name)(**tensors, **epsilon)
@@ -134,6 +169,7 @@ def test_steps_of_several_ranks_take_them(pool, policy, activations):
     for found in pool.run(operations_of_a_step, policy, timeout=120):
         assert found["TfdistGelu"] == found["TfdistGeluGradient"] == activations
         assert found["TfdistLayerNorm"] == found["TfdistLayerNormGradient"] == 5
+        assert found["TfdistCrossEntropy"] == 1
 
 
 @pytest.mark.parametrize(("jit_compile", "activations"), [(False, 2), (True, 0)])

@@ -158,13 +158,15 @@ def column_product(tensor, kernel, group: Group, sequence_axis: int | None = Non
     return multiply(tensor, kernel)
 
 
-def product(tensor, kernel):
-    """[..., inputs] times [inputs, columns], as one product of two matrices.
+def product(tensor, kernel, bias=None):
+    """[..., inputs] times [inputs, columns], plus a bias [columns], as one product of two matrices.
 
     `tf.matmul` of more dims would multiply batch by batch, and sum the kernel's gradient over
-    batches afterwards.
+    batches afterwards. Where nothing stands between product and bias, TensorFlow adds the two in
+    one kernel.
     """
-    return _unflatten(tf.matmul(tf.reshape(tensor, [-1, kernel.shape[0]]), kernel), tensor)
+    rows = tf.matmul(tf.reshape(tensor, [-1, kernel.shape[0]]), kernel)
+    return _unflatten(rows if bias is None else tf.nn.bias_add(rows, bias), tensor)
 
 
 def own_slice(tensor, group: Group, axis: int):

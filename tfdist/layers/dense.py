@@ -111,8 +111,9 @@ class ColumnParallelDense(keras.layers.Dense):
         """[..., features] to [..., units / tensor]."""
         if has_features(self):
             return super().call(inputs, training=training)
+        bias = None if self.bias is None else read(self.bias)
         if self._group is None:
-            outputs = product(inputs, read(self._kernel))
+            outputs = product(inputs, read(self._kernel), bias)
         else:
             outputs = column_product(
                 inputs,
@@ -121,8 +122,7 @@ class ColumnParallelDense(keras.layers.Dense):
                 sequence_axis=1 if self.sequence_parallel else None,
                 name=self.name,
             )
-        if self.bias is not None:
-            outputs = tf.nn.bias_add(outputs, read(self.bias))
+            outputs = outputs if bias is None else tf.nn.bias_add(outputs, bias)
         if self._group is not None and self.gather_output:
             outputs = gather(outputs, self._group, name=self.name)
         return outputs if self.activation is None else self.activation(outputs)
@@ -222,13 +222,14 @@ class RowParallelDense(keras.layers.Dense):
             return super().call(inputs, training=training)
         if self._group is not None and not self.input_is_parallel:
             inputs = split(inputs, self._group, name=self.name)
-        outputs = product(inputs, read(self._kernel))
-        if self._group is not None and self.sequence_parallel:
-            outputs = scatter_sequence(outputs, self._group, name=self.name)
-        elif self._group is not None:
-            outputs = reduce(outputs, self._group, name=self.name)
-        if self.bias is not None:
-            outputs = tf.nn.bias_add(outputs, read(self.bias))
+        bias = None if self.bias is None else read(self.bias)
+        if self._group is None:
+            outputs = product(inputs, read(self._kernel), bias)
+        else:
+            outputs = product(inputs, read(self._kernel))
+            over_members = scatter_sequence if self.sequence_parallel else reduce
+            outputs = over_members(outputs, self._group, name=self.name)
+            outputs = outputs if bias is None else tf.nn.bias_add(outputs, bias)
         return outputs if self.activation is None else self.activation(outputs)
 
     def compute_output_shape(self, input_shape):

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tfdist.collectives import Group, all_reduce
 from tfdist.layers.sharding import tensor_group
+from tfdist.native import load, step_takes_kernels
 
 __all__ = ["VocabParallelCrossEntropy", "takes_split_logits"]
 
@@ -54,6 +55,8 @@ class VocabParallelCrossEntropy(keras.losses.Loss):
         size = self._group.size if self._group is not None else 1
         share = -(-self.vocabulary_size // size)
         if logits.shape[-1] == self.vocabulary_size:
+            if logits.dtype == tf.float32 and step_takes_kernels():
+                return _one_pass(logits, labels)
             return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
         if self._group is None or logits.shape[-1] != share:
             raise ValueError(
@@ -72,6 +75,17 @@ def takes_split_logits(model) -> bool:
     """Whether all that a compiled model does with its output takes split logits."""
     metrics = getattr(model, "_compile_metrics", None)
     return isinstance(getattr(model, "loss", None), VocabParallelCrossEntropy) and metrics is None
+
+
+def _one_pass(logits, labels):
+    """On whole logits, by the compiled library."""
+
+    @tf.custom_gradient
+    def cross_entropy(logits):
+        losses, gradient = load().tfdist_cross_entropy(logits=logits, labels=labels)
+        return losses, lambda dy: dy[..., None] * gradient
+
+    return cross_entropy(logits)
 
 
 def _split_cross_entropy(labels, logits, group: Group, vocabulary_size: int):

@@ -105,14 +105,14 @@ class ParallelMLP(keras.layers.Layer):
         """[batch, time, features] to the same shape."""
         kernels = [read(kernel) for kernel in self._kernels]
         kernel = kernels[0] if len(kernels) == 1 else tf.concat(kernels, axis=1)
+        biases = [read(bias) for bias in self._biases]
+        bias = tf.concat(biases, axis=0) if biases else None
         if self._group is None:
-            hidden = product(inputs, kernel)
+            hidden = product(inputs, kernel, bias)
         else:
             axis = 1 if self.sequence_parallel else None
             hidden = column_product(inputs, kernel, self._group, sequence_axis=axis, name=self.name)
-        if self._biases:
-            biases = [read(bias) for bias in self._biases]
-            hidden = tf.nn.bias_add(hidden, tf.concat(biases, axis=0))
+            hidden = hidden if bias is None else tf.nn.bias_add(hidden, bias)
         if self.activation == "swiglu":
             gate, up = tf.split(hidden, 2, axis=-1)
             hidden = tf.nn.silu(gate) * up

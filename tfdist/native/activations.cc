@@ -1,8 +1,8 @@
 // Activations in one pass over memory, where TensorFlow takes one for each operation.
 
 #include <cstdint>
-#include <cstring>
 
+#include "exponential.h"
 #include "kernels.h"
 
 namespace tfdist {
@@ -24,30 +24,8 @@ REGISTER_OP("TfdistGeluGradient")
 constexpr float kRate = 1.5957691216057308f;  // 2 sqrt(2 / pi)
 constexpr float kCubic = 0.044715f;
 
-// 1 / (1 + exp(-x)). exp(t) is 2^n exp(r), n the whole number next to t / ln 2, exp(r) by Taylor.
 inline __attribute__((always_inline)) float Logistic(float x) {
-  constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to a whole.
-  float t = -x;
-  t = t < -87.0f ? -87.0f : t;
-  t = t > 87.0f ? 87.0f : t;
-  const float shifted = t * 1.44269504f + kShift;
-  const float n = shifted - kShift;
-  // ln 2 in two parts, the first of which is exact in few bits.
-  const float r = (t - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.0f / 5040;
-  p = p * r + 1.0f / 720;
-  p = p * r + 1.0f / 120;
-  p = p * r + 1.0f / 24;
-  p = p * r + 1.0f / 6;
-  p = p * r + 0.5f;
-  p = p * r + 1.0f;
-  p = p * r + 1.0f;
-  int32_t bits;
-  std::memcpy(&bits, &shifted, sizeof(bits));
-  const int32_t power = (bits - 0x4B400000 + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &power, sizeof(scale));
-  return 1.0f / (1.0f + p * scale);
+  return 1.0f / (1.0f + Exponential(-x));
 }
 
 // `ivdep`: what comes out may lie where the input lay, element for element.

@@ -19,6 +19,7 @@ __all__ = ["build", "functions", "library_path", "load"]
 _HERE = Path(__file__).parent
 _SOURCES = (
     "activations.cc",
+    "cross_entropy.cc",
     "near_memory.cc",
     "normalization.cc",
     "operations.cc",
@@ -26,7 +27,7 @@ _SOURCES = (
     "transport.cc",
     "updates.cc",
 )
-_HEADERS = ("kernels.h", "near_memory.h", "peer.h", "transport.h")
+_HEADERS = ("exponential.h", "kernels.h", "near_memory.h", "peer.h", "transport.h")
 
 
 def library_path() -> Path:
