@@ -7,6 +7,7 @@ import contextlib
 import pytest
 
 from tests.conftest import on_ranks
+from tfdist.collectives.horovod import _cycle_ms
 from tfdist.testing import RankPool
 
 
@@ -143,7 +144,8 @@ def test_a_share_does_not_keep_the_whole(pool):
 
 
 def hide_the_library_from(rank: int):
-    """Makes an engine while one rank finds no library."""
+    """Makes an engine while one rank finds no library; what is logged meanwhile."""
+    import logging
     import os
     from pathlib import Path
 
@@ -155,14 +157,27 @@ def hide_the_library_from(rank: int):
 
     if int(os.environ["HOROVOD_RANK"]) == rank:
         connections.library_path = lambda: Path("/nowhere/at-all.so")
+    lines = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("tfdist").addHandler(handler)
     world = engine()
-    return world.direct is None, float(all_reduce(tf.constant(1.0), world.group()))
+    return world.direct is None, float(all_reduce(tf.constant(1.0), world.group())), lines
 
 
 def test_without_the_library_on_one_rank_all_goes_by_the_engine():
     pytest.importorskip("horovod")
     with RankPool(2, "horovod") as pool:
-        assert pool.run(hide_the_library_from, 1, timeout=120) == [(True, 2.0)] * 2
+        for is_without, total, lines in pool.run(hide_the_library_from, 1, timeout=120):
+            assert (is_without, total) == (True, 2.0)
+            assert ["HOROVOD_CYCLE_TIME=2.5" in line for line in lines] == [True]
+
+
+@pytest.mark.parametrize(
+    ("size", "goes_directly", "cycle"), [(8, True, 25.0), (9, True, 5.0), (2, False, 2.5)]
+)
+def test_horovod_looks_for_work_as_often_as_there_is_some(size, goes_directly, cycle):
+    assert _cycle_ms(size, goes_directly) == cycle
 
 
 def wait_for_a_rank_that_leaves():

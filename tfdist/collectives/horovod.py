@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import os
 import socket
 import types
@@ -14,7 +15,7 @@ import types
 import psutil
 import tensorflow as tf
 
-from tfdist.collectives.direct import close, connect
+from tfdist.collectives.direct import Direct, close, connect
 from tfdist.collectives.engine import Engine, reduce_locally, split_rows
 from tfdist.collectives.group import Group
 from tfdist.mesh import AXES, Mesh
@@ -23,10 +24,15 @@ from tfdist.schedulers import join, started_by_scheduler
 
 __all__ = ["HorovodEngine", "started_by_horovod"]
 
+_logger = logging.getLogger("tfdist")
+
 #: How often Horovod looks for work, in ms, unless the user says. At its own 1 ms the looking
-#: takes up to a fifth of a core that also computes. Where what waits for a sum goes directly, only
-#: gradients are left to look for.
-_CYCLE_MS, _CYCLE_MS_BESIDE_DIRECT = 2.5, 5.0
+#: takes up to a fifth of a core that also computes.
+_CYCLE_MS = 2.5
+#: Where what waits for a sum goes directly, and only gradients are left to look for.
+_CYCLE_MS_FOR_GRADIENTS = 5.0
+#: Where all goes directly.
+_CYCLE_MS_AT_REST = 25.0
 
 
 def started_by_horovod() -> tuple[int, int] | None:
@@ -34,6 +40,13 @@ def started_by_horovod() -> tuple[int, int] | None:
     if "HOROVOD_RANK" not in os.environ:
         return None
     return int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
+
+
+def _cycle_ms(size: int, goes_directly: bool) -> float:
+    """How often Horovod is to look for work in a world of `size` ranks, in ms."""
+    if not goes_directly:
+        return _CYCLE_MS
+    return _CYCLE_MS_AT_REST if size <= Direct.most_members else _CYCLE_MS_FOR_GRADIENTS
 
 
 def import_horovod() -> types.ModuleType:
@@ -98,10 +111,8 @@ class HorovodEngine(Engine):
             )
         # Messages between the memories of hosts are no way for tensors that lie on a GPU.
         direct = direct and not tf.config.list_physical_devices("GPU")
-        fast = direct and library_path().exists()
-        os.environ.setdefault(
-            "HOROVOD_CYCLE_TIME", str(_CYCLE_MS_BESIDE_DIRECT if fast else _CYCLE_MS)
-        )
+        cycle = _cycle_ms(resolved.size, direct and library_path().exists())
+        said = os.environ.setdefault("HOROVOD_CYCLE_TIME", str(cycle))
         if deterministic:
             os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
         hvd.init(process_sets=list(sets.values()))
@@ -114,6 +125,13 @@ class HorovodEngine(Engine):
         super().__init__(resolved)
         if direct and resolved.size > 1:
             self.direct = connect(self, self._sets)
+            if self.direct is None and said == str(cycle) != str(_CYCLE_MS):
+                _logger.warning(
+                    "Horovod looks for work every %s ms, which suits ranks that reach each other "
+                    "directly. For these set HOROVOD_CYCLE_TIME=%s.",
+                    said,
+                    _CYCLE_MS,
+                )
 
     def all_reduce(self, tensor, group, reduction, name):
         """`hvd.allreduce`."""
