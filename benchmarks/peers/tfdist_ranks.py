@@ -24,9 +24,7 @@ def prepare(settings: Settings) -> Training:
     options = dict(settings.options)
     engine = options.pop("engine")
     tf.config.threading.set_intra_op_parallelism_threads(settings.threads)
-    tf.config.threading.set_inter_op_parallelism_threads(
-        _operations_at_once(engine, settings.model)
-    )
+    tf.config.threading.set_inter_op_parallelism_threads(_operations_at_once(engine, settings))
     pipeline = options.pop("pipeline", None)
     mesh = tfdist.Mesh(**options.pop("mesh", {}))
     keras.utils.set_random_seed(0)
@@ -43,13 +41,16 @@ def prepare(settings: Settings) -> Training:
     return FitTraining(model, data, _clock, _parameters(model, strategy))
 
 
-def _operations_at_once(engine: str, model: str) -> int:
-    """What is quickest: a second one lets a collective of TensorFlow's wait while others compute.
+def _operations_at_once(engine: str, settings: Settings) -> int:
+    """What is quickest: with two, a collective of TensorFlow's waits while others compute.
 
-    Direct messages wait without a thread. One process with two has small operations of the GPT run
-    beside large ones; convolutions would only be in each other's way.
+    Direct messages wait without a thread. In a pipeline a second one sends what the next stage waits
+    for while this one goes on; in one process with two threads small operations of the GPT run beside
+    large ones, where convolutions would only be in each other's way.
     """
-    return 2 if engine == "tensorflow" or (engine, model) == ("local", "gpt") else 1
+    in_pipeline = "pipeline" in settings.options
+    is_one_gpt = (engine, settings.model) == ("local", "gpt")
+    return 2 if engine == "tensorflow" or in_pipeline or is_one_gpt else 1
 
 
 def _model(settings: Settings, tied: bool) -> keras.Model:
