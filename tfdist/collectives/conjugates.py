@@ -114,8 +114,10 @@ def scatter_sequence(tensor, group: Group, axis: int = 1, *, name: str | None = 
     return reduce_scatter(tensor, group, "sum", _positive(tensor, axis), name=name)
 
 
-def column_product(tensor, kernel, group: Group, sequence_axis: int | None = None, *, name=None):
-    """`copy` (or `gather_sequence`) and a product with this member's columns, in one.
+def column_product(
+    tensor, kernel, group: Group, sequence_axis: int | None = None, *, bias=None, name=None
+):
+    """`copy` (or `gather_sequence`) and a `product` with this member's columns, in one.
 
     In the backward pass the product that gives the input's gradient comes first, so that its sum
     over the members travels while the kernel's gradient is computed.
@@ -125,20 +127,22 @@ def column_product(tensor, kernel, group: Group, sequence_axis: int | None = Non
         kernel: This member's columns, shape [inputs, columns].
         group: The group.
         sequence_axis: The dim along which `tensor` is split, or None.
+        bias: This member's part of a bias, shape [columns], or None.
         name: What the product serves, for messages.
 
     Returns:
         A tensor of shape [..., columns].
     """
     if group.size == 1:
-        return product(tensor, kernel)
+        return product(tensor, kernel, bias)
 
     @tf.custom_gradient
-    def multiply(x, w):
+    def multiply(x, w, *b):
         if sequence_axis is not None:
             x = all_gather(x, group, sequence_axis, name=name)
         rows = tf.reshape(x, [-1, w.shape[0]])
         y = tf.matmul(rows, w)
+        y = tf.nn.bias_add(y, *b) if b else y
 
         def gradient(dy):
             dy = tf.reshape(dy, [-1, w.shape[1]])
@@ -151,11 +155,12 @@ def column_product(tensor, kernel, group: Group, sequence_axis: int | None = Non
                 dx = all_reduce(dx, group, name=_backward(name))
             else:
                 dx = reduce_scatter(dx, group, "sum", sequence_axis, name=_backward(name))
-            return dx, dw
+            db = [tf.raw_ops.BiasAddGrad(out_backprop=dy)] if b else []
+            return dx, dw, *db
 
         return _unflatten(y, x), gradient
 
-    return multiply(tensor, kernel)
+    return multiply(tensor, kernel) if bias is None else multiply(tensor, kernel, bias)
 
 
 def product(tensor, kernel, bias=None):

@@ -120,11 +120,11 @@ class ColumnParallelDense(keras.layers.Dense):
                 read(self._kernel),
                 self._group,
                 sequence_axis=1 if self.sequence_parallel else None,
+                bias=bias,
                 name=self.name,
             )
-            outputs = outputs if bias is None else tf.nn.bias_add(outputs, bias)
-        if self._group is not None and self.gather_output:
-            outputs = gather(outputs, self._group, name=self.name)
+            if self.gather_output:
+                outputs = gather(outputs, self._group, name=self.name)
         return outputs if self.activation is None else self.activation(outputs)
 
     def compute_output_shape(self, input_shape):

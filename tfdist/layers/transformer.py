@@ -111,8 +111,7 @@ class ParallelMLP(keras.layers.Layer):
             hidden = product(inputs, kernel, bias)
         else:
             axis = 1 if self.sequence_parallel else None
-            hidden = column_product(inputs, kernel, self._group, sequence_axis=axis, name=self.name)
-            hidden = hidden if bias is None else tf.nn.bias_add(hidden, bias)
+            hidden = column_product(inputs, kernel, self._group, axis, bias=bias, name=self.name)
         if self.activation == "swiglu":
             gate, up = tf.split(hidden, 2, axis=-1)
             hidden = tf.nn.silu(gate) * up
