@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import all_reduce, broadcast
-from tfdist.layers.sharding import replicated_variables
+from tfdist.layers.sharding import detached, replicated_variables
 from tfdist.layers.states import layer_states
 from tfdist.optimizers.buckets import buckets
 
@@ -31,8 +31,9 @@ def broadcast_variables(model: keras.Model) -> None:
             parts = [tf.reshape(tf.convert_to_tensor(some[p].value), [-1]) for p in bucket]
             flat = broadcast(tf.concat(parts, axis=0), strategy.group(*axes), name="variables")
             sizes = [part.shape.num_elements() for part in parts]
+            # A variable that kept its part of a bucket's memory would keep all of it.
             for place, part in zip(bucket, tf.split(flat, sizes), strict=True):
-                some[place].assign(tf.reshape(part, some[place].shape))
+                some[place].assign(tf.reshape(detached(part), some[place].shape))
 
 
 def synchronize_layer_states(model: keras.Model) -> None:
