@@ -82,9 +82,9 @@ def run_schedule(
         stage: [[] for _ in program.gradients] for stage, program in programs.items()
     }
     times: list[tf.Tensor] = []
-    #: What the actions so far have left, the last one at the end. An action begins when the one
-    #: before it is over; its message is asked for one action earlier.
-    ends: list[list[tf.Tensor]] = [[], []]
+    #: An operation that is over when an action so far is, the last one at the end. An action begins
+    #: when the one before it is over; its message is asked for one action earlier.
+    ends: list[list[tf.Operation]] = [[], []]
     last = schedule.num_stages - 1
     for action in schedule.actions[route.group.rank]:
         stage, microbatch = action.stage, action.microbatch
@@ -113,9 +113,10 @@ def run_schedule(
                 total = _added(totals[stage][place], [results[name] for name in names])
                 totals[stage][place] = total
                 finished += total
-        ends.append(finished)
-        if timed:
-            with tf.control_dependencies(finished):
+        with tf.control_dependencies(finished):
+            # One for all: each argument of the next action would wait for each result of this one.
+            ends.append([tf.no_op()])
+            if timed:
                 times.append(tf.stack([began, tf.timestamp()]))
         tensors |= results
         out = program.y if action.kind is Kind.FORWARD else program.dx
