@@ -174,8 +174,12 @@ def cut_by_time(mesh: dict):
     return partition.ends, partition.costs
 
 
-def graph_sizes(mesh: dict, counts) -> tuple[list[int], float]:
-    """Operations of a training step by number of micro-batches; seconds for tracing the last."""
+def graph_sizes(mesh: dict, counts) -> tuple[list[int], float, float]:
+    """Operations of a training step by number of micro-batches, and of the last more.
+
+    That is for how many others an operation waits beside those it computes with, and how many
+    seconds tracing took.
+    """
     from tfdist.pipeline import PipelineModel
 
     sizes = []
@@ -189,8 +193,10 @@ def graph_sizes(mesh: dict, counts) -> tuple[list[int], float]:
         step = tf.function(lambda batch, run=strategy.run, m=model: run(m.train_step, (batch,)))
         traced = step.get_concrete_function(tuple(tf.constant(part) for part in data))
         seconds = time.perf_counter() - begin
-        sizes.append(len(traced.graph.get_operations()))
-    return sizes, seconds
+        operations = traced.graph.get_operations()
+        sizes.append(len(operations))
+    waits = sum(len(operation.control_inputs) for operation in operations) / sizes[-1]
+    return sizes, waits, seconds
 
 
 def refusal(mesh: dict, what: str) -> str:

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tests.conftest import on_ranks
 from tests.strategies import programs
 from tests.strategies.programs import BATCH, UNEVEN_ROWS, finish, images, scope, start
+from tfdist.strategies.keras_seam.synchronization import broadcast_variables
 
 on_kinds = on_ranks(("horovod", 3), slow=[("tensorflow", 3)])
 
@@ -147,6 +148,27 @@ def weights_of_the_chief(strategy):
         model.set_weights([np.random.normal(size=w.shape) for w in model.weights])
     history = model.fit(x, y, batch_size=BATCH, epochs=2, verbose=0)
     return finish(model, history, x, y)
+
+
+def distances_between_weights(strategy):
+    """How many bytes lie between weights of 64 bytes, once ranks have agreed on them."""
+    start()
+    with scope(strategy):
+        layer = keras.layers.Layer()
+        for number in range(8):
+            layer.add_weight(shape=(16,), name=f"weight{number}")
+        model = keras.Sequential([keras.Input((4,)), layer])
+    broadcast_variables(model)
+    values = [tf.convert_to_tensor(weight.value) for weight in model.weights]
+    places = sorted(np.asarray(memoryview(value)).ctypes.data for value in values)
+    return [after - before for before, after in itertools.pairwise(places)]
+
+
+@on_kinds
+def test_weights_do_not_keep_the_bucket_that_they_came_in(pool):
+    for distances in pool.run(programs.on_rank, distances_between_weights):
+        assert len(distances) == 7
+        assert 64 not in distances, "parts of one array"
 
 
 @functools.cache
