@@ -17,6 +17,7 @@ from typing import Any
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import broadcast_object
 from tfdist.exit_codes import ENDED_BY_WATCHDOG
+from tfdist.monitoring.frames import frame_of
 from tfdist.monitoring.roll_call import Keeper, Member, Report
 
 __all__ = ["Watchdog", "startup_guard"]
@@ -90,7 +91,7 @@ class Watchdog:
 
     def _main_thread(self) -> str:
         """Where the main thread stands: the innermost line that is not a library's."""
-        frame = sys._current_frames().get(self._main)
+        frame = frame_of(self._main)
         stack = traceback.extract_stack(frame) if frame is not None else []
         stack = [line for line in stack if line.filename != __file__]
         own = [line for line in stack if "site-packages" not in line.filename] or list(stack)
