@@ -8,7 +8,8 @@ from typing import Any
 
 __all__ = ["COMPARISONS", "SIZES", "Comparison", "Job"]
 
-#: Of the models and their global batches; the small ones are to try whether all runs.
+#: Of the models and their global batches. The large ones are where the parameters' memory counts most,
+#: the tiny ones are to try whether all runs.
 SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "full": {
         "gpt": {
@@ -20,6 +21,17 @@ SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
             "batch": 16,
         },
         "convnet": {"side": 32, "classes": 10, "batch": 64},
+    },
+    "large": {
+        "gpt": {
+            "layers": 12,
+            "width": 768,
+            "heads": 12,
+            "tokens": 128,
+            "vocabulary": 8192,
+            "batch": 8,
+        },
+        "convnet": {"side": 64, "classes": 10, "batch": 64},
     },
     "tiny": {
         "gpt": {"layers": 2, "width": 32, "heads": 2, "tokens": 16, "vocabulary": 64, "batch": 8},

@@ -193,7 +193,8 @@ def _keep(found: list[Finding]) -> None:
         if _JSON.value:
             findings.write(Path(_JSON.value), found)
         if _DOCUMENT.value:
-            write_between(_DOCUMENT.value, _MARK, findings.table(found))
+            mark = _MARK if _SIZES.value == "full" else f"{_MARK}, {_SIZES.value}"
+            write_between(_DOCUMENT.value, mark, findings.table(found))
         if _PICTURE.value:
             findings.picture(Path(_PICTURE.value), found)
     except (OSError, ValueError, ImportError) as error:

@@ -116,10 +116,11 @@ def test_the_table_goes_between_the_marks(tmp_path):
         write_between(path, "there", "new")
 
 
-def test_the_document_has_the_marks(tmp_path):
+@pytest.mark.parametrize("mark", ["tfdist-bench training", "tfdist-bench training, large"])
+def test_the_document_has_the_marks(tmp_path, mark):
     page = tmp_path / "performance.md"
     page.write_text((ROOT / "docs" / "performance.md").read_text())
-    write_between(page, "tfdist-bench training", findings.table(FOUND))
+    write_between(page, mark, findings.table(FOUND))
     assert "PyTorch FSDP2" in page.read_text()
 
 
@@ -208,7 +209,7 @@ def test_a_rank_that_hangs_is_one_line(tmp_path):
 def test_tfdist_against_itself(tmp_path):
     skip_without("horovod")
     page = tmp_path / "page.md"
-    page.write_text("<!-- tfdist-bench training -->\nNot measured yet.\n<!-- end -->\n")
+    page.write_text("<!-- tfdist-bench training, tiny -->\nNot measured yet.\n<!-- end -->\n")
     flags = ["--sizes=tiny", "--rounds=2", "--steps=2", "--timeout=120"]
     finished = bench(
         "training",
