@@ -17,9 +17,9 @@ def frame_of(thread: int) -> types.FrameType | None:
 
     For the thread that asks it is that of the caller.
 
-    Python before 3.11.9 and 3.12.3 holds a lock while it lists frames, in which the garbage collector
-    may run, and free what waits for the same lock (python/cpython#106883): the process would stand
-    still for ever. So the collector rests meanwhile.
+    Python 3.11 before 3.11.9 holds a lock while it lists frames, in which the garbage collector may
+    run, and free what waits for the same lock (python/cpython#106883): the process would stand still
+    for ever. So the collector rests meanwhile.
     """
     if thread == threading.get_ident():
         return sys._getframe(1)
