@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import Group, all_gather, all_reduce
+from tfdist.custom_gradient import custom_gradient
 
 __all__ = ["KerasStep", "ReplicaContext", "current_replica", "current_step"]
 
@@ -130,7 +131,7 @@ def _weighted_all_reduce(tensor, group: Group, reduction: str, step: KerasStep |
     if step is None or step.is_even:
         return all_reduce(tensor, group, reduction)
 
-    @tf.custom_gradient
+    @custom_gradient
     def reduce(x):
         y = all_reduce(x, group, reduction)
 

@@ -19,6 +19,7 @@ import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from tfdist.collectives import Group
+from tfdist.custom_gradient import custom_gradient
 from tfdist.layers.sharding import detached, sharding_of
 from tfdist.optimizers.zero.flat import FlatSharding, gather, scatter
 from tfdist.strategies.gradients import weigh_gradients
@@ -187,7 +188,7 @@ def gather_arrays(
     """
     shardings = [variable._tfdist_stored_flat for variable in variables]
 
-    @tf.custom_gradient
+    @custom_gradient
     def collect(*own):
         def gradient(*upstream):
             if on_gradient is not None:

@@ -14,6 +14,7 @@ from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.losses import loss as loss_module
 from keras.src.trainers.compile_utils import CompileLoss
 
+from tfdist.custom_gradient import custom_gradient
 from tfdist.optimizers.non_finite import guard_of
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.replica import current_step
@@ -56,7 +57,7 @@ def _compile_loss(original, self, y_true, y_pred, sample_weight=None):
     if step is None or loss is None or len(loss.shape) == 0:
         return loss
 
-    @tf.custom_gradient
+    @custom_gradient
     def counted_in_full(values):
         # Only the gradient is weighted by share later; what is reported stays as it is.
         return values, lambda dy: tf.math.divide_no_nan(dy, tf.cast(step.share, dy.dtype))
@@ -73,7 +74,7 @@ def _watched_loss(original, self, *args, **kwargs):
     guard.note(loss)
     goes_on = guard.end_step()
 
-    @tf.custom_gradient
+    @custom_gradient
     def watched(loss):
         def gradient(dy):
             with tf.control_dependencies(goes_on):

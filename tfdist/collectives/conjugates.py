@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from tfdist.collectives.group import Group
 from tfdist.collectives.operations import all_gather, all_reduce, reduce_scatter
+from tfdist.custom_gradient import custom_gradient
 
 __all__ = [
     "column_product",
@@ -45,7 +46,7 @@ def copy(tensor, group: Group, *, name: str | None = None):
     if group.size == 1:
         return tensor
 
-    @tf.custom_gradient
+    @custom_gradient
     def enter(x):
         return tf.identity(x), lambda dy: all_reduce(dy, group, name=_backward(name))
 
@@ -57,7 +58,7 @@ def reduce(tensor, group: Group, *, name: str | None = None):
     if group.size == 1:
         return tensor
 
-    @tf.custom_gradient
+    @custom_gradient
     def leave(x):
         return all_reduce(x, group, name=name), lambda dy: dy
 
@@ -74,7 +75,7 @@ def split(tensor, group: Group, axis: int = -1, *, name: str | None = None):
         return tensor
     axis = _positive(tensor, axis)
 
-    @tf.custom_gradient
+    @custom_gradient
     def cut(x):
         return own_slice(x, group, axis), lambda dy: all_gather(
             dy, group, axis, name=_backward(name)
@@ -89,7 +90,7 @@ def gather(tensor, group: Group, axis: int = -1, *, name: str | None = None):
         return tensor
     axis = _positive(tensor, axis)
 
-    @tf.custom_gradient
+    @custom_gradient
     def join(x):
         return all_gather(x, group, axis, name=name), lambda dy: own_slice(dy, group, axis)
 
@@ -136,7 +137,7 @@ def column_product(
     if group.size == 1:
         return product(tensor, kernel, bias)
 
-    @tf.custom_gradient
+    @custom_gradient
     def multiply(x, w, *b):
         if sequence_axis is not None:
             x = all_gather(x, group, sequence_axis, name=name)

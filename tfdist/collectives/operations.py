@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdist.collectives.engine import REDUCTIONS
 from tfdist.collectives.group import Group
 from tfdist.collectives.names import unique_name
+from tfdist.custom_gradient import custom_gradient
 
 __all__ = [
     "all_gather",
@@ -50,7 +51,7 @@ def all_reduce(
     if group.size == 1:
         return tf.identity(tensor)
 
-    @tf.custom_gradient
+    @custom_gradient
     def reduce(x):
         y = _raw_all_reduce(x, group, reduction, name, bulk)
 
@@ -88,7 +89,7 @@ def all_gather(
     if group.size == 1:
         return tf.identity(tensor)
 
-    @tf.custom_gradient
+    @custom_gradient
     def gather(x):
         rows = _to_front(x, axis)
         y = _raw_all_gather(rows, group, uneven, name)
@@ -135,7 +136,7 @@ def reduce_scatter(
     if group.size == 1:
         return tf.identity(tensor)
 
-    @tf.custom_gradient
+    @custom_gradient
     def scatter(x):
         y = _raw_reduce_scatter(_to_front(x, axis), group, reduction, name)
 
@@ -178,7 +179,7 @@ def all_to_all(tensor, group: Group, splits=None, *, name: str | None = None):
         if group.size == 1:
             return tf.identity(tensor)
 
-        @tf.custom_gradient
+        @custom_gradient
         def exchange(x):
             return _raw_all_to_all(x, group, name), lambda dy: _raw_all_to_all(
                 dy, group, _backward(name)
@@ -190,7 +191,7 @@ def all_to_all(tensor, group: Group, splits=None, *, name: str | None = None):
     if group.size == 1:
         return tf.identity(tensor), splits
 
-    @tf.custom_gradient
+    @custom_gradient
     def exchange_uneven(x):
         y, received = _raw_all_to_all_uneven(x, splits, group, name)
 
@@ -219,7 +220,7 @@ def broadcast(tensor, group: Group, root: int = 0, *, name: str | None = None):
     if group.size == 1:
         return tf.identity(tensor)
 
-    @tf.custom_gradient
+    @custom_gradient
     def copy(x):
         y = _raw_broadcast(x, root, group, name)
 
@@ -252,7 +253,7 @@ def send(tensor, group: Group, to: int, *, name: str | None = None):
     _check_member(to, group, "to")
     pair = group.engine.pair(group.ranks[to])
 
-    @tf.custom_gradient
+    @custom_gradient
     def transfer(x):
         y = _raw_broadcast(x, pair.rank, pair, name or "send-recv")
         _use(y, f"{pair.label}/{name}")
@@ -285,7 +286,7 @@ def recv(like, group: Group, source: int, *, name: str | None = None):
     _check_member(source, group, "source")
     pair = group.engine.pair(group.ranks[source])
 
-    @tf.custom_gradient
+    @custom_gradient
     def transfer(x):
         y = _raw_broadcast(x, 1 - pair.rank, pair, name or "send-recv")
 

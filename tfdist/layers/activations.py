@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfdist.custom_gradient import custom_gradient
 from tfdist.native import load, step_takes_kernels
 
 __all__ = ["gelu"]
@@ -21,7 +22,7 @@ def gelu(x):
     return _one_pass(x) if x.dtype == tf.float32 and step_takes_kernels() else _by_tensorflow(x)
 
 
-@tf.custom_gradient
+@custom_gradient
 def _one_pass(x):
     def gradient(dy):
         return load().tfdist_gelu_gradient(dy=dy, x=x)
@@ -29,7 +30,7 @@ def _one_pass(x):
     return load().tfdist_gelu(x=x), gradient
 
 
-@tf.custom_gradient
+@custom_gradient
 def _by_tensorflow(x):
     square = tf.square(x)
     gate = tf.sigmoid(x * (_RATE + _RATE * _CUBIC * square))

@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import Group, all_reduce
+from tfdist.custom_gradient import custom_gradient
 from tfdist.layers.sharding import tensor_group
 from tfdist.native import load, step_takes_kernels
 
@@ -80,7 +81,7 @@ def takes_split_logits(model) -> bool:
 def _one_pass(logits, labels):
     """On whole logits, by the compiled library."""
 
-    @tf.custom_gradient
+    @custom_gradient
     def cross_entropy(logits):
         losses, gradient = load().tfdist_cross_entropy(logits=logits, labels=labels)
         return losses, lambda dy: dy[..., None] * gradient
@@ -92,7 +93,7 @@ def _split_cross_entropy(labels, logits, group: Group, vocabulary_size: int):
     share = logits.shape[-1]
     first = group.rank * share
 
-    @tf.custom_gradient
+    @custom_gradient
     def cross_entropy(logits):
         real = min(max(vocabulary_size - first, 0), share)
         if real < share:

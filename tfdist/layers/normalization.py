@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from tfdist.custom_gradient import custom_gradient
 from tfdist.layers.sharding import mark_partial_gradient, read, tensor_group
 from tfdist.native import load, step_takes_kernels
 
@@ -69,7 +70,7 @@ class LayerNormalization(keras.layers.LayerNormalization):
 def _one_pass(inputs, scale, offset, epsilon: float):
     """By the compiled library, with scale and offset; the input is kept, not the normalized one."""
 
-    @tf.custom_gradient
+    @custom_gradient
     def normalize(x, scale, offset):
         y, mean, inverse = load().tfdist_layer_norm(
             x=x, scale=scale, offset=offset, epsilon=epsilon
@@ -86,7 +87,7 @@ def _one_pass(inputs, scale, offset, epsilon: float):
 
 
 def _normalize(inputs, epsilon: float):
-    @tf.custom_gradient
+    @custom_gradient
     def normalize(x):
         centered = x - tf.reduce_mean(x, axis=-1, keepdims=True)
         variance = tf.reduce_mean(tf.square(centered), axis=-1, keepdims=True)

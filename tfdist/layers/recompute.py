@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
+from tfdist.custom_gradient import custom_gradient
 from tfdist.layers.repetition import Region
 from tfdist.layers.segments import choose_segments
 
@@ -138,7 +139,7 @@ def _begin(anchor: tf.Variable, args, kwargs) -> tuple:
     places = [i for i, x in enumerate(flat) if tf.is_tensor(x) and x.dtype.is_floating]
     made: list[Callable] = []
 
-    @tf.custom_gradient
+    @custom_gradient
     def enter(anchor, *tensors):
         def gradient(*upstream):
             made[0]()

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
+from tfdist.custom_gradient import custom_gradient
+
 __all__ = ["Region", "replace"]
 
 #: Made of what other ranks sent, which will not be sent again.
@@ -62,7 +64,7 @@ class Region:
         )
 
     def _watched(self, tensor: tf.Tensor) -> tf.Tensor:
-        @tf.custom_gradient
+        @custom_gradient
         def pass_on(y):
             def gradient(dy):
                 if self.backward is None:
