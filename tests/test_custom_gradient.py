@@ -61,6 +61,18 @@ def test_the_graph_is_freed():
     assert before() is None
 
 
+def test_a_saved_model_has_it(tmp_path):
+    module = tf.Module()
+    module.call = tf.function(times_two, input_signature=[tf.TensorSpec((), tf.float32)])
+    options = tf.saved_model.SaveOptions(experimental_custom_gradients=True)
+    tf.saved_model.save(module, str(tmp_path), options=options)
+    loaded, x = tf.saved_model.load(str(tmp_path)), tf.constant(3.0)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = loaded.call(x)
+    assert (float(y), float(tape.gradient(y, x))) == (6.0, 20.0)
+
+
 def test_a_copy_that_outlives_the_graph_says_so():
     graph = traced()
     definition = graph.as_graph_def()

@@ -47,14 +47,17 @@ def _hold(operation: tf.Operation) -> None:
     entry = ops.gradient_registry._registry[name]
     gradient = entry["type"]
     operation._tfdist_gradient = gradient
-    entry["type"] = functools.partial(_gradient, weakref.ref(gradient))
+    entry["type"] = _looked_up(weakref.ref(gradient), operation.name)
 
 
-def _gradient(held: weakref.ref, operation: tf.Operation, *gradients):
-    gradient = held()
-    if gradient is None:
-        raise RuntimeError(
-            f"The gradient of `{operation.name}` went with the graph that it was made in. Keep that "
-            "graph for as long as a copy of it is differentiated."
-        )
-    return gradient(operation, *gradients)
+def _looked_up(held: weakref.ref, name: str) -> Callable:
+    def gradient(operation, *gradients):
+        function = held()
+        if function is None:
+            raise RuntimeError(
+                f"The gradient of `{name}` went with the graph that it was made in. Keep that graph "
+                "for as long as a copy of it is differentiated."
+            )
+        return function(operation, *gradients)
+
+    return gradient
