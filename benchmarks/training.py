@@ -12,6 +12,7 @@ blocks; which comes first changes from round to round.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import os
 import platform
@@ -35,6 +36,9 @@ _ROUNDS = flags.DEFINE_integer("rounds", 9, "Turns", lower_bound=1, flag_values=
 _STEPS = flags.DEFINE_integer("steps", 8, "Of each turn", lower_bound=1, flag_values=_VALUES)
 _PEERS = flags.DEFINE_string("peers", ".peers", "What `make peers` made", flag_values=_VALUES)
 _SIZES = flags.DEFINE_enum("sizes", "full", list(SIZES), "Of the models", flag_values=_VALUES)
+_ALLOCATOR = flags.DEFINE_string(
+    "allocator", None, "A library of malloc that all take: libtcmalloc", flag_values=_VALUES
+)
 _JSON = flags.DEFINE_string(
     "json", None, "A file for the findings; others in it stay", flag_values=_VALUES
 )
@@ -169,7 +173,7 @@ def _chosen() -> list[Comparison]:
     for name in names:
         if name not in COMPARISONS:
             raise command.UsageError(f"--only is of {', '.join(COMPARISONS)}. Received: {name!r}.")
-    chosen = [COMPARISONS[name] for name in names]
+    chosen = [_with_allocator(COMPARISONS[name]) for name in names]
     for comparison in chosen:
         for job in (comparison.ours, comparison.theirs):
             try:
@@ -177,6 +181,22 @@ def _chosen() -> list[Comparison]:
             except JobError as error:
                 raise command.UsageError(str(error)) from None
     return chosen
+
+
+def _with_allocator(comparison: Comparison) -> Comparison:
+    """The comparison with the allocator of `--allocator` on both sides."""
+    if _ALLOCATOR.value is None:
+        return comparison
+    path = Path(_ALLOCATOR.value).absolute()
+    if not path.is_file():  # The loader would warn, and go on without.
+        raise command.UsageError(f"--allocator={_ALLOCATOR.value} is not there.")
+    # oneDNN's pool in TensorFlow would ask for large blocks only, and keep them.
+    variables = {"LD_PRELOAD": str(path), "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1"}
+    ours, theirs = (
+        dataclasses.replace(job, variables={**job.variables, **variables})
+        for job in (comparison.ours, comparison.theirs)
+    )
+    return dataclasses.replace(comparison, ours=ours, theirs=theirs)
 
 
 def _known() -> dict[str, Finding]:
@@ -193,12 +213,21 @@ def _keep(found: list[Finding]) -> None:
         if _JSON.value:
             findings.write(Path(_JSON.value), found)
         if _DOCUMENT.value:
-            mark = _MARK if _SIZES.value == "full" else f"{_MARK}, {_SIZES.value}"
-            write_between(_DOCUMENT.value, mark, findings.table(found))
+            write_between(_DOCUMENT.value, _mark(), findings.table(found))
         if _PICTURE.value:
             findings.picture(Path(_PICTURE.value), found)
     except (OSError, ValueError, ImportError) as error:
         raise command.UsageError(f"The findings cannot be written: {error}") from None
+
+
+def _mark() -> str:
+    """The document's mark of what was measured with these sizes and this allocator."""
+    parts = [_MARK]
+    if _SIZES.value != "full":
+        parts.append(_SIZES.value)
+    if _ALLOCATOR.value is not None:
+        parts.append("allocator")
+    return ", ".join(parts)
 
 
 def _machine() -> str:

@@ -116,7 +116,14 @@ def test_the_table_goes_between_the_marks(tmp_path):
         write_between(path, "there", "new")
 
 
-@pytest.mark.parametrize("mark", ["tfdist-bench training", "tfdist-bench training, large"])
+@pytest.mark.parametrize(
+    "mark",
+    [
+        "tfdist-bench training",
+        "tfdist-bench training, large",
+        "tfdist-bench training, large, allocator",
+    ],
+)
 def test_the_document_has_the_marks(tmp_path, mark):
     page = tmp_path / "performance.md"
     page.write_text((ROOT / "docs" / "performance.md").read_text())
@@ -137,6 +144,7 @@ def test_a_picture_is_drawn(tmp_path):
         (["training", "--only=gpt-dpp"], "--only"),
         (["training", "--rounds=0"], "--rounds"),
         (["training", "--sizes=huge"], "--sizes"),
+        (["training", "--allocator=/nowhere.so"], "--allocator=/nowhere.so is not there"),
         (["training", "--nonsense"], "nonsense"),
         (["training", "--only=gpt-ddp", "--peers=/nowhere"], "make peers"),
         (["training", "--only=gpt-one-process", "--document=/nowhere.md"], "--document"),
@@ -205,16 +213,42 @@ def test_a_rank_that_hangs_is_one_line(tmp_path):
     assert len(seen) == 2 and all(is_gone(pid) for pid in seen)
 
 
+@pytest.fixture(scope="module")
+def allocator(tmp_path_factory):
+    """A library to preload, and the file in which processes that do so say what they were told."""
+    folder = tmp_path_factory.mktemp("allocator")
+    source, library, said = folder / "here.c", folder / "libhere.so", folder / "said"
+    source.write_text(
+        f"""
+        #include <stdio.h>
+        #include <stdlib.h>
+        __attribute__((constructor)) static void here(void) {{
+          FILE* file = fopen("{said}", "a");
+          const char* told = getenv("TF_ONEDNN_USE_SYSTEM_ALLOCATOR");
+          if (file == NULL) abort();
+          fprintf(file, "%s\\n", told ? told : "nothing");
+          fclose(file);
+        }}
+        """
+    )
+    subprocess.run(["gcc", "-shared", "-fPIC", source, "-o", library], check=True, timeout=60)
+    return library, said
+
+
 @pytest.mark.slow
-def test_tfdist_against_itself(tmp_path):
+def test_tfdist_against_itself(tmp_path, allocator):
     skip_without("horovod")
+    library, said = allocator
     page = tmp_path / "page.md"
-    page.write_text("<!-- tfdist-bench training, tiny -->\nNot measured yet.\n<!-- end -->\n")
+    page.write_text(
+        "<!-- tfdist-bench training, tiny, allocator -->\nNot measured yet.\n<!-- end -->\n"
+    )
     flags = ["--sizes=tiny", "--rounds=2", "--steps=2", "--timeout=120"]
     finished = bench(
         "training",
         "--only=gpt-one-process,convnet-one-process",
         *flags,
+        f"--allocator={library}",
         f"--json={tmp_path}/found.json",
         f"--document={page}",
         f"--picture={tmp_path}/picture.png",
@@ -229,6 +263,8 @@ def test_tfdist_against_itself(tmp_path):
         assert 0 < finding.ours.growth < finding.ours.peak
         assert min(finding.ours.processor) > 0
     assert "tfdist, one process" in page.read_text() and "Not measured" not in page.read_text()
+    # Two ranks and one process, for each of two models.
+    assert said.read_text().splitlines().count("1") >= 6
     assert (tmp_path / "picture.png").stat().st_size > 1000
 
 
