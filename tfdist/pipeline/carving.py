@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2
 
-from tfdist.pipeline.keras_graph import not_inlined
+from tfdist.pipeline.keras_graph import add_functions, functions_of, not_inlined
 
 __all__ = ["Part", "ancestors", "carve"]
 
@@ -76,6 +76,7 @@ def carve(graph, groups: Sequence[set], outputs: Sequence[Sequence[tf.Tensor]]) 
     taken = [_taken(group, repeatable) for group in groups]
     definition = graph.as_graph_def()
     nodes = {node.name: node for node in definition.node}
+    called = functions_of(graph)
     parts = []
     for number, group in enumerate(groups):
         wanted = list(outputs[number]) + [
@@ -86,7 +87,7 @@ def carve(graph, groups: Sequence[set], outputs: Sequence[Sequence[tf.Tensor]]) 
         ]
         names = dict.fromkeys(tensor.name for tensor in wanted)
         own = group | _repeated(group, repeatable)
-        part = graph_pb2.GraphDef(versions=definition.versions, library=definition.library)
+        part = graph_pb2.GraphDef(versions=definition.versions)
         kept = {operation.name for operation in own}
         # In the order of the graph, where each stands after what it takes.
         for operation in graph.get_operations():
@@ -99,16 +100,20 @@ def carve(graph, groups: Sequence[set], outputs: Sequence[Sequence[tf.Tensor]]) 
                 {t.name for operation in own for t in operation.inputs if t.name in captured}
             )
         }
-        parts.append(Part(inputs, tuple(names), _function(part, inputs, tuple(names), handles)))
+        function = _function(part, called, inputs, tuple(names), handles)
+        parts.append(Part(inputs, tuple(names), function))
     return parts
 
 
-def _function(definition, inputs: tuple[str, ...], outputs: tuple[str, ...], handles: dict):
+def _function(
+    definition, called: list, inputs: tuple[str, ...], outputs: tuple[str, ...], handles: dict
+):
     # Called for each micro-batch: inlined, the graph of a step, and what TensorFlow makes of it,
     # would hold the operations of a stage as many times.
     @not_inlined
     def stage_part(*tensors):
         graph = tf.compat.v1.get_default_graph()
+        add_functions(graph, called)
         given = dict(zip(inputs, tensors, strict=True))
         given |= {name: graph.capture(handle) for name, handle in handles.items()}
         return tf.graph_util.import_graph_def(

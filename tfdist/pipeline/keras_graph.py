@@ -4,6 +4,8 @@
 - `uninitialized_variables` and `Variable._deferred_initialize`: weights whose values come later.
 - `func_graph_from_py_func` and TensorFlow's statistics of operations: a layer's graph and its
   FLOPs.
+- `Graph._functions` and `AtomicFunction`: what operations of a graph call, as the branches of a
+  condition, and how long that lives (`tests/pipeline/test_carving.py`).
 - The attribute `_noinline`, which TensorFlow's optimizer of graphs heeds.
 
 `tests/pipeline/test_keras_graph.py` fails where one of them moves.
@@ -18,12 +20,15 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.models.functional import Functional
+from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 from tensorflow.python.framework import func_graph, ops
 from tensorflow.python.profiler.internal import flops_registry  # noqa: F401  Registers FLOPs.
 
 __all__ = [
+    "add_functions",
     "count_flops",
     "deferred_weights",
+    "functions_of",
     "initialize_weights",
     "nodes_in_order",
     "not_inlined",
@@ -102,6 +107,26 @@ def trace_graph(function: Callable, specs: Sequence[tf.TensorSpec]) -> func_grap
         kwargs={},
         add_control_dependencies=True,
     )
+
+
+def functions_of(graph: tf.Graph) -> list:
+    """What operations of a graph call.
+
+    TensorFlow forgets a function when nothing in Python refers to it, whoever calls it by its name.
+    These are references that hold the functions, but neither the graph nor those of the functions.
+    """
+    return [
+        AtomicFunction(function.name, function._bound_context, function.function_type)
+        if isinstance(function, AtomicFunction)
+        else function
+        for function in graph._functions.values()
+    ]
+
+
+def add_functions(graph: tf.Graph, functions: list) -> None:
+    """Lets operations of a graph call functions of another one, which live as long as it from now on."""
+    for function in functions:
+        graph._add_function_recursive(function)
 
 
 def not_inlined(function: Callable) -> tf.types.experimental.GenericFunction:
