@@ -212,6 +212,30 @@ def test_a_host_that_dies_ends_the_job(engine):
         assert re.search(r"[Rr]ank [23]", text) and "host2" in text, text
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_job_goes_on_after_ranks_elsewhere_were_killed(cluster, alone, engine, tmp_path):
+    skip_without(engine)
+    job = cluster.hosts[0].start(
+        *tfdist_run(engine, "--max_restarts=1", "--restart_seconds=1"),
+        *TRAIN,
+        f"--workdir={tmp_path}",
+        "--save_every=10",
+        environment=ENVIRONMENT,
+    )
+    said = []
+    for line in job.stdout:
+        said.append(line)
+        if "Epoch 8/" in line:
+            cluster.hosts[1].run("pkill", "-KILL", "-f", "bin/tfdist-train")
+            break
+    text = "".join(said) + rest_of(job, 200)
+    assert job.returncode == 0, text
+    assert re.search(r"rank [23] on host2 was killed by SIGKILL", text), text
+    _, restarted, rest = text.partition("restart 1 of 1")
+    assert restarted and "Epoch 15/15" in rest and "Epoch 1/" not in rest, text
+    assert losses(rest) == pytest.approx(alone[-len(losses(rest)) :], abs=2e-4)
+
+
 def no_rank_is_left(cluster, seconds: float = 15) -> bool:
     """Whether no process of a job runs on any host, or soon will not."""
     end = time.monotonic() + seconds
