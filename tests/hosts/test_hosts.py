@@ -49,14 +49,17 @@ def losses(said: str) -> list[float]:
     return [float(n) for n in re.findall(r"^\[0\].* - loss: ([0-9.]+)", said, re.MULTILINE)]
 
 
-@pytest.fixture(scope="module")
-def alone() -> list[float]:
+def of_one_process(*flags: str) -> list[float]:
     """The losses of one process."""
-    done = subprocess.run(
-        [str(word) for word in TRAIN], capture_output=True, text=True, timeout=300
-    )
+    command = [str(word) for word in [*TRAIN, *flags]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return [float(n) for n in re.findall(r" - loss: ([0-9.]+)", done.stdout)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[float]:
+    return of_one_process()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -143,12 +146,7 @@ def training(cluster, engine: str, *flags):
     job = cluster.hosts[0].start(
         *tfdist_run(engine, "--watchdog_seconds=20"), *long, environment=ENVIRONMENT
     )
-    said = []
-    for line in job.stdout:
-        said.append(line)
-        if "Epoch 5/" in line:
-            return job, said
-    raise AssertionError("".join(said))
+    return job, read_until(job, "Epoch 5/")
 
 
 def rest_of(job, seconds: float) -> str:
@@ -168,7 +166,7 @@ def test_a_cable_that_is_out_for_five_seconds(cluster, engine):
     cluster.cut(cluster.hosts[1])
     time.sleep(5)
     cluster.mend(cluster.hosts[1])
-    text = "".join(said) + rest_of(job, 200)
+    text = said + rest_of(job, 200)
     assert job.returncode == 0, text
     assert "Epoch 60/60" in text
 
@@ -180,7 +178,7 @@ def test_a_cable_that_stays_out_ends_the_job(cluster, engine):
     begun = time.monotonic()
     cluster.cut(cluster.hosts[1])
     try:
-        text = "".join(said) + rest_of(job, 120)
+        text = said + rest_of(job, 120)
     finally:
         cluster.mend(cluster.hosts[1])
     assert job.returncode not in (0, None, -9), text
@@ -207,7 +205,7 @@ def test_a_host_that_dies_ends_the_job(engine):
     with Cluster(2) as cluster:
         job, said = training(cluster, engine)
         cluster.hosts[1].kill()
-        text = "".join(said) + rest_of(job, 120)
+        text = said + rest_of(job, 120)
         assert job.returncode not in (0, None, -9), text
         assert re.search(r"[Rr]ank [23]", text) and "host2" in text, text
 
@@ -222,18 +220,52 @@ def test_a_job_goes_on_after_ranks_elsewhere_were_killed(cluster, alone, engine,
         "--save_every=10",
         environment=ENVIRONMENT,
     )
-    said = []
-    for line in job.stdout:
-        said.append(line)
-        if "Epoch 8/" in line:
-            cluster.hosts[1].run("pkill", "-KILL", "-f", "bin/tfdist-train")
-            break
-    text = "".join(said) + rest_of(job, 200)
+    said = read_until(job, "Epoch 8/")
+    cluster.hosts[1].run("pkill", "-KILL", "-f", "bin/tfdist-train")
+    text = said + rest_of(job, 200)
     assert job.returncode == 0, text
     assert re.search(r"rank [23] on host2 was killed by SIGKILL", text), text
     _, restarted, rest = text.partition("restart 1 of 1")
     assert restarted and "Epoch 15/15" in rest and "Epoch 1/" not in rest, text
     assert losses(rest) == pytest.approx(alone[-len(losses(rest)) :], abs=2e-4)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_host_joins_a_job_and_dies(engine, tmp_path):
+    skip_without(engine)
+    hosts, length = tmp_path / "hosts", "--epochs=60"
+    hosts.write_text("host1:2\n")
+    elastic = [f"--host_discovery_script=cat {hosts}", "--min_np=2", "-np=4"]
+    with Cluster(2) as cluster:
+        job = cluster.hosts[0].start(
+            *[SCRIPTS / "tfdist-run", f"--engine={engine}", *elastic, "--"],
+            *[*TRAIN, length, f"--workdir={tmp_path}/saved", "--save_every=10"],
+            environment=ENVIRONMENT,
+        )
+        said = read_until(job, "Epoch 5/")
+        hosts.write_text("host1:2\nhost2:2\n")
+        said += read_until(job, "the hosts have changed") + read_until(job, "Epoch ")
+        cluster.hosts[1].kill()
+        hosts.write_text("host1:2\n")
+        rest = rest_of(job, 200)
+    assert job.returncode == 0, said + rest
+    assert "[3] " in said, said
+    assert "restart 1 of" in rest and "2 rank(s)" in rest and "Epoch 1/" not in rest, said + rest
+    expected = of_one_process(length)
+    for part in (said, rest):
+        for epoch, loss in re.findall(r"\[0\] Epoch (\d+)/60\n\[0\].* - loss: ([0-9.]+)", part):
+            assert float(loss) == pytest.approx(expected[int(epoch) - 1], abs=2e-4), said + rest
+    assert losses(rest)[-1] == pytest.approx(expected[-1], abs=2e-4)
+
+
+def read_until(job, words: str) -> str:
+    """What a job says up to the line with these words."""
+    said = []
+    for line in job.stdout:
+        said.append(line)
+        if words in line:
+            return "".join(said)
+    raise AssertionError("".join(said))
 
 
 def no_rank_is_left(cluster, seconds: float = 15) -> bool:
