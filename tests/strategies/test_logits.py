@@ -82,7 +82,7 @@ def train(
             metrics=["accuracy", LOSSES[loss][1]],
             run_eagerly=way == "eager",
         )
-    options = dict(epochs=2, verbose=0)
+    options = {"epochs": 2, "verbose": 0}
     if from_data_set:
         data = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch)
         history = model.fit(data, **options)
@@ -102,7 +102,8 @@ def on_rank(mesh: Mesh, options: dict, *args, **kwargs):
 def reference(one_process, loss: str, way: str, batch: int = 5):
     way = way if way in ("operation", "transposed", "eager") else "plain"
     (result,) = one_process.run(train, None, loss, way, batch=batch)
-    assert result.history["loss"][0] > 30  # Clipped probabilities give 16.1 at most.
+    # Clipped probabilities give 16.1 at most; the transposed ones Keras itself clips.
+    assert way == "transposed" or result.history["loss"][0] > 30
     return result
 
 
