@@ -86,6 +86,12 @@ class Chain:
     def __len__(self) -> int:
         return len(self.links)
 
+    def as_outputs(self, tensor):
+        """The output in the form in which the model returns it: alone, or in a dict."""
+        if isinstance(self.model, keras.Sequential) or isinstance(self.model.output, list | tuple):
+            return tensor  # Keras returns a list of one tensor as the tensor.
+        return keras.tree.pack_sequence_as(self.model.output, [tensor])
+
     def specs(
         self, rows: int | None = None, row_shape: Sequence[int | None] | None = None, dtype=None
     ) -> list[tf.TensorSpec]:
