@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from tfdist.launch.command import UsageError
+import re
+
+from tfdist.launch.flag_values import UsageError, folder, refuse
 from tfdist.launch.tasks import Data, Settings, Task
 
 __all__ = ["Images"]
+
+#: A name, a configuration and a version, as TFDS writes them.
+_NAME = re.compile(r"[a-z][a-z0-9_]*(/[\w.+-]+)?(:[\w.*]+)?", re.ASCII)
 
 
 class Images(Task):
@@ -25,6 +30,12 @@ class Images(Task):
                 f"--dataset={settings.dataset} is a text, which --model=gpt learns from. "
                 f"Received: --model={settings.model}."
             )
+        if _NAME.fullmatch(settings.dataset) is None:
+            raise refuse(
+                "dataset", settings.dataset, "digits, or the name of a set of TensorFlow Datasets"
+            )
+        if settings.data_dir is not None:
+            folder("data_dir", settings.data_dir)
         if settings.layout.tensor > 1:
             raise UsageError(
                 f"--tensor={settings.layout.tensor}: --model={settings.model} has no layers that are "

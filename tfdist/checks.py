@@ -12,8 +12,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 __all__ = [
     "LARGEST",
     "YEAR_SECONDS",
@@ -62,7 +60,7 @@ def refuse(name: str, value: Any, meaning: str, error: type[Exception] = ValueEr
     Returns:
         The exception, for the caller to raise.
     """
-    return error(f"`{name}` is {meaning}. Received: {shown(value)}.")
+    return error(f"`{name}` is {meaning}. Received: {name}={shown(value)}.")
 
 
 def integer(
@@ -162,7 +160,9 @@ def boolean(name: str, value: Any) -> bool:
     Raises:
         ValueError: It is something else.
     """
-    if isinstance(value, bool | np.bool_):
+    kind = type(value)
+    is_numpys = kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
+    if isinstance(value, bool) or is_numpys:
         return bool(value)
     raise refuse(name, value, "True or False")
 

@@ -62,7 +62,9 @@ class Mesh:
                 f"Only one mesh axis can be -1 (what is left). Received: {', '.join(f'{a}=-1' for a in free)}."
             )
         if not isinstance(order, list | tuple) or sorted(map(str, order)) != sorted(AXES):
-            raise checks.refuse("order", order, f"a list of {AXES}, each once, slowest first")
+            raise checks.refuse(
+                "order", order, f"a list that names each of {AXES} once, slowest first"
+            )
         self._degrees = degrees
         self._order = tuple(order)
         self._rank: int | None = None
@@ -73,9 +75,9 @@ class Mesh:
         Raises:
             ValueError: The degrees do not multiply to `size`, or `rank` is not in the world.
         """
-        size = checks.integer("size", size, minimum=1)
-        rank = checks.integer("rank", rank, minimum=0)
-        if rank >= size:
+        size = checks.integer("size", size)
+        rank = checks.integer("rank", rank)
+        if not 0 <= rank < size:
             raise ValueError(f"A `rank` lies in [0, size). Received: rank={rank}, size={size}.")
         fixed = math.prod(degree for degree in self._degrees.values() if degree != -1)
         degrees = {
@@ -173,7 +175,7 @@ class Mesh:
             right = [below, below + fixed] if below else [fixed]
         start = f"{' or '.join(map(str, right))} {_ranks(right[-1])}"
         return (
-            f"The mesh does not fill the world: {what}, but {size} {_ranks(size)} "
+            f"The mesh does not fill the world: {what}, but {size} "
             f"{'was' if size == 1 else 'were'} started. Start {start}, or change the mesh."
         )
 
