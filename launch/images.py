@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from tfdist.launch.command import say
 from tfdist.launch.flag_values import UsageError, folder, refuse
 from tfdist.launch.tasks import Data, Settings, Task
 
@@ -53,6 +54,8 @@ class Images(Task):
             raise UsageError(f"--dataset={settings.dataset}: {error}") from error
         self._info, self._name = info, settings.dataset
         size = info.splits["train"].num_examples
+        if size < settings.batch_size:
+            self._check_batch(settings, size)
         train = train.cache().shuffle(size, seed=settings.seed)
         # A pipeline cuts each batch into equal parts; the shuffle leaves out others each time.
         whole = settings.layout.pipeline > 1 or settings.whole_batches
@@ -67,6 +70,16 @@ class Images(Task):
             steps=steps,
             items=min(size, steps * settings.batch_size),
         )
+
+    def _check_batch(self, settings: Settings, size: int) -> None:
+        """What follows from a batch that is larger than the data."""
+        received = f"--batch_size={settings.batch_size}; {settings.dataset} has {size} samples"
+        if settings.layout.pipeline > 1 or settings.whole_batches:
+            raise UsageError(
+                f"A batch is filled here, which takes more data. Received: {received}."
+            )
+        if settings.is_chief:
+            say("tfdist-train", f"{received}: an epoch is one step.")
 
     def build(self, settings: Settings):
         """Makes a model for the images that were loaded."""

@@ -151,7 +151,9 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
         tf.config.threading.set_intra_op_parallelism_threads(_THREADS.value)
     on = world.make_world(settings.layout)
     replicas, batch_size = _replicas_and_batch(task, settings.layout, on)
-    settings = dataclasses.replace(settings, batch_size=batch_size, whole_batches=on.is_tpu)
+    settings = dataclasses.replace(
+        settings, batch_size=batch_size, whole_batches=on.is_tpu, is_chief=on.is_chief
+    )
     if on.is_tpu:
         keras.config.set_dtype_policy("mixed_bfloat16")
     keras.utils.set_random_seed(settings.seed)

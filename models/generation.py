@@ -12,8 +12,6 @@ from tfdist import checks, layers
 
 __all__ = ["generate"]
 
-_PROMPTS = "integers of shape [time] or [batch, time], at least one token"
-
 
 def generate(
     model: keras.Model,
@@ -126,15 +124,17 @@ def _check_model(model: keras.Model) -> None:
 
 def _check_prompts(prompt_tokens, vocabulary_size: int) -> np.ndarray:
     """The prompts as an array of shape [batch, time]."""
+    given = f"Received: prompt_tokens={checks.shown(prompt_tokens)}"
+    meaning = "`prompt_tokens` are integers of shape [time] or [batch, time], at least one token"
     try:
         prompts = np.atleast_2d(np.asarray(prompt_tokens))
     except (ValueError, TypeError) as error:
-        raise checks.refuse("prompt_tokens", prompt_tokens, _PROMPTS) from error
+        raise ValueError(f"{meaning}. {given}.") from error
     if prompts.ndim != 2 or not prompts.size or not np.issubdtype(prompts.dtype, np.integer):
-        raise checks.refuse("prompt_tokens", prompt_tokens, _PROMPTS)
+        raise ValueError(f"{meaning}. {given}, {prompts.dtype} of shape {prompts.shape}.")
     if prompts.min() < 0 or prompts.max() >= vocabulary_size:
         raise ValueError(
-            f"`prompt_tokens` lie in the vocabulary, [0, {vocabulary_size}). Received: "
-            f"{checks.shown(prompt_tokens)}, with tokens from {prompts.min()} to {prompts.max()}."
+            f"`prompt_tokens` lie in the vocabulary, [0, {vocabulary_size}). {given}, tokens from "
+            f"{prompts.min()} to {prompts.max()}."
         )
     return prompts

@@ -10,6 +10,7 @@ from tfdist.strategies.parallel import (
     ParallelStrategy,
     check_options,
     meeting,
+    notice_one_rank,
 )
 
 __all__ = ["HorovodStrategy"]
@@ -45,8 +46,9 @@ class HorovodStrategy(ParallelStrategy):
         options |= {"watchdog_seconds": watchdog_seconds, "deterministic": deterministic}
         check_options(mesh, engine, **options)
         if engine is None:
-            from tfdist.collectives.horovod import HorovodEngine
+            from tfdist.collectives.horovod import HorovodEngine, started_by_horovod
 
+            notice_one_rank(started_by_horovod())
             pin_gpu()
             with meeting(watchdog_seconds):
                 engine = HorovodEngine(mesh, deterministic=deterministic)

@@ -12,6 +12,7 @@ from tfdist.strategies.parallel import (
     ParallelStrategy,
     check_options,
     meeting,
+    notice_one_rank,
 )
 
 __all__ = ["MultiWorkerStrategy"]
@@ -48,8 +49,9 @@ class MultiWorkerStrategy(ParallelStrategy):
         options |= {"watchdog_seconds": watchdog_seconds}
         check_options(mesh, engine, **options)
         if engine is None:
-            from tfdist.collectives.tensorflow import TensorFlowEngine
+            from tfdist.collectives.tensorflow import TensorFlowEngine, started_by_tf_config
 
+            notice_one_rank(started_by_tf_config())
             pin_gpu()
             with meeting(watchdog_seconds):
                 engine = TensorFlowEngine(mesh, communication)

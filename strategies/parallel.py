@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import sys
 import threading
 from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
+from absl import logging
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 
 from tfdist import checks
@@ -17,6 +20,7 @@ from tfdist.data.sharding import equal_steps, is_per_rank, mark_per_rank, shard_
 from tfdist.mesh import Mesh
 from tfdist.monitoring import Watchdog, startup_guard
 from tfdist.optimizers.tuning import Tuning, tune
+from tfdist.schedulers import started_by_scheduler
 from tfdist.strategies import keras_seam
 from tfdist.strategies.gathering import gathered_for_step
 from tfdist.strategies.gradients import reduce_gradients
@@ -24,7 +28,7 @@ from tfdist.strategies.keras_seam.steps import count_rows, run_keras_step
 from tfdist.strategies.randomness import share_random_state
 from tfdist.strategies.replica import KerasStep, ReplicaContext
 
-__all__ = ["WATCHDOG_SECONDS", "ParallelStrategy", "check_options", "meeting"]
+__all__ = ["WATCHDOG_SECONDS", "ParallelStrategy", "check_options", "meeting", "notice_one_rank"]
 
 #: Longer than any sane pause between two collectives: loading data, tracing, saving.
 WATCHDOG_SECONDS = 600.0
@@ -202,6 +206,21 @@ def check_options(
     checks.one_of("wire_dtype", wire_dtype, ("bfloat16", "float16"), optional=True)
     checks.number("watchdog_seconds", watchdog_seconds, minimum=0, maximum=checks.YEAR_SECONDS)
     checks.boolean("deterministic", deterministic)
+
+
+def notice_one_rank(started: tuple[int, int] | None) -> None:
+    """Says so where a strategy of many ranks has one, for nobody used a launcher.
+
+    Args:
+        started: What the launcher of the strategy's own said, if there was one.
+    """
+    if started is None and started_by_scheduler() is None:
+        script = os.path.basename(sys.argv[0] or "")
+        logging.warning(
+            "tfdist: 1 rank: this process was not started by a launcher; `tfdist-run -np 4 -- "
+            "python %s` starts 4.",
+            script if script.endswith(".py") else "train.py",
+        )
 
 
 def meeting(watchdog_seconds: float):

@@ -112,7 +112,7 @@ def language_model_windows(
     num_windows = (len(tokens) - 1 - latest) // length
     if num_windows < 1:
         raise ValueError(
-            f"A text has at least {latest + length + 1} `tokens` for windows of {length}. Received: "
+            f"A text has at least {latest + length + 1} tokens for windows of {length}. Received: "
             f"{checks.shown(tokens)}, {len(tokens)} tokens. Take a longer text, or shorter windows."
         )
     text = tf.constant(tokens)

@@ -101,9 +101,9 @@ class Watchdog:
         return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else "its end"
 
     def _on_exception(self, kind, error, trace) -> None:
-        self._excepthook(kind, error, trace)
         if issubclass(kind, KeyboardInterrupt):
-            return
+            return  # Whoever pressed Ctrl-C knows; the exit code says so to all others.
+        self._excepthook(kind, error, trace)
         report = self._report()
         report.in_collective = bool(report.waiting)
         summary = traceback.format_exception_only(kind, error)[-1].strip().splitlines()[0]
