@@ -129,17 +129,19 @@ def refuse_ignored(
             )
 
 
-def folder(flag: str, text: str) -> None:
+def folder(flag: str, path: str) -> None:
     """Checks the path of a folder that is there, or that can be made.
 
     Raises:
         UsageError: It is the root, a file, or lies in what is no folder.
     """
-    if not os.path.abspath(os.path.expanduser(text)).strip("/"):
-        raise refuse(flag, text, "a folder, and not the root of the file system")
-    _check_parents(flag, text, "a folder")
-    if _mode(flag, text) not in (None, stat.S_IFDIR):
-        raise refuse(flag, text, "a folder, which that is not")
+    found = os.path.abspath(os.path.expanduser(path))
+    if not found.strip("/"):
+        raise refuse(flag, path, "a folder, and not the root of the file system")
+    while (mode := _mode(flag, path, found)) is None and found != os.path.dirname(found):
+        found = os.path.dirname(found)
+    if mode != stat.S_IFDIR:
+        raise UsageError(f"--{flag}={path} cannot be written: {found} is no folder.")
 
 
 def input_file(flag: str, path: str) -> None:
@@ -148,13 +150,14 @@ def input_file(flag: str, path: str) -> None:
     Raises:
         UsageError: There is none.
     """
-    mode = _mode(flag, path)
+    found = os.path.expanduser(path)
+    mode = _mode(flag, path, found)
     if mode is None:
-        raise refuse(flag, path, "a file, which is not there")
+        raise UsageError(f"--{flag}={path} is not there.")
     if mode != stat.S_IFREG:
-        raise refuse(flag, path, "a file, which that is not")
-    if not os.access(os.path.expanduser(path), os.R_OK):
-        raise refuse(flag, path, "a file that can be read, which that is not")
+        raise UsageError(f"--{flag}={path} is no file.")
+    if not os.access(found, os.R_OK):
+        raise UsageError(f"--{flag}={path} cannot be read: permission denied.")
 
 
 def output_file(flag: str, path: str, endings: Sequence[str] = ()) -> None:
@@ -168,32 +171,28 @@ def output_file(flag: str, path: str, endings: Sequence[str] = ()) -> None:
     Raises:
         UsageError: It is a folder, lies in no folder, cannot be written, or ends otherwise.
     """
-    if _mode(flag, path) == stat.S_IFDIR or path.endswith("/"):
-        raise refuse(flag, path, "a file, and not a folder")
     if endings and not path.endswith(tuple(endings)):
         raise refuse(flag, path, f"a file that ends in {' or '.join(endings)}")
     found = os.path.expanduser(path)
     parent = os.path.dirname(os.path.abspath(found))
-    if not os.path.isdir(parent):
-        raise refuse(flag, path, "a file in a folder that is there")
-    if not os.access(found if os.path.exists(found) else parent, os.W_OK):
-        raise refuse(flag, path, "a file that can be written, which that is not")
+    mode = _mode(flag, path, found)
+    if mode == stat.S_IFDIR or path.endswith("/"):
+        why = "it is a folder"
+    elif mode is None and _mode(flag, path, parent) != stat.S_IFDIR:
+        why = f"{parent} is no folder"
+    elif not os.access(parent if mode is None else found, os.W_OK):
+        why = "permission denied"
+    else:
+        return
+    raise UsageError(f"--{flag}={path} cannot be written: {why}.")
 
 
-def _check_parents(flag: str, text: str, what: str) -> None:
-    parent = os.path.dirname(os.path.abspath(os.path.expanduser(text)))
-    while (mode := _mode(flag, parent)) is None and parent != os.path.dirname(parent):
-        parent = os.path.dirname(parent)
-    if mode != stat.S_IFDIR:
-        raise refuse(flag, text, f"{what} in a folder; {parent} is none")
-
-
-def _mode(flag: str, path: str) -> int | None:
+def _mode(flag: str, path: str, found: str) -> int | None:
     """What kind of file there is; None for none."""
     try:
-        return stat.S_IFMT(os.stat(os.path.expanduser(path)).st_mode)
+        return stat.S_IFMT(os.stat(found).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         words = error.strerror if isinstance(error, OSError) else str(error)
-        raise refuse(flag, path, f"a path; {words}") from error
+        raise refuse(flag, path, f"a path: {words}") from error

@@ -260,7 +260,7 @@ def _hosts(text: str) -> list[Host]:
         if host is None:
             raise command.UsageError(
                 f"-H is host:slots,host:slots with at most {MOST_RANKS_OF_A_HOST:,} slots each. "
-                f"Received: {part[:80]!r} in -H {text[:200]}."
+                f"Received: {part[:80]!r} in -H {text[:200]!r}."
             )
         hosts.append(host)
     return hosts

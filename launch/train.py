@@ -193,6 +193,12 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
         )
     except tfdist.checkpoint.CheckpointError as error:
         raise command.UsageError(f"--workdir={_WORKDIR.value}: {error}") from error
+    except FloatingPointError as error:
+        raise command.Failure(str(error)) from error
+    except tf.errors.DataLossError as error:
+        raise command.UsageError(
+            f"--dataset={settings.dataset}: a file is damaged: {error.message.splitlines()[0]}"
+        ) from error
     last = {name: values[-1] for name, values in history.history.items()}
     shown = task.show(model)
     if on.is_chief:

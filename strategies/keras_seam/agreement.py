@@ -48,7 +48,7 @@ def check_agreement(strategy, kind: str, arguments: Mapping[str, Any]) -> None:
         ValueError: They differ; on all ranks.
     """
     own = _facts(arguments)
-    every = all_gather_object((kind, own), strategy.group(), name=f"{kind}{ARGUMENTS}")
+    every = all_gather_object((kind, own), strategy.group(), name=ARGUMENTS)
     kinds = [other for other, _ in every]
     if len(set(kinds)) > 1:
         raise ValueError(

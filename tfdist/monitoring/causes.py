@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 __all__ = ["ARGUMENTS", "likely_cause"]
 
-#: Ends the name of the collective that `fit`, `evaluate` and `predict` begin with.
-ARGUMENTS = "/arguments"
-_KINDS = ("fit", "evaluate", "predict")
+#: What the collective serves that `fit`, `evaluate` and `predict` begin with: one name for the three,
+#: so that ranks which call another of them meet, too.
+ARGUMENTS = "fit/arguments"
 
 
 def likely_cause(collective: str, there: Sequence[int], missing: Sequence[int]) -> str:
@@ -22,12 +22,11 @@ def likely_cause(collective: str, there: Sequence[int], missing: Sequence[int]) 
     Returns:
         A sentence with a blank behind it, or "".
     """
-    kind = next((kind for kind in _KINDS if f"/{kind}{ARGUMENTS}" in collective), None)
-    if kind is None or not there or not missing:
+    if f"/{ARGUMENTS}" not in collective or not there or not missing:
         return ""
     return (
-        f"{_ranks(there).capitalize()} called `{kind}`, {_ranks(missing)} did not: all ranks call it, "
-        "also where `strategy.is_chief` is False. "
+        f"{_ranks(there).capitalize()} called `fit` (or `evaluate`, `predict`), {_ranks(missing)} did "
+        "not: all ranks call it, also where `strategy.is_chief` is False. "
     )
 
 
