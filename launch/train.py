@@ -197,7 +197,7 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
         raise command.Failure(str(error)) from error
     except tf.errors.DataLossError as error:
         raise command.UsageError(
-            f"--dataset={settings.dataset}: a file is damaged: {error.message.splitlines()[0]}"
+            f"--dataset={settings.dataset}: a file is damaged: {_record_of(error.message)}."
         ) from error
     last = {name: values[-1] for name, values in history.history.items()}
     shown = task.show(model)
@@ -282,6 +282,12 @@ def _save_intervals() -> dict[str, Any]:
     if auto:
         return {"every": "auto"}
     return {"every_steps": int(steps)} if steps else {"every_seconds": float(seconds)}
+
+
+def _record_of(message: str) -> str:
+    """Which record of a file TensorFlow found damaged, of all that it says of its graph."""
+    found = re.search(r"[\w ]*\b(corrupted|truncated) record[^\n\[]*", message)
+    return found[0].strip() if found else " ".join(message.split())[:200]
 
 
 def _check_workdir(path: str) -> None:

@@ -6,6 +6,7 @@ where they stumble over it, often far from the call that brought it. Nothing her
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 import os
@@ -302,11 +303,12 @@ def _each(
     # A shape may be a tf.TensorShape, and costs an array: anything with a length and an order.
     if not isinstance(value, str | bytes | dict | set | frozenset):
         try:
-            entries = tuple(value) if hasattr(value, "__len__") else None
-            if entries is not None and (entries or empty):
+            entries = tuple(value) if hasattr(value, "__len__") else ()
+        except Exception:  # Whatever the value's own code raises: it is no list.
+            entries, empty = (), False
+        with contextlib.suppress(ValueError):
+            if entries or (empty and hasattr(value, "__len__")):
                 return tuple(check(entry) for entry in entries)
-        except (TypeError, ValueError):
-            pass
     meaning = f"a list or tuple of {what}{'' if empty else ', not empty'}"
     raise refuse(name, value, meaning + _or_none(optional, ""))
 

@@ -232,3 +232,17 @@ def test_flags_from_a_file(tmp_path):
     (tmp_path / "flags").write_text("--model=transformer\n")
     job = run([TRAIN[0], f"--flagfile={tmp_path / 'flags'}"])
     assert job.returncode == 2 and "--model=transformer" in job.stderr
+
+
+def test_a_damaged_data_file_is_one_line(tmp_path):
+    train = [TRAIN[0], "--model=mlp", "--epochs=1", f"--data_dir={tmp_path / 'data'}"]
+    assert run(train).returncode == 0
+    (records,) = (tmp_path / "data").rglob("*train.tfrecord*")
+    content = bytearray(records.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    records.write_bytes(content)
+    job = run(train)
+    assert job.returncode == 2
+    last = job.stderr.strip().splitlines()[-1]
+    assert "--dataset=digits: a file is damaged: corrupted record at" in last, job.stderr
+    assert "Traceback" not in job.stderr
