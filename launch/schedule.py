@@ -50,7 +50,13 @@ def run() -> None:
 def _check(_: list[str]) -> None:
     chosen = (_SCHEDULE, _STAGES, _MICROBATCHES, _CHUNKS)
     try:
-        check_schedule(*(flag.value for flag in chosen), most=_MOST_FORWARDS)
+        check_schedule(
+            _SCHEDULE.value,
+            _STAGES.value,
+            _MICROBATCHES.value,
+            _CHUNKS.value,
+            most=_MOST_FORWARDS,
+        )
     except ValueError as error:
         raise command.UsageError(f"{as_given(_VALUES, chosen)}: {error}") from None
     if _PICTURE.value is not None:

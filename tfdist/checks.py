@@ -290,9 +290,10 @@ def numbers_of(name: str, value: Any, *, minimum: float | None = None) -> tuple:
         ValueError: It is something else.
     """
     each = "finite numbers" + ("" if minimum is None else f" of at least {minimum:,}")
-    return _each(
+    found = _each(
         name, value, lambda entry: number(name, entry, minimum=minimum), each, False, False
     )
+    return found or ()
 
 
 def _each(

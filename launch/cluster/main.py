@@ -86,8 +86,9 @@ def _check(name: str, words: list[str]) -> str:
         if not word.isascii() and not word.encode(errors="replace").decode() == word:
             raise command.UsageError(f"The command is a text in UTF-8. Received: {word!r}.")
     text = _SCHEDULERS[name].write(words)
-    if _OUTPUTS[name].value is not None:
-        output_file("output", _OUTPUTS[name].value)
+    output = _OUTPUTS[name].value
+    if output is not None:
+        output_file("output", output)
     return text
 
 

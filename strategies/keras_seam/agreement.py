@@ -74,12 +74,12 @@ def describe(value: Any) -> str:
     if isinstance(value, tf.data.Dataset):
         if is_per_rank(value):
             return "a data set of the rank's own"
-        length = int(value.cardinality())
+        batches = int(value.cardinality())
         begins = {
             tf.data.INFINITE_CARDINALITY: "an endless data set",
             tf.data.UNKNOWN_CARDINALITY: "a data set",
         }
-        begin = begins.get(length, f"a data set of {length} batches")
+        begin = begins.get(batches, f"a data set of {batches} batches")
         return f"{begin}{_specs(value.element_spec)}"
     if isinstance(value, Mapping):
         inner = ", ".join(

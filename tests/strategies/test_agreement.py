@@ -183,3 +183,17 @@ def test_a_process_that_is_meant_to_be_alone_is_told_nothing(tmp_path, kind):
     done = _run(tmp_path, f"import tfdist\ntfdist.strategies.{kind}()\n")
     assert done.returncode == 0, done.stderr
     assert "1 rank" not in done.stderr
+
+
+@pytest.mark.parametrize(("batch_size", "told"), [(32, True), (8, False), (None, False)])
+def test_a_batch_that_is_larger_than_the_data_is_told(monkeypatch, batch_size, told):
+    from tfdist.strategies.keras_seam import agreement
+
+    said = []
+    monkeypatch.setattr(agreement.logging, "warning", lambda *words: said.append(words))
+    agreement._notice_large_batch("fit", {"x": np.ones([8, 3]), "batch_size": batch_size})
+    assert bool(said) == told
+    if told:
+        assert said[0][0] % said[0][1:] == (
+            "tfdist: batch_size=32 is more than the data has, 8 rows: an epoch is one step."
+        )
