@@ -132,10 +132,12 @@ class Mesh:
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
         """The rank at the given coordinates; axes that are not named take this rank's own."""
+        checks.instance("coordinates", coordinates, Mapping, "a dict from axes to places on them")
         place = {**self.coordinates(), **coordinates}
         self._check_axes(coordinates)
         rank = 0
         for axis in self._order:
+            checks.integer(axis, place[axis])
             if not 0 <= place[axis] < self._degrees[axis]:
                 raise ValueError(
                     f"The {axis} axis has {self._degrees[axis]} ranks. Received: {axis}={place[axis]}."

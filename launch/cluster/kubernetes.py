@@ -11,9 +11,9 @@ from tfdist.launch.cluster.job_flags import (
     JobFlags,
     define_repeated,
     parse_size,
-    refuse_odd,
 )
 from tfdist.launch.cluster.kubernetes_names import (
+    check_image,
     check_mounts,
     check_path,
     check_queue,
@@ -89,7 +89,7 @@ def from_flags(command: list[str]) -> str:
     job = _JOB.read(command)
     if _IMAGE.value is None:
         raise UsageError("Say what image the pods run: --image=registry/name:tag. Received: none.")
-    refuse_odd("--image", _IMAGE.value)
+    check_image(_IMAGE.value)
     for name, path in (("chdir", job.directory), ("ssh_auth_mount_path", _SSH.value)):
         if path is not None:
             check_path(name, path)

@@ -12,12 +12,26 @@ from collections.abc import Sequence
 from tfdist.launch.cluster.job_flags import key_values
 from tfdist.launch.flag_values import UsageError, refuse
 
-__all__ = ["check_mounts", "check_path", "check_queue", "check_resource", "labels_of"]
+__all__ = [
+    "check_image",
+    "check_mounts",
+    "check_path",
+    "check_queue",
+    "check_resource",
+    "labels_of",
+]
 
 _MOST_OF_A_LABEL = 63
 _MOST_OF_A_DOMAIN = 253
 _WORD = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?", re.ASCII)
 _DOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*", re.ASCII)
+_MOST_OF_AN_IMAGE = 255
+#: A host with a port, folders and a name, a tag, a digest.
+_IMAGE = re.compile(
+    r"([A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]+)?/)?[a-z0-9][a-z0-9._/-]*"
+    r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@[a-z0-9]+:[0-9a-f]{32,})?",
+    re.ASCII,
+)
 _SHARED_MEMORY = "/dev/shm"
 
 
@@ -47,6 +61,18 @@ def check_resource(name: str) -> None:
     """
     if "/" not in name or not _is_qualified(name):
         raise refuse("gpu_resource", name, "a domain and a name, as nvidia.com/gpu")
+
+
+def check_image(name: str) -> None:
+    """Checks the name of an image.
+
+    Raises:
+        UsageError: It is none.
+    """
+    if _IMAGE.fullmatch(name) is None:
+        raise refuse(
+            "image", name, "the name of an image, registry/name:tag or registry/name@digest"
+        )
 
 
 def check_queue(name: str | None) -> str | None:

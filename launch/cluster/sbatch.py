@@ -39,6 +39,7 @@ _TAKEN = {
     **dict.fromkeys(("--requeue", "--no-requeue"), "--requeue"),
     **dict.fromkeys(("--signal",), "--save_seconds"),
 }
+_WORD = re.compile(r"\w[\w.,:@+%=-]*", re.ASCII)
 #: What file systems take as the name of a log, with a number and an ending.
 _MOST_OF_A_NAME = 128
 
@@ -104,8 +105,19 @@ def from_flags(command: list[str]) -> str:
         raise UsageError(f"--gpu_type is for --gpu. Received: --gpu_type={_GPU_TYPE.value} alone.")
     for option in _SBATCH.value or ():
         _check_option(option)
-    if job.name and len(job.name) > _MOST_OF_A_NAME:
+    if len(job.name) > _MOST_OF_A_NAME:
         raise refuse("name", job.name, f"at most {_MOST_OF_A_NAME} characters")
+    words = {
+        "name": job.name,
+        "partition": _PARTITION.value,
+        "account": _ACCOUNT.value,
+        "gpu_type": _GPU_TYPE.value,
+    }
+    for flag, word in words.items():
+        if word is not None:
+            refuse_odd(f"--{flag}", word)
+            if _WORD.fullmatch(word) is None:
+                raise refuse(flag, word, "letters, digits and .,:@+%=- behind the first of them")
     return batch_script(
         job,
         SlurmOptions(

@@ -53,8 +53,14 @@ class MemoryReport:
     rows: tuple[MemoryRow, ...]
 
     def row(self, what: str) -> MemoryRow:
-        """The row of a name."""
-        return next(row for row in self.rows if row.what == what)
+        """The row of a name.
+
+        Raises:
+            ValueError: There is none.
+        """
+        names = [row.what for row in self.rows]
+        checks.one_of("what", what, names)
+        return self.rows[names.index(what)]
 
     def table(self) -> str:
         """The report as a table, in MiB."""
