@@ -17,6 +17,7 @@ from tfdist.data.position import DataPosition
 from tfdist.data.sharding import row_range
 from tfdist.monitoring.memory_report import parameter_bytes
 from tfdist.optimizers.non_finite import guard_of
+from tfdist.strategies.keras_seam.agreement import check_agreement
 from tfdist.strategies.keras_seam.callbacks import (
     callbacks_of_rank,
     check_callbacks,
@@ -56,6 +57,7 @@ def _fit(original, self, *args, **kwargs):
             f"the {strategy.engine.name} engine. Received: compile(jit_compile=True) on "
             f"{strategy.mesh.size} ranks. Leave `jit_compile` out, or set it to False."
         )
+    check_agreement(strategy, "fit", arguments)
     _adopt_optimizers(self, strategy)
     share_random_state(strategy.group())
     _prepare_callbacks(strategy, arguments, training=True)
@@ -119,6 +121,8 @@ def _evaluate(original, self, *args, **kwargs):
     if strategy is None:
         return original(self, *args, **kwargs)
     arguments = _arguments(original, self, *args, **kwargs)
+    if not isinstance(arguments["callbacks"], keras.callbacks.CallbackList):
+        check_agreement(strategy, "evaluate", arguments)
     synchronize_layer_states(self)
     # Inside `fit` the callbacks are those of `fit`, prepared there.
     if not isinstance(arguments["callbacks"], keras.callbacks.CallbackList):
@@ -131,6 +135,7 @@ def _predict(original, self, *args, **kwargs):
     if strategy is None:
         return original(self, *args, **kwargs)
     arguments = _arguments(original, self, *args, **kwargs)
+    check_agreement(strategy, "predict", arguments)
     synchronize_layer_states(self)
     _prepare_callbacks(strategy, arguments, training=False)
     with strategy.extended.predicting():

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist import checks
 from tfdist.collectives import broadcast
 from tfdist.collectives.local import LocalEngine
 from tfdist.collectives.objects import all_gather_object
@@ -17,7 +18,7 @@ from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.costs import measure_seconds
 from tfdist.pipeline.partition import Partition, make_partition
 from tfdist.pipeline.parts import Parts
-from tfdist.pipeline.schedules import Schedule, make_schedule
+from tfdist.pipeline.schedules import SCHEDULES, Schedule, make_schedule
 from tfdist.pipeline.simulation import Run, check
 
 __all__ = ["PipelineModel"]
@@ -74,18 +75,28 @@ class PipelineModel(keras.Model):
         timed: bool = False,
         name: str | None = None,
     ):
+        checks.integer("num_microbatches", num_microbatches, minimum=1)
+        checks.one_of("schedule", schedule, sorted(SCHEDULES))
+        checks.integer("chunks", chunks, minimum=1, optional=True)
+        checks.boolean("timed", timed)
+        checks.text("name", name, optional=True)
         chain = Chain(model, input_shape)
         super().__init__(name=name or f"{chain.model.name}_pipeline")
         strategy: Any = tf.distribute.get_strategy()
         has_engine = hasattr(strategy, "engine")
         group = (strategy if has_engine else LocalEngine()).group("pipeline")
-        if cut == "cyclic" and chunks is None and not len(chain) % group.size:
+        if (
+            isinstance(cut, str)
+            and cut == "cyclic"
+            and chunks is None
+            and not len(chain) % group.size
+        ):
             chunks = len(chain) // group.size
         plan = make_schedule(schedule, group.size, num_microbatches, chunks)
         check(plan)
         if cost is None:
             cost = "flops" if chain.has_known_shapes else "parameters"
-        elif cost == "seconds":
+        elif isinstance(cost, str) and cost == "seconds":
             cost = measure_seconds(chain, strategy.group() if has_engine else None)
         partition = make_partition(chain, group.size, plan.chunks, cut=cut, cost=cost)
         _check_trained(partition)
