@@ -52,6 +52,10 @@ def _with_a_row(tensor: tf.Tensor) -> tf.Tensor:
     """The tensor, or a row of zeros where it has none."""
 
     def filled(tensor):
+        if tf.executing_eagerly():
+            # What padding makes still has a gradient, if one of nothing.
+            return tf.pad(tensor, [[0, 1]] + [[0, 0]] * (tensor.shape.rank - 1))
+
         def row():
             return tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], axis=0), tensor.dtype)
 

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import Group, all_gather
+from tfdist.graph.dependence import is_independent_of_batch
 from tfdist.optimizers.elementwise import unwrapped
 from tfdist.optimizers.zero.flat import FlatSharding
 
@@ -43,7 +44,10 @@ def needs_rows(optimizer) -> bool:
 def reduce_rows(
     gradient: tf.IndexedSlices, group: Group, reduction: str, name: str
 ) -> tf.IndexedSlices:
-    """The rows of all ranks, in the order of the ranks: those of the whole batch.
+    """The rows of the whole batch, in the order of the ranks.
+
+    Rows of ids that do not come from the batch, as those of positions, are added up over the ranks, as
+    one process adds them up over the batch.
 
     Args:
         gradient: This rank's rows, values of shape [rows, ...]; as many as there are.
@@ -51,10 +55,51 @@ def reduce_rows(
         reduction: "sum" or "mean": whether values are divided by the number of ranks.
         name: What travels, for messages.
     """
-    values = all_gather(gradient.values, group, uneven=True, name=f"{name}/rows")
-    indices = all_gather(gradient.indices, group, uneven=True, name=f"{name}/indices")
+    reduced = [
+        _reduce_lookup(lookup, group, f"{name}/{place}" if place else name)
+        for place, lookup in enumerate(_lookups(gradient))
+    ]
+    values = tf.concat([rows.values for rows in reduced], axis=0)
+    indices = tf.concat([rows.indices for rows in reduced], axis=0)
     if reduction == "mean":
         values /= tf.cast(group.size, values.dtype)
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def _lookups(gradient: tf.IndexedSlices) -> list[tf.IndexedSlices]:
+    """The gradients of single lookups in a table, which TensorFlow has joined."""
+    if not tf.is_symbolic_tensor(gradient.indices) or gradient.indices.op.type != "ConcatV2":
+        return [gradient]
+    parts = list(gradient.indices.op.inputs)[:-1]
+    if not any(map(is_independent_of_batch, parts)):
+        return [gradient]
+    values = tf.split(gradient.values, [tf.size(part) for part in parts])
+    return [
+        tf.IndexedSlices(some, part, gradient.dense_shape)
+        for some, part in zip(values, parts, strict=True)
+    ]
+
+
+def _reduce_lookup(gradient: tf.IndexedSlices, group: Group, name: str) -> tf.IndexedSlices:
+    values = all_gather(gradient.values, group, uneven=True, name=f"{name}/rows")
+    indices = all_gather(gradient.indices, group, uneven=True, name=f"{name}/indices")
+    # An eager tensor does not say where it comes from: there equal ids on all ranks stand for it.
+    if not tf.executing_eagerly() and not is_independent_of_batch(gradient.indices):
+        return tf.IndexedSlices(values, indices, gradient.dense_shape)
+    # Ranks with data of their own may have sequences of other lengths.
+    own = gradient.indices
+    are_equal = tf.cond(
+        tf.equal(tf.size(indices), tf.size(own) * group.size),
+        lambda: tf.reduce_all(tf.equal(tf.reshape(indices, [group.size, -1]), own[None])),
+        lambda: tf.constant(False),
+    )
+    parts = tf.concat([[group.size, -1], tf.shape(values)[1:]], axis=0)
+    values, indices = tf.cond(
+        are_equal,
+        lambda: (tf.reduce_sum(tf.reshape(values, parts), axis=0), own),
+        lambda: (values, indices),
+    )
+    values.set_shape([None, *gradient.values.shape[1:]])
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import tensorflow as tf
 
 from tfdist.collectives import Group, recv, send
+from tfdist.graph.dependence import mark_independent
 from tfdist.pipeline.carving import Part
 from tfdist.pipeline.schedules import Action, Kind, Schedule
 from tfdist.pipeline.stage import StageProgram
@@ -110,7 +111,8 @@ def run_schedule(
         finished = [tf.identity(tensor) for tensor in results.values()] or list(arguments.values())
         for place, names in enumerate(program.gradients):
             if names and names[0] in results:
-                total = _added(totals[stage][place], [results[name] for name in names])
+                more = [results[name] for name in names]
+                total = _added(totals[stage][place], more, program.same_rows[place])
                 totals[stage][place] = total
                 finished += total
         with tf.control_dependencies(finished):
@@ -124,7 +126,13 @@ def run_schedule(
             to = stage + (1 if action.kind is Kind.FORWARD else -1)
             if not route.is_here(to):
                 route.send(tensors[out], to, _name(action))
-    gradients = {stage: [_gradient(total) for total in found] for stage, found in totals.items()}
+    gradients = {
+        stage: [
+            _gradient(total, same_rows)
+            for total, same_rows in zip(found, programs[stage].same_rows, strict=True)
+        ]
+        for stage, found in totals.items()
+    }
     return Outcome(gradients, tf.stack(times) if timed else None)
 
 
@@ -191,7 +199,7 @@ def _after(before: Sequence, arguments: dict, timed: bool):
         return {name: tf.identity(tensor) for name, tensor in arguments.items()}, began
 
 
-def _added(total: list[tf.Tensor], more: list[tf.Tensor]) -> list[tf.Tensor]:
+def _added(total: list[tf.Tensor], more: list[tf.Tensor], same_rows: bool) -> list[tf.Tensor]:
     """A gradient and that of another micro-batch: one tensor, or rows, indices and maybe a shape."""
     if not total:
         return more
@@ -199,13 +207,17 @@ def _added(total: list[tf.Tensor], more: list[tf.Tensor]) -> list[tf.Tensor]:
         # A chain of additions TensorFlow would make one sum of many terms, which all stand until the
         # last is there.
         return [tf.add_n(total + more)]
+    if same_rows:
+        return [tf.add_n([total[0], more[0]]), *total[1:]]
     rows, indices = (tf.concat([total[i], more[i]], axis=0) for i in (0, 1))
     return [rows, indices, *total[2:]]
 
 
-def _gradient(total: list[tf.Tensor]):
+def _gradient(total: list[tf.Tensor], same_rows: bool):
     """What the optimizer gets."""
     if len(total) > 1:
+        if same_rows:
+            mark_independent(total[1])
         return tf.IndexedSlices(total[0], total[1], *total[2:])
     return total[0] if total else None
 

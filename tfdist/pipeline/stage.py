@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
+from tfdist.graph.dependence import is_independent_of_batch
 from tfdist.graph.provenance import with_provenance
 from tfdist.pipeline.carving import Part, ancestors, carve
 from tfdist.pipeline.keras_graph import trace_graph
@@ -33,6 +34,8 @@ class StageProgram:
         dx: The name of the gradient of the inputs; None on the first stage.
         gradients: For each variable the names of its gradient's components: one, three of an
             IndexedSlices, or none.
+        same_rows: For each variable whether its gradient is an IndexedSlices whose indices are those
+            of every micro-batch, as the ids of positions are.
     """
 
     forward: Part
@@ -44,6 +47,7 @@ class StageProgram:
     dy: str | None
     dx: str | None
     gradients: tuple[tuple[str, ...], ...]
+    same_rows: tuple[bool, ...]
 
 
 def trace_stage(
@@ -113,6 +117,10 @@ def trace_stage(
             else []
             for each in gradients
         ]
+        marks["same_rows"] = tuple(
+            isinstance(each, tf.IndexedSlices) and is_independent_of_batch(each.indices)
+            for each in gradients
+        )
         marks["all"] = set(graph.get_operations())
         marks.update(x=x, rest=rest, y=y, dx=dx)
 
@@ -149,4 +157,5 @@ def trace_stage(
         dy=marks["rest"][0].name if dy else None,
         dx=sent[0].name if sent else None,
         gradients=tuple(tuple(t.name for t in some) for some in components),
+        same_rows=marks["same_rows"],
     )
