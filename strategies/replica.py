@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -71,6 +73,8 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         step: The Keras step under way, or None for a function of the user's own.
         reduced: The ids of optimizers whose gradients were already reduced in this run.
         applied_to: By an optimizer's id, the variables of the gradients that it is applying.
+        has_padding: Whether what is computed now is of a row that is not there, since this rank has
+            none: a bool tensor. None where nothing is padded.
     """
 
     def __init__(self, strategy, step: KerasStep | None):
@@ -78,11 +82,21 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         self.step = step
         self.reduced: set[int] = set()
         self.applied_to: dict[int, list] = {}
+        self.has_padding: tf.Tensor | None = None
 
     @property
     def devices(self):
         """The device of this rank."""
         return self._strategy.extended.worker_devices
+
+    @contextlib.contextmanager
+    def padded(self, has_padding: tf.Tensor) -> Iterator[None]:
+        """Inside, collectives leave out what this rank has computed of a row that is not there."""
+        before, self.has_padding = self.has_padding, has_padding
+        try:
+            yield
+        finally:
+            self.has_padding = before
 
     def all_reduce(self, reduce_op, value, options=None):
         """Reduces a tensor, or a nest of them, over the data axis; differentiable.
@@ -95,17 +109,37 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         del options
         reduction = getattr(reduce_op, "value", reduce_op).lower()
         group = self._strategy.group("data")
-        return tf.nest.map_structure(
-            lambda tensor: _weighted_all_reduce(tensor, group, reduction, self.step), value
-        )
+
+        def reduce(tensor):
+            if self.has_padding is not None:
+                tensor = tf.convert_to_tensor(tensor)
+                tensor = tf.where(self.has_padding, tf.zeros_like(tensor), tensor)
+            return _weighted(lambda x: all_reduce(x, group, reduction), tensor, self.step)
+
+        return tf.nest.map_structure(reduce, value)
 
     def all_gather(self, value, axis, options=None):
-        """Concatenates the ranks' tensors along `axis`, in data order; differentiable."""
+        """Concatenates the ranks' tensors along `axis`, in data order; differentiable.
+
+        In a step of a Keras model the result is the tensor of the whole batch. A loss of it is the
+        same number on all ranks, and has the gradient that it has in a single process.
+
+        Args:
+            value: A nest of tensors of rank one or more. Sizes along `axis` may differ.
+            axis: The dim along which they are joined.
+            options: Not used.
+        """
         del options
         group = self._strategy.group("data")
-        return tf.nest.map_structure(
-            lambda tensor: all_gather(tensor, group, axis, uneven=True), value
-        )
+
+        def gather(tensor):
+            if self.has_padding is not None:
+                tensor = tf.convert_to_tensor(tensor)
+                rows = tf.where(self.has_padding, 0, tf.shape(tensor)[0])
+                tensor = tensor[:rows]
+            return _weighted(lambda x: all_gather(x, group, axis, uneven=True), tensor, self.step)
+
+        return tf.nest.map_structure(gather, value)
 
 
 def current_replica() -> ReplicaContext | None:
@@ -120,26 +154,29 @@ def current_step() -> KerasStep | None:
     return replica.step if replica is not None else None
 
 
-def _weighted_all_reduce(tensor, group: Group, reduction: str, step: KerasStep | None):
-    """`all_reduce`, with a gradient that is right where ranks have unequal shares.
+def _weighted(collective: Callable, tensor, step: KerasStep | None):
+    """A collective, with a gradient that is right where ranks have unequal shares.
 
     The step's objective is the sum over ranks of share times local loss, but each rank derives
-    its local loss and multiplies by its share at the end. What flows back through a reduction
+    its local loss and multiplies by its share at the end. What flows back through a collective
     comes from all ranks' losses: it must be summed with each rank's share, and be divided by this
     rank's, which is multiplied in again later.
     """
     if step is None or step.is_even:
-        return all_reduce(tensor, group, reduction)
+        return collective(tensor)
 
-    @custom_gradient
-    def reduce(x):
-        y = all_reduce(x, group, reduction)
+    def times_share(dy):
+        return tf.math.multiply_no_nan(dy, tf.cast(step.share, dy.dtype))
 
-        def gradient(dy):
-            share = tf.cast(step.share, dy.dtype)
-            weighted = tf.math.multiply_no_nan(dy, share)
-            return tf.math.divide_no_nan(all_reduce(weighted, group, reduction), share)
+    def over_share(dy):
+        return tf.math.divide_no_nan(dy, tf.cast(step.share, dy.dtype))
 
-        return y, gradient
+    own = _with_gradient(tf.convert_to_tensor(tensor), over_share)
+    return _with_gradient(collective(own), times_share)
 
-    return reduce(tf.convert_to_tensor(tensor))
+
+def _with_gradient(tensor: tf.Tensor, gradient: Callable) -> tf.Tensor:
+    """The tensor; what flows back through it is `gradient` of what arrives."""
+    if not tensor.dtype.is_floating:
+        return tensor
+    return custom_gradient(lambda x: (tf.identity(x), gradient))(tensor)

@@ -66,10 +66,14 @@ def clip_spread_gradients(
         # Not a number where the norm is none, as in Keras.
         scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
         scales = [scale] * len(gradients)
+        # Keras multiplies what the rows add up to.
+        gradients = [None if each is None else tf.convert_to_tensor(each) for each in gradients]
     else:
         limit = optimizer.clipvalue
-        dense = [None if grad is None else tf.convert_to_tensor(grad) for grad in gradients]
-        return [None if grad is None else tf.clip_by_value(grad, -limit, limit) for grad in dense]
+        return [
+            None if gradient is None else tf.clip_by_value(gradient, -limit, limit)
+            for gradient in gradients
+        ]
     return [
         None if gradient is None else _times(gradient, scale)
         for gradient, scale in zip(gradients, scales, strict=True)

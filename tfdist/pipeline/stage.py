@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
+from tfdist.graph.provenance import with_provenance
 from tfdist.pipeline.carving import Part, ancestors, carve
 from tfdist.pipeline.keras_graph import trace_graph
 
@@ -93,7 +94,7 @@ def trace_stage(
                     tape.watch(y)
                     source = y
             # An operation of this graph, also where the links hand on what they got.
-            y = tf.identity(y)
+            y = with_provenance(tf.identity, y)
             extra = extra_loss(tf.shape(x)[0])
             if loss is not None:
                 total = loss(y, *rest)
@@ -120,6 +121,9 @@ def trace_stage(
     inputs = {tensor.op for tensor in graph.inputs}
     forward = marks["forward"] - inputs
     backward = marks["all"] - marks["forward"] - inputs
+    # The gradient of a loop, as an LSTM has one, adds to the loop where it is to keep its activations.
+    late = ancestors([tensor for each in forward for tensor in each.inputs], backward)
+    forward, backward = forward | late, backward - late
     leads_back = ancestors([] if marks["dx"] is None else [marks["dx"]], backward)
     components = marks["gradients"]
     flat = [tensor for some in components for tensor in some]
