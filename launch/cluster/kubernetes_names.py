@@ -25,6 +25,7 @@ _MOST_OF_A_LABEL = 63
 _MOST_OF_A_DOMAIN = 253
 _WORD = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?", re.ASCII)
 _DOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*", re.ASCII)
+#: By the specification of OCI's registries.
 _MOST_OF_AN_IMAGE = 255
 #: A host with a port, folders and a name, a tag, a digest.
 _IMAGE = re.compile(
@@ -69,7 +70,7 @@ def check_image(name: str) -> None:
     Raises:
         UsageError: It is none.
     """
-    if _IMAGE.fullmatch(name) is None:
+    if _IMAGE.fullmatch(name) is None or len(name.partition("@")[0]) > _MOST_OF_AN_IMAGE:
         raise refuse(
             "image", name, "the name of an image, registry/name:tag or registry/name@digest"
         )
