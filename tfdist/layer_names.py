@@ -1,0 +1,65 @@
+"""Which layers got their name from Keras, and which from the user.
+
+Keras names a layer after its class and numbers it by how many of the class the process has made:
+`dense_7`. Such a number says nothing to another process; a number that the user wrote does. Keras does
+not keep which it was (`Operation.__new__` drops `name` from the arguments that it records), so the
+constructor is watched from the import of tfdist on.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import weakref
+from typing import Any
+
+from keras.src.models.functional import Functional
+from keras.src.ops.operation import Operation
+from keras.src.utils.naming import to_snake_case
+
+__all__ = ["Functional", "is_made_up", "plain_name", "watch"]
+
+#: Whether Keras made up the name, for what was constructed since the watch began.
+_made_up: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def watch() -> None:
+    """Watches the constructor of all layers from now on; a second call changes nothing.
+
+    Raises:
+        ImportError: The constructor of this Keras is another.
+    """
+    original = Operation.__init__
+    if getattr(original, "__wrapped__", None) is not None:
+        return
+    if list(inspect.signature(original).parameters) != ["self", "name"]:
+        raise ImportError(
+            "tfdist does not know this version of Keras: `Operation.__init__` is expected to take "
+            f"`name` alone. Received: {inspect.signature(original)}. Install keras>=3.15,<3.16."
+        )
+
+    @functools.wraps(original)
+    def watched(self, name=None):
+        original(self, name=name)
+        _made_up[self] = name is None
+
+    Operation.__init__ = watched
+
+
+def is_made_up(layer) -> bool:
+    """Whether Keras made up the name of a layer.
+
+    Of one that was made before tfdist was imported it is not known: then a name that looks like
+    one of Keras' counts as one.
+    """
+    looks_so = re.sub(r"_\d+$", "", layer.name) == plain_name(type(layer))
+    return looks_so and _made_up.get(layer, True)
+
+
+def plain_name(kind: type) -> str:
+    """The name that Keras makes up for the first object of a class."""
+    return to_snake_case(kind.__name__)
+
+
+watch()
