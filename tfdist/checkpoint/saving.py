@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import posixpath
@@ -139,7 +140,7 @@ class Saver:
             on_end: Called when nothing more is written, well or not.
         """
         path = posixpath.join(self._directory, folder_of(step, self._token))
-        manifest = Manifest(step, self._arrays, _check_state(state))
+        manifest = Manifest(step, self._arrays, _check_state(state), {})
         return Save(path, self._entries, manifest, self._writers, self.world, on_complete, on_end)
 
 
@@ -324,7 +325,7 @@ class Save:
         }
         if missing := sorted(wanted - digests.keys()):
             raise StorageError(f"{self.path}: no rank has written {', '.join(missing[:3])}.")
-        self._manifest.files.update(digests)
+        self._manifest = dataclasses.replace(self._manifest, files=digests)
         self._manifest.write(storage)
         self._is_complete = True
         for kind in ("parts", "digests"):
