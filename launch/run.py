@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 
 from absl import flags
 
+from tfdist.directory_lock import JOB
 from tfdist.launch import command, remote, slurm
 from tfdist.launch.hosts import Host, HostDiscovery, is_this_machine, parse_host, placed
 from tfdist.launch.processes import RankProcess
@@ -119,6 +121,7 @@ def _main(words: list[str]) -> int:
     least, most = _sizes(size)
     engine = _engine()
     shell = remote.srun if in_slurm else remote.ssh
+    job = secrets.token_hex(8)
 
     def start(names: Sequence[str], should_end: Callable[[], bool]) -> tuple[Supervisor, int]:
         reached = _reach(names, shell)
@@ -126,7 +129,7 @@ def _main(words: list[str]) -> int:
             starts = []
             for far, environment in zip(reached, found, strict=True):
                 begin = RankProcess.start if far is None else far.start
-                environment = {**environment, MEANT_RANKS: str(size)}
+                environment = {**environment, MEANT_RANKS: str(size), JOB: job}
                 starts.append(functools.partial(begin, words, environment))
             supervisor = Supervisor(
                 starts,

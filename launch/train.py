@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import time
@@ -19,6 +20,8 @@ from typing import Any
 
 from absl import flags
 
+from tfdist import directory_lock
+from tfdist.directories import checked_directory
 from tfdist.launch import command, world
 from tfdist.launch.images import Images
 from tfdist.launch.language import Language
@@ -27,6 +30,9 @@ from tfdist.launch.tasks import VALUES, Data, Settings, Task
 from tfdist.rendezvous import MEANT_RANKS
 
 __all__ = ["run"]
+
+#: Variables that tell a process its rank.
+_RANKS = ("HOROVOD_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK")
 
 _TASKS: tuple[Task, ...] = (Images(), Language())
 
@@ -125,6 +131,7 @@ def run() -> None:
 def _main(_) -> None:
     task, settings = _choose_task()
     intervals = _save_intervals()
+    _check_workdir()
     # TensorFlow takes seconds to import, which a bad flag need not wait for; and it is talkative.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import keras
@@ -252,6 +259,34 @@ def _save_intervals() -> dict[str, Any]:
     if auto:
         return {"every": "auto"}
     return {"every_steps": int(steps)} if steps else {"every_seconds": float(seconds)}
+
+
+def _check_workdir() -> None:
+    """Refuses a bad folder, and one that another job saves into, before TensorFlow is imported."""
+    if _WORKDIR.value is None:
+        return
+    try:
+        checked_directory(_WORKDIR.value, "--workdir")
+    except ValueError as error:
+        raise command.UsageError(str(error)) from error
+    if not _may_be_chief():
+        return
+    owner = directory_lock.holder_of(_WORKDIR.value)
+    if owner is not None:
+        raise command.UsageError(
+            f"--workdir={_WORKDIR.value}: {directory_lock.in_use(_WORKDIR.value, owner)}"
+        )
+
+
+def _may_be_chief() -> bool:
+    """Whether this is the process that will hold the lock; of others, the lock is its own job's."""
+    if "TF_CONFIG" in os.environ:
+        try:
+            return json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0
+        except (ValueError, TypeError, KeyError):
+            return False  # The strategy says what is wrong with it.
+    ranks = [os.environ[name] for name in _RANKS if name in os.environ]
+    return not ranks or ranks[0] == "0"
 
 
 def _build(task: Task, settings: Settings, data: Data):

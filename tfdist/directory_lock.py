@@ -22,7 +22,15 @@ from typing import Any
 
 import psutil
 
-__all__ = ["JOB", "STALE_SECONDS", "DirectoryLock", "InUseError", "Owner", "holder_of"]
+__all__ = [
+    "JOB",
+    "STALE_SECONDS",
+    "DirectoryLock",
+    "InUseError",
+    "Owner",
+    "holder_of",
+    "in_use",
+]
 
 #: A variable that is the same in all runs of a job that a launcher starts again.
 JOB = "TFDIST_JOB"

@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.checkpoint.arguments import check_bool, check_number, check_seconds
-from tfdist.checkpoint.directory import checked_directory, folders, lost
+from tfdist.checkpoint.directory import folders, lost
 from tfdist.checkpoint.fit_state import FitState, check_state
 from tfdist.checkpoint.intervals import young_daly
 from tfdist.checkpoint.reporting import report_in_one_line
@@ -26,6 +26,7 @@ from tfdist.checkpoint.storage import Storage, StorageError
 from tfdist.collectives import all_reduce
 from tfdist.collectives.objects import broadcast_object
 from tfdist.data.position import DataPosition
+from tfdist.directories import checked_directory
 from tfdist.directory_lock import DirectoryLock, InUseError
 from tfdist.exit_codes import PREEMPTED
 from tfdist.layers.states import layer_states

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import posixpath
-from typing import Any
 
 from tfdist.checkpoint.errors import StorageError
 from tfdist.checkpoint.manifest import step_of
-from tfdist.checkpoint.storage import MANIFEST, SCHEMES, UNFINISHED, Storage, is_address
+from tfdist.checkpoint.storage import MANIFEST, UNFINISHED, Storage
+from tfdist.directories import checked_directory, is_address
 
 __all__ = [
-    "checked_directory",
     "complete_checkpoints",
     "folders",
     "is_folder",
@@ -23,45 +22,6 @@ __all__ = [
 
 #: Says which checkpoint was completed last, so that its loss is told.
 _NEWEST = "newest.json"
-
-
-def checked_directory(directory: Any, name: str = "directory") -> str:
-    """A path as the other functions take it.
-
-    Args:
-        directory: A folder, or an address of an object store.
-        name: What the argument is called, for messages.
-
-    Raises:
-        TypeError: It is no path.
-        ValueError: It is the path of nothing that checkpoints can lie in.
-    """
-    try:
-        path = os.fspath(directory)
-    except TypeError:
-        path = None
-    if not isinstance(path, str):
-        raise TypeError(f"`{name}` is a path: a string or a `Path`. Received: {directory!r}.")
-    if path.lower().startswith("file://"):
-        path = path[len("file://") :]
-    if is_address(path):
-        scheme, _, rest = path.partition("://")
-        bucket = rest.partition("/")[0]
-        if scheme not in SCHEMES or not bucket or "\0" in path:
-            raise ValueError(
-                f"`{name}` is a folder, or the address of a bucket: "
-                f"{' or '.join(f'{each}://bucket/folder' for each in SCHEMES)}. "
-                f"Received: {directory!r}."
-            )
-        return path.rstrip("/")
-    if not path.strip() or "\0" in path:
-        raise ValueError(f"`{name}` is the path of a folder. Received: {directory!r}.")
-    if os.path.abspath(path) in ("/", "//"):
-        raise ValueError(
-            f"`{name}` is a folder of its own, not the root of the file system. Received: "
-            f"{directory!r}."
-        )
-    return path.rstrip("/")
 
 
 def folders(directory: str) -> dict[str, bool]:

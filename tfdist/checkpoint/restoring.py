@@ -11,16 +11,17 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.checkpoint.directory import checked_directory, complete_checkpoints, latest, lost
+from tfdist.checkpoint.directory import complete_checkpoints, latest, lost
 from tfdist.checkpoint.entries import arrays_of, entries_of
 from tfdist.checkpoint.errors import CheckpointError, OtherModelError, StorageError
 from tfdist.checkpoint.manifest import FORMAT, Array, Arrays, Manifest, step_of
 from tfdist.checkpoint.pieces import Entry
 from tfdist.checkpoint.reading import Reader
 from tfdist.checkpoint.saving import world_of
-from tfdist.checkpoint.storage import MANIFEST, Storage, is_address
+from tfdist.checkpoint.storage import MANIFEST, Storage
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object, broadcast_object
+from tfdist.directories import checked_directory, is_address
 
 __all__ = ["OtherModelError", "latest", "restore", "restore_checked"]
 

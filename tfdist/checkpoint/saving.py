@@ -17,7 +17,7 @@ import numpy as np
 
 from tfdist.checkpoint.arguments import check_number
 from tfdist.checkpoint.chunks import CHUNK_BYTES, CRC_BYTES, chunk_shape_of, decode
-from tfdist.checkpoint.directory import checked_directory, record_newest
+from tfdist.checkpoint.directory import record_newest
 from tfdist.checkpoint.entries import entries_of, held_by
 from tfdist.checkpoint.errors import DirectoryInUseError, StorageError
 from tfdist.checkpoint.manifest import Array, Digests, Manifest, folder_of, keys_of
@@ -26,6 +26,7 @@ from tfdist.checkpoint.storage import UNFINISHED, Storage, digest_of
 from tfdist.collectives import Group
 from tfdist.collectives.local import LocalEngine
 from tfdist.collectives.objects import all_gather_object, broadcast_object
+from tfdist.directories import checked_directory
 from tfdist.directory_lock import DirectoryLock, InUseError
 
 __all__ = ["Save", "Saver", "begin_save", "lock_on", "save", "world_of"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,16 +14,15 @@ import tensorstore as ts
 from tfdist.checkpoint import files
 from tfdist.checkpoint.chunks import CHUNK_BYTES, chunk_shape_of, folder_of_array, metadata_of
 from tfdist.checkpoint.errors import CheckpointError, StorageError
+from tfdist.directories import is_address
 
 __all__ = [
     "MANIFEST",
-    "SCHEMES",
     "UNFINISHED",
     "CheckpointError",
     "Storage",
     "StorageError",
     "digest_of",
-    "is_address",
 ]
 
 #: The file that says that all others are complete.
@@ -32,17 +30,10 @@ MANIFEST = "manifest.json"
 #: There from the first byte of a checkpoint until its manifest is there.
 UNFINISHED = "unfinished"
 
-#: What TensorStore can write to over a network.
-SCHEMES = ("gs", "s3")
 #: The most that a small file may have. A manifest has some 200 bytes for each array.
 _JSON_BYTES = 256 << 20
 #: Written to see whether one can, and deleted again.
 _PROBE = "probe"
-
-
-def is_address(path: str) -> bool:
-    """Whether a path is the address of an object store."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
 
 
 def digest_of(content: bytes) -> str:
