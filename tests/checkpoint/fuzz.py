@@ -232,10 +232,11 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", default=str(random.SystemRandom().randrange(1 << 32)))
     parser.add_argument("--format", type=int, choices=(1, 2), default=2)
+    parser.add_argument("--every", action="store_true", help="Each kind of damage first.")
     options = parser.parse_args()
     print(f"--seed={options.seed}", flush=True)
     begun = time.monotonic()
-    wrong = run(options.cases, options.seed, options.format)
+    wrong = run(options.cases, options.seed, options.format, options.every)
     for each in wrong:
         print(each)
     seconds = time.monotonic() - begun
