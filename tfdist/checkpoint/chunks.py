@@ -21,6 +21,7 @@ from tfdist.checkpoint.errors import StorageError
 __all__ = [
     "CHUNK_BYTES",
     "CRC_BYTES",
+    "check_equal",
     "chunk_count",
     "chunk_keys",
     "chunk_shape_of",
@@ -144,6 +145,30 @@ def _checked(content: bytes, chunk: Sequence[int], dtype: str) -> np.ndarray:
         return array.read().result()
     except ValueError as error:
         raise StorageError("its checksum is another") from error
+
+
+def check_equal(found: np.ndarray, place: Sequence[int], value: np.ndarray) -> None:
+    """Raises StorageError where a chunk does not hold, bit for bit, what lies there in an array.
+
+    Args:
+        found: The chunk.
+        place: Its place in the grid.
+        value: The whole array.
+    """
+    edges = [
+        (at * part, min((at + 1) * part, size))
+        for at, part, size in zip(place, found.shape, value.shape, strict=True)
+    ]
+    right = value[tuple(slice(begin, end) for begin, end in edges)]
+    inside = found[tuple(slice(0, end - begin) for begin, end in edges)]
+    if not np.array_equal(_bits(inside), _bits(right)):
+        raise StorageError("it holds something else")
+
+
+def _bits(value: np.ndarray) -> np.ndarray:
+    """The bytes of an array, eight at a time where they come out even."""
+    flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    return flat if len(flat) % 8 else flat.view(np.uint64)
 
 
 def touched(

@@ -50,7 +50,7 @@ def read_file(root: str, name: str, limit: int) -> bytes | None:
             return None
         except OSError as error:
             raise _unreadable(root, name, error) from error
-    with open(handle, "rb", buffering=0) as file:
+    with open(handle, "rb", buffering=0):
         found = os.fstat(handle)
         _check_kind(found.st_mode, root, name)
         if found.st_size > limit:
@@ -59,13 +59,15 @@ def read_file(root: str, name: str, limit: int) -> bytes | None:
                 "right."
             )
         try:
-            content = bytearray(found.st_size)
-            view, have = memoryview(content), 0
-            while have < len(content) and (more := file.readinto(view[have:])):
-                have += more
+            # One call reads all of a file, but where a signal comes or it has more than 2 GiB.
+            content = os.read(handle, found.st_size)
+            while len(content) < found.st_size and (
+                more := os.read(handle, found.st_size - len(content))
+            ):
+                content += more
         except OSError as error:
             raise _unreadable(root, name, error) from error
-    return bytes(view[:have])
+    return content
 
 
 def regular_size(root: str, name: str) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import posixpath
@@ -16,7 +17,15 @@ import keras
 import numpy as np
 
 from tfdist.checkpoint.arguments import check_number
-from tfdist.checkpoint.chunks import CHUNK_BYTES, CRC_BYTES, chunk_shape_of, decode
+from tfdist.checkpoint.chunks import (
+    CHUNK_BYTES,
+    CRC_BYTES,
+    check_equal,
+    chunk_keys,
+    chunk_shape_of,
+    decode,
+    folder_of_array,
+)
 from tfdist.checkpoint.directory import record_newest
 from tfdist.checkpoint.entries import entries_of, held_by
 from tfdist.checkpoint.errors import DirectoryInUseError, StorageError
@@ -252,10 +261,12 @@ class Save:
         while self._values:
             entry, value = self._values.pop()
             array = storage.create(entry.name, entry.shape, entry.dtype)
-            storage.write(array, ((piece.box, piece.get(value)) for piece in entry.pieces))
-            del value
+            parts = [(piece.box, piece.get(value)) for piece in entry.pieces]
+            storage.write(array, parts)
             if self._writers[entry.name] == (self._own,):
-                digests |= self._digest(storage, entry.name)
+                is_whole = len(parts) == 1 and parts[0][1].shape == entry.shape
+                digests |= self._digest(storage, entry.name, parts[0][1] if is_whole else None)
+            del value, parts
         storage.write_json(f"parts/{self._own}", {})
         return digests
 
@@ -270,27 +281,46 @@ class Save:
         digests: Digests = {}
         if self._wait_for(storage, "parts", others):
             for name, ranks in shared.items():
-                digests |= self._digest(storage, name, ranks.index(self._own), len(ranks))
+                digests |= self._digest(
+                    storage, name, place=ranks.index(self._own), count=len(ranks)
+                )
         return digests
 
-    def _digest(self, storage: Storage, name: str, place: int = 0, count: int = 1) -> Digests:
+    def _digest(
+        self,
+        storage: Storage,
+        name: str,
+        value: np.ndarray | None = None,
+        place: int = 0,
+        count: int = 1,
+    ) -> Digests:
         """Reads back what was written of an array, each `count`th file.
+
+        Args:
+            storage: The checkpoint.
+            name: The array.
+            value: All of it, to compare with; None where only checksums can tell.
+            place: The first of the files.
+            count: How many files there are from each to the next.
 
         Raises:
             StorageError: It is not what was written.
         """
         array: Array = self._manifest.arrays[name]
         chunk = chunk_shape_of(*array)
+        folder = folder_of_array(name)
+        keys = [(None, "zarr.json"), *chunk_keys(array[0], chunk)]
         digests: Digests = {}
-        for number, path in enumerate(keys_of(name, array, chunk)):
-            if number % count != place:
-                continue
+        for at, key in itertools.islice(keys, place, None, count):
+            path = f"{folder}/{key}"
             content = storage.read(path, CHUNK_BYTES + CRC_BYTES)
             if content is None:
                 raise StorageError(f"{storage.path}/{path} was written, and is not there.")
-            if number:
+            if at is not None:
                 try:
-                    decode(content, chunk, array[1], checks=True)
+                    found = decode(content, chunk, array[1], checks=value is None)
+                    if value is not None:
+                        check_equal(found, at, value)
                 except StorageError as error:
                     raise StorageError(
                         f"{storage.path}/{path} was written, and is damaged: {error}."
