@@ -42,6 +42,8 @@ STALE_SECONDS = 60.0
 #: A holder that is about to end gets this long.
 _PATIENCE_SECONDS = 2.0
 _LOOK_SECONDS = 0.1
+#: By how much the start of one process may seem to differ, where the clock was set.
+_CLOCK_SECONDS = 5.0
 _OWNER_BYTES = 1 << 16
 #: File systems of this machine alone: whoever can open a file there sees the same kernel's locks.
 _LOCAL = frozenset(
@@ -133,7 +135,7 @@ class Owner:
         """Whether the process is known to have ended, or to have stopped renewing."""
         if self.machine == _machine():
             try:
-                return abs(psutil.Process(self.pid).create_time() - self.started) > 1.0
+                return abs(psutil.Process(self.pid).create_time() - self.started) > _CLOCK_SECONDS
             except psutil.NoSuchProcess:
                 return True
             except psutil.Error:

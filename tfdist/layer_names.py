@@ -11,8 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-import weakref
-from typing import Any
 
 from keras.src.models.functional import Functional
 from keras.src.ops.operation import Operation
@@ -20,8 +18,9 @@ from keras.src.utils.naming import to_snake_case
 
 __all__ = ["Functional", "is_made_up", "plain_name", "watch"]
 
-#: Whether Keras made up the name, for what was constructed since the watch began.
-_made_up: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+#: In what an object has: whether Keras made up its name. A copy of the object has it, too.
+_MARK = "_tfdist_name_is_made_up"
+_watches = False
 
 
 def watch() -> None:
@@ -30,9 +29,10 @@ def watch() -> None:
     Raises:
         ImportError: The constructor of this Keras is another.
     """
-    original = Operation.__init__
-    if getattr(original, "__wrapped__", None) is not None:
+    global _watches
+    if _watches:
         return
+    original = Operation.__init__
     if list(inspect.signature(original).parameters) != ["self", "name"]:
         raise ImportError(
             "tfdist does not know this version of Keras: `Operation.__init__` is expected to take "
@@ -42,9 +42,11 @@ def watch() -> None:
     @functools.wraps(original)
     def watched(self, name=None):
         original(self, name=name)
-        _made_up[self] = name is None
+        # Past what layers do with their attributes.
+        vars(self)[_MARK] = name is None
 
     Operation.__init__ = watched
+    _watches = True
 
 
 def is_made_up(layer) -> bool:
@@ -54,7 +56,7 @@ def is_made_up(layer) -> bool:
     one of Keras' counts as one.
     """
     looks_so = re.sub(r"_\d+$", "", layer.name) == plain_name(type(layer))
-    return looks_so and _made_up.get(layer, True)
+    return looks_so and vars(layer).get(_MARK, True)
 
 
 def plain_name(kind: type) -> str:

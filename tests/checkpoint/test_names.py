@@ -207,3 +207,15 @@ def test_layers_from_before_the_import_of_tfdist(tmp_path):
         check=False,
     )
     assert found.stdout.split() == ["True", "False", "True"], found.stderr[-2000:]
+
+
+def test_a_keras_that_has_moved_is_told(monkeypatch):
+    from tfdist import layer_names
+
+    def moved(self, name=None, *, more=None):
+        pass
+
+    monkeypatch.setattr(layer_names.Operation, "__init__", moved)
+    monkeypatch.setattr(layer_names, "_watches", False)
+    with pytest.raises(ImportError, match="does not know this version of Keras"):
+        layer_names.watch()

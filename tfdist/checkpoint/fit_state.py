@@ -13,7 +13,6 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 
-from tfdist.checkpoint.errors import StorageError
 from tfdist.data.position import DataPosition
 from tfdist.data.random_state import global_seed, random_state, set_random_state
 
@@ -118,7 +117,7 @@ class FitState:
 
 
 def check_state(state: dict[str, Any]) -> None:
-    """Raises StorageError where a state is not one that `FitState.collect` has made."""
+    """Raises ValueError where a state is not one that `FitState.collect` has made."""
     try:
         data, history = state["data"], state["history"]
         right = (
@@ -136,9 +135,9 @@ def check_state(state: dict[str, Any]) -> None:
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
         right = False
     if not right:
-        raise StorageError(
-            "A checkpoint does not say where a training stands: it is damaged, or was not saved by "
-            "a Checkpointer. `tfdist.checkpoint.restore` gives its weights to a model."
+        raise ValueError(
+            "does not say where a training stands: it is damaged, or was not saved by a "
+            "Checkpointer. `tfdist.checkpoint.restore` gives its weights to a model."
         )
 
 

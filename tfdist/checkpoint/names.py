@@ -88,13 +88,16 @@ def _attributes(parent, layers: Sequence) -> dict[int, str]:
     return found
 
 
-def _leaves(value, path: str) -> Iterator[tuple[str, Any]]:
+def _leaves(value, path: str, depth: int = 8) -> Iterator[tuple[str, Any]]:
+    """What lies in lists and dicts, which may hold themselves."""
+    if not depth:
+        return
     if isinstance(value, Mapping):
         for key in value:
-            yield from _leaves(value[key], f"{path}_{str(key).replace('/', '_')}")
+            yield from _leaves(value[key], f"{path}_{str(key).replace('/', '_')}", depth - 1)
     elif isinstance(value, (list, tuple)):
         for number, each in enumerate(value):
-            yield from _leaves(each, f"{path}_{number}")
+            yield from _leaves(each, f"{path}_{number}", depth - 1)
     else:
         yield path, value
 

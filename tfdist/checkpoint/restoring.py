@@ -60,7 +60,7 @@ def restore_checked(
     Args:
         path: As `checked_directory` returns it.
         model: As in `restore`.
-        check: Called on the chief with the state; raises StorageError.
+        check: Called on the chief with the state; raises ValueError, which goes on from the path.
     """
     world = world_of(model)
     candidates, warnings = _candidates(path, world)
@@ -121,7 +121,10 @@ def _manifest(path: str, world: Group, check: Callable[[dict[str, Any]], None]) 
             found = Manifest.read(Storage(path))
             if found is None:
                 raise StorageError(f"{path} is no checkpoint: it has no manifest.")
-            check(found.state)
+            try:
+                check(found.state)
+            except ValueError as error:
+                raise StorageError(f"{path} {error}") from error
         except CheckpointError as error:
             found = error
     return _agreed(found, world, "manifest")

@@ -189,7 +189,8 @@ class Save:
             (entry, entry.variable._value.numpy()) for entry in entries if entry.writes
         ]
         self._error: str | None = None
-        self._written, self._given_up = threading.Event(), threading.Event()
+        self._written, self._digested = threading.Event(), threading.Event()
+        self._given_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tfdist-checkpoint", daemon=True)
         self._thread.start()
 
@@ -199,9 +200,12 @@ class Save:
         Raises:
             StorageError: It could not be written; on all ranks. What was written is deleted.
         """
-        # First the parts: the chief need not wait for one that will not come.
+        # Step by step: no rank need wait for a part of another, or for its digests, that will not
+        # come.
         self._written.wait()
         self._raise_any("written")
+        self._digested.wait()
+        self._raise_any("digested")
         self._thread.join()
         self._raise_any("completed")
         return self.path
@@ -240,6 +244,7 @@ class Save:
             self._written.set()
             digests |= self._digest_shared(storage)
             storage.write_json(f"digests/{self._own}", digests)
+            self._digested.set()
             if self._world.rank == 0:
                 self._finish(storage)
         except StorageError as error:
@@ -248,6 +253,7 @@ class Save:
             self._error = f"{type(error).__name__}: {error}"
         finally:
             self._written.set()
+            self._digested.set()
             self.seconds = time.perf_counter() - begun
             self._on_end()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -139,8 +140,11 @@ class Storage:
         """Raises StorageError where nothing can be written; leaves nothing behind."""
         try:
             self.write_json(_PROBE, None)
-        finally:
-            self.delete_file(_PROBE)
+        except StorageError:
+            with contextlib.suppress(StorageError):
+                self.delete_file(_PROBE)
+            raise
+        self.delete_file(_PROBE)
 
     def delete_file(self, name: str) -> None:
         """Deletes a file, where there is one."""
