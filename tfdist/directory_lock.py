@@ -118,11 +118,11 @@ class Owner:
         """What a lock file says; None where that is nothing."""
         try:
             found = json.loads(content.decode())
-            kinds = {field.name: field.type for field in dataclasses.fields(cls)}
+            kinds = {field.name: str(field.type) for field in dataclasses.fields(cls)}
             values = {name: found[name] for name in kinds}
         except (ValueError, RecursionError, KeyError, TypeError):
             return None
-        right = {"str": str, "int": int, "float": (int, float)}
+        right: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
         if not all(isinstance(values[name], right[kind]) for name, kind in kinds.items()):
             return None
         return cls(**values)
@@ -316,8 +316,9 @@ class _RenewedLock:
         ours = owner is not None and owner.job and owner.job == self._owner.job
         if owner is not None and not ours and not owner.is_gone():
             return False
-        self._version = self._files.write_version(LOCK, self._owner.content(), version)
-        return self._version is not None
+        taken = self._files.write_version(LOCK, self._owner.content(), version)
+        self._version = taken or b""
+        return taken is not None
 
     def _renew(self) -> None:
         while not self._ended.wait(_RENEW_SECONDS):

@@ -1,7 +1,8 @@
 """Ways in which a checkpoint is damaged, by accident or on purpose.
 
 Each is a function of a random generator, the newest checkpoint's folder and that of the one before.
-Those of `BOUND` put right bytes in a wrong place, which only a manifest with digests tells.
+Those of `BOUND` put right bytes in a wrong place, which only a manifest with digests tells; those of
+`RECORDED` leave nothing that could be looked at, and are told by the record of the newest.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BOUND", "DAMAGES", "Damage"]
+__all__ = ["BOUND", "DAMAGES", "RECORDED", "Damage"]
 
 Damage = Callable[[random.Random, Path, Path], None]
 DAMAGES: dict[str, Damage] = {}
 BOUND: set[str] = set()
+RECORDED: set[str] = set()
 
 
 def damage(function: Damage) -> Damage:
@@ -32,6 +34,11 @@ def damage(function: Damage) -> Damage:
 
 def bound(function: Damage) -> Damage:
     BOUND.add(function.__name__)
+    return damage(function)
+
+
+def recorded(function: Damage) -> Damage:
+    RECORDED.add(function.__name__)
     return damage(function)
 
 
@@ -405,7 +412,7 @@ def manifest_of_nonsense(chance, new, old):
     sealed(new / "manifest.json", change)
 
 
-@damage
+@bound
 def manifest_without_a_part(chance, new, old):
     def change(content):
         where = chance.choice([each for each in places(content) if each[0] != "state"])
@@ -438,7 +445,7 @@ def manifest_not_utf8(chance, new, old):
 # -- whole folders -------------------------------------------------------------------------------
 
 
-@damage
+@recorded
 def newest_renamed(chance, new, old):
     new.rename(
         new.with_name(
@@ -447,7 +454,7 @@ def newest_renamed(chance, new, old):
     )
 
 
-@damage
+@recorded
 def newest_lost(chance, new, old):
     shutil.rmtree(new)
 

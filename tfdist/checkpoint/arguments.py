@@ -31,7 +31,7 @@ def check_number(
     message = f"`{name}` is a whole number of at least {least}{or_none}. Received: {value!r:.200}."
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(message)
-    if not least <= value <= most:
+    if not least <= int(value) <= most:
         raise ValueError(message)
 
 

@@ -100,7 +100,7 @@ class Manifest:
         found = storage.read_json(MANIFEST)
         if found is None:
             return None
-        version = found.get("tfdist_checkpoint") if isinstance(found, dict) else None
+        version: Any = found.get("tfdist_checkpoint") if isinstance(found, dict) else None
         if not _is_int(version, 1, _SIZES):
             raise _damaged(storage, "it is no manifest")
         if version > FORMAT:
@@ -153,7 +153,8 @@ def _parsed(content: dict[str, Any], version: int) -> Manifest:
     Raises:
         ValueError: Something in it is not as it is to be.
     """
-    step, state = content.get("step"), content.get("state")
+    step: Any = content.get("step")
+    state = content.get("state")
     if not _is_int(step, 0, _STEPS):
         raise ValueError(f"`step` is a number from 0 on, and is {step!r:.50}")
     if not isinstance(state, dict):

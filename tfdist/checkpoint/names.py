@@ -96,8 +96,8 @@ def _leaves(value, path: str, depth: int = 8) -> Iterator[tuple[str, Any]]:
         for key in value:
             yield from _leaves(value[key], f"{path}_{str(key).replace('/', '_')}", depth - 1)
     elif isinstance(value, (list, tuple)):
-        for number, each in enumerate(value):
-            yield from _leaves(each, f"{path}_{number}", depth - 1)
+        for number, item in enumerate(value):
+            yield from _leaves(item, f"{path}_{number}", depth - 1)
     else:
         yield path, value
 
@@ -158,7 +158,8 @@ def optimizer_names(
 
 def _subclasses(kind: type) -> Iterable[type]:
     yield kind
-    for each in kind.__subclasses__():
+    below: list[type] = kind.__subclasses__()
+    for each in below:
         yield from _subclasses(each)
 
 
