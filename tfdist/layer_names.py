@@ -43,7 +43,7 @@ def watch() -> None:
     def watched(self, name=None):
         original(self, name=name)
         # Past what layers do with their attributes.
-        vars(self)[_MARK] = name is None
+        vars(self)[_MARK] = name is None or (_looks_made_up(self) and _comes_from_a_config())
 
     Operation.__init__ = watched
     _watches = True
@@ -52,11 +52,24 @@ def watch() -> None:
 def is_made_up(layer) -> bool:
     """Whether Keras made up the name of a layer.
 
-    Of one that was made before tfdist was imported it is not known: then a name that looks like
-    one of Keras' counts as one.
+    Of one that was made before tfdist was imported, or from a config (`clone_model`, `load_model`),
+    it is not known: then a name that looks like one of Keras' counts as one.
     """
-    looks_so = re.sub(r"_\d+$", "", layer.name) == plain_name(type(layer))
-    return looks_so and vars(layer).get(_MARK, True)
+    return _looks_made_up(layer) and vars(layer).get(_MARK, True)
+
+
+def _looks_made_up(layer) -> bool:
+    return re.sub(r"_\d+$", "", layer.name) == plain_name(type(layer))
+
+
+def _comes_from_a_config() -> bool:
+    """Whether an object is being made by a `from_config`, which passes on any name."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_name == "from_config":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def plain_name(kind: type) -> str:

@@ -175,16 +175,19 @@ print(json.dumps(said))
 
 @pytest.mark.timeout(300)
 def test_names_do_not_count_what_was_made_before(tmp_path):
-    first, later = run(
+    first, later, cloned, cloned_later = run(
         tmp_path,
-        "print(json.dumps([[e.name for e in entries_of(ready(auto(n), 1))] for n in (0, 5)]))",
+        "models = [auto(0), auto(5)]\n"
+        "models += [keras.models.clone_model(models[0]), keras.models.clone_model(models[1])]\n"
+        "print(json.dumps([[e.name for e in entries_of(ready(m, 1))] for m in models]))",
     )
     assert first == later
+    assert cloned == cloned_later
     assert "model/dense_1/kernel" in first  # The user's.
-    assert "model/dense/kernel" in first  # Keras'.
-    assert "model/sequential/dense_1/kernel" in first  # Keras' second one there.
-    assert "model/own/blocks_1/kernel" in first
-    assert "model/own/by_name_x_y/kernel" in first
+    assert "model/dense.0/kernel" in first  # Keras'.
+    assert "model/sequential.0/dense.1/kernel" in first  # Keras' second one there.
+    assert "model/own.0/blocks_1/kernel" in first
+    assert "model/own.0/by_name_x_y/kernel" in first
     assert len(set(first)) == len(first)
 
 

@@ -68,9 +68,17 @@ def _names_of(parent, layers: Sequence) -> list[str]:
     given = [each for each in layers if not isinstance(parent, _NAMING) and not is_made_up(each)]
     for each in given:
         found[id(each)] = numbered(each.name, used)
+    counts: dict[str, int] = {}
     for each in layers:
-        if id(each) not in found:
-            found[id(each)] = numbered(held.get(id(each)) or plain_name(type(each)), used)
+        if id(each) in found:
+            continue
+        name = held.get(id(each))
+        if name is None:
+            plain = plain_name(type(each))
+            counts[plain] = counts.get(plain, -1) + 1
+            # Not as Keras does it: what is counted is never taken for what a user has named.
+            name = f"{plain}.{counts[plain]}"
+        found[id(each)] = numbered(name, used)
     return [found[id(each)] for each in layers]
 
 
