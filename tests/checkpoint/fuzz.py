@@ -27,7 +27,7 @@ from unittest import mock
 import keras
 import numpy as np
 
-from tests.checkpoint.damages import BOUND, DAMAGES, RECORDED
+from tests.checkpoint.damages_of_descriptions import BOUND, DAMAGES, RECORDED
 
 __all__ = ["Fuzzer", "run"]
 

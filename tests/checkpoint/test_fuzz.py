@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint import fuzz
-from tests.checkpoint.damages import DAMAGES
+from tests.checkpoint.damages_of_descriptions import DAMAGES
 from tests.conftest import on_ranks
 
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import posixpath
@@ -17,21 +16,14 @@ import keras
 import numpy as np
 
 from tfdist.checkpoint.arguments import check_number
-from tfdist.checkpoint.chunks import (
-    CHUNK_BYTES,
-    CRC_BYTES,
-    check_equal,
-    chunk_keys,
-    chunk_shape_of,
-    decode,
-    folder_of_array,
-)
+from tfdist.checkpoint.chunks import chunk_shape_of
+from tfdist.checkpoint.digests import read_back
 from tfdist.checkpoint.directory import record_newest
 from tfdist.checkpoint.entries import entries_of, held_by
 from tfdist.checkpoint.errors import DirectoryInUseError, StorageError
-from tfdist.checkpoint.manifest import Array, Digests, Manifest, folder_of, keys_of
+from tfdist.checkpoint.manifest import Digests, Manifest, folder_of, keys_of
 from tfdist.checkpoint.pieces import Entry
-from tfdist.checkpoint.storage import UNFINISHED, Storage, digest_of
+from tfdist.checkpoint.storage import UNFINISHED, Storage
 from tfdist.collectives import Group
 from tfdist.collectives.local import LocalEngine
 from tfdist.collectives.objects import all_gather_object, broadcast_object
@@ -271,7 +263,9 @@ class Save:
             storage.write(array, parts)
             if self._writers[entry.name] == (self._own,):
                 is_whole = len(parts) == 1 and parts[0][1].shape == entry.shape
-                digests |= self._digest(storage, entry.name, parts[0][1] if is_whole else None)
+                found = parts[0][1] if is_whole else None
+                digests |= read_back(storage, entry.name, entry.shape, entry.dtype, found)
+                del found
             del value, parts
         storage.write_json(f"parts/{self._own}", {})
         return digests
@@ -287,51 +281,10 @@ class Save:
         digests: Digests = {}
         if self._wait_for(storage, "parts", others):
             for name, ranks in shared.items():
-                digests |= self._digest(
-                    storage, name, place=ranks.index(self._own), count=len(ranks)
+                shape, dtype = self._manifest.arrays[name]
+                digests |= read_back(
+                    storage, name, shape, dtype, place=ranks.index(self._own), count=len(ranks)
                 )
-        return digests
-
-    def _digest(
-        self,
-        storage: Storage,
-        name: str,
-        value: np.ndarray | None = None,
-        place: int = 0,
-        count: int = 1,
-    ) -> Digests:
-        """Reads back what was written of an array, each `count`th file.
-
-        Args:
-            storage: The checkpoint.
-            name: The array.
-            value: All of it, to compare with; None where only checksums can tell.
-            place: The first of the files.
-            count: How many files there are from each to the next.
-
-        Raises:
-            StorageError: It is not what was written.
-        """
-        array: Array = self._manifest.arrays[name]
-        chunk = chunk_shape_of(*array)
-        folder = folder_of_array(name)
-        keys = [(None, "zarr.json"), *chunk_keys(array[0], chunk)]
-        digests: Digests = {}
-        for at, key in itertools.islice(keys, place, None, count):
-            path = f"{folder}/{key}"
-            content = storage.read(path, CHUNK_BYTES + CRC_BYTES)
-            if content is None:
-                raise StorageError(f"{storage.path}/{path} was written, and is not there.")
-            if at is not None:
-                try:
-                    found = decode(content, chunk, array[1], checks=value is None)
-                    if value is not None:
-                        check_equal(found, at, value)
-                except StorageError as error:
-                    raise StorageError(
-                        f"{storage.path}/{path} was written, and is damaged: {error}."
-                    ) from error
-            digests[path] = (len(content), digest_of(content))
         return digests
 
     def _wait_for(self, storage: Storage, kind: str, ranks: set[int]) -> bool:
