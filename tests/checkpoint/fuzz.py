@@ -37,7 +37,6 @@ _GOLDEN = Path(__file__).parent / "golden_v1"
 
 def build() -> keras.Model:
     """Layers of equal shapes with and without names, and several chunks in an array."""
-    keras.backend.clear_session()
     layers = keras.layers
     model = keras.Sequential(
         [
