@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 
 from absl import flags
 
+from tfdist.directory_lock import JOB
 from tfdist.launch import command, remote, slurm
 from tfdist.launch.flag_values import (
     MOST_RANKS,
@@ -168,6 +170,7 @@ def _check(words: list[str]) -> _Job:
 
 def _main(job: _Job) -> int:
     shell = remote.srun if job.in_slurm else remote.ssh
+    token = secrets.token_hex(8)
 
     def start(names: Sequence[str], should_end: Callable[[], bool]) -> tuple[Supervisor, int]:
         reached = _reach(names, shell)
@@ -175,7 +178,7 @@ def _main(job: _Job) -> int:
             starts = []
             for far, environment in zip(reached, found, strict=True):
                 begin = RankProcess.start if far is None else far.start
-                environment = {**environment, MEANT_RANKS: str(job.size)}
+                environment = {**environment, MEANT_RANKS: str(job.size), JOB: token}
                 starts.append(functools.partial(begin, job.words, environment))
             supervisor = Supervisor(
                 starts,

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
-from tfdist.exit_codes import ENDED_BY_WATCHDOG, PREEMPTED
+from tfdist.exit_codes import ENDED_BY_WATCHDOG, PREEMPTED, USAGE
 from tfdist.launch.command import say
 from tfdist.launch.processes import RankProcess, signal_name
 from tfdist.orphan_guard import OrphanGuard
@@ -24,6 +24,8 @@ __all__ = ["Supervisor"]
 _GRACE_SECONDS = 8.0
 #: Where a rank is frozen the watchdog's time has passed already.
 _GRACE_AFTER_FREEZE_SECONDS = 4.0
+#: A wrong setting is told by the rank itself, and the others have the same.
+_GRACE_AFTER_USAGE_SECONDS = 0.5
 _TERMINATE_SECONDS = 3.0
 _LOOK_SECONDS = 0.2
 #: Read at a time, so that a rank that never stops talking does not keep the others from being
@@ -143,6 +145,8 @@ class Supervisor:
             return _GRACE_AFTER_FREEZE_SECONDS
         if self.was_asked or self._signal == signal.SIGTERM:
             return self._save_seconds
+        if any(code == USAGE for _, code in self._ends):
+            return _GRACE_AFTER_USAGE_SECONDS
         return _GRACE_SECONDS
 
     def _reap(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import time
@@ -19,7 +20,9 @@ from typing import Any
 
 from absl import flags
 
+from tfdist import directory_lock
 from tfdist.checks import LARGEST
+from tfdist.directories import checked_directory, is_address
 from tfdist.launch import command, world
 from tfdist.launch.flag_values import YEAR, folder, refuse, refuse_ignored
 from tfdist.launch.images import Images
@@ -31,8 +34,8 @@ from tfdist.rendezvous import MEANT_RANKS
 
 __all__ = ["PROGRAM", "run"]
 
-#: Where TensorStore can write checkpoints.
-_SCHEMES = ("gs", "s3", "file")
+#: Variables that tell a process its rank.
+_RANKS = ("HOROVOD_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK")
 
 _TASKS: tuple[Task, ...] = (Images(), Language())
 
@@ -291,23 +294,33 @@ def _record_of(message: str) -> str:
 
 
 def _check_workdir(path: str) -> None:
-    """Refuses what is no place for checkpoints: an address without a folder, a file, the root."""
-    scheme, colon, rest = path.partition(":")
-    if colon and re.fullmatch(r"[a-z][a-z0-9+]*", scheme, re.ASCII) and rest.startswith("//"):
-        place = rest.strip("/")
-        if scheme not in _SCHEMES or not place:
-            raise refuse(
-                "workdir",
-                path,
-                "a folder, or an address such as gs://bucket/folder, of "
-                f"{', '.join(f'{each}://' for each in _SCHEMES)}",
-            )
-    else:
-        folder("workdir", path)
+    """Refuses what is no place for checkpoints, and a folder that another job saves into."""
+    try:
+        place = checked_directory(path, "--workdir")
+    except ValueError as error:
+        raise command.UsageError(str(error)) from error
+    if not is_address(place):
+        folder("workdir", place)
     if STRATEGY.value == "tpu":
         raise command.UsageError(
             f"--workdir is not for a TPU. Received: --workdir={path} --strategy=tpu."
         )
+    if not _may_be_chief():
+        return
+    owner = directory_lock.holder_of(place)
+    if owner is not None:
+        raise command.UsageError(f"--workdir={path}: {directory_lock.in_use(place, owner)}")
+
+
+def _may_be_chief() -> bool:
+    """Whether this is the process that will hold the lock; of others, the lock is its own job's."""
+    if "TF_CONFIG" in os.environ:
+        try:
+            return json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0
+        except (ValueError, TypeError, KeyError):
+            return False  # The strategy says what is wrong with it.
+    ranks = [os.environ[name] for name in _RANKS if name in os.environ]
+    return not ranks or ranks[0] == "0"
 
 
 def _build(task: Task, settings: Settings, data: Data):

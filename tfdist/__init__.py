@@ -12,6 +12,7 @@ model.fit(x, y, batch_size=256, epochs=3)
 """
 
 import importlib
+import sys
 from typing import Any
 
 from tfdist._version import __version__
@@ -39,6 +40,11 @@ def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"tfdist.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if "keras" in sys.modules:
+    # Which layers the user named is only known of those that are made from now on.
+    importlib.import_module("tfdist.layer_names")
 
 
 def __dir__() -> list[str]:

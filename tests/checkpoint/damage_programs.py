@@ -115,4 +115,114 @@ def kept(folder: str, **options) -> list[str]:
     model, data = perceptron({"data": 1})
     saver = checkpoint.Checkpointer(folder, **options)
     model.fit(*data, epochs=2, callbacks=[saver], batch_size=12, verbose=0)
-    return sorted(path.name for path in Path(folder).iterdir())
+    assert not (Path(folder) / "tfdist.lock").exists()
+    return sorted(path.name for path in Path(folder).glob("step-*"))
+
+
+def starts(folder: str) -> list[list[str]]:
+    """What checkpoints there are when a training begins, and after its first save, of older ones."""
+    from tests.checkpoint.resume_programs import perceptron
+
+    class Look(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if not found:
+                found.append(sorted(path.name for path in before if path.exists()))
+
+    before = sorted(Path(folder).glob("step-*"))
+    found: list[list[str]] = []
+    keras.backend.clear_session()
+    model, data = perceptron({"data": 1})
+    saver = checkpoint.Checkpointer(folder, every_steps=5)
+    model.fit(*data, epochs=1, callbacks=[saver, Look()], batch_size=12, verbose=0)
+    return [*found, sorted(path.name for path in before if path.exists())]
+
+
+def begun_on_a_full_disk(folder: str) -> tuple[str, str]:
+    """A training whose directory has no room."""
+    with full_disk(0):
+        try:
+            kept(folder, every_steps=5)
+        except checkpoint.StorageError as error:
+            return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def restored_and_said(path: str):
+    """The numbers that a model then has, and the warnings."""
+    from tests.checkpoint.fuzz import _heard
+
+    said: list[str] = []
+    with _heard(said):
+        found = restored(path)
+    return found, said
+
+
+def saved_with_odd_names(folder: str) -> bool:
+    """Whether layers with names that mean something to a file system come back."""
+    names = [
+        "..",
+        ".",
+        "c",
+        "zarr.json",
+        "a b",
+        "ä\n",
+        "x" * 600,
+        "%2E%2E",
+        "C",
+        "0",
+        "-",
+        "\\",
+        "~",
+    ]
+
+    def build():
+        keras.backend.clear_session()
+        layers = [keras.layers.Dense(2, name=name) for name in names]
+        return keras.Sequential([keras.Input((2,)), *layers])
+
+    saved, other = build(), build()
+    for number, variable in enumerate(saved.variables):
+        variable.assign(np.full(variable.shape, number + 1, variable.dtype))
+    checkpoint.restore(checkpoint.save(folder, saved, step=1), other)
+    pairs = zip(saved.variables, other.variables, strict=True)
+    return all(np.array_equal(one.numpy(), two.numpy()) for one, two in pairs)
+
+
+def saved_at_an_address(folder: str) -> list:
+    """What restores find behind an address, as files are damaged one after the other."""
+    from tfdist.checkpoint.restoring import restore_checked
+    from tfdist.checkpoint.retention import Retention
+    from tfdist.checkpoint.saving import Saver, lock_on, world_of
+
+    address, model = f"file://{folder}", model_of()
+    lock = lock_on(address, world_of(model))
+    retention = Retention(address, 2, None)
+    retention.begin(is_chief=True)
+    saver = Saver(address, model)
+    paths = []
+    for step in (0, 1, 2):
+        set_all(model, step)
+        paths.append(Path(saver.begin(step, {}, retention.completed).wait()[len("file://") :]))
+    lock.release()
+    assert not [path for path in paths[0].rglob("*") if path.is_file()]  # Two are kept.
+
+    def numbers():
+        set_all(model, -1.0)
+        restore_checked(address, model, lambda state: None)
+        return values_of(model)
+
+    def said():
+        try:
+            restore_checked(f"{address}/{paths[1].name}", model, lambda state: None)
+        except checkpoint.StorageError as error:
+            return str(error)
+
+    found: list = [numbers()]
+    chunk = paths[2] / "arrays/model/first/kernel/c/0/0"
+    chunk.write_bytes(bytes(chunk.stat().st_size))
+    found.append("is damaged: its content is not what was written")
+    found.append(numbers())
+    (paths[1] / "arrays/model/first/bias/c/0").unlink()
+    text = said()
+    found.append("is missing" if text and "bias/c/0 is missing" in text else text)
+    return found

@@ -62,13 +62,15 @@ def restored(mesh: dict | None, paths: dict[str, str], folder: str) -> dict:
 def arrays_of(path: str) -> dict[str, np.ndarray]:
     """All global arrays of a checkpoint."""
     from tfdist.checkpoint.manifest import Manifest
+    from tfdist.checkpoint.reading import Reader
     from tfdist.checkpoint.storage import Storage
 
     storage = Storage(path)
     manifest = Manifest.read(storage)
+    reader = Reader(storage, manifest)
     return {
-        name: storage.open(name, shape, dtype).read().result()
-        for name, (shape, dtype) in manifest.arrays.items()
+        name: reader.read(name, [tuple(slice(0, size) for size in shape)])[0]
+        for name, (shape, _) in manifest.arrays.items()
     }
 
 

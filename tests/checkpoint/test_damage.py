@@ -23,7 +23,7 @@ def two(one_process, tmp_path):
 
 def chunk_of(path: Path) -> Path:
     """A file with numbers, of 128 bytes and a checksum."""
-    return path / "arrays/model/sequential/first/kernel/c/0/0"
+    return path / "arrays/model/first/kernel/c/0/0"
 
 
 def truncate(path: Path) -> None:
@@ -58,9 +58,9 @@ def change_manifest(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (truncate, "cannot read"),
-        (flip, "Digest mismatch"),
-        (lose_chunk, "lacks 1 of its 1 chunks"),
+        (truncate, "kernel/c/0/0 is damaged: it has 66 bytes, 132 were written"),
+        (flip, "kernel/c/0/0 is damaged: its content is not what was written"),
+        (lose_chunk, "kernel/c/0/0 is missing"),
         (lose_manifest, None),
         (cut_manifest, "manifest.json is damaged"),
         (change_manifest, "checksum"),
@@ -90,8 +90,8 @@ def test_another_model_is_refused(one_process, two):
     options = {"width": 5, "extra": True}
     kind, text, values = call(one_process, damage_programs.restored, str(two[0]), **options)
     assert (kind, values) == ("OtherModelError", {-1.0})
-    assert "not in the checkpoint: model/sequential/second/bias" in text
-    assert "model/sequential/first/kernel (float32[4, 8], in the model float32[4, 5])" in text
+    assert "not in the checkpoint: model/second/bias" in text
+    assert "model/first/kernel (float32[4, 8], in the model float32[4, 5])" in text
     assert "\n" not in text
 
 

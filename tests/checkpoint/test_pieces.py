@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 
-from tfdist.checkpoint.names import model_names
+from tfdist.checkpoint.format1 import model_names
 from tfdist.checkpoint.pieces import boxes, global_shape, pieces_of
 from tfdist.layers.sharding import Sharding, mark_split, mark_stored_flat
 from tfdist.optimizers.zero.flat import FlatSharding
@@ -80,7 +80,7 @@ def test_pieces_of_all_ranks_are_the_array(shape, num_tensor, num_data):
         np.testing.assert_array_equal(written, array)
 
 
-def test_names_do_not_count_other_models():
+def test_names_of_format_1_do_not_count_other_models():
     paths = ["dense_7/kernel", "dense_7/bias", "block_3/dense_8/kernel", "dense_9/kernel", "seed"]
     assert model_names([Variable((1,), path) for path in paths]) == [
         "dense/kernel",

@@ -516,3 +516,12 @@ def test_bad_words_about_failures_are_refused(jobs, arguments, said):
     assert job.returncode == 2
     (line,) = job.stderr.strip().splitlines()
     assert said in line
+
+
+def test_a_wrong_setting_ends_the_job_at_once(jobs):
+    """What one rank says of a setting is true of the others: none gets time for a verdict."""
+    begun = time.monotonic()
+    finished = jobs.run("--max_restarts=3", *TWO, *by_rank("exit 2", "exec sleep 60"))
+    assert finished.returncode == 2, finished.stderr
+    assert "restart" not in finished.stderr
+    assert time.monotonic() - begun < 7  # A failure of another kind gets 8 s alone.

@@ -1,15 +1,23 @@
 """Checkpoints of global arrays: what one mesh has saved, any other can restore."""
 
 from tfdist.checkpoint.checkpointer import Checkpointer
+from tfdist.checkpoint.directory import latest
+from tfdist.checkpoint.errors import (
+    CheckpointError,
+    DirectoryInUseError,
+    NewerFormatError,
+    OtherModelError,
+    StorageError,
+)
 from tfdist.checkpoint.intervals import young_daly
-from tfdist.checkpoint.manifest import Manifest, NewerFormatError
-from tfdist.checkpoint.restoring import OtherModelError, latest, restore
+from tfdist.checkpoint.manifest import Manifest
+from tfdist.checkpoint.restoring import restore
 from tfdist.checkpoint.saving import Save, begin_save, save
-from tfdist.checkpoint.storage import CheckpointError, StorageError
 
 __all__ = [
     "CheckpointError",
     "Checkpointer",
+    "DirectoryInUseError",
     "Manifest",
     "NewerFormatError",
     "OtherModelError",

@@ -14,15 +14,20 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.checkpoint.fit_state import FitState
+from tfdist.checkpoint.arguments import check_bool, check_number, check_seconds
+from tfdist.checkpoint.directory import folders, lost
+from tfdist.checkpoint.fit_state import FitState, check_state
 from tfdist.checkpoint.intervals import young_daly
-from tfdist.checkpoint.restoring import latest, restore
+from tfdist.checkpoint.reporting import report_in_one_line
+from tfdist.checkpoint.restoring import restore_checked
 from tfdist.checkpoint.retention import Retention
-from tfdist.checkpoint.saving import Save, Saver
+from tfdist.checkpoint.saving import Save, Saver, lock_on
 from tfdist.checkpoint.storage import Storage, StorageError
 from tfdist.collectives import all_reduce
 from tfdist.collectives.objects import broadcast_object
 from tfdist.data.position import DataPosition
+from tfdist.directories import checked_directory
+from tfdist.directory_lock import DirectoryLock, InUseError
 from tfdist.exit_codes import PREEMPTED
 from tfdist.layers.states import layer_states
 
@@ -53,7 +58,7 @@ class Checkpointer(keras.callbacks.Callback):
             a save was measured to cost and `failure_seconds`. The default, where neither steps nor
             seconds are given.
         failure_seconds: The mean time between failures of the whole job.
-        keep_last: How many of the newest checkpoints are kept.
+        keep_last: How many of the newest checkpoints are kept; None keeps all.
         keep_every: Those of each so manieth step are kept for good.
         asynchronous: Whether training goes on while a checkpoint is written.
         resume: Whether to go on from the last checkpoint in `directory`, where there is one.
@@ -61,6 +66,7 @@ class Checkpointer(keras.callbacks.Callback):
             and the next start, and the data set does not tell it by its `element_spec`.
 
     Raises:
+        TypeError: An argument has another type.
         ValueError: An argument is out of its range, or more than one of `every_steps`,
             `every_seconds` and `every` is given.
     """
@@ -76,7 +82,7 @@ class Checkpointer(keras.callbacks.Callback):
         every_seconds: float | None = None,
         every: str | None = None,
         failure_seconds: float = 6 * 3600.0,
-        keep_last: int = 2,
+        keep_last: int | None = 2,
         keep_every: int | None = None,
         asynchronous: bool = True,
         resume: bool = True,
@@ -90,20 +96,15 @@ class Checkpointer(keras.callbacks.Callback):
                 "Saves follow one of `every_steps`, `every_seconds` and `every`. Received: "
                 f"{', '.join(f'{name}={value!r}' for name, value in chosen.items())}."
             )
-        if every not in (None, "auto"):
+        if every is not None and every != "auto":
             raise ValueError(f'`every` is "auto", or left out. Received: every={every!r}.')
-        numbers: dict[str, float | None] = {
-            "every_steps": every_steps,
-            "every_seconds": every_seconds,
-            "failure_seconds": failure_seconds,
-            "keep_last": keep_last,
-            "keep_every": keep_every,
-            "batch_size": batch_size,
-        }
-        for name, number in numbers.items():
-            if number is not None and number <= 0:
-                raise ValueError(f"`{name}` is positive. Received: {number!r}.")
-        self.directory = os.fspath(directory).rstrip("/")
+        self.directory = checked_directory(directory)
+        check_number("every_steps", every_steps, least=1, optional=True)
+        check_seconds("every_seconds", every_seconds, optional=True)
+        check_seconds("failure_seconds", failure_seconds)
+        check_number("batch_size", batch_size, least=1, optional=True)
+        check_bool("asynchronous", asynchronous)
+        check_bool("resume", resume)
         self._every_steps, self._every_seconds = every_steps, every_seconds
         self._failure_seconds = failure_seconds
         self._asynchronous, self._resumes = asynchronous, resume
@@ -112,6 +113,8 @@ class Checkpointer(keras.callbacks.Callback):
         self._position: DataPosition | None = None
         self._callbacks: Sequence = ()
         self._lock = threading.Lock()
+        self._directory_lock: DirectoryLock | None = None
+        self._under_way: Save | None = None
         self._before: Any = None
         self._terminated = threading.Event()
 
@@ -128,6 +131,13 @@ class Checkpointer(keras.callbacks.Callback):
         if self._before is not None and not self._terminated.is_set():
             signal.signal(signal.SIGTERM, self._before)
         self._before = None
+        if self._directory_lock is not None:
+            # A save that is still under way holds the lock until it ends.
+            save, self._under_way = self._under_way, None
+            if save is not None:
+                save.give_up()
+            self._directory_lock.release()
+            self._directory_lock = None
 
     # -- the training ---------------------------------------------------------------------------
 
@@ -143,11 +153,13 @@ class Checkpointer(keras.callbacks.Callback):
         self._group = strategy.group()
         self._state = FitState(self.model, self._position, self._callbacks)
         self._saver: Saver | None = None
-        self._under_way: Save | None = None
+        self._under_way = None
         self._step = self._epoch_step = self._first_batch = self._ended = 0
         self._resumed: dict[str, Any] | None = None
+        report_in_one_line()
+        self._directory_lock = lock_on(self.directory, self._group)
         if self._found_some() and self._resumes:
-            manifest = restore(self.directory, self.model)
+            manifest = restore_checked(self.directory, self.model, check_state)
             self._resumed, self._step = manifest.state, manifest.step
             self._resumed_batch = self._state.resume(manifest.state)
             # `fit` gives all ranks the chief's variables now, and then begins to count anew.
@@ -157,7 +169,6 @@ class Checkpointer(keras.callbacks.Callback):
             _logger.info(
                 "Training goes on from step %d, epoch %d.", self._step, manifest.state["epoch"]
             )
-        self._retention.begin(self._group.rank == 0)
         self._saved_step, self._saved_at = self._step, time.monotonic()
         self._costs = self._writes = 0.0
         self._looked_step, self._looked_at, self._next_look = (
@@ -214,8 +225,13 @@ class Checkpointer(keras.callbacks.Callback):
         found: Any = False
         if self._group.rank == 0:
             try:
+                # First what a failed save has left: it may have filled the disk.
+                self._retention.begin(is_chief=True)
                 Storage(self.directory).check_writable()
-                found = latest(self.directory) is not None
+                found = any(folders(self.directory).values())
+                if not found:
+                    for line in lost(self.directory):
+                        _logger.warning("%s Training begins anew.", line)
             except StorageError as error:
                 found = error
         found = broadcast_object(found, self._group, name="checkpoint/latest")
@@ -275,11 +291,20 @@ class Checkpointer(keras.callbacks.Callback):
         if self._saver is None:
             self._saver = Saver(self.directory, self.model)
         state = self._state.collect(epoch, batch)
-        self._under_way = self._saver.begin(self._step, state, self._retention.completed)
+        self._under_way = self._saver.begin(self._step, state, self._completed)
         if not self._asynchronous:
             self._finish()
         self._saved_step, self._saved_at = self._step, time.monotonic()
         self._costs = self._saved_at - begun
+
+    def _completed(self, path: str) -> None:
+        """On the chief, when a checkpoint was read back whole."""
+        if self._directory_lock is not None:
+            try:
+                self._directory_lock.check()
+            except InUseError as error:
+                raise StorageError(str(error)) from error
+        self._retention.completed(path)
 
     def _finish(self) -> None:
         """Waits for the save that is under way."""

@@ -13,7 +13,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.checkpoint.names import model_names
+from tfdist.checkpoint import format1
+from tfdist.checkpoint.names import metric_names
 from tfdist.checkpoint.pieces import Entry, Piece
 from tfdist.collectives import Group
 from tfdist.collectives.local import LocalEngine
@@ -24,12 +25,15 @@ __all__ = ["counts_of"]
 Merge = Callable[[np.ndarray], np.ndarray]
 
 
-def counts_of(model: keras.Model, named: Sequence[tuple[keras.Variable, str]]) -> list[Entry]:
+def counts_of(
+    model: keras.Model, named: Sequence[tuple[keras.Variable, str]], version: int
+) -> list[Entry]:
     """The entries of what this rank counts.
 
     Args:
         model: The model.
         named: Its variables that this rank holds, and their names.
+        version: The format of checkpoints whose names metrics get.
     """
     strategy: Any = model.distribute_strategy
     if not hasattr(strategy, "engine"):
@@ -43,7 +47,8 @@ def counts_of(model: keras.Model, named: Sequence[tuple[keras.Variable, str]]) -
             entries.append(_row(f"local/{name}", variable, data, writes, _mean))
     loss = {id(v) for v in getattr(getattr(model, "_loss_tracker", None), "variables", ())}
     variables = [variable for metric in model.metrics for variable in metric.variables]
-    for variable, name in zip(variables, model_names(variables), strict=True):
+    names = format1.model_names(variables) if version == 1 else metric_names(variables)
+    for variable, name in zip(variables, names, strict=True):
         if id(variable) in loss:
             # All stages of a pipeline may add to it.
             axes = getattr(model, "metrics_axes", ("data",))

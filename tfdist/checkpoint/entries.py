@@ -9,7 +9,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.checkpoint import format1
 from tfdist.checkpoint.counts import counts_of
+from tfdist.checkpoint.manifest import FORMAT, Arrays
 from tfdist.checkpoint.names import model_names, optimizer_names
 from tfdist.checkpoint.pieces import Entry, global_shape, pieces_of
 from tfdist.collectives import Group
@@ -18,14 +20,15 @@ from tfdist.layers.sharding import sharding_of, stored_flat
 from tfdist.pipeline import PipelineModel
 from tfdist.pipeline.staging import staging_of
 
-__all__ = ["arrays_of", "entries_of"]
+__all__ = ["arrays_of", "entries_of", "held_by"]
 
 
-def entries_of(model: keras.Model) -> list[Entry]:
+def entries_of(model: keras.Model, version: int = FORMAT) -> list[Entry]:
     """The entries of a model's variables and of its optimizer's, those of this rank.
 
     Args:
         model: A built model; one that is trained has a built optimizer.
+        version: The format of checkpoints whose names they get.
     """
     strategy: Any = model.distribute_strategy
     mesh = getattr(strategy, "mesh", None)
@@ -33,14 +36,22 @@ def entries_of(model: keras.Model) -> list[Entry]:
     num_data = 1 if mesh is None else mesh.shape["data"]
     if isinstance(model, PipelineModel):
         every, own = model.chain_variables
+        root = model.chain_model
     else:
         every = own = list(model.variables)
+        root = model
     here = {id(variable) for variable in own}
-    named = list(zip(every, model_names(every), strict=True))
+    names = format1.model_names(every) if version == 1 else model_names(root, every)
+    named = list(zip(every, names, strict=True))
     held = [(v, name) for v, name in named if id(v) in here]
     found = [(v, f"model/{name}") for v, name in held]
     if getattr(model, "optimizer", None) is not None:
-        found += optimizer_names(model.optimizer, [(v, n) for v, n in named if v.trainable])
+        if version == 1:
+            trained = [(v, name) for v, name in named if v.trainable]
+            found += format1.optimizer_names(model.optimizer, trained)
+        else:
+            trained = [(v, name) for v, name in held if v.trainable]
+            found += optimizer_names(model.optimizer, trained)
     entries = []
     for variable, name in found:
         if tf.as_dtype(variable.dtype) == tf.string:
@@ -55,16 +66,25 @@ def entries_of(model: keras.Model) -> list[Entry]:
                 _writes(variable, name, place, num_data),
             )
         )
-    return entries + counts_of(model, held)
+    return entries + counts_of(model, held, version)
 
 
-def arrays_of(entries: Sequence[Entry], world: Group) -> dict[str, tuple[tuple[int, ...], str]]:
+def arrays_of(entries: Sequence[Entry], world: Group) -> Arrays:
     """By name, shape and dtype of the entries of all ranks, which all call this."""
-    own = {entry.name: (entry.shape, entry.dtype) for entry in entries}
-    found: dict[str, tuple[tuple[int, ...], str]] = {}
-    for some in all_gather_object(own, world, name="checkpoint/arrays"):
-        found |= some
-    return found
+    return held_by(entries, world)[0]
+
+
+def held_by(entries: Sequence[Entry], world: Group) -> tuple[Arrays, dict[str, tuple[int, ...]]]:
+    """The arrays of all ranks, which all call this, and by name the ranks that write each."""
+    own = {entry.name: (entry.shape, entry.dtype, entry.writes) for entry in entries}
+    arrays: Arrays = {}
+    writers: dict[str, tuple[int, ...]] = {}
+    every = all_gather_object(own, world, name="checkpoint/arrays")
+    for rank, some in zip(world.ranks, every, strict=True):
+        for name, (shape, dtype, writes) in some.items():
+            arrays[name] = shape, dtype
+            writers[name] = (*writers.get(name, ()), *((rank,) if writes else ()))
+    return dict(sorted(arrays.items())), writers
 
 
 def _writes(variable, name: str, place: dict[str, int], num_data: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from tfdist.data.position import DataPosition
 from tfdist.data.random_state import global_seed, random_state, set_random_state
 
-__all__ = ["FitState"]
+__all__ = ["FitState", "check_state"]
 
 _logger = logging.getLogger("tfdist")
 #: What Keras' callbacks count. The best weights that EarlyStopping keeps are not among it.
@@ -113,6 +114,47 @@ class FitState:
                 number = sum(key.partition("/")[0] == name for key in found)
                 found[f"{name}/{number}"] = callback
         return found
+
+
+def check_state(state: dict[str, Any]) -> None:
+    """Raises ValueError where a state is not one that `FitState.collect` has made."""
+    try:
+        data, history = state["data"], state["history"]
+        right = (
+            _counts(state["epoch"], state["batch"], data["iterators"], data["more_samples"])
+            and all(data[name] is None or _counts(data[name]) for name in ("taken", "batches"))
+            and (data["batch_size"] is None or _counts(data["batch_size"]))
+            and _is_random_state(state["random"])
+            and (data["random"] is None or _is_random_state(data["random"]))
+            and (state["global_seed"] is None or isinstance(state["global_seed"], int))
+            and (state["keras_seed"] is None or np.shape(state["keras_seed"]) == (2,))
+            and isinstance(history["epoch"], list)
+            and all(isinstance(values, list) for values in history["logs"].values())
+            and all(set(values) <= set(_COUNTED) for values in state["callbacks"].values())
+        )
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
+        right = False
+    if not right:
+        raise ValueError(
+            "does not say where a training stands: it is damaged, or was not saved by a "
+            "Checkpointer. `tfdist.checkpoint.restore` gives its weights to a model."
+        )
+
+
+def _is_random_state(state: dict[str, Any]) -> bool:
+    """Whether generators take a state; raises where they do not."""
+    version, python, gauss = state["python"]
+    random.Random().setstate((version, tuple(python), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.RandomState().set_state((kind, np.array(keys, np.uint32), *rest))
+    return True
+
+
+def _counts(*values) -> bool:
+    return all(
+        isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+        for value in values
+    )
 
 
 def _keras_seed() -> keras.Variable | None:

@@ -1,33 +1,132 @@
-"""Names of variables that are the same on any mesh, in any process."""
+"""Names of variables that are the same on any mesh, in any process.
+
+A name leads from the model through its layers to the variable. What the user named keeps its name.
+A layer that Keras named is known by the attribute that holds it, as in Keras' own files of weights; in a
+Sequential or functional model, where there is none, by its order among its like.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 
-__all__ = ["model_names", "optimizer_names"]
+from tfdist.layer_names import Functional, is_made_up, plain_name
+
+__all__ = ["Namer", "metric_names", "model_names", "numbered", "optimizer_names"]
+
+#: A name for each of some variables of a model.
+Namer = Callable[[keras.Model, Sequence[keras.Variable]], list[str]]
+
+#: They name a layer after another, which may be one that Keras named.
+_NAMING = (keras.layers.Bidirectional,)
+_GRAPHS = (keras.Sequential, Functional)
 
 
-def model_names(variables: Sequence[keras.Variable]) -> list[str]:
-    """A name for each variable of a model, by its path.
+def model_names(model: keras.Model, variables: Sequence[keras.Variable]) -> list[str]:
+    """A name for each variable of a model.
 
-    Keras numbers layers by how many of a kind a process has made before (`dense_7`); here they are
-    numbered by their order in the model.
+    Args:
+        model: The model whose layers lead to the variables.
+        variables: The variables, in the model's order.
     """
-    found: list[str] = []
-    layers: dict[str, str] = {}
+    known: dict[int, str] = {}
+    _visit(model, (), known, set())
+    used = set(known.values())
+    # What no layer of the model leads to, it has from elsewhere.
+    return [
+        known.get(id(v)) or numbered("/".join(map(_without_number, v.path.split("/"))), used)
+        for v in variables
+    ]
+
+
+def _visit(layer, path: tuple[str, ...], known: dict[int, str], seen: set[int]) -> None:
+    """Names the variables of a layer and of those below it; what is shared, where it is first."""
+    seen.add(id(layer))
+    below = list(layer._flatten_layers(include_self=False, recursive=False))
+    theirs = {id(variable) for each in below for variable in each.variables}
     used: set[str] = set()
+    for variable in layer.variables:
+        if id(variable) not in theirs and id(variable) not in known:
+            name = variable.name
+            # What Keras calls a weight that has no name.
+            plain = "variable" if re.fullmatch(r"variable(_\d+)?", name) else name
+            known[id(variable)] = numbered("/".join((*path, plain)), used)
+    for child, name in zip(below, _names_of(layer, below), strict=True):
+        if id(child) not in seen:
+            _visit(child, (*path, name), known, seen)
+
+
+def _names_of(parent, layers: Sequence) -> list[str]:
+    """The names of the layers in a layer, each another."""
+    held = {} if isinstance(parent, _GRAPHS) else _attributes(parent, layers)
+    found: dict[int, str] = {}
+    used: set[str] = set()
+    # First those with a name of their own, which no other takes from them.
+    given = [each for each in layers if not isinstance(parent, _NAMING) and not is_made_up(each)]
+    for each in given:
+        found[id(each)] = numbered(each.name, used)
+    counts: dict[str, int] = {}
+    for each in layers:
+        if id(each) in found:
+            continue
+        name = held.get(id(each))
+        if name is None:
+            plain = plain_name(type(each))
+            counts[plain] = counts.get(plain, -1) + 1
+            # Not as Keras does it: what is counted is never taken for what a user has named.
+            name = f"{plain}.{counts[plain]}"
+        found[id(each)] = numbered(name, used)
+    return [found[id(each)] for each in layers]
+
+
+def _attributes(parent, layers: Sequence) -> dict[int, str]:
+    """By layer, the attribute of the parent that holds it, be it in a list or in a dict."""
+    asked = {id(each) for each in layers}
+    found: dict[int, str] = {}
+    # Where two attributes hold the same, a public one counts, and then the alphabet.
+    for name, value in sorted(vars(parent).items(), key=lambda item: (item[0][0] == "_", item[0])):
+        if name == "_layers":  # Keras' own list of all.
+            continue
+        for path, each in _leaves(value, name):
+            if id(each) in asked:
+                found.setdefault(id(each), path)
+    return found
+
+
+def _leaves(value, path: str, depth: int = 8) -> Iterator[tuple[str, Any]]:
+    """What lies in lists and dicts, which may hold themselves."""
+    if not depth:
+        return
+    if isinstance(value, Mapping):
+        for key in value:
+            yield from _leaves(value[key], f"{path}_{str(key).replace('/', '_')}", depth - 1)
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _leaves(item, f"{path}_{number}", depth - 1)
+    else:
+        yield path, value
+
+
+def metric_names(variables: Sequence[keras.Variable]) -> list[str]:
+    """A name for each variable of a model's metrics.
+
+    Keras does not keep who named a metric: a name that looks like one of its own counts as one.
+    """
+    own = {plain_name(kind) for kind in _subclasses(keras.metrics.Metric)}
+    scopes: dict[str, str] = {}
+    used: set[str] = set()
+    found: list[str] = []
     for variable in variables:
-        layer, _, name = variable.path.rpartition("/")
-        if layer not in layers:
-            plain = "/".join(re.sub(r"_\d+$", "", part) for part in layer.split("/"))
-            layers[layer] = _numbered(plain, used)
-        found.append("/".join(filter(None, (layers[layer], name))))
+        metric, _, name = variable.path.rpartition("/")
+        if metric not in scopes:
+            plain = _without_number(metric)
+            scopes[metric] = numbered(plain if plain in own else metric, used)
+        found.append("/".join(filter(None, (scopes[metric], name))))
     repeated: set[str] = set()
-    return [_numbered(name, repeated) for name in found]
+    return [numbered(name, repeated) for name in found]
 
 
 def optimizer_names(
@@ -37,35 +136,46 @@ def optimizer_names(
 
     Args:
         optimizer: The optimizer; one that wraps another has that one's variables, too.
-        parameters: The variables that it may keep a state for, and their names.
+        parameters: The variables that it may keep a state for, and their names, in its order.
     """
     # Keras names a slot by the path of its parameter; the longest that fits is the right one.
-    prefixes = sorted(
-        ((variable.path.replace("/", "_") + "_", name) for variable, name in parameters),
-        key=lambda pair: -len(pair[0]),
-    )
+    # Parameters of equal paths lie behind it in the order in which they have their slots.
+    prefixes: dict[str, list[str]] = {}
+    for variable, name in parameters:
+        prefixes.setdefault(variable.path.replace("/", "_") + "_", []).append(name)
+    longest = sorted(prefixes, key=lambda prefix: -len(prefix))
     found: list[tuple[keras.Variable, str]] = []
     used: set[str] = set()
     depth: list[Any] = [optimizer]
     while getattr(depth[-1], "inner_optimizer", None) is not None:
         depth.append(depth[-1].inner_optimizer)
     for level, each in enumerate(depth):
-        kind = (
-            "optimizer"
-            if each is depth[-1]
-            else "/".join(["optimizer"] + ["wrapper"] * (level + 1))
-        )
+        kind = "/".join(["optimizer"] + ["wrapper"] * (level + 1 if each is not depth[-1] else 0))
+        seen: dict[str, int] = {}
         for variable in each._variables:
             name = f"{kind}/{variable.name}"
-            for prefix, parameter in prefixes:
-                if variable.name.startswith(prefix):
-                    name = f"{kind}/{variable.name[len(prefix) :]}/{parameter}"
-                    break
-            found.append((variable, _numbered(name, used)))
+            prefix = next((one for one in longest if variable.name.startswith(one)), None)
+            if prefix is not None:
+                place = seen[variable.name] = seen.get(variable.name, -1) + 1
+                names = prefixes[prefix]
+                slot = variable.name[len(prefix) :]
+                name = f"{kind}/{slot}/{names[min(place, len(names) - 1)]}"
+            found.append((variable, numbered(name, used)))
     return found
 
 
-def _numbered(name: str, used: set[str]) -> str:
+def _subclasses(kind: type) -> Iterable[type]:
+    yield kind
+    below: list[type] = kind.__subclasses__()
+    for each in below:
+        yield from _subclasses(each)
+
+
+def _without_number(name: str) -> str:
+    return re.sub(r"_\d+$", "", name)
+
+
+def numbered(name: str, used: set[str]) -> str:
     """The name, with a number behind it where it is used already."""
     number, found = 0, name
     while found in used:

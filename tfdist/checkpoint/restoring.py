@@ -4,35 +4,35 @@ from __future__ import annotations
 
 import logging
 import os
+import posixpath
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 import numpy as np
 
+from tfdist.checkpoint.directory import complete_checkpoints, latest, lost
 from tfdist.checkpoint.entries import arrays_of, entries_of
-from tfdist.checkpoint.manifest import Manifest, NewerFormatError, complete_checkpoints
+from tfdist.checkpoint.errors import CheckpointError, OtherModelError, StorageError
+from tfdist.checkpoint.manifest import FORMAT, Array, Arrays, Manifest, step_of
 from tfdist.checkpoint.pieces import Entry
+from tfdist.checkpoint.reading import Reader
 from tfdist.checkpoint.saving import world_of
-from tfdist.checkpoint.storage import MANIFEST, CheckpointError, Storage, StorageError
+from tfdist.checkpoint.storage import MANIFEST, Storage
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object, broadcast_object
+from tfdist.directories import checked_directory, is_address
 
-__all__ = ["OtherModelError", "latest", "restore"]
+__all__ = ["OtherModelError", "latest", "restore", "restore_checked"]
 
 _logger = logging.getLogger("tfdist")
+#: No job has more ranks, each of which has a row in what is counted.
+_ROWS = 1 << 20
+#: How many names a message lists.
+_LISTED = 10
 
 
-class OtherModelError(CheckpointError, ValueError):
-    """A checkpoint does not hold the arrays of the model."""
-
-
-def latest(directory: str) -> str | None:
-    """The path of the newest complete checkpoint in a directory; None where there is none."""
-    found = complete_checkpoints(directory)
-    return f"{str(directory).rstrip('/')}/{found[0]}" if found else None
-
-
-def restore(path: str, model: keras.Model) -> Manifest:
+def restore(path: str | os.PathLike, model: keras.Model) -> Manifest:
     """Gives a model and its optimizer the state of a checkpoint; all ranks call it.
 
     Args:
@@ -46,53 +46,99 @@ def restore(path: str, model: keras.Model) -> Manifest:
         StorageError: There is no checkpoint that can be read.
         OtherModelError: It is one of another model.
         NewerFormatError: It was written by a newer tfdist.
+        TypeError: `path` is no path.
+        ValueError: `path` is that of nothing that checkpoints can lie in.
+    """
+    return restore_checked(checked_directory(path, "path"), model, lambda state: None)
+
+
+def restore_checked(
+    path: str, model: keras.Model, check: Callable[[dict[str, Any]], None]
+) -> Manifest:
+    """As `restore`; a checkpoint counts as damaged where `check` refuses its state.
+
+    Args:
+        path: As `checked_directory` returns it.
+        model: As in `restore`.
+        check: Called on the chief with the state; raises ValueError, which goes on from the path.
     """
     world = world_of(model)
-    path = os.fspath(path).rstrip("/")
-    entries = entries_of(model)
-    strict = [entry for entry in entries if entry.merge is None]
-    names = arrays_of(strict, world)
+    candidates, warnings = _candidates(path, world)
+    for warning in warnings:
+        _logger.warning("%s", warning)
+    entries: dict[int, list[Entry]] = {}
     damages: list[str] = []
-    for candidate in _candidates(path, world):
+    for candidate in candidates:
         try:
-            manifest = _manifest(candidate, world)
-            _check_model(candidate, manifest, names)
-            _restore(candidate, entries, manifest, world)
+            manifest = _manifest(candidate, world, check)
+            version = 1 if manifest.files is None else FORMAT
+            if version not in entries:
+                entries[version] = entries_of(model, version)
+            strict = [entry for entry in entries[version] if entry.merge is None]
+            _check_model(candidate, manifest, arrays_of(strict, world))
+            _restore(candidate, entries[version], manifest, world)
         except StorageError as error:
-            _logger.warning("%s The checkpoint before it is taken.", error)
             damages.append(str(error))
+            if candidate != candidates[-1]:
+                _logger.warning("%s The checkpoint before it is taken.", error)
             continue
         return manifest
     raise StorageError(
-        " ".join(damages) or f"There is no complete checkpoint in {path}: none has a manifest."
+        " ".join([*warnings, *damages])
+        or f"There is no complete checkpoint in {path}: none has a manifest."
     )
 
 
-def _candidates(path: str, world: Group) -> list[str]:
-    """What may be restored, the first first; as the chief sees it."""
-    found: list[str] = []
+def _candidates(path: str, world: Group) -> tuple[list[str], list[str]]:
+    """What may be restored, the first first, and what is lost; as the chief sees it."""
+    found: Any = None
     if world.rank == 0:
-        is_one = bool(Storage(path).names(MANIFEST))
-        found = [path] if is_one else [f"{path}/{name}" for name in complete_checkpoints(path)]
-    return broadcast_object(found, world, name="checkpoint/candidates")
+        try:
+            if _is_one(path):
+                found = [path], []
+            else:
+                names = complete_checkpoints(path)
+                found = [posixpath.join(path, name) for name in names], lost(path)
+        except StorageError as error:
+            found = error
+    return _agreed(found, world, "candidates")
 
 
-def _manifest(path: str, world: Group) -> Manifest:
+def _is_one(path: str) -> bool:
+    """Whether a path is that of a checkpoint, damaged or not, and not of a directory with some."""
+    folder = os.path.basename(os.path.abspath(path)) if not is_address(path) else path
+    if step_of(folder.rpartition("/")[2]) is not None:
+        return True
+    if is_address(path):
+        return bool(Storage(path).names(MANIFEST))
+    return os.path.lexists(os.path.join(path, MANIFEST))
+
+
+def _manifest(path: str, world: Group, check: Callable[[dict[str, Any]], None]) -> Manifest:
     found: Any = None
     if world.rank == 0:
         try:
             found = Manifest.read(Storage(path))
-        except (StorageError, NewerFormatError) as error:
+            if found is None:
+                raise StorageError(f"{path} is no checkpoint: it has no manifest.")
+            try:
+                check(found.state)
+            except ValueError as error:
+                raise StorageError(f"{path} {error}") from error
+        except CheckpointError as error:
             found = error
-    found = broadcast_object(found, world, name="checkpoint/manifest")
-    if isinstance(found, Exception):
+    return _agreed(found, world, "manifest")
+
+
+def _agreed(found: Any, world: Group, name: str) -> Any:
+    """What the chief has found, on all ranks; raised where it is an error."""
+    found = broadcast_object(found, world, name=f"checkpoint/{name}")
+    if isinstance(found, CheckpointError):
         raise found
-    if found is None:
-        raise StorageError(f"{path} has no manifest: it was never completed.")
     return found
 
 
-def _check_model(path: str, manifest: Manifest, names: dict) -> None:
+def _check_model(path: str, manifest: Manifest, names: Arrays) -> None:
     """Raises where the arrays of a checkpoint are not those of the model.
 
     What ranks count for themselves is left out: it may be that nothing was counted yet.
@@ -102,18 +148,17 @@ def _check_model(path: str, manifest: Manifest, names: dict) -> None:
         for name, array in manifest.arrays.items()
         if name.partition("/")[0] in ("model", "optimizer")
     }
-    missing = sorted(names.keys() - saved.keys())
-    extra = sorted(saved.keys() - names.keys())
     other = [
         f"{name} ({_described(saved[name])}, in the model {_described(names[name])})"
-        for name in sorted(names.keys() & saved.keys())
+        for name in _layers_first(names.keys() & saved.keys())
         if saved[name] != names[name]
     ]
     said = [
-        f"{what}: {', '.join(some[:10])}{f' and {len(some) - 10} more' if len(some) > 10 else ''}"
+        f"{what}: {', '.join(some[:_LISTED])}"
+        f"{f' and {len(some) - _LISTED} more' if len(some) > _LISTED else ''}"
         for what, some in (
-            ("not in the checkpoint", missing),
-            ("not in the model", extra),
+            ("not in the checkpoint", _layers_first(names.keys() - saved.keys())),
+            ("not in the model", _layers_first(saved.keys() - names.keys())),
             ("different", other),
         )
         if some
@@ -122,38 +167,52 @@ def _check_model(path: str, manifest: Manifest, names: dict) -> None:
         raise OtherModelError(f"{path} is a checkpoint of another model. {'; '.join(said)}.")
 
 
-def _described(array: tuple[tuple[int, ...], str]) -> str:
+def _layers_first(names: Iterable[str]) -> list[str]:
+    """Names in order, those of layers before those of the optimizer's slots for them."""
+    return sorted(names, key=lambda name: (not name.startswith("model/"), name))
+
+
+def _described(array: Array) -> str:
     return f"{array[1]}{list(array[0])}"
 
 
 def _restore(path: str, entries: list[Entry], manifest: Manifest, world: Group) -> None:
     """Reads all of this rank's parts; assigns them if all ranks could."""
     values: list[tuple[Entry, np.ndarray]] = []
-    error = None
+    error: Exception | None = None
     try:
-        storage = Storage(path)
+        reader = Reader(Storage(path), manifest)
         for entry in entries:
             if entry.merge is None or entry.name in manifest.arrays:
-                values.append((entry, _value(entry, manifest, storage)))
-    except StorageError as damage:
-        error = str(damage)
-    for found in all_gather_object(error, world, name="checkpoint/errors"):
-        if found:
-            raise StorageError(found)
+                values.append((entry, _value(entry, manifest, reader)))
+    except Exception as found:  # The other ranks hear of it, whatever it is.
+        error = found
+    for each in all_gather_object(
+        None if error is None else (isinstance(error, StorageError), str(error)),
+        world,
+        name="checkpoint/errors",
+    ):
+        if each is None:
+            continue
+        if error is not None and not isinstance(error, StorageError):
+            raise error
+        is_damage, said = each
+        raise StorageError(said) if is_damage else RuntimeError(f"Another rank failed: {said}")
     for entry, value in values:
         entry.variable._value.assign(value)
 
 
-def _value(entry: Entry, manifest: Manifest, storage: Storage) -> np.ndarray:
+def _value(entry: Entry, manifest: Manifest, reader: Reader) -> np.ndarray:
     """What this rank's variable is to hold."""
     value = np.array(entry.variable._value.numpy())
     shape, dtype = manifest.arrays[entry.name]
-    array = storage.open(entry.name, shape, dtype)
-    if entry.merge is not None and shape != entry.shape:
-        if (shape[1:], dtype) != (entry.shape[1:], entry.dtype):
+    if entry.merge is not None and (shape, dtype) != (entry.shape, entry.dtype):
+        of_rank = shape[1:], dtype
+        if not shape or of_rank != (entry.shape[1:], entry.dtype) or not 0 < shape[0] <= _ROWS:
             return value
-        rows = storage.read(array, entry.name, tuple(slice(0, size) for size in shape))
+        (rows,) = reader.read(entry.name, [tuple(slice(0, size) for size in shape)])
         return np.asarray(entry.merge(rows), value.dtype)
-    for piece in entry.pieces:
-        piece.put(value, storage.read(array, entry.name, piece.box))
+    boxes = [piece.box for piece in entry.pieces]
+    for piece, part in zip(entry.pieces, reader.read(entry.name, boxes), strict=True):
+        piece.put(value, part)
     return value

@@ -1,50 +1,75 @@
-"""Global arrays on disk or in an object store: zarr 3, through TensorStore."""
+"""The files of a checkpoint, on disk or in an object store; arrays are written through TensorStore."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
-import math
 import os
-import shutil
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
-__all__ = ["MANIFEST", "CheckpointError", "Storage", "StorageError"]
+from tfdist.checkpoint import files
+from tfdist.checkpoint.chunks import CHUNK_BYTES, chunk_shape_of, folder_of_array, metadata_of
+from tfdist.checkpoint.errors import CheckpointError, StorageError
+from tfdist.directories import is_address
+
+__all__ = [
+    "MANIFEST",
+    "UNFINISHED",
+    "CheckpointError",
+    "Storage",
+    "StorageError",
+    "digest_of",
+]
 
 #: The file that says that all others are complete.
 MANIFEST = "manifest.json"
+#: There from the first byte of a checkpoint until its manifest is there.
+UNFINISHED = "unfinished"
 
-#: A chunk is the unit of reading, of checksums and of what several ranks may write at once.
-_CHUNK_BYTES = 16 << 20
+#: The most that a small file may have. A manifest has some 200 bytes for each array.
+_JSON_BYTES = 256 << 20
 #: Written to see whether one can, and deleted again.
 _PROBE = "probe"
 
 
-class CheckpointError(Exception):
-    """A checkpoint cannot be written, or is not one for what it was to restore."""
-
-
-class StorageError(CheckpointError, OSError):
-    """Something cannot be read or written; one line says what."""
+def digest_of(content: bytes) -> str:
+    """What a manifest says of the content of a file; hashing releases Python's lock."""
+    return hashlib.sha256(content).hexdigest()
 
 
 class Storage:
-    """The files of one checkpoint.
+    """The files below a folder.
 
     Args:
         path: A folder, or an address that TensorStore knows, as `gs://bucket/folder`.
+
+    Raises:
+        StorageError: The address is none that TensorStore knows.
     """
 
     def __init__(self, path: str | os.PathLike):
-        self.path = os.fspath(path).rstrip("/")
-        if "://" in self.path:
+        self.path = os.fspath(path)
+        self._local: str | None = None
+        if is_address(self.path):
+            self.path = self.path.rstrip("/")
             self._kvstore: Any = f"{self.path}/"
         else:
-            self._kvstore = {"driver": "file", "path": os.path.abspath(self.path) + "/"}
-        self._files = ts.KvStore.open(self._kvstore).result()
+            self._local = os.path.abspath(self.path)
+            self._kvstore = {"driver": "file", "path": self._local.rstrip("/") + "/"}
+        try:
+            self._files = ts.KvStore.open(self._kvstore).result()
+        except (ValueError, OSError, NotImplementedError) as error:
+            raise StorageError(f"{self.path} cannot be opened: {_first(error)}") from error
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a folder of a file system."""
+        return self._local is not None
 
     # -- small files --------------------------------------------------------------------------
 
@@ -58,54 +83,120 @@ class Storage:
         Raises:
             StorageError: It cannot be read, or is no JSON.
         """
+        content = self.read(name, _JSON_BYTES)
+        if content is None:
+            return None
+        try:
+            return json.loads(content.decode())
+        except (ValueError, RecursionError) as error:
+            raise StorageError(f"{self.path}/{name} is damaged: {error}.") from error
+
+    def read(self, name: str, limit: int = CHUNK_BYTES) -> bytes | None:
+        """The content of a file; None where there is none.
+
+        Raises:
+            StorageError: It is no regular file, is longer than `limit`, or cannot be read.
+        """
+        if self._local is not None:
+            return files.read_file(self._local, name, limit)
         found = self._ask("read", name, self._files.read(name))
         if found.state == "missing":
             return None
-        try:
-            return json.loads(found.value)
-        except ValueError as error:
-            raise StorageError(f"{self.path}/{name} is damaged: {error}.") from error
+        if len(found.value) > limit:
+            raise StorageError(
+                f"{self.path}/{name} is damaged: it has {len(found.value):,} bytes, {limit:,} at "
+                "most are right."
+            )
+        return found.value
+
+    def read_version(self, name: str) -> tuple[bytes | None, bytes]:
+        """The content of a small file, None where there is none, and which version of it that is."""
+        found = self._ask("read", name, self._files.read(name))
+        content = None if found.state == "missing" else found.value
+        return content, found.stamp.generation
+
+    def write_version(self, name: str, content: bytes | None, version: bytes) -> bytes | None:
+        """Writes or deletes a small file that nobody has written since.
+
+        Args:
+            name: The file.
+            content: What it is to hold; None deletes it.
+            version: The version that it is to have until now, as of `read_version`.
+
+        Returns:
+            Its new version; None where it has another than `version`, and was left as it is.
+        """
+        done = self._ask("write", name, self._files.write(name, content, if_equal=version))
+        return done.generation or None
 
     def names(self, prefix: str = "") -> list[str]:
         """The names of the files below a prefix."""
         # Up to the first name that comes after all those with the prefix.
         end = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
         found = self._files.list(ts.KvStore.KeyRange(prefix, end))
-        return [key.decode() for key in self._ask("list", prefix, found)]
+        return [key.decode(errors="replace") for key in self._ask("list", prefix, found)]
 
     def check_writable(self) -> None:
-        """Raises StorageError where nothing can be written."""
-        self.write_json(_PROBE, None)
-        self._ask("delete", _PROBE, self._files.write(_PROBE, None))
+        """Raises StorageError where nothing can be written; leaves nothing behind."""
+        try:
+            self.write_json(_PROBE, None)
+        except StorageError:
+            with contextlib.suppress(StorageError):
+                self.delete_file(_PROBE)
+            raise
+        self.delete_file(_PROBE)
+
+    def delete_file(self, name: str) -> None:
+        """Deletes a file, where there is one."""
+        self._ask("delete", name, self._files.write(name, None))
+
+    def delete_below(self, name: str) -> None:
+        """Deletes the files below a folder."""
+        if self._local is not None:
+            self._delete_tree(f"{self._local}/{name}")
+        else:
+            files = ts.KvStore.KeyRange(f"{name}/", f"{name}0")  # 0 comes after the slash.
+            self._ask("delete", name, self._files.delete_range(files))
 
     def delete(self) -> None:
-        """Deletes all files, first the one that says that the others are complete."""
-        for name in (MANIFEST, ""):
-            files = ts.KvStore.KeyRange(name, name + "\0" if name else "")
-            self._ask("delete", name, self._files.delete_range(files))
-        if isinstance(self._kvstore, dict):
-            # A file system keeps the folders; they are empty now.
-            shutil.rmtree(self._kvstore["path"], ignore_errors=True)
+        """Deletes all files, first the one that says that the others are complete.
+
+        Links are deleted, and not what they lead to.
+
+        Raises:
+            StorageError: Something cannot be deleted.
+        """
+        if self._local is not None:
+            self._delete_tree(self._local)
+            return
+        self.delete_file(MANIFEST)
+        self._ask("delete", "", self._files.delete_range(ts.KvStore.KeyRange()))
+
+    def _delete_tree(self, folder: str) -> None:
+        try:
+            files.delete_tree(folder, MANIFEST)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            said = error.strerror or error
+            raise StorageError(f"{folder} cannot be deleted: {said}.") from error
 
     # -- arrays -------------------------------------------------------------------------------
 
     def create(self, name: str, shape: tuple[int, ...], dtype: str) -> ts.TensorStore:
         """Makes the place for a global array, or opens it where another rank has."""
+        folder = folder_of_array(name)
+        if self._local is not None:
+            path = f"{self._kvstore['path']}{folder}/"
+            where: Any = {"driver": "file", "path": path}
+        else:
+            where = f"{self._kvstore}{folder}/"
         spec = {
-            **self._spec(name),
+            "driver": "zarr3",
+            "kvstore": where,
             "store_data_equal_to_fill_value": True,
-            "metadata": {
-                "shape": list(shape),
-                "data_type": dtype,
-                "chunk_grid": {
-                    "name": "regular",
-                    "configuration": {"chunk_shape": list(_chunk(shape, dtype))},
-                },
-                "codecs": [
-                    {"name": "bytes", "configuration": {"endian": "little"}},
-                    {"name": "crc32c"},
-                ],
-            },
+            "fill_missing_data_reads": False,
+            "metadata": metadata_of(shape, dtype, chunk_shape_of(shape, dtype)),
         }
         return self._ask("create", name, ts.open(spec, create=True, open=True))
 
@@ -115,62 +206,14 @@ class Storage:
         for each in waiting:
             self._ask("write", "an array", each)
 
-    def open(self, name: str, shape: tuple[int, ...], dtype: str) -> ts.TensorStore:
-        """Opens an array, all of whose chunks are there.
-
-        Raises:
-            StorageError: It is not there, is not what the manifest says, or lacks chunks.
-        """
-        array = self._ask("open", name, ts.open(self._spec(name), open=True, read=True))
-        found = tuple(array.shape), array.dtype.name
-        if found != (tuple(shape), dtype):
-            raise StorageError(
-                f"{self.path}: the array `{name}` is damaged: {dtype}{list(shape)} was written. "
-                f"Found: {found[1]}{list(found[0])}."
-            )
-        chunks = len(self.names(f"arrays/{name}/c"))
-        chunk = _chunk(shape, dtype)
-        expected = math.prod(
-            math.ceil(size / part) for size, part in zip(shape, chunk, strict=True)
-        )
-        if math.prod(shape) and chunks != expected:
-            raise StorageError(
-                f"{self.path}: the array `{name}` is damaged: it lacks {expected - chunks} of its "
-                f"{expected} chunks."
-            )
-        return array
-
-    def read(self, array: ts.TensorStore, name: str, box: tuple) -> np.ndarray:
-        """A box of an array.
-
-        Raises:
-            StorageError: A chunk is damaged: its checksum is another.
-        """
-        return self._ask("read", name, array[box].read())
-
-    def _spec(self, name: str) -> dict[str, Any]:
-        if isinstance(self._kvstore, str):
-            return {"driver": "zarr3", "kvstore": f"{self._kvstore}arrays/{name}/"}
-        path = f"{self._kvstore['path']}arrays/{name}/"
-        return {"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}
-
     def _ask(self, what: str, name: str, future):
         """The result of a request; errors say what was asked."""
         try:
             return future.result()
         except (ValueError, OSError) as error:
-            # What follows in brackets is for those who mend TensorStore.
-            first = " ".join(str(error).split("[")[0].replace("\\x00", "/").split())
-            raise StorageError(f"{self.path}: cannot {what} `{name}`: {first}") from error
+            raise StorageError(f"{self.path}: cannot {what} `{name}`: {_first(error)}") from error
 
 
-def _chunk(shape: tuple[int, ...], dtype: str) -> tuple[int, ...]:
-    """The shape of a chunk: rows, as many as fit, or parts of a row."""
-    left = max(1, _CHUNK_BYTES // ts.dtype(dtype).numpy_dtype.itemsize)
-    found: list[int] = []
-    for axis, size in enumerate(shape):
-        inner = math.prod(shape[axis + 1 :])
-        part = min(max(size, 1), max(1, left // max(inner, 1)))
-        found.append(part)
-        left = max(1, left // part)
-    return tuple(found)
+def _first(error: Exception) -> str:
+    """What TensorStore says; what follows in brackets is for those who mend it."""
+    return " ".join(str(error).split("[")[0].replace("\\x00", "/").split())

@@ -121,6 +121,11 @@ class PipelineModel(keras.Model):
         return self._parts.placement.variables, self._parts.placement.own
 
     @property
+    def chain_model(self) -> keras.Model:
+        """The model of the whole chain; what other ranks hold of it has no values here."""
+        return self._parts.chain.model
+
+    @property
     def outputs(self) -> list[keras.KerasTensor]:
         """The symbolic outputs of the chain."""
         return self._parts.chain.model.outputs
