@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfdist.collectives.direct import Direct, close, connect
 from tfdist.collectives.engine import Engine, reduce_locally, split_rows
+from tfdist.collectives.flight_recorder import outermost_is_eager
 from tfdist.collectives.group import Group
 from tfdist.mesh import AXES, Mesh
 from tfdist.native import library_path
@@ -234,7 +235,9 @@ def _varying(tensor: tf.Tensor) -> tf.Tensor:
     if tf.executing_eagerly():
         return tensor
     # A slice of the whole copies nothing, and where it begins is known to a run alone.
-    begin = tf.zeros([tensor.shape.rank], tf.int32) + _zero()
+    # A variable made for a graph of TensorFlow 1 would want an initializer to be run.
+    zero = _zero() if outermost_is_eager() else tf.cast(tf.timestamp() < 0.0, tf.int32)
+    begin = tf.zeros([tensor.shape.rank], tf.int32) + zero
     return tf.ensure_shape(tf.slice(tensor, begin, [-1] * tensor.shape.rank), tensor.shape)
 
 
