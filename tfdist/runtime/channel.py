@@ -43,6 +43,16 @@ class Channel:
         """The descriptor, for selectors; -1 after `close`."""
         return self._sock.fileno()
 
+    @property
+    def own_host(self) -> str:
+        """The address of this machine, as the other side reaches it by TCP."""
+        return self._sock.getsockname()[0]
+
+    @property
+    def other_host(self) -> str:
+        """The address from which the other side came by TCP."""
+        return self._sock.getpeername()[0]
+
     def close(self) -> None:
         """Hangs up."""
         self._sock.close()
