@@ -20,7 +20,7 @@ from tfdist.collectives.engine import Engine, reduce_locally, split_rows
 from tfdist.collectives.flight_recorder import outermost_is_eager
 from tfdist.collectives.group import Group
 from tfdist.mesh import AXES, Mesh
-from tfdist.native import library_path
+from tfdist.native import find_library
 from tfdist.schedulers import join, started_by_scheduler
 
 __all__ = ["HorovodEngine", "started_by_horovod"]
@@ -112,7 +112,7 @@ class HorovodEngine(Engine):
             )
         # Messages between the memories of hosts are no way for tensors that lie on a GPU.
         direct = direct and not tf.config.list_physical_devices("GPU")
-        cycle = _cycle_ms(resolved.size, direct and library_path().exists())
+        cycle = _cycle_ms(resolved.size, direct and find_library() is not None)
         said = os.environ.setdefault("HOROVOD_CYCLE_TIME", str(cycle))
         if deterministic:
             os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from tfdist.collectives.direct.exchange import Direct
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import all_gather_object
-from tfdist.native import functions, library_path
+from tfdist.native import find_library, functions
 from tfdist.runtime import Listener, bind
 from tfdist.runtime import connect as call
 from tfdist.runtime.listener import connect_once
@@ -48,7 +48,7 @@ def connect(engine: Engine, groups: Iterable[Sequence[int]]) -> Direct | None:
         the answer on every rank, and logged.
     """
     world = engine.group()
-    built = library_path().exists()
+    built = find_library() is not None
     with contextlib.ExitStack() as stack:
         tcp, unix = stack.enter_context(bind(engine.host_address())), _unix_socket()
         stack.callback(unix.close)
