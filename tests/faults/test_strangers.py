@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from tests.conftest import skip_without
-from tests.faults.strangers import attack, listening_addresses
+from tfdist.benchmarks.attacks import attack, listening_addresses
 
-PROGRAM = Path(__file__).with_name("strangers_program.py")
+PROGRAM = Path(__file__).parents[2] / "benchmarks" / "attacked_job.py"
 
 
 @pytest.mark.parametrize("engine", ["horovod", "tensorflow"])
@@ -44,6 +44,7 @@ def run_job(folder: Path, engine: str, disturb) -> list[np.ndarray]:
         sys.executable,
         str(PROGRAM),
         str(folder),
+        "64",
     ]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
     with open(folder / "log", "w+") as log:

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.conftest import skip_without
-from tests.faults.strangers import attack
+from tfdist.benchmarks.attacks import attack
 from tfdist.rendezvous import local_environments
 
 

@@ -8,14 +8,14 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import psutil
 
 from tfdist.runtime.handshake import PROOF_BYTES, CallerProof
 from tfdist.runtime.listener import connect_once
 
-__all__ = ["ATTACKS", "listening_addresses"]
+__all__ = ["ATTACKS", "attack", "listening_addresses"]
 
 Address = tuple[str, int]
 _SECONDS = 5.0
@@ -127,9 +127,9 @@ ATTACKS: list[Callable[[Address], None]] = [
 ]
 
 
-def attack(addresses: list[Address]) -> None:
-    """All attacks, one after the other; each on all addresses at once."""
-    for strike in ATTACKS:
+def attack(addresses: list[Address], strikes: Sequence[Callable[[Address], None]] = ()) -> None:
+    """Some attacks, all by default, one after the other; each on all addresses at once."""
+    for strike in strikes or ATTACKS:
         threads = [threading.Thread(target=strike, args=(each,)) for each in addresses]
         for thread in threads:
             thread.start()

@@ -1,4 +1,4 @@
-"""Trains the same few steps again and again until told to stop: `strangers_program.py FOLDER`.
+"""Trains the same few steps again and again until told to stop: `attacked_job.py FOLDER WIDTH`.
 
 Each round begins with the same weights, so the last weights do not depend on the number of rounds.
 """
@@ -17,11 +17,18 @@ import numpy as np
 import tfdist
 from tfdist.collectives.objects import broadcast_object
 
-folder = Path(sys.argv[1])
+folder, width = Path(sys.argv[1]), int(sys.argv[2])
 strategy = tfdist.strategies.auto(watchdog_seconds=10.0)
 keras.utils.set_random_seed(0)
 with strategy.scope():
-    model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(64), keras.layers.Dense(1)])
+    model = keras.Sequential(
+        [
+            keras.Input((16,)),
+            keras.layers.Dense(width),
+            keras.layers.Dense(width),
+            keras.layers.Dense(1),
+        ]
+    )
     model.compile(keras.optimizers.SGD(0.01), "mse")
 x = np.random.default_rng(0).normal(size=(400, 16)).astype("float32")
 begin = model.get_weights()
@@ -33,7 +40,8 @@ class Clock(keras.callbacks.Callback):
     """When each step ended."""
 
     def on_train_batch_end(self, batch, logs=None):
-        times.append(time.monotonic())
+        """Notes it."""
+        times.append(time.monotonic())  # One clock for all processes of a machine.
 
 
 stop = False
