@@ -112,8 +112,10 @@ class Card(NamedTuple):
             ConnectionError: It is no card.
         """
         host, port = message.get("host"), message.get("port")
-        is_host = isinstance(host, str) and _HOST_NAME.fullmatch(host)
-        if len(message) != 2 or not is_host or type(port) is not int or not 0 < port < 1 << 16:
+        is_port = type(port) is int and 0 < port < 1 << 16
+        if len(message) != 2 or not is_port or not isinstance(host, str):
+            raise ConnectionError(f"it says {str(message)[:200]} instead of its host and port")
+        if not _HOST_NAME.fullmatch(host):
             raise ConnectionError(f"it says {str(message)[:200]} instead of its host and port")
         return cls(host, port)
 

@@ -36,7 +36,8 @@ class Report:
 
     def to_message(self) -> dict[str, Any]:
         """The report as a JSON object; of very many collectives under way only the first."""
-        waiting, ranks = [], 0
+        waiting: list[dict[str, Any]] = []
+        ranks = 0
         for wait in self.waiting:
             ranks += len(wait["ranks"]) + 1
             if waiting and ranks > _MOST_RANKS:

@@ -83,7 +83,7 @@ class _Server(http_server.RendezvousHTTPServer):
 
     def server_bind(self) -> None:
         # Bound already; HTTPServer would look up the name of the address, which can take long.
-        self.socket.close()
+        self.socket.close()  # type: ignore[has-type]
         self.socket = self._listening
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = self.server_address[:2]
