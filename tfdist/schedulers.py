@@ -112,12 +112,16 @@ class Card(NamedTuple):
             ConnectionError: It is no card.
         """
         host, port = message.get("host"), message.get("port")
-        is_port = type(port) is int and 0 < port < 1 << 16
-        if len(message) != 2 or not is_port or not isinstance(host, str):
-            raise ConnectionError(f"it says {str(message)[:200]} instead of its host and port")
-        if not _HOST_NAME.fullmatch(host):
-            raise ConnectionError(f"it says {str(message)[:200]} instead of its host and port")
-        return cls(host, port)
+        if (
+            len(message) == 2
+            and isinstance(host, str)
+            and _HOST_NAME.fullmatch(host)
+            and isinstance(port, int)
+            and type(port) is not bool
+            and 0 < port < 1 << 16
+        ):
+            return cls(host, port)
+        raise ConnectionError(f"it says {str(message)[:200]} instead of its host and port")
 
 
 def meeting_point(started: Started, environment: Mapping[str, str]) -> tuple[str, int]:

@@ -94,26 +94,28 @@ class Keeper:
         self._thread.join()
 
     def _keep(self) -> None:
-        checked = 0.0
-        while not self._closed.is_set():
+        looked = 0.0
+        while not self._closed.is_set() and not self._guard(self._all_ended, default=False):
             if not self._guard(self._hear, default=False):
                 time.sleep(_TICK_SECONDS)  # An error that comes again must not take a whole core.
-            if time.monotonic() - checked > _TICK_SECONDS:
-                checked = time.monotonic()
-                verdict = self._guard(self._judge, default="")
-                self._tell({"verdict": verdict} if verdict else {"alive": True})
-                if verdict or self._all_left():
-                    self._over.set()
-                if not self._warned:
-                    seconds = min(60.0, self._timeout / 2)
-                    if warning := self._guard(self._stuck, seconds, default=""):
-                        self._warned = True
-                        self._tell({"warning": warning})
+            if time.monotonic() - looked > _TICK_SECONDS:
+                looked = time.monotonic()
+                self._guard(self._look, default=None)
         self._over.set()
         self._listener.close()
         for channel in self._rank_of:
             channel.close()
         self._selector.close()
+
+    def _look(self) -> None:
+        """Looks after the ranks, and tells them that it does."""
+        verdict = self._guard(self._judge, default="")
+        self._tell({"verdict": verdict} if verdict else {"alive": True})
+        if verdict or self._all_left():
+            self._over.set()
+        if not self._warned and (warning := self._stuck(min(60.0, self._timeout / 2))):
+            self._warned = True
+            self._tell({"warning": warning})
 
     def _hear(self) -> bool:
         """Takes calls and reads what ranks say, or waits for a moment."""
@@ -169,6 +171,11 @@ class Keeper:
             # is seen where it is read.
             with contextlib.suppress(OSError):
                 channel.offer(message)
+
+    def _all_ended(self) -> bool:
+        """Whether every rank has said goodbye, and nobody is left to be watched over."""
+        ended = [report.ended for report in self._reports.values()]
+        return len(ended) == self._size and all(ended)
 
     def _all_left(self) -> bool:
         late = time.monotonic() - self._started > self._timeout

@@ -82,6 +82,7 @@ def build(compiler: Sequence[str] = ("g++",)) -> Path:
         # In one step: another process finds the whole library or none.
         os.replace(made, path)
         write_digest(path)
+    find_library.cache_clear()
     return path
 
 
