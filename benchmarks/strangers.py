@@ -4,7 +4,7 @@
 
 Two ranks with 1 thread each train under `tfdist-run`. In turn they are left alone and attacked at
 every port of the job, for some seconds each. A ratio is that of the median step of an attack and of
-the quiet time before it. The attackers run at the lowest priority, as if on another machine: what
+the quiet times before and after it. The attackers run at the lowest priority, as if on another machine: what
 is measured is what the job itself does about them.
 """
 
@@ -29,7 +29,7 @@ from tfdist.benchmarks import attacks
 __all__ = ["main"]
 
 LIMIT = 1.05
-_WINDOW_SECONDS = 6.0
+_WINDOW_SECONDS = 5.0
 _WIDTH = 1024
 _START_SECONDS = 180.0
 
@@ -48,7 +48,12 @@ def main() -> int:
         return 1
     over = False
     for attack, pairs in windows.items():
-        ratios = [median_step(steps, *hit) / median_step(steps, *quiet) for quiet, hit in pairs]
+        ratios = [
+            2
+            * median_step(steps, *hit)
+            / (median_step(steps, *before) + median_step(steps, *after))
+            for before, hit, after in pairs
+        ]
         ratio = statistics.median(ratios)
         over |= ratio > LIMIT
         shown = " ".join(f"{each:.3f}" for each in ratios)
@@ -79,8 +84,8 @@ def measure(folder: Path, engine: str, rounds: int) -> tuple[dict, int]:
             print(f"{engine}: {len(addresses)} ports", flush=True)
             for _ in range(rounds):
                 for attack in attacks.ATTACKS:
-                    quiet = window(None, addresses)
-                    windows[attack.__name__].append((quiet, window(attack, addresses)))
+                    found = [window(each, addresses) for each in (None, attack, None)]
+                    windows[attack.__name__].append(found)
             (folder / "stop").touch()
             return windows, job.wait(_START_SECONDS)
         finally:
@@ -90,11 +95,13 @@ def measure(folder: Path, engine: str, rounds: int) -> tuple[dict, int]:
 
 def window(attack, addresses) -> tuple[float, float]:
     """Lets some seconds pass, in quiet or under an attack; returns when they began and ended."""
-    attacker = multiprocessing.get_context("spawn").Process(
-        target=repeat, args=(attack, addresses), daemon=True
-    )
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    attacker = context.Process(target=repeat, args=(attack, addresses, ready), daemon=True)
     attacker.start()
-    time.sleep(2.0)  # Until the attacker has started.
+    if not ready.wait(_START_SECONDS):
+        raise RuntimeError("The attacker did not start.")
+    time.sleep(0.5)
     began = time.monotonic()
     time.sleep(_WINDOW_SECONDS)
     ended = time.monotonic()
@@ -103,9 +110,10 @@ def window(attack, addresses) -> tuple[float, float]:
     return began, ended
 
 
-def repeat(attack, addresses) -> None:
+def repeat(attack, addresses, ready) -> None:
     """Attacks again and again, until the process is killed."""
     os.nice(19)
+    ready.set()
     while True:
         if attack is None:
             time.sleep(1.0)
