@@ -69,5 +69,5 @@ def test_ports_are_open_at_the_address_in_use_alone(engine):
             with pytest.raises(OSError), socket.create_connection(("127.0.0.1", port), timeout=0.5):
                 pass
         for job in jobs:
-            job.communicate("\n", timeout=60)
-        assert [job.returncode for job in jobs] == [0, 0]
+            job.stdin.close()  # Both at once: the first rank stays for the other.
+        assert [job.wait(60) for job in jobs] == [0, 0]
