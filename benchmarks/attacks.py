@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import psutil
 
+from tfdist.runtime.caller import connect_once
 from tfdist.runtime.handshake import PROOF_BYTES, CallerProof
-from tfdist.runtime.listener import connect_once
 
 __all__ = ["ATTACKS", "attack", "listening_addresses"]
 

@@ -160,7 +160,7 @@ def test_a_rank_that_is_there_is_not_replaced(meeting):
 
 
 def test_another_key_is_told(meeting, monkeypatch):
-    monkeypatch.setattr("tfdist.runtime.listener._REFUSED_SECONDS", 0.5)
+    monkeypatch.setattr("tfdist.runtime.caller._REFUSED_SECONDS", 0.5)
     with pytest.raises(AuthenticationError, match=r"do not share a key.*Set TFDIST_JOB_TOKEN"):
         _call(meeting[0], b"another", 1, Card("here", 5001), time.monotonic() + 20)
     meet(*meeting)

@@ -22,7 +22,7 @@ from tfdist.collectives.objects import all_gather_object
 from tfdist.native import find_library, functions
 from tfdist.runtime import Listener, bind
 from tfdist.runtime import connect as call
-from tfdist.runtime.listener import connect_once
+from tfdist.runtime.caller import connect_once
 
 __all__ = ["Traffic", "close", "connect", "flush", "traffic"]
 
