@@ -14,6 +14,7 @@ from absl import flags
 from tfdist.launch import command, flag_values
 from tfdist.launch.horovod_build import BuildError, build
 from tfdist.launch.horovod_prerequisites import PrerequisiteError
+from tfdist.runtime.sessions import exit_on_signals, run_in_session
 
 __all__ = ["PROGRAM", "ENVIRONMENTS", "MADE", "make", "run", "versions"]
 
@@ -50,14 +51,22 @@ def _check(_: list[str]) -> None:
 
 
 def _main(_) -> int:
+    if not _PEERS.value.strip():
+        raise command.UsageError(
+            "--peers is the folder for the environments. Received: --peers= without a folder."
+        )
     try:
-        for name in ENVIRONMENTS:
-            make(name, Path(_PEERS.value))
+        with exit_on_signals():
+            for name in ENVIRONMENTS:
+                make(name, Path(_PEERS.value))
     except (OSError, PrerequisiteError) as error:
         raise command.UsageError(str(error)) from None
     except BuildError as error:
         command.say("tfdist-bench", str(error))
         return 1
+    except KeyboardInterrupt:
+        command.say("tfdist-bench", "Stopped.")
+        return 130
     return 0
 
 
@@ -114,9 +123,7 @@ def _pip_of(folder: Path) -> list[str]:
 
 
 def _call(arguments: Sequence[str]) -> str:
-    finished = subprocess.run(
-        arguments, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
+    finished = run_in_session(arguments, stderr=subprocess.PIPE, text=True)
     if finished.returncode:
         said = "\n".join((finished.stderr or finished.stdout).strip().splitlines()[-10:])
         raise BuildError(f"{said}\n`{' '.join(arguments[1:5])}` failed, see above.")

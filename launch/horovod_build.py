@@ -28,6 +28,8 @@ from tfdist.launch.horovod_prerequisites import (
     with_scripts,
 )
 from tfdist.launch.native_build import install_native
+from tfdist.runtime.digests import matches_digest, write_digest
+from tfdist.runtime.sessions import run_in_session
 
 __all__ = [
     "BUILD_REQUIREMENTS",
@@ -143,6 +145,9 @@ def build(
     tensorflow = check_interpreter()
     kept = cache_dir.expanduser().absolute() / cache_key(options, tensorflow)
     wheel = find_wheel(kept)
+    if wheel and not force and not matches_digest(wheel):
+        _say(f"{wheel} does not match the digest of what was built: it is built again.")
+        force = True
     if wheel and not force:
         _say(f"Horovod {HOROVOD_VERSION} for {' '.join(tensorflow)} was built before: {wheel}")
         return wheel
@@ -185,9 +190,10 @@ def build(
         built = find_wheel(Path(wheels))
         if built is None:
             raise BuildError(f"pip left no wheel in {wheels}. The whole log: {log}")
-        for old in kept.glob("*.whl"):
+        for old in (*kept.glob("*.whl"), *kept.glob("*.whl.sha256")):
             old.unlink()
         wheel = built.replace(kept / built.name)
+        write_digest(wheel)
     _say(f"Built {wheel} in {time.monotonic() - start:.0f} s.")
     return wheel
 
@@ -325,17 +331,15 @@ def _pip(*arguments: str, log: Path, environment: Mapping[str, str] | None = Non
         BuildError: It failed; the message holds the end of the log.
     """
     with open(log, "ab") as output:
-        finished = subprocess.run(
+        finished = run_in_session(
             [sys.executable, "-P", "-m", "pip", *arguments],
             env={
                 **(os.environ if environment is None else environment),
                 "PIP_DISABLE_PIP_VERSION_CHECK": "1",
                 "PIP_NO_INPUT": "1",
             },
-            stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            check=False,
         )
     if finished.returncode:
         text = log.read_text(errors="replace")

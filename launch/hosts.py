@@ -16,7 +16,8 @@ from tfdist.launch.flag_values import MOST_RANKS_OF_A_HOST
 
 __all__ = ["Host", "HostDiscovery", "is_this_machine", "moves", "parse_host", "placed"]
 
-_HOST = re.compile(r"([^:\s]+)(?::([1-9][0-9]*))?")
+#: A name that begins with a hyphen would be an option of ssh.
+_HOST = re.compile(r"([^:\s-][^:\s]*)(?::([1-9][0-9]*))?")
 _MOST_DIGITS = len(str(MOST_RANKS_OF_A_HOST))
 _LOOK_SECONDS = 1.0
 _SCRIPT_SECONDS = 30.0

@@ -12,6 +12,7 @@ from tfdist.launch import command
 from tfdist.launch.flag_values import folder, refuse_ignored
 from tfdist.launch.horovod_build import HOROVOD_VERSION, BuildError, install, prove
 from tfdist.launch.horovod_prerequisites import BuildOptions, PrerequisiteError
+from tfdist.runtime.sessions import exit_on_signals
 
 __all__ = ["PROGRAM", "run"]
 
@@ -49,12 +50,17 @@ def _check(_: list[str]) -> None:
 
 def _main(_: None) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if not _CACHE_DIR.value.strip():
+        raise command.UsageError(
+            "--cache_dir is the folder for built wheels. Received: --cache_dir= without a folder."
+        )
     options = BuildOptions(mpi=_MPI.value, gpu_operations=_GPU_OPERATIONS.value)
     try:
-        if _CHECK.value:
-            prove()
-        else:
-            install(options, Path(_CACHE_DIR.value), force=_FORCE.value)
+        with exit_on_signals():
+            if _CHECK.value:
+                prove()
+            else:
+                install(options, Path(_CACHE_DIR.value), force=_FORCE.value)
         return 0
     except PrerequisiteError as error:
         raise command.UsageError(f"{error} (MultiWorkerStrategy trains without Horovod.)") from None
@@ -62,6 +68,8 @@ def _main(_: None) -> int:
         said, code = str(error), 1
     except KeyboardInterrupt:
         said, code = "Stopped.", 130
+    except SystemExit as error:
+        said, code = "Stopped.", error.code
     print(f"tfdist-install-horovod: {said}", file=sys.stderr)
     return code
 

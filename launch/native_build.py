@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from tfdist.launch.horovod_prerequisites import find_compiler, with_scripts
+from tfdist.runtime.digests import matches_digest, write_digest
 
 __all__ = ["install_native"]
 
@@ -31,10 +32,14 @@ def install_native(cache_dir: Path, *, force: bool = False) -> str:
     try:
         if force:
             path.unlink(missing_ok=True)
-        elif path.exists():
+        elif path.exists() and matches_digest(path):
             return f"The compiled library was built before: {path}"
-        elif kept.exists():
-            shutil.copyfile(kept, path)
+        elif kept.exists() and matches_digest(kept):
+            # In one step: another process finds the whole library or none.
+            copied = path.with_name(f"{path.name}.{os.getpid()}")
+            shutil.copyfile(kept, copied)
+            os.replace(copied, path)
+            write_digest(path)
             return f"Took the compiled library from {kept}"
         compiler = find_compiler(with_scripts(os.environ))
         if not compiler:
@@ -43,6 +48,7 @@ def install_native(cache_dir: Path, *, force: bool = False) -> str:
         build(compiler)
         kept.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, kept)
+        write_digest(kept)
     except (OSError, RuntimeError) as error:
         return _without(str(error))
     return f"Built the compiled library in {time.monotonic() - start:.0f} s: {path}"

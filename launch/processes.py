@@ -12,6 +12,7 @@ from typing import IO, cast
 import psutil
 
 from tfdist.launch.command import UsageError
+from tfdist.runtime.sessions import kill_session
 
 __all__ = ["RankProcess", "kill_session", "signal_name", "start_session"]
 
@@ -107,11 +108,3 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def kill_session(pid: int) -> None:
-    """Kills a process and its children, also where these are a process group of their own."""
-    for other in [pid, *psutil.pids()]:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getsid(other) == pid:
-                os.kill(other, signal.SIGKILL)

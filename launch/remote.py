@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -17,19 +18,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, cast
 
-from tfdist.launch.command import UsageError
+from tfdist.launch.command import UsageError, say
 from tfdist.launch.processes import RankProcess, start_session
 from tfdist.launch.remote_rank import CARD
 from tfdist.rendezvous import address_towards
 
-__all__ = ["Card", "Reached", "RemoteRank", "UnreachableError", "reach", "srun", "ssh"]
+__all__ = ["PASS", "Card", "Reached", "RemoteRank", "UnreachableError", "reach", "srun", "ssh"]
 
 _REACH_SECONDS = 60.0
 #: What belongs to a host or to who is logged in there, and is no business of the others.
 _OF_THE_HOST = re.compile(
-    r"BASH_FUNC.*|DBUS_.*|DISPLAY|HOME|HOSTNAME|LOGNAME|MAIL|OLDPWD|PWD|SHELL|SHLVL|SLURM.*|SSH_.*|"
-    r"TMPDIR|TERM|USER|XAUTHORITY|XDG_.*|_"
+    r"BASH_FUNC.*|DBUS_.*|DISPLAY|GPG_.*|HOME|HOSTNAME|KRB5CCNAME|KUBECONFIG|KUBERNETES_.*|LOGNAME|MAIL|"
+    r"OLDPWD|PWD|SHELL|SHLVL|SLURM.*|SSH_.*|SUDO_.*|TMPDIR|TERM|USER|XAUTHORITY|XDG_.*|_"
 )
+#: What looks like a secret by its name. Other users of a far host cannot read a rank's variables,
+#: but its administrators, crash reports and logs can.
+_SECRET = re.compile(
+    r".*(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY).*", re.I
+)
+#: Lists variables that go to other hosts whatever they are called.
+PASS = "TFDIST_PASS"
 #: ssh's own exit code, where it does not get through or loses the connection.
 _SSH_FAILED = 255
 
@@ -56,7 +64,7 @@ class Card:
 def ssh(host: str, command: Sequence[str]) -> list[str]:
     """How a command is run on a host by ssh, which asks for no password."""
     options = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ConnectTimeout=20"]
-    return ["ssh", *options, host, shlex.join(command)]
+    return ["ssh", *options, "--", host, shlex.join(command)]
 
 
 def srun(host: str, command: Sequence[str]) -> list[str]:
@@ -108,7 +116,8 @@ def _card(host: str, process: subprocess.Popen[bytes], deadline: float) -> Card:
             said += part
             line = said.rpartition(b"\n")[0].rpartition(b"\n")[2].decode(errors="replace")
             if said.endswith(b"\n") and line.startswith(CARD):
-                return _complete(host, **json.loads(line.removeprefix(CARD)))
+                with contextlib.suppress(TypeError, ValueError):
+                    return _complete(host, **json.loads(line.removeprefix(CARD)))
     words = " ".join(said.decode(errors="replace").split()) or "it said nothing"
     raise UnreachableError(f"The host {host} cannot be reached, or lacks tfdist: {words}.")
 
@@ -138,15 +147,33 @@ class Reached:
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> RemoteRank:
         """Starts the rank, in a folder of the same path as the one here."""
-        passed = {n: v for n, v in os.environ.items() if not _OF_THE_HOST.fullmatch(n)}
         order = {
             "command": list(command),
-            "environment": {**passed, "PYTHONUNBUFFERED": "1", **environment},
+            "environment": {**_passed(), "PYTHONUNBUFFERED": "1", **environment},
             "folder": os.getcwd(),
         }
         rank = RemoteRank(self.host, self.process)
         rank.tell(json.dumps(order))
         return rank
+
+
+@functools.cache
+def _passed() -> dict[str, str]:
+    """The variables of this process that its ranks on other hosts get; says which secrets not."""
+    chosen = set(os.environ.get(PASS, "").split(","))
+    passed, kept = {}, []
+    for name, value in os.environ.items():
+        if name in chosen or not (_OF_THE_HOST.fullmatch(name) or _SECRET.fullmatch(name)):
+            passed[name] = value
+        elif not _OF_THE_HOST.fullmatch(name):
+            kept.append(name)
+    if kept:
+        say(
+            "tfdist-run",
+            f"{', '.join(sorted(kept))} may be secret and stay on this machine. "
+            f"{PASS}=NAME,NAME names variables that ranks on other hosts get all the same.",
+        )
+    return passed
 
 
 class RemoteRank(RankProcess):

@@ -97,15 +97,12 @@ def environments(engine: str, places: Sequence[Place]) -> Iterator[list[dict[str
 
 @contextlib.contextmanager
 def _horovod_environments(places: Sequence[Place]) -> Iterator[list[dict[str, str]]]:
-    # The server that horovodrun itself starts; it has no other public door.
     from horovod.runner.common.util.hosts import SlotInfo
-    from horovod.runner.http.http_server import RendezvousServer
+
+    from tfdist.runtime.horovod_rendezvous import serve_rendezvous
 
     slots = [SlotInfo(**slot) for slot in _slots([place.host for place in places])]
-    server = RendezvousServer(verbose=0)
-    port = server.start()
-    server.init(slots)
-    try:
+    with serve_rendezvous([place.meeting_address for place in places], slots) as port:
         yield [
             {
                 "HOROVOD_HOSTNAME": place.host,
@@ -123,8 +120,6 @@ def _horovod_environments(places: Sequence[Place]) -> Iterator[list[dict[str, st
             }
             for slot, place in zip(slots, places, strict=True)
         ]
-    finally:
-        server.stop()
 
 
 def _slots(hosts: Sequence[str]) -> list[dict[str, Any]]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import socket
+import threading
+import time
 
 import pytest
 
@@ -147,7 +150,6 @@ def hide_the_library_from(rank: int):
     """Makes an engine while one rank finds no library; what is logged meanwhile."""
     import logging
     import os
-    from pathlib import Path
 
     import tensorflow as tf
 
@@ -156,7 +158,7 @@ def hide_the_library_from(rank: int):
     from tfdist.testing import engine
 
     if int(os.environ["HOROVOD_RANK"]) == rank:
-        connections.library_path = lambda: Path("/nowhere/at-all.so")
+        connections.find_library = lambda: None
     lines = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -226,28 +228,52 @@ def test_what_no_socket_holds_passes():
         assert pool.run(swap_large_tensors, 64, timeout=120) == [[0.0, 1.0]] * 2
 
 
-def test_a_stranger_is_not_let_in():
-    """Who calls at the port of a rank without the number of the job is hung up on."""
-    import socket
-    import struct
-    import threading
-    import time
+def connected_beside_strangers() -> tuple:
+    """Has this rank connect after strangers have called at its port, and while they do."""
+    import tensorflow as tf
 
-    from tfdist.collectives.direct.connections import _Door
+    import tfdist.collectives.direct.connections as connections
+    from tfdist.collectives import all_reduce
+    from tfdist.testing import engine
 
-    key = b"k" * 16
-    with _Door("127.0.0.1") as door, contextlib.ExitStack() as stack:
+    strangers: list[socket.socket] = []
+    over = threading.Event()
 
-        def call(number: bytes):
-            line = socket.create_connection(door.addresses[0])
-            stack.callback(line.close)
-            line.sendall(struct.pack("!16si", number, 7))
-            return line
+    def disturb(address):
+        while not over.is_set():
+            with contextlib.suppress(OSError):
+                sock = socket.create_connection(address, 1.0)
+                strangers.append(sock)
+                # From one that only connects to one that sends more than a proof.
+                sock.sendall(b"GET / HTTP/1.0\r\n\r\n" * (len(strangers) % 6))
+                if len(strangers) % 3 == 0:
+                    sock.close()
 
-        stranger = call(b"x" * 16)
-        threading.Timer(0.3, call, [key]).start()
-        rank, line = door.accept(key, time.monotonic() + 10)
-        stack.callback(line.close)
-        assert rank == 7
-        stranger.settimeout(5)
-        assert stranger.recv(1) == b""
+    connect_all = connections._connect_all
+
+    def beside_strangers(own, lower, cards, listener, num_callers):
+        address = listener.addresses[0]
+        threading.Thread(target=disturb, args=(address,), daemon=True).start()
+        while len(strangers) < 20:
+            time.sleep(0.01)
+        return connect_all(own, lower, cards, listener, num_callers)
+
+    connections._connect_all = beside_strangers
+    try:
+        world = engine()
+        total = all_reduce(tf.constant([1.0]), world.group(), name="beside strangers")
+    finally:
+        connections._connect_all = connect_all
+        over.set()
+    answer = world.direct is not None, float(total[0]), len(strangers) >= 20
+    for sock in strangers:
+        sock.close()
+    return answer
+
+
+def test_strangers_do_not_keep_ranks_from_connecting():
+    """Callers that hang up, say nothing or talk nonsense before the others have called."""
+    pytest.importorskip("horovod")
+    with RankPool(2, "horovod") as pool:
+        answers = pool.run(connected_beside_strangers, timeout=120)
+    assert answers == [(True, 2.0, True)] * 2

@@ -16,6 +16,7 @@ import pytest
 
 from tfdist.launch import horovod_build, horovod_prerequisites
 from tfdist.launch.horovod_prerequisites import BuildOptions, PrerequisiteError
+from tfdist.runtime.digests import write_digest
 
 MPI = BuildOptions(mpi=True)
 NCCL = BuildOptions(gpu_operations="nccl")
@@ -173,6 +174,7 @@ def test_a_kept_wheel_needs_no_compiler(tmp_path, monkeypatch, capsys):
     wheel = tmp_path / key / f"horovod-{horovod_build.HOROVOD_VERSION}-cp311-none-any.whl"
     wheel.parent.mkdir()
     wheel.touch()
+    write_digest(wheel)
     (wheel.parent / "build.log").touch()
     assert horovod_build.build(BuildOptions(), tmp_path) == wheel
     assert str(wheel) in capsys.readouterr().out
@@ -194,6 +196,7 @@ def test_a_step_that_fails_shows_the_end_of_its_log_and_exits_with_1(tmp_path):
     wheel = tmp_path / key / f"horovod-{horovod_build.HOROVOD_VERSION}-py3-none-any.whl"
     wheel.parent.mkdir()
     wheel.write_text("no wheel")
+    write_digest(wheel)
     finished = install(f"--cache_dir={tmp_path}", TMPDIR=str(tmp_path))
     assert finished.returncode == 1
     lines = finished.stderr.splitlines()

@@ -1,14 +1,67 @@
-"""The roll call itself, without ranks: its two ends in one process."""
+"""The roll call itself, without ranks: its two ends in one process, and strangers at its port."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
+import resource
+import socket
+import struct
 import threading
+import time
+
+import pytest
 
 from tfdist.monitoring.roll_call import Keeper, Member, Report
+from tfdist.runtime import Channel, connect
+
+KEY = b"k" * 32
+PURPOSE = "roll call"
+
+
+@pytest.fixture
+def keeper():
+    keeper = Keeper(2, KEY, timeout=3.0)
+    yield keeper
+    keeper.close()
+
+
+@pytest.fixture
+def members(keeper):
+    """Both ranks, and the verdicts and warnings that they hear."""
+    heard: list[str] = []
+    found = [join(keeper, rank, heard) for rank in range(2)]
+    yield found, heard
+    for member in found:
+        member.close()
+
+
+def join(keeper, rank: int, heard: list[str], report=None) -> Member:
+    return Member(
+        rank,
+        ("127.0.0.1", keeper.port),
+        KEY,
+        3.0,
+        report=report or (lambda: Report(rank)),
+        on_verdict=heard.append,
+        on_warning=heard.append,
+    )
+
+
+def stranger(keeper) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", keeper.port), timeout=10.0)
+
+
+def wait_until(condition, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
 
 
 def test_a_report_that_comes_after_the_goodbye_is_not_sent():
-    keeper = Keeper(1, "token", timeout=60.0)
+    keeper = Keeper(1, KEY, timeout=60.0)
     asked, go_on = threading.Event(), threading.Event()
 
     def report():
@@ -18,15 +71,7 @@ def test_a_report_that_comes_after_the_goodbye_is_not_sent():
         return Report(0)
 
     verdicts: list[str] = []
-    member = Member(
-        0,
-        ("127.0.0.1", keeper.port),
-        "token",
-        60.0,
-        report=report,
-        on_verdict=verdicts.append,
-        on_warning=verdicts.append,
-    )
+    member = join(keeper, 0, verdicts, report)
     assert asked.wait(10.0)
     member.close()
     go_on.set()
@@ -35,3 +80,160 @@ def test_a_report_that_comes_after_the_goodbye_is_not_sent():
     seen_out.join(10.0)
     assert not seen_out.is_alive()
     assert not verdicts
+    keeper.close()
+
+
+GARBAGE = [
+    b"GET / HTTP/1.0\r\n\r\n",
+    b"\n",
+    b"[]\n",
+    b"[" * 60_000,
+    b'{"token": "x", "rank": 1, "ended": true}\n',
+    b"",
+    b"tfdist/1" + bytes(32),
+    bytes(1 << 16),
+    struct.pack("!I", 0xFFFFFFFF),
+]
+
+
+def test_garbage_ends_nothing(keeper, members):
+    for garbage in GARBAGE * 20:
+        with stranger(keeper) as sock, contextlib.suppress(OSError):
+            sock.sendall(garbage)
+        assert keeper._thread.is_alive(), garbage
+    time.sleep(4.0)  # Longer than a silent keeper is waited for.
+    assert members[1] == []
+    assert still_watches(keeper, members)
+
+
+def test_a_line_without_an_end_costs_no_memory(keeper, members):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with stranger(keeper) as sock, contextlib.suppress(OSError):
+        for _ in range(640):  # 40 MiB
+            sock.sendall(bytes(1 << 16))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 8 << 10
+    assert still_watches(keeper, members)
+
+
+def test_more_idle_connections_than_descriptors(keeper, members):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(stranger(keeper)) for _ in range(200)]
+        used = max(sock.fileno() for sock in strangers)
+        # The keeper has no descriptor left for another caller.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 4, limits[1]))
+        try:
+            began = time.process_time()
+            time.sleep(4.0)
+            assert time.process_time() - began < 1.0, "the keeper runs in circles"
+            assert members[1] == []
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert still_watches(keeper, members)
+
+
+def test_slow_strangers_hold_up_nobody(keeper):
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            sock = stack.enter_context(stranger(keeper))
+            with contextlib.suppress(OSError):
+                sock.send(b"t")
+        heard: list[str] = []
+        began = time.monotonic()
+        found = [join(keeper, rank, heard) for rank in range(2)]
+        assert time.monotonic() - began < 10.0
+        assert still_watches(keeper, (found, heard))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"rank": 0},
+        {**Report(1).to_message(), "more": 1},
+        {**Report(1).to_message(), "rank": 7},
+        {**Report(1).to_message(), "rank": True},
+        {**Report(1).to_message(), "waiting": [{"name": "sum"}]},
+        {**Report(1).to_message(), "waiting": [[]]},
+        {**Report(1).to_message(), "doing": None},
+        Report(0).to_message(),
+        Report(
+            1, waiting=[{"name": "sum", "ranks": [9], "occurrence": 1, "seconds": 9.0}]
+        ).to_message(),
+        Report(
+            1, waiting=[{"name": "sum", "ranks": [0], "occurrence": 1, "seconds": float("nan")}]
+        ).to_message(),
+    ],
+)
+def test_a_rank_that_talks_nonsense_counts_as_gone(keeper, message, caplog):
+    heard: list[str] = []
+    member = join(keeper, 0, heard)
+    channel = Channel(connect(("127.0.0.1", keeper.port), KEY, PURPOSE, 1, timeout=10.0))
+    channel.send(Report(1).to_message(), 5.0)
+    channel.send(message, 5.0)
+    with caplog.at_level(logging.WARNING):
+        assert wait_until(lambda: heard)
+    assert heard[0].startswith("Rank 1 is gone")
+    assert "Rank 1 counts as gone: it sent a report" in caplog.text
+    member.close()
+    channel.close()
+
+
+@pytest.mark.parametrize(
+    "sent", [b"[]", b"{", b"[" * 60_000, b"\xff\xfe", b"1" * 5000, b"null"], ids=range(6)
+)
+def test_what_is_no_message_comes_from_a_rank_that_is_gone(keeper, sent):
+    heard: list[str] = []
+    member = join(keeper, 0, heard)
+    sock = connect(("127.0.0.1", keeper.port), KEY, PURPOSE, 1, timeout=10.0)
+    for body in (json.dumps(Report(1).to_message()).encode(), sent):
+        sock.sendall(struct.pack("!I", len(body)) + body)
+    assert wait_until(lambda: heard)
+    assert heard[0].startswith("Rank 1 is gone")
+    member.close()
+    sock.close()
+
+
+def test_a_second_connection_of_a_rank_is_closed(keeper, members):
+    sock = connect(("127.0.0.1", keeper.port), KEY, PURPOSE, 1, timeout=10.0)
+    sock.settimeout(10.0)
+    assert sock.recv(1) == b""
+    assert still_watches(keeper, members)
+
+
+def test_a_rank_that_calls_again_before_its_first_report_is_the_same_rank(keeper):
+    heard: list[str] = []
+    member = join(keeper, 0, heard)
+    connect(("127.0.0.1", keeper.port), KEY, PURPOSE, 1, timeout=10.0).close()
+    other = join(keeper, 1, heard)
+    time.sleep(2.0)
+    assert heard == []
+    assert still_watches(keeper, ([member, other], heard))
+
+
+def test_errors_of_what_is_called_do_not_end_the_threads(keeper, caplog):
+    """A report that cannot be made, and a judgement that fails."""
+    heard: list[str] = []
+
+    def report():
+        if threading.current_thread().name == "tfdist-watchdog":
+            raise TypeError("as planned")
+        return Report(1)
+
+    found = [join(keeper, 0, heard), join(keeper, 1, heard, report)]
+    judge = keeper._judge
+    keeper._judge = lambda: 1 / 0
+    time.sleep(5.0)
+    assert heard == []
+    assert caplog.text.count("TypeError: as planned") == 1
+    assert caplog.text.count("ZeroDivisionError:") == 1
+    keeper._judge = judge
+    assert still_watches(keeper, (found, heard))
+
+
+def still_watches(keeper, members) -> bool:
+    """Whether a death is still told to the others."""
+    found, heard = members
+    found[1]._channel._sock.shutdown(socket.SHUT_RDWR)
+    assert wait_until(lambda: "Rank 1 is gone: its process died." in heard), heard
+    return keeper._thread.is_alive()

@@ -3,6 +3,9 @@
 A collective that hangs says nothing by itself. Each one therefore counts its begins and ends,
 inside graphs with two tiny variables of the graph's own (a Python callback would cost a hundred
 times more), and a watchdog thread reads the counts whenever it likes.
+
+Variables of a graph in the manner of TensorFlow 1 belong to the session that runs it, and no other
+thread can read them. Collectives of such graphs are counted by callbacks after all.
 """
 
 from __future__ import annotations
@@ -12,9 +15,10 @@ import itertools
 import threading
 from collections.abc import Callable
 
+import numpy as np
 import tensorflow as tf
 
-__all__ = ["FlightRecorder", "InFlight"]
+__all__ = ["FlightRecorder", "InFlight", "outermost_is_eager"]
 
 _serial_numbers = itertools.count()
 
@@ -35,6 +39,12 @@ class InFlight:
     group: str
     ranks: tuple[int, ...]
     occurrence: int
+
+
+def outermost_is_eager() -> bool:
+    """Whether what is traced here will be called eagerly: not inside of a `tf.Graph` of TF 1."""
+    with tf.init_scope():
+        return tf.executing_eagerly()
 
 
 class _Counter:
@@ -59,16 +69,38 @@ class _Counter:
         return int(tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64))
 
 
+class _HostCounter:
+    """A counter in this process: of eager calls, and of graphs that a session runs."""
+
+    def __init__(self):
+        self._value = 0
+        self._lock = threading.Lock()
+
+    def add_now(self) -> int:
+        with self._lock:
+            self._value += 1
+            return self._value
+
+    def add_one(self) -> tf.Tensor:
+        with tf.device("/CPU:0"):
+            return tf.numpy_function(lambda: np.int64(self.add_now()), [], tf.int64)
+
+    def value(self) -> int:
+        return self._value
+
+
 class _Entry:
     """The counts of one collective."""
 
     def __init__(self, name: str, group: str, ranks: tuple[int, ...]):
         self.name, self.group, self.ranks = name, group, ranks
-        self.begun_eagerly = self.ended_eagerly = 0
+        self.begun_on_host, self.ended_on_host = _HostCounter(), _HostCounter()
         self.begun: _Counter | None = None
         self.ended: _Counter | None = None
 
-    def make_counters(self) -> tuple[_Counter, _Counter]:
+    def make_counters(self) -> tuple[_Counter, _Counter] | tuple[_HostCounter, _HostCounter]:
+        if not outermost_is_eager():
+            return self.begun_on_host, self.ended_on_host
         if self.begun is None or self.ended is None:
             self.begun, self.ended = _Counter(), _Counter()
         return self.begun, self.ended
@@ -76,7 +108,7 @@ class _Entry:
     def counts(self) -> tuple[int, int]:
         # The ends are read first: an operation that ends in between is then seen as under way,
         # never as ended before it began.
-        ended, begun = self.ended_eagerly, self.begun_eagerly
+        ended, begun = self.ended_on_host.value(), self.begun_on_host.value()
         if self.ended is not None and self.begun is not None:
             ended += self.ended.value()
             begun += self.begun.value()
@@ -104,9 +136,9 @@ class FlightRecorder:
             return operation(tensor)
         entry = self._entry(name, group_label, ranks)
         if tf.executing_eagerly():
-            entry.begun_eagerly += 1
+            entry.begun_on_host.add_now()
             result = operation(tensor)
-            entry.ended_eagerly += 1
+            entry.ended_on_host.add_now()
             return result
         begun, ended = entry.make_counters()
         with tf.control_dependencies([tensor]):

@@ -18,9 +18,10 @@ import tensorflow as tf
 from tfdist import checks
 from tfdist.collectives.direct import Direct, close, connect
 from tfdist.collectives.engine import Engine, reduce_locally, split_rows
+from tfdist.collectives.flight_recorder import outermost_is_eager
 from tfdist.collectives.group import Group
 from tfdist.mesh import AXES, Mesh
-from tfdist.native import library_path
+from tfdist.native import find_library
 from tfdist.schedulers import join, started_by_scheduler
 
 __all__ = ["HorovodEngine", "started_by_horovod"]
@@ -126,7 +127,7 @@ class HorovodEngine(Engine):
             )
         # Messages between the memories of hosts are no way for tensors that lie on a GPU.
         direct = direct and not tf.config.list_physical_devices("GPU")
-        cycle = _cycle_ms(resolved.size, direct and library_path().exists())
+        cycle = _cycle_ms(resolved.size, direct and find_library() is not None)
         said = os.environ.setdefault("HOROVOD_CYCLE_TIME", str(cycle))
         if deterministic:
             os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
@@ -249,7 +250,9 @@ def _varying(tensor: tf.Tensor) -> tf.Tensor:
     if tf.executing_eagerly():
         return tensor
     # A slice of the whole copies nothing, and where it begins is known to a run alone.
-    begin = tf.zeros([tensor.shape.rank], tf.int32) + _zero()
+    # A variable made for a graph of TensorFlow 1 would want an initializer to be run.
+    zero = _zero() if outermost_is_eager() else tf.cast(tf.timestamp() < 0.0, tf.int32)
+    begin = tf.zeros([tensor.shape.rank], tf.int32) + zero
     return tf.ensure_shape(tf.slice(tensor, begin, [-1] * tensor.shape.rank), tensor.shape)
 
 

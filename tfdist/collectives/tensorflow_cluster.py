@@ -18,6 +18,8 @@ import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.eager import context
 
+from tfdist.runtime.confine import confine
+
 __all__ = ["bring_up_cluster"]
 
 #: Of silence, until TensorFlow takes a worker for dead. After its own 10 s a cable that was pulled
@@ -42,7 +44,8 @@ def bring_up_cluster(communication: str) -> None:
     options = tf.distribute.experimental.CommunicationOptions(
         implementation=tf.distribute.experimental.CommunicationImplementation(communication.upper())
     )
-    _be_patient(json.loads(os.environ["TF_CONFIG"])["cluster"])
+    config = json.loads(os.environ["TF_CONFIG"])
+    _be_patient(config["cluster"])
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         # Kept for the life of the process: it owns the server that the peers talk to.
@@ -53,6 +56,9 @@ def bring_up_cluster(communication: str) -> None:
             "before its first. Make the strategy at the start of the program, before any tensor, "
             f"model or data set. TensorFlow said: {error}"
         ) from error
+    task = config["task"]
+    host, _, port = config["cluster"][task["type"]][int(task["index"])].rpartition(":")
+    confine(int(port), host)
     # TensorFlow's notifier of preemptions catches SIGTERM from here on and tells nobody: a rank
     # that is told to end would train on.
     if threading.current_thread() is threading.main_thread():

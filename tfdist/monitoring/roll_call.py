@@ -3,46 +3,53 @@
 One rank keeps the roll. Every rank holds a TCP connection to it and says once a second what it is
 doing; the keeper answers, and when something is wrong it tells all ranks the same verdict. A
 connection that ends without a goodbye is a process that died: the kernel says so at once.
+
+Connections are those of `tfdist.runtime`: a stranger at the keeper's port is hung up on. No
+exception ends a thread of the roll call, since nobody would watch over the ranks without it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
+import logging
 import selectors
-import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from tfdist.monitoring.causes import likely_cause
+from tfdist.monitoring.report import Report
+from tfdist.runtime import Channel, Listener, ProtocolError, bind, connect
 
 __all__ = ["Keeper", "Member", "Report"]
 
+_logger = logging.getLogger("tfdist")
+_T = TypeVar("_T")
+
+_PURPOSE = "roll call"
 _CONSEQUENCE_SECONDS = 3.0
+_TICK_SECONDS = 0.25
+#: How long the last words of a rank may take to be sent.
+_LAST_WORDS_SECONDS = 2.0
 
 
-@dataclasses.dataclass
-class Report:
-    """What a rank says of itself.
+class _Guard:
+    """Calls functions whose exceptions must not end a thread, and logs the first of each kind."""
 
-    Attributes:
-        rank: The rank.
-        waiting: The collectives under way: a list of dicts with `name`, `ranks`, `occurrence`
-            and `seconds`, how long.
-        doing: Where the main thread stands, in words.
-        ended: Said goodbye.
-        failed: The exception that ends it, or "".
-        in_collective: Whether a collective was under way when it failed.
-    """
+    def __init__(self) -> None:
+        self._seen: set[tuple[str, type]] = set()
 
-    rank: int
-    waiting: list = dataclasses.field(default_factory=list)
-    doing: str = ""
-    ended: bool = False
-    failed: str = ""
-    in_collective: bool = False
+    def __call__(self, function: Callable[..., _T], *args: Any, default: _T) -> _T:
+        try:
+            return function(*args)
+        except Exception as error:
+            kind = (getattr(function, "__name__", ""), type(error))
+            if kind not in self._seen:
+                self._seen.add(kind)
+                with contextlib.suppress(Exception):
+                    _logger.exception("An error in the watchdog, which goes on.")
+            return default
 
 
 class Keeper:
@@ -50,27 +57,29 @@ class Keeper:
 
     Args:
         size: The number of ranks.
-        token: What a rank shows to be let in.
+        key: What a rank must know to be let in.
         timeout: Seconds after which a rank that says nothing counts as frozen, and a collective
             that does not end as stuck.
+        host: The name or the address by which the other ranks know this machine.
     """
 
-    def __init__(self, size: int, token: str, timeout: float):
-        self._size, self._token, self._timeout = size, token, timeout
-        self._listener = socket.create_server(("", 0), backlog=size)
-        self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
+    def __init__(self, size: int, key: bytes, timeout: float, host: str = "127.0.0.1"):
+        self._size, self._timeout = size, timeout
+        self._listener = Listener([bind(host)], key, _PURPOSE, identities=range(size))
+        self.port: int = self._listener.addresses[0][1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._buffers: dict[socket.socket, bytes] = {}
-        self._rank_of: dict[socket.socket, int] = {}
+        self._rank_of: dict[Channel, int] = {}
         self._heard: dict[int, float] = {}
         self._reports: dict[int, Report] = {}
         self._gone: dict[int, float] = {}
         self._warned = False
         self._started = time.monotonic()
         self._over = threading.Event()
-        threading.Thread(target=self._serve, name="tfdist-roll-call", daemon=True).start()
+        self._closed = threading.Event()
+        self._guard = _Guard()
+        self._thread = threading.Thread(target=self._keep, name="tfdist-roll-call", daemon=True)
+        self._thread.start()
 
     def see_out(self) -> None:
         """Waits until every rank has left or heard a verdict.
@@ -80,67 +89,94 @@ class Keeper:
         """
         self._over.wait()
 
-    def _serve(self) -> None:
-        try:
-            self._keep()
-        finally:
-            self._over.set()
+    def close(self) -> None:
+        """Ends the roll call: to the other ranks this one is gone."""
+        self._closed.set()
+        self._thread.join()
 
     def _keep(self) -> None:
-        checked = 0.0
-        while True:
-            for key, _ in self._selector.select(0.25):
-                if key.fileobj is self._listener:
-                    channel, _ = self._listener.accept()
-                    channel.setblocking(False)
-                    self._buffers[channel] = b""
-                    self._selector.register(channel, selectors.EVENT_READ)
-                elif isinstance(key.fileobj, socket.socket):
-                    self._read(key.fileobj)
-            if time.monotonic() - checked > 0.25:
-                checked = time.monotonic()
-                verdict = self._judge()
-                self._tell({"verdict": verdict} if verdict else {"alive": True})
-                if verdict or self._all_left():
-                    self._over.set()
-                if not self._warned and (warning := self._stuck(min(60.0, self._timeout / 2))):
-                    self._warned = True
-                    self._tell({"warning": warning})
+        looked = 0.0
+        while not self._closed.is_set() and not self._guard(self._all_ended, default=False):
+            if not self._guard(self._hear, default=False):
+                time.sleep(_TICK_SECONDS)  # An error that comes again must not take a whole core.
+            if time.monotonic() - looked > _TICK_SECONDS:
+                looked = time.monotonic()
+                self._guard(self._look, default=None)
+        self._over.set()
+        self._listener.close()
+        for channel in self._rank_of:
+            channel.close()
+        self._selector.close()
 
-    def _read(self, channel: socket.socket) -> None:
+    def _look(self) -> None:
+        """Looks after the ranks, and tells them that it does."""
+        verdict = self._guard(self._judge, default="")
+        self._tell({"verdict": verdict} if verdict else {"alive": True})
+        if verdict or self._all_left():
+            self._over.set()
+        if not self._warned and (warning := self._stuck(min(60.0, self._timeout / 2))):
+            self._warned = True
+            self._tell({"warning": warning})
+
+    def _hear(self) -> bool:
+        """Takes calls and reads what ranks say, or waits for a moment."""
+        for key, _ in self._selector.select(_TICK_SECONDS):
+            if isinstance(key.fileobj, Channel):
+                self._read(key.fileobj)
+        for rank, sock in self._listener.poll():
+            if rank in self._reports:
+                _logger.warning("A second connection of rank %d to the roll call was closed.", rank)
+                sock.close()
+                continue
+            channel = Channel(sock)
+            self._rank_of[channel] = rank
+            self._selector.register(channel, selectors.EVENT_READ)
+        return True
+
+    def _read(self, channel: Channel) -> None:
+        rank = self._rank_of[channel]
         try:
-            data = channel.recv(1 << 16)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
+            while (message := channel.receive_now()) is not None:
+                self._note(rank, message)
+        except OSError as error:
+            if isinstance(error, ProtocolError):
+                _logger.warning("Rank %d counts as gone: it sent %s.", rank, error)
             self._selector.unregister(channel)
             channel.close()
-            self._buffers.pop(channel)
-            rank = self._rank_of.pop(channel, None)
-            if rank is not None and not self._reports[rank].ended:
+            del self._rank_of[channel]
+            # One without a report has been called off: its rank calls anew.
+            if rank in self._reports and not self._reports[rank].ended:
                 self._gone.setdefault(rank, time.monotonic())
-            return
-        *lines, self._buffers[channel] = (self._buffers[channel] + data).split(b"\n")
-        for line in lines:
-            message = json.loads(line)
-            if message.pop("token", None) != self._token:
-                continue
-            report = Report(**message)
-            self._rank_of[channel] = report.rank
-            self._heard[report.rank] = time.monotonic()
-            before = self._reports.get(report.rank)
-            if before is None or not before.failed:
-                self._reports[report.rank] = report
 
-    def _tell(self, message: dict) -> None:
-        line = json.dumps(message).encode() + b"\n"
+    def _note(self, rank: int, message: dict[str, Any]) -> None:
+        """Takes down what a rank says.
+
+        Raises:
+            ProtocolError: It is no report, or another rank's.
+        """
+        try:
+            report = Report.from_message(message, self._size)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from None
+        if report.rank != rank:
+            raise ProtocolError(f"a report of rank {report.rank}")
+        self._heard[rank] = time.monotonic()
+        before = self._reports.get(rank)
+        if before is None or not before.failed:
+            self._reports[rank] = report
+
+    def _tell(self, message: dict[str, Any]) -> None:
         # The keeper's own rank comes last: on a verdict it ends the process.
         for channel in sorted(self._rank_of, key=lambda c: -self._rank_of[c]):
-            # A frozen rank does not read; what it misses will not matter to it.
+            # A frozen rank does not read; what it misses will not matter to it. One that is gone
+            # is seen where it is read.
             with contextlib.suppress(OSError):
-                channel.send(line)
+                channel.offer(message)
+
+    def _all_ended(self) -> bool:
+        """Whether every rank has said goodbye, and nobody is left to be watched over."""
+        ended = [report.ended for report in self._reports.values()]
+        return len(ended) == self._size and all(ended)
 
     def _all_left(self) -> bool:
         late = time.monotonic() - self._started > self._timeout
@@ -232,19 +268,23 @@ class Member:
     Args:
         rank: This rank.
         address: The keeper's host and port.
-        token: What lets this rank in.
+        key: What lets this rank in.
         timeout: Seconds without a word after which the keeper counts as frozen.
         report: Returns what to say; called once a second, in a thread of the roll call's own.
         on_verdict: Called once with the verdict, in that thread.
         on_warning: Called with a warning.
         keeper: The rank that keeps the roll.
+
+    Raises:
+        AuthenticationError: What listens at the address does not know the key.
+        TimeoutError: The keeper cannot be reached.
     """
 
     def __init__(
         self,
         rank: int,
         address: tuple[str, int],
-        token: str,
+        key: bytes,
         timeout: float,
         *,
         report: Callable[[], Report],
@@ -252,46 +292,56 @@ class Member:
         on_warning: Callable[[str], None],
         keeper: int = 0,
     ):
-        self._rank, self._token, self._timeout, self._keeper = rank, token, timeout, keeper
+        self._rank, self._timeout, self._keeper = rank, timeout, keeper
         self._report, self._on_verdict, self._on_warning = report, on_verdict, on_warning
-        self._channel = socket.create_connection(address, timeout=max(timeout, 10.0))
+        self._guard = _Guard()
         self._lock = threading.Lock()
         self.ended = threading.Event()
-        self.say(report())
+        self._channel = Channel(connect(address, key, _PURPOSE, rank, timeout=max(timeout, 10.0)))
+        self.say(self._next_report())
         threading.Thread(target=self._attend, name="tfdist-watchdog", daemon=True).start()
 
     def say(self, report: Report) -> None:
-        """Sends a report now; after the goodbye nothing more."""
+        """Sends a report now, if the keeper reads; after the goodbye nothing more.
+
+        Raises:
+            ConnectionError: The keeper is gone.
+        """
         with self._lock:
             if not self.ended.is_set():
-                self._send(report)
+                self._channel.offer(report.to_message())
+
+    def say_last(self, report: Report) -> None:
+        """Sends a report, and waits a moment until the keeper has it.
+
+        Raises:
+            OSError: The keeper is gone or frozen.
+        """
+        with self._lock:
+            if not self.ended.is_set():
+                self._channel.send(report.to_message(), _LAST_WORDS_SECONDS)
 
     def close(self) -> None:
         """Says goodbye."""
         with self._lock, contextlib.suppress(OSError):
             self.ended.set()
-            self._send(Report(self._rank, ended=True))
+            goodbye = Report(self._rank, ended=True)
+            self._channel.send(goodbye.to_message(), _LAST_WORDS_SECONDS)
 
-    def _send(self, report: Report) -> None:
-        line = json.dumps({"token": self._token, **dataclasses.asdict(report)}).encode() + b"\n"
-        self._channel.sendall(line)
+    def _next_report(self) -> Report:
+        """What to say; in an emergency no more than that this rank lives."""
+        return self._guard(self._report, default=Report(self._rank))
 
     def _attend(self) -> None:
-        buffer, heard, said = b"", time.monotonic(), time.monotonic()
+        heard = said = time.monotonic()
         while not self.ended.is_set():
-            self._channel.settimeout(0.5)
             try:
-                data = self._channel.recv(1 << 16)
-                if not data:
-                    return self._lost(f"Rank {self._keeper} is gone: its process died.")
+                message = self._channel.receive(0.5)
                 heard = time.monotonic()
-                *lines, buffer = (buffer + data).split(b"\n")
-                for line in lines:
-                    message = json.loads(line)
-                    if "warning" in message:
-                        self._on_warning(message["warning"])
-                    if "verdict" in message:
-                        return self._lost(message["verdict"])
+                if isinstance(verdict := message.get("verdict"), str):
+                    return self._lost(verdict)
+                if isinstance(warning := message.get("warning"), str):
+                    self._guard(self._on_warning, warning, default=None)
             except TimeoutError:
                 pass
             except OSError:
@@ -304,13 +354,19 @@ class Member:
                 )
             if now - said >= 1.0:
                 said = now
-                with contextlib.suppress(OSError):
-                    self.say(self._report())
+                self._guard(self._say_next, default=None)
+        with self._lock:
+            self._channel.close()
         return None
+
+    def _say_next(self) -> None:
+        # A keeper that is gone is seen where it is read.
+        with contextlib.suppress(ConnectionError):
+            self.say(self._next_report())
 
     def _lost(self, verdict: str) -> None:
         if not self.ended.is_set():
-            self._on_verdict(verdict)
+            self._guard(self._on_verdict, verdict, default=None)
 
 
 def _ranks(ranks) -> str:

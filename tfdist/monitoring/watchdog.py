@@ -50,16 +50,16 @@ class Watchdog:
         self._main = threading.main_thread().ident or 0
         contact = None
         if engine.rank == 0:
-            token = secrets.token_hex(8)
-            self._keeper = Keeper(engine.size, token, timeout)
+            key = secrets.token_bytes(32)
+            self._keeper = Keeper(engine.size, key, timeout, engine.host_address())
             # Registered first, it runs after the goodbye, and before the engine shuts down.
             atexit.register(self._keeper.see_out)
-            contact = (engine.host_address(), self._keeper.port, token)
-        host, port, token = broadcast_object(contact, engine.group(), name="watchdog")
+            contact = (engine.host_address(), self._keeper.port, key)
+        host, port, key = broadcast_object(contact, engine.group(), name="watchdog")
         self._member = Member(
             engine.rank,
             (host, port),
-            token,
+            key,
             timeout,
             report=self._report,
             on_verdict=self._end,
@@ -104,13 +104,16 @@ class Watchdog:
         if issubclass(kind, KeyboardInterrupt):
             return  # Whoever pressed Ctrl-C knows; the exit code says so to all others.
         self._excepthook(kind, error, trace)
-        report = self._report()
+        try:
+            report = self._report()
+        except Exception as failure:
+            report = Report(self._engine.rank, doing=f"a place that cannot be told: {failure}")
         report.in_collective = bool(report.waiting)
         summary = traceback.format_exception_only(kind, error)[-1].strip().splitlines()[0]
         report.failed = summary[:500]
         # Where the keeper is gone the verdict says so.
         with contextlib.suppress(OSError):
-            self._member.say(report)
+            self._member.say_last(report)
         if report.in_collective:
             # The likely cause is another rank's end. Its name is worth a moment; `_end` exits.
             self._verdict.wait(_VERDICT_SECONDS)
@@ -125,12 +128,18 @@ class Watchdog:
         self._verdict.set()
         if verdict.startswith(f"Rank {self._engine.rank} failed"):
             return  # This rank is ending by itself, with its own traceback and exit code.
-        self._warn(f"{verdict}\n{self._own_place()}Ending this rank.")
-        sys.stdout.flush()
-        os._exit(ENDED_BY_WATCHDOG)
+        try:
+            self._warn(f"{verdict}\n{self._own_place()}Ending this rank.")
+            sys.stdout.flush()
+        finally:
+            # Also where the words could not be written: a rank that stays would hang.
+            os._exit(ENDED_BY_WATCHDOG)
 
     def _own_place(self) -> str:
-        report = self._report()
+        try:
+            report = self._report()
+        except Exception as error:
+            return f"Where this rank is cannot be told: {error}. "
         if not report.waiting:
             return f"This rank is at {report.doing}. "
         wait = report.waiting[0]
@@ -152,13 +161,15 @@ def startup_guard(timeout: float, what: str) -> Iterator[None]:
     checks.text("what", what)
 
     def end():
-        print(
-            f"tfdist watchdog: {what} took more than {timeout:g} s. A rank did not start, died, or "
-            "cannot be reached. Ending this rank.",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(ENDED_BY_WATCHDOG)
+        try:
+            print(
+                f"tfdist watchdog: {what} took more than {timeout:g} s. A rank did not start, "
+                "died, or cannot be reached. Ending this rank.",
+                file=sys.stderr,
+                flush=True,
+            )
+        finally:
+            os._exit(ENDED_BY_WATCHDOG)
 
     timer = threading.Timer(timeout, end)
     timer.daemon = True

@@ -6,6 +6,14 @@ layers by TensorFlow's own kernels.
 """
 
 from tfdist.native.kernels import has_kernels, step_takes_kernels
-from tfdist.native.library import build, functions, library_path, load
+from tfdist.native.library import build, find_library, functions, library_path, load
 
-__all__ = ["build", "functions", "has_kernels", "library_path", "load", "step_takes_kernels"]
+__all__ = [
+    "build",
+    "find_library",
+    "functions",
+    "has_kernels",
+    "library_path",
+    "load",
+    "step_takes_kernels",
+]

@@ -6,7 +6,7 @@ import functools
 
 import tensorflow as tf
 
-from tfdist.native.library import library_path
+from tfdist.native.library import find_library
 
 __all__ = ["has_kernels", "step_takes_kernels"]
 
@@ -14,7 +14,7 @@ __all__ = ["has_kernels", "step_takes_kernels"]
 @functools.cache
 def has_kernels() -> bool:
     """Whether the library is there; it works in the memory of the host."""
-    return library_path().exists() and not tf.config.list_physical_devices("GPU")
+    return find_library() is not None and not tf.config.list_physical_devices("GPU")
 
 
 def step_takes_kernels() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import subprocess
 import sysconfig
@@ -14,7 +15,12 @@ from pathlib import Path
 
 import tensorflow as tf
 
-__all__ = ["build", "functions", "library_path", "load"]
+from tfdist.runtime.digests import matches_digest, write_digest
+from tfdist.runtime.sessions import run_in_session
+
+__all__ = ["build", "find_library", "functions", "library_path", "load"]
+
+_logger = logging.getLogger("tfdist")
 
 _HERE = Path(__file__).parent
 _SOURCES = (
@@ -49,11 +55,11 @@ def build(compiler: Sequence[str] = ("g++",)) -> Path:
         OSError: There is no compiler of that name, or the package's folder cannot be written.
     """
     path = library_path()
-    if path.exists():
+    if path.exists() and matches_digest(path):
         return path
     with tempfile.TemporaryDirectory(dir=_HERE, prefix="build-") as folder:
         made = Path(folder) / path.name
-        finished = subprocess.run(
+        finished = run_in_session(
             [
                 *compiler,
                 "-shared",
@@ -66,16 +72,33 @@ def build(compiler: Sequence[str] = ("g++",)) -> Path:
                 str(made),
                 *tf.sysconfig.get_link_flags(),
             ],
-            capture_output=True,
+            stderr=subprocess.PIPE,
             text=True,
-            check=False,
         )
         if finished.returncode:
             raise RuntimeError(f"{finished.stderr[-4000:]}\n{compiler[0]} failed, see above.")
-        for old in _HERE.glob("tfdist-*.so"):
+        for old in (*_HERE.glob("tfdist-*.so"), *_HERE.glob("tfdist-*.so.sha256")):
             old.unlink()
         # In one step: another process finds the whole library or none.
         os.replace(made, path)
+        write_digest(path)
+    find_library.cache_clear()
+    return path
+
+
+@functools.cache
+def find_library() -> Path | None:
+    """The library, if it has been built and is as it was built; a line is logged if it is not."""
+    path = library_path()
+    if not path.exists():
+        return None
+    if not matches_digest(path):
+        _logger.warning(
+            "%s is not loaded: it does not match the digest of what was built. Run "
+            "tfdist-install-horovod.",
+            path,
+        )
+        return None
     return path
 
 
@@ -86,11 +109,11 @@ def load():
     Raises:
         FileNotFoundError: It has not been built.
     """
-    path = library_path()
-    if not path.exists():
+    path = find_library()
+    if path is None:
         raise FileNotFoundError(
-            f"{path.name} has not been built for TensorFlow {tf.version.VERSION}: run "
-            "tfdist-install-horovod."
+            f"{library_path().name} has not been built for TensorFlow {tf.version.VERSION}, or is "
+            "not as it was built: run tfdist-install-horovod."
         )
     return tf.load_op_library(str(path))
 

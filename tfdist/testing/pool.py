@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,8 @@ import cloudpickle
 from tfdist import checks
 from tfdist.orphan_guard import OrphanGuard
 from tfdist.rendezvous import ENGINES, local_environments
+from tfdist.runtime import Listener
+from tfdist.testing.rank import PURPOSE
 
 __all__ = ["RankError", "RankPool", "run_ranks"]
 
@@ -173,11 +176,14 @@ class RankPool:
             local_environments(self.engine, self.num_ranks)
         )
         guard = self._resources.enter_context(OrphanGuard())
-        key = secrets.token_bytes(16)
+        key = secrets.token_bytes(32)
+        address = str(self._logs / "tasks")
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(address)
+        listening.listen(self.num_ranks)
         listener = self._resources.enter_context(
-            connection.Listener(str(self._logs / "tasks"), backlog=self.num_ranks, authkey=key)
+            Listener([listening], key, PURPOSE, identities=range(self.num_ranks))
         )
-        listener._listener._socket.settimeout(_STARTUP_SECONDS)  # type: ignore[attr-defined]
         for rank, environment in enumerate(environments):
             with open(self._log(rank), "wb") as log:
                 process = subprocess.Popen(
@@ -185,7 +191,7 @@ class RankPool:
                         sys.executable,
                         "-c",
                         "import sys; from tfdist.testing.rank import serve; serve(*sys.argv[1:])",
-                        listener.address,
+                        address,
                         str(rank),
                         self.engine,
                         str(self._threads),
@@ -209,10 +215,12 @@ class RankPool:
             self._processes.append(process)
             guard.watch(process.pid)
         channels: dict[int, connection.Connection] = {}
+        deadline = time.monotonic() + _STARTUP_SECONDS
         try:
-            for _ in environments:
-                channel = listener.accept()
-                channels[int(channel.recv_bytes())] = channel
+            while len(channels) < self.num_ranks:
+                rank, sock = listener.accept(deadline)
+                sock.setblocking(True)
+                channels[rank] = connection.Connection(sock.detach())
         except TimeoutError:
             missing = sorted(set(range(self.num_ranks)) - channels.keys())
             output = self._tail(missing[0])

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import http
 import importlib
 import os
-import random
 import signal
 import sys
-import time
 import traceback
-import urllib.error
-import urllib.request
-from multiprocessing import connection
+from multiprocessing.connection import Connection
 
 import cloudpickle
 
 from tfdist import checks
 from tfdist.rendezvous import local_environments
+from tfdist.runtime import connect
 
-__all__ = ["engine", "strategy"]
+__all__ = ["PURPOSE", "engine", "strategy"]
 
+#: What connections from a rank to its pool are for.
+PURPOSE = "pool of ranks"
 _PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
-_MEETING_SECONDS = 60.0
+_CONNECT_SECONDS = 60.0
 
 #: The meeting points that this rank holds open for the others, as long as it lives: a rank may still
 #: be taking its leave of one when the next opens.
@@ -51,44 +49,32 @@ def engine(mesh=None):
         )
         if name == "horovod":
             for old in engines.values():
+                port = _open_another_meeting_point(old)
                 old.shutdown()
-            if engines:
-                _meet_anew()
+                os.environ[_PORT] = port
             engines.clear()
         engines[mesh] = kind(mesh)
     return engines[mesh]
 
 
-def _meet_anew() -> None:
-    """Has Horovod start again at another meeting point, which the first rank opens.
+def _open_another_meeting_point(old) -> str:
+    """Has the first rank open a meeting point, at which Horovod can start again.
 
     The one before still has addresses from before: ranks that start again at it now and then
     connect to where nobody listens any more.
+
+    Args:
+        old: The engine that still runs, over which all ranks hear of it.
+
+    Returns:
+        Its port, on all ranks.
     """
-    rank, size = (int(os.environ[f"HOROVOD_{what}"]) for what in ("RANK", "SIZE"))
-    if "meeting point" not in _state:
-        _state["meeting point"] = os.environ[_PORT], 0
-    first, number = _state["meeting point"]
-    _state["meeting point"] = first, number + 1
-    url = f"http://127.0.0.1:{first}/tfdist/{number}"
-    if rank == 0:
-        # Horovod draws the port; what a test draws after it has seeded is to stay the same.
-        before = random.getstate()
-        os.environ[_PORT] = _opened.enter_context(local_environments("horovod", size))[0][_PORT]
-        random.setstate(before)
-        request = urllib.request.Request(url, os.environ[_PORT].encode(), method="PUT")
-        urllib.request.urlopen(request, timeout=_MEETING_SECONDS).close()
-        return
-    end = time.monotonic() + _MEETING_SECONDS
-    while True:
-        try:
-            with urllib.request.urlopen(url, timeout=_MEETING_SECONDS) as answer:
-                os.environ[_PORT] = answer.read().decode()
-                return
-        except urllib.error.HTTPError as error:  # Not there yet.
-            if error.code != http.HTTPStatus.NOT_FOUND or time.monotonic() > end:
-                raise
-        time.sleep(0.01)
+    from tfdist.collectives.objects import broadcast_object
+
+    port = None
+    if old.rank == 0:
+        port = _opened.enter_context(local_environments("horovod", old.size))[0][_PORT]
+    return broadcast_object(port, old.group(), name="testing/meeting point")
 
 
 def strategy(mesh=None, **kwargs):
@@ -113,8 +99,9 @@ def serve(address: str, rank: str, engine_name: str, threads: str) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     key = bytes.fromhex(sys.stdin.readline().strip())
-    channel = connection.Client(address, authkey=key)
-    channel.send_bytes(rank.encode())
+    sock = connect(address, key, PURPOSE, int(rank), timeout=_CONNECT_SECONDS)
+    # Functions and results are pickles of any size, for which this class of Python's is made.
+    channel = Connection(sock.detach())
 
     import tensorflow as tf
 

@@ -1,14 +1,17 @@
-"""Connects the ranks that are to reach each other directly."""
+"""Connects the ranks that are to reach each other directly.
+
+Each connection begins with the handshake of `tfdist.runtime`; then the socket belongs to the
+library of `tfdist.native`.
+"""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
-import hmac
 import logging
 import secrets
 import socket
-import struct
 import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -16,7 +19,10 @@ from typing import NamedTuple
 from tfdist.collectives.direct.exchange import Direct
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import all_gather_object
-from tfdist.native import functions, library_path
+from tfdist.native import find_library, functions
+from tfdist.runtime import Listener, bind
+from tfdist.runtime import connect as call
+from tfdist.runtime.caller import connect_once
 
 __all__ = ["Traffic", "close", "connect", "flush", "traffic"]
 
@@ -24,14 +30,14 @@ _logger = logging.getLogger("tfdist")
 
 _CONNECT_SECONDS = 30.0
 _FLUSH_SECONDS = 5.0
-_HELLO = struct.Struct("!16si")
+_PURPOSE = "direct messages"
 
 
 def connect(engine: Engine, groups: Iterable[Sequence[int]]) -> Direct | None:
     """Connects this rank with others; called by all ranks of the world at once.
 
     The higher rank of a pair calls the lower one, over a Unix socket where they share a host. The
-    number that proves a caller to be of this job travels over the engine.
+    key that both must know travels over the engine.
 
     Args:
         engine: A running engine, by which the ranks tell their addresses.
@@ -42,10 +48,13 @@ def connect(engine: Engine, groups: Iterable[Sequence[int]]) -> Direct | None:
         the answer on every rank, and logged.
     """
     world = engine.group()
-    built = library_path().exists()
-    with _Door(engine.host_address()) as door:
+    built = find_library() is not None
+    with contextlib.ExitStack() as stack:
+        tcp, unix = stack.enter_context(bind(engine.host_address())), _unix_socket()
+        stack.callback(unix.close)
+        addresses = ((engine.host_address(), tcp.getsockname()[1]), unix.getsockname())
         cards = all_gather_object(
-            (built, socket.gethostname(), door.addresses, secrets.token_bytes(16)),
+            (built, socket.gethostname(), addresses, secrets.token_bytes(32)),
             world,
             name="direct/addresses",
         )
@@ -63,17 +72,21 @@ def connect(engine: Engine, groups: Iterable[Sequence[int]]) -> Direct | None:
         for ranks in groups:
             if engine.rank in ranks:
                 near |= Direct.partners(ranks, engine.rank, hosts)
+        callers = {rank for rank in near if rank > engine.rank}
+        listener = stack.enter_context(
+            Listener([tcp, unix], cards[0][3], _PURPOSE, identities=callers)
+        )
         problem, connected = None, {}
         try:
-            connected = _connect_all(engine.rank, sorted(near), cards, door)
+            connected = _connect_all(engine.rank, near - callers, cards, listener, len(callers))
         except OSError as error:
             problem = f"rank {engine.rank}: {error}"
         problems = [
             told for told in all_gather_object(problem, world, name="direct/connected") if told
         ]
     if problems:
-        for line in connected.values():
-            line.close()
+        for sock in connected.values():
+            sock.close()
         _logger.warning(
             "Collectives that a layer waits for go over %s, which is slower: ranks cannot reach "
             "each other directly. %s",
@@ -82,8 +95,8 @@ def connect(engine: Engine, groups: Iterable[Sequence[int]]) -> Direct | None:
         )
         return None
     library = functions()
-    for rank, line in connected.items():
-        library.tfdist_add_peer(rank, line.detach())
+    for rank, sock in connected.items():
+        library.tfdist_add_peer(rank, sock.detach())
     atexit.register(flush)
     return Direct(hosts, connected)
 
@@ -120,40 +133,9 @@ def traffic() -> Traffic:
     return Traffic(*(count.value for count in counts))
 
 
-class _Door:
-    """Where others call: a TCP port, and a Unix socket without a file for those of this host."""
-
-    def __init__(self, address: str):
-        self._listeners = [socket.create_server((address, 0)), _unix_socket()]
-        self._listeners[1].bind(f"\0tfdist-{secrets.token_hex(16)}")
-        self._listeners[1].listen()
-        self.addresses = [listener.getsockname() for listener in self._listeners]
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for listener in self._listeners:
-            listener.close()
-
-    def accept(self, key: bytes, deadline: float) -> tuple[int, socket.socket]:
-        """The next caller of this job, and who it is."""
-        while time.monotonic() < deadline:
-            for listener in self._listeners:
-                listener.settimeout(0.01)
-                try:
-                    line, _ = listener.accept()
-                except TimeoutError:
-                    continue
-                line.settimeout(max(0.1, deadline - time.monotonic()))
-                said, rank = _HELLO.unpack(_read(line, _HELLO.size))
-                if hmac.compare_digest(said, key):
-                    return rank, line
-                line.close()
-        raise TimeoutError(f"not all others called within {_CONNECT_SECONDS:.0f} s")
-
-
-def _connect_all(own: int, ranks: list[int], cards: list, door: _Door) -> dict:
+def _connect_all(
+    own: int, lower: set[int], cards: list, listener: Listener, num_callers: int
+) -> dict[int, socket.socket]:
     """A connected socket for each rank.
 
     Raises:
@@ -161,45 +143,42 @@ def _connect_all(own: int, ranks: list[int], cards: list, door: _Door) -> dict:
     """
     deadline = time.monotonic() + _CONNECT_SECONDS
     key, host = cards[0][3], cards[own][1]
-    connected = {}
-    for rank in ranks:
-        if rank < own:
+    connected: dict[int, socket.socket] = {}
+    try:
+        for rank in sorted(lower):
             _, its_host, addresses, _ = cards[rank]
-            connected[rank] = line = _call(addresses, host == its_host, deadline)
-            line.sendall(_HELLO.pack(key, own))
-    while len(connected) < len(ranks):
-        rank, line = door.accept(key, deadline)
-        connected[rank] = line
-    for line in connected.values():
-        line.settimeout(None)
-        if line.family == socket.AF_INET:
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected[rank] = _call(addresses, host == its_host, key, own, deadline)
+        while len(connected) < len(lower) + num_callers:
+            rank, sock = listener.accept(deadline)
+            if rank in connected:
+                connected[rank].close()  # The rank gave that call up and called again.
+            connected[rank] = sock
+    except OSError:
+        for sock in connected.values():
+            sock.close()
+        raise
+    for sock in connected.values():
+        sock.settimeout(None)
+        if sock.family == socket.AF_INET:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connected
 
 
-def _call(addresses: list, same_host: bool, deadline: float) -> socket.socket:
+def _call(
+    addresses: tuple, same_host: bool, key: bytes, own: int, deadline: float
+) -> socket.socket:
     tcp, unix = addresses
     if same_host:
-        line = _unix_socket()
-        try:
-            line.connect(unix)
-        except ConnectionRefusedError:
-            # Hosts of one name: containers, say.
-            line.close()
-        else:
-            return line
-    return socket.create_connection(tcp, timeout=max(0.1, deadline - time.monotonic()))
+        # Hosts of one name, as containers may be, do not reach each other so.
+        with contextlib.suppress(ConnectionError):
+            return connect_once(unix, key, _PURPOSE, own, deadline)
+    left = max(0.1, deadline - time.monotonic())
+    return call(tcp, key, _PURPOSE, own, timeout=left)
 
 
 def _unix_socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-
-
-def _read(line: socket.socket, size: int) -> bytes:
-    said = b""
-    while len(said) < size:
-        part = line.recv(size - len(said))
-        if not part:
-            raise ConnectionError("a caller hung up")
-        said += part
-    return said
+    """A Unix socket that listens, of a random name without a file."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.bind(f"\0tfdist-{secrets.token_hex(16)}")
+    sock.listen()
+    return sock

@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from tfdist.collectives.direct.hierarchy import Hierarchy, hierarchy_of
 from tfdist.collectives.engine import split_rows
+from tfdist.collectives.flight_recorder import outermost_is_eager
 from tfdist.collectives.group import Group
 from tfdist.native import load
 
@@ -169,12 +170,16 @@ class Direct:
 
     def _ticket(self, name: str):
         """A resource that stands for what an operation of this name does."""
-        if name not in self._tickets:
+        found = self._tickets.get(name)
+        if found is None or not outermost_is_eager():
             with tf.init_scope(), tf.device("/CPU:0"):
-                self._tickets[name] = tf.raw_ops.VarHandleOp(
+                found = tf.raw_ops.VarHandleOp(
                     dtype=tf.int32, shape=[], shared_name=f"tfdist-direct/{name}"
                 )
-        return self._tickets[name]
+                # One of a graph of TensorFlow 1 is of use in that graph alone.
+                if tf.executing_eagerly():
+                    self._tickets[name] = found
+        return found
 
     def _swap(self, parts: list, group: Group, name: str, shape=()):
         """Sends the i-th part to member i; what came from each, in group order.

@@ -1,0 +1,131 @@
+"""What strangers at the ports of a job cost its steps.
+
+    python -m tfdist.benchmarks.strangers [--engine=horovod|tensorflow] [--rounds=3]
+
+Two ranks with 1 thread each train under `tfdist-run`. In turn they are left alone and attacked at
+every port of the job, for some seconds each. A ratio is that of the median step of an attack and of
+the quiet times before and after it. The attackers run at the lowest priority, as if on another machine: what
+is measured is what the job itself does about them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from tfdist.benchmarks import attacks
+
+__all__ = ["main"]
+
+LIMIT = 1.05
+_WINDOW_SECONDS = 5.0
+_WIDTH = 1024
+_START_SECONDS = 180.0
+
+
+def main() -> int:
+    """Prints the ratios; exit code 1 where the median of one attack is above the limit."""
+    flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    flags.add_argument("--engine", default="horovod", choices=["horovod", "tensorflow"])
+    flags.add_argument("--rounds", type=int, default=3)
+    options = flags.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        windows, code = measure(Path(name), options.engine, options.rounds)
+        steps = json.loads((Path(name) / "times.json").read_text())
+    if code:
+        print(f"The job ended with exit code {code}.")
+        return 1
+    over = False
+    for attack, pairs in windows.items():
+        ratios = [
+            2
+            * median_step(steps, *hit)
+            / (median_step(steps, *before) + median_step(steps, *after))
+            for before, hit, after in pairs
+        ]
+        ratio = statistics.median(ratios)
+        over |= ratio > LIMIT
+        shown = " ".join(f"{each:.3f}" for each in ratios)
+        quiet = median_step(steps, *pairs[0][0])
+        print(f"{attack:<20} {ratio:.3f}  at most {LIMIT}  ({shown}; {1000 * quiet:.1f} ms a step)")
+    return int(over)
+
+
+def measure(folder: Path, engine: str, rounds: int) -> tuple[dict, int]:
+    """Runs the job; returns the quiet and the attacked times by attack, and the exit code."""
+    program = Path(__file__).with_name("attacked_job.py")
+    command = [
+        os.path.join(os.path.dirname(sys.executable), "tfdist-run"),
+        *["-np=2", f"--engine={engine}", "--", sys.executable, str(program)],
+        *[str(folder), str(_WIDTH)],
+    ]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1"}
+    windows: dict[str, list] = {attack.__name__: [] for attack in attacks.ATTACKS}
+    with open(folder / "log", "wb") as log:
+        job = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            deadline = time.monotonic() + _START_SECONDS
+            while not (folder / "under way").exists():
+                if job.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"The job did not start:\n{(folder / 'log').read_text()}")
+                time.sleep(0.1)
+            addresses = attacks.listening_addresses(psutil.Process(job.pid))
+            print(f"{engine}: {len(addresses)} ports", flush=True)
+            for _ in range(rounds):
+                for attack in attacks.ATTACKS:
+                    found = [window(each, addresses) for each in (None, attack, None)]
+                    windows[attack.__name__].append(found)
+            (folder / "stop").touch()
+            return windows, job.wait(_START_SECONDS)
+        finally:
+            job.kill()
+            job.wait()
+
+
+def window(attack, addresses) -> tuple[float, float]:
+    """Lets some seconds pass, in quiet or under an attack; returns when they began and ended."""
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    attacker = context.Process(target=repeat, args=(attack, addresses, ready), daemon=True)
+    attacker.start()
+    if not ready.wait(_START_SECONDS):
+        raise RuntimeError("The attacker did not start.")
+    time.sleep(0.5)
+    began = time.monotonic()
+    time.sleep(_WINDOW_SECONDS)
+    ended = time.monotonic()
+    attacker.kill()
+    attacker.join()
+    return began, ended
+
+
+def repeat(attack, addresses, ready) -> None:
+    """Attacks again and again, until the process is killed."""
+    os.nice(19)
+    ready.set()
+    while True:
+        if attack is None:
+            time.sleep(1.0)
+        else:
+            attacks.attack(addresses, [attack])
+
+
+def median_step(ends: list[float], began: float, ended: float) -> float:
+    """The median time of a step, in seconds."""
+    inside = [end for end in ends if began <= end <= ended]
+    return statistics.median(b - a for a, b in itertools.pairwise(inside))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

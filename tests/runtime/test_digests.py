@@ -1,0 +1,114 @@
+"""Compiled files that are not as they were built."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tfdist import native
+from tfdist.launch import horovod_build, native_build
+from tfdist.launch.horovod_prerequisites import BuildOptions, PrerequisiteError, check_interpreter
+from tfdist.native import library
+from tfdist.runtime.digests import matches_digest, write_digest
+
+
+def damage_end(path):
+    with open(path, "ab") as file:
+        file.write(b"x")
+
+
+def damage_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def without_digest(path):
+    path.with_name(f"{path.name}.sha256").unlink()
+
+
+def empty_digest(path):
+    path.with_name(f"{path.name}.sha256").write_bytes(b"\xff")
+
+
+DAMAGES = [damage_end, damage_bit, cut, without_digest, empty_digest]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_told(tmp_path, damage):
+    path = tmp_path / "library.so"
+    path.write_bytes(b"content of a library")
+    assert not matches_digest(path)
+    write_digest(path)
+    assert matches_digest(path)
+    damage(path)
+    assert not matches_digest(path)
+
+
+def test_another_file_with_its_digest_is_not_taken(tmp_path):
+    for name in ("one.so", "other.so"):
+        (tmp_path / name).write_text(name)
+        write_digest(tmp_path / name)
+    for suffix in ("", ".sha256"):
+        shutil.copy(tmp_path / f"other.so{suffix}", tmp_path / f"one.so{suffix}")
+    assert not matches_digest(tmp_path / "one.so")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_wheel_is_built_again(tmp_path, monkeypatch, capsys, damage):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    folder = tmp_path / horovod_build.cache_key(BuildOptions(), check_interpreter())
+    wheel = folder / f"horovod-{horovod_build.HOROVOD_VERSION}-cp311-none-any.whl"
+    folder.mkdir()
+    wheel.write_bytes(b"content of a wheel")
+    write_digest(wheel)
+    assert horovod_build.build(BuildOptions(), tmp_path) == wheel
+    damage(wheel)
+    # It would be built, if there were a compiler.
+    with pytest.raises(PrerequisiteError, match="compiler"):
+        horovod_build.build(BuildOptions(), tmp_path)
+    assert f"{wheel} does not match the digest" in capsys.readouterr().out
+
+
+@pytest.fixture
+def built(tmp_path, monkeypatch):
+    """A library that was built, as far as its name and its digest tell."""
+    path = tmp_path / "tfdist-0123.so"
+    path.write_bytes(b"content of a library")
+    write_digest(path)
+    monkeypatch.setattr(library, "library_path", lambda: path)
+    monkeypatch.setattr(native, "library_path", lambda: path)
+    native.find_library.cache_clear()
+    yield path
+    native.find_library.cache_clear()
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_library_is_not_loaded(built, caplog, damage):
+    assert native.find_library() == built
+    native.find_library.cache_clear()
+    damage(built)
+    assert native.find_library() is None
+    assert f"{built} is not loaded: it does not match the digest" in caplog.text
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_library_of_the_cache_is_not_installed(built, tmp_path, monkeypatch, damage):
+    kept = tmp_path / "cache" / built.name
+    kept.parent.mkdir()
+    shutil.copy(built, kept)
+    write_digest(kept)
+    built.unlink()
+    monkeypatch.setattr(native_build, "find_compiler", lambda _: None)
+    assert "Took the compiled library" in native_build.install_native(tmp_path / "cache")
+    assert matches_digest(built)
+    built.unlink()
+    damage(kept)
+    assert "No C++ compiler" in native_build.install_native(tmp_path / "cache")
+    assert not built.exists()

@@ -1,0 +1,87 @@
+"""What a rank says of itself in the roll call."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+__all__ = ["Report"]
+
+#: What a report is cut to, so that it fits into a message in a world of any size.
+_MOST_RANKS = 20_000
+_LONGEST_TEXT = 2000
+
+
+@dataclasses.dataclass
+class Report:
+    """What a rank says of itself.
+
+    Attributes:
+        rank: The rank.
+        waiting: The collectives under way: a list of dicts with `name`, `ranks`, `occurrence`
+            and `seconds`, how long.
+        doing: Where the main thread stands, in words.
+        ended: Said goodbye.
+        failed: The exception that ends it, or "".
+        in_collective: Whether a collective was under way when it failed.
+    """
+
+    rank: int
+    waiting: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    doing: str = ""
+    ended: bool = False
+    failed: str = ""
+    in_collective: bool = False
+
+    def to_message(self) -> dict[str, Any]:
+        """The report as a JSON object; of very many collectives under way only the first."""
+        waiting: list[dict[str, Any]] = []
+        ranks = 0
+        for wait in self.waiting:
+            ranks += len(wait["ranks"]) + 1
+            if waiting and ranks > _MOST_RANKS:
+                break
+            waiting.append({**wait, "name": wait["name"][:_LONGEST_TEXT]})
+        cut = {"doing": self.doing[:_LONGEST_TEXT], "failed": self.failed[:_LONGEST_TEXT]}
+        return {**dataclasses.asdict(self), "waiting": waiting, **cut}
+
+    @classmethod
+    def from_message(cls, message: dict[str, Any], size: int) -> Report:
+        """Reads what `to_message` made.
+
+        Args:
+            message: A JSON object.
+            size: The number of ranks.
+
+        Raises:
+            ValueError: It is no report.
+        """
+        report = cls(-1)
+        fields = {field.name for field in dataclasses.fields(cls)}
+        if message.keys() != fields:
+            wrong = sorted(message.keys() ^ fields)
+            raise ValueError(f"a report whose fields are wrong: {str(wrong)[:100]}")
+        for name, value in message.items():
+            if type(value) is not type(getattr(report, name)):
+                raise ValueError(f"a report with {name}={str(value)[:100]!r}")
+            setattr(report, name, value)
+        if not 0 <= report.rank < size:
+            raise ValueError(f"a report of rank {report.rank}, of {size} ranks")
+        if not all(_is_wait(wait, size) for wait in report.waiting):
+            raise ValueError("a report with a malformed list of collectives")
+        return report
+
+
+def _is_wait(wait: Any, size: int) -> bool:
+    return (
+        isinstance(wait, dict)
+        and wait.keys() == {"name", "ranks", "occurrence", "seconds"}
+        and isinstance(wait["name"], str)
+        and type(wait["occurrence"]) is int
+        and type(wait["seconds"]) in (int, float)
+        and math.isfinite(wait["seconds"])
+        and isinstance(wait["ranks"], list)
+        and bool(wait["ranks"])
+        and all(type(rank) is int and 0 <= rank < size for rank in wait["ranks"])
+    )

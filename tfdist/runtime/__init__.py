@@ -1,0 +1,16 @@
+"""How the processes of a job find, prove and hear each other, beside the engines."""
+
+from tfdist.runtime.caller import connect
+from tfdist.runtime.channel import Channel, ProtocolError
+from tfdist.runtime.handshake import AuthenticationError
+from tfdist.runtime.listener import Listener, Proven, bind
+
+__all__ = [
+    "AuthenticationError",
+    "Channel",
+    "Listener",
+    "ProtocolError",
+    "Proven",
+    "bind",
+    "connect",
+]

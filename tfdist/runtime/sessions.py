@@ -1,0 +1,77 @@
+"""Commands that end, with all that they have started, when this process is told to end.
+
+`subprocess.run` kills the command alone: the compilers that pip has started would work on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
+
+import psutil
+
+from tfdist.orphan_guard import OrphanGuard
+
+__all__ = ["exit_on_signals", "kill_session", "run_in_session"]
+
+
+@contextlib.contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP raise `SystemExit`, as SIGINT raises `KeyboardInterrupt`."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run_in_session(
+    command: Sequence[str], *, stdout: int | IO[bytes] = subprocess.PIPE, **options: Any
+) -> subprocess.CompletedProcess:
+    """Runs a command as `subprocess.run` does, in a session of its own that does not outlive this.
+
+    Args:
+        command: The command and its arguments. It gets no input.
+        stdout: As of `subprocess.Popen`.
+        **options: Others of `subprocess.Popen`.
+
+    Raises:
+        OSError: The command cannot be started.
+    """
+    with (
+        OrphanGuard() as guard,
+        subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            start_new_session=True,
+            **options,
+        ) as process,
+    ):
+        guard.watch(process.pid)
+        try:
+            output, errors = process.communicate()
+        finally:
+            kill_session(process.pid)
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def kill_session(pid: int) -> None:
+    """Kills a process and its children, also where these are a process group of their own."""
+    for other in [pid, *psutil.pids()]:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(other) == pid:
+                os.kill(other, signal.SIGKILL)
