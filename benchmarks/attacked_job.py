@@ -33,7 +33,8 @@ with strategy.scope():
 x = np.random.default_rng(0).normal(size=(400, 16)).astype("float32")
 begin = model.get_weights()
 world = strategy.group()
-times, rounds = [], 0
+times: list[float] = []
+rounds = 0
 
 
 class Clock(keras.callbacks.Callback):

@@ -69,7 +69,7 @@ def _main(_: None) -> int:
     except KeyboardInterrupt:
         said, code = "Stopped.", 130
     except SystemExit as error:
-        said, code = "Stopped.", error.code
+        said, code = "Stopped.", int(error.code or 0)
     print(f"tfdist-install-horovod: {said}", file=sys.stderr)
     return code
 

@@ -81,8 +81,10 @@ def _without_it(value, rows: tf.Tensor):
 def _with_rows_to_compare(original, self, y_true, y_pred, sample_weight=None):
     """A loss, or metrics, of targets and outputs."""
     replica, given = current_replica(), (y_true, y_pred, sample_weight)
-    step = None if replica is None else replica.step
-    if step is None or step.is_even or replica.has_padding is not None:
+    if replica is None or replica.step is None or replica.has_padding is not None:
+        return original(self, *given)
+    step = replica.step
+    if step.is_even:
         return original(self, *given)
     given = tf.nest.map_structure(
         lambda part: _with_a_row(part) if _may_be_empty(part) else part, given
