@@ -89,3 +89,32 @@ def test_names_of_format_1_do_not_count_other_models():
         "dense_1/kernel",
         "seed",
     ]
+
+
+def test_several_optimizers_in_one(tmp_path):
+    """Each parameter's state lies in the optimizer that updates it."""
+    import keras
+
+    from tfdist.checkpoint import restore, save
+    from tfdist.strategies import LocalStrategy
+
+    def trained(steps: int):
+        keras.utils.set_random_seed(steps)
+        with LocalStrategy().scope():
+            model = keras.Sequential(
+                [keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)]
+            )
+            by_name = keras.optimizers.OptimizerMap(
+                keras.optimizers.Adam(0.1), {".*bias": keras.optimizers.RMSprop(0.1)}
+            )
+            model.compile(keras.optimizers.MultiOptimizer(by_name), "mse")
+        x = np.random.default_rng(0).normal(size=(4 * steps, 3)).astype("float32")
+        model.fit(x, x[:, :1], batch_size=4, shuffle=False, verbose=0)
+        return model
+
+    before, after = trained(3), trained(1)
+    restore(save(str(tmp_path), before, step=3), after)
+    expected = [variable.numpy() for variable in before.optimizer.variables]
+    assert len(expected) > 8
+    for variable, value in zip(after.optimizer.variables, expected, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value, err_msg=variable.path)

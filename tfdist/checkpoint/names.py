@@ -146,11 +146,7 @@ def optimizer_names(
     longest = sorted(prefixes, key=lambda prefix: -len(prefix))
     found: list[tuple[keras.Variable, str]] = []
     used: set[str] = set()
-    depth: list[Any] = [optimizer]
-    while getattr(depth[-1], "inner_optimizer", None) is not None:
-        depth.append(depth[-1].inner_optimizer)
-    for level, each in enumerate(depth):
-        kind = "/".join(["optimizer"] + ["wrapper"] * (level + 1 if each is not depth[-1] else 0))
+    for kind, each in _parts_of(optimizer):
         seen: dict[str, int] = {}
         for variable in each._variables:
             name = f"{kind}/{variable.name}"
@@ -162,6 +158,18 @@ def optimizer_names(
                 name = f"{kind}/{slot}/{names[min(place, len(names) - 1)]}"
             found.append((variable, numbered(name, used)))
     return found
+
+
+def _parts_of(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """The optimizers that one consists of, each with a name: wrappers, and those inside."""
+    wrapper = "optimizer/wrapper"
+    while getattr(optimizer, "inner_optimizer", None) is not None:
+        yield wrapper, optimizer
+        wrapper, optimizer = f"{wrapper}/wrapper", optimizer.inner_optimizer
+    yield "optimizer", optimizer
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        for number, each in enumerate(optimizer.optimizers):
+            yield f"optimizer/{number}", each
 
 
 def _subclasses(kind: type) -> Iterable[type]:
