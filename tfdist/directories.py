@@ -6,6 +6,8 @@ import os
 import re
 from typing import Any
 
+from tfdist.checks import shown
+
 __all__ = ["SCHEMES", "checked_directory", "is_address"]
 
 #: What TensorStore can write to over a network.
@@ -33,7 +35,7 @@ def checked_directory(directory: Any, name: str = "directory") -> str:
     except TypeError:
         path = None
     if not isinstance(path, str):
-        raise TypeError(f"`{name}` is a path: a string or a `Path`. Received: {directory!r}.")
+        raise TypeError(f"`{name}` is a path: a string or a `Path`. Received: {shown(directory)}.")
     if path.lower().startswith("file://"):
         path = path[len("file://") :]
     if is_address(path):
@@ -43,14 +45,14 @@ def checked_directory(directory: Any, name: str = "directory") -> str:
             raise ValueError(
                 f"`{name}` is a folder, or the address of a bucket: "
                 f"{' or '.join(f'{each}://bucket/folder' for each in SCHEMES)}. "
-                f"Received: {directory!r}."
+                f"Received: {shown(directory)}."
             )
         return path.rstrip("/")
     if not path.strip() or "\0" in path:
-        raise ValueError(f"`{name}` is the path of a folder. Received: {directory!r}.")
+        raise ValueError(f"`{name}` is the path of a folder. Received: {shown(directory)}.")
     if os.path.abspath(path) in ("/", "//"):
         raise ValueError(
             f"`{name}` is a folder of its own, not the root of the file system. Received: "
-            f"{directory!r}."
+            f"{shown(directory)}."
         )
     return path.rstrip("/")

@@ -23,9 +23,6 @@ from tfdist.collectives.local import LocalEngine
 
 __all__ = ["LEGAL", "Case", "argument_names", "cases", "public_callables"]
 
-#: Modules whose values have tests of their own.
-_ELSEWHERE = ("tfdist.checkpoint",)
-
 
 def _model() -> keras.Model:
     layers = [keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dense(2)]
@@ -93,6 +90,14 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
     "send.group": lambda: _TwoRanks().group(),
     "recv.group": lambda: _TwoRanks().group(),
     "run_ranks.function": lambda: len,
+    "directory": lambda: "checkpoints",
+    "path": lambda: "checkpoints",
+    "save.model": _model,
+    "begin_save.model": _model,
+    "restore.model": _model,
+    "step": lambda: 1,
+    "save_seconds": lambda: 1.0,
+    "failure_seconds": lambda: 3600.0,
 }
 
 #: Arguments with a default that get another value, without which others would not be looked at.
@@ -142,6 +147,10 @@ LEGAL: dict[str, set[str]] = {
     "tfdist.callbacks.LearningRateScheduleCallback.start_epoch": {"zero"},
     "tfdist.callbacks.LearningRateWarmupCallback.warmup_epochs": _ZERO,
     "tfdist.optimizers.ScaledWarmup.warmup_steps": {"zero"},
+    "tfdist.checkpoint.*.directory": {"newline", *_ANY_NAME},
+    "tfdist.checkpoint.*.path": {"newline", *_ANY_NAME},
+    "tfdist.checkpoint.*.step": {"zero"},
+    "tfdist.checkpoint.*.state": {"dict"},
     "tfdist.collectives.broadcast.root": {"zero"},
     "tfdist.data.*.data_dir": {"newline", *_ANY_NAME},
     "tfdist.data.rank_split.index": {"zero"},
@@ -203,7 +212,7 @@ def public_callables() -> dict[str, Callable]:
     for room in tfdist.__all__:
         module_name = f"tfdist.{room}"
         module = getattr(tfdist, room)
-        if not inspect.ismodule(module) or module_name in _ELSEWHERE:
+        if not inspect.ismodule(module):
             continue
         module = importlib.import_module(module_name)
         for name in module.__all__:
@@ -216,6 +225,8 @@ def public_callables() -> dict[str, Callable]:
 def _is_called_by_users(value: Any) -> bool:
     if inspect.isfunction(value):
         return True
+    if value is tfdist.checkpoint.Save:
+        return False  # What `begin_save` returns.
     # Records are read, errors are caught, and what is abstract or another library's is not made.
     return (
         inspect.isclass(value)

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.checkpoint.arguments import check_bool, check_number, check_seconds
+from tfdist import checks
 from tfdist.checkpoint.directory import folders, lost
 from tfdist.checkpoint.fit_state import FitState, check_state
 from tfdist.checkpoint.intervals import young_daly
@@ -96,15 +96,14 @@ class Checkpointer(keras.callbacks.Callback):
                 "Saves follow one of `every_steps`, `every_seconds` and `every`. Received: "
                 f"{', '.join(f'{name}={value!r}' for name, value in chosen.items())}."
             )
-        if every is not None and every != "auto":
-            raise ValueError(f'`every` is "auto", or left out. Received: every={every!r}.')
+        checks.one_of("every", every, ("auto",), optional=True)
         self.directory = checked_directory(directory)
-        check_number("every_steps", every_steps, least=1, optional=True)
-        check_seconds("every_seconds", every_seconds, optional=True)
-        check_seconds("failure_seconds", failure_seconds)
-        check_number("batch_size", batch_size, least=1, optional=True)
-        check_bool("asynchronous", asynchronous)
-        check_bool("resume", resume)
+        checks.integer("every_steps", every_steps, minimum=1, optional=True)
+        checks.number("every_seconds", every_seconds, above=0, optional=True)
+        checks.number("failure_seconds", failure_seconds, above=0)
+        checks.integer("batch_size", batch_size, minimum=1, optional=True)
+        checks.boolean("asynchronous", asynchronous)
+        checks.boolean("resume", resume)
         self._every_steps, self._every_seconds = every_steps, every_seconds
         self._failure_seconds = failure_seconds
         self._asynchronous, self._resumes = asynchronous, resume

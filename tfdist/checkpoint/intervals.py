@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from tfdist import checks
+
 __all__ = ["young_daly"]
 
 
@@ -20,7 +22,12 @@ def young_daly(save_seconds: float, failure_seconds: float) -> float:
 
     Returns:
         Seconds of training between the end of a save and the begin of the next.
+
+    Raises:
+        ValueError: One of them is not a positive number.
     """
+    checks.number("save_seconds", save_seconds, above=0)
+    checks.number("failure_seconds", failure_seconds, above=0)
     if save_seconds >= 2 * failure_seconds:
         return failure_seconds
     ratio = save_seconds / (2 * failure_seconds)

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfdist import checks
 from tfdist.checkpoint.directory import complete_checkpoints, latest, lost
 from tfdist.checkpoint.entries import arrays_of, entries_of
 from tfdist.checkpoint.errors import CheckpointError, OtherModelError, StorageError
@@ -49,7 +50,9 @@ def restore(path: str | os.PathLike, model: keras.Model) -> Manifest:
         TypeError: `path` is no path.
         ValueError: `path` is that of nothing that checkpoints can lie in.
     """
-    return restore_checked(checked_directory(path, "path"), model, lambda state: None)
+    path = checked_directory(path, "path")
+    checks.instance("model", model, keras.Model, "a Keras model")
+    return restore_checked(path, model, lambda state: None)
 
 
 def restore_checked(

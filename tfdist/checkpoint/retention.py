@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 
-from tfdist.checkpoint.arguments import check_number
+from tfdist import checks
 from tfdist.checkpoint.directory import folders, is_folder, is_unfinished
 from tfdist.checkpoint.errors import CheckpointError, StorageError
 from tfdist.checkpoint.files import regular_size
@@ -28,8 +28,8 @@ class Retention:
     """
 
     def __init__(self, directory: str, keep_last: int | None, keep_every: int | None):
-        check_number("keep_last", keep_last, least=1, optional=True)
-        check_number("keep_every", keep_every, least=1, optional=True)
+        checks.integer("keep_last", keep_last, minimum=1, optional=True, also="all of them")
+        checks.integer("keep_every", keep_every, minimum=1, optional=True, also="none of them")
         self._directory, self._keep_last, self._keep_every = directory, keep_last, keep_every
         self._is_chief = False
         self._known: set[str] = set()

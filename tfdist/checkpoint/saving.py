@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.checkpoint.arguments import check_number
+from tfdist import checks
 from tfdist.checkpoint.chunks import chunk_shape_of
 from tfdist.checkpoint.digests import read_back
 from tfdist.checkpoint.directory import record_newest
@@ -74,8 +74,9 @@ def begin_save(
 ) -> Save:
     """As `save`, but writing goes on in a thread; training may go on meanwhile."""
     path = checked_directory(directory)
-    check_number("step", step, least=0, most=1 << 62)
+    checks.integer("step", step, minimum=0)
     _check_state(state)
+    checks.instance("model", model, keras.Model, "a Keras model")
     saver = Saver(path, model)
     lock = lock_on(path, saver.world)
     try:
@@ -336,7 +337,7 @@ def _check_state(state: Any) -> dict[str, Any]:
     if state is None:
         return {}
     if not isinstance(state, dict):
-        raise TypeError(f"`state` is a dict that JSON can hold. Received: {state!r:.200}.")
+        raise TypeError(f"`state` is a dict that JSON can hold. Received: {checks.shown(state)}.")
     try:
         return json.loads(json.dumps(state))
     except (TypeError, ValueError, RecursionError) as error:
