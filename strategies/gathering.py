@@ -21,6 +21,7 @@ from tfdist.strategies.sharded_parameters import (
     gather_arrays,
     given,
     read_arrays,
+    shard_gradients,
 )
 
 __all__ = ["gathered", "gathered_for_step"]
@@ -94,23 +95,17 @@ def gathered_for_step(
         reduced over the ranks. Other gradients it leaves as they are. It is called once.
     """
     variables = [variable for group in groups for variable in group]
-    own = [variable._own for variable in variables]
     arrays: list[tf.Tensor] = []
-    with tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(own)
-        for number, group in enumerate(groups):
-            arrays += gather_arrays(group, f"parameters/{name}{number}")
+    for number, group in enumerate(groups):
+        arrays += gather_arrays(group, f"parameters/{name}{number}")
 
     def to_shards(gradients: Mapping[int, Any]) -> dict[int, Any]:
-        wanted = [gradients.get(id(variable)) for variable in variables]
-        upstream = [
-            tf.zeros_like(array) if gradient is None else tf.convert_to_tensor(gradient)
-            for array, gradient in zip(arrays, wanted, strict=True)
-        ]
-        shards = tape.gradient(arrays, own, output_gradients=upstream)
         found = dict(gradients)
-        for variable, gradient, shard in zip(variables, wanted, shards, strict=True):
-            found[id(variable)] = None if gradient is None else shard
+        for number, group in enumerate(groups):
+            trained = [variable for variable in group if found.get(id(variable)) is not None]
+            wanted = [found[id(variable)] for variable in trained]
+            shards = shard_gradients(trained, wanted, f"parameters/{name}{number}")
+            found |= {id(v): shard for v, shard in zip(trained, shards, strict=True)}
         return found
 
     with given(variables, arrays):

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.collectives import Group, all_gather, all_reduce
+from tfdist.collectives import Group, all_reduce
 from tfdist.collectives.narrow import is_narrower, narrow_all_reduce
 from tfdist.layers.sharding import partial_gradient_group
 from tfdist.optimizers.buckets import buckets
 from tfdist.optimizers.pacing import Pace
+from tfdist.optimizers.rows import reduce_rows
 from tfdist.strategies.replica import KerasStep
 
 __all__ = ["reduce_gradients", "sum_partial_gradients", "weigh_gradients"]
@@ -73,14 +74,14 @@ def reduce_gradients(
 
     Gradients of one dtype that together fill a bucket travel as one flat tensor, those that the
     backward pass yields first (the last layers') in the first bucket. Sparse gradients of
-    embeddings travel as rows where that is less than the whole table.
+    embeddings travel as rows where the optimizer needs them, or where that is less than the table.
 
     Args:
         gradients: Tensors, IndexedSlices or None, in the order of the variables.
         group: The data axis.
         reduction: "sum" or "mean".
         bucket_bytes: The size at which a bucket is full.
-        keep_rows: Whether sparse gradients travel as rows in any case.
+        keep_rows: Whether sparse gradients stay sparse, with the rows of all ranks.
         by_engine: Whether all buckets but the last go by the engine's own ring.
         wire_dtype: What dense gradients of wider dtypes travel in; None for their own.
         name: What travels, for messages.
@@ -95,7 +96,7 @@ def reduce_gradients(
     for index, gradient in enumerate(gradients):
         if isinstance(gradient, tf.IndexedSlices):
             if keep_rows or _rows_are_fewer(gradient, group):
-                reduced[index] = _reduce_rows(gradient, group, reduction, f"{name}/{index}")
+                reduced[index] = reduce_rows(gradient, group, reduction, f"{name}/{index}")
             else:
                 reduced[index] = tf.convert_to_tensor(gradient)
                 dense.append(index)
@@ -141,11 +142,3 @@ def _rows_are_fewer(gradient: tf.IndexedSlices, group: Group) -> bool:
         return False
     # Each rank receives (n - 1) * rows by a gather, and about 2 * (n - 1) / n * table by a ring.
     return rows * group.size < 2 * int(table[0])
-
-
-def _reduce_rows(gradient: tf.IndexedSlices, group: Group, reduction: str, name: str):
-    values = all_gather(gradient.values, group, uneven=True, name=f"{name}/rows")
-    indices = all_gather(gradient.indices, group, uneven=True, name=f"{name}/indices")
-    if reduction == "mean":
-        values /= tf.cast(group.size, values.dtype)
-    return tf.IndexedSlices(values, indices, gradient.dense_shape)

@@ -21,7 +21,7 @@ from tfdist.strategies.gathering import gathered_for_step
 from tfdist.strategies.gradients import reduce_gradients
 from tfdist.strategies.keras_seam.steps import count_rows, run_keras_step
 from tfdist.strategies.randomness import share_random_state
-from tfdist.strategies.replica import KerasStep, ReplicaContext
+from tfdist.strategies.replica import KerasStep, ReplicaContext, current_replica
 
 __all__ = ["WATCHDOG_SECONDS", "ParallelStrategy", "meeting"]
 
@@ -133,9 +133,32 @@ class ParallelStrategy(tf.distribute.Strategy):
         """Whether this rank is the one that writes files and talks to the user."""
         return self.mesh.rank == 0
 
-    def group(self, *axes: str) -> Group:
-        """The group of this rank along the given mesh axes; without an axis, the world."""
-        return self._engine.group(*axes)
+    def group(self, *axes, name=None):
+        """The group of this rank along the given mesh axes; without an axis, the world.
+
+        Args:
+            *axes: Names of mesh axes. Anything else is what `tf.distribute.Strategy.group` takes: a
+                value, whose operations are grouped as by `tf.group`.
+            name: The name of that operation.
+        """
+        if all(isinstance(axis, str) for axis in axes) and name is None:
+            return self._engine.group(*axes)
+        return super().group(*axes, name=name)
+
+    def gather(self, value, axis):
+        """Concatenates the ranks' tensors along `axis`, in data order.
+
+        Also inside of a step, as in a loss that compares the rows of a batch with each other: see
+        `tf.distribute.ReplicaContext.all_gather`.
+
+        Args:
+            value: A tensor of rank one or more; inside of a step also a nest of them.
+            axis: The dim along which they are joined; sizes along it may differ.
+        """
+        replica = current_replica()
+        if replica is not None:
+            return replica.all_gather(value, axis)
+        return super().gather(value, axis)
 
     def run(self, fn, args=(), kwargs=None, options=None):
         """Runs `fn` on this rank, in replica context.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -96,15 +97,28 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         reduction = getattr(reduce_op, "value", reduce_op).lower()
         group = self._strategy.group("data")
         return tf.nest.map_structure(
-            lambda tensor: _weighted_all_reduce(tensor, group, reduction, self.step), value
+            lambda tensor: _weighted(lambda x: all_reduce(x, group, reduction), tensor, self.step),
+            value,
         )
 
     def all_gather(self, value, axis, options=None):
-        """Concatenates the ranks' tensors along `axis`, in data order; differentiable."""
+        """Concatenates the ranks' tensors along `axis`, in data order; differentiable.
+
+        In a step of a Keras model the result is the tensor of the whole batch. A loss of it is the
+        same number on all ranks, and has the gradient that it has in a single process.
+
+        Args:
+            value: A nest of tensors of rank one or more. Sizes along `axis` may differ.
+            axis: The dim along which they are joined.
+            options: Not used.
+        """
         del options
         group = self._strategy.group("data")
         return tf.nest.map_structure(
-            lambda tensor: all_gather(tensor, group, axis, uneven=True), value
+            lambda tensor: _weighted(
+                lambda x: all_gather(x, group, axis, uneven=True), tensor, self.step
+            ),
+            value,
         )
 
 
@@ -120,26 +134,29 @@ def current_step() -> KerasStep | None:
     return replica.step if replica is not None else None
 
 
-def _weighted_all_reduce(tensor, group: Group, reduction: str, step: KerasStep | None):
-    """`all_reduce`, with a gradient that is right where ranks have unequal shares.
+def _weighted(collective: Callable, tensor, step: KerasStep | None):
+    """A collective, with a gradient that is right where ranks have unequal shares.
 
     The step's objective is the sum over ranks of share times local loss, but each rank derives
-    its local loss and multiplies by its share at the end. What flows back through a reduction
+    its local loss and multiplies by its share at the end. What flows back through a collective
     comes from all ranks' losses: it must be summed with each rank's share, and be divided by this
     rank's, which is multiplied in again later.
     """
     if step is None or step.is_even:
-        return all_reduce(tensor, group, reduction)
+        return collective(tensor)
 
-    @custom_gradient
-    def reduce(x):
-        y = all_reduce(x, group, reduction)
+    def times_share(dy):
+        return tf.math.multiply_no_nan(dy, tf.cast(step.share, dy.dtype))
 
-        def gradient(dy):
-            share = tf.cast(step.share, dy.dtype)
-            weighted = tf.math.multiply_no_nan(dy, share)
-            return tf.math.divide_no_nan(all_reduce(weighted, group, reduction), share)
+    def over_share(dy):
+        return tf.math.divide_no_nan(dy, tf.cast(step.share, dy.dtype))
 
-        return y, gradient
+    own = _with_gradient(tf.convert_to_tensor(tensor), over_share)
+    return _with_gradient(collective(own), times_share)
 
-    return reduce(tf.convert_to_tensor(tensor))
+
+def _with_gradient(tensor: tf.Tensor, gradient: Callable) -> tf.Tensor:
+    """The tensor; what flows back through it is `gradient` of what arrives."""
+    if not tensor.dtype.is_floating:
+        return tensor
+    return custom_gradient(lambda x: (tf.identity(x), gradient))(tensor)

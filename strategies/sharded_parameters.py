@@ -21,6 +21,7 @@ from keras.src.backend.common.stateless_scope import in_stateless_scope
 from tfdist.collectives import Group
 from tfdist.custom_gradient import custom_gradient
 from tfdist.layers.sharding import detached, sharding_of
+from tfdist.optimizers.rows import reduce_rows, shard_of_rows
 from tfdist.optimizers.zero.flat import FlatSharding, gather, scatter
 from tfdist.strategies.gradients import weigh_gradients
 from tfdist.strategies.replica import current_step
@@ -32,6 +33,7 @@ __all__ = [
     "given",
     "is_given",
     "read_arrays",
+    "shard_gradients",
     "shard_variable",
 ]
 
@@ -193,21 +195,48 @@ def gather_arrays(
         def gradient(*upstream):
             if on_gradient is not None:
                 on_gradient()
-            step = current_step()
-            reduction = "sum" if step is None else "mean"
-            arrays = weigh_gradients([tf.convert_to_tensor(each) for each in upstream], step)
-
-            def reduce(arrays, shardings, name):
-                return scatter(arrays, shardings, reduction, name)
-
-            shards = _by_dtype(reduce, arrays, shardings, f"{name}/gradients")
+            shards = shard_gradients(variables, upstream, name)
             if on_reduced is not None:
-                on_reduced(shards)
+                on_reduced([getattr(shard, "values", shard) for shard in shards])
             return shards
 
         return _by_dtype(gather, own, shardings, name), gradient
 
     return list(collect(*[tf.convert_to_tensor(variable._own) for variable in variables]))
+
+
+def shard_gradients(variables: Sequence[ShardedVariable], gradients: Sequence, name: str) -> list:
+    """Reduces gradients of arrays over the ranks, as gradients of this rank's shards.
+
+    Sparse ones, as those of embeddings, stay sparse.
+
+    Args:
+        variables: The variables.
+        gradients: For each a tensor or an IndexedSlices, of its array.
+        name: What the variables serve, for messages.
+    """
+    shardings = [variable._tfdist_stored_flat for variable in variables]
+    step = current_step()
+    reduction = "sum" if step is None else "mean"
+    found = weigh_gradients(gradients, step)
+    dense = []
+    for place, gradient in enumerate(found):
+        if isinstance(gradient, tf.IndexedSlices):
+            what = f"{name}/gradients/{place}"
+            rows = reduce_rows(gradient, shardings[place].group, reduction, what)
+            found[place] = shard_of_rows(rows, shardings[place])
+        else:
+            dense.append(place)
+
+    def reduce(arrays, shardings, name):
+        return scatter(arrays, shardings, reduction, name)
+
+    arrays = [tf.convert_to_tensor(found[place]) for place in dense]
+    cuts = [shardings[place] for place in dense]
+    shards = _by_dtype(reduce, arrays, cuts, f"{name}/gradients")
+    for place, shard in zip(dense, shards, strict=True):
+        found[place] = shard
+    return found
 
 
 def _by_dtype(run, tensors: Sequence, shardings: Sequence[FlatSharding], name: str) -> list:

@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
+from tfdist.graph.provenance import with_provenance
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.replica import current_replica
 
@@ -89,11 +90,7 @@ def _without_it(value, rows: tf.Tensor):
         return value
     # Rows of samples only are cut off: a layer may make several of one sample.
     some = tf.where(rows == 0, 0, tf.shape(value)[0])
-    left = value[:some]
-    mask = get_keras_mask(value)
-    if mask is not None:
-        set_keras_mask(left, mask[:some])
-    return left
+    return with_provenance(lambda part: part[:some], value)
 
 
 WRAPPERS = (Wrapper(keras.layers.Layer, "__call__", ("self", "args", "kwargs"), _call),)

@@ -173,9 +173,14 @@ def _maybe_symbolic_build(original, self, iterator=None, data_batch=None):
     """Builds the model from the specification of a batch, where Keras would take a batch.
 
     Keras draws it from the data set, and only under a strategy: a data set that shuffles anew each
-    time would yield another order than without one.
+    time would yield another order than without one. A model without `call`, as that of a GAN often
+    is, makes its variables in the first step, as it does without a strategy.
     """
-    if iterator is None or not hasattr(self.distribute_strategy, "engine"):
+    if not hasattr(self.distribute_strategy, "engine"):
+        return original(self, iterator, data_batch)
+    if type(self).call is keras.Model.call:
+        return None
+    if iterator is None:
         return original(self, iterator, data_batch)
     spec = iterator._distributed_dataset.element_spec
     batch = tf.nest.map_structure(

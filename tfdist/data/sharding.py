@@ -60,6 +60,7 @@ def shard_batches(dataset: tf.data.Dataset, num_shards: int, index: int) -> tf.d
         return dataset
     _check_has_batch_dim(dataset)
     _check_shuffles_alike(dataset)
+    is_tuple = _is_passed_as_arguments(dataset)
 
     def take_rows(*batch):
         rows = _leading_size(batch)
@@ -68,7 +69,7 @@ def shard_batches(dataset: tf.data.Dataset, num_shards: int, index: int) -> tf.d
             rows = tf.raw_ops.PlaceholderWithDefault(input=tf.constant(rows, tf.int64), shape=[])
         start, end = row_range(rows, num_shards, index)
         own = tf.nest.map_structure(lambda part: _rows(part, start, end), batch)
-        return own if len(own) > 1 else own[0]
+        return own if is_tuple else own[0]
 
     # One slice costs less than handing it to another thread.
     options = tf.data.Options()
@@ -149,6 +150,11 @@ def is_per_rank(dataset) -> bool:
     return any(is_per_rank(source) for source in _sources(dataset))
 
 
+def _is_passed_as_arguments(dataset) -> bool:
+    """Whether `Dataset.map` calls a function with the parts of an element, be it one, or with it."""
+    return type(dataset.element_spec) is tuple
+
+
 def _flat_spec(dataset) -> list:
     return tf.nest.flatten(dataset.element_spec)
 
@@ -166,6 +172,7 @@ def _without_rows(spec) -> str:
 
 def _with_unknown_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """The same batches, whose number of rows a graph no longer takes for known."""
+    is_tuple = _is_passed_as_arguments(dataset)
 
     def forget(*batch):
         relaxed = tf.nest.map_structure(
@@ -176,7 +183,7 @@ def _with_unknown_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
             ),
             batch,
         )
-        return relaxed if len(relaxed) > 1 else relaxed[0]
+        return relaxed if is_tuple else relaxed[0]
 
     return dataset.map(forget)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 import tensorflow as tf
 
 from tfdist.custom_gradient import custom_gradient
+from tfdist.graph.provenance import with_provenance
 
 __all__ = ["Region", "replace"]
 
@@ -60,7 +61,12 @@ class Region:
         """
         self.last = len(self.graph.get_operations())
         return tf.nest.map_structure(
-            lambda y: self._watched(y) if tf.is_tensor(y) and y.dtype.is_floating else y, outputs
+            lambda y: (
+                with_provenance(self._watched, y, mask=False)
+                if tf.is_tensor(y) and y.dtype.is_floating
+                else y
+            ),
+            outputs,
         )
 
     def _watched(self, tensor: tf.Tensor) -> tf.Tensor:

@@ -66,10 +66,13 @@ def clip_spread_gradients(
         # Not a number where the norm is none, as in Keras.
         scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
         scales = [scale] * len(gradients)
+        gradients = _dense(gradients)  # Keras multiplies what the rows add up to.
     else:
         limit = optimizer.clipvalue
-        dense = [None if grad is None else tf.convert_to_tensor(grad) for grad in gradients]
-        return [None if grad is None else tf.clip_by_value(grad, -limit, limit) for grad in dense]
+        return [
+            None if gradient is None else tf.clip_by_value(gradient, -limit, limit)
+            for gradient in _dense(gradients)
+        ]
     return [
         None if gradient is None else _times(gradient, scale)
         for gradient, scale in zip(gradients, scales, strict=True)
@@ -98,6 +101,10 @@ def _sum_of_squares(gradient):
     """Rows of a sparse gradient count each by itself, also of one id, as they do in Keras."""
     values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
     return tf.reduce_sum(tf.square(tf.cast(values, tf.float32)))
+
+
+def _dense(gradients: Sequence) -> list:
+    return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 
 
 def _times(gradient, scale):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import keras
 
-__all__ = ["check_elementwise", "is_elementwise"]
+__all__ = ["check_elementwise", "is_elementwise", "unwrapped"]
 
 _ELEMENTWISE = (
     keras.optimizers.SGD,
@@ -29,14 +29,22 @@ def is_elementwise(optimizer) -> bool:
 
     An optimizer of one's own says so by an attribute `elementwise = True`.
     """
-    while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizer = optimizer.inner_optimizer
+    optimizer = unwrapped(optimizer)
     if getattr(optimizer, "elementwise", False):
         return True
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        return all(map(is_elementwise, optimizer.optimizers))
     for kind in _ELEMENTWISE:
         if isinstance(optimizer, kind) and type(optimizer).update_step is kind.update_step:
             return True
     return False
+
+
+def unwrapped(optimizer):
+    """The optimizer that updates, without the loss scales around it."""
+    while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        optimizer = optimizer.inner_optimizer
+    return optimizer
 
 
 def check_elementwise(optimizer) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common.masking import get_keras_mask
 
 from tfdist.pipeline.keras_graph import (
     count_flops,
@@ -56,7 +57,8 @@ class Chain:
     """The links of a functional model, in order.
 
     A functional model can be cut wherever just one tensor leads from what ran before to what runs
-    after: between the layers of a plain stack, and around each block with a shortcut.
+    after: between the layers of a plain stack, and around each block with a shortcut. A tensor that
+    carries a Keras mask, as that of an `Embedding(mask_zero=True)` does, counts as two.
 
     Args:
         model: A Sequential or functional model with one input and one output; or a list that
@@ -191,6 +193,8 @@ def _links(nodes: list, begin: keras.KerasTensor, end: keras.KerasTensor) -> lis
         }
         if len(live) == 1:
             (after,) = live.values()
+            if after is not end and get_keras_mask(after) is not None:
+                continue  # A mask is a second tensor that leads on.
             links.append(_link(waiting, before, after))
             waiting, before = [], after
     return links

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdist.collectives import broadcast
 from tfdist.collectives.local import LocalEngine
 from tfdist.collectives.objects import all_gather_object
+from tfdist.graph.provenance import with_provenance
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.costs import measure_seconds
 from tfdist.pipeline.partition import Partition, make_partition
@@ -152,7 +153,7 @@ class PipelineModel(keras.Model):
         outputs, extra = self._parts.forward(x)
         rows = tf.shape(x)[0]
         if self.holds_outputs:
-            y_pred = tf.concat(outputs, axis=0)
+            y_pred = with_provenance(lambda *parts: tf.concat(parts, axis=0), *outputs)
             loss = self._compile_loss(y, y_pred, sample_weight)
             self._loss_tracker.update_state(loss, sample_weight=rows)
             if self._compile_metrics is not None:

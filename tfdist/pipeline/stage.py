@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
+from tfdist.graph.provenance import with_provenance
 from tfdist.pipeline.carving import Part, ancestors, carve
 from tfdist.pipeline.keras_graph import trace_graph
 
@@ -93,7 +94,7 @@ def trace_stage(
                     tape.watch(y)
                     source = y
             # An operation of this graph, also where the links hand on what they got.
-            y = tf.identity(y)
+            y = with_provenance(tf.identity, y)
             extra = extra_loss(tf.shape(x)[0])
             if loss is not None:
                 total = loss(y, *rest)

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfdist.optimizers.buckets import buckets
 from tfdist.optimizers.pacing import UNDER_WAY_SHARDED, Pace
+from tfdist.optimizers.rows import reduce_rows, shard_of_rows
 from tfdist.optimizers.zero.flat import FlatSharding, gather, scatter
 
 __all__ = ["ShardView", "publish", "scatter_gradients"]
@@ -54,6 +55,19 @@ class ShardView:
         """Subtracts from the shard."""
         self.assign(self.value - tf.cast(value, self.dtype))
 
+    def scatter_add(self, slices: tf.IndexedSlices) -> None:
+        """Adds to some entries of the shard; to one that is named twice both."""
+        self.assign_add(tf.convert_to_tensor(slices))
+
+    def scatter_sub(self, slices: tf.IndexedSlices) -> None:
+        """Subtracts from some entries of the shard."""
+        self.assign_sub(tf.convert_to_tensor(slices))
+
+    def scatter_update(self, slices: tf.IndexedSlices) -> None:
+        """Sets some entries of the shard."""
+        indices = slices.indices[:, None]
+        self.assign(tf.tensor_scatter_nd_update(self.value, indices, slices.values))
+
     def __tf_tensor__(self, dtype=None, name=None):
         return tf.convert_to_tensor(self.value, dtype=dtype, name=name)
 
@@ -69,6 +83,8 @@ def scatter_gradients(
     shardings: Sequence[FlatSharding | None],
     reduction: str,
     bucket_bytes: int,
+    *,
+    keep_rows: bool = False,
 ) -> list:
     """Reduces gradients, of which each rank gets its flat shards.
 
@@ -77,6 +93,7 @@ def scatter_gradients(
         shardings: How each is cut; None for those that are left as they are.
         reduction: "sum" or "mean".
         bucket_bytes: The size at which a bucket is full.
+        keep_rows: Whether sparse gradients stay sparse, with the rows of all ranks.
     """
     found = list(gradients)
     cuts = {
@@ -84,8 +101,12 @@ def scatter_gradients(
         for place, (gradient, sharding) in enumerate(zip(gradients, shardings, strict=True))
         if gradient is not None and sharding is not None
     }
-    for place in cuts:
-        found[place] = tf.convert_to_tensor(found[place])
+    for place, sharding in list(cuts.items()):
+        if keep_rows and isinstance(found[place], tf.IndexedSlices):
+            rows = reduce_rows(found[place], sharding.group, reduction, f"gradients/{place}")
+            found[place] = shard_of_rows(rows, cuts.pop(place))
+        else:
+            found[place] = tf.convert_to_tensor(found[place])
     # Last layers first: the backward pass yields theirs first.
     ready = [(place, found[place]) for place in reversed(cuts)]
     pace = Pace(UNDER_WAY_SHARDED)

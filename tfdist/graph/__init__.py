@@ -1,0 +1,1 @@
+"""Work on TensorFlow graphs that TensorFlow has no public function for."""
