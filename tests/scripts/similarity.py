@@ -236,7 +236,7 @@ class TwoTowers(keras.Model):
 
 
 def two_towers(strategy, feed: Feed) -> Result:
-    x, y = ratings(feed.rows, 6, 9)
+    x, _ = ratings(feed.rows, 6, 9)
     compiled = lambda: {  # noqa: E731
         "optimizer": sgd(),
         "loss": None,

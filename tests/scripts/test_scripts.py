@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-
-import numpy as np
 import pytest
-import tensorflow as tf
 
 from tests.scripts import (
     generative,
@@ -19,8 +14,8 @@ from tests.scripts import (
     structures,
     vision,
 )
+from tests.scripts.comparing import check
 from tests.scripts.feeding import EVEN, UNEVEN, Feed
-from tests.strategies import programs
 
 MODULES = (generative, losses, loops, options, sequences, similarity, structures, vision)
 SCRIPTS = [getattr(module, name) for module in MODULES for name in module.__all__]
@@ -62,10 +57,6 @@ SAMPLE = {
 }
 KINDS = [("horovod", 2), ("horovod", 3), ("tensorflow", 2), ("tensorflow", 3)]
 
-#: Sums in another order end elsewhere. Where a script is not equal to 1e-5, one process is run with
-#: the rows of each batch reversed, and ranks may differ by three times what that changes.
-TOLERANCE, ORDERS, NOISE_LIMIT = 1e-5, 3, 1e-4
-
 
 def cases():
     for kind in KINDS:
@@ -83,39 +74,9 @@ def cases():
                 yield pytest.param(kind, script, feed, marks=marks, id=name)
 
 
-@functools.cache
-def reference(one_process, script, feed):
-    expected = one_process.run(programs.in_one_process, script, feed)[0]
-    for value in numbers(expected):
-        assert np.isfinite(value).all(), "the script itself ends in NaN"
-    return expected
-
-
-def numbers(result):
-    parts = (result.weights, result.history, result.evaluation)
-    return [np.asarray(value, "float64") for value in tf.nest.flatten(parts)]
-
-
-@functools.cache
-def noise(one_process, script, feed) -> float:
-    """The largest difference that another order of the rows makes in one process."""
-    other = reference(one_process, script, dataclasses.replace(feed, backwards=True))
-    pairs = zip(numbers(other), numbers(reference(one_process, script, feed)), strict=True)
-    return max(float(np.max(np.abs(one - two), initial=0)) for one, two in pairs)
-
-
 @pytest.mark.parametrize(("pool", "script", "feed"), list(cases()), indirect=["pool"])
 def test_as_in_one_process(pool, one_process, script, feed):
-    expected = reference(one_process, script, feed)
-    results = pool.run(programs.on_rank, script, feed, timeout=180)
-    try:
-        programs.assert_same(results, expected, weights=TOLERANCE, logs=TOLERANCE)
-        return
-    except AssertionError:
-        measured = noise(one_process, script, feed)
-    assert measured < NOISE_LIMIT, "another order of the rows alone changes this script"
-    allowed = TOLERANCE + ORDERS * measured
-    programs.assert_same(results, expected, weights=allowed, logs=allowed)
+    check(pool, one_process, script, feed)
 
 
 def test_every_script_runs():
