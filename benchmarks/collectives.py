@@ -29,25 +29,49 @@ from absl import flags
 from tabulate import tabulate
 
 from tfdist.launch import command
+from tfdist.launch.flag_values import output_file
 
-__all__ = ["Line", "Link", "ring_seconds", "run", "tree_seconds"]
+__all__ = ["PROGRAM", "Line", "Link", "ring_seconds", "run", "tree_seconds"]
 
 _VALUES = flags.FlagValues()
 _OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+#: Of one tensor: what the memory of a machine holds some copies of.
+_MOST_BYTES = 1 << 34
+
 _CHOSEN = flags.DEFINE_list(
     "operations", list(_OPERATIONS), "Which, with commas between them", flag_values=_VALUES
 )
 _SMALLEST = flags.DEFINE_integer(
-    "min_bytes", 4096, "The smallest size", lower_bound=64, flag_values=_VALUES
+    "min_bytes",
+    4096,
+    "The smallest size",
+    lower_bound=64,
+    upper_bound=_MOST_BYTES,
+    flag_values=_VALUES,
 )
 _LARGEST = flags.DEFINE_integer(
-    "max_bytes", 64 << 20, "The largest size", lower_bound=64, flag_values=_VALUES
+    "max_bytes",
+    64 << 20,
+    "The largest size",
+    lower_bound=64,
+    upper_bound=_MOST_BYTES,
+    flag_values=_VALUES,
 )
 _FACTOR = flags.DEFINE_integer(
-    "factor", 16, "From one size to the next", lower_bound=2, flag_values=_VALUES
+    "factor",
+    16,
+    "From one size to the next",
+    lower_bound=2,
+    upper_bound=_MOST_BYTES,
+    flag_values=_VALUES,
 )
 _SECONDS = flags.DEFINE_float(
-    "seconds", 1.0, "How long each is measured", lower_bound=0.01, flag_values=_VALUES
+    "seconds",
+    1.0,
+    "How long each is measured",
+    lower_bound=0.01,
+    upper_bound=3600.0,
+    flag_values=_VALUES,
 )
 _BULK = flags.DEFINE_boolean(
     "bulk", False, "All-reduce as gradients travel, by the engine", flag_values=_VALUES
@@ -123,27 +147,34 @@ def tree_seconds(line: Line, link: Link) -> float | None:
 
 def run(arguments: list[str] | None = None) -> None:
     """Runs the program; its arguments begin with its name."""
-    command.run(
-        _main,
-        _VALUES,
-        usage="tfdist-bench collectives [flags]",
-        summary="Measures collectives on the ranks that tfdist-run, or another launcher, started.",
-        arguments=arguments,
-    )
+    PROGRAM.run(arguments)
 
 
-def _main(_) -> None:
+def _check(_: list[str]) -> None:
     for name in _CHOSEN.value:
         if name not in _OPERATIONS:
             raise command.UsageError(
                 f"--operations are of {', '.join(_OPERATIONS)}. Received: {name!r}."
             )
+    if _SMALLEST.value > _LARGEST.value:
+        raise command.UsageError(
+            f"--min_bytes is at most --max_bytes. Received: --min_bytes={_SMALLEST.value} "
+            f"--max_bytes={_LARGEST.value}."
+        )
+    if _JSON.value is not None:
+        output_file("json", _JSON.value)
+
+
+def _main(_) -> None:
     sizes = [_SMALLEST.value]
     while sizes[-1] * _FACTOR.value <= _LARGEST.value:
         sizes.append(sizes[-1] * _FACTOR.value)
     from tfdist import strategies
 
-    strategy = strategies.auto()
+    try:
+        strategy = strategies.auto()
+    except (ValueError, ImportError) as error:
+        raise command.UsageError(f"The ranks cannot meet: {error}") from error
     group = strategy.group()
     if group.size == 1:
         raise command.UsageError(
@@ -271,6 +302,15 @@ def _median(function: Callable[[], Any], group) -> float:
         times.append(time.perf_counter() - begun)
     own = tf.constant(statistics.median(times), tf.float64)
     return float(collectives.all_reduce(own, group, "max", name="bench/slowest"))
+
+
+PROGRAM = command.Program(
+    _main,
+    _VALUES,
+    usage="tfdist-bench collectives [flags]",
+    summary="Measures collectives on the ranks that tfdist-run, or another launcher, started.",
+    check=_check,
+)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from absl import flags
 
-from tfdist.launch import command
+from tfdist.launch import command, flag_values
 from tfdist.launch.horovod_build import BuildError, build
 from tfdist.launch.horovod_prerequisites import PrerequisiteError
 
-__all__ = ["ENVIRONMENTS", "MADE", "make", "run", "versions"]
+__all__ = ["PROGRAM", "ENVIRONMENTS", "MADE", "make", "run", "versions"]
 
 _VALUES = flags.FlagValues()
 _PEERS = flags.DEFINE_string("peers", ".peers", "Where they go", flag_values=_VALUES)
@@ -42,14 +42,11 @@ _NAMED = ("tensorflow", "keras", "tf_keras", "horovod", "torch")
 
 def run(arguments: list[str] | None = None) -> None:
     """Runs the program; its arguments begin with its name."""
-    command.run(
-        _main,
-        _VALUES,
-        usage="tfdist-bench peers [flags]",
-        summary="Makes the environments of those that `tfdist-bench training` compares with, where "
-        "they are not there yet: a GB or two each.",
-        arguments=arguments,
-    )
+    PROGRAM.run(arguments)
+
+
+def _check(_: list[str]) -> None:
+    flag_values.folder("peers", _PEERS.value)
 
 
 def _main(_) -> int:
@@ -124,6 +121,16 @@ def _call(arguments: Sequence[str]) -> str:
         said = "\n".join((finished.stderr or finished.stdout).strip().splitlines()[-10:])
         raise BuildError(f"{said}\n`{' '.join(arguments[1:5])}` failed, see above.")
     return finished.stdout
+
+
+PROGRAM = command.Program(
+    _main,
+    _VALUES,
+    usage="tfdist-bench peers [flags]",
+    summary="Makes the environments of those that `tfdist-bench training` compares with, where "
+    "they are not there yet: a GB or two each.",
+    check=_check,
+)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tfdist.testing import RankPool
 
+#: What ends the place in a document that is renewed.
+_END = "<!-- end -->"
+
 
 @dataclasses.dataclass
 class Ratio:
@@ -180,6 +183,23 @@ def write_json(path: str | None, engine: str, ratios: Sequence[Ratio], **more) -
         json.dump({"engine": engine, "seconds": rows, **more}, file, indent=1)
 
 
+def has_between(path: str | os.PathLike[str], mark: str) -> bool:
+    """Whether a document has the place that `write_between` writes to.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    _, begin, _, end, _ = _cut(path, mark)
+    return bool(begin and end)
+
+
+def _cut(path: str | os.PathLike[str], mark: str) -> tuple[str, str, str, str, str]:
+    with open(path, encoding="utf-8") as file:
+        before, begin, rest = file.read().partition(f"<!-- {mark} -->")
+    inside, end, after = rest.partition(_END)
+    return before, begin, inside, end, after
+
+
 def write_between(path: str | os.PathLike[str], mark: str, text: str) -> None:
     """Puts text into a document, between `<!-- mark -->` and the `<!-- end -->` after it.
 
@@ -187,11 +207,8 @@ def write_between(path: str | os.PathLike[str], mark: str, text: str) -> None:
         OSError: The document cannot be read or written.
         ValueError: It has no such place.
     """
-    begins, ends = f"<!-- {mark} -->", "<!-- end -->"
-    with open(path, encoding="utf-8") as file:
-        before, begin, rest = file.read().partition(begins)
-    _, end, after = rest.partition(ends)
+    before, begin, _, end, after = _cut(path, mark)
     if not begin or not end:
-        raise ValueError(f"{path} has no place for it: {begins} ... {ends}.")
+        raise ValueError(f"{path} has no place for it: <!-- {mark} --> ... {_END}.")
     with open(path, "w", encoding="utf-8") as file:
         file.write(f"{before}{begin}\n{text}\n{end}{after}")

@@ -25,15 +25,20 @@ from tfdist.benchmarks.comparisons import COMPARISONS, SIZES, Comparison, Job
 from tfdist.benchmarks.environments import versions
 from tfdist.benchmarks.findings import Finding, Side
 from tfdist.benchmarks.jobs import Block, JobError, RunningJob, interpreter
-from tfdist.benchmarks.measuring import write_between
+from tfdist.benchmarks.measuring import has_between, write_between
 from tfdist.launch import command
+from tfdist.launch.flag_values import YEAR, input_file, output_file, refuse
 
-__all__ = ["compare", "run"]
+__all__ = ["PROGRAM", "compare", "run"]
 
 _VALUES = flags.FlagValues()
 _ONLY = flags.DEFINE_list("only", None, "Some comparisons, by name", flag_values=_VALUES)
-_ROUNDS = flags.DEFINE_integer("rounds", 9, "Turns", lower_bound=1, flag_values=_VALUES)
-_STEPS = flags.DEFINE_integer("steps", 8, "Of each turn", lower_bound=1, flag_values=_VALUES)
+_ROUNDS = flags.DEFINE_integer(
+    "rounds", 9, "Turns", lower_bound=1, upper_bound=10_000, flag_values=_VALUES
+)
+_STEPS = flags.DEFINE_integer(
+    "steps", 8, "Of each turn", lower_bound=1, upper_bound=1_000_000, flag_values=_VALUES
+)
 _PEERS = flags.DEFINE_string("peers", ".peers", "What `make peers` made", flag_values=_VALUES)
 _SIZES = flags.DEFINE_enum("sizes", "full", list(SIZES), "Of the models", flag_values=_VALUES)
 _ALLOCATOR = flags.DEFINE_string(
@@ -53,6 +58,7 @@ _TIMEOUT = flags.DEFINE_float(
     300.0,
     "Seconds that a start or a turn may take",
     lower_bound=1.0,
+    upper_bound=YEAR,
     flag_values=_VALUES,
 )
 
@@ -62,21 +68,38 @@ _WARM_UP = 3
 
 def run(arguments: list[str] | None = None) -> None:
     """Runs the program; its arguments begin with its name."""
-    command.run(
-        _main,
-        _VALUES,
-        usage="tfdist-bench training [flags]",
-        summary="Trains the same models on tfdist, tf_keras and PyTorch, in turn, and compares the "
-        f"times of a step. Comparisons: {', '.join(COMPARISONS)}.",
-        arguments=arguments,
-    )
+    PROGRAM.run(arguments)
 
 
-def _main(_) -> int:
-    chosen = _chosen()
+def _check(_: list[str]) -> list[Comparison]:
+    if _JSON.value is not None:
+        output_file("json", _JSON.value)
+    if _PICTURE.value is not None:
+        output_file("picture", _PICTURE.value, (".png", ".svg", ".pdf"))
+    if _ALLOCATOR.value is not None:
+        input_file("allocator", _ALLOCATOR.value)  # The loader would warn, and go on without.
+    if _DOCUMENT.value is not None:
+        _check_document(_DOCUMENT.value)
+    return _chosen()
+
+
+def _check_document(path: str) -> None:
+    """Refuses a document without the place that the table goes to."""
+    marks = f"a document that is there, with the lines <!-- {_mark()} --> and <!-- end -->"
+    if not os.path.exists(path):
+        raise refuse("document", path, marks)
+    input_file("document", path)
+    output_file("document", path)
+    try:
+        has_place = has_between(path, _mark())
+    except UnicodeDecodeError:
+        has_place = False
+    if not has_place:
+        raise refuse("document", path, marks)
+
+
+def _main(chosen: list[Comparison]) -> int:
     known = _known()
-    if _DOCUMENT.value and not os.access(_DOCUMENT.value, os.W_OK):
-        raise command.UsageError(f"--document={_DOCUMENT.value} cannot be written.")
     failed = False
     for comparison in chosen:
         try:
@@ -188,8 +211,6 @@ def _with_allocator(comparison: Comparison) -> Comparison:
     if _ALLOCATOR.value is None:
         return comparison
     path = Path(_ALLOCATOR.value).absolute()
-    if not path.is_file():  # The loader would warn, and go on without.
-        raise command.UsageError(f"--allocator={_ALLOCATOR.value} is not there.")
     # oneDNN's pool in TensorFlow would ask for large blocks only, and keep them.
     variables = {"LD_PRELOAD": str(path), "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1"}
     ours, theirs = (
@@ -236,6 +257,16 @@ def _machine() -> str:
         models = [line for line in file if line.startswith("model name")]
         name = models[0].partition(":")[2].strip() if models else name
     return f"{os.cpu_count()} cores of {name}, {platform.system()}"
+
+
+PROGRAM = command.Program(
+    _main,
+    _VALUES,
+    usage="tfdist-bench training [flags]",
+    summary="Trains the same models on tfdist, tf_keras and PyTorch, in turn, and compares the "
+    f"times of a step. Comparisons: {', '.join(COMPARISONS)}.",
+    check=_check,
+)
 
 
 if __name__ == "__main__":

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import itertools
+import os
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 from absl import flags, logging
 
 from tfdist import exit_codes
+from tfdist.launch.flag_values import UsageError, check_values
 
-__all__ = ["UsageError", "run", "say"]
+__all__ = ["Failure", "Program", "UsageError", "run_without_choice", "say"]
 
 _HELP = {"help", "h", "helpshort", "helpfull"}
-
-
-class UsageError(Exception):
-    """What the user asked for cannot be done: one line says what, and how to mend it."""
 
 
 def say(program: str, text: str) -> None:
@@ -25,83 +28,156 @@ def say(program: str, text: str) -> None:
     print(f"{program}: {text}", file=sys.stderr, flush=True)
 
 
-def run(
-    main: Callable[[list[str]], int | None],
-    values: flags.FlagValues,
-    *,
-    usage: str,
-    summary: str,
-    rest: bool = False,
-    folded: Mapping[str, Sequence[str]] | None = None,
-    arguments: Sequence[str] | None = None,
-) -> None:
-    """Parses the command line, calls `main` with what is left of it, and exits with its result.
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A program of the command line.
 
-    A bad flag or value, and a `UsageError` of `main`, end with one line and exit code 2.
-
-    Args:
-        main: The program.
-        values: The program's flags. They are its own, so that a library or a user's script that
-            defines the same names can be imported beside it.
-        usage: How the program is called, for the help.
+    Attributes:
+        main: Does the work. It gets what `check` returned, and returns the exit code or None for 0.
+        values: Its flags. They are its own, so that a library or a user's script that defines the
+            same names can be imported beside it.
+        usage: How it is called, for the help.
         summary: What it does, for the help.
+        check: Checks the flags, as far as that takes no time and changes nothing: TensorFlow is not
+            imported for it. It gets the words behind the flags, and returns what `main` wants.
         rest: Whether a command with flags of its own may follow: what comes from its first word
             on is not looked at.
         folded: Groups of flags that the help only names, each under a title, so that it fits a
             screen; `--helpfull` explains them all.
-        arguments: The command line, program name first; that of the process by default.
     """
-    arguments = list(sys.argv if arguments is None else arguments)
-    program = usage.split()[0]
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS(arguments[:1])  # absl's logging reads its flags from there.
-    logging.use_absl_handler()
-    values.set_gnu_getopt(not rest)
-    try:
+
+    main: Callable[[Any], int | None]
+    values: flags.FlagValues
+    usage: str
+    summary: str
+    check: Callable[[list[str]], Any] = lambda words: words
+    rest: bool = False
+    folded: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The program, as messages name it."""
+        return self.usage.split()[0]
+
+    def parse(self, arguments: Sequence[str]) -> Any:
+        """Reads and checks a command line, and does nothing else.
+
+        Args:
+            arguments: The command line, program name first.
+
+        Returns:
+            What `check` returned.
+
+        Raises:
+            UsageError: A flag is unknown, has a bad value, or does not go with another.
+            SystemExit: Help was asked for, and is printed.
+        """
+        self.values.set_gnu_getopt(not self.rest)
         try:
-            left = values(arguments)[1:]
+            left = self.values(list(arguments))[1:]
         except flags.UnrecognizedFlagError as error:
             if error.flagname not in _HELP:
-                raise
+                raise UsageError(str(error)) from error
             full = error.flagname == "helpfull"
-            print(_help(values, usage, summary, folded or {}, full=full))
+            print(_help(self.values, self.usage, self.summary, self.folded, full=full))
             sys.exit(0)
-        except ValueError as error:  # A value for a flag that takes none.
+        except UnicodeDecodeError as error:
+            raise UsageError(f"--flagfile names a text in UTF-8: {error}.") from error
+        except (flags.Error, ValueError) as error:  # The latter: a value where none is taken.
             raise UsageError(str(error)) from error
-        if left and not rest:
+        _check_flagfiles(arguments[1 : len(arguments) - len(left)])
+        check_values(self.values)
+        if left and not self.rest:
             raise UsageError(f"There are only flags, see --help. Received: {' '.join(left)}")
-        sys.exit(main(left))
-    except (flags.Error, UsageError) as error:
-        say(program, " ".join(str(error).split()))
-        sys.exit(exit_codes.USAGE)
+        return self.check(left)
+
+    def run(self, arguments: Sequence[str] | None = None) -> NoReturn:
+        """Parses the command line, does the work, and exits.
+
+        A bad flag or value ends with one line and exit code 2, what can be expected to fail (a disk
+        that is full, a file that cannot be written) with one line and code 1, and Ctrl-C with code
+        130. Other exceptions are mistakes of the program's, and keep their tracebacks.
+
+        Args:
+            arguments: The command line, program name first; that of the process by default.
+        """
+        arguments = list(sys.argv if arguments is None else arguments)
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS(arguments[:1])  # absl's logging reads its flags from there.
+        logging.use_absl_handler()
+        # A strategy's watchdog stands before it, and tells the other ranks.
+        sys.excepthook = self._tell
+        try:
+            sys.exit(self.main(self.parse(arguments)))
+        except BrokenPipeError:
+            # Whoever read stdout has gone, as `| head` does. Python is not to write there once more.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(128 + signal.SIGPIPE)
+        except (Exception, KeyboardInterrupt) as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            sys.exit(_code_of(error))
+
+    def _tell(self, kind, error, trace) -> None:
+        """Says why the program ends: what can be expected in one line."""
+        if isinstance(error, UsageError | Failure) or _is_of_the_machine(error):
+            say(self.name, " ".join(str(error).split()))
+        elif not isinstance(error, KeyboardInterrupt):
+            sys.__excepthook__(kind, error, trace)
+
+
+class Failure(Exception):
+    """Something failed that is no mistake of the user's or of the program's: one line says what."""
+
+
+def _code_of(error: BaseException) -> int:
+    if isinstance(error, UsageError):
+        return exit_codes.USAGE
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    return exit_codes.FAILED
+
+
+def _is_of_the_machine(error: BaseException) -> bool:
+    """Whether a file, or what the machine has of something, made an operation fail."""
+    return isinstance(error, OSError) and (
+        error.filename is not None or error.errno in _OF_THE_MACHINE
+    )
+
+
+#: Failures of the machine that are no mistake of the program, also where they name no file.
+_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.EAGAIN)
+
+
+def _check_flagfiles(arguments: Sequence[str]) -> None:
+    """Refuses `--flagfile=` without a name, which absl ignores."""
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        name, equals, value = argument.lstrip("-").partition("=")
+        given = value if equals else following
+        if argument.startswith("-") and name == "flagfile" and not given.strip():
+            raise UsageError(f"--flagfile is the path of a file. Received: --flagfile={given!r}.")
 
 
 def run_without_choice(
     arguments: Sequence[str], what: str, names: str, *, usage: str, summary: str
-) -> None:
+) -> NoReturn:
     """Ends a program that was not told which of its parts to run: by help, or by an error.
 
     Args:
         arguments: The program's, its name first.
         what: What was to come first, as a sentence begins with it.
         names: What there is, for the message.
-        usage: As in `run`.
-        summary: As in `run`.
+        usage: As in `Program`.
+        summary: As in `Program`.
     """
     program, *words = arguments
     received = words[0] if words else "nothing"
 
-    def refuse(_) -> int:
+    def refuse(_) -> NoReturn:
         raise UsageError(f"{what} comes first: {names}. Received: {received}.")
 
-    asks_for_help = received.lstrip("-") in ("help", "helpshort", "helpfull", "h")
-    run(
-        refuse,
-        flags.FlagValues(),
-        usage=usage,
-        summary=summary,
-        arguments=[program, *(["--help"] if asks_for_help else [])],
-    )
+    asks_for_help = received.lstrip("-") in _HELP
+    without = Program(refuse, flags.FlagValues(), usage, summary)
+    without.run([program, *(["--help"] if asks_for_help else [])])
 
 
 def _help(

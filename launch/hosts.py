@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tfdist.launch.command import UsageError, say
+from tfdist.launch.flag_values import MOST_RANKS_OF_A_HOST
 
 __all__ = ["Host", "HostDiscovery", "is_this_machine", "moves", "parse_host", "placed"]
 
 _HOST = re.compile(r"([^:\s]+)(?::([1-9][0-9]*))?")
+_MOST_DIGITS = len(str(MOST_RANKS_OF_A_HOST))
 _LOOK_SECONDS = 1.0
 _SCRIPT_SECONDS = 30.0
 
@@ -28,9 +30,15 @@ class Host(NamedTuple):
 
 
 def parse_host(text: str) -> Host | None:
-    """Reads `name` (which has one slot) or `name:slots`; None for what is neither."""
+    """Reads `name` (which has one slot) or `name:slots`; None for what is neither.
+
+    A host has at most `MOST_RANKS_OF_A_HOST` slots.
+    """
     found = _HOST.fullmatch(text)
-    return None if found is None else Host(found[1], int(found[2] or 1))
+    if found is None or len(found[2] or "") > _MOST_DIGITS:
+        return None
+    slots = int(found[2] or 1)
+    return Host(found[1], slots) if slots <= MOST_RANKS_OF_A_HOST else None
 
 
 def is_this_machine(name: str) -> bool:
@@ -91,19 +99,24 @@ class HostDiscovery:
                 shell=True,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                text=True,
+                encoding="utf-8",
                 timeout=_SCRIPT_SECONDS,
                 check=True,
             )
-        except subprocess.SubprocessError as error:
+        except UnicodeDecodeError as error:
+            raise UsageError(
+                f"--host_discovery_script={self._script}: it prints what is no text in UTF-8, "
+                f"{error.object[:40]!r}."
+            ) from error
+        except (subprocess.SubprocessError, OSError) as error:
             raise UsageError(f"--host_discovery_script={self._script}: {error}") from error
         hosts = []
         for line in answer.stdout.split():
             host = parse_host(line)
             if host is None:
                 raise UsageError(
-                    "The host discovery script prints a host a line, as name or name:slots. "
-                    f"Received: {line!r}."
+                    f"--host_discovery_script={self._script}: it prints a host a line, as name or "
+                    f"name:slots with at most {MOST_RANKS_OF_A_HOST} slots. Received: {line[:80]!r}."
                 )
             hosts.append(host)
         return hosts

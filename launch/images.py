@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from tfdist.launch.command import UsageError
+import re
+
+from tfdist.launch.command import say
+from tfdist.launch.flag_values import UsageError, folder, refuse
 from tfdist.launch.tasks import Data, Settings, Task
 
 __all__ = ["Images"]
+
+#: A name, a configuration and a version, as TFDS writes them.
+_NAME = re.compile(r"[a-z][a-z0-9_]*(/[\w.+-]+)?(:[\w.*]+)?", re.ASCII)
 
 
 class Images(Task):
@@ -25,6 +31,12 @@ class Images(Task):
                 f"--dataset={settings.dataset} is a text, which --model=gpt learns from. "
                 f"Received: --model={settings.model}."
             )
+        if _NAME.fullmatch(settings.dataset) is None:
+            raise refuse(
+                "dataset", settings.dataset, "digits, or the name of a set of TensorFlow Datasets"
+            )
+        if settings.data_dir is not None:
+            folder("data_dir", settings.data_dir)
         if settings.layout.tensor > 1:
             raise UsageError(
                 f"--tensor={settings.layout.tensor}: --model={settings.model} has no layers that are "
@@ -42,6 +54,8 @@ class Images(Task):
             raise UsageError(f"--dataset={settings.dataset}: {error}") from error
         self._info, self._name = info, settings.dataset
         size = info.splits["train"].num_examples
+        if size < settings.batch_size:
+            self._check_batch(settings, size)
         train = train.cache().shuffle(size, seed=settings.seed)
         # A pipeline cuts each batch into equal parts; the shuffle leaves out others each time.
         whole = settings.layout.pipeline > 1 or settings.whole_batches
@@ -56,6 +70,16 @@ class Images(Task):
             steps=steps,
             items=min(size, steps * settings.batch_size),
         )
+
+    def _check_batch(self, settings: Settings, size: int) -> None:
+        """What follows from a batch that is larger than the data."""
+        received = f"--batch_size={settings.batch_size}; {settings.dataset} has {size} samples"
+        if settings.layout.pipeline > 1 or settings.whole_batches:
+            raise UsageError(
+                f"A batch is filled here, which takes more data. Received: {received}."
+            )
+        if settings.is_chief:
+            say("tfdist-train", f"{received}: an epoch is one step.")
 
     def build(self, settings: Settings):
         """Makes a model for the images that were loaded."""

@@ -9,10 +9,11 @@ from pathlib import Path
 from absl import flags
 
 from tfdist.launch import command
+from tfdist.launch.flag_values import folder, refuse_ignored
 from tfdist.launch.horovod_build import HOROVOD_VERSION, BuildError, install, prove
 from tfdist.launch.horovod_prerequisites import BuildOptions, PrerequisiteError
 
-__all__ = ["run"]
+__all__ = ["PROGRAM", "run"]
 
 _VALUES = flags.FlagValues()
 _MPI = flags.DEFINE_bool(
@@ -36,18 +37,17 @@ _CHECK = flags.DEFINE_bool(
 
 def run() -> None:
     """The console script."""
-    command.run(
-        _main,
-        _VALUES,
-        usage="tfdist-install-horovod [flags]",
-        summary=f"Builds Horovod {HOROVOD_VERSION} for the TensorFlow that is installed, installs "
-        "it, and proves it with an all-reduce on two ranks. Needs a C++ compiler, CMake and make.",
-    )
+    PROGRAM.run()
 
 
-def _main(_: list[str]) -> int:
-    if _CHECK.value and _FORCE.value:
-        raise command.UsageError("--check builds nothing: leave out --force.")
+def _check(_: list[str]) -> None:
+    if _CHECK.value:
+        building = (_MPI, _GPU_OPERATIONS, _CACHE_DIR, _FORCE)
+        refuse_ignored(_VALUES, building, "is for building, which --check does not", "--check")
+    folder("cache_dir", _CACHE_DIR.value)
+
+
+def _main(_: None) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     options = BuildOptions(mpi=_MPI.value, gpu_operations=_GPU_OPERATIONS.value)
     try:
@@ -64,6 +64,16 @@ def _main(_: list[str]) -> int:
         said, code = "Stopped.", 130
     print(f"tfdist-install-horovod: {said}", file=sys.stderr)
     return code
+
+
+PROGRAM = command.Program(
+    _main,
+    _VALUES,
+    usage="tfdist-install-horovod [flags]",
+    summary=f"Builds Horovod {HOROVOD_VERSION} for the TensorFlow that is installed, installs it, "
+    "and proves it with an all-reduce on two ranks. Needs a C++ compiler, CMake and make.",
+    check=_check,
+)
 
 
 if __name__ == "__main__":

@@ -6,20 +6,32 @@ import math
 
 from absl import flags
 
-from tfdist.launch.command import UsageError
+from tfdist.launch.flag_values import UsageError, input_file
 from tfdist.launch.tasks import VALUES, Data, Settings, Task
 
 __all__ = ["Language"]
 
-_LAYERS = flags.DEFINE_integer("layers", 4, "Blocks of gpt", lower_bound=1, flag_values=VALUES)
+_MOST = 1 << 20
+#: Of a model, and of a step: above anything that was ever trained.
+_MOST_PARAMETERS = 10**13
+_MOST_TOKENS = 1 << 26
+
+_LAYERS = flags.DEFINE_integer(
+    "layers", 4, "Blocks of gpt", lower_bound=1, upper_bound=10_000, flag_values=VALUES
+)
 _WIDTH = flags.DEFINE_integer(
-    "width", 128, "Of gpt's residual stream", lower_bound=1, flag_values=VALUES
+    "width", 128, "Of gpt's residual stream", lower_bound=1, upper_bound=_MOST, flag_values=VALUES
 )
 _HEADS = flags.DEFINE_integer(
-    "heads", 4, "Attention heads of a block", lower_bound=1, flag_values=VALUES
+    "heads", 4, "Attention heads of a block", lower_bound=1, upper_bound=_MOST, flag_values=VALUES
 )
 _SEQ_LENGTH = flags.DEFINE_integer(
-    "seq_length", 128, "Bytes in a window of text", lower_bound=1, flag_values=VALUES
+    "seq_length",
+    128,
+    "Bytes in a window of text",
+    lower_bound=1,
+    upper_bound=_MOST,
+    flag_values=VALUES,
 )
 _DROPOUT = flags.DEFINE_float(
     "dropout",
@@ -36,7 +48,12 @@ _SEQUENCE_PARALLEL = flags.DEFINE_boolean(
     flag_values=VALUES,
 )
 _SAMPLE = flags.DEFINE_integer(
-    "sample", 0, "Bytes that gpt writes at the end", lower_bound=0, flag_values=VALUES
+    "sample",
+    0,
+    "Bytes that gpt writes at the end",
+    lower_bound=0,
+    upper_bound=_MOST,
+    flag_values=VALUES,
 )
 
 #: What a sample goes on from: the end of a paragraph.
@@ -77,10 +94,32 @@ class Language(Task):
                 "--sample needs the whole model, of which a rank of a pipeline has a part. "
                 f"Received: --sample={_SAMPLE.value} --pipeline={settings.layout.pipeline}."
             )
+        if settings.data_dir is not None:
+            raise UsageError(
+                "--data_dir is for images, --model=convnet or --model=mlp. Received: "
+                f"--data_dir={settings.data_dir} --model={settings.model}."
+            )
+        if settings.dataset.startswith("text:"):
+            input_file("dataset", settings.dataset.removeprefix("text:"))
+        self._check_size(settings)
         _check_divides("width", _WIDTH.value, "heads", _HEADS.value)
         _check_divides("heads", _HEADS.value, "tensor", settings.layout.tensor)
         if _SEQUENCE_PARALLEL.value:
             _check_divides("seq_length", _SEQ_LENGTH.value, "tensor", settings.layout.tensor)
+
+    def _check_size(self, settings: Settings) -> None:
+        parameters = 12 * _LAYERS.value * _WIDTH.value**2
+        if parameters > _MOST_PARAMETERS:
+            raise UsageError(
+                f"A model has at most {_MOST_PARAMETERS:,} parameters. Received: "
+                f"--layers={_LAYERS.value} --width={_WIDTH.value}, which is {parameters:,}."
+            )
+        tokens = settings.batch_size * _SEQ_LENGTH.value
+        if tokens > _MOST_TOKENS:
+            raise UsageError(
+                f"A step has at most {_MOST_TOKENS:,} tokens. Received: "
+                f"--batch_size={settings.batch_size} --seq_length={_SEQ_LENGTH.value}."
+            )
 
     def load(self, settings: Settings) -> Data:
         """Cuts the text into windows."""

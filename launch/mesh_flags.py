@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 
 from absl import flags
 
-from tfdist.launch.command import UsageError
+from tfdist.launch.flag_values import MOST_RANKS, UsageError, as_given, refuse
 from tfdist.launch.tasks import VALUES
 from tfdist.mesh import DEFAULT_ORDER, Mesh
-from tfdist.pipeline.schedules import SCHEDULES, make_schedule
+from tfdist.pipeline.schedules import SCHEDULES, check_schedule
 
-__all__ = ["MESH", "ZERO", "Layout", "as_given", "chosen_layout"]
+__all__ = ["MESH", "ZERO", "Layout", "chosen_layout"]
 
 _DATA = flags.DEFINE_integer(
-    "data", -1, "Ranks that share batches; -1: what the others leave", flag_values=VALUES
+    "data",
+    -1,
+    "Ranks that share batches; -1: what the others leave",
+    lower_bound=-1,
+    upper_bound=MOST_RANKS,
+    flag_values=VALUES,
 )
 _TENSOR = flags.DEFINE_integer(
-    "tensor", 1, "Ranks that share each layer", lower_bound=1, flag_values=VALUES
+    "tensor",
+    1,
+    "Ranks that share each layer",
+    lower_bound=1,
+    upper_bound=MOST_RANKS,
+    flag_values=VALUES,
 )
 _PIPELINE = flags.DEFINE_integer(
-    "pipeline", 1, "Ranks that share the chain of layers", lower_bound=1, flag_values=VALUES
+    "pipeline",
+    1,
+    "Ranks that share the chain of layers",
+    lower_bound=1,
+    upper_bound=MOST_RANKS,
+    flag_values=VALUES,
 )
 _ORDER = flags.DEFINE_list(
     "mesh_order",
@@ -104,11 +118,6 @@ class Layout:
         return given
 
 
-def as_given(some: Iterable[flags.FlagHolder]) -> str:
-    """Those of some flags that the command line has, as it may have them."""
-    return " ".join(VALUES[flag.name].serialize() for flag in some if flag.present)
-
-
 def chosen_layout() -> Layout:
     """What the flags say.
 
@@ -119,6 +128,8 @@ def chosen_layout() -> Layout:
         for flag in (_MICROBATCHES, _SCHEDULE, _CHUNKS):
             if flag.present:
                 raise UsageError(f"--{flag.name} is for a pipeline. Received: --pipeline=1.")
+    if _DATA.value != -1 and _DATA.value < 1:
+        raise refuse("data", _DATA.value, "at least 1, or -1 for what the others leave")
     microbatches = _MICROBATCHES.value or (4 * _PIPELINE.value if _PIPELINE.value > 1 else 1)
     try:
         mesh = Mesh(
@@ -127,9 +138,9 @@ def chosen_layout() -> Layout:
             tensor=_TENSOR.value,
             order=tuple(_ORDER.value),
         )
-        make_schedule(_SCHEDULE.value, _PIPELINE.value, microbatches, _CHUNKS.value)
+        check_schedule(_SCHEDULE.value, _PIPELINE.value, microbatches, _CHUNKS.value)
     except ValueError as error:
-        raise UsageError(f"{as_given(MESH)}: {error}") from error
+        raise UsageError(f"{as_given(VALUES, MESH)}: {error}") from error
     return Layout(
         mesh,
         num_microbatches=microbatches,

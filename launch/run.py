@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import shutil
@@ -11,17 +12,29 @@ from collections.abc import Callable, Sequence
 from absl import flags
 
 from tfdist.launch import command, remote, slurm
+from tfdist.launch.flag_values import (
+    MOST_RANKS,
+    MOST_RANKS_OF_A_HOST,
+    YEAR,
+    refuse,
+    refuse_ignored,
+)
 from tfdist.launch.hosts import Host, HostDiscovery, is_this_machine, parse_host, placed
 from tfdist.launch.processes import RankProcess
 from tfdist.launch.restarts import run_with_restarts
 from tfdist.launch.supervisor import Supervisor
 from tfdist.rendezvous import MEANT_RANKS, Place, environments, interface_towards
 
-__all__ = ["run"]
+__all__ = ["PROGRAM", "run"]
 
 _VALUES = flags.FlagValues()
 _NP = flags.DEFINE_integer(
-    "np", None, "How many ranks to start.", lower_bound=1, flag_values=_VALUES
+    "np",
+    None,
+    "How many ranks to start.",
+    lower_bound=1,
+    upper_bound=MOST_RANKS,
+    flag_values=_VALUES,
 )
 _HOSTS = flags.DEFINE_string(
     "H",
@@ -42,6 +55,7 @@ _WATCHDOG = flags.DEFINE_float(
     600.0,
     "How long a rank may be frozen before the job is ended; 0 for ever.",
     lower_bound=0.0,
+    upper_bound=YEAR,
     flag_values=_VALUES,
 )
 _MAX_RESTARTS = flags.DEFINE_integer(
@@ -56,6 +70,7 @@ _RESTART_SECONDS = flags.DEFINE_float(
     60.0,
     "The longest wait before another start; waits begin with 1 s, and double.",
     lower_bound=0.0,
+    upper_bound=YEAR,
     flag_values=_VALUES,
 )
 _DISCOVERY = flags.DEFINE_string(
@@ -65,42 +80,60 @@ _DISCOVERY = flags.DEFINE_string(
     flag_values=_VALUES,
 )
 _MIN_NP = flags.DEFINE_integer(
-    "min_np", None, "Waits for room for so many ranks [np].", lower_bound=1, flag_values=_VALUES
+    "min_np",
+    None,
+    "Waits for room for so many ranks [np].",
+    lower_bound=1,
+    upper_bound=MOST_RANKS,
+    flag_values=_VALUES,
 )
 _MAX_NP = flags.DEFINE_integer(
-    "max_np", None, "Takes room for no more ranks [np].", lower_bound=1, flag_values=_VALUES
+    "max_np",
+    None,
+    "Takes room for no more ranks [np].",
+    lower_bound=1,
+    upper_bound=MOST_RANKS,
+    flag_values=_VALUES,
 )
 _SAVE_SECONDS = flags.DEFINE_float(
     "save_seconds",
     30.0,
     "How long the ranks have to save after a SIGTERM.",
     lower_bound=0.0,
+    upper_bound=YEAR,
     flag_values=_VALUES,
 )
 
 
 def run() -> None:
     """The console script."""
-    command.run(
-        _main,
-        _VALUES,
-        usage="tfdist-run -np N [flags] -- command [arguments]",
-        summary="Starts a command on N ranks, passes on what they print behind [rank], and ends "
-        "with the exit code of the first that fails, once all have ended.",
-        rest=True,
-        folded={
-            "of failures": [
-                _MAX_RESTARTS.name,
-                _RESTART_SECONDS.name,
-                _SAVE_SECONDS.name,
-                _WATCHDOG.name,
-            ],
-            "of elastic jobs": [_DISCOVERY.name, _MIN_NP.name, _MAX_NP.name],
-        },
-    )
+    PROGRAM.run()
 
 
-def _main(words: list[str]) -> int:
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What is to be started.
+
+    Attributes:
+        words: The command.
+        names: The host of each rank; nobody knows yet where hosts are discovered.
+        size: How many ranks.
+        least: How many there are to be at least.
+        most: How many at most.
+        engine: What carries the collectives.
+        in_slurm: Whether hosts are those of a Slurm allocation.
+    """
+
+    words: list[str]
+    names: list[str]
+    size: int
+    least: int
+    most: int
+    engine: str
+    in_slurm: bool
+
+
+def _check(words: list[str]) -> _Job:
     if not words:
         raise command.UsageError(
             "Say what to run: tfdist-run -np N -- command. Received: no command."
@@ -112,22 +145,38 @@ def _main(words: list[str]) -> int:
     size = _NP.value or sum(host.slots for host in hosts)
     if not size:
         raise command.UsageError("Say how many ranks to start: -np N. Received: no -np.")
+    if size > MOST_RANKS:
+        raise command.UsageError(f"A job has at most {MOST_RANKS:,} ranks. Received: {size:,}.")
+    if not hosts and _DISCOVERY.value is None and size > MOST_RANKS_OF_A_HOST:
+        raise refuse("np", size, f"at most {MOST_RANKS_OF_A_HOST:,} on one machine; see -H")
     names = placed(hosts, size) if hosts else ["localhost"] * size
     if len(names) < size:
         whose = "the Slurm allocation" if in_slurm else f"-H {_HOSTS.value}"
         raise command.UsageError(f"-np {size} wants more slots than {whose} has: {len(names)}.")
+    if _DISCOVERY.value is None:
+        discovering = (_MIN_NP, _MAX_NP)
+        refuse_ignored(_VALUES, discovering, "wants a --host_discovery_script", "alone")
+    else:
+        refuse_ignored(_VALUES, (_HOSTS,), "is not for jobs that discover hosts", "and a script")
+    if _MAX_RESTARTS.value == 0:
+        refuse_ignored(
+            _VALUES, (_RESTART_SECONDS,), "is for jobs that are restarted", "--max_restarts=0"
+        )
     least, most = _sizes(size)
-    engine = _engine()
-    shell = remote.srun if in_slurm else remote.ssh
+    return _Job(words, names, size, least, most, _engine(), in_slurm)
+
+
+def _main(job: _Job) -> int:
+    shell = remote.srun if job.in_slurm else remote.ssh
 
     def start(names: Sequence[str], should_end: Callable[[], bool]) -> tuple[Supervisor, int]:
         reached = _reach(names, shell)
-        with environments(engine, _places(names, reached)) as found:
+        with environments(job.engine, _places(names, reached)) as found:
             starts = []
             for far, environment in zip(reached, found, strict=True):
                 begin = RankProcess.start if far is None else far.start
-                environment = {**environment, MEANT_RANKS: str(size)}
-                starts.append(functools.partial(begin, words, environment))
+                environment = {**environment, MEANT_RANKS: str(job.size)}
+                starts.append(functools.partial(begin, job.words, environment))
             supervisor = Supervisor(
                 starts,
                 frozen_seconds=_WATCHDOG.value,
@@ -142,9 +191,9 @@ def _main(words: list[str]) -> int:
         restarts = 0 if discovery is None else sys.maxsize
     return run_with_restarts(
         start,
-        names,
-        least,
-        most,
+        job.names,
+        job.least,
+        job.most,
         max_restarts=restarts,
         longest_delay=_RESTART_SECONDS.value,
         discovery=discovery,
@@ -178,10 +227,6 @@ def _places(names: Sequence[str], reached: Sequence[remote.Reached | None]) -> l
 def _sizes(size: int) -> tuple[int, int]:
     """How many ranks there are to be at least, and at most."""
     least, most = _MIN_NP.value or size, _MAX_NP.value or size
-    if (_MIN_NP.present or _MAX_NP.present) and _DISCOVERY.value is None:
-        raise command.UsageError(
-            "--min_np and --max_np want a --host_discovery_script. Received: none."
-        )
     if not least <= size <= most:
         raise command.UsageError(
             f"-np lies between --min_np and --max_np. Received: -np {size} --min_np={least} "
@@ -213,9 +258,32 @@ def _hosts(text: str) -> list[Host]:
     for part in text.split(",") if text else []:
         host = parse_host(part)
         if host is None:
-            raise command.UsageError(f"-H is host:slots,host:slots. Received: {text!r}.")
+            raise command.UsageError(
+                f"-H is host:slots,host:slots with at most {MOST_RANKS_OF_A_HOST:,} slots each. "
+                f"Received: {part[:80]!r} in -H {text[:200]!r}."
+            )
         hosts.append(host)
     return hosts
+
+
+PROGRAM = command.Program(
+    _main,
+    _VALUES,
+    usage="tfdist-run -np N [flags] -- command [arguments]",
+    summary="Starts a command on N ranks, passes on what they print behind [rank], and ends "
+    "with the exit code of the first that fails, once all have ended.",
+    check=_check,
+    rest=True,
+    folded={
+        "of failures": [
+            _MAX_RESTARTS.name,
+            _RESTART_SECONDS.name,
+            _SAVE_SECONDS.name,
+            _WATCHDOG.name,
+        ],
+        "of elastic jobs": [_DISCOVERY.name, _MIN_NP.name, _MAX_NP.name],
+    },
+)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ from __future__ import annotations
 from absl import flags
 
 from tfdist.launch import command
-from tfdist.pipeline.schedules import SCHEDULES, Kind, make_schedule
+from tfdist.launch.flag_values import as_given, output_file
+from tfdist.pipeline.schedules import SCHEDULES, Kind, check_schedule, make_schedule
 from tfdist.pipeline.simulation import check, held_microbatches
 from tfdist.pipeline.timeline import as_text, legend, save_picture, write_chrome_trace
 
-__all__ = ["run"]
+__all__ = ["PROGRAM", "run"]
 
 _VALUES = flags.FlagValues()
 _SCHEDULE = flags.DEFINE_enum(
@@ -35,21 +36,37 @@ _TRACE = flags.DEFINE_string(
 )
 
 
+#: What matplotlib is asked for; the file's ending says which.
+_PICTURES = (".png", ".svg", ".pdf")
+#: Forward passes of a clock that is printed: those of 256 ranks with 400 micro-batches.
+_MOST_FORWARDS = 102_400
+
+
 def run() -> None:
     """The console script."""
-    command.run(
-        _main,
-        _VALUES,
-        usage="tfdist-schedule [flags]",
-        summary="Prints which rank works on which micro-batch when, and how long ranks are idle.",
-    )
+    PROGRAM.run()
 
 
-def _main(_: list[str]) -> int:
+def _check(_: list[str]) -> None:
+    chosen = (_SCHEDULE, _STAGES, _MICROBATCHES, _CHUNKS)
     try:
-        schedule = make_schedule(_SCHEDULE.value, _STAGES.value, _MICROBATCHES.value, _CHUNKS.value)
+        check_schedule(
+            _SCHEDULE.value,
+            _STAGES.value,
+            _MICROBATCHES.value,
+            _CHUNKS.value,
+            most=_MOST_FORWARDS,
+        )
     except ValueError as error:
-        raise command.UsageError(str(error)) from None
+        raise command.UsageError(f"{as_given(_VALUES, chosen)}: {error}") from None
+    if _PICTURE.value is not None:
+        output_file("picture", _PICTURE.value, _PICTURES)
+    if _TRACE.value is not None:
+        output_file("trace", _TRACE.value)
+
+
+def _main(_: None) -> int:
+    schedule = make_schedule(_SCHEDULE.value, _STAGES.value, _MICROBATCHES.value, _CHUNKS.value)
     played = check(schedule)
     kinds = {Kind.FORWARD, Kind.BACKWARD} | ({Kind.WEIGHT} if schedule.splits_backward else set())
     print(as_text(schedule))
@@ -62,14 +79,23 @@ def _main(_: list[str]) -> int:
     )
     held = ", ".join(str(held_microbatches(schedule, rank)) for rank in range(schedule.num_ranks))
     print(f"Micro-batches whose activations a rank holds at most, rank 0 first: {held}.")
-    try:
-        if _PICTURE.value:
+    if _PICTURE.value is not None:
+        try:
             save_picture(played, _PICTURE.value)
-        if _TRACE.value:
-            write_chrome_trace(played, _TRACE.value)
-    except (OSError, ValueError, ImportError) as error:
-        raise command.UsageError(f"The file cannot be written: {error}.") from None
+        except (ValueError, ImportError) as error:
+            raise command.UsageError(f"--picture={_PICTURE.value}: {error}.") from None
+    if _TRACE.value is not None:
+        write_chrome_trace(played, _TRACE.value)
     return 0
+
+
+PROGRAM = command.Program(
+    _main,
+    _VALUES,
+    usage="tfdist-schedule [flags]",
+    summary="Prints which rank works on which micro-batch when, and how long ranks are idle.",
+    check=_check,
+)
 
 
 if __name__ == "__main__":

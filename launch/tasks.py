@@ -25,7 +25,8 @@ VALUES = flags.FlagValues()
 class Settings:
     """The flags that mean the same in every task.
 
-    `whole_batches` asks for batches of one size only: what fills none is left out.
+    `whole_batches` asks for batches of one size only: what fills none is left out. `is_chief` says
+    whether this rank talks to the user.
     """
 
     model: str
@@ -37,6 +38,7 @@ class Settings:
     layout: Layout
     data_dir: str | None = None
     whole_batches: bool = False
+    is_chief: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,14 +19,20 @@ from typing import Any
 
 from absl import flags
 
+from tfdist.checks import LARGEST
 from tfdist.launch import command, world
+from tfdist.launch.flag_values import YEAR, folder, refuse, refuse_ignored
 from tfdist.launch.images import Images
 from tfdist.launch.language import Language
 from tfdist.launch.mesh_flags import MESH, ZERO, Layout, chosen_layout
 from tfdist.launch.tasks import VALUES, Data, Settings, Task
+from tfdist.launch.world import STRATEGY
 from tfdist.rendezvous import MEANT_RANKS
 
-__all__ = ["run"]
+__all__ = ["PROGRAM", "run"]
+
+#: Where TensorStore can write checkpoints.
+_SCHEMES = ("gs", "s3", "file")
 
 _TASKS: tuple[Task, ...] = (Images(), Language())
 
@@ -45,6 +51,7 @@ _BATCH_SIZE = flags.DEFINE_integer(
     None,
     "Samples a step, over all ranks [128; gpt: 4]",
     lower_bound=1,
+    upper_bound=1 << 20,
     flag_values=VALUES,
 )
 _EPOCHS = flags.DEFINE_integer(
@@ -55,6 +62,7 @@ _LEARNING_RATE = flags.DEFINE_float(
     None,
     "Adam's rate for one rank [0.001; gpt: 0.003]",
     lower_bound=1e-9,
+    upper_bound=1000.0,
     flag_values=VALUES,
 )
 _SCALING = flags.DEFINE_enum(
@@ -65,7 +73,12 @@ _SCALING = flags.DEFINE_enum(
     flag_values=VALUES,
 )
 _WARMUP = flags.DEFINE_float(
-    "warmup_epochs", 0.0, "Epochs up to the scaled rate", lower_bound=0.0, flag_values=VALUES
+    "warmup_epochs",
+    0.0,
+    "Epochs up to the scaled rate",
+    lower_bound=0.0,
+    upper_bound=10_000.0,
+    flag_values=VALUES,
 )
 _RECOMPUTE = flags.DEFINE_enum(
     "recompute",
@@ -74,7 +87,14 @@ _RECOMPUTE = flags.DEFINE_enum(
     "Activations that are made twice",
     flag_values=VALUES,
 )
-_SEED = flags.DEFINE_integer("seed", 0, "Of weights and order", flag_values=VALUES)
+_SEED = flags.DEFINE_integer(
+    "seed",
+    0,
+    "Of weights and order",
+    lower_bound=0,
+    upper_bound=2**32 - 1,
+    flag_values=VALUES,
+)
 _DATA_DIR = flags.DEFINE_string("data_dir", None, "Where data sets lie", flag_values=VALUES)
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Where checkpoints lie; goes on from the last", flag_values=VALUES
@@ -91,7 +111,12 @@ _ELASTIC = flags.DEFINE_enum(
     flag_values=VALUES,
 )
 _THREADS = flags.DEFINE_integer(
-    "threads", 0, "Of each rank; 0: TensorFlow's choice", lower_bound=0, flag_values=VALUES
+    "threads",
+    0,
+    "Of each rank; 0: TensorFlow's choice",
+    lower_bound=0,
+    upper_bound=4096,
+    flag_values=VALUES,
 )
 _VERBOSE = flags.DEFINE_integer(
     "verbose",
@@ -105,26 +130,15 @@ _VERBOSE = flags.DEFINE_integer(
 
 def run() -> None:
     """The console script."""
-    command.run(
-        _main,
-        VALUES,
-        usage="tfdist-train [flags]",
-        summary="Trains a reference model, on as many ranks as tfdist-run or horovodrun starts.",
-        folded={
-            "of gpt": [flag.name for flag in Language.flags],
-            "of the steps": [
-                flag.name for flag in (_SEED, _SCALING, _WARMUP, world.STEPS_PER_EXECUTION)
-            ],
-            "of checkpoints": [_SAVE_EVERY.name, _KEEP.name, _ELASTIC.name],
-            "of memory": [_RECOMPUTE.name, ZERO.name],
-            "of the ranks": [flag.name for flag in (*MESH, _THREADS, *world.FLAGS)],
-        },
-    )
+    PROGRAM.run()
 
 
-def _main(_) -> None:
-    task, settings = _choose_task()
-    intervals = _save_intervals()
+def _check(_: list[str]) -> tuple[Task, Settings, dict[str, Any]]:
+    return (*_choose_task(), _save_intervals())
+
+
+def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
+    task, settings, intervals = checked
     # TensorFlow takes seconds to import, which a bad flag need not wait for; and it is talkative.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import keras
@@ -137,7 +151,9 @@ def _main(_) -> None:
         tf.config.threading.set_intra_op_parallelism_threads(_THREADS.value)
     on = world.make_world(settings.layout)
     replicas, batch_size = _replicas_and_batch(task, settings.layout, on)
-    settings = dataclasses.replace(settings, batch_size=batch_size, whole_batches=on.is_tpu)
+    settings = dataclasses.replace(
+        settings, batch_size=batch_size, whole_batches=on.is_tpu, is_chief=on.is_chief
+    )
     if on.is_tpu:
         keras.config.set_dtype_policy("mixed_bfloat16")
     keras.utils.set_random_seed(settings.seed)
@@ -162,8 +178,6 @@ def _main(_) -> None:
     else:
         callbacks.append(tfdist.monitoring.TerminateOnNonFinite())
     if _WORKDIR.value is not None:
-        if on.is_tpu:
-            raise command.UsageError("--workdir is not for a TPU. Received: --strategy=tpu.")
         options = {**intervals, "keep_last": _KEEP.value, "batch_size": batch_size}
         callbacks.append(tfdist.checkpoint.Checkpointer(_WORKDIR.value, **options))
 
@@ -179,6 +193,12 @@ def _main(_) -> None:
         )
     except tfdist.checkpoint.CheckpointError as error:
         raise command.UsageError(f"--workdir={_WORKDIR.value}: {error}") from error
+    except FloatingPointError as error:
+        raise command.Failure(str(error)) from error
+    except tf.errors.DataLossError as error:
+        raise command.UsageError(
+            f"--dataset={settings.dataset}: a file is damaged: {_record_of(error.message)}."
+        ) from error
     last = {name: values[-1] for name, values in history.history.items()}
     shown = task.show(model)
     if on.is_chief:
@@ -200,13 +220,15 @@ def _choose_task() -> tuple[Task, Settings]:
     settings = Settings(
         model=_MODEL.value,
         dataset=_DATASET.value or task.dataset,
-        batch_size=task.batch_size,
+        batch_size=_BATCH_SIZE.value or task.batch_size,
         epochs=_EPOCHS.value or task.epochs,
         learning_rate=_LEARNING_RATE.value or task.learning_rate,
         seed=_SEED.value,
         layout=chosen_layout(),
         data_dir=_DATA_DIR.value,
     )
+    if _SCALING.value == "none":
+        refuse_ignored(VALUES, (_WARMUP,), "is for --lr_scaling", "--lr_scaling=none")
     world.check_flags(settings.layout)
     task.check(settings)
     return task, settings
@@ -240,18 +262,52 @@ def _replicas_and_batch(task: Task, layout: Layout, on: world.World) -> tuple[in
 
 def _save_intervals() -> dict[str, Any]:
     """`--save_every` as arguments of `Checkpointer`."""
-    found = re.fullmatch(r"(auto)|([1-9]\d*)|(\d+(?:\.\d+)?)s", _SAVE_EVERY.value)
+    found = re.fullmatch(r"(auto)|([1-9]\d*)|(\d+(?:\.\d+)?)s", _SAVE_EVERY.value, re.ASCII)
     if found is None:
         raise command.UsageError(
             "--save_every is a number of steps, a time as 60s, or auto. "
             f"Received: --save_every={_SAVE_EVERY.value}."
         )
-    if _WORKDIR.value is None and (_SAVE_EVERY.present or _KEEP.present):
-        raise command.UsageError("--save_every and --keep want a --workdir. Received: none.")
     auto, steps, seconds = found.groups()
+    if (steps and int(steps) > LARGEST) or (seconds and not 0 < float(seconds) <= YEAR):
+        raise refuse(
+            "save_every",
+            _SAVE_EVERY.value,
+            f"at most {LARGEST:,} steps, or more than 0 and at most {YEAR:,} seconds",
+        )
+    if _WORKDIR.value is None:
+        refuse_ignored(VALUES, (_SAVE_EVERY, _KEEP), "wants a --workdir", "alone")
+    else:
+        _check_workdir(_WORKDIR.value)
     if auto:
         return {"every": "auto"}
     return {"every_steps": int(steps)} if steps else {"every_seconds": float(seconds)}
+
+
+def _record_of(message: str) -> str:
+    """Which record of a file TensorFlow found damaged, of all that it says of its graph."""
+    found = re.search(r"[\w ]*\b(corrupted|truncated) record[^\n\[]*", message)
+    return found[0].strip() if found else " ".join(message.split())[:200]
+
+
+def _check_workdir(path: str) -> None:
+    """Refuses what is no place for checkpoints: an address without a folder, a file, the root."""
+    scheme, colon, rest = path.partition(":")
+    if colon and re.fullmatch(r"[a-z][a-z0-9+]*", scheme, re.ASCII) and rest.startswith("//"):
+        place = rest.strip("/")
+        if scheme not in _SCHEMES or not place:
+            raise refuse(
+                "workdir",
+                path,
+                "a folder, or an address such as gs://bucket/folder, of "
+                f"{', '.join(f'{each}://' for each in _SCHEMES)}",
+            )
+    else:
+        folder("workdir", path)
+    if STRATEGY.value == "tpu":
+        raise command.UsageError(
+            f"--workdir is not for a TPU. Received: --workdir={path} --strategy=tpu."
+        )
 
 
 def _build(task: Task, settings: Settings, data: Data):
@@ -303,6 +359,24 @@ def _speed_callback(num_items: int):
             self.items_per_second = speed if epoch < 2 else max(speed, self.items_per_second)
 
     return Speed()
+
+
+PROGRAM = command.Program(
+    _main,
+    VALUES,
+    usage="tfdist-train [flags]",
+    summary="Trains a reference model, on as many ranks as tfdist-run or horovodrun starts.",
+    check=_check,
+    folded={
+        "of gpt": [flag.name for flag in Language.flags],
+        "of the steps": [
+            flag.name for flag in (_SEED, _SCALING, _WARMUP, world.STEPS_PER_EXECUTION)
+        ],
+        "of checkpoints": [_SAVE_EVERY.name, _KEEP.name, _ELASTIC.name],
+        "of memory": [_RECOMPUTE.name, ZERO.name],
+        "of the ranks": [flag.name for flag in (*MESH, _THREADS, *world.FLAGS)],
+    },
+)
 
 
 if __name__ == "__main__":

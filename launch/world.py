@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
-from tfdist.launch.command import UsageError, say
-from tfdist.launch.mesh_flags import MESH, ZERO, Layout, as_given
+from tfdist.launch.flag_values import YEAR, UsageError, as_given, refuse_ignored
+from tfdist.launch.mesh_flags import MESH, ZERO, Layout
 from tfdist.launch.tasks import VALUES
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _TPU = flags.DEFINE_string(
 )
 STEPS_PER_EXECUTION = flags.DEFINE_integer(
     "steps_per_execution", 1, "Steps between looks of Keras [1; TPU: 32]", lower_bound=1,
+    upper_bound=1 << 20,
     flag_values=VALUES,
 )  # fmt: skip
 _WATCHDOG = flags.DEFINE_float(
@@ -35,6 +36,7 @@ _WATCHDOG = flags.DEFINE_float(
     600.0,
     "Until a stuck job ends; 0: never",
     lower_bound=0.0,
+    upper_bound=YEAR,
     flag_values=VALUES,
 )
 _WIRE_DTYPE = flags.DEFINE_enum(
@@ -80,16 +82,17 @@ def check_flags(layout: Layout) -> None:
         if _TPU.present:
             raise UsageError(f"--tpu is for --strategy=tpu. Received: --strategy={STRATEGY.value}.")
         return
+    refuse_ignored(VALUES, (_WATCHDOG, _WIRE_DTYPE), "is for ranks", "--strategy=tpu")
     if layout.tensor > 1 or layout.pipeline > 1 or layout.zero_stage:
-        given = as_given((*MESH, ZERO))
+        given = as_given(VALUES, (*MESH, ZERO))
         raise UsageError(f"A TPU's cores are data-parallel. Received: --strategy=tpu {given}.")
 
 
 def make_world(layout: Layout) -> World:
-    """Meets the other ranks, or starts the TPU; without a TPU it takes what `auto` does.
+    """Meets the other ranks, or starts the TPU.
 
     Raises:
-        UsageError: The mesh does not fill the ranks, or what was asked for is not installed.
+        UsageError: The mesh does not fill the ranks, or what was asked for is not there.
     """
     if STRATEGY.value == "tpu":
         from tfdist.strategies import NoTPUError, tpu
@@ -97,11 +100,12 @@ def make_world(layout: Layout) -> World:
         try:
             strategy = tpu(_TPU.value)
         except NoTPUError as error:
-            say("tfdist-train", f"{error} Training goes on without one.")
-        else:
-            cores = strategy.num_replicas_in_sync
-            steps = STEPS_PER_EXECUTION.value if STEPS_PER_EXECUTION.present else 32
-            return World(strategy, cores, cores, True, f"{cores} core(s) of a TPU", True, steps)
+            raise UsageError(
+                f"--strategy=tpu: {error} Leave --strategy out to train without one."
+            ) from error
+        cores = strategy.num_replicas_in_sync
+        steps = STEPS_PER_EXECUTION.value if STEPS_PER_EXECUTION.present else 32
+        return World(strategy, cores, cores, True, f"{cores} core(s) of a TPU", True, steps)
     strategy = _ranks(layout)
     mesh = strategy.mesh
     axes = [f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1]
@@ -134,5 +138,5 @@ def _ranks(layout: Layout) -> Any:
             watchdog_seconds=_WATCHDOG.value,
         )
     except (ValueError, ImportError) as error:
-        given = as_given((STRATEGY, *MESH, ZERO)) or f"--strategy={STRATEGY.value}"
+        given = as_given(VALUES, (STRATEGY, *MESH, ZERO)) or f"--strategy={STRATEGY.value}"
         raise UsageError(f"{given}: {error}") from error

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import keras
 
+from tfdist import checks
+
 __all__ = ["convnet"]
 
 
@@ -30,9 +32,25 @@ def convnet(
         width: The width of the hidden layer.
         dropout: The share of its activations that is dropped.
         name: The model's name.
+
+    Raises:
+        ValueError: A size is not positive, a share is none, or the image is too small.
     """
+    input_shape = checks.integers("input_shape", input_shape, minimum=1)
+    num_classes = checks.integer("num_classes", num_classes, minimum=1)
+    filters = checks.integers("filters", filters, minimum=1, empty=True)
+    width = checks.integer("width", width, minimum=1)
+    dropout = checks.number("dropout", dropout, minimum=0, maximum=1)
+    checks.text("name", name)
+    if len(input_shape) != 3 or min(input_shape[:2]) < 2 ** len(filters):
+        raise checks.refuse(
+            "input_shape",
+            input_shape,
+            f"height, width and channels, the first two at least {2 ** len(filters)}, for each of "
+            f"the {len(filters)} blocks halves them",
+        )
     layers = keras.layers
-    inputs = x = keras.Input(tuple(input_shape), name="image")
+    inputs = x = keras.Input(input_shape, name="image")
     for block, count in enumerate(filters):
         for half in ("a", "b"):
             tag = f"{block}{half}"

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import layers
+from tfdist import checks, layers
 
 __all__ = ["generate"]
 
@@ -55,9 +55,14 @@ def generate(
 
     Source: Fan et al. 2018, "Hierarchical Neural Story Generation" (top-k sampling).
     """
-    prompts = np.atleast_2d(np.asarray(prompt_tokens))
-    _check_prompts(prompts, model.outputs[0].shape[-1])
-    _check_numbers(num_tokens, temperature, top_k, max_length)
+    checks.instance("model", model, keras.Model, "a Keras model")
+    num_tokens = checks.integer("num_tokens", num_tokens, minimum=0)
+    temperature = checks.number("temperature", temperature, minimum=0)
+    top_k = checks.integer("top_k", top_k, minimum=1, optional=True, also="None for all tokens")
+    seed = checks.integer("seed", seed, minimum=0, maximum=2**64 - 1)
+    max_length = checks.integer("max_length", max_length, minimum=1, optional=True)
+    _check_model(model)
+    prompts = _check_prompts(prompt_tokens, model.outputs[0].shape[-1])
     length = prompts.shape[1]
     fixed = model.inputs[0].shape[1]  # Known where a model splits its sequence.
     limits = [length + num_tokens, fixed, max_length, _num_positions(model)]
@@ -106,29 +111,30 @@ def _num_positions(model: keras.Model) -> int | None:
     return min(lengths, default=None)
 
 
-def _check_prompts(prompts: np.ndarray, vocabulary_size: int) -> None:
-    if prompts.ndim != 2 or not prompts.size or not np.issubdtype(prompts.dtype, np.integer):
+def _check_model(model: keras.Model) -> None:
+    inputs, outputs = getattr(model, "inputs", None) or (), getattr(model, "outputs", None) or ()
+    ranks = [len(tensor.shape) for tensor in (*inputs, *outputs)]
+    if ranks != [2, 3]:
         raise ValueError(
-            "`prompt_tokens` are integers of shape [time] or [batch, time], at least one token. "
-            f"Received: {prompts.dtype} of shape {prompts.shape}."
+            "`model` is a functional model from ids [batch, time] to logits [batch, time, "
+            f"vocabulary]. Received: {model.name!r}, with "
+            f"{[tuple(t.shape) for t in inputs]} to {[tuple(t.shape) for t in outputs]}."
         )
+
+
+def _check_prompts(prompt_tokens, vocabulary_size: int) -> np.ndarray:
+    """The prompts as an array of shape [batch, time]."""
+    given = f"Received: prompt_tokens={checks.shown(prompt_tokens)}"
+    meaning = "`prompt_tokens` are integers of shape [time] or [batch, time], at least one token"
+    try:
+        prompts = np.atleast_2d(np.asarray(prompt_tokens))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{meaning}. {given}.") from error
+    if prompts.ndim != 2 or not prompts.size or not np.issubdtype(prompts.dtype, np.integer):
+        raise ValueError(f"{meaning}. {given}, {prompts.dtype} of shape {prompts.shape}.")
     if prompts.min() < 0 or prompts.max() >= vocabulary_size:
         raise ValueError(
-            f"`prompt_tokens` lie in the vocabulary, [0, {vocabulary_size}). Received: tokens "
-            f"from {prompts.min()} to {prompts.max()}."
+            f"`prompt_tokens` lie in the vocabulary, [0, {vocabulary_size}). {given}, tokens from "
+            f"{prompts.min()} to {prompts.max()}."
         )
-
-
-def _check_numbers(num_tokens: int, temperature: float, top_k, max_length) -> None:
-    if num_tokens < 0:
-        raise ValueError(f"`num_tokens` is not negative. Received: {num_tokens}.")
-    if temperature < 0:
-        raise ValueError(
-            f"`temperature` is positive, or 0 for the most likely token. Received: {temperature}."
-        )
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"`top_k` is positive, or None for all tokens. Received: {top_k}.")
-    if max_length is not None and max_length < 1:
-        raise ValueError(
-            f"`max_length` is positive, or None for the model's own. Received: {max_length}."
-        )
+    return prompts

@@ -6,7 +6,7 @@ import math
 
 import keras
 
-from tfdist import layers
+from tfdist import checks, layers
 
 __all__ = ["gpt"]
 
@@ -59,8 +59,20 @@ def gpt(
 
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """
-    if positions not in ("learned", "rotary"):
-        raise ValueError(f"`positions` is 'learned' or 'rotary'. Received: {positions!r}.")
+    vocabulary_size = checks.integer("vocabulary_size", vocabulary_size, minimum=1)
+    num_layers = checks.integer("num_layers", num_layers, minimum=1)
+    width = checks.integer("width", width, minimum=1)
+    num_heads = checks.integer("num_heads", num_heads, minimum=1)
+    checks.integer("num_key_value_heads", num_key_value_heads, minimum=1, optional=True)
+    checks.integer("hidden_dim", hidden_dim, minimum=1, optional=True)
+    max_length = checks.integer("max_length", max_length, minimum=1)
+    checks.one_of("activation", activation, ("gelu", "swiglu"))
+    checks.one_of("positions", positions, ("learned", "rotary"))
+    checks.boolean("tied_head", tied_head)
+    checks.number("dropout", dropout, minimum=0, maximum=1)
+    checks.boolean("use_bias", use_bias)
+    checks.boolean("sequence_parallel", sequence_parallel)
+    checks.text("name", name)
     stddev = 0.02
 
     def normal(width=stddev):

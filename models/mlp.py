@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import keras
 
+from tfdist import checks
+
 __all__ = ["mlp"]
 
 
@@ -25,8 +27,16 @@ def mlp(
         widths: The width of each hidden layer.
         dropout: The share of activations dropped after each hidden layer.
         name: The model's name.
+
+    Raises:
+        ValueError: A size is not positive, or a share is none.
     """
-    inputs = x = keras.Input(tuple(input_shape), name="features")
+    input_shape = checks.integers("input_shape", input_shape, minimum=1)
+    num_classes = checks.integer("num_classes", num_classes, minimum=1)
+    widths = checks.integers("widths", widths, minimum=1, empty=True)
+    dropout = checks.number("dropout", dropout, minimum=0, maximum=1)
+    checks.text("name", name)
+    inputs = x = keras.Input(input_shape, name="features")
     x = keras.layers.Flatten(name="flatten")(x)
     for number, width in enumerate(widths):
         x = keras.layers.Dense(width, activation="relu", name=f"hidden_{number}")(x)

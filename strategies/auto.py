@@ -13,7 +13,7 @@ from tfdist.schedulers import started_by_scheduler
 from tfdist.strategies.horovod import HorovodStrategy
 from tfdist.strategies.local import LocalStrategy
 from tfdist.strategies.multi_worker import MultiWorkerStrategy
-from tfdist.strategies.parallel import ParallelStrategy
+from tfdist.strategies.parallel import ParallelStrategy, check_options
 
 __all__ = ["auto"]
 
@@ -32,6 +32,7 @@ def auto(mesh: Mesh | None = None, **options) -> ParallelStrategy:
         ValueError: Horovod's variables and TF_CONFIG speak of different worlds, or the mesh does
             not fill the world.
     """
+    check_options(mesh, None, **options)
     horovod, workers = started_by_horovod(), started_by_tf_config()
     if horovod and workers and horovod != workers:
         raise ValueError(

@@ -5,7 +5,13 @@ from __future__ import annotations
 from tfdist.collectives.engine import Engine
 from tfdist.mesh import Mesh
 from tfdist.strategies.devices import pin_gpu
-from tfdist.strategies.parallel import WATCHDOG_SECONDS, ParallelStrategy, meeting
+from tfdist.strategies.parallel import (
+    WATCHDOG_SECONDS,
+    ParallelStrategy,
+    check_options,
+    meeting,
+    notice_one_rank,
+)
 
 __all__ = ["HorovodStrategy"]
 
@@ -37,12 +43,13 @@ class HorovodStrategy(ParallelStrategy):
         deterministic: bool = False,
         **options,
     ):
+        options |= {"watchdog_seconds": watchdog_seconds, "deterministic": deterministic}
+        check_options(mesh, engine, **options)
         if engine is None:
-            from tfdist.collectives.horovod import HorovodEngine
+            from tfdist.collectives.horovod import HorovodEngine, started_by_horovod
 
+            notice_one_rank(started_by_horovod())
             pin_gpu()
             with meeting(watchdog_seconds):
                 engine = HorovodEngine(mesh, deterministic=deterministic)
-        super().__init__(
-            engine, watchdog_seconds=watchdog_seconds, deterministic=deterministic, **options
-        )
+        super().__init__(engine, **options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.local import LocalEngine
 from tfdist.mesh import Mesh
-from tfdist.strategies.parallel import ParallelStrategy
+from tfdist.strategies.parallel import ParallelStrategy, check_options
 
 __all__ = ["LocalStrategy"]
 
@@ -23,4 +23,5 @@ class LocalStrategy(ParallelStrategy):
     """
 
     def __init__(self, mesh: Mesh | None = None, *, engine: Engine | None = None, **options):
-        super().__init__(engine or LocalEngine(mesh), **options)
+        check_options(mesh, engine, **options)
+        super().__init__(LocalEngine(mesh) if engine is None else engine, **options)

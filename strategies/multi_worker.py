@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from tfdist import checks
 from tfdist.collectives.engine import Engine
+from tfdist.collectives.tensorflow import COMMUNICATIONS
 from tfdist.mesh import Mesh
 from tfdist.strategies.devices import pin_gpu
-from tfdist.strategies.parallel import WATCHDOG_SECONDS, ParallelStrategy, meeting
+from tfdist.strategies.parallel import (
+    WATCHDOG_SECONDS,
+    ParallelStrategy,
+    check_options,
+    meeting,
+    notice_one_rank,
+)
 
 __all__ = ["MultiWorkerStrategy"]
 
@@ -37,10 +45,14 @@ class MultiWorkerStrategy(ParallelStrategy):
         watchdog_seconds: float = WATCHDOG_SECONDS,
         **options,
     ):
+        checks.one_of("communication", communication, COMMUNICATIONS)
+        options |= {"watchdog_seconds": watchdog_seconds}
+        check_options(mesh, engine, **options)
         if engine is None:
-            from tfdist.collectives.tensorflow import TensorFlowEngine
+            from tfdist.collectives.tensorflow import TensorFlowEngine, started_by_tf_config
 
+            notice_one_rank(started_by_tf_config())
             pin_gpu()
             with meeting(watchdog_seconds):
                 engine = TensorFlowEngine(mesh, communication)
-        super().__init__(engine, watchdog_seconds=watchdog_seconds, **options)
+        super().__init__(engine, **options)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import sys
 import threading
 from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
+from absl import logging
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 
+from tfdist import checks
 from tfdist.collectives import Engine, Group, all_gather, all_reduce
 from tfdist.data.sharding import equal_steps, is_per_rank, mark_per_rank, shard_batches
 from tfdist.mesh import Mesh
 from tfdist.monitoring import Watchdog, startup_guard
 from tfdist.optimizers.tuning import Tuning, tune
+from tfdist.schedulers import started_by_scheduler
 from tfdist.strategies import keras_seam
 from tfdist.strategies.gathering import gathered_for_step
 from tfdist.strategies.gradients import reduce_gradients
@@ -23,12 +28,14 @@ from tfdist.strategies.keras_seam.steps import count_rows, run_keras_step
 from tfdist.strategies.randomness import share_random_state
 from tfdist.strategies.replica import KerasStep, ReplicaContext, current_replica
 
-__all__ = ["WATCHDOG_SECONDS", "ParallelStrategy", "meeting"]
+__all__ = ["WATCHDOG_SECONDS", "ParallelStrategy", "check_options", "meeting", "notice_one_rank"]
 
 #: Longer than any sane pause between two collectives: loading data, tracing, saving.
 WATCHDOG_SECONDS = 600.0
 
 _MIB = 1 << 20
+#: More than any rank has, and few enough for TensorFlow to count bytes in an int64.
+_MOST_BUCKET_MIB = 1 << 20
 
 
 class ParallelStrategy(tf.distribute.Strategy):
@@ -77,20 +84,20 @@ class ParallelStrategy(tf.distribute.Strategy):
         watchdog_seconds: float = WATCHDOG_SECONDS,
         deterministic: bool = False,
     ):
+        checks.instance("engine", engine, Engine, "an Engine of tfdist.collectives")
+        check_options(
+            None,
+            engine,
+            zero_stage=zero_stage,
+            bucket_mib=bucket_mib,
+            wire_dtype=wire_dtype,
+            watchdog_seconds=watchdog_seconds,
+            deterministic=deterministic,
+        )
         if deterministic and not engine.is_deterministic:
             raise ValueError(
                 "An engine that was made with `deterministic=False` cannot fix the order of its "
                 "sums now. Received: deterministic=True and such an engine."
-            )
-        if zero_stage not in (0, 1, 2, 3):
-            raise ValueError(f"`zero_stage` is 0, 1, 2 or 3. Received: {zero_stage!r}.")
-        if bucket_mib is not None and bucket_mib <= 0:
-            raise ValueError(f"`bucket_mib` is positive. Received: {bucket_mib}.")
-        if wire_dtype not in (None, "bfloat16", "float16"):
-            raise ValueError(f"`wire_dtype` is 'bfloat16' or 'float16'. Received: {wire_dtype!r}.")
-        if watchdog_seconds < 0:
-            raise ValueError(
-                f"`watchdog_seconds` is positive, or 0 for no watchdog. Received: {watchdog_seconds}."
             )
         self._engine = engine
         # One rank has nothing to share.
@@ -184,6 +191,59 @@ class ParallelStrategy(tf.distribute.Strategy):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.mesh!r})"
+
+
+def check_options(
+    mesh: Mesh | None,
+    engine: Engine | None,
+    *,
+    zero_stage: int = 0,
+    bucket_mib: float | None = None,
+    wire_dtype: str | None = None,
+    watchdog_seconds: float = WATCHDOG_SECONDS,
+    deterministic: bool = False,
+) -> None:
+    """Checks the arguments of a strategy, before its ranks meet.
+
+    Args:
+        mesh: The mesh, for a new engine.
+        engine: An engine that already runs.
+        zero_stage: As in `ParallelStrategy`.
+        bucket_mib: As in `ParallelStrategy`.
+        wire_dtype: As in `ParallelStrategy`.
+        watchdog_seconds: As in `ParallelStrategy`.
+        deterministic: As in `ParallelStrategy`.
+
+    Raises:
+        ValueError: A value is out of its range.
+        TypeError: The mesh or the engine is none.
+    """
+    checks.instance("mesh", mesh, Mesh, "a tfdist.Mesh", optional=True)
+    checks.instance("engine", engine, Engine, "an Engine of tfdist.collectives", optional=True)
+    if mesh is not None and engine is not None:
+        raise ValueError(
+            f"An `engine` has its mesh already: leave out `mesh`. Received: mesh={mesh!r}."
+        )
+    checks.integer("zero_stage", zero_stage, minimum=0, maximum=3)
+    checks.number("bucket_mib", bucket_mib, above=0, maximum=_MOST_BUCKET_MIB, optional=True)
+    checks.one_of("wire_dtype", wire_dtype, ("bfloat16", "float16"), optional=True)
+    checks.number("watchdog_seconds", watchdog_seconds, minimum=0, maximum=checks.YEAR_SECONDS)
+    checks.boolean("deterministic", deterministic)
+
+
+def notice_one_rank(started: tuple[int, int] | None) -> None:
+    """Says so where a strategy of many ranks has one, for nobody used a launcher.
+
+    Args:
+        started: What the launcher of the strategy's own said, if there was one.
+    """
+    if started is None and started_by_scheduler() is None:
+        script = os.path.basename(sys.argv[0] or "")
+        logging.warning(
+            "tfdist: 1 rank: this process was not started by a launcher; `tfdist-run -np 4 -- "
+            "python %s` starts 4.",
+            script if script.endswith(".py") else "train.py",
+        )
 
 
 def meeting(watchdog_seconds: float):

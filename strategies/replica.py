@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -72,6 +73,8 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         step: The Keras step under way, or None for a function of the user's own.
         reduced: The ids of optimizers whose gradients were already reduced in this run.
         applied_to: By an optimizer's id, the variables of the gradients that it is applying.
+        has_padding: Whether what is computed now is of a row that is not there, since this rank has
+            none: a bool tensor. None where nothing is padded.
     """
 
     def __init__(self, strategy, step: KerasStep | None):
@@ -79,11 +82,21 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         self.step = step
         self.reduced: set[int] = set()
         self.applied_to: dict[int, list] = {}
+        self.has_padding: tf.Tensor | None = None
 
     @property
     def devices(self):
         """The device of this rank."""
         return self._strategy.extended.worker_devices
+
+    @contextlib.contextmanager
+    def padded(self, has_padding: tf.Tensor) -> Iterator[None]:
+        """Inside, collectives leave out what this rank has computed of a row that is not there."""
+        before, self.has_padding = self.has_padding, has_padding
+        try:
+            yield
+        finally:
+            self.has_padding = before
 
     def all_reduce(self, reduce_op, value, options=None):
         """Reduces a tensor, or a nest of them, over the data axis; differentiable.
@@ -96,10 +109,14 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         del options
         reduction = getattr(reduce_op, "value", reduce_op).lower()
         group = self._strategy.group("data")
-        return tf.nest.map_structure(
-            lambda tensor: _weighted(lambda x: all_reduce(x, group, reduction), tensor, self.step),
-            value,
-        )
+
+        def reduce(tensor):
+            if self.has_padding is not None:
+                tensor = tf.convert_to_tensor(tensor)
+                tensor = tf.where(self.has_padding, tf.zeros_like(tensor), tensor)
+            return _weighted(lambda x: all_reduce(x, group, reduction), tensor, self.step)
+
+        return tf.nest.map_structure(reduce, value)
 
     def all_gather(self, value, axis, options=None):
         """Concatenates the ranks' tensors along `axis`, in data order; differentiable.
@@ -114,12 +131,15 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         """
         del options
         group = self._strategy.group("data")
-        return tf.nest.map_structure(
-            lambda tensor: _weighted(
-                lambda x: all_gather(x, group, axis, uneven=True), tensor, self.step
-            ),
-            value,
-        )
+
+        def gather(tensor):
+            if self.has_padding is not None:
+                tensor = tf.convert_to_tensor(tensor)
+                rows = tf.where(self.has_padding, 0, tf.shape(tensor)[0])
+                tensor = tensor[:rows]
+            return _weighted(lambda x: all_gather(x, group, axis, uneven=True), tensor, self.step)
+
+        return tf.nest.map_structure(gather, value)
 
 
 def current_replica() -> ReplicaContext | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfdist import checks
+
 __all__ = ["NoTPUError", "tpu"]
 
 
@@ -27,8 +29,10 @@ def tpu(name: str = "local") -> tf.distribute.TPUStrategy:
             TPU's own machine.
 
     Raises:
+        ValueError: The name is empty, or no text.
         NoTPUError: There is none.
     """
+    checks.text("name", name)
     try:
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name)
         tf.config.experimental_connect_to_cluster(resolver)

@@ -55,7 +55,9 @@ def test_resolving_leaves_the_mesh_as_it_was():
 @pytest.mark.parametrize("degree", [0, -2, 1.0, "2", True, None])
 @pytest.mark.parametrize("axis", AXES)
 def test_a_degree_is_a_positive_integer_or_minus_one(axis, degree):
-    with pytest.raises(ValueError, match=f"positive integer, or -1.*{axis}={degree!r}"):
+    with pytest.raises(
+        ValueError, match=f"`{axis}` is an int of at least 1, or -1.*{axis}={degree!r}"
+    ):
         Mesh(**{axis: degree})
 
 
@@ -68,16 +70,18 @@ def test_only_one_axis_is_what_is_left():
     ("degrees", "size", "words"),
     [
         ({"data": 2, "tensor": 2}, 8, ["data 2 x pipeline 1 x tensor 2", "is 4 ranks", "8 were"]),
-        ({"tensor": 3}, 8, ["data -1 x pipeline 1 x tensor 3", "data 2", "is 6 ranks", "8 were"]),
-        ({"pipeline": 4}, 2, ["pipeline 4", "is 4 ranks", "2 were started", "Start 4 ranks"]),
+        ({"tensor": 3}, 8, ["pipeline 1 x tensor 3", "the rest is data", "8 were", "6 or 9"]),
+        ({"tensor": 2}, 3, ["a multiple of 2 ranks", "3 were started", "Start 2 or 4 ranks"]),
+        ({"pipeline": 4}, 2, ["pipeline 4", "of 4 ranks", "2 were started", "Start 4 ranks"]),
     ],
-    ids=["too-small", "does-not-divide", "too-large"],
+    ids=["too-small", "does-not-divide", "odd", "too-large"],
 )
 def test_a_mesh_that_does_not_fill_the_world_names_every_degree(degrees, size, words):
     with pytest.raises(ValueError) as error:
         Mesh(**degrees).resolve(size=size, rank=0)
     for word in words:
         assert word in str(error.value)
+    assert "-1" not in str(error.value)
 
 
 @pytest.mark.parametrize(("size", "rank"), [(4, 4), (4, -1), (0, 0)])

@@ -20,6 +20,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist import checks
 from tfdist.collectives import Engine, all_gather, all_reduce, broadcast
 
 __all__ = [
@@ -41,19 +42,11 @@ class _LearningRateCallback(keras.callbacks.Callback):
         self, initial_lr, start_epoch, end_epoch, staircase, momentum_correction, steps_per_epoch
     ):
         super().__init__()
-        if not _is_number(initial_lr) or not 0 < initial_lr < math.inf:
-            raise ValueError(
-                "`initial_lr` is a positive number: the rate for all replicas together. "
-                f"Received: initial_lr={initial_lr!r}."
-            )
-        if steps_per_epoch is not None and (
-            not isinstance(steps_per_epoch, numbers.Integral) or steps_per_epoch < 1
-        ):
-            raise ValueError(
-                "`steps_per_epoch` is a positive integer, or None to ask Keras. "
-                f"Received: steps_per_epoch={steps_per_epoch!r}."
-            )
-        self.initial_lr = float(initial_lr)
+        self.initial_lr = float(checks.number("initial_lr", initial_lr, above=0))
+        checks.boolean("momentum_correction", momentum_correction)
+        steps_per_epoch = checks.integer(
+            "steps_per_epoch", steps_per_epoch, minimum=1, optional=True, also="None to ask Keras"
+        )
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
         self.staircase = staircase
@@ -158,19 +151,19 @@ class LearningRateScheduleCallback(_LearningRateCallback):
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
     ):
-        super().__init__(
-            initial_lr, start_epoch, end_epoch, staircase, momentum_correction, steps_per_epoch
-        )
-        if not callable(multiplier) and not _is_number(multiplier):
-            raise ValueError(
-                "`multiplier` is a number, or a function of the epoch. "
-                f"Received: multiplier={multiplier!r}."
-            )
-        if start_epoch < 0 or (end_epoch is not None and end_epoch <= start_epoch):
+        start_epoch = checks.integer("start_epoch", start_epoch, minimum=0)
+        end_epoch = checks.integer("end_epoch", end_epoch, optional=True)
+        checks.boolean("staircase", staircase)
+        if end_epoch is not None and end_epoch <= start_epoch:
             raise ValueError(
                 "The rate is set in epochs from `start_epoch` up to, not including, `end_epoch`. "
                 f"Received: start_epoch={start_epoch}, end_epoch={end_epoch}, which holds none."
             )
+        super().__init__(
+            initial_lr, start_epoch, end_epoch, staircase, momentum_correction, steps_per_epoch
+        )
+        if not callable(multiplier):
+            checks.number("multiplier", multiplier, minimum=0, also="a function of the epoch")
         self.multiplier = multiplier
 
     def _multiplier(self, epoch: float) -> float:
@@ -213,11 +206,10 @@ class LearningRateWarmupCallback(_LearningRateCallback):
         steps_per_epoch: int | None = None,
         verbose: int = 0,
     ):
-        if not _is_number(warmup_epochs) or not 0 <= warmup_epochs < math.inf:
-            raise ValueError(
-                "`warmup_epochs` is a number of epochs, 0 for no warm-up. "
-                f"Received: warmup_epochs={warmup_epochs!r}."
-            )
+        warmup_epochs = checks.number(
+            "warmup_epochs", warmup_epochs, minimum=0, maximum=checks.LARGEST
+        )
+        verbose = checks.integer("verbose", verbose, minimum=0, maximum=2)
         super().__init__(initial_lr, 0, warmup_epochs, False, momentum_correction, steps_per_epoch)
         self.warmup_epochs = warmup_epochs
         self.verbose = verbose
@@ -269,9 +261,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def __init__(self, root_rank: int = 0):
         super().__init__()
-        if not isinstance(root_rank, numbers.Integral) or isinstance(root_rank, bool):
-            raise ValueError(f"`root_rank` is an integer. Received: root_rank={root_rank!r}.")
-        self.root_rank: int = int(root_rank)
+        self.root_rank: int = checks.integer("root_rank", root_rank, minimum=0)
         self._done: bool = False
 
     def on_train_begin(self, logs=None):
@@ -372,6 +362,17 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         save_freq: str | int = "epoch",
         initial_value_threshold: float | None = None,
     ):
+        filepath = checks.path("filepath", filepath)
+        checks.boolean("save_weights_only", save_weights_only)
+        ending = ".weights.h5" if save_weights_only else ".keras"
+        if not filepath.endswith(ending):
+            raise checks.refuse("filepath", filepath, f"a path that ends in {ending!r}")
+        checks.text("monitor", monitor)
+        checks.integer("verbose", verbose, minimum=0, maximum=2)
+        checks.one_of("mode", mode, ("auto", "min", "max"))
+        if save_freq != "epoch":
+            checks.integer("save_freq", save_freq, minimum=1, also="'epoch'")
+        checks.number("initial_value_threshold", initial_value_threshold, optional=True)
         super().__init__(
             filepath,
             monitor=monitor,

@@ -1,8 +1,11 @@
 """With what code a process of tfdist ends, apart from 0 and from those of the user's program."""
 
-__all__ = ["ENDED_BY_WATCHDOG", "PREEMPTED", "USAGE"]
+__all__ = ["ENDED_BY_WATCHDOG", "FAILED", "PREEMPTED", "USAGE"]
 
-#: A bad flag, argument or environment.
+#: Something failed that may go well another time.
+FAILED = 1
+
+#: A bad flag, argument or environment, and what another start would not mend.
 USAGE = 2
 
 #: A rank that another rank's trouble stopped (EX_TEMPFAIL of sysexits.h: whoever supervises the

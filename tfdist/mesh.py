@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 from collections.abc import Iterable, Mapping, Sequence
+
+from tfdist import checks
 
 __all__ = ["AXES", "Mesh"]
 
@@ -51,25 +54,16 @@ class Mesh:
         *,
         order: Sequence[str] = DEFAULT_ORDER,
     ):
-        degrees = {"data": data, "pipeline": pipeline, "tensor": tensor}
-        for axis, degree in degrees.items():
-            if (
-                isinstance(degree, bool)
-                or not isinstance(degree, int)
-                or degree == 0
-                or degree < -1
-            ):
-                raise ValueError(
-                    f"A mesh axis is a positive integer, or -1 for what is left. Received: {axis}={degree!r}."
-                )
+        given = {"data": data, "pipeline": pipeline, "tensor": tensor}
+        degrees = {axis: _degree(axis, degree) for axis, degree in given.items()}
         free = [axis for axis, degree in degrees.items() if degree == -1]
         if len(free) > 1:
             raise ValueError(
                 f"Only one mesh axis can be -1 (what is left). Received: {', '.join(f'{a}=-1' for a in free)}."
             )
-        if sorted(order) != sorted(AXES):
-            raise ValueError(
-                f"`order` names each of {AXES} once, slowest first. Received: order={tuple(order)!r}."
+        if not isinstance(order, list | tuple) or sorted(map(str, order)) != sorted(AXES):
+            raise checks.refuse(
+                "order", order, f"a list that names each of {AXES} once, slowest first"
             )
         self._degrees = degrees
         self._order = tuple(order)
@@ -81,19 +75,17 @@ class Mesh:
         Raises:
             ValueError: The degrees do not multiply to `size`, or `rank` is not in the world.
         """
+        size = checks.integer("size", size)
+        rank = checks.integer("rank", rank)
         if not 0 <= rank < size:
-            raise ValueError(f"A rank lies in [0, size). Received: rank={rank}, size={size}.")
-        degrees = dict(self._degrees)
-        fixed = math.prod(degree for degree in degrees.values() if degree != -1)
-        for axis, degree in degrees.items():
-            if degree == -1:
-                degrees[axis] = max(size // fixed, 1)
+            raise ValueError(f"A `rank` lies in [0, size). Received: rank={rank}, size={size}.")
+        fixed = math.prod(degree for degree in self._degrees.values() if degree != -1)
+        degrees = {
+            axis: max(size // fixed, 1) if degree == -1 else degree
+            for axis, degree in self._degrees.items()
+        }
         if math.prod(degrees.values()) != size:
-            raise ValueError(
-                f"The mesh {_product(self._degrees)} does not fill the world: "
-                f"{_product(degrees)} is {math.prod(degrees.values())} ranks, but {size} were "
-                f"started. Start {math.prod(degrees.values())} ranks, or change the mesh."
-            )
+            raise ValueError(self._does_not_fill(size, fixed))
         resolved = Mesh(**degrees, order=self._order)
         resolved._rank = rank
         return resolved
@@ -127,10 +119,11 @@ class Mesh:
     def coordinates(self, rank: int | None = None) -> dict[str, int]:
         """The index of `rank` (default: this process) on each axis."""
         self._require_resolved("coordinates")
+        rank = checks.integer("rank", rank, optional=True)
         rest = self.rank if rank is None else rank
         if not 0 <= rest < self.size:
             raise ValueError(
-                f"A rank of this mesh lies in [0, {self.size}). Received: rank={rank}."
+                f"A `rank` of this mesh lies in [0, {self.size}). Received: rank={rank}."
             )
         found = {}
         for axis in reversed(self._order):
@@ -139,10 +132,12 @@ class Mesh:
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
         """The rank at the given coordinates; axes that are not named take this rank's own."""
+        checks.instance("coordinates", coordinates, Mapping, "a dict from axes to places on them")
         place = {**self.coordinates(), **coordinates}
         self._check_axes(coordinates)
         rank = 0
         for axis in self._order:
+            checks.integer(axis, place[axis])
             if not 0 <= place[axis] < self._degrees[axis]:
                 raise ValueError(
                     f"The {axis} axis has {self._degrees[axis]} ranks. Received: {axis}={place[axis]}."
@@ -169,6 +164,22 @@ class Mesh:
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """All groups along the given axes: a partition of the world, by ascending first rank."""
         return sorted({self.group(*axes, rank=rank) for rank in range(self.size)})
+
+    def _does_not_fill(self, size: int, fixed: int) -> str:
+        """What is wrong with a world of `size` ranks, and which worlds would be right."""
+        named = {axis: degree for axis, degree in self._degrees.items() if degree != -1}
+        what = f"{_product(named)} is {fixed} {_ranks(fixed)}"
+        right = [fixed]
+        if len(named) < len(self._degrees):
+            (free,) = self._degrees.keys() - named.keys()
+            what = f"{_product(named)} takes a multiple of {fixed} ranks, the rest is {free}"
+            below = size // fixed * fixed
+            right = [below, below + fixed] if below else [fixed]
+        start = f"{' or '.join(map(str, right))} {_ranks(right[-1])}"
+        return (
+            f"The mesh does not fill the world: {what}, but {size} "
+            f"{'was' if size == 1 else 'were'} started. Start {start}, or change the mesh."
+        )
 
     def __repr__(self) -> str:
         degrees = ", ".join(f"{axis}={degree}" for axis, degree in self._degrees.items())
@@ -200,6 +211,16 @@ class Mesh:
         for axis in axes:
             if axis not in AXES:
                 raise ValueError(f"The axes of a mesh are {AXES}. Received: {axis!r}.")
+
+
+def _degree(axis: str, value: object) -> int:
+    if isinstance(value, numbers.Integral) and value == -1:
+        return -1
+    return checks.integer(axis, value, minimum=1, also="-1 for what the other axes leave")
+
+
+def _ranks(count: int) -> str:
+    return "rank" if count == 1 else "ranks"
 
 
 def _product(degrees: Mapping[str, int]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-from tfdist.launch.command import UsageError
+from tfdist.launch.flag_values import MOST_RANKS, YEAR, UsageError, refuse
 
 __all__ = [
     "Job",
@@ -26,8 +26,16 @@ _MIB = {"M": 1, "G": 1024, "T": 1024**2}
 _CLOCK = re.compile(r"(?:([0-9]+)-)?([0-9]+):([0-5]?[0-9]):([0-5]?[0-9])")
 _UNITS = re.compile(r"(?:([0-9]+)d)?(?:([0-9]+)h)?(?:([0-9]+)m)?(?:([0-9]+)s)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-#: What ends a value, or begins something else, in the lines of a batch script.
-_ODD = re.compile(r"[\s'\"\\#]|[^\x20-\x7e]")
+#: What ends a value, or begins something else, in the lines of a batch script, or in a shell that
+#: reads the value from there.
+_ODD = re.compile(r"[\s'\"\\#$`;&|<>(){}*?!~]|[^\x20-\x7e]")
+_MOST_CHARACTERS = 255
+#: Of a rank. The machines with most have some two thousand.
+_MOST_CORES = 4096
+#: Kubernetes counts the failures of all ranks in 32 bits.
+_MOST_RESTARTS = 10_000
+#: MiB: a pebibyte.
+_MOST_MEMORY = 1024**3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,16 +99,26 @@ class JobFlags:
     def __init__(self, values: flags.FlagValues):
         self._name = flags.DEFINE_string("name", "tfdist", "Of the job", flag_values=values)
         self._np = flags.DEFINE_integer(
-            "np", None, "How many ranks", lower_bound=1, flag_values=values
+            "np", None, "How many ranks", lower_bound=1, upper_bound=MOST_RANKS, flag_values=values
         )
         self._nodes = flags.DEFINE_integer(
-            "nodes", None, "How many nodes they are on [1]", lower_bound=1, flag_values=values
+            "nodes",
+            None,
+            "How many nodes they are on [1]",
+            lower_bound=1,
+            upper_bound=MOST_RANKS,
+            flag_values=values,
         )
         self._per_node = flags.DEFINE_integer(
-            "ranks_per_node", None, "In place of --np", lower_bound=1, flag_values=values
+            "ranks_per_node",
+            None,
+            "In place of --np",
+            lower_bound=1,
+            upper_bound=MOST_RANKS,
+            flag_values=values,
         )
         self._cpus = flags.DEFINE_integer(
-            "cpus", 1, "Cores of a rank", lower_bound=1, flag_values=values
+            "cpus", 1, "Cores of a rank", lower_bound=1, upper_bound=_MOST_CORES, flag_values=values
         )
         self._memory = flags.DEFINE_string(
             "memory", None, "Of a rank: 16G, 500M", flag_values=values
@@ -118,6 +136,7 @@ class JobFlags:
             0,
             "How many failures are followed by another start",
             lower_bound=0,
+            upper_bound=_MOST_RESTARTS,
             flag_values=values,
         )
         self._save = flags.DEFINE_integer(
@@ -128,6 +147,14 @@ class JobFlags:
             upper_bound=50_000,
             flag_values=values,
         )
+
+    def _check_fits(self) -> None:
+        ranks = (self._nodes.value or 1) * (self._per_node.value or 1)
+        if ranks > MOST_RANKS:
+            raise UsageError(
+                f"A job has at most {MOST_RANKS:,} ranks. Received: {self.places_ranks}, which is "
+                f"{ranks:,}."
+            )
 
     @property
     def places_ranks(self) -> str:
@@ -148,12 +175,16 @@ class JobFlags:
             raise UsageError(
                 "Say what to run: tfdist-launch SCHEDULER [flags] -- command. Received: no command."
             )
+        self._check_fits()
         nodes, per_node = _layout(self._np.value, self._nodes.value, self._per_node.value)
         seconds = None if self._time.value is None else parse_time(self._time.value)
         environment = key_values("--env", self._env.value or ())
         for name in environment:
             if _VARIABLE.fullmatch(name) is None:
-                raise UsageError(f"--env is NAME=VALUE. Received: the name {name!r}.")
+                raise UsageError(
+                    f"--env is NAME=VALUE. Received: --env={name}={environment[name][:80]}, with "
+                    f"the name {name!r}."
+                )
         return Job(
             name=self._name.value,
             nodes=nodes,
@@ -209,14 +240,22 @@ def parse_time(text: str) -> int:
     Raises:
         UsageError: It is neither.
     """
-    found = _CLOCK.fullmatch(text) or (text and _UNITS.fullmatch(text))
-    parts = [int(part or 0) for part in found.groups()] if found else []
+    clock = _CLOCK.fullmatch(text)
+    found = clock or (text and _UNITS.fullmatch(text))
+    # Longer numbers are above any limit, and Python takes its time to read them.
+    parts = [int((part or "0")[:12]) for part in found.groups()] if found else []
+    if clock and clock[1] and parts[1] > 23:
+        raise UsageError(
+            f"--time has days and at most 23 hours, 1-12:00:00. Received: --time={text}."
+        )
     seconds = sum(part * unit for part, unit in zip(parts, (86_400, 3600, 60, 1), strict=False))
     if not seconds:
         raise UsageError(
             f"--time is written with its units, 90m, 12h or 1d12h, or as days-hours:minutes:"
             f"seconds, 1-12:00:00. Received: --time={text}."
         )
+    if seconds > YEAR:
+        raise UsageError(f"--time is at most {YEAR // 86_400} days. Received: --time={text}.")
     return seconds
 
 
@@ -229,7 +268,10 @@ def parse_size(flag: str, text: str) -> int:
     found = _SIZE.fullmatch(text)
     if found is None:
         raise UsageError(f"--{flag} is a size such as 16G or 500M. Received: --{flag}={text}.")
-    return int(found[1]) * _MIB[found[2]]
+    size = int(found[1][:12]) * _MIB[found[2]]
+    if size > _MOST_MEMORY:
+        raise refuse(flag, text, f"at most {_MOST_MEMORY // 1024**2:,}T")
+    return size
 
 
 def in_units(mebibytes: int) -> str:
@@ -257,11 +299,12 @@ def refuse_odd(flag: str, text: str) -> None:
     """Refuses a value that a scheduler would read as something else.
 
     Raises:
-        UsageError: It is empty, begins with a hyphen, or holds blanks, quotes, backslashes, #, or
-            what is no ASCII.
+        UsageError: It is empty, too long, begins with a hyphen, or holds blanks, quotes, what a
+            shell reads as something else, or what is no ASCII.
     """
-    if not text or text.startswith("-") or _ODD.search(text):
+    if not text or text.startswith("-") or _ODD.search(text) or len(text) > _MOST_CHARACTERS:
+        received = text if len(text) <= _MOST_CHARACTERS else f"{text[:80]}... of {len(text)}"
         raise UsageError(
-            f"{flag} is a word without blanks, quotes, backslashes and #, in ASCII. "
-            f"Received: {flag}={text!r}."
+            f"{flag} is a word of at most {_MOST_CHARACTERS} characters in ASCII, without blanks, "
+            f"quotes, # and what is special to a shell. Received: {flag}={received!r}."
         )

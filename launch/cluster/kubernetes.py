@@ -10,18 +10,24 @@ from tfdist.launch.cluster.indexed_job import indexed_job
 from tfdist.launch.cluster.job_flags import (
     JobFlags,
     define_repeated,
-    key_values,
     parse_size,
-    refuse_odd,
+)
+from tfdist.launch.cluster.kubernetes_names import (
+    check_image,
+    check_mounts,
+    check_path,
+    check_queue,
+    check_resource,
+    labels_of,
 )
 from tfdist.launch.cluster.manifests import to_yaml
 from tfdist.launch.cluster.mpi_job import mpi_job
 from tfdist.launch.cluster.pods import Pods
-from tfdist.launch.command import UsageError
+from tfdist.launch.flag_values import UsageError, refuse_ignored
 
 __all__ = ["FOLDED", "VALUES", "from_flags"]
 
-_VOLUME = re.compile(r"([a-z0-9][-.a-z0-9]*):(/[^:\s]*)(:ro)?")
+_VOLUME = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?):(/[^:\s]+)(:ro)?")
 
 VALUES = flags.FlagValues()
 _JOB = JobFlags(VALUES)
@@ -83,15 +89,23 @@ def from_flags(command: list[str]) -> str:
     job = _JOB.read(command)
     if _IMAGE.value is None:
         raise UsageError("Say what image the pods run: --image=registry/name:tag. Received: none.")
-    refuse_odd("--image", _IMAGE.value)
+    check_image(_IMAGE.value)
+    for name, path in (("chdir", job.directory), ("ssh_auth_mount_path", _SSH.value)):
+        if path is not None:
+            check_path(name, path)
+    if not job.gpu:
+        refuse_ignored(VALUES, (_GPU_RESOURCE,), "is for --gpu", "alone")
+    check_resource(_GPU_RESOURCE.value)
+    volumes = [_volume(text) for text in _VOLUMES.value or ()]
+    check_mounts([path for _, path, _ in volumes])
     pods = Pods(
         image=_IMAGE.value,
         namespace=_NAMESPACE.value,
-        volumes=[_volume(text) for text in _VOLUMES.value or ()],
+        volumes=volumes,
         shared_memory=parse_size("shared_memory", _SHARED_MEMORY.value),
         gpu_resource=_GPU_RESOURCE.value,
-        node_selector=key_values("--node_selector", _NODE_SELECTOR.value or ()),
-        queue=_QUEUE.value,
+        node_selector=labels_of("node_selector", _NODE_SELECTOR.value or ()),
+        queue=check_queue(_QUEUE.value),
         user=_USER.value,
     )
     if _KIND.value == "mpijob":
@@ -121,4 +135,5 @@ def _volume(text: str) -> tuple[str, str, bool]:
             "--volume is CLAIM:/path, or CLAIM:/path:ro for reading only. Received: "
             f"--volume={text}."
         )
-    return found[1], found[2], found[3] is not None
+    check_path("volume", found[3])
+    return found[1], found[3], found[4] is not None

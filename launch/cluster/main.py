@@ -15,8 +15,9 @@ from absl import flags
 
 from tfdist.launch import command
 from tfdist.launch.cluster import kubernetes, sbatch
+from tfdist.launch.flag_values import output_file
 
-__all__ = ["run"]
+__all__ = ["PROGRAMS", "run"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,17 +67,8 @@ _OUTPUTS = {
 def run() -> None:
     """The console script."""
     program, *words = sys.argv
-    if words and words[0] in _SCHEDULERS:
-        scheduler = _SCHEDULERS[words[0]]
-        command.run(
-            functools.partial(_main, words[0]),
-            scheduler.values,
-            usage=f"tfdist-launch {words[0]} [flags] -- command [arguments]",
-            summary=scheduler.summary,
-            rest=True,
-            folded=scheduler.folded,
-            arguments=[program, *words[1:]],
-        )
+    if words and words[0] in PROGRAMS:
+        PROGRAMS[words[0]].run([program, *words[1:]])
     names = " or ".join(_SCHEDULERS)
     command.run_without_choice(
         sys.argv,
@@ -88,20 +80,41 @@ def run() -> None:
     )
 
 
-def _main(name: str, words: list[str]) -> int:
+def _check(name: str, words: list[str]) -> str:
+    """The text that is to be written."""
+    for word in words:
+        if not word.isascii() and not word.encode(errors="replace").decode() == word:
+            raise command.UsageError(f"The command is a text in UTF-8. Received: {word!r}.")
     text = _SCHEDULERS[name].write(words)
+    output = _OUTPUTS[name].value
+    if output is not None:
+        output_file("output", output)
+    return text
+
+
+def _main(name: str, text: str) -> int:
     output = _OUTPUTS[name].value
     if output is None:
         print(text, end="")
         return 0
-    try:
-        Path(output).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise command.UsageError(
-            f"--output={output} cannot be written: {error.strerror}."
-        ) from error
+    Path(output).write_text(text, encoding="utf-8")
     command.say("tfdist-launch", f"to start it: {_SCHEDULERS[name].submit} {output}")
     return 0
+
+
+#: By scheduler.
+PROGRAMS = {
+    name: command.Program(
+        functools.partial(_main, name),
+        scheduler.values,
+        usage=f"tfdist-launch {name} [flags] -- command [arguments]",
+        summary=scheduler.summary,
+        check=functools.partial(_check, name),
+        rest=True,
+        folded=scheduler.folded,
+    )
+    for name, scheduler in _SCHEDULERS.items()
+}
 
 
 if __name__ == "__main__":

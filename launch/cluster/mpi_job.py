@@ -20,7 +20,7 @@ from tfdist.launch.cluster.pods import (
     needs,
     pod_template,
 )
-from tfdist.launch.command import UsageError
+from tfdist.launch.flag_values import UsageError
 
 __all__ = ["mpi_job"]
 

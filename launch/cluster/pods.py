@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.launch.cluster.job_flags import Job, in_units
-from tfdist.launch.command import UsageError
+from tfdist.launch.flag_values import UsageError, refuse
 
 __all__ = [
     "Pods",
@@ -73,10 +73,13 @@ def check_names(job: Job, pods: Pods, longest_host: str) -> None:
             f"--name is too long: hosts are named by it, {longest_host}, and a host has at most "
             f"{_MOST_CHARACTERS} characters. Received: {len(longest_host)}."
         )
-    if pods.namespace is not None and _LABEL.fullmatch(pods.namespace) is None:
-        raise UsageError(
-            "--namespace is small letters, digits and hyphens. Received: "
-            f"--namespace={pods.namespace}."
+    if pods.namespace is not None and (
+        _LABEL.fullmatch(pods.namespace) is None or len(pods.namespace) > _MOST_CHARACTERS
+    ):
+        raise refuse(
+            "namespace",
+            pods.namespace,
+            f"small letters, digits and hyphens, at most {_MOST_CHARACTERS} of them",
         )
 
 

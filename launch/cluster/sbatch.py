@@ -11,7 +11,7 @@ from absl import flags
 
 from tfdist import exit_codes
 from tfdist.launch.cluster.job_flags import Job, JobFlags, define_repeated, in_units, refuse_odd
-from tfdist.launch.command import UsageError
+from tfdist.launch.flag_values import UsageError, refuse
 
 __all__ = ["FOLDED", "VALUES", "SlurmOptions", "batch_script", "from_flags"]
 
@@ -21,6 +21,27 @@ _MARGIN_SECONDS = 60
 
 #: Options of sbatch that have another name as a flag.
 _FLAGS = {"job-name": "name", "output": "log", "gpus-per-node": "gpu_type"}
+
+#: Options of sbatch that the script has by itself, and the flags that say what they are.
+_TAKEN = {
+    **dict.fromkeys(("--job-name", "-J"), "--name"),
+    **dict.fromkeys(("--nodes", "-N"), "--nodes"),
+    **dict.fromkeys(("--ntasks", "-n"), "-np"),
+    **dict.fromkeys(("--ntasks-per-node",), "--ranks_per_node"),
+    **dict.fromkeys(("--cpus-per-task", "-c"), "--cpus"),
+    **dict.fromkeys(("--mem", "--mem-per-cpu", "--mem-per-gpu"), "--memory"),
+    **dict.fromkeys(("--gpus", "-G", "--gpus-per-node", "--gpus-per-task"), "--gpu"),
+    **dict.fromkeys(("--time", "-t"), "--time"),
+    **dict.fromkeys(("--partition", "-p"), "--partition"),
+    **dict.fromkeys(("--account", "-A"), "--account"),
+    **dict.fromkeys(("--chdir", "-D"), "--chdir"),
+    **dict.fromkeys(("--output", "-o", "--open-mode"), "--log"),
+    **dict.fromkeys(("--requeue", "--no-requeue"), "--requeue"),
+    **dict.fromkeys(("--signal",), "--save_seconds"),
+}
+_WORD = re.compile(r"\w[\w.,:@+%=-]*", re.ASCII)
+#: What file systems take as the name of a log, with a number and an ending.
+_MOST_OF_A_NAME = 128
 
 VALUES = flags.FlagValues()
 _JOB = JobFlags(VALUES)
@@ -83,10 +104,20 @@ def from_flags(command: list[str]) -> str:
     if _GPU_TYPE.value is not None and not job.gpu:
         raise UsageError(f"--gpu_type is for --gpu. Received: --gpu_type={_GPU_TYPE.value} alone.")
     for option in _SBATCH.value or ():
-        if re.fullmatch(r"-[^\n\r]+", option) is None:
-            raise UsageError(
-                f"--sbatch is an option of sbatch, such as --sbatch=--qos=high. Received: {option!r}."
-            )
+        _check_option(option)
+    if len(job.name) > _MOST_OF_A_NAME:
+        raise refuse("name", job.name, f"at most {_MOST_OF_A_NAME} characters")
+    words = {
+        "name": job.name,
+        "partition": _PARTITION.value,
+        "account": _ACCOUNT.value,
+        "gpu_type": _GPU_TYPE.value,
+    }
+    for flag, word in words.items():
+        if word is not None:
+            refuse_odd(f"--{flag}", word)
+            if _WORD.fullmatch(word) is None:
+                raise refuse(flag, word, "letters, digits and .,:@+%=- behind the first of them")
     return batch_script(
         job,
         SlurmOptions(
@@ -100,6 +131,21 @@ def from_flags(command: list[str]) -> str:
             options=_SBATCH.value or (),
         ),
     )
+
+
+def _check_option(option: str) -> None:
+    """Refuses what is no option of sbatch, or one that the script has already."""
+    found = re.fullmatch(r"(--[a-z][a-z-]*|-[A-Za-z])(?:[= ]?(.*))", option)
+    if found is None:
+        raise UsageError(
+            f"--sbatch is an option of sbatch, such as --sbatch=--qos=high. Received: {option!r}."
+        )
+    flag = _TAKEN.get(found[1])
+    if flag is not None:
+        raise UsageError(
+            f"--sbatch is not for what the script says by itself: see {flag}. Received: "
+            f"--sbatch={option}."
+        )
 
 
 def batch_script(job: Job, options: SlurmOptions) -> str:

@@ -1,38 +1,29 @@
-"""Ranks without samples: their layers get one row of zeros, of which nothing is left at the end.
+"""Ranks without samples: what they compute is padded with one row of zeros, which is stripped again.
 
 At the end of an epoch a rank may get no rows. Many kernels do not stand that: those of oneDNN, which
 TensorFlow takes on newer CPUs, give tensors of other shapes or none, some end the process, and
 gradients of depthwise convolutions are what the memory held before. So the outermost layer of a
-call, which most often is the model, gets a row where there is none, and gives none back.
+call, which most often is the model, gets a row where there is none, and gives none back. Losses and
+metrics get one too: the loss of a rank without samples has no weight, and what its metrics have
+counted is taken back at the end of the step.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Iterator
-
 import keras
 import tensorflow as tf
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 
 from tfdist.graph.provenance import with_provenance
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.replica import current_replica
 
-__all__ = ["WRAPPERS", "is_made_up"]
-
-_local = threading.local()
-
-
-def is_made_up() -> tf.Tensor | None:
-    """Whether the layers under way see a row that is not there: a bool; None outside of such a call."""
-    return getattr(_local, "is_empty", None)
+__all__ = ["WRAPPERS"]
 
 
 def _call(original, self, *args, **kwargs):
     replica = current_replica()
-    if is_made_up() is not None or replica is None:
+    if replica is None or replica.has_padding is not None:
         return original(self, *args, **kwargs)
     flat = tf.nest.flatten((args, kwargs))
     places = [place for place, value in enumerate(flat) if _may_be_empty(value)]
@@ -42,18 +33,9 @@ def _call(original, self, *args, **kwargs):
     for place in places:
         flat[place] = _with_a_row(flat[place])
     args, kwargs = tf.nest.pack_sequence_as((args, kwargs), flat)
-    with _inside(rows == 0):
+    with replica.padded(rows == 0):
         outputs = original(self, *args, **kwargs)
     return tf.nest.map_structure(lambda value: _without_it(value, rows), outputs)
-
-
-@contextlib.contextmanager
-def _inside(is_empty) -> Iterator[None]:
-    _local.is_empty = is_empty
-    try:
-        yield
-    finally:
-        _local.is_empty = None
 
 
 def _may_be_empty(value) -> bool:
@@ -69,16 +51,15 @@ def _may_be_empty(value) -> bool:
 def _with_a_row(tensor: tf.Tensor) -> tf.Tensor:
     """The tensor, or a row of zeros where it has none."""
 
-    def row():
-        return tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], axis=0), tensor.dtype)
+    def filled(tensor):
+        def row():
+            return tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], axis=0), tensor.dtype)
 
-    # A condition passes the tensor on as it is; padding would copy it in every step.
-    filled = tf.cond(tf.shape(tensor)[0] == 0, row, lambda: tensor)
-    filled = tf.ensure_shape(filled, [None, *tensor.shape[1:]])
-    mask = get_keras_mask(tensor)
-    if mask is not None:
-        set_keras_mask(filled, _with_a_row(mask))
-    return filled
+        # A condition passes the tensor on as it is; padding would copy it in every step.
+        some = tf.cond(tf.shape(tensor)[0] == 0, row, lambda: tensor)
+        return tf.ensure_shape(some, [None, *tensor.shape[1:]])
+
+    return with_provenance(filled, tensor)
 
 
 def _without_it(value, rows: tf.Tensor):
@@ -93,4 +74,28 @@ def _without_it(value, rows: tf.Tensor):
     return with_provenance(lambda part: part[:some], value)
 
 
-WRAPPERS = (Wrapper(keras.layers.Layer, "__call__", ("self", "args", "kwargs"), _call),)
+def _with_rows_to_compare(original, self, y_true, y_pred, sample_weight=None):
+    """A loss, or metrics, of targets and outputs."""
+    replica, given = current_replica(), (y_true, y_pred, sample_weight)
+    step = None if replica is None else replica.step
+    if step is None or step.is_even or replica.has_padding is not None:
+        return original(self, *given)
+    given = tf.nest.map_structure(
+        lambda part: _with_a_row(part) if _may_be_empty(part) else part, given
+    )
+    with replica.padded(tf.equal(step.rows, 0)):
+        return original(self, *given)
+
+
+WRAPPERS = (
+    Wrapper(keras.layers.Layer, "__call__", ("self", "args", "kwargs"), _call),
+    Wrapper(
+        CompileLoss, "call", ("self", "y_true", "y_pred", "sample_weight"), _with_rows_to_compare
+    ),
+    Wrapper(
+        CompileMetrics,
+        "update_state",
+        ("self", "y_true", "y_pred", "sample_weight"),
+        _with_rows_to_compare,
+    ),
+)

@@ -16,8 +16,9 @@ from keras.src.trainers.compile_utils import CompileLoss
 
 from tfdist.custom_gradient import custom_gradient
 from tfdist.optimizers.non_finite import guard_of
+from tfdist.pipeline import PipelineModel
 from tfdist.strategies.keras_seam.wrapping import Wrapper
-from tfdist.strategies.replica import current_step
+from tfdist.strategies.replica import KerasStep, current_step
 
 __all__ = ["WRAPPERS"]
 
@@ -32,6 +33,7 @@ def _apply_mask(original, sample_weight, mask, dtype, reduction):
     step = current_step()
     if step is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
         return weights
+    _refuse_microbatches(step, "outputs with a Keras mask")
     valid = tf.reduce_sum(tf.cast(mask, "float32"))
     return weights * tf.cast(step.share_of(valid), weights.dtype)
 
@@ -43,8 +45,9 @@ def _reduce_values(original, values, sample_weight=None, reduction="sum_over_bat
         return loss
     if reduction == "sum":
         # Weighting by share would make a mean of it.
-        return tf.math.divide_no_nan(loss, tf.cast(step.share, loss.dtype))
+        return tf.math.divide_no_nan(loss, tf.cast(_share(step), loss.dtype))
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
+        _refuse_microbatches(step, f"reduction={reduction!r}")
         weight = tf.cast(tf.reduce_sum(sample_weight), "float32")
         return loss * tf.cast(step.share_of(weight), loss.dtype)
     return loss
@@ -60,9 +63,35 @@ def _compile_loss(original, self, y_true, y_pred, sample_weight=None):
     @custom_gradient
     def counted_in_full(values):
         # Only the gradient is weighted by share later; what is reported stays as it is.
-        return values, lambda dy: tf.math.divide_no_nan(dy, tf.cast(step.share, dy.dtype))
+        return values, lambda dy: tf.math.divide_no_nan(dy, tf.cast(_share(step), dy.dtype))
 
     return counted_in_full(loss)
+
+
+def _num_parts(step: KerasStep) -> int:
+    """Of how many losses the objective of a rank's step is the mean: those of its micro-batches."""
+    is_pipeline = isinstance(step.model, PipelineModel) and step.kind == "train"
+    return step.model.schedule.num_microbatches if is_pipeline else 1
+
+
+def _share(step: KerasStep) -> tf.Tensor:
+    """The part of the samples of a step that one loss is of."""
+    return step.share / _num_parts(step)
+
+
+def _refuse_microbatches(step: KerasStep, what: str) -> None:
+    """Raises where a loss divides by a sum over samples that one micro-batch does not see.
+
+    Raises:
+        ValueError: The step is one of a pipeline, with several micro-batches.
+    """
+    if _num_parts(step) > 1:
+        raise ValueError(
+            f"A loss with {what} is a mean over the entries that count in the whole batch, of which a "
+            "pipeline's micro-batch is a part. Give entries that do not count a `sample_weight` of 0, "
+            "and take a loss with reduction='sum_over_batch_size'; or num_microbatches=1. Received: "
+            f"num_microbatches={_num_parts(step)} in `{step.model.name}`."
+        )
 
 
 def _watched_loss(original, self, *args, **kwargs):

@@ -7,7 +7,6 @@ import math
 import tensorflow as tf
 from keras.src.backend.tensorflow import nn
 
-from tfdist.strategies.keras_seam.empty_batches import is_made_up
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.replica import current_replica
 
@@ -31,8 +30,6 @@ def _compute_moments_sync(original, x, axes, keepdims):
     if not even:
         parts.append(tf.cast(tf.reshape(tf.size(x) // tf.size(sums), [1]), x.dtype))
     own = tf.concat(parts, axis=0)
-    if (made_up := is_made_up()) is not None:
-        own = tf.math.multiply_no_nan(own, tf.cast(tf.logical_not(made_up), own.dtype))
     packed = replica.all_reduce("SUM", own)
     channels = tf.size(sums)
     if even:

@@ -20,7 +20,7 @@ from tfdist.layers.sharding import mark_split, mark_stored_flat, sharding_of, st
 from tfdist.optimizers.buckets import BUCKET_BYTES
 from tfdist.optimizers.clipping import clip_spread_gradients, is_spread
 from tfdist.optimizers.elementwise import check_elementwise
-from tfdist.optimizers.rows import uses_sum_of_rows
+from tfdist.optimizers.rows import needs_rows
 from tfdist.optimizers.zero.flat import (
     FlatSharding,
     mark_state_split,
@@ -166,9 +166,7 @@ def _reduce(optimizer, replica, grads) -> list:
     replica.reduced.add(id(optimizer))
     grads = sum_partial_gradients(grads, variables, bucket_bytes)
     reduction = "sum" if replica.step is None else "mean"
-    # Keras takes the norm of a sparse gradient over its rows as they come, also of one id.
-    norms = bool(optimizer.clipnorm or optimizer.global_clipnorm)
-    keep_rows = norms or not uses_sum_of_rows(optimizer)
+    keep_rows = needs_rows(optimizer)
     if not any(state_sharding_of(variable) for variable in variables):
         return replica.strategy.extended.reduce_gradients(grads, reduction, keep_rows=keep_rows)
     # Those of parameters that are split themselves were reduced as they came.

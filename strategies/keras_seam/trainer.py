@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 from typing import Any
 
 import keras
@@ -16,6 +17,7 @@ from tfdist.data.position import DataPosition
 from tfdist.data.sharding import row_range
 from tfdist.monitoring.memory_report import parameter_bytes
 from tfdist.optimizers.non_finite import guard_of
+from tfdist.strategies.keras_seam.agreement import check_agreement
 from tfdist.strategies.keras_seam.callbacks import (
     callbacks_of_rank,
     check_callbacks,
@@ -27,6 +29,8 @@ from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.randomness import share_random_state
 
 __all__ = ["WRAPPERS"]
+
+_logger = logging.getLogger("tfdist")
 
 
 def _parallel_strategy(model):
@@ -53,6 +57,7 @@ def _fit(original, self, *args, **kwargs):
             f"the {strategy.engine.name} engine. Received: compile(jit_compile=True) on "
             f"{strategy.mesh.size} ranks. Leave `jit_compile` out, or set it to False."
         )
+    check_agreement(strategy, "fit", arguments)
     _adopt_optimizers(self, strategy)
     share_random_state(strategy.group())
     _prepare_callbacks(strategy, arguments, training=True)
@@ -116,6 +121,8 @@ def _evaluate(original, self, *args, **kwargs):
     if strategy is None:
         return original(self, *args, **kwargs)
     arguments = _arguments(original, self, *args, **kwargs)
+    if not isinstance(arguments["callbacks"], keras.callbacks.CallbackList):
+        check_agreement(strategy, "evaluate", arguments)
     synchronize_layer_states(self)
     # Inside `fit` the callbacks are those of `fit`, prepared there.
     if not isinstance(arguments["callbacks"], keras.callbacks.CallbackList):
@@ -128,6 +135,7 @@ def _predict(original, self, *args, **kwargs):
     if strategy is None:
         return original(self, *args, **kwargs)
     arguments = _arguments(original, self, *args, **kwargs)
+    check_agreement(strategy, "predict", arguments)
     synchronize_layer_states(self)
     _prepare_callbacks(strategy, arguments, training=False)
     with strategy.extended.predicting():
@@ -173,20 +181,29 @@ def _maybe_symbolic_build(original, self, iterator=None, data_batch=None):
     """Builds the model from the specification of a batch, where Keras would take a batch.
 
     Keras draws it from the data set, and only under a strategy: a data set that shuffles anew each
-    time would yield another order than without one. A model without `call`, as that of a GAN often
-    is, makes its variables in the first step, as it does without a strategy.
+    time would yield another order than without one. What cannot be built so makes its variables in
+    the first step, as it does without a strategy: a model without `call`, as that of a GAN often is,
+    or one whose steps take data of a form of their own.
     """
-    if not hasattr(self.distribute_strategy, "engine"):
+    strategy: Any = self.distribute_strategy
+    if not hasattr(strategy, "engine"):
         return original(self, iterator, data_batch)
     if type(self).call is keras.Model.call:
         return None
-    if iterator is None:
-        return original(self, iterator, data_batch)
-    spec = iterator._distributed_dataset.element_spec
-    batch = tf.nest.map_structure(
-        lambda part: None if isinstance(part, tf.NoneTensorSpec) else part, spec
-    )
-    return original(self, None, batch)
+    if iterator is not None:
+        spec = iterator._distributed_dataset.element_spec
+        data_batch = tf.nest.map_structure(
+            lambda part: None if isinstance(part, tf.NoneTensorSpec) else part, spec
+        )
+    try:
+        return original(self, None, data_batch)
+    except Exception as error:
+        has_own_step = type(self).train_step is not keras.Model.train_step
+        if not has_own_step or strategy.zero_stage == 3:
+            raise
+        # What is wrong with the model itself the first step says again.
+        _logger.info("%s makes its variables in the first step: %s", self.name, error)
+        return None
 
 
 def _prepare_callbacks(strategy, arguments: dict, *, training: bool) -> None:

@@ -101,7 +101,7 @@ def test_one_seed_is_one_order():
 
 def test_windows_that_do_not_fit():
     assert int(language_model_windows(np.arange(5), 4).cardinality()) == 1
-    for length, words in {4: "Received: 4 tokens", 0: "length=0"}.items():
+    for length, words in {4: "Received: .*, 4 tokens", 0: "length=0"}.items():
         with pytest.raises(ValueError, match=words):
             language_model_windows(np.arange(4), length)
     # Wherever a shuffled pass begins there is a window.

@@ -94,7 +94,7 @@ MPI = "kubernetes --kind=mpijob -np 2 --image=train:1"
         ("slurm -np 2 --log='a\"b' -- a", "--log is a word"),
         ("slurm -np 2 --gpu_type=a100 -- a", "--gpu_type is for --gpu."),
         ("slurm -np 2 --sbatch=qos=high -- a", "Received: 'qos=high'."),
-        ("slurm -np 2 --sbatch='--qos=a\nrm' -- a", "such as --sbatch=--qos=high"),
+        ("slurm -np 2 --sbatch='--qos=a\nrm' -- a", "--sbatch is a text in UTF-8 without control"),
         ("slurm -np 2 --image=a -- a", "image"),
         ("slurm -np 2 --output=/nowhere/job.sh -- a", "--output=/nowhere/job.sh cannot be"),
         ("kubernetes -np 2 -- a", "Say what image the pods run"),

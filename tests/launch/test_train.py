@@ -147,7 +147,7 @@ def test_a_mesh_that_the_ranks_do_not_fill_is_one_line():
     job = run([*TRAIN, "--model=gpt", "--tensor=2"])
     assert job.returncode == 2
     last = job.stderr.strip().splitlines()[-1]
-    assert "--tensor=2" in last and "1 were started" in last, job.stderr
+    assert "--tensor=2" in last and "1 was started" in last, job.stderr
 
 
 @pytest.mark.parametrize(
@@ -189,11 +189,20 @@ def test_a_training_goes_on_in_its_workdir(tmp_path, data_dir):
     assert "checkpoint of another model" in refused.stderr.strip().splitlines()[-1], refused.stderr
 
 
-def test_a_workdir_that_cannot_be_written_is_one_line(data_dir):
-    refused = run([TRAIN[0], "--model=mlp", data_dir, "--workdir=/dev/null/x"])
+@pytest.mark.parametrize(
+    ("workdir", "words"),
+    [
+        ("/dev/null/x", "--workdir=/dev/null/x cannot be written: /dev/null is no folder."),
+        # A folder in which not even root can make one.
+        ("/proc/x", "/proc/x: cannot write"),
+    ],
+)
+def test_a_workdir_that_cannot_be_written_is_one_line(data_dir, workdir, words):
+    refused = run([TRAIN[0], "--model=mlp", data_dir, f"--workdir={workdir}"])
     assert refused.returncode == 2
     last = refused.stderr.strip().splitlines()[-1]
-    assert "/dev/null/x: cannot write" in last, refused.stderr
+    assert words in last, refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 @pytest.mark.parametrize(("elastic", "steps"), [("keep", 20), ("scale", 40)])
@@ -223,3 +232,17 @@ def test_flags_from_a_file(tmp_path):
     (tmp_path / "flags").write_text("--model=transformer\n")
     job = run([TRAIN[0], f"--flagfile={tmp_path / 'flags'}"])
     assert job.returncode == 2 and "--model=transformer" in job.stderr
+
+
+def test_a_damaged_data_file_is_one_line(tmp_path):
+    train = [TRAIN[0], "--model=mlp", "--epochs=1", f"--data_dir={tmp_path / 'data'}"]
+    assert run(train).returncode == 0
+    (records,) = (tmp_path / "data").rglob("*train.tfrecord*")
+    content = bytearray(records.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    records.write_bytes(content)
+    job = run(train)
+    assert job.returncode == 2
+    last = job.stderr.strip().splitlines()[-1]
+    assert "--dataset=digits: a file is damaged: corrupted record at" in last, job.stderr
+    assert "Traceback" not in job.stderr

@@ -118,11 +118,14 @@ def test_missing_and_repeated_actions_are_found():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("2f2b", 2, 4), r"`schedule` is one of \['1f1b', 'gpipe'.*Received: '2f2b'"),
-        (("1f1b", 0, 4), "at least one rank and one micro-batch. Received: 0 ranks"),
-        (("1f1b", 2, 0), "Received: 2 ranks, 0 micro-batches"),
+        (("2f2b", 2, 4), r"`name` is one of '1f1b', 'gpipe'.*Received: name='2f2b'"),
+        (("1f1b", 0, 4), "`num_ranks` is an int of at least 1. Received: num_ranks=0"),
+        (
+            ("1f1b", 2, 0),
+            "`num_microbatches` is an int of at least 1. Received: num_microbatches=0",
+        ),
         (("interleaved", 4, 6), "divides by it. Received: 6 micro-batches, pipeline=4"),
-        (("interleaved", 2, 4, 0), "at least one chunk. Received: chunks=0"),
+        (("interleaved", 2, 4, 0), "`chunks` is an int of at least 1 or None. Received: chunks=0"),
         (("gpipe", 2, 4, 2), "Only the interleaved schedule .* Received: 'gpipe' with chunks=2"),
     ],
 )

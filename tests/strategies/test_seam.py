@@ -222,3 +222,20 @@ def test_saving_outside_is_kerass_own(tmp_path):
     for got, expected in zip(loaded.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_array_equal(got, expected)
     assert (tmp_path / "exported" / "saved_model.pb").exists()
+
+
+def test_the_document_lists_what_is_wrapped():
+    from tests.strategies import seam_table
+
+    text = seam_table.DOCUMENT.read_text(encoding="utf-8")
+    _, begin, rest = text.partition(f"<!-- {seam_table.MARK} -->\n")
+    listed, end, _ = rest.partition("\n<!-- end -->")
+    assert begin and end
+    assert listed == seam_table.table(), "python -m tests.strategies.seam_table renews the table"
+
+
+def test_each_module_with_wrappers_is_installed():
+    from tests.strategies import seam_table
+    from tfdist.strategies import keras_seam
+
+    assert set(seam_table.wrapping_modules()) == set(keras_seam._MODULES)

@@ -15,6 +15,7 @@ import types
 import psutil
 import tensorflow as tf
 
+from tfdist import checks
 from tfdist.collectives.direct import Direct, close, connect
 from tfdist.collectives.engine import Engine, reduce_locally, split_rows
 from tfdist.collectives.group import Group
@@ -36,10 +37,23 @@ _CYCLE_MS_AT_REST = 25.0
 
 
 def started_by_horovod() -> tuple[int, int] | None:
-    """Returns (rank, size) where tfdist-run or horovodrun started this process, else None."""
+    """Returns (rank, size) where tfdist-run or horovodrun started this process, else None.
+
+    Raises:
+        ValueError: A variable is missing, or is no number.
+    """
     if "HOROVOD_RANK" not in os.environ:
         return None
-    return int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
+    found = []
+    for name in ("HOROVOD_RANK", "HOROVOD_SIZE"):
+        text = os.environ.get(name, "")
+        if not text.isascii() or not text.isdigit():
+            raise ValueError(
+                f"A launcher of Horovod sets HOROVOD_RANK and HOROVOD_SIZE to numbers. Received: "
+                f"{name}={os.environ.get(name)!r}. Unset both to run without a launcher."
+            )
+        found.append(int(text))
+    return found[0], found[1]
 
 
 def _cycle_ms(size: int, goes_directly: bool) -> float:
@@ -93,7 +107,8 @@ class HorovodEngine(Engine):
         direct: bool = True,
         deterministic: bool = False,
     ):
-        self.is_deterministic = deterministic
+        checks.instance("mesh", mesh, Mesh, "a tfdist.Mesh", optional=True)
+        self.is_deterministic = checks.boolean("deterministic", deterministic)
         self._hvd = hvd = import_horovod()
         mesh = mesh or Mesh()
         scheduled = started_by_scheduler()

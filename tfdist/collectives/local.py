@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tfdist import checks
 from tfdist.collectives.engine import Engine
 from tfdist.mesh import Mesh
 
@@ -18,6 +19,7 @@ class LocalEngine(Engine):
     name = "local"
 
     def __init__(self, mesh: Mesh | None = None):
+        checks.instance("mesh", mesh, Mesh, "a tfdist.Mesh", optional=True)
         super().__init__((mesh or Mesh()).resolve(size=1, rank=0))
 
     def all_reduce(self, tensor, group, reduction, name):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfdist import checks
 from tfdist.collectives.engine import REDUCTIONS
 from tfdist.collectives.group import Group
 from tfdist.collectives.names import unique_name
@@ -46,8 +47,9 @@ def all_reduce(
     Raises:
         ValueError: The reduction is unknown, or has no meaning for the dtype.
     """
-    tensor = tf.convert_to_tensor(tensor)
+    tensor = _checked("tensor", tensor, group, name)
     _check_reduction(reduction, tensor.dtype)
+    checks.boolean("bulk", bulk)
     if group.size == 1:
         return tf.identity(tensor)
 
@@ -84,8 +86,9 @@ def all_gather(
     Returns:
         A tensor whose size along `axis` is the sum of the members'.
     """
-    tensor = tf.convert_to_tensor(tensor)
-    _check_rank(tensor, "all_gather")
+    tensor = _checked("tensor", tensor, group, name)
+    checks.boolean("uneven", uneven)
+    axis = _check_axis(tensor, axis, "all_gather")
     if group.size == 1:
         return tf.identity(tensor)
 
@@ -129,8 +132,8 @@ def reduce_scatter(
     Raises:
         ValueError: The size along `axis` is known and does not divide.
     """
-    tensor = tf.convert_to_tensor(tensor)
-    _check_rank(tensor, "reduce_scatter")
+    tensor = _checked("tensor", tensor, group, name)
+    axis = _check_axis(tensor, axis, "reduce_scatter")
     _check_reduction(reduction, tensor.dtype)
     _check_divides(tensor, axis, group, "reduce_scatter")
     if group.size == 1:
@@ -172,8 +175,8 @@ def all_to_all(tensor, group: Group, splits=None, *, name: str | None = None):
     Raises:
         ValueError: Without `splits`, dim 0 is known and does not divide by the size of the group.
     """
-    tensor = tf.convert_to_tensor(tensor)
-    _check_rank(tensor, "all_to_all")
+    tensor = _checked("tensor", tensor, group, name)
+    _check_axis(tensor, 0, "all_to_all")
     if splits is None:
         _check_divides(tensor, 0, group, "all_to_all")
         if group.size == 1:
@@ -187,7 +190,7 @@ def all_to_all(tensor, group: Group, splits=None, *, name: str | None = None):
 
         return exchange(tensor)
 
-    splits = tf.convert_to_tensor(splits, dtype=tf.int32)
+    splits = _check_splits(splits, tensor, group)
     if group.size == 1:
         return tf.identity(tensor), splits
 
@@ -215,8 +218,8 @@ def broadcast(tensor, group: Group, root: int = 0, *, name: str | None = None):
     Raises:
         ValueError: `root` is not in the group.
     """
-    tensor = tf.convert_to_tensor(tensor)
-    _check_member(root, group, "root")
+    tensor = _checked("tensor", tensor, group, name)
+    root = _check_member(root, group, "root")
     if group.size == 1:
         return tf.identity(tensor)
 
@@ -249,8 +252,8 @@ def send(tensor, group: Group, to: int, *, name: str | None = None):
     Raises:
         ValueError: `to` is this rank or not in the group.
     """
-    tensor = tf.convert_to_tensor(tensor)
-    _check_member(to, group, "to")
+    tensor = _checked("tensor", tensor, group, name)
+    to = _check_other(to, group, "to")
     pair = group.engine.pair(group.ranks[to])
 
     @custom_gradient
@@ -282,8 +285,8 @@ def recv(like, group: Group, source: int, *, name: str | None = None):
     Raises:
         ValueError: `source` is this rank or not in the group.
     """
-    like = tf.convert_to_tensor(like)
-    _check_member(source, group, "source")
+    like = _checked("like", like, group, name)
+    source = _check_other(source, group, "source")
     pair = group.engine.pair(group.ranks[source])
 
     @custom_gradient
@@ -306,6 +309,7 @@ def barrier(group: Group, *, name: str | None = None) -> None:
     Raises:
         RuntimeError: Called while a graph is built, where it could order nothing.
     """
+    _check_group(group, name)
     if not tf.executing_eagerly():
         raise RuntimeError("`barrier` is called eagerly, outside of tf.function.")
     if group.size > 1:
@@ -458,8 +462,6 @@ def _from_front(tensor, axis: int):
 
 def _swapped(rank: int, axis: int) -> list[int]:
     """The permutation that swaps dim 0 and `axis`; it is its own inverse."""
-    if not -rank <= axis < rank:
-        raise ValueError(f"`axis` lies in [-{rank}, {rank}) for this tensor. Received: {axis}.")
     order = list(range(rank))
     order[0], order[axis] = order[axis], order[0]
     return order
@@ -470,8 +472,7 @@ def _backward(name: str | None) -> str:
 
 
 def _check_reduction(reduction: str, dtype: tf.DType) -> None:
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"`reduction` is one of {REDUCTIONS}. Received: {reduction!r}.")
+    checks.one_of("reduction", reduction, REDUCTIONS)
     if dtype == tf.bool and reduction not in ("max", "min"):
         raise ValueError(
             f"Booleans reduce by 'max' (any) or 'min' (all). Received: reduction={reduction!r}; "
@@ -484,9 +485,45 @@ def _check_reduction(reduction: str, dtype: tf.DType) -> None:
         )
 
 
-def _check_rank(tensor, operation: str) -> None:
-    if tensor.shape.rank == 0:
-        raise ValueError(f"`{operation}` works along a dim. Received: a scalar.")
+def _checked(argument: str, tensor, group: Group, name: str | None) -> tf.Tensor:
+    """What is to be carried, as a tensor, once the group and the name are known to be some."""
+    _check_group(group, name)
+    try:
+        return tf.convert_to_tensor(tensor)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise checks.refuse(
+            argument, tensor, "a tensor, or what TensorFlow makes one of", TypeError
+        ) from error
+
+
+def _check_group(group: Group, name: str | None) -> None:
+    checks.instance("group", group, Group, "a Group, as of `strategy.group()`")
+    if name is not None:
+        checks.text("name", name, optional=True)
+
+
+def _check_axis(tensor, axis: int, operation: str) -> int:
+    """Which dim `axis` is, counted from the front."""
+    rank = tensor.shape.rank
+    if rank == 0:
+        raise ValueError(f"`{operation}` works along a dim of `tensor`. Received: a scalar.")
+    if rank is None:
+        return checks.integer("axis", axis)
+    return checks.integer("axis", axis, minimum=-rank, maximum=rank - 1) % rank
+
+
+def _check_splits(splits, tensor, group: Group) -> tf.Tensor:
+    """How many rows go to each member, as far as that is known now."""
+    meaning = f"{group.size} int32 numbers of rows, for the members, that sum to those of `tensor`"
+    try:
+        found = tf.convert_to_tensor(splits, dtype=tf.int32)
+        found.shape.assert_is_compatible_with([group.size])
+    except (ValueError, TypeError, OverflowError) as error:
+        raise checks.refuse("splits", splits, meaning) from error
+    values, rows = tf.get_static_value(found), tensor.shape[0]
+    if values is not None and ((values < 0).any() or rows not in (None, values.sum())):
+        raise checks.refuse("splits", splits, meaning)
+    return found
 
 
 def _check_divides(tensor, axis: int, group: Group, operation: str) -> None:
@@ -498,8 +535,13 @@ def _check_divides(tensor, axis: int, group: Group, operation: str) -> None:
         )
 
 
-def _check_member(index: int, group: Group, argument: str) -> None:
-    if not 0 <= index < group.size:
+def _check_member(index: int, group: Group, argument: str) -> int:
+    return checks.integer(argument, index, minimum=0, maximum=group.size - 1)
+
+
+def _check_other(index: int, group: Group, argument: str) -> int:
+    if _check_member(index, group, argument) == group.rank:
         raise ValueError(
-            f"`{argument}` is a place in the group, in [0, {group.size}). Received: {index}."
+            f"A rank does not send to itself: `{argument}` is another member. Received: {index}."
         )
+    return int(index)

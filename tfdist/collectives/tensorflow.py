@@ -8,13 +8,18 @@ import zlib
 
 import tensorflow as tf
 
+from tfdist import checks
 from tfdist.collectives.engine import Engine, reduce_locally, split_rows
 from tfdist.collectives.group import Group
 from tfdist.collectives.tensorflow_cluster import bring_up_cluster
 from tfdist.mesh import Mesh
 from tfdist.schedulers import join, started_by_scheduler
 
-__all__ = ["TensorFlowEngine", "started_by_tf_config"]
+__all__ = ["COMMUNICATIONS", "TensorFlowEngine", "started_by_tf_config"]
+
+
+#: What TensorFlow can carry collectives by.
+COMMUNICATIONS = ("auto", "ring", "nccl")
 
 
 def started_by_tf_config() -> tuple[int, int] | None:
@@ -68,12 +73,14 @@ class TensorFlowEngine(Engine):
     }
 
     def __init__(self, mesh: Mesh | None = None, communication: str = "auto"):
+        checks.instance("mesh", mesh, Mesh, "a tfdist.Mesh", optional=True)
+        checks.one_of("communication", communication, COMMUNICATIONS)
         scheduled = started_by_scheduler()
         if scheduled and not started_by_tf_config():
             join("tensorflow", scheduled)
         rank, size = started_by_tf_config() or (0, 1)
         resolved = (mesh or Mesh()).resolve(size=size, rank=rank)
-        self._hint = communication.lower()
+        self._hint = communication
         if size > 1:
             bring_up_cluster(self._hint)
         super().__init__(resolved)

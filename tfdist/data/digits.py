@@ -108,7 +108,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
             from sklearn.datasets import load_digits
         except ImportError as error:
             raise ImportError(
-                "The digits come with scikit-learn, which is not installed: pip install tfdist[data]"
+                "The digits come with scikit-learn, which is not installed: pip install 'tfdist[data]'"
             ) from error
         digits = load_digits()
         images = digits.images.astype(np.uint8)[..., np.newaxis]

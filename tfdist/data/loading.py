@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist import checks
 from tfdist.data.preparing import import_tfds, one_line, prepare
 from tfdist.data.sharding import mark_per_rank
+from tfdist.mesh import Mesh
 
 if TYPE_CHECKING:
     import tensorflow_datasets as tfds
@@ -62,7 +64,9 @@ def load(
             some minutes before it says so.
         ImportError: TensorFlow Datasets is not installed.
     """
-    import_tfds()
+    _check_set(name, split, data_dir, download)
+    tfds = import_tfds()
+    checks.instance("read_config", read_config, tfds.ReadConfig, "a tfds.ReadConfig", optional=True)
     builder = _builder(name, data_dir)
     scale = 1.0 / _max_value(name, builder.info)
     where = f"data_dir={os.fspath(builder.data_dir_root)!r}"
@@ -138,11 +142,14 @@ def load_for_rank(
         RuntimeError: The mesh is not resolved, or as for `load`.
         ImportError: TensorFlow Datasets is not installed.
     """
+    _check_set(name, split, data_dir, download)
+    checks.integer("seed", seed, minimum=0, maximum=2**63 - 1, optional=True)
+    checks.boolean("drop_remainder", drop_remainder)
     mesh = getattr(strategy, "mesh", None)
-    if mesh is None:
+    if not isinstance(mesh, Mesh):
         raise ValueError(
-            "`strategy` carries the mesh that says which share is this rank's. "
-            f"Received: {strategy!r}, which has no mesh. Pass a strategy of `tfdist.strategies`, "
+            "`strategy` carries the mesh that says which share is this rank's. Received: "
+            f"{checks.shown(strategy)}, which has no mesh. Pass a strategy of `tfdist.strategies`, "
             "or use `load` with `rank_split`."
         )
     index = mesh.coordinates()["data"]
@@ -186,14 +193,19 @@ def rank_split(split: Any, num_shards: int, index: int, *, drop_remainder: bool 
         ValueError: `num_shards` is not positive, or `index` is not in [0, num_shards).
         ImportError: TensorFlow Datasets is not installed.
     """
-    if num_shards < 1:
-        raise ValueError(f"A split has at least one part. Received: num_shards={num_shards}.")
-    if not 0 <= index < num_shards:
+    checks.integer("num_shards", num_shards, minimum=1, maximum=_MOST_SHARDS)
+    checks.integer("index", index, minimum=0)
+    checks.boolean("drop_remainder", drop_remainder)
+    tfds = import_tfds()
+    if not isinstance(split, str | tfds.core.splits.AbstractSplit):
+        raise checks.refuse("split", split, _SPLIT)
+    checks.text("split", str(split))
+    if index >= num_shards:
         raise ValueError(
-            f"The index of a part lies in [0, num_shards). Received: index={index}, "
+            f"The `index` of a part lies in [0, num_shards). Received: index={index}, "
             f"num_shards={num_shards}."
         )
-    return import_tfds().even_splits(split, num_shards, drop_remainder=drop_remainder)[index]
+    return tfds.even_splits(split, num_shards, drop_remainder=drop_remainder)[index]
 
 
 def read_config(
@@ -216,9 +228,32 @@ def read_config(
     Raises:
         ImportError: TensorFlow Datasets is not installed.
     """
+    checks.integer("seed", seed, minimum=0, maximum=2**63 - 1, optional=True)
+    checks.instance(
+        "input_context",
+        input_context,
+        tf.distribute.InputContext,
+        "a tf.distribute.InputContext",
+        optional=True,
+    )
     options = tf.data.Options()
     options.deterministic = True
     return import_tfds().ReadConfig(options=options, shuffle_seed=seed, input_context=input_context)
+
+
+_SPLIT = "one split as TFDS writes it, such as 'train', or one of `rank_split`"
+#: More than there are ranks anywhere.
+_MOST_SHARDS = 1 << 20
+
+
+def _check_set(name: str, split: Any, data_dir: str | os.PathLike | None, download: bool) -> None:
+    checks.text("name", name)
+    if split is None or isinstance(split, str | int | float | bytes | list | tuple | dict):
+        if not isinstance(split, str) or not split.strip():
+            raise checks.refuse("split", split, _SPLIT)
+        checks.text("split", split)
+    checks.path("data_dir", data_dir, optional=True)
+    checks.boolean("download", download)
 
 
 #: `load` has an argument of the same name.
@@ -276,10 +311,6 @@ def _read(
             read_config=config,
         )
 
-    if split is None or isinstance(split, list | tuple | dict):
-        raise ValueError(
-            f"`load` reads one split, such as 'train'. Received: split={split!r} for {name!r}."
-        )
     try:
         # TFDS refuses to read nothing, but a rank may have no example where there are few.
         if not isinstance(split, str) and builder.info.splits[split].num_examples == 0:

@@ -75,7 +75,7 @@ def import_tfds() -> ModuleType:
     except ImportError as error:
         raise ImportError(
             "Data sets are read with TensorFlow Datasets, which cannot be imported "
-            f"({one_line(error)}): pip install tfdist[data]"
+            f"({one_line(error)}): pip install 'tfdist[data]'"
         ) from error
     return tensorflow_datasets
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
+from tfdist import checks
+
 __all__ = ["Text", "language_model_windows", "load_text"]
 
 #: One token a byte.
@@ -57,6 +59,7 @@ def load_text(name: str) -> Text:
         ValueError: The name is unknown, or the file cannot be read or is empty.
         ImportError: This Python was installed without `pydoc_data`.
     """
+    checks.text("name", name)
     if name == "pydoc":
         # The last tenth of each topic: both parts have something of all.
         parts = [_cut(topic.encode()) for topic in _pydoc_topics()]
@@ -65,7 +68,8 @@ def load_text(name: str) -> Text:
         train, validation = _cut(_read(Path(name.removeprefix(_FILE)).expanduser()))
     else:
         raise ValueError(
-            f"A text is 'pydoc', or '{_FILE}' and the path of a file. Received: {name!r}."
+            f"The `name` of a text is 'pydoc', or '{_FILE}' and the path of a file. Received: "
+            f"{checks.shown(name)}."
         )
     return Text(name, np.frombuffer(train, np.uint8), np.frombuffer(validation, np.uint8))
 
@@ -95,15 +99,21 @@ def language_model_windows(
     Raises:
         ValueError: `length` is not positive, or the text is shorter than a window.
     """
-    if length < 1:
-        raise ValueError(f"A window has at least one token. Received: length={length}.")
+    length = checks.integer("length", length, minimum=1)
+    shuffle_seed = checks.integer(
+        "shuffle_seed", shuffle_seed, minimum=0, maximum=2**63 - 1, optional=True
+    )
+    found = np.asarray(tokens)
+    if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
+        raise checks.refuse("tokens", tokens, "integers of shape [tokens]")
+    tokens = found
     # A shuffled pass may begin up to a window later, and all have equally many windows.
     latest = 0 if shuffle_seed is None else length - 1
     num_windows = (len(tokens) - 1 - latest) // length
     if num_windows < 1:
         raise ValueError(
             f"A text has at least {latest + length + 1} tokens for windows of {length}. Received: "
-            f"{len(tokens)} tokens. Take a longer text, or shorter windows."
+            f"{checks.shown(tokens)}, {len(tokens)} tokens. Take a longer text, or shorter windows."
         )
     text = tf.constant(tokens)
 

@@ -7,9 +7,10 @@ import math
 import keras
 import tensorflow as tf
 
+from tfdist import checks
 from tfdist.layers.dense import ColumnParallelDense, RowParallelDense, check_divides
 from tfdist.layers.dropout import Dropout
-from tfdist.layers.initializers import again
+from tfdist.layers.initializers import again, initializer
 from tfdist.layers.sharding import tensor_group
 
 __all__ = ["ParallelMultiHeadAttention"]
@@ -61,16 +62,21 @@ class ParallelMultiHeadAttention(keras.layers.Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        self.num_heads = num_heads
-        self.key_dim = key_dim
-        self.num_key_value_heads = num_key_value_heads or num_heads
-        self.causal = causal
-        self.dropout = dropout
-        self.use_bias = use_bias
-        self.rotary_base = rotary_base
-        self.sequence_parallel = sequence_parallel
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        self.output_initializer = keras.initializers.get(output_initializer)
+        self.num_heads = num_heads = checks.integer("num_heads", num_heads, minimum=1)
+        self.key_dim = key_dim = checks.integer("key_dim", key_dim, minimum=1)
+        groups = checks.integer(
+            "num_key_value_heads", num_key_value_heads, minimum=1, optional=True
+        )
+        self.num_key_value_heads = groups or num_heads
+        self.causal = checks.boolean("causal", causal)
+        self.dropout = checks.number("dropout", dropout, minimum=0, maximum=1)
+        self.use_bias = checks.boolean("use_bias", use_bias)
+        self.rotary_base = checks.number("rotary_base", rotary_base, above=0, optional=True)
+        self.sequence_parallel = checks.boolean("sequence_parallel", sequence_parallel)
+        self.kernel_initializer = initializer("kernel_initializer", kernel_initializer)
+        self.output_initializer = initializer(
+            "output_initializer", output_initializer, optional=True
+        )
         group = tensor_group()
         if num_heads % self.num_key_value_heads:
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from tfdist import checks
 from tfdist.collectives.conjugates import (
     column_product,
     gather,
@@ -61,9 +62,10 @@ class ColumnParallelDense(keras.layers.Dense):
         sequence_parallel: bool = False,
         **kwargs,
     ):
+        units = checks.integer("units", units, minimum=1)
         super().__init__(units, *args, **kwargs)
-        self.gather_output = gather_output
-        self.sequence_parallel = sequence_parallel
+        self.gather_output = checks.boolean("gather_output", gather_output)
+        self.sequence_parallel = checks.boolean("sequence_parallel", sequence_parallel)
         self._group = tensor_group()
         if self._group is None:
             return
@@ -176,9 +178,9 @@ class RowParallelDense(keras.layers.Dense):
         sequence_parallel: bool = False,
         **kwargs,
     ):
-        super().__init__(units, *args, **kwargs)
-        self.input_is_parallel = input_is_parallel
-        self.sequence_parallel = sequence_parallel
+        super().__init__(checks.integer("units", units, minimum=1), *args, **kwargs)
+        self.input_is_parallel = checks.boolean("input_is_parallel", input_is_parallel)
+        self.sequence_parallel = checks.boolean("sequence_parallel", sequence_parallel)
         self._group = tensor_group()
         if self._group is not None:
             refuse_features(self)

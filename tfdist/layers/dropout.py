@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from tfdist import checks
 from tfdist.collectives import Group
 from tfdist.layers.sharding import tensor_group
 
@@ -34,8 +35,8 @@ class Dropout(keras.layers.Dropout):
     """
 
     def __init__(self, rate: float, *, split: bool = False, **kwargs):
-        super().__init__(rate, **kwargs)
-        self.split = split
+        super().__init__(checks.number("rate", rate, minimum=0, maximum=1), **kwargs)
+        self.split = checks.boolean("split", split)
         self._group = tensor_group()
 
     def call(self, inputs, training=False):

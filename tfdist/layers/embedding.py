@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist import checks
 from tfdist.collectives import Group
 from tfdist.collectives.conjugates import (
     column_product,
@@ -16,6 +17,7 @@ from tfdist.collectives.conjugates import (
     scatter_sequence,
 )
 from tfdist.layers.dense import check_divides
+from tfdist.layers.initializers import initializer
 from tfdist.layers.losses import takes_split_logits
 from tfdist.layers.sharding import add_split_weight, read, tensor_group
 
@@ -37,9 +39,13 @@ class VocabParallelEmbedding(keras.layers.Embedding):
         **kwargs: As for `keras.layers.Embedding`.
     """
 
-    def __init__(self, input_dim: int, output_dim: int, *, sequence_parallel=False, **kwargs):
+    def __init__(
+        self, input_dim: int, output_dim: int, *, sequence_parallel: bool = False, **kwargs
+    ):
+        input_dim = checks.integer("input_dim", input_dim, minimum=1)
+        output_dim = checks.integer("output_dim", output_dim, minimum=1)
         super().__init__(input_dim, output_dim, **kwargs)
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel = checks.boolean("sequence_parallel", sequence_parallel)
         self._group = tensor_group()
 
     def build(self, input_shape=None):
@@ -114,9 +120,9 @@ class VocabParallelHead(keras.layers.Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        self.vocabulary_size = vocabulary_size
-        self.sequence_parallel = sequence_parallel
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
+        self.vocabulary_size = checks.integer("vocabulary_size", vocabulary_size, minimum=1)
+        self.sequence_parallel = checks.boolean("sequence_parallel", sequence_parallel)
+        self.kernel_initializer = initializer("kernel_initializer", kernel_initializer)
         self._group = tensor_group()
 
     def build(self, input_shape):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from tfdist import checks
 from tfdist.collectives import Group, all_reduce
 from tfdist.custom_gradient import custom_gradient
 from tfdist.layers.sharding import tensor_group
 from tfdist.native import load, step_takes_kernels
 
 __all__ = ["VocabParallelCrossEntropy", "takes_split_logits"]
+
+#: Those of Keras.
+_REDUCTIONS = ("sum_over_batch_size", "sum", "mean", "mean_with_sample_weight", "none")
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
@@ -37,7 +41,10 @@ class VocabParallelCrossEntropy(keras.losses.Loss):
         name="vocab_parallel_cross_entropy",
         dtype=None,
     ):
-        super().__init__(name=name, reduction=reduction, dtype=dtype)
+        vocabulary_size = checks.integer("vocabulary_size", vocabulary_size, minimum=1)
+        checks.text("name", name, optional=True)
+        checks.one_of("reduction", reduction, _REDUCTIONS, optional=True)
+        super().__init__(name=name, reduction=reduction, dtype=_check_dtype(dtype))
         self.vocabulary_size = vocabulary_size
         self._group = tensor_group()
 
@@ -70,6 +77,15 @@ class VocabParallelCrossEntropy(keras.losses.Loss):
     def get_config(self):
         """The configuration, the same on any mesh."""
         return {**super().get_config(), "vocabulary_size": self.vocabulary_size}
+
+
+def _check_dtype(dtype):
+    if dtype is not None:
+        try:
+            keras.dtype_policies.get(dtype)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise checks.refuse("dtype", dtype, "a dtype, a policy of dtypes or None") from error
+    return dtype
 
 
 def takes_split_logits(model) -> bool:

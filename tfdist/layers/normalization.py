@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from tfdist import checks
 from tfdist.custom_gradient import custom_gradient
 from tfdist.layers.sharding import mark_partial_gradient, read, tensor_group
 from tfdist.native import load, step_takes_kernels
@@ -30,8 +31,10 @@ class LayerNormalization(keras.layers.LayerNormalization):
                 f"{type(self).__name__} normalizes the last dim by mean and variance. For other "
                 "axes and for RMS scaling take keras.layers.LayerNormalization."
             )
+        if "epsilon" in kwargs:
+            checks.number("epsilon", kwargs["epsilon"], minimum=0)
         super().__init__(axis=-1, **kwargs)
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel = checks.boolean("sequence_parallel", sequence_parallel)
         self._group = tensor_group()
 
     def build(self, input_shape):

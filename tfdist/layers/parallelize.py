@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist import checks
 from tfdist.collectives import Group, broadcast
 from tfdist.layers.adapters import Adapter, DenseAdapter, EinsumDenseAdapter
 from tfdist.layers.adapters_attention import join_attention
@@ -77,10 +78,11 @@ def parallelize(model: keras.Model, plan: Mapping[str, str], *, sample=None) -> 
             a size does not divide, the split model computes something else, or the model is not
             built, split already or under training. The model is then as it was.
     """
+    checks.instance("model", model, keras.Model, "a Keras model")
     group = tensor_group()
     _check_scope(model)
     if not model.built and sample is not None:
-        model(sample)
+        _build(model, sample)
     _check_state(model)
     weights = list(model.weights)
     kinds = kinds_of(plan, [weight.path for weight in weights])
@@ -112,6 +114,17 @@ def _check_scope(model: keras.Model) -> None:
             "A model is made and split in one `strategy.scope()`. Received: a model made "
             f"{'outside of any' if own is None else f'under {own!r}'}, split under {current!r}."
         )
+
+
+def _build(model: keras.Model, sample) -> None:
+    try:
+        model(sample)
+    except Exception as error:
+        # Whatever the model's own code raises; its words stand in the cause.
+        raise ValueError(
+            f"`sample` is what `{model.name}` takes. Received: {checks.shown(sample)}, for which "
+            f"the model raised {type(error).__name__}."
+        ) from error
 
 
 def _check_state(model: keras.Model) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-__all__ = ["GPT2", "KINDS", "LLAMA", "kinds_of"]
+from tfdist import checks
+
+__all__ = ["GPT2", "KINDS", "LLAMA", "check_plan", "kinds_of"]
 
 #: What a plan says of a variable.
 KINDS = ("column", "row", "vocabulary", "replicate")
@@ -33,6 +35,24 @@ LLAMA: Mapping[str, str] = {
 }
 
 
+def check_plan(plan: Mapping[str, str]) -> None:
+    """Checks that a plan leads from texts to words of `KINDS`.
+
+    Raises:
+        TypeError: It is no mapping.
+        ValueError: A key is no text, or a word is unknown.
+    """
+    checks.instance("plan", plan, Mapping, "a dict from patterns to words")
+    for pattern, kind in plan.items():
+        if not isinstance(pattern, str):
+            raise checks.refuse("plan", plan, f"a dict from patterns, which {pattern!r} is not")
+        if kind not in KINDS:
+            raise ValueError(
+                f"A `plan` says {', '.join(repr(word) for word in KINDS)} of a variable. Received: "
+                f"{kind!r} for the pattern {pattern!r}, in {checks.shown(plan)}."
+            )
+
+
 def kinds_of(plan: Mapping[str, str], paths: Sequence[str]) -> dict[str, str]:
     """What a plan says of each path that one of its patterns matches.
 
@@ -47,13 +67,9 @@ def kinds_of(plan: Mapping[str, str], paths: Sequence[str]) -> dict[str, str]:
         ValueError: A word is unknown, a pattern is no regular expression or matches nothing, or
             two match one path.
     """
+    check_plan(plan)
     found: dict[str, tuple[str, str]] = {}
     for pattern, kind in plan.items():
-        if kind not in KINDS:
-            raise ValueError(
-                f"A plan says {', '.join(repr(word) for word in KINDS)} of a variable. Received: "
-                f"{kind!r} for the pattern {pattern!r}."
-            )
         matched = [path for path in dict.fromkeys(paths) if _matches(pattern, path)]
         if not matched:
             raise ValueError(_no_match(pattern, paths))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from tfdist import checks
+from tfdist.layers.initializers import initializer as get_initializer
 from tfdist.layers.sharding import mark_partial_gradient, read, tensor_group
 
 __all__ = ["PositionEmbedding"]
@@ -25,9 +27,9 @@ class PositionEmbedding(keras.layers.Layer):
         self, max_length: int, *, initializer="uniform", sequence_parallel: bool = False, **kwargs
     ):
         super().__init__(**kwargs)
-        self.max_length = max_length
-        self.initializer = keras.initializers.get(initializer)
-        self.sequence_parallel = sequence_parallel
+        self.max_length = checks.integer("max_length", max_length, minimum=1)
+        self.initializer = get_initializer("initializer", initializer)
+        self.sequence_parallel = checks.boolean("sequence_parallel", sequence_parallel)
         self._group = tensor_group()
 
     def build(self, input_shape):

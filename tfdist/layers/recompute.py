@@ -15,9 +15,10 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
+from tfdist import checks
 from tfdist.custom_gradient import custom_gradient
 from tfdist.layers.repetition import Region
-from tfdist.layers.segments import choose_segments
+from tfdist.layers.segments import POLICIES, check_costs, choose_segments
 
 __all__ = ["recompute"]
 
@@ -65,6 +66,11 @@ def recompute(
         ValueError: The policy is unknown or does not fit the target, or no way of recomputing is
             within the budget.
     """
+    checks.instance("target", target, keras.layers.Layer, "a Keras layer or model")
+    checks.one_of("policy", policy, POLICIES)
+    checks.number("budget", budget, above=0, optional=True)
+    rows = checks.integer("rows", rows, minimum=1, maximum=1 << 20)
+    check_costs(costs)
     if policy == "selective":
         _recompute_cores(target)
     elif not isinstance(target, keras.Model):

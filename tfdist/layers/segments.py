@@ -10,10 +10,16 @@ from typing import Any, NamedTuple
 
 import keras
 
+from tfdist import checks
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.costs import bytes_of, kept_bytes, link_costs, training_graph
 
-__all__ = ["Costs", "cheapest_within", "choose_segments", "smallest"]
+__all__ = ["POLICIES", "Costs", "check_costs", "cheapest_within", "choose_segments", "smallest"]
+
+#: How `recompute` chooses.
+POLICIES = ("every_layer", "sqrt", "selective", "budget", "optimal")
+#: What "budget" goes by, unless by numbers.
+_COSTS = ("flops", "seconds")
 
 #: How many ways to a place of the chain are followed, and how many peaks are tried.
 _WAYS, _PEAKS = 64, 64
@@ -33,6 +39,21 @@ class Costs(NamedTuple):
     forward: Sequence[float]
 
 
+def check_costs(costs: str | Sequence[float]) -> None:
+    """Checks the argument of `recompute`, as far as no model is needed for it.
+
+    Raises:
+        ValueError: It is neither a word that is known nor numbers.
+    """
+    if isinstance(costs, str) and costs in _COSTS:
+        return
+    try:
+        checks.numbers_of("costs", costs, minimum=0)
+    except ValueError:
+        meaning = f"{', '.join(map(repr, _COSTS))}, or a number of at least 0 for each part"
+        raise checks.refuse("costs", costs, meaning) from None
+
+
 def choose_segments(
     model: keras.Model,
     policy: str,
@@ -46,11 +67,6 @@ def choose_segments(
     Raises:
         ValueError: The policy is unknown, or nothing is within the budget.
     """
-    if policy not in ("every_layer", "sqrt", "budget", "optimal"):
-        raise ValueError(
-            "`policy` is 'every_layer', 'sqrt', 'selective', 'budget' or 'optimal'. "
-            f"Received: {policy!r}."
-        )
     if (policy == "budget") != (budget is not None):
         raise ValueError(
             f"`budget` is for policy='budget'. Received: budget={budget}, policy={policy!r}."

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist import checks
 from tfdist.collectives import Group, all_gather, all_reduce
 from tfdist.collectives.conjugates import reduce
 
@@ -177,6 +178,8 @@ def partial_gradient_group(variable) -> Group | None:
 
 def whole_value(variable, name: str = "shard"):
     """The global array that a variable is or is a part of; every rank calls this."""
+    checks.instance("variable", variable, keras.Variable, "a Keras variable")
+    checks.text("name", name)
     flat = stored_flat(variable)
     if flat is not None:
         return flat.whole_of(tf.convert_to_tensor(variable._value), name)

@@ -7,12 +7,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist import checks
 from tfdist.collectives.conjugates import column_product, product
 from tfdist.layers.activations import gelu
 from tfdist.layers.attention import ParallelMultiHeadAttention
 from tfdist.layers.dense import RowParallelDense, check_divides
 from tfdist.layers.dropout import Dropout
-from tfdist.layers.initializers import again
+from tfdist.layers.initializers import again, initializer
 from tfdist.layers.normalization import LayerNormalization
 from tfdist.layers.sharding import add_split_weight, read, tensor_group
 
@@ -50,14 +51,14 @@ class ParallelMLP(keras.layers.Layer):
         **kwargs,
     ):
         super().__init__(**kwargs)
-        if activation not in _ACTIVATIONS:
-            raise ValueError(f"`activation` is one of {_ACTIVATIONS}. Received: {activation!r}.")
-        self.hidden_dim = hidden_dim
-        self.activation = activation
-        self.use_bias = use_bias
-        self.sequence_parallel = sequence_parallel
-        self.kernel_initializer = keras.initializers.get(kernel_initializer)
-        self.output_initializer = keras.initializers.get(output_initializer)
+        self.hidden_dim = hidden_dim = checks.integer("hidden_dim", hidden_dim, minimum=1)
+        self.activation = checks.one_of("activation", activation, _ACTIVATIONS)
+        self.use_bias = checks.boolean("use_bias", use_bias)
+        self.sequence_parallel = checks.boolean("sequence_parallel", sequence_parallel)
+        self.kernel_initializer = initializer("kernel_initializer", kernel_initializer)
+        self.output_initializer = initializer(
+            "output_initializer", output_initializer, optional=True
+        )
         self._group = tensor_group()
         check_divides("hidden_dim", hidden_dim, self._group, self)
 
@@ -177,17 +178,23 @@ class TransformerDecoderBlock(keras.layers.Layer):
     ):
         super().__init__(**kwargs)
         self._config: dict[str, Any] = {
-            "num_heads": num_heads,
-            "hidden_dim": hidden_dim,
-            "num_key_value_heads": num_key_value_heads,
-            "activation": activation,
-            "dropout": dropout,
-            "use_bias": use_bias,
-            "rotary_base": rotary_base,
-            "epsilon": epsilon,
-            "sequence_parallel": sequence_parallel,
-            "initializer_stddev": initializer_stddev,
-            "output_stddev": output_stddev,
+            "num_heads": checks.integer("num_heads", num_heads, minimum=1),
+            "hidden_dim": checks.integer("hidden_dim", hidden_dim, minimum=1),
+            "num_key_value_heads": checks.integer(
+                "num_key_value_heads", num_key_value_heads, minimum=1, optional=True
+            ),
+            "activation": checks.one_of("activation", activation, _ACTIVATIONS),
+            "dropout": checks.number("dropout", dropout, minimum=0, maximum=1),
+            "use_bias": checks.boolean("use_bias", use_bias),
+            "rotary_base": checks.number("rotary_base", rotary_base, above=0, optional=True),
+            "epsilon": checks.number("epsilon", epsilon, minimum=0),
+            "sequence_parallel": checks.boolean("sequence_parallel", sequence_parallel),
+            "initializer_stddev": checks.number(
+                "initializer_stddev", initializer_stddev, minimum=0
+            ),
+            "output_stddev": checks.number(
+                "output_stddev", output_stddev, minimum=0, optional=True
+            ),
         }
 
     def build(self, input_shape):
@@ -211,10 +218,10 @@ class TransformerDecoderBlock(keras.layers.Layer):
             return keras.initializers.RandomNormal(stddev=stddev)
 
         def initializers():
-            inner = config["initializer_stddev"]
+            inner, outer = config["initializer_stddev"], config["output_stddev"]
             return {
                 "kernel_initializer": normal(inner),
-                "output_initializer": normal(config["output_stddev"] or inner),
+                "output_initializer": normal(inner if outer is None else outer),
             }
 
         def norm(name):

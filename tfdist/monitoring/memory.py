@@ -9,6 +9,8 @@ import threading
 import psutil
 import tensorflow as tf
 
+from tfdist import checks
+
 __all__ = ["PeakMemory", "bytes_in_use"]
 
 
@@ -88,13 +90,16 @@ class PeakMemory:
     Args:
         seconds: How often, where no allocator knows. A peak that is shorter may be missed.
 
+    Raises:
+        ValueError: `seconds` is not positive.
+
     Attributes:
         before: The bytes in use when it was opened.
         peak: The most that were in use since.
     """
 
     def __init__(self, seconds: float = 0.0005):
-        self._seconds = seconds
+        self._seconds = checks.number("seconds", seconds, above=0, maximum=checks.YEAR_SECONDS)
         self.before = self.peak = 0
         self._over = threading.Event()
 

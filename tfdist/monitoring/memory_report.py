@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 from tabulate import tabulate
 
+from tfdist import checks
 from tfdist.layers.sharding import sharding_of, stored_flat
 from tfdist.monitoring.memory import PeakMemory
 from tfdist.pipeline.costs import kept_bytes
@@ -52,8 +53,14 @@ class MemoryReport:
     rows: tuple[MemoryRow, ...]
 
     def row(self, what: str) -> MemoryRow:
-        """The row of a name."""
-        return next(row for row in self.rows if row.what == what)
+        """The row of a name.
+
+        Raises:
+            ValueError: There is none.
+        """
+        names = [row.what for row in self.rows]
+        checks.one_of("what", what, names)
+        return self.rows[names.index(what)]
 
     def table(self) -> str:
         """The report as a table, in MiB."""
@@ -88,6 +95,9 @@ def memory_report(
         step_peak: Bytes that a training step took beyond what stands between steps; see
             `MemoryReporter`.
     """
+    checks.instance("model", model, keras.Model, "a Keras model")
+    checks.integer("step_peak", step_peak, minimum=0, maximum=2**63 - 1, optional=True)
+    rows = checks.integer("rows", rows, minimum=1, optional=True)
     strategy: Any = model.distribute_strategy
     stage = getattr(strategy, "zero_stage", 0)
     optimizer = getattr(model, "optimizer", None)
@@ -127,7 +137,9 @@ class MemoryReporter(keras.callbacks.Callback):
 
     def __init__(self, path: str | None = None, *, rows: int | None = None, quiet: bool = False):
         super().__init__()
-        self._path, self._rows, self._quiet = path, rows, quiet
+        self._path = checks.path("path", path, optional=True)
+        self._rows = checks.integer("rows", rows, minimum=1, optional=True)
+        self._quiet = checks.boolean("quiet", quiet)
         self._peak: PeakMemory | None = None
         self._beside: int | None = None
         self.report: MemoryReport | None = None

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfdist import checks
 from tfdist.collectives.objects import all_gather_object
 from tfdist.layers.sharding import replicated_variables
 from tfdist.layers.states import layer_states
@@ -34,6 +35,7 @@ def verify_model_sync(model: keras.Model) -> None:
         ModelSyncError: Names the variables, and the ranks that hold others than most do; on all
             ranks.
     """
+    checks.instance("model", model, keras.Model, "a Keras model")
     strategy: Any = model.distribute_strategy
     if not hasattr(strategy, "engine") or strategy.mesh.size == 1:
         return
@@ -81,9 +83,8 @@ class VerifyModelSync(keras.callbacks.Callback):
 
     def __init__(self, every_steps: int = 100):
         super().__init__()
-        if every_steps <= 0:
-            raise ValueError(f"`every_steps` is positive. Received: {every_steps!r}.")
-        self._every_steps, self._begun = every_steps, 0
+        self._every_steps = checks.integer("every_steps", every_steps, minimum=1)
+        self._begun = 0
 
     def on_train_batch_begin(self, batch, logs=None):
         """Compares, where it is time."""

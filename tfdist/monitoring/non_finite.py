@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from tfdist import checks
 from tfdist.optimizers.non_finite import NonFiniteGuard, guard_of, put_guard
 
 __all__ = ["TerminateOnNonFinite"]
@@ -34,9 +35,7 @@ class TerminateOnNonFinite(keras.callbacks.Callback):
 
     def __init__(self, steps: int = 3):
         super().__init__()
-        if steps < 1:
-            raise ValueError(f"`steps` is 1 or more. Received: {steps}.")
-        self._steps = steps
+        self._steps = checks.integer("steps", steps, minimum=1)
 
     def set_model(self, model):
         """Puts the guard into the training step."""

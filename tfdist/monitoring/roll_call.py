@@ -16,6 +16,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from tfdist.monitoring.causes import likely_cause
+
 __all__ = ["Keeper", "Member", "Report"]
 
 _CONSEQUENCE_SECONDS = 3.0
@@ -181,7 +183,7 @@ class Keeper:
                 ended = [r for r in wait["ranks"] if r in self._reports and self._reports[r].ended]
                 if ended and (report.failed or wait["seconds"] > 5.0):
                     ended_ranks = _ranks(ended)
-                    return (
+                    return likely_cause(wait["name"], [report.rank], ended) + (
                         f"{ended_ranks[0].upper()}{ended_ranks[1:]} ended while rank {report.rank} "
                         f"waits for it in {wait['name']} (time {wait['occurrence']}). All ranks "
                         "must run the same steps."
@@ -213,7 +215,8 @@ class Keeper:
             )
             (there if at else missing).append(rank)
         lines = [
-            f"{wait['name']} (time {wait['occurrence']}) does not end since {oldest[0]:.0f} s: "
+            likely_cause(wait["name"], there, missing)
+            + f"{wait['name']} (time {wait['occurrence']}) does not end since {oldest[0]:.0f} s: "
             f"{_ranks(there)} {'waits' if len(there) == 1 else 'wait'} there, "
             + (f"missing: {_ranks(missing)}." if missing else "none is missing: the link is stuck.")
         ]

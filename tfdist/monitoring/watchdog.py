@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
+from tfdist import checks
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import broadcast_object
 from tfdist.exit_codes import ENDED_BY_WATCHDOG
@@ -41,6 +42,8 @@ class Watchdog:
     """
 
     def __init__(self, engine: Engine, timeout: float):
+        checks.instance("engine", engine, Engine, "an Engine of tfdist.collectives")
+        checks.number("timeout", timeout, above=0, maximum=checks.YEAR_SECONDS)
         self._engine = engine
         self._since: dict[tuple, float] = {}
         self._verdict = threading.Event()
@@ -98,9 +101,9 @@ class Watchdog:
         return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else "its end"
 
     def _on_exception(self, kind, error, trace) -> None:
-        self._excepthook(kind, error, trace)
         if issubclass(kind, KeyboardInterrupt):
-            return
+            return  # Whoever pressed Ctrl-C knows; the exit code says so to all others.
+        self._excepthook(kind, error, trace)
         report = self._report()
         report.in_collective = bool(report.waiting)
         summary = traceback.format_exception_only(kind, error)[-1].strip().splitlines()[0]
@@ -141,7 +144,12 @@ def startup_guard(timeout: float, what: str) -> Iterator[None]:
     Args:
         timeout: Seconds.
         what: What is waited for, for the message.
+
+    Raises:
+        ValueError: `timeout` is not positive, or `what` is empty.
     """
+    checks.number("timeout", timeout, above=0, maximum=checks.YEAR_SECONDS)
+    checks.text("what", what)
 
     def end():
         print(

@@ -66,12 +66,13 @@ def clip_spread_gradients(
         # Not a number where the norm is none, as in Keras.
         scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
         scales = [scale] * len(gradients)
-        gradients = _dense(gradients)  # Keras multiplies what the rows add up to.
+        # Keras multiplies what the rows add up to.
+        gradients = [None if each is None else tf.convert_to_tensor(each) for each in gradients]
     else:
         limit = optimizer.clipvalue
         return [
             None if gradient is None else tf.clip_by_value(gradient, -limit, limit)
-            for gradient in _dense(gradients)
+            for gradient in gradients
         ]
     return [
         None if gradient is None else _times(gradient, scale)
@@ -101,10 +102,6 @@ def _sum_of_squares(gradient):
     """Rows of a sparse gradient count each by itself, also of one id, as they do in Keras."""
     values = gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
     return tf.reduce_sum(tf.square(tf.cast(values, tf.float32)))
-
-
-def _dense(gradients: Sequence) -> list:
-    return [None if gradient is None else tf.convert_to_tensor(gradient) for gradient in gradients]
 
 
 def _times(gradient, scale):

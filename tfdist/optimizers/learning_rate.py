@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-import numbers
 
 import keras
+
+from tfdist import checks
 
 __all__ = ["ScaledWarmup", "scaled_learning_rate"]
 
@@ -33,8 +34,7 @@ def scaled_learning_rate(learning_rate: float, replicas: int, rule: str = "linea
     Raises:
         ValueError: The rate or `replicas` is not positive, or the rule is unknown.
     """
-    _check_rate(learning_rate)
-    return float(learning_rate) * _scale(replicas, rule)
+    return float(checks.number("learning_rate", learning_rate, above=0)) * _scale(replicas, rule)
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
@@ -91,18 +91,17 @@ class ScaledWarmup(keras.optimizers.schedules.LearningRateSchedule):
         name: str | None = None,
     ):
         if not isinstance(learning_rate, keras.optimizers.schedules.LearningRateSchedule):
-            _check_rate(learning_rate, "a positive number, or a LearningRateSchedule")
-            learning_rate = float(learning_rate)
-        if not _is_integer(warmup_steps) or warmup_steps < 0:
-            raise ValueError(
-                "`warmup_steps` is a number of optimizer steps, 0 for no warm-up. "
-                f"Received: warmup_steps={warmup_steps!r}."
+            learning_rate = float(
+                checks.number(
+                    "learning_rate", learning_rate, above=0, also="a LearningRateSchedule"
+                )
             )
+        checks.text("name", name, optional=True)
         self._scale = _scale(replicas, rule)
         self.learning_rate = learning_rate
-        self.replicas = int(replicas)
+        self.replicas = checks.integer("replicas", replicas, minimum=1)
         self.rule = rule
-        self.warmup_steps = int(warmup_steps)
+        self.warmup_steps = checks.integer("warmup_steps", warmup_steps, minimum=0)
         self.name = name or "ScaledWarmup"
 
     def __call__(self, step):
@@ -152,27 +151,6 @@ class ScaledWarmup(keras.optimizers.schedules.LearningRateSchedule):
 
 def _scale(replicas: int, rule: str) -> float:
     """How many times the rate of one process is the rate of all replicas."""
-    if not _is_integer(replicas) or replicas < 1:
-        raise ValueError(
-            "`replicas` is the number of replicas in sync, a positive integer "
-            f"(strategy.num_replicas_in_sync). Received: replicas={replicas!r}."
-        )
-    if rule not in _RULES:
-        raise ValueError(f"`rule` is one of {_RULES}. Received: rule={rule!r}.")
+    replicas = checks.integer("replicas", replicas, minimum=1)
+    checks.one_of("rule", rule, _RULES)
     return {"linear": float(replicas), "sqrt": math.sqrt(replicas), "none": 1.0}[rule]
-
-
-def _check_rate(learning_rate, kind: str = "a positive number") -> None:
-    if (
-        not isinstance(learning_rate, numbers.Real)
-        or isinstance(learning_rate, bool)
-        or not 0 < float(learning_rate) < math.inf
-    ):
-        raise ValueError(
-            f"`learning_rate` is {kind}: the rate of one process. "
-            f"Received: learning_rate={learning_rate!r}."
-        )
-
-
-def _is_integer(value) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

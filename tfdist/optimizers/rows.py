@@ -17,21 +17,24 @@ from tfdist.collectives import Group, all_gather
 from tfdist.optimizers.elementwise import unwrapped
 from tfdist.optimizers.zero.flat import FlatSharding
 
-__all__ = ["reduce_rows", "shard_of_rows", "uses_sum_of_rows"]
+__all__ = ["needs_rows", "reduce_rows", "shard_of_rows"]
 
 #: Optimizers to which a sparse gradient is the dense one that it adds up to.
 _OF_SUMS = (keras.optimizers.SGD, keras.optimizers.Lion)
 
 
-def uses_sum_of_rows(optimizer) -> bool:
-    """Whether an optimizer's update depends on a sparse gradient by the sum of its rows alone.
+def needs_rows(optimizer) -> bool:
+    """Whether an optimizer's update depends on the rows of a sparse gradient, and not on their sum.
 
-    With `gradient_accumulation_steps` or `clipvalue` Keras adds the rows up itself.
+    Keras clips rows one by one, and takes the norm over them. Where it accumulates gradients it adds
+    rows up itself.
     """
     optimizer = unwrapped(optimizer)
-    if optimizer.gradient_accumulation_steps or optimizer.clipvalue:
+    if optimizer.gradient_accumulation_steps:
+        return False
+    if optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue:
         return True
-    return any(
+    return not any(
         isinstance(optimizer, kind) and type(optimizer).update_step is kind.update_step
         for kind in _OF_SUMS
     )

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common.masking import get_keras_mask
 
+from tfdist import checks
 from tfdist.pipeline.keras_graph import (
     count_flops,
     deferred_weights,
@@ -70,6 +71,9 @@ class Chain:
     """
 
     def __init__(self, model: keras.Model | Sequence, input_shape: Sequence[int] | None = None):
+        row = checks.integers(
+            "input_shape", input_shape, minimum=1, none=True, optional=True, empty=True
+        )
         if not isinstance(model, keras.Model):
             model = _stack(model)
         nodes = nodes_in_order(model)
@@ -78,13 +82,22 @@ class Chain:
                 "A pipeline takes a model with one input and one output. Received: "
                 f"`{model.name}` with {len(model.inputs)} inputs, {len(model.outputs)} outputs."
             )
+        open_row = tuple(model.inputs[0].shape[1:])
+        if row is not None and not _fits(row, open_row):
+            raise checks.refuse("input_shape", input_shape, f"the shape of a row, {open_row}")
         self.model = model
         self.links = _links(nodes, model.inputs[0], model.outputs[0])
-        self._row = tuple(model.inputs[0].shape[1:] if input_shape is None else input_shape)
+        self._row = open_row if row is None else row
         self._flops: dict[int, list[int]] = {}
 
     def __len__(self) -> int:
         return len(self.links)
+
+    def as_outputs(self, tensor):
+        """The output in the form in which the model returns it: alone, or in a dict."""
+        if isinstance(self.model, keras.Sequential) or isinstance(self.model.output, list | tuple):
+            return tensor  # Keras returns a list of one tensor as the tensor.
+        return keras.tree.pack_sequence_as(self.model.output, [tensor])
 
     def specs(
         self, rows: int | None = None, row_shape: Sequence[int | None] | None = None, dtype=None
@@ -159,13 +172,20 @@ class Chain:
         return {key: some for key, some in places.items() if len(some) > 1}
 
 
+def _fits(shape: Sequence[int | None], row: Sequence[int | None]) -> bool:
+    """Whether a shape says nothing else than another does, in which dims may be open."""
+    return len(shape) == len(row) and all(
+        size == known or known is None for size, known in zip(shape, row, strict=True)
+    )
+
+
 def _stack(layers: Sequence) -> keras.Model:
-    layers = list(layers)
+    layers = list(checks.sequence("model", layers, "layers, or a Keras model"))
     if not layers or not isinstance(layers[0], keras.KerasTensor | keras.layers.InputLayer):
         found = type(layers[0]).__name__ if layers else "an empty list"
         raise ValueError(
-            "A list of layers begins with the `keras.Input` that the first of them gets. "
-            f"Received: {found} first."
+            "A `model` that is a list of layers begins with the `keras.Input` that the first of "
+            f"them gets. Received: {checks.shown(layers)}, with {found} first."
         )
     first = layers[0]
     tensor = inputs = first if isinstance(first, keras.KerasTensor) else first.output

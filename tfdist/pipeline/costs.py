@@ -9,12 +9,17 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
+from tfdist import checks
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
 from tfdist.pipeline.chain import Chain, Link
 from tfdist.pipeline.keras_graph import trace_graph, without_values
 
 __all__ = ["bytes_of", "kept_bytes", "link_costs", "measure_seconds", "training_graph"]
+
+#: Far more than a micro-batch has, or a median needs.
+_MOST_ROWS = 1 << 20
+_MOST_REPEATS = 10_000
 
 
 def link_costs(
@@ -32,23 +37,25 @@ def link_costs(
     Raises:
         ValueError: It is something else.
     """
+    meaning = (
+        f"{', '.join(map(repr, kinds))}, or a number of at least 0 for each of the {len(chain)} parts "
+        "of the chain"
+    )
     if not isinstance(given, str):
-        if len(given) != len(chain):
-            raise ValueError(
-                f"`{name}` has a number for each of the {len(chain)} parts of the chain. Received: "
-                f"{len(given)} numbers."
-            )
-        return tuple(float(each) for each in given)
+        try:
+            numbers = checks.numbers_of(name, given, minimum=0)
+        except ValueError:
+            raise checks.refuse(name, given, meaning) from None
+        if len(numbers) != len(chain):
+            raise checks.refuse(name, given, meaning)
+        return tuple(float(each) for each in numbers)
     ways: dict[str, Callable[[], Sequence[float]]] = {
         "flops": chain.flops,
         "parameters": lambda: [link.parameters for link in chain.links],
         "seconds": lambda: measure_seconds(chain),
     }
     if given not in kinds:
-        raise ValueError(
-            f"`{name}` is {', '.join(map(repr, kinds))}, or a number for each part of the chain. "
-            f"Received: {given!r}."
-        )
+        raise checks.refuse(name, given, meaning)
     return tuple(float(each) for each in ways[given]())
 
 
@@ -72,6 +79,10 @@ def measure_seconds(
     Raises:
         ValueError: A link's input has a dim of unknown size.
     """
+    checks.instance("chain", chain, Chain, "a Chain")
+    checks.instance("group", group, Group, "a Group, as of `strategy.group()`", optional=True)
+    rows = checks.integer("rows", rows, minimum=1, maximum=_MOST_ROWS)
+    repeats = checks.integer("repeats", repeats, minimum=1, maximum=_MOST_REPEATS)
     chain.check_known_shapes("links can be timed")
     specs = chain.specs(rows)
     found = [_seconds(link, spec, repeats) for link, spec in zip(chain.links, specs, strict=False)]

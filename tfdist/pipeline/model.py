@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist import checks
 from tfdist.collectives import broadcast
 from tfdist.collectives.local import LocalEngine
 from tfdist.collectives.objects import all_gather_object
@@ -17,7 +18,7 @@ from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.costs import measure_seconds
 from tfdist.pipeline.partition import Partition, make_partition
 from tfdist.pipeline.parts import Parts
-from tfdist.pipeline.schedules import Schedule, make_schedule
+from tfdist.pipeline.schedules import SCHEDULES, Schedule, make_schedule
 from tfdist.pipeline.simulation import Run, check
 
 __all__ = ["PipelineModel"]
@@ -74,18 +75,28 @@ class PipelineModel(keras.Model):
         timed: bool = False,
         name: str | None = None,
     ):
+        checks.integer("num_microbatches", num_microbatches, minimum=1)
+        checks.one_of("schedule", schedule, sorted(SCHEDULES))
+        checks.integer("chunks", chunks, minimum=1, optional=True)
+        checks.boolean("timed", timed)
+        checks.text("name", name, optional=True)
         chain = Chain(model, input_shape)
         super().__init__(name=name or f"{chain.model.name}_pipeline")
         strategy: Any = tf.distribute.get_strategy()
         has_engine = hasattr(strategy, "engine")
         group = (strategy if has_engine else LocalEngine()).group("pipeline")
-        if cut == "cyclic" and chunks is None and not len(chain) % group.size:
+        if (
+            isinstance(cut, str)
+            and cut == "cyclic"
+            and chunks is None
+            and not len(chain) % group.size
+        ):
             chunks = len(chain) // group.size
         plan = make_schedule(schedule, group.size, num_microbatches, chunks)
         check(plan)
         if cost is None:
             cost = "flops" if chain.has_known_shapes else "parameters"
-        elif cost == "seconds":
+        elif isinstance(cost, str) and cost == "seconds":
             cost = measure_seconds(chain, strategy.group() if has_engine else None)
         partition = make_partition(chain, group.size, plan.chunks, cut=cut, cost=cost)
         _check_trained(partition)
@@ -142,6 +153,7 @@ class PipelineModel(keras.Model):
     def train_step(self, data):
         """One update from this rank's rows."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        x = _only_tensor(x)
         gradients = self._parts.train(self, x, (y, sample_weight))
         variables = self.trainable_variables
         self.optimizer.apply_gradients([(gradients.get(id(v)), v) for v in variables])
@@ -150,10 +162,12 @@ class PipelineModel(keras.Model):
     def test_step(self, data):
         """Metrics of this rank's rows."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        x = _only_tensor(x)
         outputs, extra = self._parts.forward(x)
         rows = tf.shape(x)[0]
         if self.holds_outputs:
             y_pred = with_provenance(lambda *parts: tf.concat(parts, axis=0), *outputs)
+            y_pred = self._parts.chain.as_outputs(y_pred)
             loss = self._compile_loss(y, y_pred, sample_weight)
             self._loss_tracker.update_state(loss, sample_weight=rows)
             if self._compile_metrics is not None:
@@ -164,14 +178,22 @@ class PipelineModel(keras.Model):
     def predict_step(self, data):
         """The outputs for this rank's rows, on all ranks of the pipeline axis."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        x = _only_tensor(x)
         outputs, _ = self._parts.forward(x)
+        spec = self._parts.output_spec(x)
+        last = self._parts.last_stage % self._parts.group.size
         if self.holds_outputs:
             y = tf.concat(outputs, axis=0)
+            shape = tf.shape(y)
         else:
-            spec = self._parts.output_spec(x)
-            y = tf.zeros([tf.shape(x)[0], *spec.shape[1:]], spec.dtype)
-        last = self._parts.last_stage % self._parts.group.size
-        return broadcast(y, self._parts.group, last, name="predictions")
+            y, shape = None, tf.zeros([len(spec.shape)], tf.int32)
+        if None in spec.shape[1:]:
+            shape = broadcast(shape, self._parts.group, last, name="predictions/shape")
+        else:
+            shape = [tf.shape(x)[0], *spec.shape[1:]]
+        y = tf.zeros(shape, spec.dtype) if y is None else y
+        y = broadcast(y, self._parts.group, last, name="predictions")
+        return self._parts.chain.as_outputs(y)
 
     def last_run(self) -> Run:
         """When each rank of the pipeline did what in the last training step.
@@ -231,6 +253,20 @@ class PipelineModel(keras.Model):
         """Adds what layers of this rank add to the loss; the last stage counts the rows."""
         total = self._loss_tracker.total
         total.assign_add(tf.cast(extra, total.dtype) * tf.cast(rows, total.dtype))
+
+
+def _only_tensor(x) -> tf.Tensor:
+    """The inputs of a model that has one, which may be given in a list or a dict.
+
+    Raises:
+        ValueError: There are several.
+    """
+    flat = tf.nest.flatten(x)
+    if len(flat) != 1:
+        raise ValueError(
+            f"A pipeline takes a model with one input. Received: {len(flat)} tensors as inputs."
+        )
+    return flat[0]
 
 
 def _check_trained(partition: Partition) -> None:

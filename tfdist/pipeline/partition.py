@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
+from tfdist import checks
 from tfdist.pipeline.chain import Chain, Link
 from tfdist.pipeline.costs import link_costs
 
@@ -147,11 +148,14 @@ def make_partition(
     Raises:
         ValueError: The chain cannot be cut so.
     """
+    checks.instance("chain", chain, Chain, "a Chain")
+    num_ranks = checks.integer("num_ranks", num_ranks, minimum=1)
+    chunks = checks.integer("chunks", chunks, minimum=1)
     stages = num_ranks * chunks
     costs = link_costs(chain, "cost", cost, ("flops", "parameters", "seconds"))
-    if cut == "even":
+    if isinstance(cut, str) and cut == "even":
         ends = balance(costs, stages)
-    elif cut == "cyclic":
+    elif isinstance(cut, str) and cut == "cyclic":
         if len(chain) != stages:
             raise ValueError(
                 f"cut='cyclic' puts one part of the chain on each stage. Received: {len(chain)} "
@@ -159,11 +163,15 @@ def make_partition(
             )
         ends = tuple(range(1, stages + 1))
     else:
-        lengths = [] if isinstance(cut, str) else list(cut)
-        if len(lengths) != stages or any(n < 1 for n in lengths) or sum(lengths) != len(chain):
-            raise ValueError(
-                "`cut` is 'even', 'cyclic', or the number of parts of each of the "
-                f"{stages} stages, {len(chain)} in all. Received: {cut!r}."
-            )
+        meaning = (
+            f"'even', 'cyclic', or the number of parts of each of the {stages} stages, "
+            f"{len(chain)} in all"
+        )
+        try:
+            lengths = checks.integers("cut", cut, minimum=1)
+        except ValueError:
+            raise checks.refuse("cut", cut, meaning) from None
+        if len(lengths) != stages or sum(lengths) != len(chain):
+            raise checks.refuse("cut", cut, meaning)
         ends = tuple(itertools.accumulate(lengths))
     return Partition(chain, ends, num_ranks, costs)

@@ -152,8 +152,10 @@ class Parts:
 
     def output_spec(self, x: tf.Tensor) -> keras.KerasTensor:
         """What the outputs of the chain are like."""
-        inputs = keras.KerasTensor(x.shape, x.dtype.name)
-        return self.chain.model.compute_output_spec(inputs)
+        tensor = keras.KerasTensor(x.shape, x.dtype.name)
+        for link in self.chain.links:
+            tensor = link.model.compute_output_spec(tensor)
+        return tensor
 
     def _specs(self, x: tf.Tensor, rows: int | None) -> dict[int, tf.TensorSpec]:
         """What the inputs of each stage are like.
@@ -198,13 +200,14 @@ class Parts:
 
         def loss(y_pred, *tensors):
             y, sample_weight = _packed(batch, tensors)
-            total = model._compile_loss(y, y_pred, sample_weight)
+            outputs = self.chain.as_outputs(y_pred)
+            total = model._compile_loss(y, outputs, sample_weight)
             guard = guard_of(model)
             if guard is not None:
                 guard.note(total)
             model._loss_tracker.update_state(total, sample_weight=tf.shape(y_pred)[0])
             if model._compile_metrics is not None:
-                model._compile_metrics.update_state(y, y_pred, sample_weight)
+                model._compile_metrics.update_state(y, outputs, sample_weight)
             return scaled(total)
 
         batch_specs = [tf.TensorSpec((rows, *t.shape[1:]), t.dtype) for t in _flat(batch)]

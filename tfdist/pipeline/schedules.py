@@ -14,17 +14,24 @@ import dataclasses
 import enum
 from collections.abc import Callable, Sequence
 
+from tfdist import checks
+
 __all__ = [
+    "MOST_FORWARDS",
     "SCHEDULES",
     "Action",
     "Kind",
     "Schedule",
+    "check_schedule",
     "gpipe",
     "interleaved_1f1b",
     "make_schedule",
     "one_forward_one_backward",
     "zero_bubble",
 ]
+
+#: The largest schedule that is written down: a thousand ranks with as many micro-batches.
+MOST_FORWARDS = 1_000_000
 
 
 class Kind(enum.Enum):
@@ -129,12 +136,7 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, chunks: int = 2) -> 
     Raises:
         ValueError: The micro-batches do not divide by the ranks.
     """
-    if num_microbatches % num_ranks:
-        raise ValueError(
-            "The interleaved schedule takes micro-batches in groups of the size of the pipeline "
-            "axis: the number of micro-batches divides by it. Received: "
-            f"{num_microbatches} micro-batches, pipeline={num_ranks}."
-        )
+    check_schedule("interleaved", num_ranks, num_microbatches, chunks)
     total = num_microbatches * chunks
     actions = []
     for rank in range(num_ranks):
@@ -205,6 +207,51 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 
 
+def check_schedule(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    chunks: int | None = None,
+    *,
+    most: int = MOST_FORWARDS,
+) -> None:
+    """Checks the arguments of `make_schedule`, in no time.
+
+    Args:
+        name: As there.
+        num_ranks: As there.
+        num_microbatches: As there.
+        chunks: As there.
+        most: How many forward passes there may be: a schedule is written down action by action,
+            which would take minutes and gigabytes for numbers that are a slip of the hand.
+
+    Raises:
+        ValueError: As there.
+    """
+    checks.one_of("name", name, sorted(SCHEDULES))
+    num_ranks = checks.integer("num_ranks", num_ranks, minimum=1)
+    num_microbatches = checks.integer("num_microbatches", num_microbatches, minimum=1)
+    chunks = checks.integer("chunks", chunks, minimum=1, optional=True)
+    if chunks not in (None, 1) and name != "interleaved":
+        raise ValueError(
+            f"Only the interleaved schedule has several `chunks` a rank. Received: {name!r} with "
+            f"chunks={chunks}."
+        )
+    forwards = num_ranks * num_microbatches * (chunks or (2 if name == "interleaved" else 1))
+    if forwards > most:
+        raise ValueError(
+            f"A schedule has at most {most:,} forward passes: `num_ranks` times `num_microbatches` "
+            f"times `chunks`. Received: num_ranks={num_ranks}, num_microbatches={num_microbatches}, "
+            f"chunks={chunks}."
+        )
+    if name == "interleaved" and num_microbatches % num_ranks:
+        raise ValueError(
+            "The interleaved schedule takes micro-batches in groups of the size of the pipeline "
+            "axis: the number of micro-batches divides by it. Received: "
+            f"{num_microbatches} micro-batches, pipeline={num_ranks}."
+        )
+
+
 def make_schedule(
     name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None
 ) -> Schedule:
@@ -219,20 +266,7 @@ def make_schedule(
     Raises:
         ValueError: The name is unknown, a number is not positive, or the schedule cannot have it.
     """
-    if name not in SCHEDULES:
-        raise ValueError(f"`schedule` is one of {sorted(SCHEDULES)}. Received: {name!r}.")
-    if num_ranks < 1 or num_microbatches < 1:
-        raise ValueError(
-            "A pipeline has at least one rank and one micro-batch. Received: "
-            f"{num_ranks} ranks, {num_microbatches} micro-batches."
-        )
+    check_schedule(name, num_ranks, num_microbatches, chunks)
     if name == "interleaved":
-        if chunks is not None and chunks < 1:
-            raise ValueError(f"A rank has at least one chunk. Received: chunks={chunks}.")
         return interleaved_1f1b(num_ranks, num_microbatches, chunks or 2)
-    if chunks not in (None, 1):
-        raise ValueError(
-            f"Only the interleaved schedule has several chunks a rank. Received: {name!r} with "
-            f"chunks={chunks}."
-        )
     return SCHEDULES[name](num_ranks, num_microbatches)

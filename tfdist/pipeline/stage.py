@@ -121,6 +121,9 @@ def trace_stage(
     inputs = {tensor.op for tensor in graph.inputs}
     forward = marks["forward"] - inputs
     backward = marks["all"] - marks["forward"] - inputs
+    # The gradient of a loop, as an LSTM has one, adds to the loop where it is to keep its activations.
+    late = ancestors([tensor for each in forward for tensor in each.inputs], backward)
+    forward, backward = forward | late, backward - late
     leads_back = ancestors([] if marks["dx"] is None else [marks["dx"]], backward)
     components = marks["gradients"]
     flat = [tensor for some in components for tensor in some]

@@ -17,8 +17,9 @@ from typing import IO, cast
 
 import cloudpickle
 
+from tfdist import checks
 from tfdist.orphan_guard import OrphanGuard
-from tfdist.rendezvous import local_environments
+from tfdist.rendezvous import ENGINES, local_environments
 
 __all__ = ["RankError", "RankPool", "run_ranks"]
 
@@ -26,6 +27,9 @@ _STARTUP_SECONDS = 120.0
 #: How long the other ranks may go on once one has failed: long enough to fail by themselves.
 _GRACE_SECONDS = 5.0
 _STACK_SECONDS = 2.0
+#: What one machine may be asked for without a doubt that it is meant.
+_MOST_RANKS = 1024
+_MOST_THREADS = 4096
 
 
 class RankError(Exception):
@@ -56,6 +60,9 @@ class RankPool:
         engine: "horovod", "tensorflow" or "local".
         threads: TensorFlow's intra-op threads of each rank.
         environment: More variables for all ranks.
+
+    Raises:
+        ValueError: There is no rank to start, or a value is no text.
     """
 
     def __init__(
@@ -66,10 +73,10 @@ class RankPool:
         threads: int = 1,
         environment: Mapping[str, str] | None = None,
     ):
-        self.num_ranks = num_ranks
-        self.engine = engine
-        self._threads = threads
-        self._environment = dict(environment or {})
+        self.num_ranks = checks.integer("num_ranks", num_ranks, minimum=1, maximum=_MOST_RANKS)
+        self.engine = checks.one_of("engine", engine, ENGINES)
+        self._threads = checks.integer("threads", threads, minimum=1, maximum=_MOST_THREADS)
+        self._environment = _check_environment(environment)
         self._processes: list[subprocess.Popen] = []
         self._channels: list[connection.Connection] = []
         self._resources = contextlib.ExitStack()
@@ -94,6 +101,8 @@ class RankPool:
             TimeoutError: A rank did not return within `timeout` seconds; the message holds the
                 Python stacks of all ranks.
         """
+        checks.function("function", function)
+        checks.number("timeout", timeout, above=0, maximum=checks.YEAR_SECONDS)
         if not self._processes:
             self._start()
         task = cloudpickle.dumps((function, args, kwargs))
@@ -233,6 +242,17 @@ class RankPool:
         return TimeoutError(f"Ranks {late} did not return within {timeout:g} s.\n{stacks}")
 
 
+def _check_environment(environment: Mapping[str, str] | None) -> dict[str, str]:
+    checks.instance("environment", environment, Mapping, "a dict of variables", optional=True)
+    found = dict(environment or {})
+    for name, value in found.items():
+        fits = isinstance(name, str) and isinstance(value, str)
+        if not fits or not name or "=" in name or "\0" in name + value:
+            meaning = "a dict from names of variables to texts"
+            raise checks.refuse("environment", environment, meaning)
+    return found
+
+
 def run_ranks(
     function: Callable,
     *args,
@@ -247,5 +267,7 @@ def run_ranks(
 
     Takes the arguments of `RankPool` and of `RankPool.run`, and raises as that does.
     """
+    checks.function("function", function)
+    checks.number("timeout", timeout, above=0, maximum=checks.YEAR_SECONDS)
     with RankPool(num_ranks, engine, threads=threads, environment=environment) as pool:
         return pool.run(function, *args, timeout=timeout, **kwargs)

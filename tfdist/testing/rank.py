@@ -18,6 +18,7 @@ from multiprocessing import connection
 
 import cloudpickle
 
+from tfdist import checks
 from tfdist.rendezvous import local_environments
 
 __all__ = ["engine", "strategy"]
@@ -38,6 +39,7 @@ def engine(mesh=None):
     """
     from tfdist.mesh import Mesh
 
+    checks.instance("mesh", mesh, Mesh, "a tfdist.Mesh", optional=True)
     mesh = mesh or Mesh()
     engines = _state["engines"]
     if mesh not in engines:
@@ -94,6 +96,7 @@ def strategy(mesh=None, **kwargs):
     from tfdist.mesh import Mesh
     from tfdist.strategies import HorovodStrategy, LocalStrategy, MultiWorkerStrategy
 
+    checks.instance("mesh", mesh, Mesh, "a tfdist.Mesh", optional=True)
     mesh = mesh or Mesh()
     kind = {"horovod": HorovodStrategy, "tensorflow": MultiWorkerStrategy, "local": LocalStrategy}
     shared = engine(mesh)

@@ -1,0 +1,198 @@
+"""Checks of flags: of any flag by its kind, and of those that name files and folders.
+
+absl has bounds for numbers, which NaN passes, and takes any text. Each check raises a `UsageError`
+of one line that names the flag and shows the value.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from absl import flags
+
+from tfdist.checks import LARGEST, shown
+
+__all__ = [
+    "MOST_RANKS",
+    "MOST_RANKS_OF_A_HOST",
+    "YEAR",
+    "UsageError",
+    "as_given",
+    "check_values",
+    "folder",
+    "input_file",
+    "output_file",
+    "refuse",
+    "refuse_ignored",
+]
+
+#: More than any job that was ever run, and few enough to write down what each rank is told.
+MOST_RANKS = 16_384
+MOST_RANKS_OF_A_HOST = 1024
+#: Seconds: longer than anything that a flag asks to wait for.
+YEAR = 366 * 24 * 3600
+_MOST_CHARACTERS = 100_000
+
+
+class UsageError(Exception):
+    """What the user asked for cannot be done: one line says what, and how to mend it."""
+
+
+def refuse(flag: str, value: Any, meaning: str) -> UsageError:
+    """The error for a bad value.
+
+    Args:
+        flag: The flag's name.
+        value: What it was given.
+        meaning: What it is, as the sentence goes on behind its name.
+
+    Returns:
+        The error, for the caller to raise.
+    """
+    plain = isinstance(value, str) and value.strip() and value.isprintable()
+    text = value if plain else shown(value)
+    if len(text) > 200:
+        text = f"{text[:200]}..."
+    given = f"-{flag}" if len(flag) == 1 else f"--{flag}"
+    return UsageError(f"{given} is {meaning}. Received: {given}={text}.")
+
+
+def check_values(values: flags.FlagValues) -> None:
+    """Checks what the command line gave each flag, by the kind of the flag.
+
+    Numbers are finite and fit into 32 bits, unless the flag has bounds of its own; texts are not
+    empty, and have no control characters and no bytes that are no UTF-8; lists are not empty.
+
+    Args:
+        values: Flags that were parsed.
+
+    Raises:
+        UsageError: One is something else.
+    """
+    for name in values:
+        flag = values[name]
+        if not flag.present or flag.value is None:
+            continue
+        if isinstance(flag.value, list | tuple):
+            if not flag.value:
+                raise refuse(name, "", "a list of at least one word")
+            for entry in flag.value:
+                _check_text(name, entry)
+        elif isinstance(flag.value, str):
+            _check_text(name, flag.value)
+        elif isinstance(flag.value, float) and not math.isfinite(flag.value):
+            raise refuse(name, flag.value, "a finite number")
+        elif (
+            isinstance(flag.value, int)
+            and abs(flag.value) > LARGEST
+            and getattr(flag.parser, "upper_bound", None) is None
+        ):
+            raise refuse(name, flag.value, f"a number of at most {LARGEST:,}")
+
+
+def _check_text(name: str, text: str) -> None:
+    if not text.strip():
+        raise refuse(name, text, "not empty")
+    if not text.isprintable():
+        raise refuse(name, text, "a text in UTF-8 without control characters")
+    if len(text) > _MOST_CHARACTERS:
+        raise refuse(name, text, f"a text of at most {_MOST_CHARACTERS:,} characters")
+
+
+def as_given(values: flags.FlagValues, some: Iterable[flags.FlagHolder]) -> str:
+    """Those of some flags that the command line has, as it may have them."""
+    return " ".join(values[flag.name].serialize() for flag in some if flag.present)
+
+
+def refuse_ignored(
+    values: flags.FlagValues, some: Iterable[flags.FlagHolder], why: str, received: str
+) -> None:
+    """Refuses flags that would be ignored.
+
+    Args:
+        values: Where they are defined.
+        some: The flags.
+        why: Where they mean something, as the sentence goes on behind a flag's name.
+        received: What is given in its place.
+
+    Raises:
+        UsageError: One is given.
+    """
+    for flag in some:
+        if flag.present:
+            raise UsageError(
+                f"--{flag.name} {why}. Received: {as_given(values, [flag])} {received}."
+            )
+
+
+def folder(flag: str, path: str) -> None:
+    """Checks the path of a folder that is there, or that can be made.
+
+    Raises:
+        UsageError: It is the root, a file, or lies in what is no folder.
+    """
+    found = os.path.abspath(os.path.expanduser(path))
+    if not found.strip("/"):
+        raise refuse(flag, path, "a folder, and not the root of the file system")
+    while (mode := _mode(flag, path, found)) is None and found != os.path.dirname(found):
+        found = os.path.dirname(found)
+    if mode != stat.S_IFDIR:
+        raise UsageError(f"--{flag}={path} cannot be written: {found} is no folder.")
+
+
+def input_file(flag: str, path: str) -> None:
+    """Checks the path of a file that can be read.
+
+    Raises:
+        UsageError: There is none.
+    """
+    found = os.path.expanduser(path)
+    mode = _mode(flag, path, found)
+    if mode is None:
+        raise UsageError(f"--{flag}={path} is not there.")
+    if mode != stat.S_IFREG:
+        raise UsageError(f"--{flag}={path} is no file.")
+    if not os.access(found, os.R_OK):
+        raise UsageError(f"--{flag}={path} cannot be read: permission denied.")
+
+
+def output_file(flag: str, path: str, endings: Sequence[str] = ()) -> None:
+    """Checks the path of a file that can be written; nothing is written yet.
+
+    Args:
+        flag: The flag.
+        path: The path.
+        endings: Those that the file may have; any by default.
+
+    Raises:
+        UsageError: It is a folder, lies in no folder, cannot be written, or ends otherwise.
+    """
+    if endings and not path.endswith(tuple(endings)):
+        raise refuse(flag, path, f"a file that ends in {' or '.join(endings)}")
+    found = os.path.expanduser(path)
+    parent = os.path.dirname(os.path.abspath(found))
+    mode = _mode(flag, path, found)
+    if mode == stat.S_IFDIR or path.endswith("/"):
+        why = "it is a folder"
+    elif mode is None and _mode(flag, path, parent) != stat.S_IFDIR:
+        why = f"{parent} is no folder"
+    elif not os.access(parent if mode is None else found, os.W_OK):
+        why = "permission denied"
+    else:
+        return
+    raise UsageError(f"--{flag}={path} cannot be written: {why}.")
+
+
+def _mode(flag: str, path: str, found: str) -> int | None:
+    """What kind of file there is; None for none."""
+    try:
+        return stat.S_IFMT(os.stat(found).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        words = error.strerror if isinstance(error, OSError) else str(error)
+        raise refuse(flag, path, f"a path: {words}") from error

@@ -1,0 +1,42 @@
+"""The examples, as a user runs them: one process and two ranks end with the same line."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import skip_without, slow_but
+
+FOLDER = Path(__file__).parents[2] / "examples"
+SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py"))
+
+
+def last_line(*command: str) -> str:
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip().splitlines()[-1].removeprefix("[0] ")
+
+
+@pytest.mark.parametrize("engine", slow_but(["horovod"], ["horovod", "tensorflow"]))
+@pytest.mark.parametrize("script", slow_but(["contrastive.py"], SCRIPTS))
+def test_two_ranks_print_what_one_process_prints(script, engine):
+    skip_without(engine)
+    path = str(FOLDER / script)
+    launcher = str(Path(sys.executable).with_name("tfdist-run"))
+    alone = last_line(sys.executable, path)
+    ranks = last_line(launcher, "-np", "2", f"--engine={engine}", "--", sys.executable, path)
+    assert "on 1 rank" in alone
+    assert "on 2 rank" in ranks
+    numbers = [float(n) for n in re.findall(r"\d+\.\d+", alone)]
+    assert [float(n) for n in re.findall(r"\d+\.\d+", ranks)] == pytest.approx(numbers, abs=0.01)

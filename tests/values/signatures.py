@@ -1,0 +1,280 @@
+"""The public callables of tfdist, with a call of each that is right, and one argument made wrong.
+
+What is tried comes from `__all__` and from the signatures: a new argument is tried as soon as it is
+there. The tables here hold only what no signature tells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+import tfdist
+from tests.values.bad_values import bad_for
+from tfdist.collectives.local import LocalEngine
+
+__all__ = ["LEGAL", "Case", "argument_names", "cases", "public_callables"]
+
+#: Modules whose values have tests of their own.
+_ELSEWHERE = ("tfdist.checkpoint",)
+
+
+def _model() -> keras.Model:
+    layers = [keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dense(2)]
+    model = keras.Sequential(layers)
+    model.compile("sgd", "mse")
+    return model
+
+
+def _gpt() -> keras.Model:
+    return tfdist.models.gpt(8, num_layers=1, width=8, num_heads=2, max_length=4)
+
+
+class _TwoRanks(LocalEngine):
+    """The first of two ranks, which hears only itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.mesh = tfdist.Mesh().resolve(size=2, rank=0)
+
+
+def _chain() -> Any:
+    return tfdist.pipeline.Chain(_model())
+
+
+#: What an argument without a default gets, by its annotation.
+_BY_KIND: dict[str, Callable[[], Any]] = {
+    "int": lambda: 4,
+    "float": lambda: 0.5,
+    "Engine": LocalEngine,
+    "Group": lambda: LocalEngine().group(),
+    "keras.Model": _model,
+    "keras.layers.Layer": _model,
+    "Chain": _chain,
+    "Sequence[int]": lambda: (8, 8, 1),
+    "Mapping[str, str]": dict,
+    "Callable": lambda: len,
+    "tuple[int, ...]": lambda: (0,),
+    "np.ndarray": lambda: np.arange(20),
+}
+
+#: The same by its name, where that tells more: "argument", or "callable.argument".
+_BY_NAME: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: np.zeros([2, 2], np.float32),
+    "like": lambda: np.zeros([2, 2], np.float32),
+    "variable": lambda: _model().weights[0],
+    "filepath": lambda: "model.keras",
+    "split": lambda: "train",
+    "what": lambda: "a test",
+    "strategy": tfdist.strategies.LocalStrategy,
+    "replicas": lambda: 2,
+    "prompt_tokens": lambda: [1, 2],
+    "generate.model": _gpt,
+    "make_schedule.name": lambda: "1f1b",
+    "load.name": lambda: "digits",
+    "load_for_rank.name": lambda: "digits",
+    "load_text.name": lambda: "pydoc",
+    "rank_split.index": lambda: 1,
+    "make_partition.num_ranks": lambda: 2,
+    "PipelineModel.model": _model,
+    "Chain.model": _model,
+    "ScaledWarmup.learning_rate": lambda: 0.5,
+    "LearningRateScheduleCallback.multiplier": lambda: 0.5,
+    "to": lambda: 1,
+    "source": lambda: 1,
+    "send.group": lambda: _TwoRanks().group(),
+    "recv.group": lambda: _TwoRanks().group(),
+    "run_ranks.function": lambda: len,
+}
+
+#: Arguments with a default that get another value, without which others would not be looked at.
+_GIVEN: dict[str, dict[str, Callable[[], Any]]] = {
+    "HorovodStrategy": {"engine": LocalEngine},
+    "MultiWorkerStrategy": {"engine": LocalEngine},
+}
+
+#: Arguments that an annotation says too little of.
+_KINDS: dict[str, str] = {
+    "tensor": "Tensor",
+    "like": "Tensor",
+    "splits": "Splits | None",
+    "initializer": "Initializer",
+    "kernel_initializer": "Initializer",
+    "output_initializer": "Initializer | None",
+    "dtype": "Dtype | None",
+    "reduction": "str",
+    "VocabParallelCrossEntropy.reduction": "str | None",
+    "VocabParallelCrossEntropy.name": "str | None",
+    "testing.engine.mesh": "Mesh | None",
+    "testing.strategy.mesh": "Mesh | None",
+}
+
+_ANY_NAME = {"number as text", "word"}
+_ZERO = {"zero", "zero point"}
+#: Values that are right though the annotation does not say so, by the names of `EVERY`; a star in an
+#: argument's name stands for anything. All else in `EVERY` has to be refused.
+LEGAL: dict[str, set[str]] = {
+    "*.name": _ANY_NAME,
+    "*.dropout": _ZERO,
+    "*.verbose": {"zero"},
+    "*.seed": {"zero"},
+    "*.shuffle_seed": {"zero"},
+    "*.watchdog_seconds": _ZERO,
+    "*.zero_stage": {"zero"},
+    "*.axis": {"zero", "minus one"},
+    "tfdist.Mesh.data": {"minus one"},
+    "tfdist.callbacks.BestModelCheckpoint.monitor": _ANY_NAME,
+    "tfdist.callbacks.BestModelCheckpoint.initial_value_threshold": {
+        *_ZERO,
+        "minus one",
+        "minus half",
+    },
+    "tfdist.callbacks.BroadcastGlobalVariablesCallback.root_rank": {"zero"},
+    "tfdist.callbacks.LearningRateScheduleCallback.multiplier": _ZERO,
+    "tfdist.callbacks.LearningRateScheduleCallback.start_epoch": {"zero"},
+    "tfdist.callbacks.LearningRateWarmupCallback.warmup_epochs": _ZERO,
+    "tfdist.optimizers.ScaledWarmup.warmup_steps": {"zero"},
+    "tfdist.collectives.broadcast.root": {"zero"},
+    "tfdist.data.*.data_dir": {"newline", *_ANY_NAME},
+    "tfdist.data.rank_split.index": {"zero"},
+    "tfdist.data.rank_split.split": _ANY_NAME,
+    "tfdist.layers.Dropout.rate": _ZERO,
+    "tfdist.layers.TransformerDecoderBlock.epsilon": _ZERO,
+    "tfdist.layers.TransformerDecoderBlock.*_stddev": _ZERO,
+    # Asks anything whether it is split.
+    "tfdist.layers.sharding_of.variable": {"*"},
+    # What the model takes; nobody looks at it where the tensor axis is 1.
+    "tfdist.layers.parallelize.sample": {"*"},
+    "tfdist.models.convnet.filters": {"empty list"},
+    "tfdist.models.mlp.widths": {"empty list"},
+    "tfdist.models.generate.prompt_tokens": {"zero"},
+    "tfdist.models.generate.num_tokens": {"zero"},
+    "tfdist.models.generate.temperature": _ZERO,
+    "tfdist.monitoring.MemoryReporter.path": {"newline", *_ANY_NAME},
+    "tfdist.monitoring.memory_report.step_peak": {"zero"},
+    "tfdist.monitoring.startup_guard.what": _ANY_NAME,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call with one bad value.
+
+    Attributes:
+        callable: Its name, with that of its module.
+        argument: The argument.
+        value_name: The value's, in `EVERY`.
+        value: The value.
+        call: Makes the call.
+    """
+
+    callable: str
+    argument: str
+    value_name: str
+    value: Any
+    call: Callable[[], Any]
+
+    @property
+    def is_legal(self) -> bool:
+        """Whether the table says that the value is right."""
+        return bool(self.legal_by())
+
+    def legal_by(self) -> list[str]:
+        """The entries of the table that say so."""
+        name = f"{self.callable}.{self.argument}"
+        return [
+            pattern
+            for pattern, values in LEGAL.items()
+            if fnmatch.fnmatchcase(name, pattern) and values & {"*", self.value_name}
+        ]
+
+
+def public_callables() -> dict[str, Callable]:
+    """The functions and classes that users call, by module and name."""
+    found: dict[str, Callable] = {"tfdist.Mesh": tfdist.Mesh}
+    for room in tfdist.__all__:
+        module_name = f"tfdist.{room}"
+        module = getattr(tfdist, room)
+        if not inspect.ismodule(module) or module_name in _ELSEWHERE:
+            continue
+        module = importlib.import_module(module_name)
+        for name in module.__all__:
+            value = getattr(module, name)
+            if _is_called_by_users(value):
+                found[f"{module_name}.{name}"] = value
+    return found
+
+
+def _is_called_by_users(value: Any) -> bool:
+    if inspect.isfunction(value):
+        return True
+    # Records are read, errors are caught, and what is abstract or another library's is not made.
+    return (
+        inspect.isclass(value)
+        and not dataclasses.is_dataclass(value)
+        and not issubclass(value, BaseException)
+        and not inspect.isabstract(value)
+        and getattr(value.__init__, "__module__", "").startswith("tfdist")
+    )
+
+
+def argument_names(name: str, value: Callable) -> dict[str, inspect.Parameter]:
+    """The arguments of a callable; the options of a strategy are those of its base."""
+    found = dict(inspect.signature(value).parameters)
+    options = found.get("options")
+    if options is not None and options.kind is inspect.Parameter.VAR_KEYWORD:
+        base = inspect.signature(tfdist.strategies.ParallelStrategy).parameters
+        found |= {key: each for key, each in base.items() if key not in ("engine", *found)}
+    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return {key: each for key, each in found.items() if each.kind not in variadic}
+
+
+def cases() -> Iterator[Case]:
+    """Each public argument with each value that its annotation does not allow."""
+    for full_name, value in public_callables().items():
+        name = full_name.rpartition(".")[2]
+        parameters = argument_names(name, value)
+        given = dict(_GIVEN.get(name, {}))
+        for key, parameter in parameters.items():
+            if parameter.default is inspect.Parameter.empty:
+                # Made once, when it is first needed: a call that is refused leaves it as it was.
+                given[key] = functools.cache(_example(name, parameter))
+        for key, parameter in parameters.items():
+            for value_name, bad in bad_for(_kind(full_name, parameter)).items():
+
+                def call(value=value, given=given, key=key, bad=bad):
+                    arguments = {other: make() for other, make in given.items() if other != key}
+                    result = value(**arguments, **{key: bad})
+                    if hasattr(result, "__enter__") and hasattr(result, "gen"):
+                        with result:
+                            pass
+                    return result
+
+                yield Case(full_name, key, value_name, bad, call)
+
+
+def _kind(full_name: str, parameter: inspect.Parameter) -> str:
+    _, room, name = full_name.rsplit(".", 2) if full_name.count(".") > 1 else ("", "", full_name)
+    for key in (f"{room}.{name}.{parameter.name}", f"{name}.{parameter.name}", parameter.name):
+        if key in _KINDS:
+            return _KINDS[key]
+    return parameter.annotation if isinstance(parameter.annotation, str) else ""
+
+
+def _example(name: str, parameter: inspect.Parameter) -> Callable[[], Any]:
+    for key in (f"{name}.{parameter.name}", parameter.name):
+        if key in _BY_NAME:
+            return _BY_NAME[key]
+    if parameter.annotation in _BY_KIND:
+        return _BY_KIND[parameter.annotation]
+    raise LookupError(
+        f"Say in `_BY_NAME` what `{name}` gets as `{parameter.name}` ({parameter.annotation})."
+    )
