@@ -44,7 +44,7 @@ def train_application(strategy, feed: Feed, *, name: str) -> Result:
     """Two steps of SGD on one batch, with the softmax that the family ends with."""
     start()
     pixels = APPLICATIONS[name]
-    x = rng().uniform(0, 255, (feed.rows, pixels, pixels, 3)).astype("float32")
+    x = rng().normal(size=(feed.rows, pixels, pixels, 3)).astype("float32")
     y = rng().integers(0, 5, feed.rows)
     with scope(strategy):
         shape = (pixels, pixels, 3)

@@ -59,16 +59,6 @@ FAMILIES: dict[str, dict] = {
     "Llama3": _GROUPS | {"tie_word_embeddings": True},
     "Mistral": _GROUPS,
     "Mixtral": _EXPERTS,
-    "Moonshine": {
-        "vocabulary_size": WORDS,
-        "filter_dim": 8,
-        "encoder_num_layers": 1,
-        "decoder_num_layers": 1,
-        "hidden_dim": 8,
-        "intermediate_dim": 16,
-        "encoder_num_heads": 2,
-        "decoder_num_heads": 2,
-    },
     "OPT": _POSITIONS,
     "Phi3": _GROUPS,
     "Qwen": _GROUPS,
@@ -157,7 +147,7 @@ def rows_for(name: str, rows: int):
             return mask
         if "segment" in what:
             return (np.arange(LENGTH) >= 3).astype("int32") * mask
-        if "features" in what or "audio" in what or "input_values" in what:
+        if "features" in what:
             shape = [size or 2 * LENGTH for size in tensor.shape[1:]]
             return random.normal(size=(rows, *shape)).astype("float32")
         if len(tensor.shape) == 4:

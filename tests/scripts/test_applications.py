@@ -10,16 +10,31 @@ import pytest
 
 from tests.conftest import on_ranks, slow_but
 from tests.scripts.applications import APPLICATIONS, train_application
-from tests.scripts.comparing import differences
 from tests.scripts.feeding import Feed
 from tests.strategies import programs
 
 FEED, BACKWARDS = Feed("numpy", 5, 5), Feed("numpy", 5, 5, backwards=True)
-#: A loss is one forward pass; weights may differ by so many times what another order changes.
-FIRST_LOSS, ORDERS = 2e-6, 10
+#: The first loss is one forward pass. Deep nets of normalizations carry a rounding far: where another
+#: order of the rows alone changes that loss more, ranks may differ by three times as much. After two
+#: steps weights may differ by ten times what another order changes.
+FIRST_LOSS, LOSS_ORDERS, WEIGHT_ORDERS = 2e-6, 3, 10
 
 #: Members of another size of a family that is in the table.
 _MODULES = {"imagenet_utils", "resnet50"}
+
+
+def first_loss_apart(one, other) -> float:
+    """The relative difference of the losses of the first step."""
+    one, other = one.history["loss"][0], other.history["loss"][0]
+    return abs(one - other) / abs(other)
+
+
+def weights_apart(one, other) -> float:
+    """The largest difference of a variable, in units of its own largest value."""
+    return max(
+        float(np.max(np.abs(a - b)) / max(np.max(np.abs(b)), 1e-3))
+        for a, b in zip(one.weights.values(), other.weights.values(), strict=True)
+    )
 
 
 def check(pool, one_process, name: str) -> None:
@@ -28,11 +43,11 @@ def check(pool, one_process, name: str) -> None:
         one_process.run(programs.in_one_process, program, feed, timeout=400)[0]
         for feed in (FEED, BACKWARDS)
     )
-    allowed = ORDERS * differences(other, expected)
+    loss = max(FIRST_LOSS, LOSS_ORDERS * first_loss_apart(other, expected))
+    weights = max(1e-6, WEIGHT_ORDERS * weights_apart(other, expected))
     for result in pool.run(programs.on_rank, program, FEED, timeout=400):
-        first, right = result.history["loss"][0], expected.history["loss"][0]
-        np.testing.assert_allclose(first, right, rtol=FIRST_LOSS)
-        assert differences(result, expected) <= max(allowed, 1e-6)
+        assert first_loss_apart(result, expected) <= loss
+        assert weights_apart(result, expected) <= weights
 
 
 @on_ranks(("horovod", 2), slow=[("tensorflow", 2)])

@@ -51,7 +51,6 @@ SAMPLE = {
         generative.dcgan,
         loops.consistency_of_two_inputs,
         similarity.factorization_by_adam,
-        similarity.siamese_triplets,
         vision.captcha_ctc,
     ],
 }
