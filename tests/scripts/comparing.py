@@ -1,0 +1,68 @@
+"""Ranks against one process, where sums in another order may end elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import tensorflow as tf
+
+from tests.scripts.feeding import Feed, Result
+from tests.strategies import programs
+
+__all__ = ["check", "differences", "noise", "reference"]
+
+#: Where ranks are not equal to one process to the first, one process is run again with the rows of
+#: each batch reversed, and ranks may differ by so many times what that changes.
+TOLERANCE, ORDERS = 1e-5, 3
+
+
+@functools.cache
+def reference(one_process, program, feed: Feed) -> Result:
+    """What one process of plain Keras gives."""
+    expected = one_process.run(programs.in_one_process, program, feed, timeout=240)[0]
+    for value in numbers(expected):
+        assert np.isfinite(value).all(), "the program itself ends in NaN"
+    return expected
+
+
+def numbers(result: Result) -> list[np.ndarray]:
+    parts = (result.weights, result.history, result.evaluation)
+    return [np.asarray(value, "float64") for value in tf.nest.flatten(parts)]
+
+
+def differences(result: Result, expected: Result) -> float:
+    """The largest difference of weights, logs and evaluation."""
+    pairs = zip(numbers(result), numbers(expected), strict=True)
+    return max(float(np.max(np.abs(one - two), initial=0)) for one, two in pairs)
+
+
+@functools.cache
+def noise(one_process, program, feed: Feed) -> float:
+    """The largest difference that another order of the rows makes in one process."""
+    other = reference(one_process, program, dataclasses.replace(feed, backwards=True))
+    return differences(other, reference(one_process, program, feed))
+
+
+def check(pool, one_process, program, feed: Feed, *, limit: float = 1e-4) -> None:
+    """All ranks end as one process does.
+
+    Args:
+        pool: The ranks.
+        one_process: The process to compare with.
+        program: A function of a strategy and a feed.
+        feed: How the rows come.
+        limit: What another order of the rows may change at most: programs that it changes more
+            prove nothing.
+    """
+    expected = reference(one_process, program, feed)
+    results = pool.run(programs.on_rank, program, feed, timeout=240)
+    try:
+        programs.assert_same(results, expected, weights=TOLERANCE, logs=TOLERANCE)
+        return
+    except AssertionError:
+        measured = noise(one_process, program, feed)
+    assert measured < limit, f"another order of the rows alone changes this by {measured:.1e}"
+    allowed = TOLERANCE + ORDERS * measured
+    programs.assert_same(results, expected, weights=allowed, logs=allowed)
