@@ -130,7 +130,9 @@ def test_a_link_is_not_followed(tmp_path):
 def elsewhere(folder: Path, **changes) -> None:
     """A lock that a process of another host holds."""
     owner = dataclasses.replace(Owner.here(), machine="another", host="node7", pid=1)
-    (folder / LOCK).write_bytes(dataclasses.replace(owner, **changes).content())
+    made = folder / "made-elsewhere"
+    made.write_bytes(dataclasses.replace(owner, **changes).content())
+    made.replace(folder / LOCK)  # At once: who reads meanwhile sees one or the other.
 
 
 def test_another_host_holds_it_while_it_renews(tmp_path, monkeypatch):
