@@ -290,7 +290,7 @@ def test_unknown_split(data_dir):
 
 @pytest.mark.parametrize("split", [None, ["train", "test"]])
 def test_one_split_at_a_time(data_dir, split):
-    with pytest.raises(ValueError, match="reads one split"):
+    with pytest.raises(ValueError, match="`split` is one split"):
         load("digits", split, data_dir=data_dir)
 
 
@@ -351,13 +351,13 @@ def _ignoring_errors(function, *args):
 
 def test_missing_tfds_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
-    with pytest.raises(ImportError, match=r"pip install tfdist\[data\]"):
+    with pytest.raises(ImportError, match=r"pip install 'tfdist\[data\]'"):
         load("digits", "train")
-    with pytest.raises(ImportError, match=r"pip install tfdist\[data\]"):
+    with pytest.raises(ImportError, match=r"pip install 'tfdist\[data\]'"):
         read_config()
 
 
 def test_missing_scikit_learn_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ImportError, match=r"pip install tfdist\[data\]"):
+    with pytest.raises(ImportError, match=r"pip install 'tfdist\[data\]'"):
         load("digits", "train", data_dir=tmp_path)
