@@ -130,7 +130,7 @@ def test_an_interpreter_that_cannot_have_horovod(statement, words):
         (["--gpu_operations=cuda"], ["--gpu_operations=cuda", "<none|nccl>"]),
         (["--forse"], ["'forse'", "force"]),
         (["horovod"], ["Received: horovod"]),
-        (["--check", "--force"], ["leave out --force"]),
+        (["--check", "--force"], ["--force is for building"]),
         (["--force", "--cache_dir=/proc/none"], ["--cache_dir", "/proc/none"]),
     ],
     ids=["enum", "unknown", "positional", "contradiction", "cache"],
