@@ -10,11 +10,15 @@ counted is taken back at the end of the step.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import keras
 import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 
 from tfdist.graph.provenance import with_provenance
+from tfdist.strategies.keras_seam.synchronization import kept_where_empty
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 from tfdist.strategies.replica import current_replica
 
@@ -78,30 +82,49 @@ def _without_it(value, rows: tf.Tensor):
     return with_provenance(lambda part: part[:some], value)
 
 
-def _with_rows_to_compare(original, self, y_true, y_pred, sample_weight=None):
-    """A loss, or metrics, of targets and outputs."""
-    replica, given = current_replica(), (y_true, y_pred, sample_weight)
-    if replica is None or replica.step is None or replica.has_padding is not None:
+def _compile_loss(original, self, y_true, y_pred, sample_weight=None):
+    with _padded(y_true, y_pred, sample_weight) as (given, _):
         return original(self, *given)
-    step = replica.step
-    if step.is_even:
-        return original(self, *given)
+
+
+def _compile_metrics(original, self, y_true, y_pred, sample_weight=None):
+    """Metrics, which count nothing where there are no rows."""
+    with _padded(y_true, y_pred, sample_weight) as (given, rows):
+        if rows is None:
+            return original(self, *given)
+        if not self.built:
+            self.build(*given[:2])
+        put_back = kept_where_empty(self.variables, rows)
+        original(self, *given)
+        put_back()
+
+
+@contextlib.contextmanager
+def _padded(*given) -> Iterator[tuple]:
+    """Targets, outputs and weights with a row where there is none, for a loss or metrics.
+
+    Yields:
+        What was given, and this rank's number of rows; None for it where nothing is padded.
+    """
+    replica = current_replica()
+    step = None if replica is None else replica.step
+    if replica is None or step is None or step.is_even or replica.has_padding is not None:
+        yield given, None
+        return
     given = tf.nest.map_structure(
         lambda part: _with_a_row(part) if _may_be_empty(part) else part, given
     )
     with replica.padded(tf.equal(step.rows, 0)):
-        return original(self, *given)
+        yield given, step.rows
 
 
 WRAPPERS = (
     Wrapper(keras.layers.Layer, "__call__", ("self", "args", "kwargs"), _call),
-    Wrapper(
-        CompileLoss, "call", ("self", "y_true", "y_pred", "sample_weight"), _with_rows_to_compare
-    ),
+    Wrapper(CompileLoss, "call", ("self", "y_true", "y_pred", "sample_weight"), _compile_loss),
     Wrapper(
         CompileMetrics,
         "update_state",
         ("self", "y_true", "y_pred", "sample_weight"),
-        _with_rows_to_compare,
+        _compile_metrics,
     ),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import keras
 import tensorflow as tf
 
@@ -10,7 +12,12 @@ from tfdist.layers.sharding import detached, replicated_variables
 from tfdist.layers.states import layer_states
 from tfdist.optimizers.buckets import buckets
 
-__all__ = ["broadcast_variables", "keep_states_without_samples", "synchronize_layer_states"]
+__all__ = [
+    "broadcast_variables",
+    "keep_states_without_samples",
+    "kept_where_empty",
+    "synchronize_layer_states",
+]
 
 
 def broadcast_variables(model: keras.Model) -> None:
@@ -71,11 +78,20 @@ def keep_states_without_samples(model: keras.Model, rows: tf.Tensor):
         rows: This rank's number of samples, an int32 scalar.
     """
     metrics = [variable for metric in model.metrics for variable in metric.variables]
-    kept = [*metrics, *layer_states(model, of_own_rows=True)]
-    before = [tf.identity(variable.value) for variable in kept]
+    return kept_where_empty([*metrics, *layer_states(model, of_own_rows=True)], rows)
+
+
+def kept_where_empty(variables: Sequence[keras.Variable], rows: tf.Tensor) -> Callable:
+    """Notes the values of variables; the returned function puts them back if there are no rows.
+
+    Args:
+        variables: The variables.
+        rows: This rank's number of samples, an int32 scalar.
+    """
+    before = [tf.identity(variable.value) for variable in variables]
 
     def put_back():
-        for variable, value in zip(kept, before, strict=True):
+        for variable, value in zip(variables, before, strict=True):
             variable.assign(value)
         return rows
 
