@@ -18,7 +18,7 @@ def run_keras_step(step: KerasStep, fn, *args, **kwargs):
     if step.group.size == 1:
         return fn(*args, **kwargs)
     # In the graph of the step, whichever inner graph asks for it first.
-    _ = step.share, step.total_rows
+    _ = step.share
     put_back = None if step.is_even else keep_states_without_samples(step.model, step.rows)
     name = f"{step.kind}_step"
     if getattr(type(step.model), name) is getattr(keras.Model, name):

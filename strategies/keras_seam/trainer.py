@@ -121,11 +121,12 @@ def _evaluate(original, self, *args, **kwargs):
     if strategy is None:
         return original(self, *args, **kwargs)
     arguments = _arguments(original, self, *args, **kwargs)
-    if not isinstance(arguments["callbacks"], keras.callbacks.CallbackList):
+    # Inside `fit` the callbacks are those of `fit`, prepared there.
+    inside_fit = isinstance(arguments["callbacks"], keras.callbacks.CallbackList)
+    if not inside_fit:
         check_agreement(strategy, "evaluate", arguments)
     synchronize_layer_states(self)
-    # Inside `fit` the callbacks are those of `fit`, prepared there.
-    if not isinstance(arguments["callbacks"], keras.callbacks.CallbackList):
+    if not inside_fit:
         _prepare_callbacks(strategy, arguments, training=False)
     return original(**arguments)
 

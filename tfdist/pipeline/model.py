@@ -187,16 +187,13 @@ class PipelineModel(keras.Model):
         outputs, _ = self._parts.forward(x)
         spec = self._parts.output_spec(x)
         last = self._parts.last_stage % self._parts.group.size
-        if self.holds_outputs:
-            y = tf.concat(outputs, axis=0)
-            shape = tf.shape(y)
-        else:
-            y, shape = None, tf.zeros([len(spec.shape)], tf.int32)
-        if None in spec.shape[1:]:
-            shape = broadcast(shape, self._parts.group, last, name="predictions/shape")
-        else:
-            shape = [tf.shape(x)[0], *spec.shape[1:]]
-        y = tf.zeros(shape, spec.dtype) if y is None else y
+        y = tf.concat(outputs, axis=0) if self.holds_outputs else None
+        shape = [tf.shape(x)[0], *spec.shape[1:]]
+        if None in spec.shape[1:]:  # The rank of the last stage tells the others.
+            own = tf.zeros([len(shape)], tf.int32) if y is None else tf.shape(y)
+            shape = broadcast(own, self._parts.group, last, name="predictions/shape")
+        if y is None:
+            y = tf.zeros(shape, spec.dtype)
         y = broadcast(y, self._parts.group, last, name="predictions")
         return self._parts.chain.as_outputs(y)
 
