@@ -28,6 +28,13 @@ def listed():
     return keras.Model([x], [y])
 
 
+def of_open_size():
+    """How wide the outputs are is known when they are there."""
+    layers = [keras.Input((6,)), keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)]
+    as_it_is = keras.layers.Lambda(lambda x: 1.0 * x, output_shape=(None,))
+    return keras.Sequential([*layers, as_it_is])
+
+
 def masked():
     """The mask of the embedding goes by the LSTM's and the pooling's side."""
     return keras.Sequential(
@@ -92,7 +99,7 @@ def on_rank(kind: str):
 
 @on_ranks(("horovod", 2))
 @pytest.mark.parametrize(
-    "kind", slow_but(["named", "masked"], ["named", "listed", "masked", "vit"])
+    "kind", slow_but(["named", "masked"], ["named", "listed", "of_open_size", "masked", "vit"])
 )
 def test_as_the_whole_model(pool, one_process, kind):
     ((expected, form),) = one_process.run(train, None, kind)
