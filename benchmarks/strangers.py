@@ -2,15 +2,18 @@
 
     python -m tfdist.benchmarks.strangers [--engine=horovod|tensorflow] [--rounds=3]
 
-Two ranks with 1 thread each train under `tfdist-run`. In turn they are left alone and attacked at
-every port of the job, for some seconds each. A ratio is that of the median step of an attack and of
-the quiet times before and after it. The attackers run at the lowest priority, as if on another machine: what
-is measured is what the job itself does about them.
+Two ranks with 1 thread each train under `tfdist-run`. In turn, for some seconds each, every port of
+the job is attacked, and as many ports of a decoy, a process beside the job that drops its callers the
+same way. A ratio is that of the median step under an attack and of the median steps while the decoy
+is attacked, before and after it: the attackers and their network traffic share the cores with the
+job either way, so what remains is what the job itself does about them. Attackers and decoy run at the
+lowest priority. The ratio to steps without any attack stands beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -20,11 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
 from tfdist.benchmarks import attacks
+from tfdist.runtime.listener import Listener, bind
 
 __all__ = ["main"]
 
@@ -48,17 +53,17 @@ def main() -> int:
         return 1
     over = False
     for attack, pairs in windows.items():
-        ratios = [
-            2
-            * median_step(steps, *hit)
-            / (median_step(steps, *before) + median_step(steps, *after))
-            for before, hit, after in pairs
-        ]
+        taken = [[median_step(steps, *each) for each in windows] for windows in pairs]
+        ratios = [2 * hit / (before + after) for _, before, hit, after in taken]
         ratio = statistics.median(ratios)
         over |= ratio > LIMIT
         shown = " ".join(f"{each:.3f}" for each in ratios)
-        quiet = median_step(steps, *pairs[0][0])
-        print(f"{attack:<20} {ratio:.3f}  at most {LIMIT}  ({shown}; {1000 * quiet:.1f} ms a step)")
+        quiet = statistics.median(each[0] for each in taken)
+        to_quiet = statistics.median(hit / alone for alone, _, hit, _ in taken)
+        print(
+            f"{attack:<20} {ratio:.3f}  at most {LIMIT}  ({shown})   "
+            f"to {1000 * quiet:.1f} ms a step without attack: {to_quiet:.3f}"
+        )
     return int(over)
 
 
@@ -82,15 +87,44 @@ def measure(folder: Path, engine: str, rounds: int) -> tuple[dict, int]:
                 time.sleep(0.1)
             addresses = attacks.listening_addresses(psutil.Process(job.pid))
             print(f"{engine}: {len(addresses)} ports", flush=True)
-            for _ in range(rounds):
-                for attack in attacks.ATTACKS:
-                    found = [window(each, addresses) for each in (None, attack, None)]
-                    windows[attack.__name__].append(found)
+            with decoy(len(addresses)) as decoys:
+                for _ in range(rounds):
+                    for attack in attacks.ATTACKS:
+                        turns = [
+                            (None, []),
+                            (attack, decoys),
+                            (attack, addresses),
+                            (attack, decoys),
+                        ]
+                        windows[attack.__name__].append([window(*turn) for turn in turns])
             (folder / "stop").touch()
             return windows, job.wait(_START_SECONDS)
         finally:
             job.kill()
             job.wait()
+
+
+@contextlib.contextmanager
+def decoy(num_ports: int) -> Iterator[list[attacks.Address]]:
+    """A process that listens as a job does, and is none."""
+    context = multiprocessing.get_context("spawn")
+    ports = context.Queue()
+    process = context.Process(target=take_calls, args=(num_ports, ports), daemon=True)
+    process.start()
+    try:
+        yield ports.get(timeout=_START_SECONDS)
+    finally:
+        process.kill()
+        process.join()
+
+
+def take_calls(num_ports: int, ports) -> None:
+    """Hangs up on everybody, until the process is killed."""
+    os.nice(19)
+    with Listener([bind() for _ in range(num_ports)], os.urandom(32), "decoy") as listener:
+        ports.put(listener.addresses)
+        while True:
+            listener.poll(1.0)
 
 
 def window(attack, addresses) -> tuple[float, float]:

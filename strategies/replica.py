@@ -135,8 +135,9 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         def gather(tensor):
             if self.has_padding is not None:
                 tensor = tf.convert_to_tensor(tensor)
-                rows = tf.where(self.has_padding, 0, tf.shape(tensor)[0])
-                tensor = tensor[:rows]
+                kept = [slice(None)] * tensor.shape.rank
+                kept[axis] = slice(tf.where(self.has_padding, 0, tf.shape(tensor)[axis]))
+                tensor = tensor[tuple(kept)]
             return _weighted(lambda x: all_gather(x, group, axis, uneven=True), tensor, self.step)
 
         return tf.nest.map_structure(gather, value)

@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Iterator
 
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 
 from tfdist.data.position import DataPosition
+from tfdist.data.sharding import without_prefetch
 from tfdist.strategies.keras_seam.wrapping import Wrapper
 
 __all__ = ["WRAPPERS", "began_before", "recorded"]
@@ -36,8 +38,14 @@ def _position_of(epoch_iterator) -> DataPosition | None:
     return getattr(epoch_iterator, "_tfdist_position", None)
 
 
-def _init(original, self, *args, **kwargs):
-    original(self, *args, **kwargs)
+def _init(original, self, distribute_strategy=None, *args, **kwargs):
+    original(self, distribute_strategy, *args, **kwargs)
+    ours = hasattr(distribute_strategy, "engine") and distribute_strategy.mesh.size > 1
+    if ours and isinstance(self.data_adapter, GeneratorDataAdapter):
+        # All ranks' generators have to be at the same batch when another iterator goes on with them.
+        self._distributed_dataset = distribute_strategy.experimental_distribute_dataset(
+            without_prefetch(self.data_adapter.get_tf_dataset())
+        )
     if _open and _open[-1].adopt(self):
         self._tfdist_position = _open[-1]
 

@@ -73,7 +73,29 @@ def test_collectives_of_a_session_are_run_and_counted(pool):
         assert (in_flight, is_counted) == ([], True)
 
 
-@on_ranks(("horovod", 2), ("tensorflow", 2))
+def refusal_and_a_sum() -> tuple[str, float]:
+    import tensorflow as tf
+
+    from tfdist.collectives import all_reduce
+    from tfdist.testing import engine
+
+    world = engine().group()
+    try:
+        with tf.Graph().as_default():
+            all_reduce(tf.zeros([3]), world, name="refused")
+    except NotImplementedError as error:
+        return str(error), float(all_reduce(tf.constant(1.0), world, name="refused"))
+    return "", 0.0
+
+
+@on_ranks(("tensorflow", 2))
+def test_tensorflows_collectives_refuse_a_session(pool):
+    for message, total in pool.run(refusal_and_a_sum, timeout=120):
+        assert "tf.compat.v1.Session" in message and "HorovodStrategy" in message
+        assert total == 2.0
+
+
+@on_ranks(("horovod", 2))
 def test_the_watchdog_can_read_counts_beside_such_a_graph(pool):
     answers = pool.run(counts_of_a_graph_that_is_not_run, timeout=120)
     assert answers == [([], True)] * 2

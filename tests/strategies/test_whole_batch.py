@@ -26,16 +26,17 @@ def batches(*parts):
     return tf.data.Dataset.from_tensor_slices(parts if len(parts) > 1 else parts[0]).batch(BATCH)
 
 
-def gathered(value):
+def gathered(value, axis: int = 0):
     """The rows of the whole batch; without a strategy the batch is whole."""
     if not tf.distribute.has_strategy():
         return value
-    return tf.distribute.get_strategy().gather(value, axis=0)
+    return tf.distribute.get_strategy().gather(value, axis=axis)
 
 
 def supervised_contrastive(labels, embeddings):
     """Khosla et al. 2020: each row is compared with all others of the batch."""
-    labels, embeddings = gathered(tf.reshape(labels, [-1])), gathered(embeddings)
+    labels = gathered(tf.reshape(labels, [-1]))
+    embeddings = tf.transpose(gathered(tf.transpose(embeddings), axis=1))
     embeddings = tf.math.l2_normalize(embeddings, axis=1)
     similar = tf.linalg.matmul(embeddings, embeddings, transpose_b=True) / 0.5
     similar -= 1e9 * tf.eye(tf.shape(similar)[0])

@@ -180,6 +180,13 @@ class TensorFlowEngine(Engine):
         return received
 
     def _keyed(self, group: Group, name: str, tensor: tf.Tensor) -> dict:
+        if not tf.executing_eagerly() and not tf.inside_function():
+            # A session's devices are its own process's alone: the group would never be complete.
+            raise NotImplementedError(
+                "TensorFlow's collectives do not run in a `tf.compat.v1.Session`. Received: the "
+                f"operation {name!r} in a `tf.Graph`. Build it in a `tf.function`, or take "
+                "HorovodStrategy, whose operations run in sessions."
+            )
         # TensorFlow knows an instance by its key, and takes its dtype and shape from the first
         # run. The key comes from the name, so it is the same wherever a function is traced anew,
         # and from the shape; a size that only the run knows is mixed in then.

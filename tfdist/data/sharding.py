@@ -20,10 +20,12 @@ __all__ = [
     "remaining_batches",
     "row_range",
     "shard_batches",
+    "without_prefetch",
 ]
 
 _MARK = "_tfdist_per_rank"
 _GLOBAL = "_tfdist_global_batches"
+_DRAWN_ONCE = "_tfdist_drawn_once"
 
 
 def row_range(rows, num_shards: int, index: int):
@@ -74,9 +76,27 @@ def shard_batches(dataset: tf.data.Dataset, num_shards: int, index: int) -> tf.d
     # One slice costs less than handing it to another thread.
     options = tf.data.Options()
     options.deterministic = True
-    sharded = dataset.map(take_rows).with_options(options).prefetch(2)
+    sharded = dataset.map(take_rows).with_options(options)
+    if not getattr(dataset, _DRAWN_ONCE, False):
+        sharded = sharded.prefetch(2)
     setattr(sharded, _GLOBAL, dataset)
     return mark_per_rank(sharded)
+
+
+def without_prefetch(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns the data set of a Python generator that a `prefetch` ends, as one without it.
+
+    A generator goes on where it was last drawn from. A prefetch draws ahead, as many batches as
+    time allows, and the next iterator would not get those: each rank would go on at another batch.
+    """
+    (drawn,) = _sources(dataset)
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    # A map that runs in several threads draws ahead too.
+    options.experimental_optimization.map_parallelization = False
+    drawn = drawn.with_options(options)
+    setattr(drawn, _DRAWN_ONCE, True)
+    return drawn
 
 
 def remaining_batches(dataset: tf.data.Dataset, samples: int, batch_size: int) -> tf.data.Dataset:
