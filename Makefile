@@ -16,7 +16,7 @@ HOROVOD = $(VENV)/.stamp-horovod
 
 help: ## This list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1 \2/p' Makefile | \
-	  while read -r name what; do printf '  make %-10s %s\n' "$$name" "$$what"; done
+	  while read -r name what; do printf '  make %-11s %s\n' "$$name" "$$what"; done
 
 setup: $(HOROVOD) ## Makes .venv, installs the package and builds Horovod; again where needed
 
@@ -36,10 +36,13 @@ demo: setup ## Trains the ConvNet on the digits, on two ranks
 	TF_CPP_MIN_LOG_LEVEL=3 $(VENV)/bin/tfdist-run -np $(NP) -- $(VENV)/bin/tfdist-train $(DEMO_FLAGS)
 
 test: setup ## The tests but the long matrices
-	$(PY) -m pytest -q -m "not slow" $(TESTS)
+	$(PY) -m pytest -q -m "not slow and not matrix" $(TESTS)
 
-test-all: setup ## All tests
-	$(PY) -m pytest -q $(TESTS)
+test-all: setup ## All tests, hours of them on 2 cores
+	$(PY) -m pytest -q -m "not matrix" $(TESTS)
+
+test-matrix: setup ## The scripts and families of other people's in all combinations
+	$(PY) -m pytest -q -m matrix $(TESTS)
 
 lint: setup ## Looks for mistakes and for what `make format` would change
 	$(PY) -m ruff check .
@@ -75,4 +78,4 @@ clean: ## Removes what builds and tests leave; the environment stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
 	find . \( -path ./$(VENV) -o -path ./$(PEERS) \) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
-.PHONY: help setup demo test test-all lint format typecheck benchmark peers clean
+.PHONY: help setup demo test test-all test-matrix lint format typecheck benchmark peers clean

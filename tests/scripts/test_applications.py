@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.conftest import on_ranks, slow_but
+from tests.conftest import pool_ids
 from tests.scripts.applications import APPLICATIONS, train_application
 from tests.scripts.feeding import Feed
 from tests.strategies import programs
@@ -50,8 +50,14 @@ def check(pool, one_process, name: str) -> None:
         assert weights_apart(result, expected) <= weights
 
 
-@on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
-@pytest.mark.parametrize("name", slow_but(["MobileNetV2"], list(APPLICATIONS)))
+@pytest.mark.parametrize(
+    "pool",
+    [("horovod", 2), pytest.param(("tensorflow", 2), marks=pytest.mark.matrix)],
+    indirect=True,
+    ids=pool_ids,
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(APPLICATIONS))
 def test_as_one_process(pool, one_process, name):
     check(pool, one_process, name)
 

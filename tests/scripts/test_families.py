@@ -6,7 +6,6 @@ import functools
 
 import pytest
 
-from tests.conftest import on_ranks
 from tests.scripts.comparing import check
 from tests.scripts.families import FAMILIES, train_family
 from tests.scripts.feeding import Feed
@@ -14,12 +13,18 @@ from tests.scripts.feeding import Feed
 EVEN, UNEVEN = Feed("numpy", 12, 4), Feed("numpy", 15, 5)
 QUICK = [("GPT2", "adam", UNEVEN), ("Bert", "sgd", UNEVEN)]
 
-CASES = [
-    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
-    for name in FAMILIES
-    for optimizer in ("sgd", "adam")
-    for case in ((name, optimizer, EVEN), (name, optimizer, UNEVEN))
-]
+
+def cases():
+    for kind in (("horovod", 2), ("tensorflow", 2)):
+        for name in FAMILIES:
+            for optimizer in ("sgd", "adam"):
+                for feed in (EVEN, UNEVEN):
+                    marks = pytest.mark.matrix
+                    if kind[0] == "horovod" and (name, optimizer, feed) in QUICK:
+                        marks = ()
+                    elif (kind[0], optimizer, feed) == ("horovod", "adam", UNEVEN):
+                        marks = pytest.mark.slow
+                    yield pytest.param(kind, name, optimizer, feed, marks=marks)
 
 
 @functools.cache
@@ -27,8 +32,9 @@ def program(name: str, optimizer: str):
     return functools.partial(train_family, name=name, optimizer=optimizer)
 
 
-@on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
-@pytest.mark.parametrize(("name", "optimizer", "feed"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("pool", "name", "optimizer", "feed"), list(cases()), indirect=["pool"], ids=str
+)
 def test_as_one_process(pool, one_process, name, optimizer, feed):
     pytest.importorskip("keras_hub")
     check(pool, one_process, program(name, optimizer), feed)

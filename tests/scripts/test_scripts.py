@@ -59,18 +59,38 @@ KINDS = [("horovod", 2), ("horovod", 3), ("tensorflow", 2), ("tensorflow", 3)]
 
 def cases():
     for kind in KINDS:
-        for script in SCRIPTS:
-            for feed in FEEDS:
-                divisible = (feed.rows, feed.batch) == EVEN
-                if feed.kind not in OWN_FEEDS.get(script, [feed.kind]):
-                    continue
-                if script in DIVISIBLE_ONLY and not divisible:
-                    continue
-                wanted = OWN_FEEDS.get(script, ["data"])[0]
-                quick = script in SAMPLE.get(kind, ()) and not divisible and feed.kind == wanted
+        for number, script in enumerate(SCRIPTS):
+            for feed in feeds_of(script):
+                wanted = feeds_of(script)[-1]
+                if script in SAMPLE.get(kind, ()) and feed == wanted:
+                    marks = ()
+                elif (kind, feed) in opposites(number, script):
+                    marks = pytest.mark.slow
+                else:
+                    marks = pytest.mark.matrix
                 name = f"{kind[0]}-{kind[1]}-{script.__name__}-{feed}"
-                marks = () if quick else pytest.mark.slow
                 yield pytest.param(kind, script, feed, marks=marks, id=name)
+
+
+def feeds_of(script) -> list[Feed]:
+    """The feeds that a script can take; the last one does not divide, if it may."""
+    return [
+        feed
+        for feed in FEEDS
+        if feed.kind in OWN_FEEDS.get(script, [feed.kind])
+        and ((feed.rows, feed.batch) == EVEN or script not in DIVISIBLE_ONLY)
+    ]
+
+
+def opposites(number: int, script) -> list[tuple[tuple[str, int], Feed]]:
+    """Two cases of a script that have nothing in common, others for the next script.
+
+    So each script runs on each engine, on 2 and 3 ranks, with each feed that it takes, on batches
+    that divide and do not.
+    """
+    feeds = feeds_of(script)
+    kind, feed = number % len(KINDS), number // len(KINDS) % len(feeds)
+    return [(KINDS[kind], feeds[feed]), (KINDS[-1 - kind], feeds[-1 - feed])]
 
 
 @pytest.mark.parametrize(("pool", "script", "feed"), list(cases()), indirect=["pool"])
