@@ -52,19 +52,8 @@ format: setup ## Formats the code
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-# mypy does not follow package_dir, so it reads the package as users get it: from an installed
-# wheel, built from a copy so that no build/ with files of yesterday takes part.
 typecheck: setup ## Checks the types
-	@set -e; work=$$(mktemp -d); trap 'rm -rf "$$work"' EXIT; \
-	mkdir "$$work/source"; \
-	for item in setup.cfg pyproject.toml README.md LICENSE tfdist strategies models launch benchmarks; do \
-	  if test -e $$item; then cp -R $$item "$$work/source"; fi; \
-	done; \
-	$(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir "$$work" "$$work/source"; \
-	$(PIP) install --quiet --no-deps --target "$$work/site" "$$work"/*.whl; \
-	python=$$(cd $(VENV) && pwd)/bin/python; root=$$(pwd); cd "$$work/site"; \
-	"$$python" -m mypy --config-file "$$root/pyproject.toml" \
-	  --cache-dir "$$root/.mypy_cache" -p tfdist
+	$(PY) -m mypy -p tfdist
 
 benchmark: setup ## Runs the benchmarks, half an hour each on 2 cores
 	@code=0; for name in $(BENCHMARKS); do \

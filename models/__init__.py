@@ -1,5 +1,9 @@
 """Reference models: what the launchers train and the benchmarks measure."""
 
+if __name__ != "tfdist.models":
+    raise ImportError("This package is imported as `tfdist.models`, not as `models`.")
+
+
 from tfdist.models.convnet import convnet
 from tfdist.models.generation import generate
 from tfdist.models.gpt import gpt

@@ -1,5 +1,9 @@
 """Strategies: what `with strategy.scope():` needs to train a Keras model on many ranks."""
 
+if __name__ != "tfdist.strategies":
+    raise ImportError("This package is imported as `tfdist.strategies`, not as `strategies`.")
+
+
 from tfdist.strategies.auto import auto
 from tfdist.strategies.horovod import HorovodStrategy
 from tfdist.strategies.local import LocalStrategy
