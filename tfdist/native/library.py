@@ -26,14 +26,13 @@ _HERE = Path(__file__).parent
 _SOURCES = (
     "activations.cc",
     "cross_entropy.cc",
-    "near_memory.cc",
     "normalization.cc",
     "operations.cc",
     "peer.cc",
     "transport.cc",
     "updates.cc",
 )
-_HEADERS = ("exponential.h", "kernels.h", "near_memory.h", "peer.h", "transport.h")
+_HEADERS = ("exponential.h", "kernels.h", "peer.h", "transport.h")
 
 
 def library_path() -> Path:

@@ -233,10 +233,9 @@ void tfdist_close() { tfdist::Transport::Get().Close(); }
 // Returns 1 when all that was sent has left this process, 0 after `seconds`.
 int tfdist_flush(double seconds) { return tfdist::Transport::Get().Flush(seconds) ? 1 : 0; }
 
-void tfdist_traffic(int64_t* sent, int64_t* received, int64_t* lent) {
+void tfdist_traffic(int64_t* sent, int64_t* received) {
   const auto traffic = tfdist::Transport::Get().Count();
   *sent = traffic.sent;
   *received = traffic.received;
-  *lent = traffic.lent;
 }
 }

@@ -1,7 +1,6 @@
 #include "peer.h"
 
 #include <errno.h>
-#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <string.h>
@@ -12,7 +11,6 @@
 #include <algorithm>
 #include <thread>
 
-#include "near_memory.h"
 #include "tensorflow/core/framework/allocator.h"
 #include "tensorflow/core/framework/tensor_shape.h"
 #include "tensorflow/core/framework/types.h"
@@ -22,19 +20,9 @@ namespace {
 
 using tensorflow::Tensor;
 
-constexpr uint32_t kMagic = 0x74666432;  // "tfd2"
+constexpr uint32_t kMagic = 0x74666433;  // "tfd3"
 constexpr int kMaxDims = 32;
 constexpr uint32_t kMaxTag = 1 << 12;
-// Below this a copy through the socket is over sooner than another message that says so.
-constexpr uint64_t kLeastLent = 1 << 18;
-
-enum class Kind : uint32_t {
-  kContent,   // The content follows.
-  kLent,      // The content is at `address`, until a kReturned.
-  kReturned,  // The tensor that was lent first has been copied.
-  kProbe,     // There is a word at `address` that is as `content_bytes` says.
-  kReadable,  // The word of a probe was read: tensors may be lent.
-};
 
 size_t ContentBytes(const Tensor& tensor) { return tensor.tensor_data().size(); }
 
@@ -49,48 +37,25 @@ absl::Status Gone(int rank, const std::string& why) {
 // Both ends run the same binary on machines of one byte order.
 struct Peer::Header {
   uint32_t magic;
-  Kind kind;
   int32_t dtype;
   int32_t dims;
   uint32_t tag_bytes;
   uint64_t content_bytes;
-  uint64_t address;
 };
 
 struct Peer::Message {
-  // One without a tensor.
-  explicit Message(Kind kind, uint64_t content_bytes = 0, const void* address = nullptr) {
-    Header header{};
-    header.magic = kMagic;
-    header.kind = kind;
-    header.content_bytes = content_bytes;
-    header.address = reinterpret_cast<uint64_t>(address);
-    head.append(reinterpret_cast<const char*>(&header), sizeof(header));
-    left = head.size();
-  }
-
-  Message(const std::string& tag, const Tensor& content, bool is_lent) {
+  Message(const std::string& tag, const Tensor& content)
+      : tensor(content), body(content.tensor_data()) {
     const int dims = content.dims();
-    const absl::string_view data = content.tensor_data();
-    Header header{kMagic,
-                  is_lent ? Kind::kLent : Kind::kContent,
-                  static_cast<int32_t>(content.dtype()),
-                  dims,
-                  static_cast<uint32_t>(tag.size()),
-                  data.size(),
-                  reinterpret_cast<uint64_t>(data.data())};
+    const Header header{kMagic, static_cast<int32_t>(content.dtype()), dims,
+                        static_cast<uint32_t>(tag.size()), body.size()};
     head.append(reinterpret_cast<const char*>(&header), sizeof(header));
     for (int i = 0; i < dims; ++i) {
       const int64_t size = content.dim_size(i);
       head.append(reinterpret_cast<const char*>(&size), sizeof(size));
     }
     head += tag;
-    left = head.size();
-    if (!is_lent) {
-      tensor = content;
-      body = data;
-      left += data.size();
-    }
+    left = head.size() + body.size();
   }
 
   std::string head;
@@ -99,17 +64,12 @@ struct Peer::Message {
   size_t left;
 };
 
-Peer::Peer(int rank, int socket)
-    : rank_(rank), socket_(socket), process_(ProcessBehind(socket)), buffer_(1 << 16) {}
+Peer::Peer(int rank, int socket) : rank_(rank), socket_(socket), buffer_(1 << 16) {}
 
 Peer::~Peer() { close(socket_); }
 
 void Peer::Start() {
   auto self = shared_from_this();
-  if (process_ != 0 && AllowReads()) {
-    std::lock_guard<std::mutex> lock(write_mutex_);
-    write_status_ = Post(Message(Kind::kProbe, *ProbeWord(), ProbeWord()));
-  }
   // Signals are for the main thread, which Python waits in.
   sigset_t all, before;
   sigfillset(&all);
@@ -120,16 +80,10 @@ void Peer::Start() {
 }
 
 absl::Status Peer::Send(const std::string& tag, const Tensor& tensor) {
-  const size_t bytes = ContentBytes(tensor);
   std::lock_guard<std::mutex> lock(write_mutex_);
   if (!write_status_.ok()) return write_status_;
-  const bool is_lent = can_lend_ && bytes >= kLeastLent;
-  sent_ += bytes;
-  if (is_lent) {
-    lent_bytes_ += bytes;
-    lent_.push_back(tensor);
-  }
-  write_status_ = Post(Message(tag, tensor, is_lent));
+  sent_ += ContentBytes(tensor);
+  write_status_ = Post(Message(tag, tensor));
   return write_status_;
 }
 
@@ -178,15 +132,13 @@ void Peer::Close() {
   }
   write_ready_.notify_all();
   write_done_.notify_all();
-  // Before what is lent is freed: who is reading it sees by this that it cannot trust its copy.
   shutdown(socket_, SHUT_RDWR);
 }
 
 bool Peer::Flush(std::chrono::steady_clock::time_point until) {
   std::unique_lock<std::mutex> lock(write_mutex_);
-  return write_done_.wait_until(
-             lock, until,
-             [&] { return (outbox_.empty() && lent_.empty()) || !write_status_.ok(); }) &&
+  return write_done_.wait_until(lock, until,
+                                [&] { return outbox_.empty() || !write_status_.ok(); }) &&
          write_status_.ok();
 }
 
@@ -263,12 +215,9 @@ void Peer::ReadAll() {
     }
   }
   for (auto& arrival : left) arrival(status, Tensor());
-  // Nobody will say any more that it has its copy.
-  std::deque<Tensor> unreturned;
   {
     std::lock_guard<std::mutex> lock(write_mutex_);
     if (write_status_.ok()) write_status_ = status;
-    unreturned.swap(lent_);
   }
   write_done_.notify_all();
 }
@@ -281,32 +230,9 @@ absl::Status Peer::ReadOne() {
       header.tag_bytes > kMaxTag) {
     return Gone(rank_, "it sent what is no message of this version of tfdist");
   }
-  switch (header.kind) {
-    case Kind::kContent:
-    case Kind::kLent:
-      return ReadTensor(header);
-    case Kind::kProbe: {
-      uint64_t word = 0;
-      const bool can_read = process_ != 0 &&
-                            ReadMemory(process_, header.address, &word, sizeof(word)) &&
-                            word == header.content_bytes;
-      return can_read ? Reply(Message(Kind::kReadable)) : absl::OkStatus();
-    }
-    case Kind::kReadable: {
-      std::lock_guard<std::mutex> lock(write_mutex_);
-      can_lend_ = true;
-      return absl::OkStatus();
-    }
-    case Kind::kReturned:
-      return TakeBack();
-  }
-  return Gone(rank_, "it sent what is no message of this version of tfdist");
-}
-
-absl::Status Peer::ReadTensor(const Header& header) {
   std::vector<int64_t> sizes(header.dims);
   std::string tag(header.tag_bytes, '\0');
-  absl::Status status = Read(sizes.data(), sizes.size() * sizeof(int64_t));
+  status = Read(sizes.data(), sizes.size() * sizeof(int64_t));
   if (status.ok()) status = Read(tag.data(), tag.size());
   if (!status.ok()) return status;
   tensorflow::TensorShape shape;
@@ -322,40 +248,10 @@ absl::Status Peer::ReadTensor(const Header& header) {
     return Gone(rank_, "a message is not as long as its shape says");
   }
   char* target = const_cast<char*>(tensor.tensor_data().data());
-  status = header.kind == Kind::kLent ? CopyLent(header, target)
-                                      : Read(target, header.content_bytes);
+  status = Read(target, header.content_bytes);
   if (!status.ok()) return status;
   received_ += header.content_bytes;
   Deliver(tag, std::move(tensor));
-  return absl::OkStatus();
-}
-
-absl::Status Peer::CopyLent(const Header& header, void* target) {
-  if (!ReadMemory(process_, header.address, target, header.content_bytes)) {
-    return Gone(rank_, "its memory cannot be read any more");
-  }
-  // It frees what it has lent when it closes the connection, maybe while it is being copied.
-  pollfd other{socket_, POLLRDHUP, 0};
-  if (poll(&other, 1, 0) != 0) return Gone(rank_, "the process has ended or left");
-  return Reply(Message(Kind::kReturned));
-}
-
-absl::Status Peer::Reply(Message message) {
-  std::lock_guard<std::mutex> lock(write_mutex_);
-  // What cannot be written any more is the business of who sends; what has come is good.
-  if (write_status_.ok()) write_status_ = Post(std::move(message));
-  return absl::OkStatus();
-}
-
-absl::Status Peer::TakeBack() {
-  Tensor returned;
-  {
-    std::lock_guard<std::mutex> lock(write_mutex_);
-    if (lent_.empty()) return Gone(rank_, "it returned what it was not lent");
-    returned = std::move(lent_.front());
-    lent_.pop_front();
-  }
-  write_done_.notify_all();
   return absl::OkStatus();
 }
 

@@ -71,7 +71,6 @@ Transport::Traffic Transport::Count() {
   for (auto& [rank, peer] : peers_) {
     total.sent += peer->sent();
     total.received += peer->received();
-    total.lent += peer->lent();
   }
   return total;
 }

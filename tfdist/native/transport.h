@@ -24,8 +24,6 @@ class Transport {
   // Bytes of tensors, so far.
   struct Traffic {
     int64_t sent = 0, received = 0;
-    // Of those sent, what others have copied from this process's memory.
-    int64_t lent = 0;
   };
 
   using Arrival = std::function<void(absl::Status, tensorflow::Tensor)>;
@@ -39,7 +37,7 @@ class Transport {
   // Ends all connections.
   void Close();
 
-  // Returns at once; the tensor's buffer is held until it is on its way, or the other has a copy.
+  // Returns at once; the tensor's buffer is held until the kernel has it.
   absl::Status Send(int rank, const std::string& tag, const tensorflow::Tensor& tensor);
 
   // Calls `arrival` with the next message of this tag, on the thread that read it, or with the
@@ -49,7 +47,7 @@ class Transport {
   // Calls the `arrival` of that receive, if it still waits, with a cancellation.
   void Abandon(int rank, const std::string& tag, int64_t number);
 
-  // Waits until the kernel or the other process has all that was sent; false after `seconds`.
+  // Waits until the kernel has all that was sent; false after `seconds`.
   bool Flush(double seconds);
 
   Traffic Count();

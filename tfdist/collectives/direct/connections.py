@@ -118,12 +118,10 @@ class Traffic(NamedTuple):
     Attributes:
         sent: By this process directly.
         received: From others.
-        lent: Of those sent, what others have copied from this process's memory.
     """
 
     sent: int
     received: int
-    lent: int
 
 
 def traffic() -> Traffic:
