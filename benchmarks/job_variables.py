@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 
 from tfdist.benchmarks.comparisons import Job
-from tfdist.rendezvous import free_ports, local_environments
+from tfdist.runtime.rendezvous import free_ports, local_environments
 
 __all__ = ["RESTLESS", "outside", "variables"]
 

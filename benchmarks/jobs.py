@@ -21,7 +21,7 @@ from typing import IO, Any, cast
 from tfdist.benchmarks.comparisons import Job
 from tfdist.benchmarks.environments import MADE
 from tfdist.benchmarks.job_variables import RESTLESS, outside, variables
-from tfdist.orphan_guard import OrphanGuard
+from tfdist.runtime.orphan_guard import OrphanGuard
 
 __all__ = ["Block", "JobError", "RunningJob", "interpreter"]
 

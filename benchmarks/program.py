@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from tfdist.benchmarks import collectives, environments, training
+from tfdist.benchmarks import buckets, collectives, environments, training
 from tfdist.launch import command
 
 __all__ = ["PROGRAMS", "run"]
 
 PROGRAMS = {
+    "buckets": buckets.PROGRAM,
     "collectives": collectives.PROGRAM,
     "training": training.PROGRAM,
     "peers": environments.PROGRAM,
@@ -26,9 +27,9 @@ def run() -> None:
         "A program",
         ", ".join(PROGRAMS),
         usage="tfdist-bench PROGRAM [flags]",
-        summary="Measures. PROGRAM is collectives (time and bandwidth between ranks), training "
-        "(times of a step beside those of other libraries) or peers (makes environments for "
-        "these); tfdist-bench PROGRAM --help tells more.",
+        summary="Measures. PROGRAM is buckets (the size of gradient buckets that suits a network), "
+        "collectives (time and bandwidth between ranks), training (times of a step beside those of "
+        "other libraries) or peers (makes environments for these); tfdist-bench PROGRAM --help tells more.",
     )
 
 

@@ -31,13 +31,14 @@ def prepare(policy: str | None) -> None:
     import keras
 
     from tfdist import layers, models
+    from tfdist.recompute import recompute
     from tfdist.testing import rank, strategy
 
     keras.utils.set_random_seed(0)
     with strategy().scope():
         model = models.gpt(512, num_layers=6, width=256, num_heads=4, max_length=256)
         if policy is not None:
-            layers.recompute(model, policy)
+            recompute(model, policy)
         model.compile("adam", layers.VocabParallelCrossEntropy(512))
     rank._state["gpt", policy] = (model, token_batches(16, 256))
     step_seconds(policy)

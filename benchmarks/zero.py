@@ -24,7 +24,7 @@ from tfdist.benchmarks.measuring import (
     write_between,
     write_json,
 )
-from tfdist.optimizers.pacing import UNDER_WAY, UNDER_WAY_SHARDED
+from tfdist.gradients.throttle import MAX_IN_FLIGHT, MAX_IN_FLIGHT_SHARDED
 from tfdist.testing import RankPool
 
 LIMITS = {1: 1.05, 2: 1.05, 3: 1.4}
@@ -103,8 +103,8 @@ def formula_bytes(stage: int, ranks: int, policy: str) -> float:
     if ranks == 1:
         return held
     if stage == 0:
-        return held + UNDER_WAY * layer
-    return held + UNDER_WAY_SHARDED * layer * (2 if stage == 3 else 1)
+        return held + MAX_IN_FLIGHT * layer
+    return held + MAX_IN_FLIGHT_SHARDED * layer * (2 if stage == 3 else 1)
 
 
 def measure_steps(engine: str, rounds: int) -> list[Ratio]:

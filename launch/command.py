@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from absl import flags, logging
 
-from tfdist import exit_codes
 from tfdist.launch.flag_values import UsageError, check_values
+from tfdist.runtime import exit_codes
 
 __all__ = ["Failure", "Program", "UsageError", "run_without_choice", "say"]
 

@@ -45,11 +45,11 @@ class Images(Task):
 
     def load(self, settings: Settings) -> Data:
         """Reads a data set of `tfdist.data`."""
-        from tfdist import data
+        from tfdist import datasets
 
         try:
-            train, info = data.load(settings.dataset, "train", data_dir=settings.data_dir)
-            test, _ = data.load(settings.dataset, "test", data_dir=settings.data_dir)
+            train, info = datasets.load(settings.dataset, "train", data_dir=settings.data_dir)
+            test, _ = datasets.load(settings.dataset, "test", data_dir=settings.data_dir)
         except (ValueError, ImportError, RuntimeError) as error:
             raise UsageError(f"--dataset={settings.dataset}: {error}") from error
         self._info, self._name = info, settings.dataset

@@ -63,7 +63,7 @@ _TEMPERATURE = 0.8
 
 
 class Language(Task):
-    """A language model of bytes; see `tfdist.models.gpt` and `tfdist.data.load_text`."""
+    """A language model of bytes; see `tfdist.models.gpt` and `tfdist.datasets.load_text`."""
 
     models = ("gpt",)
     dataset = "pydoc"
@@ -123,12 +123,12 @@ class Language(Task):
 
     def load(self, settings: Settings) -> Data:
         """Cuts the text into windows."""
-        from tfdist import data
+        from tfdist import datasets
 
         self._seed = settings.seed
         length = _SEQ_LENGTH.value
         try:
-            self._text = data.load_text(settings.dataset)
+            self._text = datasets.load_text(settings.dataset)
         except (ValueError, ImportError) as error:
             raise UsageError(f"--dataset={settings.dataset}: {error}") from error
         train = self._windows("train", shuffle_seed=settings.seed)
@@ -150,11 +150,11 @@ class Language(Task):
         )
 
     def _windows(self, part: str, **options):
-        from tfdist import data
+        from tfdist import datasets
 
         length = _SEQ_LENGTH.value
         try:
-            return data.language_model_windows(getattr(self._text, part), length, **options)
+            return datasets.language_model_windows(getattr(self._text, part), length, **options)
         except ValueError as error:
             raise UsageError(
                 f"--seq_length={length}: the {part} part of {self._text.name}: {error}"

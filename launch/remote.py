@@ -21,7 +21,7 @@ from typing import IO, cast
 from tfdist.launch.command import UsageError, say
 from tfdist.launch.processes import RankProcess, start_session
 from tfdist.launch.remote_rank import CARD
-from tfdist.rendezvous import address_towards
+from tfdist.runtime.rendezvous import address_towards
 
 __all__ = ["PASS", "Card", "Reached", "RemoteRank", "UnreachableError", "reach", "srun", "ssh"]
 

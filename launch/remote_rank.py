@@ -14,10 +14,10 @@ import sys
 import threading
 from typing import NoReturn
 
-from tfdist import exit_codes
 from tfdist.launch.processes import kill_session
-from tfdist.orphan_guard import OrphanGuard
-from tfdist.rendezvous import free_ports, with_interface
+from tfdist.runtime import exit_codes
+from tfdist.runtime.orphan_guard import OrphanGuard
+from tfdist.runtime.rendezvous import free_ports, with_interface
 
 __all__ = ["CARD"]
 

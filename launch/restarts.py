@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from tfdist import exit_codes
 from tfdist.launch.command import say
 from tfdist.launch.hosts import HostDiscovery, moves, placed
 from tfdist.launch.remote import UnreachableError
 from tfdist.launch.supervisor import Supervisor
+from tfdist.runtime import exit_codes
 
 __all__ = ["Start", "run_with_restarts"]
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 from absl import flags
 
-from tfdist.directory_lock import JOB
 from tfdist.launch import command, remote, slurm
 from tfdist.launch.flag_values import (
     MOST_RANKS,
@@ -25,7 +24,8 @@ from tfdist.launch.hosts import Host, HostDiscovery, is_this_machine, parse_host
 from tfdist.launch.processes import RankProcess
 from tfdist.launch.restarts import run_with_restarts
 from tfdist.launch.supervisor import Supervisor
-from tfdist.rendezvous import MEANT_RANKS, Place, environments, interface_towards
+from tfdist.runtime.directory_lock import JOB
+from tfdist.runtime.rendezvous import MEANT_RANKS, Place, environments, interface_towards
 
 __all__ = ["PROGRAM", "run"]
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from tfdist.launch.command import UsageError
 from tfdist.launch.hosts import Host
-from tfdist.slurm import expand_node_list, expand_tasks_per_node
+from tfdist.runtime.slurm import expand_node_list, expand_tasks_per_node
 
 __all__ = ["allocated_hosts", "in_allocation"]
 

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
-from tfdist.exit_codes import ENDED_BY_WATCHDOG, PREEMPTED, USAGE
 from tfdist.launch.command import say
 from tfdist.launch.processes import RankProcess, signal_name
-from tfdist.orphan_guard import OrphanGuard
+from tfdist.runtime.exit_codes import ENDED_BY_WATCHDOG, PREEMPTED, USAGE
+from tfdist.runtime.orphan_guard import OrphanGuard
 
 __all__ = ["Supervisor"]
 

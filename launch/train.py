@@ -20,9 +20,7 @@ from typing import Any
 
 from absl import flags
 
-from tfdist import directory_lock
 from tfdist.checks import LARGEST
-from tfdist.directories import checked_directory, is_address
 from tfdist.launch import command, world
 from tfdist.launch.flag_values import YEAR, folder, refuse, refuse_ignored
 from tfdist.launch.images import Images
@@ -30,7 +28,9 @@ from tfdist.launch.language import Language
 from tfdist.launch.mesh_flags import MESH, ZERO, Layout, chosen_layout
 from tfdist.launch.tasks import VALUES, Data, Settings, Task
 from tfdist.launch.world import STRATEGY
-from tfdist.rendezvous import MEANT_RANKS
+from tfdist.runtime import directory_lock
+from tfdist.runtime.directories import checked_directory, is_address
+from tfdist.runtime.rendezvous import MEANT_RANKS
 
 __all__ = ["PROGRAM", "run"]
 
@@ -165,7 +165,7 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
     data = task.load(settings)
 
     # --- Model ---------------------------------------------------------------------------------
-    rate = tfdist.optimizers.ScaledWarmup(
+    rate = tfdist.learning_rate.ScaledWarmup(
         learning_rate=task.schedule(settings.learning_rate, settings.epochs * data.steps),
         replicas=replicas,
         rule=_SCALING.value,
@@ -325,15 +325,15 @@ def _may_be_chief() -> bool:
 
 def _build(task: Task, settings: Settings, data: Data):
     """The model, with recompute and in a pipeline where those are asked for."""
-    from tfdist import layers
     from tfdist.pipeline import PipelineModel, deferred_weights
+    from tfdist.recompute import recompute
 
     layout = settings.layout
     with deferred_weights() if layout.pipeline > 1 else contextlib.nullcontext():
         model = task.build(settings)
     if _RECOMPUTE.value != "none":
         try:
-            layers.recompute(model, _RECOMPUTE.value)
+            recompute(model, _RECOMPUTE.value)
         except ValueError as error:
             raise command.UsageError(f"--recompute={_RECOMPUTE.value}: {error}") from error
     if layout.pipeline == 1:

@@ -40,7 +40,7 @@ _WATCHDOG = flags.DEFINE_float(
     flag_values=VALUES,
 )
 _WIRE_DTYPE = flags.DEFINE_enum(
-    "wire_dtype",
+    "communication_dtype",
     "own",
     ["own", "bfloat16", "float16"],
     "What gradients travel in",
@@ -134,7 +134,7 @@ def _ranks(layout: Layout) -> Any:
         return make(
             layout.mesh,
             zero_stage=layout.zero_stage,
-            wire_dtype=None if _WIRE_DTYPE.value == "own" else _WIRE_DTYPE.value,
+            communication_dtype=None if _WIRE_DTYPE.value == "own" else _WIRE_DTYPE.value,
             watchdog_seconds=_WATCHDOG.value,
         )
     except (ValueError, ImportError) as error:

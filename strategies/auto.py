@@ -9,7 +9,7 @@ from absl import logging
 from tfdist.collectives.horovod import started_by_horovod
 from tfdist.collectives.tensorflow import started_by_tf_config
 from tfdist.mesh import Mesh
-from tfdist.schedulers import started_by_scheduler
+from tfdist.runtime.schedulers import started_by_scheduler
 from tfdist.strategies.horovod import HorovodStrategy
 from tfdist.strategies.local import LocalStrategy
 from tfdist.strategies.multi_worker import MultiWorkerStrategy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import sys
 import threading
@@ -16,17 +15,21 @@ from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 
 from tfdist import checks
 from tfdist.collectives import Engine, Group, all_gather, all_reduce
+from tfdist.collectives.gradient_options import BUCKET_BYTES, GradientOptions
+from tfdist.context import (
+    DistributedStrategy,
+    KerasStep,
+    ReplicaContext,
+    current_replica,
+)
 from tfdist.data.sharding import equal_steps, is_per_rank, mark_per_rank, shard_batches
 from tfdist.mesh import Mesh
 from tfdist.monitoring import Watchdog, startup_guard
-from tfdist.optimizers.tuning import Tuning, tune
-from tfdist.schedulers import started_by_scheduler
-from tfdist.strategies import keras_seam
-from tfdist.strategies.gathering import gathered_for_step
-from tfdist.strategies.gradients import reduce_gradients
-from tfdist.strategies.keras_seam.steps import count_rows, run_keras_step
+from tfdist.runtime.schedulers import started_by_scheduler
+from tfdist.strategies import keras_patches
+from tfdist.strategies.keras_patches.steps import count_rows, run_keras_step
 from tfdist.strategies.randomness import share_random_state
-from tfdist.strategies.replica import KerasStep, ReplicaContext, current_replica
+from tfdist.zero.unshard import gathered_for_step
 
 __all__ = ["WATCHDOG_SECONDS", "ParallelStrategy", "check_options", "meeting", "notice_one_rank"]
 
@@ -38,7 +41,7 @@ _MIB = 1 << 20
 _MOST_BUCKET_MIB = 1 << 20
 
 
-class ParallelStrategy(tf.distribute.Strategy):
+class ParallelStrategy(DistributedStrategy):
     """One process per device; each runs the same program and holds plain tensors and variables.
 
     The base of `HorovodStrategy`, `MultiWorkerStrategy` and `LocalStrategy`, which differ only in
@@ -54,14 +57,12 @@ class ParallelStrategy(tf.distribute.Strategy):
 
     Args:
         engine: What carries the collectives; it knows the mesh.
-        zero_stage: What the ranks of the data axis hold a part of each, instead of the whole: 0
-            nothing, 1 the optimizer's state, 2 also gradients, 3 also parameters. See
-            docs/memory.md.
-        bucket_mib: MiB of gradients that travel as one tensor. None for what suits the ranks and the
-            network: a second or two of measuring at the first time, which is kept in ~/.cache/tfdist;
-            4 with `deterministic`.
-        wire_dtype: "bfloat16" or "float16", for gradients of wider dtypes to travel in: half the bytes,
-            and a rounding of each. None for their own, which is as exact as one process.
+        zero_stage: ZeRO stage: 0 replicates everything; 1 shards the optimizer's state over the data
+            parallel ranks; 2 also gradients; 3 also parameters. See docs/memory.md.
+        bucket_mib: MiB of gradients that travel as one tensor. `tfdist-bench buckets` measures what
+            suits a network.
+        communication_dtype: "bfloat16" or "float16", for gradients of wider dtypes to travel in: half
+            the bytes, and a rounding of each. None for their own, which is as exact as one process.
         watchdog_seconds: After how long a rank that is missing at a collective, or frozen, ends
             the job; 0 for never. A rank that dies ends it at once.
         deterministic: Whether the same program on the same mesh and as many hosts gives the same
@@ -79,8 +80,8 @@ class ParallelStrategy(tf.distribute.Strategy):
         engine: Engine,
         *,
         zero_stage: int = 0,
-        bucket_mib: float | None = None,
-        wire_dtype: str | None = None,
+        bucket_mib: float = BUCKET_BYTES / _MIB,
+        communication_dtype: str | None = None,
         watchdog_seconds: float = WATCHDOG_SECONDS,
         deterministic: bool = False,
     ):
@@ -90,7 +91,7 @@ class ParallelStrategy(tf.distribute.Strategy):
             engine,
             zero_stage=zero_stage,
             bucket_mib=bucket_mib,
-            wire_dtype=wire_dtype,
+            communication_dtype=communication_dtype,
             watchdog_seconds=watchdog_seconds,
             deterministic=deterministic,
         )
@@ -100,20 +101,18 @@ class ParallelStrategy(tf.distribute.Strategy):
                 "sums now. Received: deterministic=True and such an engine."
             )
         self._engine = engine
+        self._gradient_options = GradientOptions(
+            int(bucket_mib * _MIB),
+            None if communication_dtype is None else tf.as_dtype(communication_dtype),
+        )
+        share_random_state(engine.group())
+        super().__init__(_ParallelExtended(self))
         # One rank has nothing to share.
-        self._zero_stage = zero_stage if engine.mesh.shape["data"] > 1 else 0
+        self._zero_stage = zero_stage if self.gradient_group.size > 1 else 0
         self._watchdog = None
         if watchdog_seconds and engine.size > 1:
             self._watchdog = Watchdog(engine, watchdog_seconds)
-        # What is fastest may be another way another time, with sums in another order. Direct messages
-        # keep one, and need no engine that fuses nothing.
-        self._tuning = Tuning(by_engine=engine.direct is None) if deterministic else tune(engine)
-        if bucket_mib is not None:
-            self._tuning = dataclasses.replace(self._tuning, bucket_bytes=int(bucket_mib * _MIB))
-        self._wire_dtype = None if wire_dtype is None else tf.as_dtype(wire_dtype)
-        share_random_state(engine.group())
-        super().__init__(_ParallelExtended(self))
-        keras_seam.install()
+        keras_patches.install()
 
     @property
     def engine(self) -> Engine:
@@ -122,35 +121,17 @@ class ParallelStrategy(tf.distribute.Strategy):
 
     @property
     def zero_stage(self) -> int:
-        """What the ranks of the data axis hold a part of each; 0 where there is one of them."""
+        """The ZeRO stage; 0 where one rank holds all."""
         return self._zero_stage
 
     @property
-    def wire_dtype(self) -> tf.DType | None:
-        """What gradients of wider dtypes travel in; None for their own."""
-        return self._wire_dtype
+    def gradient_options(self) -> GradientOptions:
+        """How gradients travel."""
+        return self._gradient_options
 
-    @property
-    def mesh(self) -> Mesh:
-        """The mesh, resolved: it knows this rank."""
-        return self._engine.mesh
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this rank is the one that writes files and talks to the user."""
-        return self.mesh.rank == 0
-
-    def group(self, *axes, name=None):
-        """The group of this rank along the given mesh axes; without an axis, the world.
-
-        Args:
-            *axes: Names of mesh axes. Anything else is what `tf.distribute.Strategy.group` takes: a
-                value, whose operations are grouped as by `tf.group`.
-            name: The name of that operation.
-        """
-        if all(isinstance(axis, str) for axis in axes) and name is None:
-            return self._engine.group(*axes)
-        return super().group(*axes, name=name)
+    def unsharded(self, groups, name):
+        """See `DistributedStrategy.unsharded`."""
+        return gathered_for_step(groups, name)
 
     def gather(self, value, axis):
         """Concatenates the ranks' tensors along `axis`, in data order.
@@ -184,7 +165,7 @@ class ParallelStrategy(tf.distribute.Strategy):
         Returns:
             What `fn` returned on this rank.
         """
-        step = _keras_step(fn, args, self.group("data"))
+        step = _keras_step(fn, args, self.gradient_group)
         with self.extended._running(step):
             outputs = super().run(fn, args=args, kwargs=kwargs, options=options)
         return self.extended._finish_outputs(outputs)
@@ -198,8 +179,8 @@ def check_options(
     engine: Engine | None,
     *,
     zero_stage: int = 0,
-    bucket_mib: float | None = None,
-    wire_dtype: str | None = None,
+    bucket_mib: float = BUCKET_BYTES / _MIB,
+    communication_dtype: str | None = None,
     watchdog_seconds: float = WATCHDOG_SECONDS,
     deterministic: bool = False,
 ) -> None:
@@ -210,7 +191,7 @@ def check_options(
         engine: An engine that already runs.
         zero_stage: As in `ParallelStrategy`.
         bucket_mib: As in `ParallelStrategy`.
-        wire_dtype: As in `ParallelStrategy`.
+        communication_dtype: As in `ParallelStrategy`.
         watchdog_seconds: As in `ParallelStrategy`.
         deterministic: As in `ParallelStrategy`.
 
@@ -225,8 +206,10 @@ def check_options(
             f"An `engine` has its mesh already: leave out `mesh`. Received: mesh={mesh!r}."
         )
     checks.integer("zero_stage", zero_stage, minimum=0, maximum=3)
-    checks.number("bucket_mib", bucket_mib, above=0, maximum=_MOST_BUCKET_MIB, optional=True)
-    checks.one_of("wire_dtype", wire_dtype, ("bfloat16", "float16"), optional=True)
+    checks.number("bucket_mib", bucket_mib, above=0, maximum=_MOST_BUCKET_MIB)
+    checks.one_of(
+        "communication_dtype", communication_dtype, ("bfloat16", "float16"), optional=True
+    )
     checks.number("watchdog_seconds", watchdog_seconds, minimum=0, maximum=checks.YEAR_SECONDS)
     checks.boolean("deterministic", deterministic)
 
@@ -272,7 +255,7 @@ class _ParallelExtended(OneDeviceExtended):
 
     @property
     def _num_replicas_in_sync(self):
-        return self._parallel.mesh.shape["data"]
+        return self._parallel.row_group.size
 
     def _in_multi_worker_mode(self):
         return self._parallel.mesh.size > 1
@@ -318,7 +301,7 @@ class _ParallelExtended(OneDeviceExtended):
     def _finish_outputs(self, outputs):
         if not getattr(self._local, "predicting", False):
             return outputs
-        group = self._parallel.group("data")
+        group = self._parallel.row_group
         return tf.nest.map_structure(lambda rows: _gather_rows(rows, group), outputs)
 
     @property
@@ -331,39 +314,17 @@ class _ParallelExtended(OneDeviceExtended):
 
     # -- reductions -------------------------------------------------------------------------
 
-    @property
-    def bucket_bytes(self) -> int:
-        """How many bytes of gradients travel together."""
-        return self._parallel._tuning.bucket_bytes
-
-    def reduce_gradients(self, gradients, reduction: str, *, keep_rows: bool = False) -> list:
-        """Reduces gradients over the data axis, in buckets; sparse ones as rows where they must."""
-        group = self._parallel.group("data")
-        return reduce_gradients(
-            gradients,
-            group,
-            reduction,
-            self.bucket_bytes,
-            keep_rows=keep_rows,
-            by_engine=self._parallel._tuning.by_engine,
-            wire_dtype=self._parallel.wire_dtype,
-        )
-
-    def gathered(self, groups, name: str):
-        """Gathers ZeRO-3's parameters for a step: see `gathered_for_step`."""
-        return gathered_for_step(groups, name)
-
     def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
         context = tf.distribute.get_replica_context()
         return context.all_reduce(reduce_op, value, options)
 
     def _reduce_to(self, reduce_op, value, destinations, options):
         del destinations, options
-        return all_reduce(value, self._parallel.group("data"), reduce_op.value.lower())
+        return all_reduce(value, self._parallel.row_group, reduce_op.value.lower())
 
     def _gather_to_implementation(self, value, destinations, axis, options):
         del destinations, options
-        return all_gather(value, self._parallel.group("data"), axis, uneven=True)
+        return all_gather(value, self._parallel.row_group, axis, uneven=True)
 
     def _replica_ctx_update(self, var, fn, args=(), kwargs=None, group=True):
         del group
@@ -373,26 +334,24 @@ class _ParallelExtended(OneDeviceExtended):
 
     def _experimental_distribute_dataset(self, dataset, options):
         del options
-        mesh = self._parallel.mesh
         if is_per_rank(dataset):
             return equal_steps(dataset, self._parallel.group())
-        return shard_batches(dataset, mesh.shape["data"], mesh.coordinates()["data"])
+        group = self._parallel.row_group
+        return shard_batches(dataset, group.size, group.rank)
 
     def _distribute_datasets_from_function(self, dataset_fn, options):
         del options
-        mesh = self._parallel.mesh
+        group = self._parallel.row_group
         context = tf.distribute.InputContext(
-            num_input_pipelines=mesh.shape["data"],
-            input_pipeline_id=mesh.coordinates()["data"],
-            num_replicas_in_sync=mesh.shape["data"],
+            num_input_pipelines=group.size,
+            input_pipeline_id=group.rank,
+            num_replicas_in_sync=group.size,
         )
         return equal_steps(mark_per_rank(dataset_fn(context)), self._parallel.group())
 
     def _experimental_distribute_values_from_function(self, value_fn):
-        mesh = self._parallel.mesh
-        return value_fn(
-            tf.distribute.experimental.ValueContext(mesh.coordinates()["data"], mesh.shape["data"])
-        )
+        group = self._parallel.row_group
+        return value_fn(tf.distribute.experimental.ValueContext(group.rank, group.size))
 
 
 def _keras_step(fn, args, group: Group) -> KerasStep | None:

@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.callbacks import (
+from tfdist.compat.horovod import (
     BestModelCheckpoint,
     BroadcastGlobalVariablesCallback,
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
     MetricAverageCallback,
 )
-from tfdist.optimizers.learning_rate import ScaledWarmup
+from tfdist.learning_rate import ScaledWarmup
 from tfdist.testing import RankPool
 
 
@@ -343,7 +343,7 @@ def test_importing_needs_no_horovod_and_defines_no_flag(ranks):
         from absl import flags
 
         before = set(flags.FLAGS)
-        import tfdist.callbacks  # noqa: F401
+        import tfdist.compat.horovod  # noqa: F401
 
         return "horovod" in sys.modules, set(flags.FLAGS) - before
 
@@ -358,7 +358,7 @@ def test_broadcast_gives_all_ranks_the_variables_of_the_root(ranks):
         import numpy as np
 
         import tfdist.testing
-        from tfdist.callbacks import BroadcastGlobalVariablesCallback
+        from tfdist.compat.horovod import BroadcastGlobalVariablesCallback
 
         class Mixed(keras.layers.Layer):
             """Holds what layers hold besides float32."""
@@ -432,7 +432,7 @@ def test_broadcast_leaves_the_slices_of_tensor_parallel_ranks(ranks):
 
         import tfdist.testing
         from tfdist import Mesh
-        from tfdist.callbacks import BroadcastGlobalVariablesCallback
+        from tfdist.compat.horovod import BroadcastGlobalVariablesCallback
 
         engine = tfdist.testing.engine(Mesh(tensor=2))
         model = keras.Sequential([keras.Input([1]), keras.layers.Dense(1, use_bias=False)])
@@ -455,7 +455,7 @@ def test_broadcast_refuses_roots_and_split_variables(ranks):
         import keras
 
         import tfdist.testing
-        from tfdist.callbacks import BroadcastGlobalVariablesCallback
+        from tfdist.compat.horovod import BroadcastGlobalVariablesCallback
 
         model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
@@ -485,7 +485,7 @@ def test_metrics_are_averaged_over_the_ranks(ranks):
         import keras
 
         import tfdist.testing
-        from tfdist.callbacks import MetricAverageCallback
+        from tfdist.compat.horovod import MetricAverageCallback
 
         engine = tfdist.testing.engine()
         model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
@@ -522,7 +522,7 @@ def test_logs_of_different_keys_are_an_error_on_all_ranks(ranks):
         import keras
 
         import tfdist.testing
-        from tfdist.callbacks import MetricAverageCallback
+        from tfdist.compat.horovod import MetricAverageCallback
 
         engine = tfdist.testing.engine()
         model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.framework import ops
 
-from tfdist.custom_gradient import custom_gradient
+from tfdist.graph.custom_gradient import custom_gradient
 
 
 @custom_gradient

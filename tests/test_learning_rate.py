@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.optimizers.learning_rate import ScaledWarmup, scaled_learning_rate
+from tfdist.learning_rate import ScaledWarmup, scaled_learning_rate
 
 
 def _piecewise():

@@ -44,7 +44,7 @@ def __getattr__(name: str) -> Any:
 
 if "keras" in sys.modules:
     # Which layers the user named is only known of those that are made from now on.
-    importlib.import_module("tfdist.layer_names")
+    importlib.import_module("tfdist.keras_internals.layer_names")
 
 
 def __dir__() -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tfdist import exit_codes
 from tfdist.launch.cluster.job_flags import Job
 from tfdist.launch.cluster.pods import (
     Pods,
@@ -21,6 +20,7 @@ from tfdist.launch.cluster.pods import (
     pod_template,
 )
 from tfdist.launch.flag_values import UsageError
+from tfdist.runtime import exit_codes
 
 __all__ = ["indexed_job"]
 

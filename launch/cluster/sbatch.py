@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tfdist import exit_codes
 from tfdist.launch.cluster.job_flags import Job, JobFlags, define_repeated, in_units, refuse_odd
 from tfdist.launch.flag_values import UsageError, refuse
+from tfdist.runtime import exit_codes
 
 __all__ = ["FOLDED", "VALUES", "SlurmOptions", "batch_script", "from_flags"]
 

@@ -199,7 +199,7 @@ def test_layers_from_before_the_import_of_tfdist(tmp_path):
             sys.executable,
             "-c",
             "import keras; before = keras.layers.Dense(1, name='dense_7')\n"
-            "from tfdist.layer_names import is_made_up\n"
+            "from tfdist.keras_internals.layer_names import is_made_up\n"
             "after = keras.layers.Dense(1, name='dense_7')\n"
             "print(is_made_up(before), is_made_up(after), is_made_up(keras.layers.Dense(1)))",
         ],
@@ -213,7 +213,7 @@ def test_layers_from_before_the_import_of_tfdist(tmp_path):
 
 
 def test_a_keras_that_has_moved_is_told(monkeypatch):
-    from tfdist import layer_names
+    from tfdist.keras_internals import layer_names
 
     def moved(self, name=None, *, more=None):
         pass

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tfdist.checkpoint.format1 import model_names
-from tfdist.checkpoint.pieces import boxes, global_shape, pieces_of
-from tfdist.layers.sharding import Sharding, mark_split, mark_stored_flat
-from tfdist.optimizers.zero.flat import FlatSharding
+from tfdist.checkpoint.pieces import boxes, pieces_of
+from tfdist.sharding.layout import global_shape, update_layout
+from tfdist.sharding.parts import FlatShard, Slice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,15 +45,15 @@ def held(array: np.ndarray, tensor: Place | None, axis: int, data: Place | None)
     """A variable of a rank, and the value that it has."""
     value, split = array, None
     if tensor is not None:
-        split = Sharding(tensor, axis, array.shape)
+        split = Slice(tensor, axis, array.shape)
         value = np.array(split.slice_of(array))
     variable = Variable(value.shape)
     if split is not None:
-        mark_split(variable, split)
+        update_layout(variable, slice=split)
     if data is not None:
-        flat = FlatSharding(data, value.shape, split)
-        value = np.array(flat.own_of(value))
-        mark_stored_flat(variable, flat)
+        flat = FlatShard(data, value.shape)
+        value = np.array(flat.local_shard(value))
+        update_layout(variable, flat=flat)
     return variable, value
 
 

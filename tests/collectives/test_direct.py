@@ -38,7 +38,7 @@ def bytes_sent_by_a_sum(elements: int, bulk: bool):
     import tensorflow as tf
 
     from tfdist.collectives import all_reduce
-    from tfdist.collectives.direct import traffic
+    from tfdist.collectives.p2p import traffic
     from tfdist.testing import engine
 
     x = tf.ones([elements])
@@ -129,7 +129,7 @@ def hide_the_library_from(rank: int):
 
     import tensorflow as tf
 
-    import tfdist.collectives.direct.connections as connections
+    import tfdist.collectives.p2p.connections as connections
     from tfdist.collectives import all_reduce
     from tfdist.testing import engine
 
@@ -162,7 +162,7 @@ def wait_for_a_rank_that_leaves():
     import tensorflow as tf
 
     from tfdist.collectives import all_reduce
-    from tfdist.collectives.direct import close
+    from tfdist.collectives.p2p import close
     from tfdist.testing import engine
 
     world = engine()
@@ -208,7 +208,7 @@ def connected_beside_strangers() -> tuple:
     """Has this rank connect after strangers have called at its port, and while they do."""
     import tensorflow as tf
 
-    import tfdist.collectives.direct.connections as connections
+    import tfdist.collectives.p2p.connections as connections
     from tfdist.collectives import all_reduce
     from tfdist.testing import engine
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import skip_without
-from tfdist.collectives.direct.hierarchy import Hierarchy, hierarchy_of
+from tfdist.collectives.p2p.hierarchy import Hierarchy, hierarchy_of
 from tfdist.testing import RankPool
 
 TWO_BY_TWO = ["a", "a", "b", "b"]

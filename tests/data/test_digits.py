@@ -12,7 +12,7 @@ import pytest
 import tensorflow_datasets as tfds
 from sklearn.datasets import load_digits
 
-from tfdist.data import Digits, preparing
+from tfdist.datasets import Digits, preparing
 
 NUM_PROCESSES = 3
 
@@ -125,7 +125,7 @@ from pathlib import Path
 import tfdist.data
 
 lazy = "tensorflow_datasets" not in sys.modules
-from tfdist.data import Digits
+from tfdist.datasets import Digits
 
 folder, rank = Path(sys.argv[1]), sys.argv[2]
 write = Digits._split_generators

@@ -15,8 +15,8 @@ import tensorflow_datasets as tfds
 from tensorflow_datasets.core.download import downloader
 from tensorflow_datasets.image_classification import mnist
 
-from tfdist.data import Digits, load, load_for_rank, preparing, rank_split, read_config
 from tfdist.data.sharding import is_per_rank
+from tfdist.datasets import Digits, load, load_for_rank, preparing, rank_split, read_config
 from tfdist.mesh import Mesh
 
 NUM_FILES = 4

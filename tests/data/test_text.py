@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.data import language_model_windows, load_text
+from tfdist.datasets import language_model_windows, load_text
 
 
 def read(windows):

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.conftest import skip_without
-from tfdist.rendezvous import Place, environments
+from tfdist.runtime.rendezvous import Place, environments
 
 RANK = """
 import sys

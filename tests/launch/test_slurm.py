@@ -10,7 +10,7 @@ import pytest
 from tfdist.launch.command import UsageError
 from tfdist.launch.hosts import Host
 from tfdist.launch.slurm import allocated_hosts, in_allocation
-from tfdist.slurm import expand_node_list, expand_tasks_per_node
+from tfdist.runtime.slurm import expand_node_list, expand_tasks_per_node
 
 
 @pytest.mark.parametrize(

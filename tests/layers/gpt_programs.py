@@ -117,7 +117,7 @@ def whole(variables) -> dict[str, np.ndarray]:
 def bytes_of_rank(mesh: dict | None, **options) -> dict[str, list[int]]:
     """Bytes on this rank, by kind: [parameters, gradients, optimizer state]; and as it should be."""
     from tfdist import layers
-    from tfdist.layers import sharding_of
+    from tfdist.layers import layout_of
 
     keras.backend.clear_session()
     x, y = text(BATCH, 61)
@@ -137,7 +137,7 @@ def bytes_of_rank(mesh: dict | None, **options) -> dict[str, list[int]]:
     def right(variables) -> float:
         total = 0.0
         for variable in variables:
-            sharding = sharding_of(variable)
+            sharding = layout_of(variable).slice
             shape = variable.shape if sharding is None else sharding.shape
             parts = 1 if sharding is None else sharding.group.size
             total += float(np.prod(shape)) * 4 / parts
@@ -146,9 +146,9 @@ def bytes_of_rank(mesh: dict | None, **options) -> dict[str, list[int]]:
     parameters = right(model.trainable_variables)
     expected = [parameters, parameters, right(model.optimizer.variables)]
     split = sum(
-        float(np.prod(sharding_of(v).shape)) * 4
+        float(np.prod(layout_of(v).slice.shape)) * 4
         for v in model.trainable_variables
-        if sharding_of(v) is not None
+        if layout_of(v).slice is not None
     )
     return {"live": live, "expected": expected, "split": [split]}
 

@@ -9,6 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.parallelize import parallelize
+from tfdist.sharding.layout import layout_of
+
 STEPS, BATCH, ROWS, TIME, VOCABULARY = 6, 8, 20, 6, 13  # The last batch has four rows.
 
 
@@ -183,7 +186,7 @@ def hidden_states():
 
 def cases() -> dict:
     """By name: what builds the model, the plan, the data and the loss."""
-    from tfdist.layers import plan
+    from tfdist.parallelize import plan
 
     entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     return {
@@ -210,7 +213,7 @@ def made(name: str, mesh: dict | None, *, split_loss: bool = False, optimizer: s
         model = build()
         if not model.built:
             model(x[:2])
-        report = layers.parallelize(model, plan, sample=first(x, 2))
+        report = parallelize(model, plan, sample=first(x, 2))
         if split_loss:
             loss = layers.VocabParallelCrossEntropy(VOCABULARY)
         rule = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=1.0)
@@ -279,8 +282,6 @@ def logits_seen(name: str, mesh: dict) -> set[int]:
 
 def between(mesh: dict) -> dict:
     """What dropout draws, and the weights whose gradients are parts."""
-    from tfdist import layers
-    from tfdist.layers.sharding import partial_gradient_group
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(5)
@@ -289,9 +290,9 @@ def between(mesh: dict) -> dict:
         model = keras.Model(
             model.inputs, keras.layers.Dropout(0.5, name="drop_whole")(model.output)
         )
-        layers.parallelize(model, TRANSFORMER)
+        parallelize(model, TRANSFORMER)
         block = Subclassed()
-        layers.parallelize(block, SUBCLASSED, sample=np.ones((2, 6), "float32"))
+        parallelize(block, SUBCLASSED, sample=np.ones((2, 6), "float32"))
     dropouts = {name: model.get_layer(name) for name in ("drop", "drop_whole")}
     dropouts["attention"] = model.get_layer("attention")._dropout_layer
     masks = {name: drop(tf.ones([9, 9]), training=True) for name, drop in dropouts.items()}
@@ -300,21 +301,20 @@ def between(mesh: dict) -> dict:
         "partial": [
             weight.path.partition("/")[2]
             for weight in block.weights
-            if partial_gradient_group(weight) is not None
+            if layout_of(weight).partial_over is not None
         ],
     }
 
 
 def sums_of_attention(mesh: dict) -> dict[str, int]:
     """How many all-reduces self-attention takes: forward alone, and with its gradients."""
-    from tfdist import layers
 
     with scope(mesh):
         x = inputs = keras.Input((TIME, 8))
         attention = keras.layers.MultiHeadAttention(2, 4, name="attention")
         model = keras.Model(inputs, attention(x, x))
         plan = {".*/(query|key|value)/.*": "column", ".*/attention_output/kernel": "row"}
-        layers.parallelize(model, plan)
+        parallelize(model, plan)
     counts = {}
     for what in ("forward", "both"):
 
@@ -336,7 +336,6 @@ def sums_of_attention(mesh: dict) -> dict[str, int]:
 
 def around(mesh: dict) -> dict:
     """Mixed precision, a model on top of a split one, and ranks that start from other values."""
-    from tfdist import layers
     from tfdist.testing import engine
 
     result = {}
@@ -348,14 +347,14 @@ def around(mesh: dict) -> dict:
         with scope(mesh):
             model = transformer()
             expected = np.array(model(x), "float32")
-            layers.parallelize(model, TRANSFORMER)
+            parallelize(model, TRANSFORMER)
     finally:
         keras.config.set_dtype_policy("float32")
     result["mixed"] = np.array(model(x), "float32"), expected
     with scope(mesh):
         keras.utils.set_random_seed(5 + engine().rank)
         model = mlp()
-        layers.parallelize(model, MLP)
+        parallelize(model, MLP)
         inputs = keras.Input((6,))
         outer = keras.Model(inputs, keras.layers.Dense(3)(model(inputs)))
     result["symbolic"] = outer.output_shape

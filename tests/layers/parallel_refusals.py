@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from tests.layers import parallel_programs as programs
+from tfdist.parallelize import parallelize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,10 +145,9 @@ def three_heads():
 
 
 def split_before():
-    from tfdist import layers
 
     model = programs.mlp()
-    layers.parallelize(model, programs.MLP)
+    parallelize(model, programs.MLP)
     return model
 
 
@@ -203,8 +203,7 @@ ON_RANKS = {
 
 def on_a_rank(mesh: dict) -> dict[str, tuple[str, bool]]:
     """For each plan what is said, and whether the model computes what it did, whole."""
-    from tfdist import layers
-    from tfdist.layers import sharding_of
+    from tfdist.layers import layout_of
 
     found = {}
     for name, case in ON_RANKS.items():
@@ -213,14 +212,14 @@ def on_a_rank(mesh: dict) -> dict[str, tuple[str, bool]]:
         outside = case.build() if "made outside" in name else None
         with programs.scope(mesh):
             model = outside or case.build()
-            before = [(np.array(weight), sharding_of(weight)) for weight in model.weights]
+            before = [(np.array(weight), layout_of(weight).slice) for weight in model.weights]
             try:
-                layers.parallelize(model, case.plan)
+                parallelize(model, case.plan)
                 message = "accepted"
             except ValueError as error:
                 message = str(error)
         unchanged = all(
-            np.array_equal(np.array(weight), value) and sharding_of(weight) == sharding
+            np.array_equal(np.array(weight), value) and layout_of(weight).slice == sharding
             for weight, (value, sharding) in zip(model.weights, before, strict=True)
         )
         calls = [layer.name for layer in model._flatten_layers() if "call" in vars(layer)]

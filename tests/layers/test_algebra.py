@@ -16,7 +16,7 @@ def pairs() -> list[str]:
     import tensorflow as tf
 
     from tfdist import Mesh
-    from tfdist.collectives import conjugates
+    from tfdist.collectives import mappings
     from tfdist.testing import engine
 
     group = engine(Mesh(data=1, tensor=-1)).group("tensor")
@@ -46,7 +46,7 @@ def pairs() -> list[str]:
 
     whole, whole_dy = parts[0], upstream[0]
     total, total_dy = parts.sum(0), upstream.sum(0)
-    c = conjugates
+    c = mappings
     check("copy", lambda x: c.copy(x, group), whole, whole, upstream[me], total_dy)
     check("reduce", lambda x: c.reduce(x, group), parts[me], total, whole_dy, whole_dy)
     for axis in (1, 2, -1):
@@ -163,7 +163,7 @@ def layers_wrong() -> list[str]:
     from tests.layers.test_algebra import layers_cases
     from tfdist import Mesh
     from tfdist.collectives import all_reduce
-    from tfdist.layers.sharding import partial_gradient_group, sharding_of
+    from tfdist.sharding.layout import layout_of
     from tfdist.testing import strategy
 
     parallel = strategy(Mesh(data=1, tensor=-1))
@@ -197,7 +197,7 @@ def layers_wrong() -> list[str]:
         with parallel.scope():
             split = build(make, local_shape)
         for variable, other in zip(split.variables, single.variables, strict=True):
-            sharding = sharding_of(variable)
+            sharding = layout_of(variable).slice
             slice_of = sharding.slice_of if sharding is not None else lambda value: value
             if not np.array_equal(variable.numpy(), slice_of(other.numpy())):
                 wrong.append(f"{what}: initial {variable.path}")
@@ -210,8 +210,8 @@ def layers_wrong() -> list[str]:
             for variable, gradient, whole in zip(
                 split.trainable_variables, got[1:], right[1:], strict=True
             ):
-                sharding, whole = sharding_of(variable), whole.numpy()
-                if partial_gradient_group(variable) is not None:
+                sharding, whole = layout_of(variable).slice, whole.numpy()
+                if layout_of(variable).partial_over is not None:
                     gradient = all_reduce(gradient, group)
                 if sharding is not None:
                     whole = sharding.slice_of(whole)
@@ -232,8 +232,8 @@ def vocabulary_wrong() -> list[str]:
     import tensorflow as tf
 
     from tfdist import Mesh, layers
-    from tfdist.collectives.conjugates import own_slice
-    from tfdist.layers.sharding import sharding_of
+    from tfdist.collectives.mappings import own_slice
+    from tfdist.sharding.layout import layout_of
     from tfdist.testing import strategy
 
     parallel = strategy(Mesh(data=1, tensor=-1))
@@ -267,7 +267,7 @@ def vocabulary_wrong() -> list[str]:
         (rows, gradient, logits, _), (own_rows, own_gradient, own_logits, table) = results
         same(f"embedding of {size}", own_rows, rows)
         same(f"tied logits of {size}", own_logits, logits)
-        whole = sharding_of(table).whole_of(own_gradient)
+        whole = layout_of(table).slice.all_gather(own_gradient)
         same(f"embedding gradient of {size}", whole, gradient)
 
         logits = random.normal(size=(3, 7, size)) * 30
@@ -289,7 +289,7 @@ def vocabulary_wrong() -> list[str]:
         with tf.GradientTape() as tape:
             tape.watch(own)
             value = loss(ids, own)
-        gradient = sharding_like(own, group).whole_of(tape.gradient(value, own, scale))
+        gradient = sharding_like(own, group).all_gather(tape.gradient(value, own, scale))
         same(f"loss of {size}", value, expected)
         same(f"loss gradient of {size}", gradient[..., :size], expected_gradient)
         if not np.array_equal(gradient[..., size:], np.zeros((3, 7, padding))):
@@ -299,10 +299,10 @@ def vocabulary_wrong() -> list[str]:
 
 def sharding_like(local, group):
     """The sharding of a tensor split along its last dim."""
-    from tfdist.layers import Sharding
+    from tfdist.sharding import Slice
 
     shape = (*local.shape[:-1], local.shape[-1] * group.size)
-    return Sharding(group, len(shape) - 1, tuple(shape))
+    return Slice(group, len(shape) - 1, tuple(shape))
 
 
 CHECKS = {"pairs": pairs, "layers": layers_wrong, "vocabulary": vocabulary_wrong}

@@ -14,7 +14,8 @@ from tests.layers import parallel_programs as programs
 from tests.layers import parallel_refusals as refusals
 from tests.strategies.observing import without_tfdist
 from tfdist import layers
-from tfdist.layers import plan as plans
+from tfdist.parallelize import parallelize
+from tfdist.parallelize import plan as plans
 
 TWO = {"data": 1, "tensor": 2}
 HUB = ("gpt2", "gpt2_lm", "llama", "qwen3")
@@ -150,7 +151,7 @@ def test_wrong_plans_are_refused_and_change_nothing(pool):
 def test_wrong_plans_are_refused_on_one_device(name):
     case = refusals.ANYWHERE[name]
     with pytest.raises(ValueError) as caught:
-        layers.parallelize(case.build(), case.plan)
+        parallelize(case.build(), case.plan)
     for part in case.says:
         assert part in str(caught.value)
 
@@ -159,14 +160,14 @@ def test_without_a_strategy_nothing_changes():
     keras.utils.set_random_seed(1)
     model = programs.transformer()
     before = [value.copy() for value in model.get_weights()]
-    report = layers.parallelize(model, programs.TRANSFORMER)
+    report = parallelize(model, programs.TRANSFORMER)
     for value, expected in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(value, expected)
     assert report.tensor == 1
     assert [row.path for row in report.variables] == [weight.path for weight in model.weights]
     assert {row.local_shape == row.shape for row in report.variables} == {True}
     assert report.bytes_per_rank == sum(value.nbytes for value in before)
-    layers.parallelize(model, programs.TRANSFORMER)
+    parallelize(model, programs.TRANSFORMER)
 
 
 @on_ranks(("horovod", 2))

@@ -10,9 +10,10 @@ import pytest
 import tensorflow as tf
 
 from tests.conftest import on_ranks
-from tfdist import layers, models
-from tfdist.layers.segments import Costs, cheapest_within, smallest
+from tfdist import models
 from tfdist.monitoring import PeakMemory
+from tfdist.recompute import recompute
+from tfdist.recompute.policies import Costs, cheapest_within, smallest
 from tfdist.testing import RankPool
 
 
@@ -34,7 +35,7 @@ def trained(make, loss, x, y, policy: str | None, **options):
     keras.utils.set_random_seed(2)
     model = make()
     if policy:
-        assert layers.recompute(model, policy, **options) is model
+        assert recompute(model, policy, **options) is model
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss)
     history = model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False)
     return [np.asarray(w) for w in model.get_weights()], history.history["loss"]
@@ -94,7 +95,7 @@ def test_the_backward_pass_runs_a_part_again():
             [keras.Input((32,)), *[keras.layers.Dense(32, activation="gelu") for _ in range(5)]]
         )
         if policy:
-            layers.recompute(model, policy)
+            recompute(model, policy)
         operations = [o.type for o in step_graph(model, x).get_operations()]
         counts.append(operations.count("Erfc"))
     # All but the last part once more: that has only just run.
@@ -112,7 +113,7 @@ def activation_mebibytes(length: int, policy: str | None) -> float:
         ]
     )
     if policy:
-        layers.recompute(model, policy)
+        recompute(model, policy)
     weights = [v.value for v in model.trainable_variables]
 
     @tf.function
@@ -188,15 +189,15 @@ def test_within_a_budget_the_least_time_is_taken():
 def test_what_cannot_be_is_refused():
     dense = keras.layers.Dense(2)
     with pytest.raises(ValueError, match="policy='sqrt' is for a model"):
-        layers.recompute(dense, "sqrt")
+        recompute(dense, "sqrt")
     with pytest.raises(ValueError, match="Received: policy='all'"):
-        layers.recompute(chain(2), "all")
+        recompute(chain(2), "all")
     with pytest.raises(ValueError, match="budget=None"):
-        layers.recompute(chain(2), "budget")
+        recompute(chain(2), "budget")
     with pytest.raises(ValueError, match="none that is known"):
-        layers.recompute(chain(2), "selective")
+        recompute(chain(2), "selective")
     with pytest.raises(ValueError, match="within budget=8"):
-        layers.recompute(chain(2), "budget", budget=8)
+        recompute(chain(2), "budget", budget=8)
 
 
 def on_rank(policy, pipeline: bool, zero_stage: int = 0):
@@ -210,7 +211,7 @@ def on_rank(policy, pipeline: bool, zero_stage: int = 0):
     with strategy(mesh, zero_stage=zero_stage).scope():
         model = decoder()
         if policy:
-            layers.recompute(model, policy)
+            recompute(model, policy)
         if pipeline:
             model = PipelineModel(model, num_microbatches=2)
         model.compile(

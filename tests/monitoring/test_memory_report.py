@@ -8,7 +8,6 @@ import keras
 import numpy as np
 import pytest
 
-from tfdist import layers
 from tfdist.monitoring import MemoryReporter, memory_report
 from tfdist.strategies import LocalStrategy
 
@@ -22,7 +21,7 @@ def chain(recompute: str | None = None):
         stack = [keras.layers.Dense(WIDTH, activation="tanh") for _ in range(LAYERS)]
         model = keras.Sequential([keras.Input((WIDTH,)), *stack])
         if recompute:
-            layers.recompute(model, recompute)
+            recompute(model, recompute)
         model.compile("adam", "mse")
     return model
 

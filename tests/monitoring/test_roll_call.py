@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from tfdist.monitoring.roll_call import Keeper, Member, Report
+from tfdist.monitoring.heartbeat import Keeper, Member, Report
 from tfdist.runtime import Channel, connect
 
 KEY = b"k" * 32

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
-from tfdist.optimizers.pacing import UNDER_WAY, UNDER_WAY_SHARDED, Pace
+from tfdist.gradients.throttle import MAX_IN_FLIGHT, MAX_IN_FLIGHT_SHARDED, InFlightLimit
 
 
 def ancestors(operation: tf.Operation) -> set[str]:
@@ -19,26 +19,26 @@ def ancestors(operation: tf.Operation) -> set[str]:
     return found
 
 
-def paced(make, under_way: int = 2) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+def paced(make, max_in_flight: int = 2) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Gradients made by a function of their number, and what each becomes."""
-    pace = Pace(under_way)
+    limit = InFlightLimit(max_in_flight)
     gradients = [make(number) for number in range(6)]
     reduced = []
     for number, gradient in enumerate(gradients):
-        pace.begin([gradient])
+        limit.begin([gradient])
         reduced.append(tf.negative(gradient, name=f"reduced{number}"))
-        pace.end(reduced[-1:])
+        limit.end(reduced[-1:])
     return gradients, reduced
 
 
-@pytest.mark.parametrize("under_way", [UNDER_WAY, UNDER_WAY_SHARDED])
-def test_each_waits_for_the_bucket_before_those_under_way(under_way):
+@pytest.mark.parametrize("max_in_flight", [MAX_IN_FLIGHT, MAX_IN_FLIGHT_SHARDED])
+def test_each_waits_for_the_bucket_before_those_max_in_flight(max_in_flight):
     with tf.Graph().as_default():
         x = tf.compat.v1.placeholder(tf.float32, [])
-        gradients, reduced = paced(lambda number: tf.multiply(x, float(number)), under_way)
+        gradients, reduced = paced(lambda number: tf.multiply(x, float(number)), max_in_flight)
         for number, gradient in enumerate(gradients):
             waited_for = [i for i, r in enumerate(reduced) if r.op.name in ancestors(gradient.op)]
-            assert waited_for == list(range(number % under_way, number, under_way))
+            assert waited_for == list(range(number % max_in_flight, number, max_in_flight))
 
 
 def test_what_others_are_made_of_does_not_wait():

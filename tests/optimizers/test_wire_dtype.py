@@ -18,8 +18,8 @@ def numbers(rank: int) -> np.ndarray:
 
 def sums(dtype: str, reduction: str) -> tuple[np.ndarray, int]:
     """The reduced numbers of all ranks, and the bytes that this rank has sent for them."""
-    from tfdist.collectives.direct import traffic
-    from tfdist.collectives.narrow import narrow_all_reduce
+    from tfdist.collectives.low_precision import narrow_all_reduce
+    from tfdist.collectives.p2p import traffic
     from tfdist.testing import engine
 
     group = engine().group()
@@ -51,11 +51,14 @@ def test_each_addend_and_the_sum_are_rounded_once(pool, dtype, reduction):
         assert sent <= 2 * (n - 1) / n * (SIZE + n) * 2 + 64
 
 
-def train(stage: int, wire_dtype: str | None):
+def train(stage: int, communication_dtype: str | None):
     from tfdist.testing import strategy
 
     return programs.train_images(
-        strategy(zero_stage=stage, wire_dtype=wire_dtype), "mlp", "sgd", programs.UNEVEN_ROWS
+        strategy(zero_stage=stage, communication_dtype=communication_dtype),
+        "mlp",
+        "sgd",
+        programs.UNEVEN_ROWS,
     )
 
 
@@ -75,5 +78,5 @@ def test_training(pool, one_process, stage):
 def test_only_narrow_floating_dtypes():
     from tfdist.strategies import LocalStrategy
 
-    with pytest.raises(ValueError, match=r"wire_dtype.*int8"):
-        LocalStrategy(wire_dtype="int8")
+    with pytest.raises(ValueError, match=r"communication_dtype.*int8"):
+        LocalStrategy(communication_dtype="int8")

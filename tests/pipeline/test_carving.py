@@ -8,8 +8,8 @@ import weakref
 import numpy as np
 import tensorflow as tf
 
-from tfdist.pipeline.carving import carve
-from tfdist.pipeline.keras_graph import trace_graph
+from tfdist.graph.split import carve
+from tfdist.keras_internals.functional import trace_graph
 
 
 def branches(x):

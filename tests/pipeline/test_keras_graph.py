@@ -12,7 +12,7 @@ from keras.src.models.functional import Functional
 from tensorflow.python.eager import context
 from tensorflow.python.framework import func_graph, ops
 
-from tfdist.pipeline.keras_graph import (
+from tfdist.keras_internals.functional import (
     deferred_weights,
     nodes_in_order,
     not_inlined,

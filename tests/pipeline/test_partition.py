@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tfdist import models
+from tfdist.keras_internals.functional import initialize_weights, without_values
 from tfdist.pipeline import Chain, deferred_weights, make_partition, measure_seconds
-from tfdist.pipeline.keras_graph import initialize_weights, without_values
 from tfdist.pipeline.partition import balance
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import skip_without
 from tfdist.benchmarks.attacks import attack
-from tfdist.rendezvous import local_environments
+from tfdist.runtime.rendezvous import local_environments
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ import time
 
 import pytest
 
-from tfdist.rendezvous import free_ports
 from tfdist.runtime import AuthenticationError, Channel, connect
-from tfdist.schedulers import Card, _call, _receive
+from tfdist.runtime.rendezvous import free_ports
+from tfdist.runtime.schedulers import Card, _call, _receive
 
 KEY, PURPOSE = b"key of this job", "meeting of ranks"
 

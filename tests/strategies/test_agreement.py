@@ -118,7 +118,7 @@ def test_evaluate_and_predict_are_compared_too(pool):
 
 
 def test_ranks_with_the_same_value_are_named_together():
-    from tfdist.strategies.keras_seam.agreement import _by_rank
+    from tfdist.strategies.keras_patches.agreement import _by_rank
 
     assert _by_rank(["a"] * 9 + ["b"]) == "a on ranks 0, 1, 2, 3, 4, 5, 6, 7, ...; b on rank 9"
     assert _by_rank(list("abcdef")).endswith("d on rank 3; and 2 others")
@@ -187,7 +187,7 @@ def test_a_process_that_is_meant_to_be_alone_is_told_nothing(tmp_path, kind):
 
 @pytest.mark.parametrize(("batch_size", "told"), [(32, True), (8, False), (None, False)])
 def test_a_batch_that_is_larger_than_the_data_is_told(monkeypatch, batch_size, told):
-    from tfdist.strategies.keras_seam import agreement
+    from tfdist.strategies.keras_patches import agreement
 
     said = []
     monkeypatch.setattr(agreement.logging, "warning", lambda *words: said.append(words))

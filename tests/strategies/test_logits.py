@@ -15,9 +15,9 @@ import tensorflow as tf
 
 from tests.conftest import on_ranks, slow_but
 from tests.strategies import programs
-from tfdist.layers import recompute
 from tfdist.mesh import Mesh
 from tfdist.pipeline import PipelineModel
+from tfdist.recompute import recompute
 from tfdist.testing import strategy
 
 ROWS, CLASSES = 11, 3

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tests.conftest import on_ranks
 from tests.strategies import programs
 from tests.strategies.programs import BATCH, UNEVEN_ROWS, finish, images, scope, start
-from tfdist.strategies.keras_seam.synchronization import broadcast_variables
+from tfdist.strategies.keras_patches.synchronization import broadcast_variables
 
 on_kinds = on_ranks(("horovod", 3), slow=[("tensorflow", 3)])
 

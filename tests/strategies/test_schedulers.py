@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from tests.conftest import skip_without
-from tfdist.schedulers import Started, meeting_point, started_by_scheduler
+from tfdist.runtime.schedulers import Started, meeting_point, started_by_scheduler
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "2",

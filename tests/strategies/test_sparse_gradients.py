@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from tests.conftest import on_ranks, slow_but
 from tests.strategies import programs
+from tfdist.gradients.sparse import needs_rows
 from tfdist.layers import VocabParallelEmbedding, recompute
 from tfdist.mesh import Mesh
-from tfdist.optimizers.rows import needs_rows
 from tfdist.pipeline import PipelineModel
 from tfdist.testing import strategy
 

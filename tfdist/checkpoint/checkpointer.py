@@ -26,10 +26,10 @@ from tfdist.checkpoint.storage import Storage, StorageError
 from tfdist.collectives import all_reduce
 from tfdist.collectives.objects import broadcast_object
 from tfdist.data.position import DataPosition
-from tfdist.directories import checked_directory
-from tfdist.directory_lock import DirectoryLock, InUseError
-from tfdist.exit_codes import PREEMPTED
 from tfdist.layers.states import layer_states
+from tfdist.runtime.directories import checked_directory
+from tfdist.runtime.directory_lock import DirectoryLock, InUseError
+from tfdist.runtime.exit_codes import PREEMPTED
 
 __all__ = ["Checkpointer"]
 

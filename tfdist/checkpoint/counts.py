@@ -8,7 +8,6 @@ counts are added up, and averages averaged.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import keras
 import numpy as np
@@ -18,6 +17,7 @@ from tfdist.checkpoint.names import metric_names
 from tfdist.checkpoint.pieces import Entry, Piece
 from tfdist.collectives import Group
 from tfdist.collectives.local import LocalEngine
+from tfdist.context import role_of, strategy_of
 from tfdist.layers.states import layer_states
 
 __all__ = ["counts_of"]
@@ -35,26 +35,28 @@ def counts_of(
         named: Its variables that this rank holds, and their names.
         version: The format of checkpoints whose names metrics get.
     """
-    strategy: Any = model.distribute_strategy
-    if not hasattr(strategy, "engine"):
-        strategy = None
-    data = strategy.group("data") if strategy else LocalEngine().group()
-    writes = strategy is None or strategy.mesh.coordinates()["tensor"] == 0
+    strategy, role = strategy_of(model), role_of(model)
+    counting = LocalEngine().group() if strategy is None else strategy.gradient_group
+    writes = True
+    if strategy is not None:
+        place = strategy.mesh.coordinates()
+        writes = not any(place[axis] for axis in strategy.mesh.weight_axes)
     entries = []
     states = {id(variable) for variable in layer_states(model)}
     for variable, name in named:
         if id(variable) in states:
-            entries.append(_row(f"local/{name}", variable, data, writes, _mean))
+            entries.append(_row(f"local/{name}", variable, counting, writes, _mean))
     loss = {id(v) for v in getattr(getattr(model, "_loss_tracker", None), "variables", ())}
     variables = [variable for metric in model.metrics for variable in metric.variables]
     names = format1.model_names(variables) if version == 1 else metric_names(variables)
     for variable, name in zip(variables, names, strict=True):
         if id(variable) in loss:
             # All stages of a pipeline may add to it.
-            axes = getattr(model, "metrics_axes", ("data",))
-            group = strategy.group(*axes) if strategy else data
-        elif getattr(model, "holds_outputs", True):
-            group = data
+            group = counting
+            if strategy is not None:
+                group = strategy.group(*strategy.mesh.gradient_axes, *role.axes)
+        elif role.sees_outputs:
+            group = counting
         else:
             continue
         merge = _merge(variable.aggregation, group)
@@ -71,7 +73,7 @@ def _row(name: str, variable, group: Group, writes: bool, merge: Merge) -> Entry
 
 
 def _merge(aggregation: str, group: Group) -> Merge:
-    """As `keras_seam/metrics.py` reads what the ranks have counted."""
+    """As `keras_patches/metrics.py` reads what the ranks have counted."""
     if aggregation == "mean":
         return _mean
     if aggregation == "sum":

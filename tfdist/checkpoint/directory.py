@@ -8,7 +8,7 @@ import posixpath
 from tfdist.checkpoint.errors import StorageError
 from tfdist.checkpoint.manifest import step_of
 from tfdist.checkpoint.storage import MANIFEST, UNFINISHED, Storage
-from tfdist.directories import checked_directory, is_address
+from tfdist.runtime.directories import checked_directory, is_address
 
 __all__ = [
     "complete_checkpoints",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -13,12 +12,12 @@ from tfdist.checkpoint import format1
 from tfdist.checkpoint.counts import counts_of
 from tfdist.checkpoint.manifest import FORMAT, Arrays
 from tfdist.checkpoint.names import model_names, optimizer_names
-from tfdist.checkpoint.pieces import Entry, global_shape, pieces_of
+from tfdist.checkpoint.pieces import Entry, pieces_of
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
-from tfdist.layers.sharding import sharding_of, stored_flat
+from tfdist.context import DistributedStrategy, strategy_of
 from tfdist.pipeline import PipelineModel
-from tfdist.pipeline.staging import staging_of
+from tfdist.sharding.layout import global_shape, layout_of
 
 __all__ = ["arrays_of", "entries_of", "held_by"]
 
@@ -30,10 +29,7 @@ def entries_of(model: keras.Model, version: int = FORMAT) -> list[Entry]:
         model: A built model; one that is trained has a built optimizer.
         version: The format of checkpoints whose names they get.
     """
-    strategy: Any = model.distribute_strategy
-    mesh = getattr(strategy, "mesh", None)
-    place = {"data": 0, "pipeline": 0, "tensor": 0} if mesh is None else mesh.coordinates()
-    num_data = 1 if mesh is None else mesh.shape["data"]
+    strategy = strategy_of(model)
     if isinstance(model, PipelineModel):
         every, own = model.chain_variables
         root = model.chain_model
@@ -63,7 +59,7 @@ def entries_of(model: keras.Model, version: int = FORMAT) -> list[Entry]:
                 str(variable.dtype),
                 variable,
                 tuple(pieces_of(variable)),
-                _writes(variable, name, place, num_data),
+                _writes(variable, name, strategy),
             )
         )
     return entries + counts_of(model, held, version)
@@ -87,13 +83,21 @@ def held_by(entries: Sequence[Entry], world: Group) -> tuple[Arrays, dict[str, t
     return dict(sorted(arrays.items())), writers
 
 
-def _writes(variable, name: str, place: dict[str, int], num_data: int) -> bool:
+def _writes(variable, name: str, strategy: DistributedStrategy | None) -> bool:
     """Whether this rank writes its part, which others may hold too."""
-    staging, flat = staging_of(variable), stored_flat(variable)
-    if not (staging.counts if staging is not None else place["pipeline"] == 0):
+    layout = layout_of(variable)
+    if strategy is None:
+        return True
+    if layout.stage is None:
+        # What is in no stage the first one writes.
+        place = strategy.mesh.coordinates()
+        if any(place[axis] for axis in strategy.mesh.stage_axes):
+            return False
+    elif not layout.counts:
         return False
-    split = sharding_of(variable) if flat is None else flat.inner
-    if split is None and place["tensor"] != 0:
-        return False
-    # The ranks of the data axis share the work.
-    return flat is not None or zlib.crc32(name.encode()) % num_data == place["data"]
+    axes = layout.replicated_axes(strategy.mesh)
+    if not axes:
+        return True
+    # The ranks that hold the same share the work.
+    holders = strategy.group(*axes)
+    return zlib.crc32(name.encode()) % holders.size == holders.rank

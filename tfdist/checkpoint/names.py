@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from tfdist.layer_names import Functional, is_made_up, plain_name
+from tfdist.keras_internals.layer_names import Functional, is_made_up, plain_name
 
 __all__ = ["Namer", "metric_names", "model_names", "numbered", "optimizer_names"]
 

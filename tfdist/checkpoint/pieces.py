@@ -14,9 +14,10 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.layers.sharding import Sharding, sharding_of, stored_flat
+from tfdist.sharding.layout import layout_of
+from tfdist.sharding.parts import Slice
 
-__all__ = ["Entry", "Piece", "boxes", "global_shape", "pieces_of"]
+__all__ = ["Entry", "Piece", "boxes", "pieces_of"]
 
 Box = tuple[slice, ...]
 
@@ -76,44 +77,37 @@ class Entry:
     merge: Callable[[np.ndarray], np.ndarray] | None = None
 
 
-def global_shape(variable: keras.Variable) -> tuple[int, ...]:
-    """The shape of the global array that a variable is, or is a part of."""
-    split = stored_flat(variable) or sharding_of(variable)
-    return tuple(variable.shape) if split is None else split.shape
-
-
 def pieces_of(variable: keras.Variable) -> list[Piece]:
     """The boxes of the global array that this rank holds in a variable."""
-    flat = stored_flat(variable)
-    if flat is None:
-        sharding = sharding_of(variable)
-        if sharding is None:
+    layout = layout_of(variable)
+    if layout.flat is None:
+        if layout.slice is None:
             shape = tuple(variable.shape)
             whole = tuple(slice(0, size) for size in shape)
             return [Piece(whole, None, shape, whole)]
-        return _piece_of_slice(sharding, tuple(slice(0, n) for n in sharding.local_shape), None)
-    begin = min(flat.group.rank * flat.share, flat.size)
-    end = min(begin + flat.share, flat.size)
+        part = layout.slice
+        return _piece_of_slice(part, tuple(slice(0, n) for n in part.local_shape), None)
+    begin, end = layout.flat.span
     found: list[Piece] = []
-    for run, box in boxes(begin, end, flat.local_shape):
+    for run, box in boxes(begin, end, layout.flat.array_shape):
         held = (run[0] - begin, run[1] - begin)
-        if flat.inner is None:
+        if layout.slice is None:
             shape = tuple(each.stop - each.start for each in box)
             found.append(Piece(box, held, shape, tuple(slice(0, size) for size in shape)))
         else:
-            found += _piece_of_slice(flat.inner, box, held)
+            found += _piece_of_slice(layout.slice, box, held)
     return found
 
 
-def _piece_of_slice(sharding: Sharding, local: Box, run: tuple[int, int] | None) -> list[Piece]:
+def _piece_of_slice(part: Slice, local: Box, run: tuple[int, int] | None) -> list[Piece]:
     """The piece that a box of a slice is, without the slice's padding; none if that is all."""
-    offset = sharding.group.rank * sharding.share
-    axis, size = sharding.axis, sharding.shape[sharding.axis]
-    begin, end = (min(offset + edge, size) for edge in (local[axis].start, local[axis].stop))
+    offset = part.group.rank * part.share
+    dim, size = part.dim, part.shape[part.dim]
+    begin, end = (min(offset + edge, size) for edge in (local[dim].start, local[dim].stop))
     if end <= begin:
         return []
     box, inside = list(local), [slice(0, each.stop - each.start) for each in local]
-    box[axis], inside[axis] = slice(begin, end), slice(0, end - begin)
+    box[dim], inside[dim] = slice(begin, end), slice(0, end - begin)
     shape = tuple(each.stop - each.start for each in local)
     return [Piece(tuple(box), run, shape, tuple(inside))]
 

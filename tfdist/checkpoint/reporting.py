@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from tfdist import exit_codes
 from tfdist.checkpoint.errors import CheckpointError
+from tfdist.runtime import exit_codes
 
 __all__ = ["report_in_one_line"]
 

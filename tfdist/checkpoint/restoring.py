@@ -22,7 +22,7 @@ from tfdist.checkpoint.saving import world_of
 from tfdist.checkpoint.storage import MANIFEST, Storage
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object, broadcast_object
-from tfdist.directories import checked_directory, is_address
+from tfdist.runtime.directories import checked_directory, is_address
 
 __all__ = ["OtherModelError", "latest", "restore", "restore_checked"]
 

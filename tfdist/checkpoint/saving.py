@@ -27,8 +27,8 @@ from tfdist.checkpoint.storage import UNFINISHED, Storage
 from tfdist.collectives import Group
 from tfdist.collectives.local import LocalEngine
 from tfdist.collectives.objects import all_gather_object, broadcast_object
-from tfdist.directories import checked_directory
-from tfdist.directory_lock import DirectoryLock, InUseError
+from tfdist.runtime.directories import checked_directory
+from tfdist.runtime.directory_lock import DirectoryLock, InUseError
 
 __all__ = ["Save", "Saver", "begin_save", "lock_on", "save", "world_of"]
 

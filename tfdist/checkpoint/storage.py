@@ -15,7 +15,7 @@ import tensorstore as ts
 from tfdist.checkpoint import files
 from tfdist.checkpoint.chunks import CHUNK_BYTES, chunk_shape_of, folder_of_array, metadata_of
 from tfdist.checkpoint.errors import CheckpointError, StorageError
-from tfdist.directories import is_address
+from tfdist.runtime.directories import is_address
 
 __all__ = [
     "MANIFEST",

@@ -13,7 +13,7 @@ from tfdist.collectives.group import Group
 from tfdist.mesh import Mesh
 
 if typing.TYPE_CHECKING:
-    from tfdist.collectives.direct import Direct
+    from tfdist.collectives.p2p import Direct
 
 __all__ = ["REDUCTIONS", "Engine"]
 
@@ -48,7 +48,7 @@ class Engine(abc.ABC):
         self.mesh = mesh
         self.recorder = FlightRecorder()
         self.direct: Direct | None = None
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._groups: dict[tuple, Group] = {}
 
     @property
     def rank(self) -> int:
@@ -63,7 +63,8 @@ class Engine(abc.ABC):
     def group(self, *axes: str) -> Group:
         """The group of this rank along the given mesh axes; without an axis, the world."""
         axes = axes or self.mesh.order
-        return self._group_of(self.mesh.group(*axes), label="+".join(axes))
+        spread = tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
+        return self._group_of(self.mesh.group(*axes), "+".join(spread or axes), spread)
 
     def pair(self, other: int) -> Group:
         """The group of this rank and the rank `other`.
@@ -76,14 +77,14 @@ class Engine(abc.ABC):
         low, high = sorted((self.rank, other))
         return self._group_of((low, high), label=f"pair{low}-{high}")
 
-    def _group_of(self, ranks: tuple[int, ...], label: str) -> Group:
-        if ranks not in self._groups:
+    def _group_of(self, ranks: tuple[int, ...], label: str, axes: tuple[str, ...] = ()) -> Group:
+        if (ranks, axes) not in self._groups:
             if len(ranks) > 1:
                 self._check_group(ranks)
             if len(ranks) == self.size:
                 label = "world"
-            self._groups[ranks] = Group(ranks, label, self)
-        return self._groups[ranks]
+            self._groups[ranks, axes] = Group(ranks, label, self, axes)
+        return self._groups[ranks, axes]
 
     def _check_group(self, ranks: tuple[int, ...]) -> None:
         """Raises ValueError where the engine cannot carry a group of these ranks."""

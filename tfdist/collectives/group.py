@@ -20,11 +20,13 @@ class Group:
             group, by which `broadcast`, `send`, `recv` and all slices are counted.
         label: What the group is in the mesh, for names and messages: "data", "data+tensor".
         engine: What carries its operations.
+        axes: The mesh axes along which its ranks differ; () where the mesh does not make it.
     """
 
     ranks: tuple[int, ...]
     label: str
     engine: Engine = dataclasses.field(compare=False, repr=False)
+    axes: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
     def size(self) -> int:

@@ -16,13 +16,13 @@ import psutil
 import tensorflow as tf
 
 from tfdist import checks
-from tfdist.collectives.direct import Direct, close, connect
 from tfdist.collectives.engine import Engine, reduce_locally, split_rows
 from tfdist.collectives.flight_recorder import outermost_is_eager
 from tfdist.collectives.group import Group
+from tfdist.collectives.p2p import Direct, close, connect
 from tfdist.mesh import AXES, Mesh
 from tfdist.native import find_library
-from tfdist.schedulers import join, started_by_scheduler
+from tfdist.runtime.schedulers import join, started_by_scheduler
 
 __all__ = ["HorovodEngine", "started_by_horovod"]
 

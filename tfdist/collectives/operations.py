@@ -13,7 +13,7 @@ from tfdist import checks
 from tfdist.collectives.engine import REDUCTIONS
 from tfdist.collectives.group import Group
 from tfdist.collectives.names import unique_name
-from tfdist.custom_gradient import custom_gradient
+from tfdist.graph.custom_gradient import custom_gradient
 
 __all__ = [
     "all_gather",

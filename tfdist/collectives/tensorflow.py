@@ -13,7 +13,7 @@ from tfdist.collectives.engine import Engine, reduce_locally, split_rows
 from tfdist.collectives.group import Group
 from tfdist.collectives.tensorflow_cluster import bring_up_cluster
 from tfdist.mesh import Mesh
-from tfdist.schedulers import join, started_by_scheduler
+from tfdist.runtime.schedulers import join, started_by_scheduler
 
 __all__ = ["COMMUNICATIONS", "TensorFlowEngine", "started_by_tf_config"]
 

@@ -40,7 +40,7 @@ class _Resume:
 class DataPosition:
     """The position in one `fit`.
 
-    Keras' `TFEpochIterator` calls what stands here, through `strategies/keras_seam/data.py`.
+    Keras' `TFEpochIterator` calls what stands here, through `strategies/keras_patches/data.py`.
 
     Attributes:
         batch_size: The samples of a global batch, where the data set does not say it.

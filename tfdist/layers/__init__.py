@@ -9,11 +9,7 @@ from tfdist.layers.dropout import Dropout
 from tfdist.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from tfdist.layers.losses import VocabParallelCrossEntropy
 from tfdist.layers.normalization import LayerNormalization
-from tfdist.layers.parallelize import parallelize
-from tfdist.layers.parallelize_report import ParallelizeReport, VariableReport
 from tfdist.layers.positions import PositionEmbedding
-from tfdist.layers.recompute import recompute
-from tfdist.layers.sharding import Sharding, sharding_of, whole_value
 from tfdist.layers.transformer import ParallelMLP, TransformerDecoderBlock
 
 __all__ = [
@@ -22,17 +18,10 @@ __all__ = [
     "LayerNormalization",
     "ParallelMLP",
     "ParallelMultiHeadAttention",
-    "ParallelizeReport",
     "PositionEmbedding",
     "RowParallelDense",
-    "Sharding",
     "TransformerDecoderBlock",
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "VocabParallelHead",
-    "VariableReport",
-    "parallelize",
-    "recompute",
-    "sharding_of",
-    "whole_value",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist.custom_gradient import custom_gradient
+from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.native import load, step_takes_kernels
 
 __all__ = ["gelu"]

@@ -11,7 +11,7 @@ from tfdist import checks
 from tfdist.layers.dense import ColumnParallelDense, RowParallelDense, check_divides
 from tfdist.layers.dropout import Dropout
 from tfdist.layers.initializers import again, initializer
-from tfdist.layers.sharding import tensor_group
+from tfdist.sharding.weights import tensor_group
 
 __all__ = ["ParallelMultiHeadAttention"]
 

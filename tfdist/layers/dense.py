@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import checks
-from tfdist.collectives.conjugates import (
+from tfdist.collectives.mappings import (
     column_product,
     gather,
     product,
@@ -14,7 +14,8 @@ from tfdist.collectives.conjugates import (
     scatter_sequence,
     split,
 )
-from tfdist.layers.sharding import add_split_weight, mark_partial_gradient, read, tensor_group
+from tfdist.sharding.layout import update_layout
+from tfdist.sharding.weights import add_split_weight, tensor_group, value_tensor
 
 __all__ = ["ColumnParallelDense", "RowParallelDense", "check_divides"]
 
@@ -113,13 +114,13 @@ class ColumnParallelDense(keras.layers.Dense):
         """[..., features] to [..., units / tensor]."""
         if has_features(self):
             return super().call(inputs, training=training)
-        bias = None if self.bias is None else read(self.bias)
+        bias = None if self.bias is None else value_tensor(self.bias)
         if self._group is None:
-            outputs = product(inputs, read(self._kernel), bias)
+            outputs = product(inputs, value_tensor(self._kernel), bias)
         else:
             outputs = column_product(
                 inputs,
-                read(self._kernel),
+                value_tensor(self._kernel),
                 self._group,
                 sequence_axis=1 if self.sequence_parallel else None,
                 bias=bias,
@@ -214,7 +215,7 @@ class RowParallelDense(keras.layers.Dense):
                 constraint=self.bias_constraint,
             )
             if self.sequence_parallel:
-                mark_partial_gradient(self.bias, self._group)
+                update_layout(self.bias, partial_over=self._group)
         self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: input_shape[-1]})
         self.built = True
 
@@ -224,11 +225,11 @@ class RowParallelDense(keras.layers.Dense):
             return super().call(inputs, training=training)
         if self._group is not None and not self.input_is_parallel:
             inputs = split(inputs, self._group, name=self.name)
-        bias = None if self.bias is None else read(self.bias)
+        bias = None if self.bias is None else value_tensor(self.bias)
         if self._group is None:
-            outputs = product(inputs, read(self._kernel), bias)
+            outputs = product(inputs, value_tensor(self._kernel), bias)
         else:
-            outputs = product(inputs, read(self._kernel))
+            outputs = product(inputs, value_tensor(self._kernel))
             over_members = scatter_sequence if self.sequence_parallel else reduce
             outputs = over_members(outputs, self._group, name=self.name)
             outputs = outputs if bias is None else tf.nn.bias_add(outputs, bias)

@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.collectives import Group
-from tfdist.layers.sharding import tensor_group
+from tfdist.sharding.weights import tensor_group
 
 __all__ = ["Dropout", "own_seed"]
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.collectives import Group
-from tfdist.collectives.conjugates import (
+from tfdist.collectives.mappings import (
     column_product,
     gather,
     product,
@@ -19,7 +19,7 @@ from tfdist.collectives.conjugates import (
 from tfdist.layers.dense import check_divides
 from tfdist.layers.initializers import initializer
 from tfdist.layers.losses import takes_split_logits
-from tfdist.layers.sharding import add_split_weight, read, tensor_group
+from tfdist.sharding.weights import add_split_weight, tensor_group, value_tensor
 
 __all__ = ["VocabParallelEmbedding", "VocabParallelHead", "own_rows", "stays_split"]
 
@@ -71,11 +71,11 @@ class VocabParallelEmbedding(keras.layers.Embedding):
         The logits are those of a `VocabParallelHead` whose kernel is the table, transposed.
         """
         if reverse:
-            table = tf.cast(read(self.embeddings), self.compute_dtype)
+            table = tf.cast(value_tensor(self.embeddings), self.compute_dtype)
             return _logits(self, inputs, tf.transpose(table), self.input_dim)
         if self._group is None:
             return super().call(inputs)
-        found = own_rows(read(self._embeddings), inputs, self._group)
+        found = own_rows(value_tensor(self._embeddings), inputs, self._group)
         if self.sequence_parallel:
             return scatter_sequence(found, self._group, name=self.name)
         return reduce(found, self._group, name=self.name)
@@ -139,7 +139,7 @@ class VocabParallelHead(keras.layers.Layer):
 
     def call(self, inputs):
         """[batch, time, features] to [batch, time, vocabulary_size], or this rank's range of it."""
-        kernel = read(self.kernel)
+        kernel = value_tensor(self.kernel)
         return _logits(self, inputs, kernel, self.vocabulary_size)
 
     def compute_output_shape(self, input_shape):

@@ -7,9 +7,9 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.collectives import Group, all_reduce
-from tfdist.custom_gradient import custom_gradient
-from tfdist.layers.sharding import tensor_group
+from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.native import load, step_takes_kernels
+from tfdist.sharding.weights import tensor_group
 
 __all__ = ["VocabParallelCrossEntropy", "takes_split_logits"]
 

@@ -6,9 +6,10 @@ import keras
 import tensorflow as tf
 
 from tfdist import checks
-from tfdist.custom_gradient import custom_gradient
-from tfdist.layers.sharding import mark_partial_gradient, read, tensor_group
+from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.native import load, step_takes_kernels
+from tfdist.sharding.layout import update_layout
+from tfdist.sharding.weights import tensor_group, value_tensor
 
 __all__ = ["LayerNormalization"]
 
@@ -43,20 +44,22 @@ class LayerNormalization(keras.layers.LayerNormalization):
         if self.sequence_parallel and self._group is not None:
             for variable in (self.gamma, self.beta):
                 if variable is not None:
-                    mark_partial_gradient(variable, self._group)
+                    update_layout(variable, partial_over=self._group)
 
     def call(self, inputs):
         """[..., features] to the same shape."""
         wide = tf.cast(inputs, "float32") if inputs.dtype.size < 4 else inputs
         is_whole = self.gamma is not None and self.beta is not None
         if is_whole and wide.dtype == tf.float32 and step_takes_kernels():
-            scale, offset = (tf.cast(read(each), wide.dtype) for each in (self.gamma, self.beta))
+            scale, offset = (
+                tf.cast(value_tensor(each), wide.dtype) for each in (self.gamma, self.beta)
+            )
             return tf.cast(_one_pass(wide, scale, offset, self.epsilon), self.compute_dtype)
         outputs = _normalize(wide, self.epsilon)
         if self.gamma is not None:
-            outputs *= tf.cast(read(self.gamma), outputs.dtype)
+            outputs *= tf.cast(value_tensor(self.gamma), outputs.dtype)
         if self.beta is not None:
-            outputs += tf.cast(read(self.beta), outputs.dtype)
+            outputs += tf.cast(value_tensor(self.beta), outputs.dtype)
         return tf.cast(outputs, self.compute_dtype)
 
     def compute_output_shape(self, input_shape):

@@ -7,7 +7,8 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.layers.initializers import initializer as get_initializer
-from tfdist.layers.sharding import mark_partial_gradient, read, tensor_group
+from tfdist.sharding.layout import update_layout
+from tfdist.sharding.weights import tensor_group, value_tensor
 
 __all__ = ["PositionEmbedding"]
 
@@ -49,7 +50,7 @@ class PositionEmbedding(keras.layers.Layer):
             name="table", shape=(self.max_length, input_shape[-1]), initializer=self.initializer
         )
         if group is not None:
-            mark_partial_gradient(self.table, group)
+            update_layout(self.table, partial_over=group)
         self.built = True
 
     def call(self, inputs):
@@ -58,7 +59,7 @@ class PositionEmbedding(keras.layers.Layer):
         start = 0
         if self._group is not None and self.sequence_parallel:
             start = self._group.rank * time
-        return inputs + read(self.table)[start : start + time]
+        return inputs + value_tensor(self.table)[start : start + time]
 
     def compute_output_shape(self, input_shape):
         """That of the input."""

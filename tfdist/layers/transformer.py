@@ -8,14 +8,14 @@ import keras
 import tensorflow as tf
 
 from tfdist import checks
-from tfdist.collectives.conjugates import column_product, product
+from tfdist.collectives.mappings import column_product, product
 from tfdist.layers.activations import gelu
 from tfdist.layers.attention import ParallelMultiHeadAttention
 from tfdist.layers.dense import RowParallelDense, check_divides
 from tfdist.layers.dropout import Dropout
 from tfdist.layers.initializers import again, initializer
 from tfdist.layers.normalization import LayerNormalization
-from tfdist.layers.sharding import add_split_weight, read, tensor_group
+from tfdist.sharding.weights import add_split_weight, tensor_group, value_tensor
 
 __all__ = ["ParallelMLP", "TransformerDecoderBlock"]
 
@@ -104,9 +104,9 @@ class ParallelMLP(keras.layers.Layer):
 
     def call(self, inputs):
         """[batch, time, features] to the same shape."""
-        kernels = [read(kernel) for kernel in self._kernels]
+        kernels = [value_tensor(kernel) for kernel in self._kernels]
         kernel = kernels[0] if len(kernels) == 1 else tf.concat(kernels, axis=1)
-        biases = [read(bias) for bias in self._biases]
+        biases = [value_tensor(bias) for bias in self._biases]
         bias = tf.concat(biases, axis=0) if biases else None
         if self._group is None:
             hidden = product(inputs, kernel, bias)

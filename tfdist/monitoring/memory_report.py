@@ -6,17 +6,17 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import keras
 import tensorflow as tf
 from tabulate import tabulate
 
 from tfdist import checks
-from tfdist.layers.sharding import sharding_of, stored_flat
+from tfdist.context import strategy_of
+from tfdist.keras_internals.functional import trace_graph
 from tfdist.monitoring.memory import PeakMemory
 from tfdist.pipeline.costs import kept_bytes
-from tfdist.pipeline.keras_graph import trace_graph
+from tfdist.sharding.layout import layout_of
 
 __all__ = ["MemoryReport", "MemoryReporter", "MemoryRow", "memory_report", "parameter_bytes"]
 
@@ -98,8 +98,8 @@ def memory_report(
     checks.instance("model", model, keras.Model, "a Keras model")
     checks.integer("step_peak", step_peak, minimum=0, maximum=2**63 - 1, optional=True)
     rows = checks.integer("rows", rows, minimum=1, optional=True)
-    strategy: Any = model.distribute_strategy
-    stage = getattr(strategy, "zero_stage", 0)
+    strategy = strategy_of(model)
+    stage = 0 if strategy is None else strategy.zero_stage
     optimizer = getattr(model, "optimizer", None)
     trained = {id(variable) for variable in model.trainable_variables}
     others = [variable for variable in model.variables if id(variable) not in trained]
@@ -107,12 +107,12 @@ def memory_report(
     parameters = _row("parameters", model.trainable_variables)
     accumulates = bool(getattr(optimizer, "gradient_accumulation_steps", None))
     in_parts = stage >= 2 or (stage == 1 and not accumulates)
-    data = strategy.mesh.shape["data"] if in_parts else 1
+    shards = strategy.gradient_group.size if strategy is not None and in_parts else 1
     local = parameter_bytes(model)
     found = [
         parameters,
         _row("other weights", others),
-        MemoryRow("gradients", parameters.whole, math.ceil(local / data), None),
+        MemoryRow("gradients", parameters.whole, math.ceil(local / shards), None),
         _row("optimizer state", state),
     ]
     activations = None if rows is None else _activations(model, rows)
@@ -120,7 +120,7 @@ def memory_report(
         found.append(MemoryRow("activations", None, activations, None))
     if step_peak is not None:
         found.append(MemoryRow("peak of a step beside", None, None, step_peak))
-    return MemoryReport(strategy.mesh.rank if hasattr(strategy, "mesh") else 0, tuple(found))
+    return MemoryReport(0 if strategy is None else strategy.mesh.rank, tuple(found))
 
 
 class MemoryReporter(keras.callbacks.Callback):
@@ -191,14 +191,10 @@ def _row(what: str, variables: Iterable) -> MemoryRow:
     whole = planned = measured = 0
     for variable in variables:
         size = tf.as_dtype(variable.dtype).size
-        flat, sharding = stored_flat(variable), sharding_of(variable)
-        split = flat or sharding
-        shape = tuple(variable.shape) if split is None else split.shape
-        ways = flat.group.size if flat else 1
-        inner = flat.inner if flat else sharding
-        ways *= inner.group.size if inner else 1
-        whole += math.prod(shape) * size
-        planned += math.ceil(math.prod(shape) / ways) * size
+        layout = layout_of(variable)
+        elements = math.prod(layout.global_shape(variable.shape))
+        whole += elements * size
+        planned += math.ceil(elements / layout.num_parts()) * size
         live = variable._value
         measured += 0 if live is None else live.shape.num_elements() * live.dtype.size
     return MemoryRow(what, whole, planned, measured)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import collections
 import zlib
-from typing import Any
 
 import keras
 import numpy as np
 
 from tfdist import checks
 from tfdist.collectives.objects import all_gather_object
-from tfdist.layers.sharding import replicated_variables
+from tfdist.context import strategy_of
 from tfdist.layers.states import layer_states
+from tfdist.sharding.layout import replicated_variables
 
 __all__ = ["ModelSyncError", "VerifyModelSync", "verify_model_sync"]
 
@@ -36,8 +36,8 @@ def verify_model_sync(model: keras.Model) -> None:
             ranks.
     """
     checks.instance("model", model, keras.Model, "a Keras model")
-    strategy: Any = model.distribute_strategy
-    if not hasattr(strategy, "engine") or strategy.mesh.size == 1:
+    strategy = strategy_of(model)
+    if strategy is None or strategy.mesh.size == 1:
         return
     own: dict[tuple[int, ...], list[tuple[str, int]]] = {}
     local = {id(variable) for variable in layer_states(model)}

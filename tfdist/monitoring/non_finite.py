@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 
 from tfdist import checks
-from tfdist.optimizers.non_finite import NonFiniteGuard, guard_of, put_guard
+from tfdist.context import strategy_of
+from tfdist.gradients.non_finite import NonFiniteGuard, guard_of, put_guard
 
 __all__ = ["TerminateOnNonFinite"]
 
@@ -40,11 +39,11 @@ class TerminateOnNonFinite(keras.callbacks.Callback):
     def set_model(self, model):
         """Puts the guard into the training step."""
         super().set_model(model)
-        strategy: Any = model.distribute_strategy
-        if not hasattr(strategy, "engine"):
+        strategy = strategy_of(model)
+        if strategy is None:
             raise ValueError(
                 "TerminateOnNonFinite is for models that are made in the scope of a tfdist "
-                f"strategy. Received: a model under {type(strategy).__name__}; take "
+                f"strategy. Received: a model under {type(model.distribute_strategy).__name__}; take "
                 "keras.callbacks.TerminateOnNaN there."
             )
         guard = guard_of(model)

@@ -17,9 +17,9 @@ from typing import Any
 from tfdist import checks
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import broadcast_object
-from tfdist.exit_codes import ENDED_BY_WATCHDOG
 from tfdist.monitoring.frames import frame_of
-from tfdist.monitoring.roll_call import Keeper, Member, Report
+from tfdist.monitoring.heartbeat import Keeper, Member, Report
+from tfdist.runtime.exit_codes import ENDED_BY_WATCHDOG
 
 __all__ = ["Watchdog", "startup_guard"]
 

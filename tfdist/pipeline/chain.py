@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras.src.backend.common.masking import get_keras_mask
 
 from tfdist import checks
-from tfdist.pipeline.keras_graph import (
+from tfdist.keras_internals.functional import (
     count_flops,
     deferred_weights,
     nodes_in_order,

@@ -12,8 +12,8 @@ import tensorflow as tf
 from tfdist import checks
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
+from tfdist.keras_internals.functional import trace_graph, without_values
 from tfdist.pipeline.chain import Chain, Link
-from tfdist.pipeline.keras_graph import trace_graph, without_values
 
 __all__ = ["bytes_of", "kept_bytes", "link_costs", "measure_seconds", "training_graph"]
 

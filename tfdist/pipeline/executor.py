@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist.collectives import Group, recv, send
 from tfdist.graph.dependence import mark_independent
-from tfdist.pipeline.carving import Part
+from tfdist.graph.split import Part
 from tfdist.pipeline.schedules import Action, Kind, Schedule
 from tfdist.pipeline.stage import StageProgram
 

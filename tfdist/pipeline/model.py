@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -13,11 +12,12 @@ from tfdist import checks
 from tfdist.collectives import broadcast
 from tfdist.collectives.local import LocalEngine
 from tfdist.collectives.objects import all_gather_object
+from tfdist.context import ModelRole, current_strategy
 from tfdist.graph.provenance import with_provenance
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.costs import measure_seconds
 from tfdist.pipeline.partition import Partition, make_partition
-from tfdist.pipeline.parts import Parts
+from tfdist.pipeline.runtime import PipelineRuntime
 from tfdist.pipeline.schedules import SCHEDULES, Schedule, make_schedule
 from tfdist.pipeline.simulation import Run, check
 
@@ -82,9 +82,10 @@ class PipelineModel(keras.Model):
         checks.text("name", name, optional=True)
         chain = Chain(model, input_shape)
         super().__init__(name=name or f"{chain.model.name}_pipeline")
-        strategy: Any = tf.distribute.get_strategy()
-        has_engine = hasattr(strategy, "engine")
-        group = (strategy if has_engine else LocalEngine()).group("pipeline")
+        strategy = current_strategy()
+        engine = LocalEngine() if strategy is None else strategy.engine
+        axes = engine.mesh.stage_axes
+        group = engine.group(*axes)
         if (
             isinstance(cut, str)
             and cut == "cyclic"
@@ -97,69 +98,62 @@ class PipelineModel(keras.Model):
         if cost is None:
             cost = "flops" if chain.has_known_shapes else "parameters"
         elif isinstance(cost, str) and cost == "seconds":
-            cost = measure_seconds(chain, strategy.group() if has_engine else None)
+            cost = measure_seconds(chain, None if strategy is None else strategy.group())
         partition = make_partition(chain, group.size, plan.chunks, cut=cut, cost=cost)
         _check_trained(partition)
-        self._parts = Parts(plan, partition, group, timed)
+        self._runtime = PipelineRuntime(plan, partition, group, timed)
+        self._tfdist_role = ModelRole(
+            self._runtime.last_stage in self._runtime.stages, axes, num_microbatches
+        )
         # Tracked by Keras: what this rank trains, saves and shows.
-        self.stage_layers = self._parts.own_layers
+        self.stage_layers = self._runtime.own_layers
         self.built = True
 
     @property
     def schedule(self) -> Schedule:
         """The schedule of a training step."""
-        return self._parts.schedule
+        return self._runtime.schedule
 
     @property
     def partition(self) -> Partition:
         """What lies on which stage."""
-        return self._parts.partition
+        return self._runtime.partition
 
     @property
     def chain_variables(self) -> tuple[list[keras.Variable], list[keras.Variable]]:
         """The variables of the whole chain, in its order, and those that this rank holds."""
-        return self._parts.placement.variables, self._parts.placement.own
+        return self._runtime.placement.variables, self._runtime.placement.own
 
     @property
     def chain_model(self) -> keras.Model:
         """The model of the whole chain; what other ranks hold of it has no values here."""
-        return self._parts.chain.model
+        return self._runtime.chain.model
 
     @property
     def outputs(self) -> list[keras.KerasTensor]:
         """The symbolic outputs of the chain."""
-        return self._parts.chain.model.outputs
+        return self._runtime.chain.model.outputs
 
     @property
     def metrics(self):
         """The metrics of `compile`, and those of the model itself; the same on all ranks."""
         return self._get_own_metrics() if self.compiled else list(self._metrics)
 
-    @property
-    def metrics_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which the states of metrics are to be read."""
-        return ("data", "pipeline")
-
-    @property
-    def holds_outputs(self) -> bool:
-        """Whether the last stage, which sees outputs and targets, lies on this rank."""
-        return self._parts.last_stage in self._parts.stages
-
     def call(self, inputs, training=None):
         """The outputs of the whole chain, where it lies on this rank, or of symbolic inputs."""
         symbolic = isinstance(inputs, keras.KerasTensor) or not tf.executing_eagerly()
-        if self._parts.group.size > 1 and not symbolic:
+        if self._runtime.group.size > 1 and not symbolic:
             raise RuntimeError(
                 f"This rank holds a part of `{self.name}`, which cannot be called by itself: call "
                 "`predict` on all ranks."
             )
-        return self._parts.chain.model(inputs, training=training)
+        return self._runtime.chain.model(inputs, training=training)
 
     def train_step(self, data):
         """One update from this rank's rows."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         x = _only_tensor(x)
-        gradients = self._parts.train(self, x, (y, sample_weight))
+        gradients = self._runtime.train(self, x, (y, sample_weight))
         variables = self.trainable_variables
         self.optimizer.apply_gradients([(gradients.get(id(v)), v) for v in variables])
         return self.get_metrics_result()
@@ -168,34 +162,34 @@ class PipelineModel(keras.Model):
         """Metrics of this rank's rows."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         x = _only_tensor(x)
-        outputs, extra = self._parts.forward(x)
+        outputs, extra = self._runtime.forward(x)
         rows = tf.shape(x)[0]
-        if self.holds_outputs:
+        if self._tfdist_role.sees_outputs:
             y_pred = with_provenance(lambda *parts: tf.concat(parts, axis=0), *outputs)
-            y_pred = self._parts.chain.as_outputs(y_pred)
+            y_pred = self._runtime.chain.as_outputs(y_pred)
             loss = self._compile_loss(y, y_pred, sample_weight)
             self._loss_tracker.update_state(loss, sample_weight=rows)
             if self._compile_metrics is not None:
                 self._compile_metrics.update_state(y, y_pred, sample_weight)
-        self.add_to_reported_loss(extra, rows)
+        self._add_to_reported_loss(extra, rows)
         return self.get_metrics_result()
 
     def predict_step(self, data):
         """The outputs for this rank's rows, on all ranks of the pipeline axis."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         x = _only_tensor(x)
-        outputs, _ = self._parts.forward(x)
-        spec = self._parts.output_spec(x)
-        last = self._parts.last_stage % self._parts.group.size
-        y = tf.concat(outputs, axis=0) if self.holds_outputs else None
+        outputs, _ = self._runtime.forward(x)
+        spec = self._runtime.output_spec(x)
+        last = self._runtime.last_stage % self._runtime.group.size
+        y = tf.concat(outputs, axis=0) if self._tfdist_role.sees_outputs else None
         shape = [tf.shape(x)[0], *spec.shape[1:]]
         if None in spec.shape[1:]:  # The rank of the last stage tells the others.
             own = tf.zeros([len(shape)], tf.int32) if y is None else tf.shape(y)
-            shape = broadcast(own, self._parts.group, last, name="predictions/shape")
+            shape = broadcast(own, self._runtime.group, last, name="predictions/shape")
         if y is None:
             y = tf.zeros(shape, spec.dtype)
-        y = broadcast(y, self._parts.group, last, name="predictions")
-        return self._parts.chain.as_outputs(y)
+        y = broadcast(y, self._runtime.group, last, name="predictions")
+        return self._runtime.chain.as_outputs(y)
 
     def last_run(self) -> Run:
         """When each rank of the pipeline did what in the last training step.
@@ -206,13 +200,13 @@ class PipelineModel(keras.Model):
         Raises:
             RuntimeError: Steps are not timed, or there was none yet.
         """
-        times = self._parts.times
+        times = self._runtime.times
         if times is None:
             raise RuntimeError("Make the model with `timed=True`, and train it, to have times.")
-        every = all_gather_object(times.numpy(), self._parts.group, name="pipeline/times")
+        every = all_gather_object(times.numpy(), self._runtime.group, name="pipeline/times")
         start = min(float(found.min()) for found in every)
         return Run(
-            self._parts.schedule,
+            self._runtime.schedule,
             tuple(tuple((float(b - start), float(e - start)) for b, e in found) for found in every),
         )
 
@@ -220,8 +214,8 @@ class PipelineModel(keras.Model):
         """Prints which layers lie on which stage; then Keras' own table of this rank's layers."""
         print_fn = kwargs.get("print_fn") or print
         print_fn(
-            f'Model: "{self.name}", {self._parts.schedule.name}, '
-            f"{self._parts.schedule.num_microbatches} micro-batches"
+            f'Model: "{self.name}", {self._runtime.schedule.name}, '
+            f"{self._runtime.schedule.num_microbatches} micro-batches"
         )
         print_fn(self.partition.table())
         super().summary(*args, **kwargs)
@@ -244,14 +238,14 @@ class PipelineModel(keras.Model):
     @contextlib.contextmanager
     def _whole(self) -> Iterator[keras.Model]:
         """Inside, the whole chain has values on every rank."""
-        placement = self._parts.placement
+        placement = self._runtime.placement
         filled = placement.fill()
         try:
-            yield self._parts.chain.model
+            yield self._runtime.chain.model
         finally:
             placement.empty(filled)
 
-    def add_to_reported_loss(self, extra: tf.Tensor, rows) -> None:
+    def _add_to_reported_loss(self, extra: tf.Tensor, rows) -> None:
         """Adds what layers of this rank add to the loss; the last stage counts the rows."""
         total = self._loss_tracker.total
         total.assign_add(tf.cast(extra, total.dtype) * tf.cast(rows, total.dtype))

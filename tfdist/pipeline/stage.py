@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from tfdist.graph.dependence import is_independent_of_batch
 from tfdist.graph.provenance import with_provenance
-from tfdist.pipeline.carving import Part, ancestors, carve
-from tfdist.pipeline.keras_graph import trace_graph
+from tfdist.graph.split import Part, ancestors, carve
+from tfdist.keras_internals.functional import trace_graph
 
 __all__ = ["StageProgram"]
 

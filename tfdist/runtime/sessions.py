@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import psutil
 
-from tfdist.orphan_guard import OrphanGuard
+from tfdist.runtime.orphan_guard import OrphanGuard
 
 __all__ = ["exit_on_signals", "kill_session", "run_in_session"]
 

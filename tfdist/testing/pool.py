@@ -19,9 +19,9 @@ from typing import IO, cast
 import cloudpickle
 
 from tfdist import checks
-from tfdist.orphan_guard import OrphanGuard
-from tfdist.rendezvous import ENGINES, local_environments
 from tfdist.runtime import Listener
+from tfdist.runtime.orphan_guard import OrphanGuard
+from tfdist.runtime.rendezvous import ENGINES, local_environments
 from tfdist.testing.rank import PURPOSE
 
 __all__ = ["RankError", "RankPool", "run_ranks"]

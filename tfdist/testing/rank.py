@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection
 import cloudpickle
 
 from tfdist import checks
-from tfdist.rendezvous import local_environments
 from tfdist.runtime import connect
+from tfdist.runtime.rendezvous import local_environments
 
 __all__ = ["PURPOSE", "engine", "strategy"]
 

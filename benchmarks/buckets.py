@@ -1,0 +1,99 @@
+"""`tfdist-bench buckets`: which size of gradient buckets suits this network.
+
+    tfdist-run -np 2 -H host1:1,host2:1 -- tfdist-bench buckets
+
+The time of a sum of s bytes is close to a + s b (Hockney 1994): a for each message, b for each byte.
+A bucket is as small as it can be while messages take no more than a tenth of the time: the smaller
+the buckets, the earlier the first leaves, and the less is left to wait for when the backward pass
+is over.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from absl import flags
+from tabulate import tabulate
+
+from tfdist.launch import command
+
+__all__ = ["PROGRAM", "bucket_mib_for", "run"]
+
+_VALUES = flags.FlagValues()
+#: A tenth of the time for messages is nine times as much for bytes.
+_BYTES_TO_MESSAGES = 9
+_SMALL, _LARGE = 1 << 18, 1 << 22
+_LEAST_MIB, _MOST_MIB = 1, 16
+_REPEATS, _CALLS = 4, 5
+
+
+def run() -> None:
+    """The program."""
+    PROGRAM.run()
+
+
+def bucket_mib_for(small_seconds: float, large_seconds: float) -> int:
+    """The size of buckets in MiB, from the times of sums of 256 KiB and of 4 MiB."""
+    a_byte = max(large_seconds - small_seconds, 1e-9) / (_LARGE - _SMALL)
+    a_message = max(small_seconds - _SMALL * a_byte, 0.0)
+    size = _LEAST_MIB
+    while size << 20 < min(_BYTES_TO_MESSAGES * a_message / a_byte, _MOST_MIB << 20):
+        size *= 2
+    return size
+
+
+def _main(_) -> None:
+    from tfdist import strategies
+
+    try:
+        strategy = strategies.auto()
+    except (ValueError, ImportError) as error:
+        raise command.UsageError(f"The ranks cannot meet: {error}") from error
+    group = strategy.gradient_group
+    if group.size == 1:
+        raise command.UsageError(
+            "A rank alone sends no gradients: tfdist-run -np 2 -- tfdist-bench buckets."
+        )
+    small, large = (seconds_of_a_sum(size, group) for size in (_SMALL, _LARGE))
+    if not strategy.is_chief:
+        return
+    rows = [("256 KiB", f"{1e3 * small:.2f}"), ("4 MiB", f"{1e3 * large:.2f}")]
+    print(tabulate(rows, ("sum of", "ms"), disable_numparse=True, colalign=("right", "right")))
+    print(f"bucket_mib={bucket_mib_for(small, large)} suits these {group.size} ranks.")
+
+
+def seconds_of_a_sum(size: int, group) -> float:
+    """The time of a sum of so many bytes on the slowest member; several follow each other at once."""
+    import tensorflow as tf
+
+    from tfdist.collectives import all_reduce
+
+    @tf.function
+    def sums(x):
+        return [all_reduce(x, group, name=f"buckets/{size}/{n}") for n in range(_REPEATS)]
+
+    x = tf.zeros([size // 4])
+
+    def call() -> float:
+        begun = time.perf_counter()
+        for result in sums(x):
+            result[0].numpy()
+        return (time.perf_counter() - begun) / _REPEATS
+
+    call()
+    own = tf.constant(statistics.median(call() for _ in range(_CALLS)), tf.float64)
+    return float(all_reduce(own, group, "max", name=f"buckets/{size}/slowest"))
+
+
+PROGRAM = command.Program(
+    _main,
+    _VALUES,
+    usage="tfdist-bench buckets",
+    summary="Measures which `bucket_mib` suits the ranks that tfdist-run, or another launcher, "
+    "started.",
+)
+
+
+if __name__ == "__main__":
+    run()

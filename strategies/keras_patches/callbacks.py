@@ -1,0 +1,190 @@
+"""Callbacks on many ranks: all decide alike, the chief alone writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from tfdist.checkpoint import Checkpointer
+from tfdist.collectives import all_reduce
+from tfdist.collectives.objects import broadcast_object
+from tfdist.context import role_of
+from tfdist.strategies.keras_patches.splits import receive_slices
+from tfdist.strategies.keras_patches.synchronization import (
+    broadcast_variables,
+    synchronize_layer_states,
+)
+
+__all__ = ["callbacks_of_rank", "check_callbacks", "reads_batch_logs"]
+
+#: They only write what they are shown, so other ranks than the chief can do without.
+_WRITERS = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
+_BATCH_ENDS = ("on_batch_end", "on_train_batch_end", "on_test_batch_end", "on_predict_batch_end")
+
+
+def callbacks_of_rank(callbacks: Sequence, strategy, *, training: bool) -> list:
+    """Returns the callbacks that this rank runs.
+
+    The list is framed by two of tfdist's own, which bring the ranks together before the others
+    look at the model. Callbacks of the user's own run on every rank: they see the same logs, and
+    one that writes files asks `strategy.is_chief`.
+
+    Args:
+        callbacks: The user's, the same on all ranks.
+        strategy: The strategy.
+        training: Whether they are for `fit`.
+    """
+    own = list(callbacks)
+    if not strategy.is_chief:
+        own = [follower for callback in own if (follower := _on_follower(callback)) is not None]
+    if not training:
+        return own
+    backups = [c for c in own if isinstance(c, keras.callbacks.BackupAndRestore)]
+    return [_AgreeFirst(strategy, backups), *own, _AgreeLast(strategy)]
+
+
+def check_callbacks(callbacks: Sequence, model) -> None:
+    """Refuses what a model on many ranks cannot do.
+
+    Raises:
+        ValueError: A backup of a pipeline, whose files lack the optimizer's state.
+    """
+    is_pipeline = bool(role_of(model).axes)
+    if is_pipeline and any(isinstance(c, keras.callbacks.BackupAndRestore) for c in callbacks):
+        raise ValueError(
+            "Keras' files do not hold the optimizer's state of a pipeline, so training would not "
+            "go on as it was. Received: BackupAndRestore for a PipelineModel. Take ModelCheckpoint "
+            "for the weights."
+        )
+
+
+def reads_batch_logs(callbacks: Sequence) -> bool:
+    """Whether some callback may look at the logs of a single batch."""
+    return any(
+        _overrides(callback, name)
+        for callback in callbacks
+        if not _ignores_batch_logs(callback)
+        for name in _BATCH_ENDS
+    )
+
+
+def _ignores_batch_logs(callback) -> bool:
+    return (
+        isinstance(callback, (Checkpointer, keras.callbacks.BackupAndRestore))
+        or (isinstance(callback, keras.callbacks.TensorBoard) and callback.update_freq == "epoch")
+        or (isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq == "epoch")
+    )
+
+
+def _overrides(callback, name: str) -> bool:
+    method = getattr(callback, name)
+    return getattr(method, "__func__", method) is not getattr(keras.callbacks.Callback, name)
+
+
+def _on_follower(callback):
+    """What stands for a callback on a rank that does not write; None if nothing has to."""
+    if isinstance(callback, keras.callbacks.BackupAndRestore):
+        return _BackupFollower(callback)
+    if isinstance(callback, keras.callbacks.TensorBoard) and callback.embeddings_freq:
+        return _TensorBoardFollower(callback)
+    return None if isinstance(callback, _WRITERS) else callback
+
+
+class _BackupFollower(keras.callbacks.BackupAndRestore):
+    """`BackupAndRestore` on a rank that does not write: takes part in saves, touches no file.
+
+    What the chief restores reaches this rank with its weights, slices of split ones here.
+
+    Attributes:
+        restores: Whether the chief is about to.
+    """
+
+    restores = False
+
+    def __init__(self, callback: keras.callbacks.BackupAndRestore):
+        super().__init__(
+            callback.backup_dir,
+            save_freq=callback.save_freq,
+            double_checkpoint=callback.double_checkpoint,
+            delete_checkpoint=False,
+        )
+
+    def on_train_begin(self, logs=None):
+        if self.restores:
+            receive_slices(self.model, self.model.distribute_strategy.group())
+
+    def _save_model(self):
+        self.model.save_weights(filepath=self._weights_path, overwrite=True)
+
+
+class _TensorBoardFollower(keras.callbacks.Callback):
+    """`TensorBoard` on a rank that does not write: takes part where it saves embeddings."""
+
+    async_safe = True
+
+    def __init__(self, callback: keras.callbacks.TensorBoard):
+        super().__init__()
+        self._embeddings_freq = callback.embeddings_freq
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch % self._embeddings_freq == 0:
+            self.model.save_weights("embeddings.weights.h5")
+
+
+class _AgreeFirst(keras.callbacks.Callback):
+    """Runs before the user's callbacks: what they read of the model is every rank's."""
+
+    # Keras may then call the callbacks of a batch without waiting for it.
+    async_safe = True
+
+    def __init__(self, strategy, backups: Sequence):
+        super().__init__()
+        self._strategy, self._backups = strategy, backups
+
+    def on_train_begin(self, logs=None):
+        if not self._backups:
+            return
+        self._strategy.extended.restores = True
+        found = [tf.io.gfile.exists(backup._weights_path) for backup in self._backups]
+        found = broadcast_object(found, self._strategy.group(), name="backups")
+        for backup, restores in zip(self._backups, found, strict=True):
+            if isinstance(backup, _BackupFollower):
+                backup.restores = restores
+
+    def on_epoch_end(self, epoch, logs=None):
+        synchronize_layer_states(self.model)
+
+    def on_train_end(self, logs=None):
+        synchronize_layer_states(self.model)
+
+
+class _AgreeLast(keras.callbacks.Callback):
+    """Runs after the user's callbacks: what they restored on the chief reaches every rank."""
+
+    async_safe = True
+
+    def __init__(self, strategy):
+        super().__init__()
+        self._strategy = strategy
+
+    def on_epoch_end(self, epoch, logs=None):
+        # A callback of the user's own may have looked at more than the logs.
+        stop = tf.constant(bool(self.model.stop_training))
+        stop = all_reduce(stop, self._strategy.group(), "max", name="stop-training")
+        self.model.stop_training = bool(stop)
+
+    def on_train_begin(self, logs=None):
+        group = self._strategy.group()
+        self._strategy.extended.restores = False
+        broadcast_variables(self.model)
+        # Keras' own place for what a callback restored: `fit` reads it right after this.
+        self.model._initial_epoch = broadcast_object(
+            self.model._initial_epoch, group, name="initial-epoch"
+        )

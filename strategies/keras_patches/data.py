@@ -1,0 +1,69 @@
+"""Keras' loop over batches, where checkpoints ask how far it is, and let it begin further on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.epoch_iterator import EpochIterator
+
+from tfdist.context import DistributedStrategy
+from tfdist.data.position import DataPosition
+from tfdist.data.sharding import without_prefetch
+from tfdist.keras_internals.patching import Wrapper
+
+__all__ = ["WRAPPERS", "began_before", "recorded"]
+
+#: Of the calls of `fit` under way, the innermost last.
+_open: list[DataPosition] = []
+
+
+@contextlib.contextmanager
+def recorded(position: DataPosition) -> Iterator[None]:
+    """Inside, the data of a `fit` reports to a position."""
+    _open.append(position)
+    try:
+        yield
+    finally:
+        _open.remove(position)
+
+
+def began_before() -> bool:
+    """Whether an earlier run did the first batches of the epoch of `fit` that goes on."""
+    return bool(_open) and _open[-1].done_before > 0
+
+
+def _position_of(epoch_iterator) -> DataPosition | None:
+    return getattr(epoch_iterator, "_tfdist_position", None)
+
+
+def _init(original, self, distribute_strategy=None, *args, **kwargs):
+    original(self, distribute_strategy, *args, **kwargs)
+    is_ours = isinstance(distribute_strategy, DistributedStrategy)
+    ours = is_ours and distribute_strategy.mesh.size > 1
+    if ours and isinstance(self.data_adapter, GeneratorDataAdapter):
+        # All ranks' generators have to be at the same batch when another iterator goes on with them.
+        self._distributed_dataset = distribute_strategy.experimental_distribute_dataset(
+            without_prefetch(self.data_adapter.get_tf_dataset())
+        )
+    if _open and _open[-1].adopt(self):
+        self._tfdist_position = _open[-1]
+
+
+def _get_iterator(original, self):
+    position = _position_of(self)
+    return original(self) if position is None else position.dataset(lambda: original(self))
+
+
+def _enumerate_iterator(original, self):
+    position = _position_of(self)
+    return original(self) if position is None else position.steps(lambda: original(self))
+
+
+WRAPPERS = (
+    Wrapper(TFEpochIterator, "__init__", ("self", "distribute_strategy"), _init),
+    Wrapper(TFEpochIterator, "_get_iterator", ("self",), _get_iterator),
+    Wrapper(EpochIterator, "_enumerate_iterator", ("self",), _enumerate_iterator),
+)

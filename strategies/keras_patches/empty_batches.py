@@ -1,0 +1,130 @@
+"""Ranks without samples: what they compute is padded with one row of zeros, which is stripped again.
+
+At the end of an epoch a rank may get no rows. Many kernels do not stand that: those of oneDNN, which
+TensorFlow takes on newer CPUs, give tensors of other shapes or none, some end the process, and
+gradients of depthwise convolutions are what the memory held before. So the outermost layer of a
+call, which most often is the model, gets a row where there is none, and gives none back. Losses and
+metrics get one too: the loss of a rank without samples has no weight, and what its metrics have
+counted is taken back at the end of the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import keras
+import tensorflow as tf
+from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
+
+from tfdist.context import current_replica
+from tfdist.graph.provenance import with_provenance
+from tfdist.keras_internals.patching import Wrapper
+from tfdist.strategies.keras_patches.synchronization import kept_where_empty
+
+__all__ = ["WRAPPERS"]
+
+
+def _call(original, self, *args, **kwargs):
+    replica = current_replica()
+    if replica is None or replica.has_padding is not None:
+        return original(self, *args, **kwargs)
+    flat = tf.nest.flatten((args, kwargs))
+    places = [place for place, value in enumerate(flat) if _may_be_empty(value)]
+    if replica.strategy.row_group.size == 1 or not places:
+        return original(self, *args, **kwargs)
+    rows = tf.shape(flat[places[0]])[0]
+    for place in places:
+        flat[place] = _with_a_row(flat[place])
+    args, kwargs = tf.nest.pack_sequence_as((args, kwargs), flat)
+    with replica.padded(rows == 0):
+        outputs = original(self, *args, **kwargs)
+    return tf.nest.map_structure(lambda value: _without_it(value, rows), outputs)
+
+
+def _may_be_empty(value) -> bool:
+    """Whether this is a dense tensor that may have no rows on a rank.
+
+    In a graph a size that is known is the same on all ranks.
+    """
+    if not isinstance(value, tf.Tensor) or not value.shape.rank:
+        return False
+    return value.shape[0] == (0 if tf.executing_eagerly() else None)
+
+
+def _with_a_row(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor, or a row of zeros where it has none."""
+
+    def filled(tensor):
+        if tf.executing_eagerly():
+            # What padding makes still has a gradient, if one of nothing.
+            return tf.pad(tensor, [[0, 1]] + [[0, 0]] * (tensor.shape.rank - 1))
+
+        def row():
+            return tf.zeros(tf.concat([[1], tf.shape(tensor)[1:]], axis=0), tensor.dtype)
+
+        # A condition passes the tensor on as it is; padding would copy it in every step.
+        some = tf.cond(tf.shape(tensor)[0] == 0, row, lambda: tensor)
+        return tf.ensure_shape(some, [None, *tensor.shape[1:]])
+
+    return with_provenance(filled, tensor)
+
+
+def _without_it(value, rows: tf.Tensor):
+    """An output, without the row that was made up."""
+    if not isinstance(value, tf.Tensor) or not value.shape.rank:
+        return value
+    is_batch = value.shape[0] is None or tf.executing_eagerly()
+    if not is_batch:
+        return value
+    # Rows of samples only are cut off: a layer may make several of one sample.
+    some = tf.where(rows == 0, 0, tf.shape(value)[0])
+    return with_provenance(lambda part: part[:some], value)
+
+
+def _compile_loss(original, self, y_true, y_pred, sample_weight=None):
+    with _padded(y_true, y_pred, sample_weight) as (given, _):
+        return original(self, *given)
+
+
+def _compile_metrics(original, self, y_true, y_pred, sample_weight=None):
+    """Metrics, which count nothing where there are no rows."""
+    with _padded(y_true, y_pred, sample_weight) as (given, rows):
+        if rows is None:
+            return original(self, *given)
+        if not self.built:
+            self.build(*given[:2])
+        put_back = kept_where_empty(self.variables, rows)
+        original(self, *given)
+        put_back()
+
+
+@contextlib.contextmanager
+def _padded(*given) -> Iterator[tuple]:
+    """Targets, outputs and weights with a row where there is none, for a loss or metrics.
+
+    Yields:
+        What was given, and this rank's number of rows; None for it where nothing is padded.
+    """
+    replica = current_replica()
+    step = None if replica is None else replica.step
+    if replica is None or step is None or step.is_even or replica.has_padding is not None:
+        yield given, None
+        return
+    given = tf.nest.map_structure(
+        lambda part: _with_a_row(part) if _may_be_empty(part) else part, given
+    )
+    with replica.padded(tf.equal(step.rows, 0)):
+        yield given, step.rows
+
+
+WRAPPERS = (
+    Wrapper(keras.layers.Layer, "__call__", ("self", "args", "kwargs"), _call),
+    Wrapper(CompileLoss, "call", ("self", "y_true", "y_pred", "sample_weight"), _compile_loss),
+    Wrapper(
+        CompileMetrics,
+        "update_state",
+        ("self", "y_true", "y_pred", "sample_weight"),
+        _compile_metrics,
+    ),
+)

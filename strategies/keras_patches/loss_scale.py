@@ -1,0 +1,65 @@
+"""The dynamic loss scale: one rank's overflow is every rank's, and what it does is to be seen.
+
+Keras' `LossScaleOptimizer` halves the scale when a gradient is not finite and skips that step, and
+doubles it after `dynamic_growth_steps` good ones. It has a variable `iteration` that it saves and
+never uses, as its `iterations` are those of the optimizer inside: skipped steps are counted there,
+so files stay those of plain Keras.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+
+from tfdist.collectives import all_reduce
+from tfdist.context import current_replica
+from tfdist.keras_internals.patching import Wrapper
+from tfdist.strategies.keras_patches.data import began_before
+
+__all__ = ["WRAPPERS", "loss_scale_logs"]
+
+
+def loss_scale_logs(model) -> dict[str, tf.Tensor]:
+    """What a training step adds to the logs: `loss_scale` and `skipped_steps`, or nothing."""
+    optimizer = getattr(model, "optimizer", None)
+    if not isinstance(optimizer, LossScaleOptimizer) or not optimizer.built:
+        return {}
+    return {
+        "loss_scale": tf.convert_to_tensor(optimizer.dynamic_scale.value),
+        "skipped_steps": tf.convert_to_tensor(optimizer._iterations.value),
+    }
+
+
+def _check_finite(original, self, grads):
+    """A gradient that overflows on one rank skips the step on all."""
+    finite = original(self, grads)
+    replica = current_replica()
+    if replica is None:
+        return finite
+    return all_reduce(tf.cast(finite, tf.bool), replica.strategy.group(), "min", name="finite")
+
+
+def _skip(original, self):
+    original(self)
+    if current_replica() is not None:
+        self._iterations.assign_add(1)
+
+
+def _metrics_or_logs(original, self, logs):
+    """Keras takes the metrics' own results, unless a step returns something else than these."""
+    more = loss_scale_logs(self)
+    if not logs and began_before():
+        # An earlier run did all of its batches, so no step of this one has returned any.
+        return {**self.get_metrics_result(), **more}
+    if not isinstance(logs, dict) or not more or not more.keys() <= logs.keys():
+        return original(self, logs)
+    rest = {name: value for name, value in logs.items() if name not in more}
+    return {**original(self, rest), **more}
+
+
+WRAPPERS = (
+    Wrapper(LossScaleOptimizer, "check_finite", ("self", "grads"), _check_finite),
+    Wrapper(LossScaleOptimizer, "_stateful_handle_non_finite_grads", ("self",), _skip),
+    Wrapper(TensorFlowTrainer, "_get_metrics_result_or_logs", ("self", "logs"), _metrics_or_logs),
+)

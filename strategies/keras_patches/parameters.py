@@ -1,0 +1,68 @@
+"""ZeRO-3: parameters are sharded when layers make them, and gathered when layers are called."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+from tfdist.context import current_strategy
+from tfdist.keras_internals.patching import Wrapper
+from tfdist.zero.sharded_variable import (
+    ShardedVariable,
+    as_shards,
+    is_given,
+    shard_variable,
+)
+from tfdist.zero.unshard import gathered
+
+__all__ = ["WRAPPERS"]
+
+
+def _add_weight(original, self, *args, **kwargs):
+    variable = original(self, *args, **kwargs)
+    strategy = current_strategy()
+    if strategy is not None and strategy.zero_stage == 3 and variable.trainable:
+        shard_variable(variable, strategy.gradient_group)
+    return variable
+
+
+def _call(original, self, *args, **kwargs):
+    """The outermost layer that has parameters gathers them; a model leaves that to its layers."""
+    if not ShardedVariable.exist or isinstance(self, keras.Model) or in_stateless_scope():
+        return original(self, *args, **kwargs)
+    sharded = [v for v in self.variables if isinstance(v, ShardedVariable) and not v.is_whole]
+    inputs = [part for part in tf.nest.flatten((args, kwargs)) if tf.is_tensor(part)]
+    if not sharded or all(map(is_given, sharded)) or not inputs:
+        return original(self, *args, **kwargs)
+    with gathered(self.path or self.name, sharded, inputs) as leave:
+        outputs = original(self, *args, **kwargs)
+    left = leave(outputs)
+    for before, after in zip(tf.nest.flatten(outputs), tf.nest.flatten(left), strict=True):
+        mask = get_keras_mask(before)
+        if after is not before and mask is not None:
+            set_keras_mask(after, mask)
+    return left
+
+
+def _with_shards(original, *args, **kwargs):
+    with as_shards():
+        return original(*args, **kwargs)
+
+
+WRAPPERS = (
+    Wrapper(keras.layers.Layer, "add_weight", ("self", "args", "shape"), _add_weight),
+    Wrapper(keras.layers.Layer, "__call__", ("self", "args", "kwargs"), _call),
+    Wrapper(BaseOptimizer, "apply", ("self", "grads", "trainable_variables"), _with_shards),
+    Wrapper(TFOptimizer, "_var_key", ("self", "variable"), _with_shards),
+    Wrapper(
+        TFOptimizer,
+        "add_variable_from_reference",
+        ("self", "reference_variable"),
+        _with_shards,
+    ),
+    Wrapper(BaseOptimizer, "finalize_variable_values", ("self", "var_list"), _with_shards),
+)

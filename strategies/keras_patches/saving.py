@@ -1,0 +1,69 @@
+"""Saving: every rank calls it, the chief alone writes, and all go on when the file is there.
+
+Files hold global arrays, so they load on any mesh and on one device.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import keras
+from keras.src.saving import saving_lib
+
+from tfdist.collectives import barrier
+from tfdist.context import strategy_of
+from tfdist.keras_internals.patching import Wrapper
+from tfdist.strategies.keras_patches.splits import split_variables, standing_in, whole_values
+from tfdist.strategies.keras_patches.synchronization import synchronize_layer_states
+
+__all__ = ["WRAPPERS"]
+
+_loading = threading.local()
+
+
+def _write_once(original, self, *args, **kwargs):
+    strategy = strategy_of(self)
+    if strategy is None or strategy.group().size == 1:
+        return original(self, *args, **kwargs)
+    synchronize_layer_states(self)
+    wholes = whole_values(self, keep=strategy.is_chief)
+    result = None
+    if strategy.is_chief:
+        with standing_in(split_variables(self), wholes):
+            result = original(self, *args, **kwargs)
+    barrier(strategy.group(), name="saved")
+    return result
+
+
+def _export(original, self, *args, **kwargs):
+    if split_variables(self):
+        raise ValueError(
+            "An exported program runs on one device. Received: `export` on a model whose weights "
+            "are split over ranks. Save it with `model.save`, load that on one device, and "
+            "export there."
+        )
+    return _write_once(original, self, *args, **kwargs)
+
+
+def _load_state(original, saveable, *args, **kwargs):
+    """The outermost call reads into global arrays, of which this rank then keeps its slices."""
+    if getattr(_loading, "under_way", False) or not split_variables(saveable):
+        return original(saveable, *args, **kwargs)
+    _loading.under_way = True
+    try:
+        strategy: Any = strategy_of(saveable)
+        restores = strategy is not None and strategy.extended.restores
+        others = strategy.group() if restores else None
+        with standing_in(split_variables(saveable), None, others):
+            return original(saveable, *args, **kwargs)
+    finally:
+        _loading.under_way = False
+
+
+WRAPPERS = (
+    Wrapper(keras.Model, "save", ("self", "filepath"), _write_once),
+    Wrapper(keras.Model, "save_weights", ("self", "filepath"), _write_once),
+    Wrapper(keras.Model, "export", ("self", "filepath"), _export),
+    Wrapper(saving_lib, "_load_state", ("saveable", "weights_store"), _load_state),
+)

@@ -1,0 +1,73 @@
+"""One `train_step` or `test_step` on this rank's rows, and what it returns to the callbacks."""
+
+from __future__ import annotations
+
+import keras
+import tensorflow as tf
+
+from tfdist.collectives import all_reduce
+from tfdist.context import KerasStep
+from tfdist.strategies.keras_patches.metrics import global_results
+from tfdist.strategies.keras_patches.synchronization import keep_states_without_samples
+
+__all__ = ["count_rows", "run_keras_step"]
+
+
+def run_keras_step(step: KerasStep, fn, *args, **kwargs):
+    """Calls a Keras step in replica context; returns its logs, those of a custom step global."""
+    if step.group.size == 1:
+        return fn(*args, **kwargs)
+    # In the graph of the step, whichever inner graph asks for it first.
+    _ = step.share
+    put_back = None if step.is_even else keep_states_without_samples(step.model, step.rows)
+    name = f"{step.kind}_step"
+    if getattr(type(step.model), name) is getattr(keras.Model, name):
+        logs = fn(*args, **kwargs)
+    else:
+        with global_results(step.model, step.model.distribute_strategy):
+            logs = _average_logs(fn(*args, **kwargs), step)
+    if put_back is not None:
+        put_back()
+    return logs
+
+
+def count_rows(data) -> int | tf.Tensor:
+    """The number of samples in a batch: an int where every rank has as many.
+
+    In a graph a known shape is known to all ranks alike: batches are split so, and data sets of
+    each rank's own are checked. Eager tensors always have a shape, which says nothing of others.
+    """
+    for part in tf.nest.flatten(data):
+        if isinstance(part, tf.RaggedTensor):
+            return tf.cast(part.nrows(), tf.int32)
+        if isinstance(part, tf.SparseTensor):
+            return tf.cast(part.dense_shape[0], tf.int32)
+        if tf.is_tensor(part) and part.shape.rank:
+            if part.shape[0] is not None and not tf.executing_eagerly():
+                return part.shape[0]
+            return tf.shape(part)[0]
+    raise ValueError(
+        "A batch holds at least one tensor with a batch dim. Received: "
+        f"{tf.nest.map_structure(lambda part: getattr(part, 'shape', part), data)}."
+    )
+
+
+def _average_logs(logs, step: KerasStep):
+    """The mean over samples of each scalar that a custom step returned.
+
+    Such a step may return values that no metric holds, and Keras shows the last as they are.
+    Results of metrics that are global already do not change.
+    """
+    flat = tf.nest.flatten(logs)
+    places = [
+        place
+        for place, value in enumerate(flat)
+        if tf.is_tensor(value) and value.shape.rank == 0 and value.dtype.is_floating
+    ]
+    if not places:
+        return logs
+    values = tf.stack([tf.cast(flat[place], tf.float32) for place in places])
+    means = all_reduce(tf.math.multiply_no_nan(values, step.share), step.group, name="logs")
+    for place, mean in zip(places, tf.unstack(means), strict=True):
+        flat[place] = tf.cast(mean, flat[place].dtype)
+    return tf.nest.pack_sequence_as(logs, flat)

@@ -1,0 +1,241 @@
+"""The functions of Keras that tfdist wraps: found, checked, and unchanged outside of a strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import types
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.strategies import programs
+from tests.strategies.programs import BATCH, UNEVEN_ROWS, finish, images, start
+from tfdist.keras_internals.patching import Wrapper, apply_wrappers
+from tfdist.strategies import LocalStrategy, keras_patches
+
+WRAPPERS = [wrapper for module in keras_patches._MODULES for wrapper in module.WRAPPERS]
+
+
+def name_of(wrapper: Wrapper) -> str:
+    return f"{wrapper.owner.__name__.rpartition('.')[2]}.{wrapper.name}"
+
+
+each_wrapper = pytest.mark.parametrize("wrapper", WRAPPERS, ids=name_of)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed():
+    """The seam is installed when the first strategy is made."""
+    return LocalStrategy()
+
+
+def unwrap_all(monkeypatch):
+    """Puts Keras' own functions back until the test ends."""
+    for wrapper in WRAPPERS:
+        wrapped = getattr(wrapper.owner, wrapper.name)
+        monkeypatch.setattr(wrapper.owner, wrapper.name, wrapped.__wrapped__)
+
+
+@each_wrapper
+def test_keras_has_the_function(wrapper):
+    original = getattr(wrapper.owner, wrapper.name).__wrapped__
+    assert original.__module__.startswith("keras.")
+    found = tuple(inspect.signature(original).parameters)
+    assert found[: len(wrapper.parameters)] == wrapper.parameters
+
+
+@each_wrapper
+def test_a_keras_with_other_parameters_is_refused(wrapper):
+    def moved(something_else):
+        raise AssertionError
+
+    owner = types.SimpleNamespace(__name__="Owner", **{wrapper.name: moved})
+    with pytest.raises(ImportError) as raised:
+        apply_wrappers([dataclasses.replace(wrapper, owner=owner)])
+    message = str(raised.value)
+    assert f"`Owner.{wrapper.name}{wrapper.parameters}`" in message
+    assert "Found: ('something_else',)." in message
+    assert keras.__version__ in message
+    assert "Install the Keras" in message
+    assert getattr(owner, wrapper.name) is moved
+
+
+@each_wrapper
+def test_a_keras_without_the_function_is_refused(wrapper):
+    owner = types.SimpleNamespace(__name__="Owner")
+    # An `__init__` that is gone leaves that of `object`.
+    found = re.escape(f"Owner.{wrapper.name}") + r".*Found: (nothing|\('args', 'kwargs'\))"
+    with pytest.raises(ImportError, match=found):
+        apply_wrappers([dataclasses.replace(wrapper, owner=owner)])
+    assert vars(owner) == {"__name__": "Owner"}
+
+
+class Owner:
+    """Stays alive: what is wrapped is known by its owner's id."""
+
+    @staticmethod
+    def function(value, more=0):
+        return value + more
+
+
+def test_wrapping_twice_does_nothing():
+    wrapper = Wrapper(
+        Owner, "function", ("value",), lambda original, *args, **kwargs: -original(*args, **kwargs)
+    )
+    apply_wrappers([wrapper])
+    wrapped = Owner.function
+    apply_wrappers([wrapper, wrapper])
+    assert Owner.function is wrapped
+    assert Owner.function(1, more=2) == -3
+    assert wrapped.__name__ == "function"
+
+
+def test_installing_again_does_nothing():
+    before = [getattr(wrapper.owner, wrapper.name) for wrapper in WRAPPERS]
+    LocalStrategy()
+    keras_patches.install()
+    assert [getattr(wrapper.owner, wrapper.name) for wrapper in WRAPPERS] == before
+
+
+LOSSES = {
+    "mean": {"reduction": "sum_over_batch_size"},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "mean_with_sample_weight": {"reduction": "mean_with_sample_weight"},
+}
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize("reduction", LOSSES)
+def test_losses_are_kerass_own(monkeypatch, reduction, masked, weighted):
+    chance = np.random.default_rng(0)
+    y_true, y_pred = chance.normal(size=(2, 6, 5, 3)).astype("float32")
+    weights = chance.uniform(size=(6, 5)).astype("float32") if weighted else None
+    mask = tf.constant(chance.uniform(size=(6, 5)) > 0.3)
+
+    def measure():
+        loss = keras.losses.MeanSquaredError(**LOSSES[reduction])
+        predictions = tf.constant(y_pred)
+        if masked:
+            keras.src.backend.set_keras_mask(predictions, mask)
+        return np.asarray(loss(y_true, predictions, sample_weight=weights))
+
+    wrapped = measure()
+    with monkeypatch.context() as patch:
+        unwrap_all(patch)
+        np.testing.assert_array_equal(wrapped, measure())
+
+
+def train_with_much(strategy, optimizer):
+    """Goes through most of what is wrapped: masks, weights, dropout, metrics, the batch methods."""
+    start()
+    chance = np.random.default_rng(0)
+    tokens = chance.integers(0, 9, (UNEVEN_ROWS, 7))
+    targets = chance.integers(0, 5, (UNEVEN_ROWS, 7))
+    weights = chance.uniform(0, 2, (UNEVEN_ROWS, 7)).astype("float32")
+    with programs.scope(strategy):
+        model = keras.Sequential(
+            [
+                keras.layers.Embedding(9, 6, mask_zero=True),
+                keras.layers.Dense(6, "tanh"),
+                keras.layers.Dropout(0.3),
+                keras.layers.Dense(5),
+            ]
+        )
+        model.compile(optimizer(), programs.cross_entropy(), weighted_metrics=["accuracy"])
+    history = model.fit(
+        tokens,
+        targets,
+        sample_weight=weights,
+        batch_size=BATCH,
+        epochs=2,
+        verbose=0,
+        validation_data=(tokens[:9], targets[:9]),
+    )
+    extra = [
+        model.train_on_batch(tokens[:7], targets[:7]),
+        model.test_on_batch(tokens[:7], targets[:7]),
+        model.predict_on_batch(tokens[:7]),
+    ]
+    return finish(model, history, tokens, targets, extra=extra)
+
+
+def assert_identical(result, expected):
+    programs.assert_same([result], expected, weights=0, logs=0)
+    for got, wanted in zip(result.extra, expected.extra, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def mirrored():
+    return tf.distribute.MirroredStrategy(["CPU:0"])
+
+
+def much_in_one_optimizer():
+    optimizer = programs.optimizer("sgd", global_clipnorm=0.5, gradient_accumulation_steps=2)
+    return keras.optimizers.LossScaleOptimizer(optimizer)
+
+
+def clipping():
+    return programs.optimizer("sgd", clipnorm=0.1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    # Keras itself cannot accumulate or scale under a mirrored strategy.
+    [(lambda: None, much_in_one_optimizer), (mirrored, clipping)],
+    ids=["none", "mirrored"],
+)
+def test_training_outside_is_kerass_own(monkeypatch, strategy, optimizer):
+    wrapped = train_with_much(strategy(), optimizer)
+    with monkeypatch.context() as patch:
+        unwrap_all(patch)
+        expected = train_with_much(strategy(), optimizer)
+    assert_identical(wrapped, expected)
+
+
+def test_mirrored_strategy_is_as_no_strategy():
+    x, y = images(UNEVEN_ROWS)
+
+    def train(strategy):
+        start()
+        with programs.scope(strategy):
+            model = programs.mlp()
+            model.compile(programs.optimizer("sgd"), programs.cross_entropy())
+        data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+        return finish(model, model.fit(data, epochs=2, verbose=0), x, y)
+
+    programs.assert_same([train(mirrored())], train(None), weights=1e-6, logs=1e-6)
+
+
+def test_saving_outside_is_kerass_own(tmp_path):
+    start()
+    model = programs.mlp()
+    model.save(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "model.weights.h5")
+    model.export(tmp_path / "exported", verbose=False)
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    for got, expected in zip(loaded.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(got, expected)
+    assert (tmp_path / "exported" / "saved_model.pb").exists()
+
+
+def test_the_document_lists_what_is_wrapped():
+    from tests.strategies import seam_table
+
+    text = seam_table.DOCUMENT.read_text(encoding="utf-8")
+    _, begin, rest = text.partition(f"<!-- {seam_table.MARK} -->\n")
+    listed, end, _ = rest.partition("\n<!-- end -->")
+    assert begin and end
+    assert listed == seam_table.table(), "python -m tests.strategies.seam_table renews the table"
+
+
+def test_each_module_with_wrappers_is_installed():
+    from tests.strategies import seam_table
+    from tfdist.strategies import keras_patches
+
+    assert set(seam_table.wrapping_modules()) == set(keras_patches._MODULES)

@@ -1,0 +1,29 @@
+"""How the gradients of a strategy travel between ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import tensorflow as tf
+
+__all__ = ["BUCKET_BYTES", "GradientOptions"]
+
+#: Large enough that a sum is mostly bytes and not messages, small enough that the first bucket
+#: leaves early in the backward pass. `tfdist-bench buckets` measures what suits a network.
+BUCKET_BYTES = 4 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientOptions:
+    """How gradients travel; read where they are reduced, and nowhere else.
+
+    Attributes:
+        bucket_bytes: The size at which a bucket is full: gradients of a bucket travel as one tensor.
+        communication_dtype: What gradients of wider dtypes travel in; None for their own.
+        by_engine: Whether all buckets but the last go through the engine's own ring, where there is
+            a peer-to-peer transport beside it.
+    """
+
+    bucket_bytes: int = BUCKET_BYTES
+    communication_dtype: tf.DType | None = None
+    by_engine: bool = False

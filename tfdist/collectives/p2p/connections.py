@@ -1,0 +1,182 @@
+"""Connects the ranks that are to reach each other directly.
+
+Each connection begins with the handshake of `tfdist.runtime`; then the socket belongs to the
+library of `tfdist.native`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from tfdist.collectives.engine import Engine
+from tfdist.collectives.objects import all_gather_object
+from tfdist.collectives.p2p.engine import Direct
+from tfdist.native import find_library, functions
+from tfdist.runtime import Listener, bind
+from tfdist.runtime import connect as call
+from tfdist.runtime.caller import connect_once
+
+__all__ = ["Traffic", "close", "connect", "flush", "traffic"]
+
+_logger = logging.getLogger("tfdist")
+
+_CONNECT_SECONDS = 30.0
+_FLUSH_SECONDS = 5.0
+_PURPOSE = "direct messages"
+
+
+def connect(engine: Engine, groups: Iterable[Sequence[int]]) -> Direct | None:
+    """Connects this rank with others; called by all ranks of the world at once.
+
+    The higher rank of a pair calls the lower one, over a Unix socket where they share a host. The
+    key that both must know travels over the engine.
+
+    Args:
+        engine: A running engine, by which the ranks tell their addresses.
+        groups: The ranks of each group that is to talk; the same on all ranks.
+
+    Returns:
+        The operations; None where a rank lacks the library or cannot be reached, which is then
+        the answer on every rank, and logged.
+    """
+    world = engine.group()
+    built = find_library() is not None
+    with contextlib.ExitStack() as stack:
+        tcp, unix = stack.enter_context(bind(engine.host_address())), _unix_socket()
+        stack.callback(unix.close)
+        addresses = ((engine.host_address(), tcp.getsockname()[1]), unix.getsockname())
+        cards = all_gather_object(
+            (built, socket.gethostname(), addresses, secrets.token_bytes(32)),
+            world,
+            name="direct/addresses",
+        )
+        lacking = [rank for rank, card in enumerate(cards) if not card[0]]
+        if lacking:
+            _logger.info(
+                "Collectives that a layer waits for go over %s: ranks %s lack the library for "
+                "direct messages, which tfdist-install-horovod builds.",
+                engine.name,
+                lacking,
+            )
+            return None
+        hosts = [card[1] for card in cards]
+        near: set[int] = set()
+        for ranks in groups:
+            if engine.rank in ranks:
+                near |= Direct.partners(ranks, engine.rank, hosts)
+        callers = {rank for rank in near if rank > engine.rank}
+        listener = stack.enter_context(
+            Listener([tcp, unix], cards[0][3], _PURPOSE, identities=callers)
+        )
+        problem, connected = None, {}
+        try:
+            connected = _connect_all(engine.rank, near - callers, cards, listener, len(callers))
+        except OSError as error:
+            problem = f"rank {engine.rank}: {error}"
+        problems = [
+            told for told in all_gather_object(problem, world, name="direct/connected") if told
+        ]
+    if problems:
+        for sock in connected.values():
+            sock.close()
+        _logger.warning(
+            "Collectives that a layer waits for go over %s, which is slower: ranks cannot reach "
+            "each other directly. %s",
+            engine.name,
+            "; ".join(problems),
+        )
+        return None
+    library = functions()
+    for rank, sock in connected.items():
+        library.tfdist_add_peer(rank, sock.detach())
+    atexit.register(flush)
+    return Direct(hosts, connected)
+
+
+def flush(seconds: float = _FLUSH_SECONDS) -> None:
+    """Waits until what was sent has left this process, for as long as `seconds`."""
+    functions().tfdist_flush(seconds)
+
+
+def close() -> None:
+    """Ends the connections, once all that was sent has left this process."""
+    flush()
+    functions().tfdist_close()
+
+
+class Traffic(NamedTuple):
+    """Bytes of tensors, so far.
+
+    Attributes:
+        sent: By this process directly.
+        received: From others.
+    """
+
+    sent: int
+    received: int
+
+
+def traffic() -> Traffic:
+    """The bytes of tensors that this process has exchanged directly."""
+    counts = [ctypes.c_int64() for _ in Traffic._fields]
+    functions().tfdist_traffic(*map(ctypes.byref, counts))
+    return Traffic(*(count.value for count in counts))
+
+
+def _connect_all(
+    own: int, lower: set[int], cards: list, listener: Listener, num_callers: int
+) -> dict[int, socket.socket]:
+    """A connected socket for each rank.
+
+    Raises:
+        OSError: One cannot be reached, or does not call.
+    """
+    deadline = time.monotonic() + _CONNECT_SECONDS
+    key, host = cards[0][3], cards[own][1]
+    connected: dict[int, socket.socket] = {}
+    try:
+        for rank in sorted(lower):
+            _, its_host, addresses, _ = cards[rank]
+            connected[rank] = _call(addresses, host == its_host, key, own, deadline)
+        while len(connected) < len(lower) + num_callers:
+            rank, sock = listener.accept(deadline)
+            if rank in connected:
+                connected[rank].close()  # The rank gave that call up and called again.
+            connected[rank] = sock
+    except OSError:
+        for sock in connected.values():
+            sock.close()
+        raise
+    for sock in connected.values():
+        sock.settimeout(None)
+        if sock.family == socket.AF_INET:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connected
+
+
+def _call(
+    addresses: tuple, same_host: bool, key: bytes, own: int, deadline: float
+) -> socket.socket:
+    tcp, unix = addresses
+    if same_host:
+        # Hosts of one name, as containers may be, do not reach each other so.
+        with contextlib.suppress(ConnectionError):
+            return connect_once(unix, key, _PURPOSE, own, deadline)
+    left = max(0.1, deadline - time.monotonic())
+    return call(tcp, key, _PURPOSE, own, timeout=left)
+
+
+def _unix_socket() -> socket.socket:
+    """A Unix socket that listens, of a random name without a file."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.bind(f"\0tfdist-{secrets.token_hex(16)}")
+    sock.listen()
+    return sock

@@ -1,0 +1,298 @@
+"""What runs now: the strategy in scope, the replica context, the Keras step under way.
+
+All rooms ask here, so that none looks for attributes on an object that may be somebody else's.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import Engine, Group, all_gather, all_reduce
+from tfdist.collectives.gradient_options import GradientOptions
+from tfdist.graph.custom_gradient import custom_gradient
+from tfdist.mesh import Mesh
+
+__all__ = [
+    "DistributedStrategy",
+    "KerasStep",
+    "ModelRole",
+    "ReplicaContext",
+    "current_replica",
+    "current_step",
+    "current_strategy",
+    "role_of",
+    "strategy_of",
+]
+
+
+class DistributedStrategy(tf.distribute.Strategy, abc.ABC):
+    """What the rooms below `strategies/` rely on in a strategy of tfdist."""
+
+    @property
+    @abc.abstractmethod
+    def engine(self) -> Engine:
+        """What carries the collectives."""
+
+    @property
+    @abc.abstractmethod
+    def zero_stage(self) -> int:
+        """The ZeRO stage: 0 to 3."""
+
+    @property
+    @abc.abstractmethod
+    def gradient_options(self) -> GradientOptions:
+        """How gradients travel."""
+
+    @abc.abstractmethod
+    def unsharded(self, groups: Sequence[Sequence], name: str) -> contextlib.AbstractContextManager:
+        """Inside, parameters that ZeRO-3 keeps in shards are whole arrays.
+
+        For a step that runs its layers many times, as a pipeline does.
+
+        Args:
+            groups: The variables; those of a group travel together.
+            name: What they serve, for messages.
+
+        Returns:
+            A context, whose value makes gradients of shards of gradients of whole parameters, by
+            the ids of the variables.
+        """
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh, resolved: it knows this rank."""
+        return self.engine.mesh
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this rank is the one that writes files and talks to the user."""
+        return self.mesh.rank == 0
+
+    def group(self, *axes, name=None):
+        """The group of this rank along the given mesh axes; without an axis, the world.
+
+        Args:
+            *axes: Names of mesh axes. Anything else is what `tf.distribute.Strategy.group` takes: a
+                value, whose operations are grouped as by `tf.group`.
+            name: The name of that operation.
+        """
+        if all(isinstance(axis, str) for axis in axes) and name is None:
+            return self.engine.group(*axes)
+        return super().group(*axes, name=name)
+
+    @property
+    def row_group(self) -> Group:
+        """The ranks that hold different rows of a batch, and the same of all else."""
+        return self.engine.group(*self.mesh.row_axes)
+
+    @property
+    def gradient_group(self) -> Group:
+        """The ranks over which the gradient of a variable is summed that all of them hold."""
+        return self.engine.group(*self.mesh.gradient_axes)
+
+
+@dataclasses.dataclass(eq=False)
+class KerasStep:
+    """One `train_step` or `test_step` of a Keras model, on this rank's part of the batch.
+
+    Inside such a step everything looks like a single process that was given this part. What
+    makes the result that of one process over the whole batch is that a rank's gradient counts by
+    its `share` of the samples.
+
+    Attributes:
+        model: The model.
+        kind: "train" or "test".
+        rows: This rank's number of samples: an int where all ranks have equally many by shape,
+            else an int32 scalar tensor.
+        group: The ranks that have other samples, or other tokens of the same.
+    """
+
+    model: Any
+    kind: str
+    rows: int | tf.Tensor
+    group: Group
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks are known to have equally many samples."""
+        return isinstance(self.rows, int)
+
+    @functools.cached_property
+    def share(self) -> tf.Tensor:
+        """This rank's part of the samples of the step: a float32 scalar."""
+        if self.is_even:
+            return tf.constant(1.0 / self.group.size)
+        return tf.cast(self.rows, tf.float32) / tf.cast(self.total_rows, tf.float32)
+
+    @functools.cached_property
+    def total_rows(self) -> tf.Tensor:
+        """The number of samples of the step over all ranks: an int32 scalar."""
+        if self.is_even:
+            return tf.constant(self.rows * self.group.size)
+        return all_reduce(self.rows, self.group, name="batch-size")
+
+    def share_of(self, local: tf.Tensor) -> tf.Tensor:
+        """What `local / (global sum of local)` is, over `share`: 1 where samples count alike.
+
+        A loss that divides by something else than the number of samples (a mask, weights) is
+        multiplied by this, so that it is right after the gradient is weighted by `share`.
+        """
+        total = all_reduce(local, self.group, name="loss-divisor")
+        return tf.math.divide_no_nan(local, total * tf.cast(self.share, local.dtype))
+
+
+class ReplicaContext(tf.distribute.ReplicaContext):
+    """What `tf.distribute.get_replica_context()` returns inside `strategy.run`.
+
+    Attributes:
+        step: The Keras step under way, or None for a function of the user's own.
+        gradient_paths: Of the calls of `optimizer.apply` under way, the innermost last.
+        has_padding: Whether what is computed now is of a row that is not there, since this rank has
+            none: a bool tensor. None where nothing is padded.
+    """
+
+    def __init__(self, strategy: DistributedStrategy, step: KerasStep | None):
+        group = strategy.row_group
+        super().__init__(strategy, replica_id_in_sync_group=group.rank)
+        self.step = step
+        self.gradient_paths: list = []
+        self.has_padding: tf.Tensor | None = None
+        self._group = group
+
+    @property
+    def devices(self):
+        """The device of this rank."""
+        return self._strategy.extended.worker_devices
+
+    @contextlib.contextmanager
+    def padded(self, has_padding: tf.Tensor) -> Iterator[None]:
+        """Inside, collectives leave out what this rank has computed of a row that is not there."""
+        before, self.has_padding = self.has_padding, has_padding
+        try:
+            yield
+        finally:
+            self.has_padding = before
+
+    def all_reduce(self, reduce_op, value, options=None):
+        """Reduces a tensor, or a nest of them, over the ranks that hold other rows; differentiable.
+
+        Args:
+            reduce_op: "SUM" or "MEAN", or a `tf.distribute.ReduceOp`.
+            value: A nest of tensors or IndexedSlices, of one structure on all ranks.
+            options: Not used.
+        """
+        del options
+        reduction = getattr(reduce_op, "value", reduce_op).lower()
+
+        def reduce(tensor):
+            if self.has_padding is not None:
+                tensor = tf.convert_to_tensor(tensor)
+                tensor = tf.where(self.has_padding, tf.zeros_like(tensor), tensor)
+            return _weighted(lambda x: all_reduce(x, self._group, reduction), tensor, self.step)
+
+        return tf.nest.map_structure(reduce, value)
+
+    def all_gather(self, value, axis, options=None):
+        """Concatenates the ranks' tensors along `axis`, in the order of rows; differentiable.
+
+        In a step of a Keras model the result is the tensor of the whole batch. A loss of it is the
+        same number on all ranks, and has the gradient that it has in a single process.
+
+        Args:
+            value: A nest of tensors of rank one or more. Sizes along `axis` may differ.
+            axis: The dim along which they are joined.
+            options: Not used.
+        """
+        del options
+
+        def gather(tensor):
+            if self.has_padding is not None:
+                tensor = tf.convert_to_tensor(tensor)
+                kept = [slice(None)] * tensor.shape.rank
+                kept[axis] = slice(tf.where(self.has_padding, 0, tf.shape(tensor)[axis]))
+                tensor = tensor[tuple(kept)]
+            return _weighted(
+                lambda x: all_gather(x, self._group, axis, uneven=True), tensor, self.step
+            )
+
+        return tf.nest.map_structure(gather, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelRole:
+    """What of a model's outputs a rank sees, where ranks hold different layers.
+
+    Attributes:
+        sees_outputs: Whether losses and metrics are counted on this rank.
+        axes: The mesh axes beside those of the rows over which what is counted is put together.
+        num_microbatches: Into how many losses a rank's step is cut.
+    """
+
+    sees_outputs: bool = True
+    axes: tuple[str, ...] = ()
+    num_microbatches: int = 1
+
+
+def role_of(model) -> ModelRole:
+    """The role of this rank in a model; a model that says nothing lies whole on each rank."""
+    found = getattr(model, "_tfdist_role", None)
+    return found if isinstance(found, ModelRole) else ModelRole()
+
+
+def current_strategy() -> DistributedStrategy | None:
+    """The strategy in scope, if it is one of tfdist's."""
+    strategy = tf.distribute.get_strategy()
+    return strategy if isinstance(strategy, DistributedStrategy) else None
+
+
+def strategy_of(model) -> DistributedStrategy | None:
+    """The strategy that a Keras model was made under, if it is one of tfdist's."""
+    strategy = getattr(model, "distribute_strategy", None)
+    return strategy if isinstance(strategy, DistributedStrategy) else None
+
+
+def current_replica() -> ReplicaContext | None:
+    """The replica context under way, if it is one of tfdist's."""
+    context = tf.distribute.get_replica_context()
+    return context if isinstance(context, ReplicaContext) else None
+
+
+def current_step() -> KerasStep | None:
+    """The Keras step under way, if there is one."""
+    replica = current_replica()
+    return replica.step if replica is not None else None
+
+
+def _weighted(collective: Callable, tensor, step: KerasStep | None):
+    """A collective, with a gradient that is right where ranks have unequal shares.
+
+    The step's objective is the sum over ranks of share times local loss, but each rank derives
+    its local loss and multiplies by its share at the end. What flows back through a collective
+    comes from all ranks' losses: it must be summed with each rank's share, and be divided by this
+    rank's, which is multiplied in again later.
+    """
+    if step is None or step.is_even:
+        return collective(tensor)
+
+    def times_share(dy):
+        return tf.math.multiply_no_nan(dy, tf.cast(step.share, dy.dtype))
+
+    def over_share(dy):
+        return tf.math.divide_no_nan(dy, tf.cast(step.share, dy.dtype))
+
+    own = _with_gradient(tf.convert_to_tensor(tensor), over_share)
+    return _with_gradient(collective(own), times_share)
+
+
+def _with_gradient(tensor: tf.Tensor, gradient: Callable) -> tf.Tensor:
+    """The tensor; what flows back through it is `gradient` of what arrives."""
+    if not tensor.dtype.is_floating:
+        return tensor
+    return custom_gradient(lambda x: (tf.identity(x), gradient))(tensor)

@@ -1,0 +1,133 @@
+"""The path of the gradients of one `optimizer.apply`: from the tape of each rank to the update.
+
+Keras calls, in this order, what `strategies/keras_patches/optimizers.py` wraps:
+
+    optimizer.apply(gradients, variables)
+      _backend_apply_gradients        LOCAL        weighed by this rank's share of the samples
+        gradient accumulation         ACCUMULATED  over the micro-steps, if any
+        _clip_gradients               GLOBAL       reduced over the ranks, here and nowhere else
+                                      CLIPPED      by norms of global arrays
+        _backend_update_step                       the update, under ZeRO that of shards
+
+Under ZeRO 2 and 3 gradients are reduced before they are accumulated: whole gradients would stand
+from one micro-step to the next. Optimizers that do not clip reach `_all_reduce_sum_gradients`
+instead, where Keras itself would reduce.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdist.collectives import Group
+from tfdist.context import ReplicaContext, current_replica
+from tfdist.gradients.clipping import clip_spread_gradients
+from tfdist.gradients.reduce import reduce_gradients, sum_partial_gradients, weigh_gradients
+from tfdist.gradients.reduce_scatter import reduce_scatter_gradients
+from tfdist.gradients.sparse import needs_rows
+from tfdist.sharding.layout import layout_of
+
+__all__ = ["GradientPath", "State", "current_path"]
+
+
+class State(enum.Enum):
+    """How far the gradients have come."""
+
+    LOCAL = enum.auto()
+    ACCUMULATED = enum.auto()
+    GLOBAL = enum.auto()
+    CLIPPED = enum.auto()
+
+
+class GradientPath:
+    """The gradients of one call of `optimizer.apply`, on their way.
+
+    Args:
+        replica: The replica context.
+        optimizer: The optimizer.
+        variables: The variables, in the order of the gradients.
+
+    Attributes:
+        variables: The variables.
+        state: How far the gradients are.
+    """
+
+    def __init__(self, replica: ReplicaContext, optimizer, variables: Sequence):
+        self._replica, self._optimizer = replica, optimizer
+        self._strategy = replica.strategy
+        self.variables = list(variables)
+        self._layouts = [layout_of(variable) for variable in self.variables]
+        self.state = State.LOCAL
+
+    def weigh(self, gradients: Sequence) -> list:
+        """Multiplies this rank's gradients by its share of the samples of the step."""
+        weighed = weigh_gradients(gradients, self._replica.step)
+        # Those of parameters that lie flat were weighed and reduced as they came.
+        return [
+            own if layout.flat is not None else new
+            for own, new, layout in zip(gradients, weighed, self._layouts, strict=True)
+        ]
+
+    def accumulates_global(self) -> bool:
+        """Whether gradients are reduced before they are accumulated."""
+        return bool(self._optimizer.gradient_accumulation_steps) and self._strategy.zero_stage >= 2
+
+    def reduce_once(self, gradients: Sequence) -> list:
+        """Reduces the gradients over the ranks, unless that was done."""
+        if self.state not in (State.LOCAL, State.ACCUMULATED):
+            return list(gradients)
+        self.state = State.GLOBAL
+        options = self._strategy.gradient_options
+        reduction = "sum" if self._replica.step is None else "mean"
+        keep_rows = needs_rows(self._optimizer)
+        gradients = sum_partial_gradients(gradients, self._layouts, options)
+        if any(layout.state is not None for layout in self._layouts):
+            shards = [layout.state for layout in self._layouts]
+            return reduce_scatter_gradients(
+                gradients, shards, reduction, options, keep_rows=keep_rows
+            )
+        found = list(gradients)
+        every = self._strategy.gradient_group
+        mesh = self._strategy.mesh
+        # Where the variables are not known, as in a loop of the user's own, they are replicated.
+        layouts = self._layouts or [layout_of(None)] * len(found)
+        places: dict[Group, list[int]] = {}
+        for place, layout in enumerate(layouts):
+            if layout.flat is None:
+                group = self._strategy.group(*layout.gradient_axes(mesh))
+                places.setdefault(group, []).append(place)
+        for group, some in places.items():
+            reduced = reduce_gradients(
+                [found[place] for place in some], group, reduction, options, keep_rows=keep_rows
+            )
+            # A mean is one over all ranks, also where some of them hold other slices.
+            part = 1.0 if reduction == "sum" else group.size / every.size
+            for place, gradient in zip(some, reduced, strict=True):
+                found[place] = gradient if part == 1.0 else _scaled(gradient, part)
+        return found
+
+    def is_spread(self) -> bool:
+        """Whether this rank has a part only of the model's gradients."""
+        return any(layout.is_spread for layout in self._layouts)
+
+    def clip(self, gradients: Sequence) -> list:
+        """Clips gradients that lie in parts on several ranks."""
+        self.state = State.CLIPPED
+        return clip_spread_gradients(self._optimizer, gradients, self.variables)
+
+
+def _scaled(gradient, factor: float):
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        values = gradient.values * tf.cast(factor, gradient.dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
+
+
+def current_path() -> GradientPath | None:
+    """That of the `optimizer.apply` under way, the innermost, in a replica context of tfdist."""
+    replica = current_replica()
+    return replica.gradient_paths[-1] if replica is not None and replica.gradient_paths else None

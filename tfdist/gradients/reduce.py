@@ -1,0 +1,142 @@
+"""Gradients among the ranks that hold other samples: weights, buckets and one reduction each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdist.collectives import Group, all_reduce
+from tfdist.collectives.gradient_options import GradientOptions
+from tfdist.collectives.low_precision import is_narrower, narrow_all_reduce
+from tfdist.context import KerasStep
+from tfdist.gradients.buckets import buckets
+from tfdist.gradients.sparse import reduce_rows
+from tfdist.gradients.throttle import InFlightLimit
+from tfdist.sharding.layout import VariableLayout
+
+__all__ = ["reduce_gradients", "sum_partial_gradients", "weigh_gradients"]
+
+
+def weigh_gradients(gradients: Sequence, step: KerasStep | None) -> list:
+    """Multiplies by this rank's share of the samples, where shares may differ.
+
+    A rank without samples contributes exact zeros, also where its own gradient is not a number.
+    """
+    if step is None or step.is_even:
+        return list(gradients)
+
+    def weigh(gradient):
+        if gradient is None:
+            return None
+        factor = tf.cast(step.share * step.group.size, gradient.dtype)
+        if isinstance(gradient, tf.IndexedSlices):
+            values = tf.math.multiply_no_nan(gradient.values, factor)
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return tf.math.multiply_no_nan(gradient, factor)
+
+    return [weigh(gradient) for gradient in gradients]
+
+
+def sum_partial_gradients(
+    gradients: Sequence, layouts: Sequence[VariableLayout], options: GradientOptions
+) -> list:
+    """Sums the gradients of whole variables of which each rank of a group saw a part of the work.
+
+    Args:
+        gradients: Tensors or None, in the order of the variables.
+        layouts: The variables' layouts.
+        options: How gradients travel.
+    """
+    summed = list(gradients)
+    places: dict[Group, list[int]] = {}
+    for place, layout in enumerate(layouts):
+        if layout.partial_over is not None:
+            places.setdefault(layout.partial_over, []).append(place)
+    for group, some in places.items():
+        parts = [None if summed[p] is None else tf.convert_to_tensor(summed[p]) for p in some]
+        parts = reduce_gradients(parts, group, "sum", options, name="partial-gradients")
+        for place, part in zip(some, parts, strict=True):
+            summed[place] = part
+    return summed
+
+
+def reduce_gradients(
+    gradients: Sequence,
+    group: Group,
+    reduction: str,
+    options: GradientOptions,
+    *,
+    keep_rows: bool = False,
+    name: str = "gradients",
+) -> list:
+    """Reduces gradients over a group.
+
+    Gradients of one dtype that together fill a bucket travel as one flat tensor, those that the
+    backward pass yields first (the last layers') in the first bucket. Sparse gradients of
+    embeddings travel as rows where the optimizer needs them, or where that is less than the table.
+
+    Args:
+        gradients: Tensors, IndexedSlices or None, in the order of the variables.
+        group: The ranks.
+        reduction: "sum" or "mean".
+        options: How gradients travel.
+        keep_rows: Whether sparse gradients stay sparse, with the rows of all ranks.
+        name: What travels, for messages.
+
+    Returns:
+        The reduced gradients, in the order given.
+    """
+    if group.size == 1:
+        return list(gradients)
+    reduced: list = list(gradients)
+    dense: list[int] = []
+    for index, gradient in enumerate(gradients):
+        if isinstance(gradient, tf.IndexedSlices):
+            if keep_rows or _rows_are_fewer(gradient, group):
+                reduced[index] = reduce_rows(gradient, group, reduction, f"{name}/{index}")
+            else:
+                reduced[index] = tf.convert_to_tensor(gradient)
+                dense.append(index)
+        elif gradient is not None:
+            dense.append(index)
+    found = buckets([(index, reduced[index]) for index in reversed(dense)], options.bucket_bytes)
+    limit = InFlightLimit()
+    for number, bucket in enumerate(found):
+        tensors = [reduced[index] for index in bucket]
+        limit.begin(tensors)
+        # Nothing is left to compute while the last bucket travels: the update waits for it.
+        bulk = options.by_engine and number + 1 < len(found)
+        results = _reduce_flat(
+            tensors, group, reduction, bulk, options.communication_dtype, f"{name}/bucket{number}"
+        )
+        limit.end(results)
+        for index, tensor in zip(bucket, results, strict=True):
+            reduced[index] = tensor
+    return reduced
+
+
+def _reduce_flat(tensors, group: Group, reduction: str, bulk: bool, dtype, name: str) -> list:
+    is_narrow = is_narrower(dtype, tensors[0].dtype)
+    if len(tensors) == 1 and not is_narrow:
+        return [all_reduce(tensors[0], group, reduction, bulk=bulk, name=name)]
+    flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
+    if is_narrow:
+        flat = narrow_all_reduce(flat, group, reduction, dtype, name=name)
+    else:
+        flat = all_reduce(flat, group, reduction, bulk=bulk, name=name)
+    parts = tf.split(flat, [tf.size(tensor) for tensor in tensors])
+    return [
+        tf.ensure_shape(tf.reshape(part, tf.shape(tensor)), tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
+
+
+def _rows_are_fewer(gradient: tf.IndexedSlices, group: Group) -> bool:
+    """Whether gathering all ranks' rows moves fewer bytes than reducing the dense gradient."""
+    rows = gradient.indices.shape[0]
+    table = None if gradient.dense_shape is None else tf.get_static_value(gradient.dense_shape)
+    if rows is None or table is None:
+        return False
+    # Each rank receives (n - 1) * rows by a gather, and about 2 * (n - 1) / n * table by a ring.
+    return rows * group.size < 2 * int(table[0])

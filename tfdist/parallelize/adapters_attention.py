@@ -1,0 +1,84 @@
+"""Stock attention layers, whose projections are split by heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import keras
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+
+from tfdist.collectives import Group
+from tfdist.collectives.mappings import copy
+from tfdist.parallelize.adapters import Adapter, EinsumDenseAdapter, override
+
+__all__ = ["join_attention"]
+
+
+def join_attention(attention, adapters: Mapping[int, Adapter]) -> Callable[[Group], None] | None:
+    """Tells the projections of an attention layer that they belong together.
+
+    Where all that take its inputs are split by columns, the inputs' gradients are summed once for
+    all of them.
+
+    Args:
+        attention: Any layer.
+        adapters: By a layer's id, how it is split.
+
+    Returns:
+        What overrides the layer, for a group; None for other layers and where nothing is joined.
+    """
+    kinds = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
+    if not isinstance(attention, kinds):
+        return None
+    grouped = isinstance(attention, keras.layers.GroupQueryAttention)
+    heads = "num_query_heads" if grouped else "num_heads"
+    key_heads = "num_key_value_heads" if grouped else "num_heads"
+    names = {
+        "_query_dense": heads,
+        "_key_dense": key_heads,
+        "_value_dense": key_heads,
+        "_gate_dense": heads,
+        "_output_dense": heads,
+    }
+    projections: list[EinsumDenseAdapter] = []
+    together = True
+    for name, what in names.items():
+        layer = getattr(attention, name, None)
+        adapter = adapters.get(id(layer))
+        for part in adapter.parts if adapter is not None else ():
+            part.what, part.where = what, attention.path
+        if layer is None or name == "_output_dense":
+            continue
+        if isinstance(adapter, EinsumDenseAdapter) and adapter.kind == "column":
+            projections.append(adapter)
+        else:
+            together = False
+    if not together:
+        return None
+
+    def join(group: Group) -> None:
+        for projection in projections:
+            projection.enters = False
+        override(attention, "call", _entering_once(attention, group))
+
+    return join
+
+
+def _entering_once(attention, group: Group) -> Callable:
+    stock = attention.call
+
+    def call(query, value, key=None, *args, **kwargs):
+        entered: dict[int, tuple] = {}
+        for tensor in (query, value, key):
+            if tensor is not None and id(tensor) not in entered:
+                inside = copy(tensor, group, name=attention.path)
+                set_keras_mask(inside, get_keras_mask(tensor))
+                entered[id(tensor)] = (tensor, inside)
+        inputs = (entered.get(id(tensor), (None, None))[1] for tensor in (query, value, key))
+        outputs = stock(*inputs, *args, **kwargs)
+        # Stock attention takes the masks off its inputs, which others may look at later.
+        for tensor, inside in entered.values():
+            set_keras_mask(tensor, get_keras_mask(inside))
+        return outputs
+
+    return call

@@ -1,0 +1,329 @@
+"""Whether a split model computes what it did before: it is run on a sample before and after.
+
+A plan can be wrong in ways that raise nothing: a layer that normalizes its features, given a slice
+of them, normalizes the slice. No rule over layers finds that in a model of any make, and numbers
+do: outputs and the gradients of all weights are compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.collectives import Group, all_reduce
+from tfdist.layers.dropout import own_seed
+from tfdist.parallelize.adapters import override
+from tfdist.sharding.layout import layout_of, update_layout
+
+__all__ = ["Check"]
+
+#: The sizes that a made-up sample has where the model leaves them open.
+_BATCH, _OPEN = 2, 4
+#: By which part two computations of the same may differ, rounding alone. Weights of 16 bits
+#: round so much that small mistakes pass; all others are compared in float32.
+_CLOSE, _CLOSE_IN_HALF = 1e-3, 1e-1
+#: A gradient this much below the model's largest is a rounding error of zero.
+_NEGLIGIBLE = 1e-3
+#: Outputs beyond stand for minus infinity, as masked logits do.
+_STANDS_FOR_INFINITY = 1e6
+
+_ADVICE = (
+    "A 'column' layer leaves each rank its part of the units, which a 'row' layer takes up; "
+    "between the two stand only layers that treat each unit, or each head, by itself."
+)
+
+
+@dataclasses.dataclass
+class _Run:
+    """What one run of the model showed.
+
+    Attributes:
+        outputs: The model's outputs, flat.
+        gradients: By place in the weights; None where there is none.
+        shapes: By a layer's id, the shapes of its inputs in each call.
+    """
+
+    outputs: list[tf.Tensor]
+    gradients: list[tf.Tensor | None]
+    shapes: dict[int, list]
+
+
+class Check:
+    """Compares a model before and after it is split.
+
+    Args:
+        model: The model, whole, with the same values on every rank of the group.
+        sample: What `model(sample)` takes, the same on every rank; None to make it up.
+        group: The tensor ranks.
+
+    Raises:
+        ValueError: The sample is to be made up, and the model does not say of what shape; or it
+            does not run on it.
+    """
+
+    def __init__(self, model: keras.Model, sample, group: Group):
+        self._model = model
+        self._group = group
+        self._weights = [w for w in model.weights if keras.backend.is_float_dtype(w.dtype)]
+        self._layers = model._flatten_layers(include_self=False)
+        in_half = any(tf.as_dtype(weight.dtype).size < 4 for weight in self._weights)
+        self._close = _CLOSE_IN_HALF if in_half else _CLOSE
+        made_up = sample is None
+        self._sample = _made_up_sample(model) if made_up else sample
+        try:
+            self._before = self._run()
+        except (ValueError, TypeError, tf.errors.OpError) as error:
+            if not made_up:
+                raise
+            raise ValueError(
+                "The split model is compared with the model on a made-up sample, and the model "
+                f"does not run on it. Give one: parallelize(..., sample=...). Raised: {error}"
+            ) from error
+        if any(bool(tf.reduce_any(x != x)) for x in self._before.outputs):
+            raise ValueError(
+                "The split model is compared with the model on a sample, for which the model's "
+                f"output is a number. Received: NaN from `{model.name}`. Give another: "
+                "parallelize(..., sample=...)."
+            )
+
+    def compare(self, planned) -> None:
+        """Runs the model again, now that it is split, and notes what only such a run shows.
+
+        Layers between 'column' and 'row' draw other numbers on each rank from then on, and whole
+        weights there have their gradients summed over the ranks.
+
+        Args:
+            planned: The layers that the plan splits.
+
+        Raises:
+            ValueError: It does not run, or computes something else.
+        """
+        try:
+            after = self._run()
+        except (ValueError, TypeError, tf.errors.OpError) as error:
+            raise ValueError(f"The split model does not run. {_ADVICE} Raised: {error}") from error
+        sliced = self._sliced(after)
+        problem = self._outputs_differ(after.outputs) or self._gradients_differ(after.gradients)
+        if problem:
+            ids = {id(layer) for layer in planned}
+            others = [x for x in sliced if id(x) not in ids and not x._layers]
+            paths = [layer.path or layer.name for layer in others[:8]]
+            seen = f" Other layers that got a slice: {', '.join(paths)}." if paths else ""
+            raise ValueError(f"The split model computes something else: {problem}. {_ADVICE}{seen}")
+        self._draw_apart(sliced)
+
+    def _run(self) -> _Run:
+        values = [weight.value for weight in self._weights]
+        every = [self._model, *self._layers]
+        with _precisely(every), _plain_errors(), _recorded(self._layers) as shapes:
+            with tf.GradientTape(watch_accessed_variables=False) as tape:
+                tape.watch(values)
+                outputs = keras.tree.flatten(self._model(self._sample))
+                objective = tf.add_n([_objective(n, out) for n, out in enumerate(outputs)])
+            gradients = tape.gradient(objective, values)
+        gradients = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
+        return _Run(outputs, gradients, shapes)
+
+    def _sliced(self, after: _Run) -> list[keras.layers.Layer]:
+        """The layers that got another shape in each of their calls."""
+        found = []
+        for layer in self._layers:
+            calls = self._before.shapes.get(id(layer), []), after.shapes.get(id(layer), [])
+            changed = [one != other for one, other in zip(*calls, strict=False)]
+            if changed and all(changed) and len(calls[0]) == len(calls[1]):
+                found.append(layer)
+        return found
+
+    def _outputs_differ(self, outputs) -> str | None:
+        pairs = list(zip(outputs, self._before.outputs, strict=True))
+        for number, (found, expected) in enumerate(pairs):
+            if found.shape != expected.shape:
+                shapes = f"{tuple(expected.shape)}, and has {tuple(found.shape)}"
+                return f"output {number} had the shape {shapes}"
+        off = self._highest([_difference(*pair, 0.0, below=_STANDS_FOR_INFINITY) for pair in pairs])
+        worst = int(np.argmax(off))
+        if off[worst] > self._close:
+            return f"output {worst} differs by {off[worst]:.2g} of its size"
+        return None
+
+    def _gradients_differ(self, gradients) -> str | None:
+        """Compares with the gradients before; marks weights of which each rank sees a part."""
+        before = self._before.gradients
+        norms = [float(tf.norm(tf.cast(g, tf.float32))) for g in before if g is not None]
+        least = _NEGLIGIBLE * max(norms, default=0.0)
+
+        def off(found) -> np.ndarray:
+            pairs = zip(self._weights, found, before, strict=True)
+            return self._highest([_off(w, one, other, least) for w, one, other in pairs])
+
+        parts = [
+            place
+            for place, size in enumerate(off(gradients))
+            if size > self._close and layout_of(self._weights[place]).slice is None
+        ]
+        for place in parts:
+            found = gradients[place]
+            if found is None:
+                found = tf.zeros_like(self._weights[place].value)
+            gradients[place] = all_reduce(found, self._group, name="parallelize/gradient")
+        wrong = [place for place, size in enumerate(off(gradients)) if size > self._close]
+        if wrong:
+            paths = ", ".join(f"`{self._weights[place].path}`" for place in wrong[:5])
+            more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+            return f"gradients differ, those of {paths}{more}"
+        for place in parts:
+            update_layout(self._weights[place], partial_over=self._group)
+        return None
+
+    def _highest(self, values: list[float]) -> np.ndarray:
+        """The ranks' maxima, so that all come to one verdict."""
+        here = tf.constant([0.0, *values], tf.float32)
+        return all_reduce(here, self._group, "max", name="parallelize/differences").numpy()[1:]
+
+    def _draw_apart(self, sliced) -> None:
+        """Ranks that hold different units drop different ones."""
+        own = {id(layer) for layer in sliced}
+        generators: dict[int, tuple[Any, list[bool]]] = {}
+        for layer in self._layers:
+            for value in vars(layer).values():
+                if isinstance(value, keras.random.SeedGenerator):
+                    _, where = generators.setdefault(id(value), (value, []))
+                    where.append(id(layer) in own)
+        for generator, where in generators.values():
+            # What draws for a whole activation too must draw alike.
+            if all(where):
+                override(generator, "next", _drawing_apart(generator.next, self._group))
+
+
+def _drawing_apart(stock, group: Group):
+    return lambda ordered=True: own_seed(stock(ordered), group)
+
+
+@contextlib.contextmanager
+def _recorded(layers) -> Iterator[dict[int, list]]:
+    """Notes the shapes that each layer is called with."""
+    shapes: dict[int, list] = {}
+
+    def recording(layer, stock):
+        def call(*args, **kwargs):
+            tensors = [x for x in keras.tree.flatten((args, kwargs)) if tf.is_tensor(x)]
+            shapes.setdefault(id(layer), []).append([tuple(x.shape) for x in tensors])
+            return stock(*args, **kwargs)
+
+        return call
+
+    before = [(layer, vars(layer).get("call")) for layer in layers]
+    try:
+        for layer in layers:
+            override(layer, "call", recording(layer, layer.call))
+        yield shapes
+    finally:
+        for layer, call in before:
+            if call is None:
+                vars(layer).pop("call", None)
+            else:
+                override(layer, "call", call)
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Errors say what is wrong, without the call's arguments that Keras adds."""
+    filtering = keras.config.is_traceback_filtering_enabled()
+    keras.config.disable_traceback_filtering()
+    try:
+        yield
+    finally:
+        if filtering:
+            keras.config.enable_traceback_filtering()
+
+
+@contextlib.contextmanager
+def _precisely(layers) -> Iterator[None]:
+    """Computes in float32 what has weights in float32: less would hide small differences."""
+    float32 = keras.DTypePolicy("float32")
+    before = [(layer, layer._dtype_policy) for layer in layers]
+    tensor_float = tf.config.experimental.tensor_float_32_execution_enabled()
+    tf.config.experimental.enable_tensor_float_32_execution(False)
+    try:
+        for layer in layers:
+            if (layer.variable_dtype, layer.quantization_mode) == ("float32", None):
+                override(layer, "_dtype_policy", float32)
+        yield
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(tensor_float)
+        for layer, policy in before:
+            override(layer, "_dtype_policy", policy)
+
+
+def _objective(number: int, output) -> tf.Tensor:
+    """A scalar that each entry of an output moves by another rate."""
+    if not output.dtype.is_floating:
+        return tf.zeros([])
+    rates = tf.random.stateless_normal(tf.shape(output), seed=[number, 7])
+    return tf.reduce_sum(rates * tf.cast(output, tf.float32))
+
+
+def _off(weight, found, expected, least: float) -> float:
+    if found is None and expected is None:
+        return 0.0
+    if expected is None:
+        return math.inf
+    sharding = layout_of(weight).slice
+    if sharding is not None:
+        expected = sharding.slice_of(expected)
+    if found is None:
+        found = tf.zeros_like(expected)
+    return _difference(found, expected, least)
+
+
+def _difference(found, expected, least: float, below: float = math.inf) -> float:
+    """The norm of the difference, as a part of what is expected, or of `least` if that is more.
+
+    Entries as large as `below` do not count, nor those that are no numbers in both.
+    """
+    if not expected.dtype.is_floating:
+        return float(tf.reduce_any(found != expected))
+    found, expected = tf.cast(found, tf.float32), tf.cast(expected, tf.float32)
+    alike = (found == expected) | (tf.math.is_nan(found) & tf.math.is_nan(expected))
+    counts = tf.math.is_finite(expected) & (tf.abs(expected) < below)
+    off = float(tf.norm(tf.where(alike | ~counts, 0.0, found - expected)))
+    part = off / (max(float(tf.norm(tf.where(counts, expected, 0.0))), least) or 1.0)
+    return part if math.isfinite(part) else math.inf
+
+
+def _made_up_sample(model: keras.Model):
+    """Random numbers of the shapes that a functional model names, the same on all ranks."""
+    inputs: Any = getattr(model, "inputs", None)
+    if not inputs:
+        raise ValueError(
+            "The split model is compared with the model on a sample. A functional model says what "
+            f"it takes; for others give one: parallelize(..., sample=...). Received: `{model.name}` "
+            f"of type {type(model).__name__}, sample=None."
+        )
+    random = np.random.default_rng(0)
+    tables = [x.input_dim for x in model._flatten_layers() if isinstance(x, keras.layers.Embedding)]
+
+    def make(spec):
+        shape = [_OPEN if size is None else size for size in spec.shape]
+        if spec.shape and spec.shape[0] is None:
+            shape[0] = _BATCH
+        dtype = tf.as_dtype(spec.dtype)
+        if dtype.is_floating:
+            return tf.constant(random.normal(size=shape), dtype)
+        if dtype.is_bool:
+            return tf.ones(shape, dtype)
+        if dtype.is_integer:
+            return tf.constant(random.integers(0, min(tables, default=2), shape), dtype)
+        raise ValueError(
+            f"No sample of dtype {dtype.name} can be made up. Give one: "
+            f"parallelize(..., sample=...). Received: the input `{spec.name}`."
+        )
+
+    return keras.tree.map_structure(make, model.input)

@@ -1,0 +1,269 @@
+"""`parallelize`: any Keras model, split over the tensor axis by a plan."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist import checks
+from tfdist.collectives import Group, broadcast
+from tfdist.layers.dense import refuse_features
+from tfdist.parallelize.adapters import Adapter, DenseAdapter, EinsumDenseAdapter
+from tfdist.parallelize.adapters_attention import join_attention
+from tfdist.parallelize.adapters_embedding import EmbeddingAdapter, ReversibleEmbeddingAdapter
+from tfdist.parallelize.check import Check
+from tfdist.parallelize.plan import kinds_of
+from tfdist.parallelize.report import ParallelizeReport, VariableReport
+from tfdist.sharding.layout import layout_of
+from tfdist.sharding.parts import deep_copy
+from tfdist.sharding.weights import tensor_group
+
+__all__ = ["parallelize"]
+
+#: What splits a layer; the more special before the more general.
+_ADAPTERS: tuple[type[Adapter], ...] = (
+    DenseAdapter,
+    EinsumDenseAdapter,
+    ReversibleEmbeddingAdapter,
+    EmbeddingAdapter,
+)
+
+
+def parallelize(model: keras.Model, plan: Mapping[str, str], *, sample=None) -> ParallelizeReport:
+    """Splits a model's Dense, Embedding and attention layers over the tensor axis, in place.
+
+    ```python
+    with strategy.scope():
+        model = keras_hub.models.GPT2Backbone(...)
+        print(parallelize(model, plan.GPT2))
+    ```
+
+    The model stays what it is to Keras: the same objects, paths and configuration. It trains,
+    evaluates and predicts as on one device, and what is saved from it loads there with plain
+    Keras. Each split variable starts from the slice of the value that it has, on the first rank.
+
+    A plan says of the variables' paths:
+
+    - "column": a rank computes its share of the layer's units or heads, from the whole input. The
+      output stays split, for a "row" layer.
+    - "row": a rank takes its share of the inputs, and the ranks' products are summed.
+    - "vocabulary": of an Embedding, each rank holds a range of ids. Of a Dense, each computes its
+      range of the units, and they are joined; with `VocabParallelCrossEntropy` and as a model's
+      last layer they stay split. The size need not divide.
+    - "replicate": the variable stays whole, as those do that no pattern matches.
+
+    A pattern that matches a kernel decides for its layer: the bias follows. After splitting, the
+    model is run on a sample and compared with what it was, in its outputs and in the gradients of
+    its weights, so a plan that computes something else is an error here and not a bad loss later.
+    Until then each rank holds the model whole, and for the comparison its gradients too.
+
+    Without a strategy in scope, or with a tensor axis of 1, the plan is checked and nothing
+    changes.
+
+    Args:
+        model: A built model whose optimizer has not been built.
+        plan: From regular expressions over whole variable paths (`re.fullmatch`, as in
+            `keras.distribution.LayoutMap`) to these words.
+        sample: What `model(sample)` takes, to compare by; the same on every rank. It builds a
+            model that is not built. A functional model needs none.
+
+    Returns:
+        What became of each variable; `print` shows a table.
+
+    Raises:
+        ValueError: A pattern matches nothing, two match one variable, a layer cannot be split so,
+            a size does not divide, the split model computes something else, or the model is not
+            built, split already or under training. The model is then as it was.
+    """
+    checks.instance("model", model, keras.Model, "a Keras model")
+    group = tensor_group()
+    _check_scope(model)
+    if not model.built and sample is not None:
+        _build(model, sample)
+    _check_state(model)
+    weights = list(model.weights)
+    kinds = kinds_of(plan, [weight.path for weight in weights])
+    adapters = _adapters(model, kinds)
+    by_layer = {id(adapter.layer): adapter for adapter in adapters}
+    joins = [join_attention(layer, by_layer) for layer in model._flatten_layers()]
+    if group is not None and adapters:
+        for adapter in adapters:
+            adapter.check(group)
+        _start_alike(model, group)
+        with _constants_moved(model), _all_or_nothing(model):
+            check = Check(model, sample, group)
+            for adapter in adapters:
+                adapter.apply(group)
+            for join in joins:
+                if join is not None:
+                    join(group)
+            check.compare([adapter.layer for adapter in adapters])
+        _forget_traces(model)
+    return _report(weights, kinds, adapters, group)
+
+
+def _check_scope(model: keras.Model) -> None:
+    own = getattr(model, "_distribute_strategy", None)
+    current = tf.distribute.get_strategy()
+    ours = [strategy for strategy in (own, current) if hasattr(strategy, "engine")]
+    if ours and own is not current:
+        raise ValueError(
+            "A model is made and split in one `strategy.scope()`. Received: a model made "
+            f"{'outside of any' if own is None else f'under {own!r}'}, split under {current!r}."
+        )
+
+
+def _build(model: keras.Model, sample) -> None:
+    try:
+        model(sample)
+    except Exception as error:
+        # Whatever the model's own code raises; its words stand in the cause.
+        raise ValueError(
+            f"`sample` is what `{model.name}` takes. Received: {checks.shown(sample)}, for which "
+            f"the model raised {type(error).__name__}."
+        ) from error
+
+
+def _check_state(model: keras.Model) -> None:
+    if not model.built or not model.weights:
+        raise ValueError(
+            f"`{model.name}` has no variables yet. Build it first, or give a sample: "
+            "parallelize(..., sample=...)."
+        )
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None and optimizer.built:
+        raise ValueError(
+            f"The optimizer of `{model.name}` holds moments of whole variables. Split the model "
+            "before it is first fitted."
+        )
+
+
+def _adapters(model: keras.Model, kinds: Mapping[str, str]) -> list[Adapter]:
+    """How each layer is split of which the plan speaks."""
+    adapters = []
+    for layer in model._flatten_layers():
+        own = [*layer._trainable_variables, *layer._non_trainable_variables]
+        said = {v.path: kinds[v.path] for v in own if v.path in kinds}
+        if not set(said.values()) - {"replicate"}:
+            continue
+        for variable in own:
+            if layout_of(variable).slice is not None:
+                raise ValueError(
+                    f"`{variable.path}` is split already. Received: a plan that says "
+                    f"{said.get(variable.path)!r} of it."
+                )
+        adapters.append(_adapter(layer, said))
+    return adapters
+
+
+def _adapter(layer, said: Mapping[str, str]) -> Adapter:
+    """How one layer is split, with all that the plan says of its variables."""
+    fitting = [adapter for adapter in _ADAPTERS if isinstance(layer, adapter.stock)]
+    if not fitting:
+        path, kind = next((path, kind) for path, kind in said.items() if kind != "replicate")
+        raise ValueError(
+            "A plan splits Dense, EinsumDense and Embedding layers, and attention through those "
+            f"inside it. Received: {kind!r} for `{path}` of a {type(layer).__name__}."
+        )
+    refuse_features(layer)
+    mains = [variable.path for variable in fitting[0].main(layer)]
+    kind = next((said[path] for path in mains if path in said), "replicate")
+    if kind == "replicate":
+        raise ValueError(
+            f"A layer is split by what a plan says of `{mains[0]}`. Received: {dict(said)}."
+        )
+    adapter = fitting[0](layer, kind)
+    split = {part.variable.path for part in adapter.parts}
+    for path, word in said.items():
+        if word != kind and not (word == "replicate" and path not in split):
+            raise ValueError(
+                f"A plan says one thing of a layer. Received: {kind!r} for `{mains[0]}` and "
+                f"{word!r} for `{path}`."
+            )
+    return adapter
+
+
+def _start_alike(model: keras.Model, group: Group) -> None:
+    """Gives all tensor ranks the values of the first, as `fit` does at its start."""
+    for variable in model.variables:
+        variable.assign(broadcast(variable.value, group, name="parallelize/values"))
+
+
+@contextlib.contextmanager
+def _constants_moved(model: keras.Model) -> Iterator[None]:
+    """Inside, variables of one value everywhere have several: zeros would hide differences.
+
+    States that a run moves, as those of seeds, are put back at the end too.
+    """
+    weights = {id(weight) for weight in model.weights}
+    before = []
+    for number, variable in enumerate(model.variables):
+        value = variable.numpy()
+        constant = value.size and keras.backend.is_float_dtype(variable.dtype)
+        constant = constant and value.min() == value.max()
+        if not constant and id(variable) in weights:
+            continue
+        before.append((variable, value))
+        if constant and id(variable) in weights:
+            noise = np.random.default_rng(number).uniform(0.0, 0.1, value.shape)
+            variable.assign(value + noise.astype("float32"))
+    try:
+        yield
+    finally:
+        for variable, value in before:
+            sharding = layout_of(variable).slice
+            variable.assign(value if sharding is None else deep_copy(sharding.slice_of(value)))
+
+
+@contextlib.contextmanager
+def _all_or_nothing(model: keras.Model) -> Iterator[None]:
+    """Puts layers and variables back as they were where what is inside raises."""
+    things: Sequence[Any] = [*model._flatten_layers(), *model.variables]
+    before = [(vars(thing), dict(vars(thing))) for thing in things]
+    try:
+        yield
+    except BaseException:
+        for now, then in before:
+            now.clear()
+            now.update(then)
+        raise
+
+
+def _forget_traces(model: keras.Model) -> None:
+    """Functions that were traced before hold the whole variables."""
+    for name in ("train_function", "test_function", "predict_function", "generate_function"):
+        if getattr(model, name, None) is not None:
+            setattr(model, name, None)
+
+
+def _report(weights, kinds, adapters, group: Group | None) -> ParallelizeReport:
+    parts = {
+        id(part.variable): (adapter.kind, part.axis)
+        for adapter in adapters
+        for part in adapter.parts
+    }
+    rows = []
+    for weight in weights:
+        kind, axis = parts.get(id(weight), (kinds.get(weight.path), None))
+        sharding = layout_of(weight).slice
+        if sharding is not None:
+            axis = sharding.dim
+        local = tuple(weight.shape)
+        held = int(np.prod(local)) * tf.as_dtype(weight.dtype).size
+        rows.append(
+            VariableReport(
+                path=weight.path,
+                kind=kind,
+                axis=axis,
+                shape=local if sharding is None else sharding.shape,
+                local_shape=local,
+                bytes_per_rank=held,
+                replicated_bytes=held if axis is None else 0,
+            )
+        )
+    return ParallelizeReport(1 if group is None else group.size, tuple(rows))

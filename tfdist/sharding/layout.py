@@ -1,0 +1,208 @@
+"""What a variable is on a mesh: one `VariableLayout`, and all that follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import checks
+from tfdist.collectives import Group, all_reduce
+from tfdist.context import DistributedStrategy, strategy_of
+from tfdist.mesh import Mesh
+from tfdist.sharding.parts import FlatShard, Slice
+
+__all__ = [
+    "Stage",
+    "VariableLayout",
+    "global_shape",
+    "layout_of",
+    "replicated_variables",
+    "sum_over_parts",
+    "update_layout",
+    "whole_value",
+]
+
+_ATTRIBUTE = "_tfdist_layout"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """That a variable belongs to a pipeline's stage.
+
+    Attributes:
+        group: The ranks of the pipeline.
+        counts: Whether this rank's copy is the one that sums over all variables count: a tied
+            weight lies on several ranks.
+    """
+
+    group: Group
+    counts: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class VariableLayout:
+    """What part of a global array a rank's variable is.
+
+    A variable without a layout is replicated: all ranks hold the same, and its gradient is summed
+    over all ranks that have other rows or tokens.
+
+    Attributes:
+        slice: The slice along a dim that the variable is, as in tensor parallelism. None: all dims
+            are whole.
+        flat: The flat shard of the array, or of its slice, that the variable's value is (ZeRO-3, and
+            optimizer state under ZeRO). None: the value has the array's dims.
+        state: Of a parameter that is whole itself: the flat shard of it for which this rank has the
+            optimizer's state (ZeRO 1 and 2).
+        stage: The pipeline's stage that the variable belongs to.
+        partial_over: The ranks, beside those of `gradient_axes`, over whose gradients the variable's
+            is a sum: each of them sees a part of the work. The weights of a normalization that runs
+            on a slice of the sequence are such.
+    """
+
+    slice: Slice | None = None
+    flat: FlatShard | None = None
+    state: FlatShard | None = None
+    stage: Stage | None = None
+    partial_over: Group | None = None
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether a rank has a part only of a model's gradients, as the optimizer applies them."""
+        return any(part is not None for part in (self.slice, self.flat, self.state, self.stage))
+
+    @property
+    def gradient_shard(self) -> FlatShard | None:
+        """The flat shard that the optimizer applies of the gradient."""
+        return self.flat or self.state
+
+    @property
+    def counts(self) -> bool:
+        """Whether sums over all variables of all stages count this rank's."""
+        return self.stage is None or self.stage.counts
+
+    def gradient_axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The mesh axes over which the gradient is summed: not those that split the variable."""
+        split = () if self.slice is None else self.slice.group.axes
+        return tuple(axis for axis in mesh.gradient_axes if axis not in split)
+
+    def replicated_axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The mesh axes along which all ranks hold the same part."""
+        parts = (self.slice, self.flat, self.stage)
+        split = {axis for part in parts if part is not None for axis in part.group.axes}
+        if self.stage is None:
+            split |= set(mesh.stage_axes)
+        return tuple(axis for axis in mesh.shape if axis not in split)
+
+    def global_shape(self, local: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the global array.
+
+        Args:
+            local: The variable's own shape.
+        """
+        if self.slice is not None:
+            return self.slice.shape
+        return tuple(local) if self.flat is None else self.flat.array_shape
+
+    def num_parts(self) -> int:
+        """Into how many parts the global array is cut."""
+        parts = (self.slice, self.flat)
+        return math.prod(part.group.size for part in parts if part is not None)
+
+    def shard_of_global(self, array):
+        """What this rank holds of a global array, a NumPy array or a tensor."""
+        if self.slice is not None:
+            array = self.slice.slice_of(array)
+        return array if self.flat is None else self.flat.local_shard(array)
+
+    def all_gather(self, value, name: str = "shard"):
+        """The global array; every rank of the parts calls this with what it holds."""
+        if self.flat is not None:
+            value = self.flat.all_gather(value, name)
+        return value if self.slice is None else self.slice.all_gather(value, name)
+
+
+_REPLICATED = VariableLayout()
+
+
+def layout_of(variable) -> VariableLayout:
+    """The layout of a Keras variable, or of an optimizer's."""
+    return getattr(variable, _ATTRIBUTE, _REPLICATED)
+
+
+def update_layout(variable, **changes: Any) -> VariableLayout:
+    """Changes parts of a variable's layout; returns the new one."""
+    layout = dataclasses.replace(layout_of(variable), **changes)
+    setattr(variable, _ATTRIBUTE, layout)
+    return layout
+
+
+def global_shape(variable) -> tuple[int, ...]:
+    """The shape of the global array that a variable is, or is a part of."""
+    return layout_of(variable).global_shape(variable.shape)
+
+
+def whole_value(variable, name: str = "shard"):
+    """The global array that a variable is or is a part of; every rank calls this.
+
+    Args:
+        variable: A Keras variable.
+        name: What the value serves, for messages.
+
+    Returns:
+        A tensor of the global shape.
+    """
+    checks.instance("variable", variable, keras.Variable, "a Keras variable")
+    checks.text("name", name)
+    layout = layout_of(variable)
+    value = variable._value if layout.flat is not None else variable.value
+    return layout.all_gather(tf.convert_to_tensor(value), name)
+
+
+def replicated_variables(model: keras.Model) -> list[tuple[Any, tuple[str, ...]]]:
+    """The variables of a model and its optimizer that several ranks hold alike.
+
+    Flat shards are no two ranks' alike.
+
+    Returns:
+        Each with the mesh axes along which it is the same.
+    """
+    strategy: DistributedStrategy | None = strategy_of(model)
+    variables = list(model.variables)
+    if getattr(model, "optimizer", None) is not None:
+        variables += model.optimizer.variables
+    return [
+        (variable, () if strategy is None else layout_of(variable).replicated_axes(strategy.mesh))
+        for variable in variables
+        if layout_of(variable).flat is None and variable.dtype != "string"
+    ]
+
+
+def sum_over_parts(values: Sequence, variables: Sequence) -> list:
+    """Sums scalars over the ranks that hold the other parts, with one collective a group.
+
+    Args:
+        values: A scalar tensor of each variable: this rank's part of a sum over its entries.
+        variables: The variables.
+
+    Returns:
+        The scalar tensors, each the sum over the variable's global array.
+    """
+    totals = list(values)
+    layouts = [layout_of(variable) for variable in variables]
+    for part in (
+        [layout.slice for layout in layouts],
+        [layout.gradient_shard for layout in layouts],
+    ):
+        groups = [None if each is None else each.group for each in part]
+        for group in dict.fromkeys(group for group in groups if group is not None):
+            places = [place for place, other in enumerate(groups) if other == group]
+            packed = tf.stack([totals[place] for place in places])
+            summed = tf.unstack(all_reduce(packed, group, name="norms"))
+            for place, value in zip(places, summed, strict=True):
+                totals[place] = value
+    return totals

@@ -1,0 +1,139 @@
+"""Parts of a global array: a slice along a dim, and a flat shard."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.collectives import Group, all_gather
+
+__all__ = ["FlatShard", "Slice", "deep_copy"]
+
+
+def deep_copy(part):
+    """A copy of a part of an array, NumPy's or a tensor, for what is kept.
+
+    A slice of rows is a view: for as long as it lives the whole array takes memory. The same holds
+    for the value of a variable that it is assigned to.
+    """
+    return np.array(part) if isinstance(part, np.ndarray) else tf.raw_ops.DeepCopy(x=part)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """An equal slice of a global array along one dim.
+
+    Attributes:
+        group: The ranks that hold the slices, in order.
+        dim: The dim that is split.
+        shape: The shape of the global array. Where its size along `dim` does not divide, the last
+            slices are padded with zeros.
+    """
+
+    group: Group
+    dim: int
+    shape: tuple[int, ...]
+
+    @property
+    def share(self) -> int:
+        """The size of a slice along `dim`."""
+        return math.ceil(self.shape[self.dim] / self.group.size)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of a slice."""
+        return (*self.shape[: self.dim], self.share, *self.shape[self.dim + 1 :])
+
+    @property
+    def padding(self) -> int:
+        """How many entries along `dim` all slices have beyond the global array."""
+        return self.share * self.group.size - self.shape[self.dim]
+
+    def slice_of(self, array):
+        """This rank's slice of a global array, a NumPy array or a tensor.
+
+        Raises:
+            ValueError: The array has another shape.
+        """
+        if tuple(array.shape) != self.shape:
+            raise ValueError(
+                f"A global array of shape {self.shape} was expected. Received: {tuple(array.shape)}."
+            )
+        if self.padding:
+            ends = [(0, self.padding if dim == self.dim else 0) for dim in range(array.ndim)]
+            pad = np.pad if isinstance(array, np.ndarray) else tf.pad
+            array = pad(array, ends)
+        begin = self.group.rank * self.share
+        index = [slice(None)] * len(self.shape)
+        index[self.dim] = slice(begin, begin + self.share)
+        return array[tuple(index)]
+
+    def all_gather(self, local, name: str = "shard"):
+        """The global array; every member of the group calls this with its own slice."""
+        array = all_gather(local, self.group, self.dim, name=name)
+        if not self.padding:
+            return array
+        return tf.slice(array, [0] * len(self.shape), self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatShard:
+    """An equal part of a flattened array, which may itself be a slice of a global one.
+
+    Attributes:
+        group: The ranks that hold the shards, in order.
+        array_shape: The shape of the array.
+    """
+
+    group: Group
+    array_shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the array."""
+        return math.prod(self.array_shape)
+
+    @property
+    def share(self) -> int:
+        """The number of elements of a shard; the last shards are padded with zeros."""
+        return math.ceil(self.size / self.group.size)
+
+    @property
+    def padding(self) -> int:
+        """How many elements all shards have beyond the array."""
+        return self.share * self.group.size - self.size
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The elements [begin, end) of the flattened array that are this rank's, padding left out."""
+        begin = min(self.group.rank * self.share, self.size)
+        return begin, min(begin + self.share, self.size)
+
+    def local_shard(self, array):
+        """This rank's shard of the array, a NumPy array or a tensor, as a vector."""
+        is_numpy = isinstance(array, np.ndarray)
+        begin, end = self.span
+        flat = array.reshape(-1) if is_numpy else tf.reshape(array, [-1])
+        part = flat[begin:end]
+        if end - begin == self.share:
+            return part
+        return (np.pad if is_numpy else tf.pad)(part, [(0, self.share - (end - begin))])
+
+    def all_shards(self, array: tf.Tensor) -> tf.Tensor:
+        """The shards of all ranks, of an array: shape [ranks, share]."""
+        flat = tf.reshape(array, [-1])
+        if self.padding:
+            flat = tf.pad(flat, [(0, self.padding)])
+        return tf.reshape(flat, [self.group.size, self.share])
+
+    def unflatten(self, shards: tf.Tensor) -> tf.Tensor:
+        """The array, of the shards of all ranks."""
+        flat = tf.reshape(shards, [-1])
+        return tf.reshape(flat[: self.size] if self.padding else flat, self.array_shape)
+
+    def all_gather(self, shard, name: str = "shard"):
+        """The array; every member of the group calls this with its own shard."""
+        return self.unflatten(all_gather(shard, self.group, name=name))

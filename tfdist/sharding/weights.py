@@ -1,0 +1,171 @@
+"""Weights of which each rank of an axis holds a slice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import keras
+import tensorflow as tf
+
+from tfdist.collectives import Group
+from tfdist.collectives.mappings import reduce
+from tfdist.context import current_strategy
+from tfdist.sharding.layout import update_layout
+from tfdist.sharding.parts import Slice, deep_copy
+
+__all__ = [
+    "add_split_weight",
+    "axis_group",
+    "check_by_entries",
+    "split_variable",
+    "tensor_group",
+    "value_tensor",
+]
+
+#: The axis that layers split over unless they are told another.
+TENSOR_AXIS = "tensor"
+
+
+def axis_group(axis: str) -> Group | None:
+    """The ranks along a mesh axis of the strategy in scope, or None where there is one rank."""
+    strategy = current_strategy()
+    if strategy is None or strategy.mesh.shape[axis] == 1:
+        return None
+    return strategy.group(axis)
+
+
+def tensor_group() -> Group | None:
+    """The ranks along the tensor axis of the strategy in scope, or None where there is one rank."""
+    return axis_group(TENSOR_AXIS)
+
+
+def value_tensor(variable) -> tf.Tensor:
+    """A variable's value as a layer computes with it, autocast under mixed precision.
+
+    A tensor, where `keras.ops.convert_to_tensor` may return the variable, which a function with a
+    gradient of its own would count among its hidden inputs.
+    """
+    return tf.convert_to_tensor(variable.value)
+
+
+def add_split_weight(
+    layer: keras.layers.Layer,
+    shape: Sequence[int],
+    dim: int,
+    group: Group | None,
+    *,
+    name: str,
+    initializer,
+    regularizer=None,
+    constraint=None,
+):
+    """`layer.add_weight`, of which this rank holds its slice along `dim`.
+
+    The slice is cut from what a single device would have drawn, so a layout changes no value.
+
+    Args:
+        layer: The layer.
+        shape: The shape of the global array.
+        dim: The dim that is split.
+        group: The ranks that split it; None for the whole.
+        name: The variable's name.
+        initializer: For the global array.
+        regularizer: A sum over entries, as L1 and L2 are.
+        constraint: On the variable's entries one by one.
+
+    Raises:
+        ValueError: The regularizer or the constraint looks at the array as a whole.
+    """
+    shape = tuple(shape)
+    if group is None:
+        return layer.add_weight(
+            shape=shape,
+            name=name,
+            initializer=initializer,
+            regularizer=regularizer,
+            constraint=constraint,
+        )
+    check_by_entries(layer, name, regularizer, constraint)
+    part = Slice(group, dim % len(shape), shape)
+    initializer = keras.initializers.get(initializer)
+    regularizer = keras.regularizers.get(regularizer)
+    variable = layer.add_weight(
+        shape=part.local_shape,
+        name=name,
+        initializer=lambda _, dtype=None: deep_copy(part.slice_of(initializer(shape, dtype=dtype))),
+        regularizer=None if regularizer is None else _SummedRegularizer(regularizer, group),
+        constraint=constraint,
+    )
+    update_layout(variable, slice=part)
+    return variable
+
+
+def split_variable(layer: keras.layers.Layer, variable, dim: int, group: Group) -> Slice:
+    """Cuts a variable that a layer has already to this rank's slice along `dim`, in place.
+
+    Args:
+        layer: The layer.
+        variable: The variable, whole and with the same value on every rank of the group.
+        dim: The dim that is split.
+        group: The ranks that split it.
+
+    Returns:
+        What part of the global array the variable is now.
+
+    Raises:
+        ValueError: Its regularizer or its constraint looks at the array as a whole.
+    """
+    check_by_entries(layer, variable.name, variable.regularizer, variable.constraint)
+    part = Slice(group, dim % len(variable.shape), tuple(variable.shape))
+    own = deep_copy(part.slice_of(tf.convert_to_tensor(variable.value)))
+    with tf.init_scope():
+        variable._initialize(own)
+    variable._shape = part.local_shape
+    if variable.regularizer is not None:
+        variable.regularizer = _SummedRegularizer(variable.regularizer, group)
+    update_layout(variable, slice=part)
+    return part
+
+
+class _SummedRegularizer(keras.regularizers.Regularizer):
+    """The penalty of the global array, of which each rank sees its slice."""
+
+    def __init__(self, regularizer, group: Group):
+        self._regularizer = regularizer
+        self._group = group
+
+    def __call__(self, value):
+        return reduce(self._regularizer(value), self._group, name="regularizer")
+
+
+_BY_ENTRIES = (
+    keras.regularizers.L1,
+    keras.regularizers.L2,
+    keras.regularizers.L1L2,
+    keras.constraints.NonNeg,
+)
+
+
+def check_by_entries(layer, name: str, *rules) -> None:
+    """Raises for a regularizer or a constraint that looks at a weight as a whole.
+
+    Raises:
+        ValueError: There is one.
+    """
+    for rule in rules:
+        if rule is None:
+            continue
+        found = rule
+        if not isinstance(rule, keras.regularizers.Regularizer | keras.constraints.Constraint):
+            for get in (keras.regularizers.get, keras.constraints.get):
+                try:
+                    found = get(rule)
+                    break
+                except ValueError:
+                    continue
+        if not isinstance(found, _BY_ENTRIES):
+            raise ValueError(
+                f"The {name} of `{layer.name}` is split over ranks, so its regularizer is a sum "
+                "over entries (L1, L2, L1L2), and its constraint NonNeg. Received: "
+                f"{found!r}."
+            )

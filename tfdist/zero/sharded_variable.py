@@ -1,0 +1,254 @@
+"""ZeRO-3: Keras variables of which a rank keeps its flat shard, whole while a layer needs them.
+
+A layer reads `variable.value` and gets the array, as it would from any variable. What an
+optimizer, a gradient tape or a file see is the shard. All parameters of an outermost layer, as of
+a transformer block, are gathered in one collective when it is called, and their gradients are
+reduced in one on the way back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+
+from tfdist.collectives import Group
+from tfdist.collectives.gradient_options import GradientOptions
+from tfdist.context import current_step, current_strategy
+from tfdist.gradients.reduce import weigh_gradients
+from tfdist.gradients.sparse import reduce_rows, shard_of_rows
+from tfdist.graph.custom_gradient import custom_gradient
+from tfdist.sharding.collectives import all_gather_arrays, reduce_scatter_arrays
+from tfdist.sharding.layout import layout_of, update_layout
+from tfdist.sharding.parts import FlatShard, deep_copy
+
+__all__ = [
+    "ShardedVariable",
+    "as_shards",
+    "gather_arrays",
+    "given",
+    "is_given",
+    "read_arrays",
+    "shard_gradients",
+    "shard_variable",
+]
+
+
+class _Local(threading.local):
+    as_shards = False
+
+    def __init__(self):
+        self.given: dict[int, tf.Tensor] = {}
+
+
+_local = _Local()
+
+
+class ShardedVariable(keras.Variable):
+    """A Keras variable whose value lies in flat shards on the ranks of a group.
+
+    Made of an ordinary one by `shard_variable`. To Keras it has its whole shape; reading its value
+    is a collective, unless its layer has gathered it already.
+    """
+
+    #: Whether there is one in this process: each call of a layer asks.
+    exist = False
+
+    _sharding_group: Group
+    _shard: weakref.ref | None = None
+
+    @property
+    def _own(self) -> Any:
+        """The variable that holds the shard; None before it is there, and once it was let go."""
+        return None if self._shard is None else self._shard()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has no value yet, or stands for its global array, as while it is saved."""
+        return self._own is None or self._value is not self._own
+
+    def _initialize(self, value):
+        array = tf.cast(tf.convert_to_tensor(value() if callable(value) else value), self._dtype)
+        shard = FlatShard(self._sharding_group, tuple(array.shape))
+        update_layout(self, flat=shard)
+        super()._initialize(deep_copy(shard.local_shard(array)))
+        self._shard = weakref.ref(self._value)
+
+    @property
+    def value(self):
+        """The array; inside `as_shards` the variable that holds the shard."""
+        if self.is_whole:
+            return super().value
+        if _local.as_shards:
+            return self._own
+        array = _local.given.get(id(self))
+        if array is None:
+            array = self._outside_of_its_layer()
+        return self._maybe_autocast(array)
+
+    def _outside_of_its_layer(self) -> tf.Tensor:
+        if in_stateless_scope():
+            # Keras asks what shapes come out, and computes nothing.
+            return tf.zeros(self._shape, self._dtype)
+        (array,) = gather_arrays([self], f"parameters/{self.path}")
+        return array
+
+    @property
+    def shape(self):
+        """That of the array; inside `as_shards` that of the shard."""
+        if _local.as_shards and not self.is_whole:
+            return self._own.shape
+        return super().shape
+
+    @property
+    def handle(self):
+        """What gradient tapes know the shard by."""
+        return self._value.handle
+
+    def _direct_assign(self, value):
+        if self.is_whole or _local.as_shards:
+            super()._direct_assign(value)
+        else:
+            own = _shard_of(self).local_shard(tf.cast(value, self._own.dtype))
+            self._own.assign(deep_copy(own))
+
+
+def _shard_of(variable: ShardedVariable) -> FlatShard:
+    shard = layout_of(variable).flat
+    if shard is None:
+        raise RuntimeError(f"The variable {variable.path} has no value yet.")
+    return shard
+
+
+def shard_variable(variable: keras.Variable, group: Group) -> None:
+    """Makes a Keras variable one of which this rank keeps its shard.
+
+    Args:
+        variable: The variable, with the same value on all ranks, or with none yet.
+        group: The ranks.
+    """
+    before = variable._value
+    ShardedVariable.exist = True
+    variable.__class__ = ShardedVariable
+    variable._sharding_group, variable._shard = group, None
+    update_layout(variable, flat=FlatShard(group, tuple(variable._shape)))
+    if before is not None:
+        with tf.init_scope():
+            variable._initialize(before)
+
+
+@contextlib.contextmanager
+def as_shards() -> Iterator[None]:
+    """Inside, sharded variables are their shards: for optimizers, which work on those."""
+    before, _local.as_shards = _local.as_shards, True
+    try:
+        yield
+    finally:
+        _local.as_shards = before
+
+
+@contextlib.contextmanager
+def given(variables: Sequence[ShardedVariable], arrays: Sequence[tf.Tensor]) -> Iterator[None]:
+    """Inside, reading these variables costs nothing."""
+    before = _local.given
+    _local.given = before | {id(v): array for v, array in zip(variables, arrays, strict=True)}
+    try:
+        yield
+    finally:
+        _local.given = before
+
+
+def is_given(variable: ShardedVariable) -> bool:
+    """Whether an outer layer has gathered a variable already."""
+    return id(variable) in _local.given
+
+
+def read_arrays(variables: Sequence[ShardedVariable], name: str) -> list[tf.Tensor]:
+    """The arrays, in one collective for each dtype; without a gradient."""
+    own = [tf.convert_to_tensor(variable._own) for variable in variables]
+    return _by_dtype(all_gather_arrays, own, [_shard_of(v) for v in variables], name)
+
+
+def gather_arrays(
+    variables: Sequence[ShardedVariable],
+    name: str,
+    on_gradient: Callable[[], None] | None = None,
+    on_reduced: Callable[[list[tf.Tensor]], None] | None = None,
+) -> list[tf.Tensor]:
+    """The arrays; their gradients are reduced as the strategy reduces those of any parameter.
+
+    Args:
+        variables: The variables.
+        name: What they serve, for messages.
+        on_gradient: Called when all that takes the gradients of the arrays is in the graph, and
+            before they are reduced.
+        on_reduced: Called with the gradients of the shards.
+    """
+    cuts = [_shard_of(variable) for variable in variables]
+
+    @custom_gradient
+    def collect(*own):
+        def gradient(*upstream):
+            if on_gradient is not None:
+                on_gradient()
+            shards = shard_gradients(variables, upstream, name)
+            if on_reduced is not None:
+                on_reduced([getattr(shard, "values", shard) for shard in shards])
+            return shards
+
+        return _by_dtype(all_gather_arrays, own, cuts, name), gradient
+
+    return list(collect(*[tf.convert_to_tensor(variable._own) for variable in variables]))
+
+
+def shard_gradients(variables: Sequence[ShardedVariable], gradients: Sequence, name: str) -> list:
+    """Reduces gradients of arrays over the ranks, as gradients of this rank's shards.
+
+    Sparse ones, as those of embeddings, stay sparse.
+
+    Args:
+        variables: The variables.
+        gradients: For each a tensor or an IndexedSlices, of its array.
+        name: What the variables serve, for messages.
+    """
+    cuts = [_shard_of(variable) for variable in variables]
+    step = current_step()
+    reduction = "sum" if step is None else "mean"
+    found = weigh_gradients(gradients, step)
+    dense = []
+    for place, gradient in enumerate(found):
+        if isinstance(gradient, tf.IndexedSlices):
+            what = f"{name}/gradients/{place}"
+            rows = reduce_rows(gradient, cuts[place].group, reduction, what)
+            found[place] = shard_of_rows(rows, cuts[place])
+        else:
+            dense.append(place)
+
+    strategy = current_strategy()
+    options = GradientOptions() if strategy is None else strategy.gradient_options
+
+    def reduce(arrays, shards, name):
+        return reduce_scatter_arrays(arrays, shards, reduction, options, name)
+
+    arrays = [tf.convert_to_tensor(found[place]) for place in dense]
+    shards = _by_dtype(reduce, arrays, [cuts[place] for place in dense], f"{name}/gradients")
+    for place, shard in zip(dense, shards, strict=True):
+        found[place] = shard
+    return found
+
+
+def _by_dtype(run, tensors: Sequence, shards: Sequence[FlatShard], name: str) -> list:
+    """Calls `run` for the tensors of each dtype; what it returns, in the order given."""
+    found: list = [None] * len(tensors)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        results = run([tensors[p] for p in places], [shards[p] for p in places], name)
+        for place, result in zip(places, results, strict=True):
+            found[place] = result
+    return found

@@ -1,0 +1,150 @@
+"""ZeRO-3 in a step's graph: when parameters are gathered, and that the backward pass does it again.
+
+TensorFlow's gradients use the very tensors of the forward pass, so parameters that were gathered
+for it would stand until the backward pass is through with them. What the backward pass takes of a
+layer's parameters is taken from a second gathering instead, which begins when the backward pass
+reaches the layer behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.graph.rematerialize import Region, replace
+from tfdist.zero.sharded_variable import (
+    ShardedVariable,
+    gather_arrays,
+    given,
+    read_arrays,
+    shard_gradients,
+)
+
+__all__ = ["gathered", "gathered_for_step"]
+
+#: Operations that a layer may put between a parameter and its use, cheap enough to be repeated.
+_CHEAP = frozenset(
+    [
+        "Cast",
+        "ConcatV2",
+        "Const",
+        "ExpandDims",
+        "Identity",
+        "Pack",
+        "Reshape",
+        "Slice",
+        "Split",
+        "SplitV",
+        "Squeeze",
+        "StridedSlice",
+        "Transpose",
+        "Unpack",
+    ]
+)
+
+#: By graph, the calls of layers whose parameters were gathered for them, in order.
+_calls: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+@contextlib.contextmanager
+def gathered(
+    name: str, variables: Sequence[ShardedVariable], inputs: Sequence[tf.Tensor]
+) -> Iterator[Callable]:
+    """Gathers a layer's parameters, for as long as it is called.
+
+    Args:
+        name: The layer's name.
+        variables: Its sharded variables.
+        inputs: The tensors that it is called with.
+
+    Yields:
+        A function for what the layer returns, which returns it to go on with.
+    """
+    what = f"parameters/{name}"
+    if tf.executing_eagerly():
+        with given(variables, gather_arrays(variables, what)):
+            yield lambda outputs: outputs
+        return
+    calls = _calls.setdefault(tf.compat.v1.get_default_graph(), [])
+    call = _Call(what, variables, inputs)
+    # One layer ahead, not all at once: when the layer before this one has its inputs.
+    with tf.control_dependencies([tensor for before in calls[-1:] for tensor in before.inputs]):
+        call.arrays = gather_arrays(variables, what, call.gather_again, call.reduced.extend)
+    calls.append(call)
+    call.region = Region()
+    with given(variables, call.arrays):
+        yield call.region.end
+
+
+@contextlib.contextmanager
+def gathered_for_step(
+    groups: Sequence[Sequence[ShardedVariable]], name: str
+) -> Iterator[Callable[[Mapping[int, Any]], dict[int, Any]]]:
+    """Gathers parameters before a step that runs its layers many times, as a pipeline does.
+
+    Args:
+        groups: The variables; those of a group travel together.
+        name: What they serve, for messages.
+
+    Yields:
+        A function from gradients of the arrays, by the id of the variable, to those of shards,
+        reduced over the ranks. Other gradients it leaves as they are. It is called once.
+    """
+    variables = [variable for group in groups for variable in group]
+    arrays: list[tf.Tensor] = []
+    for number, group in enumerate(groups):
+        arrays += gather_arrays(group, f"parameters/{name}{number}")
+
+    def to_shards(gradients: Mapping[int, Any]) -> dict[int, Any]:
+        found = dict(gradients)
+        for number, group in enumerate(groups):
+            trained = [variable for variable in group if found.get(id(variable)) is not None]
+            wanted = [found[id(variable)] for variable in trained]
+            shards = shard_gradients(trained, wanted, f"parameters/{name}{number}")
+            found |= {id(v): shard for v, shard in zip(trained, shards, strict=True)}
+        return found
+
+    with given(variables, arrays):
+        yield to_shards
+
+
+class _Call:
+    """A call of a layer whose parameters were gathered for it."""
+
+    arrays: list[tf.Tensor]
+    region: Region
+
+    def __init__(self, what: str, variables: Sequence[ShardedVariable], inputs):
+        self.what, self.variables, self.inputs = what, list(variables), list(inputs)
+        self.reduced: list[tf.Tensor] = []
+
+    def gather_again(self) -> None:
+        """Called when the backward pass through the layer is in the graph."""
+        graph = self.region.graph
+        calls = _calls[graph]
+        behind = [c for c in calls[calls.index(self) + 1 :] if c.region.backward is not None]
+        if self.region.backward is None or not behind:
+            # The layer that the forward pass ends with is needed again at once.
+            return
+        # Where ranks compute faster than they talk, gradients on their way must not pile up.
+        earlier = [shard for call in behind[1:2] for shard in call.reduced]
+        with graph.as_default(), tf.control_dependencies([*behind[0].region.arrived, *earlier]):
+            arrays = read_arrays(self.variables, f"{self.what}/again")
+        names = {before.name: now for before, now in zip(self.arrays, arrays, strict=True)}
+        self.region.repeat(self._made_of_parameters(), names)
+        replace(self.arrays, arrays, self.region.backward)
+
+    def _made_of_parameters(self) -> list[tf.Operation]:
+        """The operations of the layer that only bring parameters into another form."""
+        known = {array.name for array in self.arrays}
+        found = []
+        for operation in self.region.operations():
+            inputs = [t for t in operation.inputs if t.op.type != "Const"]
+            if operation.type in _CHEAP and inputs and all(t.name in known for t in inputs):
+                found.append(operation)
+                known |= {tensor.name for tensor in operation.outputs}
+        return found
