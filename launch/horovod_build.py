@@ -236,16 +236,17 @@ def prove(options: BuildOptions | None = None) -> None:
     _say(
         f"Proven: 2 ranks on this CPU agree on the right sum ({time.monotonic() - start:.0f} s). "
         f"Built with {', '.join(answers[0][1])}; what layers wait for goes "
-        f"{'directly' if answers[0][2] else 'through Horovod'}."
+        f"{'peer to peer' if answers[0][2] else 'through Horovod'}."
     )
 
 
 def _sum_over_ranks() -> tuple[list[float], tuple[str, ...], bool]:
-    """A rank of the proof; returns the sum, what its Horovod has, and if messages go directly."""
+    """A rank of the proof; returns the sum, what its Horovod has, and if messages go peer to peer."""
     import tensorflow as tf
 
     from tfdist.collectives import all_reduce
     from tfdist.collectives.horovod import import_horovod
+    from tfdist.collectives.p2p import P2PEngine
     from tfdist.testing import engine
 
     horovod = import_horovod()
@@ -254,7 +255,7 @@ def _sum_over_ranks() -> tuple[list[float], tuple[str, ...], bool]:
     return (
         total.numpy().tolist(),
         tuple(name for name, is_built in built.items() if is_built()),
-        engine().direct is not None,
+        isinstance(engine(), P2PEngine),
     )
 
 

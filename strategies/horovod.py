@@ -46,10 +46,10 @@ class HorovodStrategy(ParallelStrategy):
         options |= {"watchdog_seconds": watchdog_seconds, "deterministic": deterministic}
         check_options(mesh, engine, **options)
         if engine is None:
-            from tfdist.collectives.horovod import HorovodEngine, started_by_horovod
+            from tfdist.collectives.horovod import start, started_by_horovod
 
             notice_one_rank(started_by_horovod())
             pin_gpu()
             with meeting(watchdog_seconds):
-                engine = HorovodEngine(mesh, deterministic=deterministic)
+                engine = start(mesh, deterministic=deterministic)
         super().__init__(engine, **options)

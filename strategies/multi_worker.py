@@ -28,6 +28,8 @@ class MultiWorkerStrategy(ParallelStrategy):
         mesh: How the workers are laid out; all on the data axis by default.
         engine: A `TensorFlowEngine` that already runs, in place of a new one for `mesh`.
         communication: "auto", "ring" or "nccl", for a new engine.
+        p2p: Whether latency-critical operations go peer to peer, in groups of up to 8 ranks on CPUs.
+            `tfdist-install-horovod` builds the library for it.
         watchdog_seconds: As in `ParallelStrategy`; also how long the ranks may take to meet.
         **options: Others of `ParallelStrategy`.
 
@@ -42,17 +44,22 @@ class MultiWorkerStrategy(ParallelStrategy):
         *,
         engine: Engine | None = None,
         communication: str = "auto",
+        p2p: bool = False,
         watchdog_seconds: float = WATCHDOG_SECONDS,
         **options,
     ):
         checks.one_of("communication", communication, COMMUNICATIONS)
         options |= {"watchdog_seconds": watchdog_seconds}
         check_options(mesh, engine, **options)
+        checks.boolean("p2p", p2p)
         if engine is None:
+            from tfdist.collectives.p2p import with_p2p
             from tfdist.collectives.tensorflow import TensorFlowEngine, started_by_tf_config
 
             notice_one_rank(started_by_tf_config())
             pin_gpu()
             with meeting(watchdog_seconds):
                 engine = TensorFlowEngine(mesh, communication)
+                if p2p:
+                    engine = with_p2p(engine)
         super().__init__(engine, **options)

@@ -19,15 +19,15 @@ def numbers(rank: int) -> np.ndarray:
 def sums(dtype: str, reduction: str) -> tuple[np.ndarray, int]:
     """The reduced numbers of all ranks, and the bytes that this rank has sent for them."""
     from tfdist.collectives.low_precision import narrow_all_reduce
-    from tfdist.collectives.p2p import traffic
+    from tfdist.collectives.p2p import P2PEngine, traffic
     from tfdist.testing import engine
 
     group = engine().group()
-    before = traffic().sent if engine().direct else 0
+    before = traffic().sent if isinstance(engine(), P2PEngine) else 0
     reduced = narrow_all_reduce(
         tf.constant(numbers(group.rank)), group, reduction, tf.as_dtype(dtype), name="narrow"
     )
-    sent = traffic().sent - before if engine().direct else 0
+    sent = traffic().sent - before if isinstance(engine(), P2PEngine) else 0
     return reduced.numpy(), sent
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import typing
 from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
@@ -11,9 +10,6 @@ import tensorflow as tf
 from tfdist.collectives.flight_recorder import FlightRecorder
 from tfdist.collectives.group import Group
 from tfdist.mesh import Mesh
-
-if typing.TYPE_CHECKING:
-    from tfdist.collectives.p2p import Direct
 
 __all__ = ["REDUCTIONS", "Engine"]
 
@@ -30,8 +26,6 @@ class Engine(abc.ABC):
     Attributes:
         mesh: The resolved mesh.
         recorder: What is known of operations under way.
-        direct: A faster way for what a layer waits for, in groups of a few ranks; None where the
-            engine does all by itself.
     """
 
     #: The engine's name in messages.
@@ -43,11 +37,12 @@ class Engine(abc.ABC):
     #: For dtypes that the engine cannot move: a dtype of the same width whose bits it moves, or
     #: a wider one that holds every value.
     move_as: Mapping[tf.DType, tf.DType] = {}
+    #: Whether TensorFlow sends also where nobody uses what `send` returns.
+    sends_unused: bool = False
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
         self.recorder = FlightRecorder()
-        self.direct: Direct | None = None
         self._groups: dict[tuple, Group] = {}
 
     @property
@@ -125,20 +120,39 @@ class Engine(abc.ABC):
         """An address of this machine that the other ranks reach."""
         return "127.0.0.1"
 
-    def carrier(self, group: Group) -> Engine | Direct:
-        """What moves the tensors of an operation that something waits for."""
-        if self.direct is None or group.size > self.direct.most_members:
-            return self
-        return self.direct
+    def send(self, tensor: tf.Tensor, to: int, name: str) -> tf.Tensor:
+        """Sends a vector to the rank `to` of the world, which calls `receive` with the same name.
 
-    def summing_carrier(self, group: Group, bulk: bool) -> Engine | Direct:
-        """What takes sums: what nothing waits for goes by the engine, but not across hosts.
-
-        There the links are slow, and what goes over them counts most.
+        Returns:
+            The vector, once it is on its way.
         """
-        if self.direct is not None and self.direct.hierarchy(group) is not None:
-            return self.direct
-        return self if bulk else self.carrier(group)
+        pair = self.pair(to)
+        return self.broadcast(tensor, pair.rank, pair, name)
+
+    def receive(self, size, dtype: tf.DType, source: int, name: str, after: tf.Tensor) -> tf.Tensor:
+        """The vector that the rank `source` of the world sends under this name.
+
+        Args:
+            size: The number of elements: an int, or an int32 scalar where only the run knows.
+            dtype: The dtype.
+            source: The sender.
+            name: The name.
+            after: A tensor that the operation waits for.
+        """
+        pair = self.pair(source)
+        with tf.control_dependencies([after]):
+            like = tf.zeros([size], dtype)
+        return self.broadcast(like, 1 - pair.rank, pair, name)
+
+    def transport(self, group: Group, *, reduces: bool = False, bulk: bool = False) -> Engine:
+        """Which engine carries an operation: this one, or one that it wraps.
+
+        Args:
+            group: The group.
+            reduces: Whether the operation is an all-reduce.
+            bulk: Whether nothing waits for the result soon.
+        """
+        return self
 
     def shutdown(self) -> None:
         """Leaves the world. Other ranks may still be at work."""

@@ -6,7 +6,6 @@ Nothing of Horovod's Keras or optimizer wrappers is used: they do not know Keras
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import os
 import socket
@@ -19,21 +18,22 @@ from tfdist import checks
 from tfdist.collectives.engine import Engine, reduce_locally, split_rows
 from tfdist.collectives.flight_recorder import outermost_is_eager
 from tfdist.collectives.group import Group
-from tfdist.collectives.p2p import Direct, close, connect
-from tfdist.mesh import AXES, Mesh
+from tfdist.collectives.p2p import P2PEngine, with_p2p
+from tfdist.collectives.rank_sets import rank_sets
+from tfdist.mesh import Mesh
 from tfdist.native import find_library
 from tfdist.runtime.schedulers import join, started_by_scheduler
 
-__all__ = ["HorovodEngine", "started_by_horovod"]
+__all__ = ["HorovodEngine", "start", "started_by_horovod"]
 
 _logger = logging.getLogger("tfdist")
 
 #: How often Horovod looks for work, in ms, unless the user says. At its own 1 ms the looking
 #: takes up to a fifth of a core that also computes.
 _CYCLE_MS = 2.5
-#: Where what waits for a sum goes directly, and only gradients are left to look for.
+#: Where latency-critical operations go peer to peer, and only gradients are left to look for.
 _CYCLE_MS_FOR_GRADIENTS = 5.0
-#: Where all goes directly.
+#: Where all operations go peer to peer.
 _CYCLE_MS_AT_REST = 25.0
 
 
@@ -57,11 +57,31 @@ def started_by_horovod() -> tuple[int, int] | None:
     return found[0], found[1]
 
 
-def _cycle_ms(size: int, goes_directly: bool) -> float:
+def _cycle_ms(size: int, has_p2p: bool) -> float:
     """How often Horovod is to look for work in a world of `size` ranks, in ms."""
-    if not goes_directly:
+    if not has_p2p:
         return _CYCLE_MS
-    return _CYCLE_MS_AT_REST if size <= Direct.most_members else _CYCLE_MS_FOR_GRADIENTS
+    return _CYCLE_MS_AT_REST if size <= P2PEngine.most_members else _CYCLE_MS_FOR_GRADIENTS
+
+
+def start(mesh: Mesh | None = None, *, deterministic: bool = False) -> Engine:
+    """Horovod, with peer-to-peer messages beside it where these are possible.
+
+    Args:
+        mesh: The mesh; resolved here, against Horovod's world.
+        deterministic: As in `HorovodEngine`.
+    """
+    expects_p2p = find_library() is not None and not tf.config.list_physical_devices("GPU")
+    engine = HorovodEngine(mesh, deterministic=deterministic, has_p2p=expects_p2p)
+    found = with_p2p(engine)
+    if expects_p2p and found is engine and engine.size > 1:
+        _logger.warning(
+            "Horovod looks for work every %s ms, which suits ranks with peer-to-peer messages. For "
+            "these set HOROVOD_CYCLE_TIME=%s.",
+            os.environ.get("HOROVOD_CYCLE_TIME"),
+            _CYCLE_MS,
+        )
+    return found
 
 
 def import_horovod() -> types.ModuleType:
@@ -85,16 +105,17 @@ class HorovodEngine(Engine):
 
     Process sets are made once, when Horovod starts: sets that are added later cost a round of
     agreement at every use of Horovod. So `send` and `recv` reach ranks along the axes named in
-    `pairs_along`, the other rank of any group of two, and all that can be reached directly.
+    `pairs_along`, and the other rank of any group of two.
 
     Args:
         mesh: The mesh; resolved here, against Horovod's world.
-        pairs_along: Mesh axes along which any two ranks may send to each other.
-        direct: Whether what a layer waits for goes from rank to rank directly, in groups of a few
-            ranks without a GPU, instead of through Horovod.
+        pairs_along: Mesh axes along which any two ranks may send to each other; those of stages by
+            default.
         deterministic: Whether each tensor is added up by itself. Horovod fuses those that come
             together into one buffer, and where in it a number lies decides which rank's comes
             first in its sum.
+        has_p2p: Whether latency-critical operations will go peer to peer, so that Horovod can rest
+            for longer between two looks for work.
     """
 
     name = "horovod"
@@ -104,9 +125,9 @@ class HorovodEngine(Engine):
     def __init__(
         self,
         mesh: Mesh | None = None,
-        pairs_along: tuple[str, ...] = ("pipeline",),
-        direct: bool = True,
+        pairs_along: tuple[str, ...] | None = None,
         deterministic: bool = False,
+        has_p2p: bool = False,
     ):
         checks.instance("mesh", mesh, Mesh, "a tfdist.Mesh", optional=True)
         self.is_deterministic = checks.boolean("deterministic", deterministic)
@@ -119,16 +140,15 @@ class HorovodEngine(Engine):
         if scheduled and not started_by_horovod():
             started = scheduled.rank, scheduled.size
         resolved = mesh.resolve(size=started[1], rank=started[0])
-        sets = {ranks: hvd.ProcessSet(list(ranks)) for ranks in _rank_sets(resolved, pairs_along)}
+        pairs_along = resolved.stage_axes if pairs_along is None else pairs_along
+        sets = {ranks: hvd.ProcessSet(list(ranks)) for ranks in rank_sets(resolved, pairs_along)}
         if hvd.is_initialized():
             raise RuntimeError(
                 "Horovod is already running in this process. Make the strategy before anything "
                 "else calls hvd.init(): it starts Horovod with the process sets of its mesh."
             )
-        # Messages between the memories of hosts are no way for tensors that lie on a GPU.
-        direct = direct and not tf.config.list_physical_devices("GPU")
-        cycle = _cycle_ms(resolved.size, direct and find_library() is not None)
-        said = os.environ.setdefault("HOROVOD_CYCLE_TIME", str(cycle))
+        # Horovod reads its settings from the environment alone.
+        os.environ.setdefault("HOROVOD_CYCLE_TIME", str(_cycle_ms(resolved.size, has_p2p)))
         if deterministic:
             os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
         hvd.init(process_sets=list(sets.values()))
@@ -139,15 +159,6 @@ class HorovodEngine(Engine):
             )
         self._sets = {tuple(range(resolved.size)): hvd.global_process_set, **sets}
         super().__init__(resolved)
-        if direct and resolved.size > 1:
-            self.direct = connect(self, self._sets)
-            if self.direct is None and said == str(cycle) != str(_CYCLE_MS):
-                _logger.warning(
-                    "Horovod looks for work every %s ms, which suits ranks that reach each other "
-                    "directly. For these set HOROVOD_CYCLE_TIME=%s.",
-                    said,
-                    _CYCLE_MS,
-                )
 
     def all_reduce(self, tensor, group, reduction, name):
         """`hvd.allreduce`."""
@@ -200,13 +211,10 @@ class HorovodEngine(Engine):
 
     def shutdown(self) -> None:
         """Ends Horovod's background thread; collectives of other ranks then fail."""
-        if self.direct is not None:
-            close()
         self._hvd.shutdown()
 
     def _check_group(self, ranks):
-        if self.direct is None or not self.direct.reached >= {*ranks} - {self.rank}:
-            self._process_set(ranks)
+        self._process_set(ranks)
 
     def _process_set(self, ranks):
         if ranks not in self._sets:
@@ -227,18 +235,6 @@ class HorovodEngine(Engine):
             "ignore_name_scope": False,
             "process_set": self._process_set(group.ranks),
         }
-
-
-def _rank_sets(mesh: Mesh, pairs_along: tuple[str, ...]) -> list[tuple[int, ...]]:
-    """All groups of 2 or more ranks short of the world that the mesh can ask for, in one order."""
-    found: dict[tuple[int, ...], None] = {}
-    for count in range(1, len(AXES)):
-        for axes in itertools.combinations(AXES, count):
-            found.update(dict.fromkeys(mesh.groups(*axes)))
-    for axis in pairs_along:
-        for ranks in mesh.groups(axis):
-            found.update(dict.fromkeys(itertools.combinations(ranks, 2)))
-    return [ranks for ranks in found if 1 < len(ranks) < mesh.size]
 
 
 def _varying(tensor: tf.Tensor) -> tf.Tensor:

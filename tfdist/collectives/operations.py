@@ -7,6 +7,8 @@ all ranks' losses, so that a program over many ranks differentiates like the sam
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tensorflow as tf
 
 from tfdist import checks
@@ -15,15 +17,19 @@ from tfdist.collectives.group import Group
 from tfdist.collectives.names import unique_name
 from tfdist.graph.custom_gradient import custom_gradient
 
+_SEND = "send-recv"
+
 __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
     "barrier",
     "broadcast",
+    "receive_tensor",
     "recv",
     "reduce_scatter",
     "send",
+    "send_tensor",
 ]
 
 
@@ -254,20 +260,14 @@ def send(tensor, group: Group, to: int, *, name: str | None = None):
     """
     tensor = _checked("tensor", tensor, group, name)
     to = _check_other(to, group, "to")
-    pair = group.engine.pair(group.ranks[to])
+    backward = _backward(name or _SEND)
 
     @custom_gradient
     def transfer(x):
-        y = _raw_broadcast(x, pair.rank, pair, name or "send-recv")
-        _use(y, f"{pair.label}/{name}")
-
         def gradient(dy):
-            back = _raw_broadcast(
-                tf.zeros_like(dy), 1 - pair.rank, pair, _backward(name or "send-recv")
-            )
-            return dy + back
+            return dy + receive_tensor(_shape_of(dy), dy.dtype, group, to, name=backward)
 
-        return y, gradient
+        return send_tensor(x, group, to, name=name), gradient
 
     return transfer(tensor)
 
@@ -287,20 +287,81 @@ def recv(like, group: Group, source: int, *, name: str | None = None):
     """
     like = _checked("like", like, group, name)
     source = _check_other(source, group, "source")
-    pair = group.engine.pair(group.ranks[source])
+    backward = _backward(name or _SEND)
 
     @custom_gradient
     def transfer(x):
-        y = _raw_broadcast(x, 1 - pair.rank, pair, name or "send-recv")
-
         def gradient(dy):
-            sent = _raw_broadcast(dy, pair.rank, pair, _backward(name or "send-recv"))
-            _use(sent, f"{pair.label}/{name}/backward")
-            return tf.zeros_like(sent)
+            return tf.zeros_like(send_tensor(dy, group, source, name=backward))
 
-        return y, gradient
+        return receive_tensor(_shape_of(x), x.dtype, group, source, name=name), gradient
 
     return transfer(like)
+
+
+def send_tensor(tensor: tf.Tensor, group: Group, to: int, *, name: str | None = None) -> tf.Tensor:
+    """Sends a tensor to one member, which calls `receive_tensor`; without a gradient.
+
+    Args:
+        tensor: The tensor, of any shape and dtype.
+        group: The group.
+        to: The receiver's place in the group.
+        name: What the transfer serves, for messages; the same at the receiver.
+
+    Returns:
+        The tensor, once it is on its way. It is sent also where nobody uses that.
+    """
+    if tensor.shape.num_elements() == 0:
+        return tf.identity(tensor)
+    engine, other = group.engine, group.ranks[to]
+    pair = engine.pair(other)
+    transport = engine.transport(pair)
+    wire, restore = _movable(tensor, transport)
+    flat, reshape = _as_vector(wire)
+    what = f"{engine.rank}-to-{other}/{name or _SEND}"
+    sent = _run("send", what, pair, flat, lambda x, full: engine.send(x, other, full))
+    if not transport.sends_unused:
+        _use(sent, f"{pair.label}/{what}")
+    return restore(reshape(sent))
+
+
+def receive_tensor(
+    shape: Sequence, dtype: tf.DType, group: Group, source: int, *, name: str | None = None
+) -> tf.Tensor:
+    """Receives a tensor from one member, which calls `send_tensor`; without a gradient.
+
+    Args:
+        shape: The sizes of its dims: ints, or int32 scalars where only the run knows.
+        dtype: Its dtype.
+        group: The group.
+        source: The sender's place in the group.
+        name: What the transfer serves, for messages; the same at the sender.
+    """
+    static = [size if isinstance(size, int) else None for size in shape]
+    elements = tf.TensorShape(static).num_elements()
+    if elements == 0:
+        return tf.zeros(shape, dtype)
+    engine, other = group.engine, group.ranks[source]
+    pair = engine.pair(other)
+    wire, restore = _movable_dtype(dtype, engine.transport(pair))
+    size = elements if elements is not None else tf.reduce_prod(tf.stack(list(shape)))
+    what = f"{other}-to-{engine.rank}/{name or _SEND}"
+    flat = _run(
+        "send",
+        what,
+        pair,
+        tf.constant(0),
+        lambda after, full: engine.receive(size, wire, other, full, after),
+    )
+    found = restore(tf.reshape(flat, shape))
+    found.set_shape(static)
+    return found
+
+
+def _shape_of(tensor: tf.Tensor) -> list:
+    """The sizes of a tensor's dims, ints where they are known."""
+    sizes = tf.shape(tensor)
+    return [sizes[i] if size is None else size for i, size in enumerate(tensor.shape)]
 
 
 def barrier(group: Group, *, name: str | None = None) -> None:
@@ -320,14 +381,14 @@ def _raw_all_reduce(tensor, group: Group, reduction: str, name: str | None, bulk
     """Without a gradient; any dtype and shape."""
     if tensor.shape.num_elements() == 0:
         return tf.identity(tensor)
-    carrier, dtype = group.engine.summing_carrier(group, bulk), tensor.dtype
+    transport, dtype = group.engine.transport(group, reduces=True, bulk=bulk), tensor.dtype
     if dtype == tf.bool:
         whole = _raw_all_reduce(tf.cast(tensor, tf.int32), group, reduction, name, bulk)
         return tf.cast(whole, tf.bool)
-    wire = tf.cast(tensor, carrier.reduce_as.get(dtype, dtype))
+    wire = tf.cast(tensor, transport.reduce_as.get(dtype, dtype))
     flat, restore = _as_vector(wire)
     flat = _run(
-        "all_reduce", name, group, flat, lambda x, n: carrier.all_reduce(x, group, reduction, n)
+        "all_reduce", name, group, flat, lambda x, n: transport.all_reduce(x, group, reduction, n)
     )
     return tf.cast(restore(flat), dtype)
 
@@ -335,9 +396,9 @@ def _raw_all_reduce(tensor, group: Group, reduction: str, name: str | None, bulk
 def _raw_all_gather(tensor, group: Group, uneven: bool, name: str | None):
     if not uneven and tensor.shape.num_elements() == 0:
         return tf.tile(tensor, [group.size] + [1] * (tensor.shape.rank - 1))
-    carrier = group.engine.carrier(group)
-    gather = carrier.all_gather_uneven if uneven else carrier.all_gather
-    wire, restore = _movable(tensor, carrier)
+    transport = group.engine.transport(group)
+    gather = transport.all_gather_uneven if uneven else transport.all_gather
+    wire, restore = _movable(tensor, transport)
     gathered = _run("all_gather", name, group, wire, lambda x, n: gather(x, group, n))
     rows = tensor.shape[0]
     gathered.set_shape([None if uneven or rows is None else rows * group.size, *tensor.shape[1:]])
@@ -345,20 +406,20 @@ def _raw_all_gather(tensor, group: Group, uneven: bool, name: str | None):
 
 
 def _raw_reduce_scatter(tensor, group: Group, reduction: str, name: str | None):
-    carrier, dtype, rows = group.engine.carrier(group), tensor.dtype, tensor.shape[0]
+    transport, dtype, rows = group.engine.transport(group), tensor.dtype, tensor.shape[0]
     if tensor.shape.num_elements() == 0:
         return tensor[: rows // group.size]
     if dtype == tf.bool:
         return tf.cast(
             _raw_reduce_scatter(tf.cast(tensor, tf.int32), group, reduction, name), tf.bool
         )
-    wire = tf.cast(tensor, carrier.reduce_as.get(dtype, dtype))
+    wire = tf.cast(tensor, transport.reduce_as.get(dtype, dtype))
     share = _run(
         "reduce_scatter",
         name,
         group,
         wire,
-        lambda x, n: carrier.reduce_scatter(x, group, reduction, n),
+        lambda x, n: transport.reduce_scatter(x, group, reduction, n),
     )
     share.set_shape([None if rows is None else rows // group.size, *tensor.shape[1:]])
     return tf.cast(share, dtype)
@@ -367,22 +428,22 @@ def _raw_reduce_scatter(tensor, group: Group, reduction: str, name: str | None):
 def _raw_all_to_all(tensor, group: Group, name: str | None):
     if tensor.shape.num_elements() == 0:
         return tf.identity(tensor)
-    carrier = group.engine.carrier(group)
-    wire, restore = _movable(tensor, carrier)
-    received = _run("all_to_all", name, group, wire, lambda x, n: carrier.all_to_all(x, group, n))
+    transport = group.engine.transport(group)
+    wire, restore = _movable(tensor, transport)
+    received = _run("all_to_all", name, group, wire, lambda x, n: transport.all_to_all(x, group, n))
     received.set_shape(tensor.shape)
     return restore(received)
 
 
 def _raw_all_to_all_uneven(tensor, splits, group: Group, name: str | None):
-    carrier = group.engine.carrier(group)
-    wire, restore = _movable(tensor, carrier)
+    transport = group.engine.transport(group)
+    wire, restore = _movable(tensor, transport)
     rows, received = _run(
         "all_to_all",
         name,
         group,
         wire,
-        lambda x, n: carrier.all_to_all_uneven(x, splits, group, n),
+        lambda x, n: transport.all_to_all_uneven(x, splits, group, n),
     )
     rows.set_shape([None, *tensor.shape[1:]])
     received.set_shape([group.size])
@@ -392,10 +453,10 @@ def _raw_all_to_all_uneven(tensor, splits, group: Group, name: str | None):
 def _raw_broadcast(tensor, root: int, group: Group, name: str | None):
     if tensor.shape.num_elements() == 0:
         return tf.identity(tensor)
-    carrier = group.engine.carrier(group)
-    wire, restore = _movable(tensor, carrier)
+    transport = group.engine.transport(group)
+    wire, restore = _movable(tensor, transport)
     flat, reshape = _as_vector(wire)
-    flat = _run("broadcast", name, group, flat, lambda x, n: carrier.broadcast(x, root, group, n))
+    flat = _run("broadcast", name, group, flat, lambda x, n: transport.broadcast(x, root, group, n))
     return restore(reshape(flat))
 
 
@@ -428,15 +489,23 @@ def _run(operation: str, name: str | None, group: Group, tensor, call):
     )
 
 
-def _movable(tensor, carrier):
-    """Returns the tensor in a dtype that the carrier can move, and the way back."""
-    dtype = tensor.dtype
-    via = carrier.move_as.get(dtype, dtype)
+def _movable(tensor, transport):
+    """Returns the tensor in a dtype that the transport can move, and the way back."""
+    via, restore = _movable_dtype(tensor.dtype, transport)
+    if via == tensor.dtype:
+        return tensor, restore
+    same_bits = via.size == tensor.dtype.size and tensor.dtype != tf.bool
+    return (tf.bitcast if same_bits else tf.cast)(tensor, via), restore
+
+
+def _movable_dtype(dtype: tf.DType, transport):
+    """Returns the dtype that the transport moves in place of another, and the way back."""
+    via = transport.move_as.get(dtype, dtype)
     if via == dtype:
-        return tensor, lambda moved: moved
+        return via, lambda moved: moved
     if via.size == dtype.size and dtype != tf.bool:
-        return tf.bitcast(tensor, via), lambda moved: tf.bitcast(moved, dtype)
-    return tf.cast(tensor, via), lambda moved: tf.cast(moved, dtype)
+        return via, lambda moved: tf.bitcast(moved, dtype)
+    return via, lambda moved: tf.cast(moved, dtype)
 
 
 def _as_vector(tensor):

@@ -12,11 +12,11 @@ from tfdist.pipeline.schedules import SCHEDULES, make_schedule
 
 #: What needs TensorFlow: schedules are of use without.
 _HOMES = {
-    "Chain": "chain",
-    "PipelineModel": "model",
-    "deferred_weights": "keras_graph",
-    "make_partition": "partition",
-    "measure_seconds": "costs",
+    "Chain": "tfdist.pipeline.chain",
+    "PipelineModel": "tfdist.pipeline.model",
+    "deferred_weights": "tfdist.keras_internals.functional",
+    "make_partition": "tfdist.pipeline.partition",
+    "measure_seconds": "tfdist.pipeline.costs",
 }
 
 __all__ = ["SCHEDULES", "make_schedule", *_HOMES]
@@ -24,7 +24,7 @@ __all__ = ["SCHEDULES", "make_schedule", *_HOMES]
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        return getattr(importlib.import_module(f"tfdist.pipeline.{_HOMES[name]}"), name)
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
-from tfdist.collectives import Group, recv, send
+from tfdist.collectives import Group
+from tfdist.collectives.operations import receive_tensor, send_tensor
 from tfdist.graph.dependence import mark_independent
 from tfdist.graph.split import Part
 from tfdist.pipeline.schedules import Action, Kind, Schedule
@@ -30,14 +31,16 @@ class Route:
 
     def send(self, tensor: tf.Tensor, to_stage: int, name: str) -> None:
         """Sends outputs or a gradient to the rank of a stage."""
-        send(tensor, self.group, to_stage % self.group.size, name=name)
+        send_tensor(tensor, self.group, to_stage % self.group.size, name=name)
 
     def receive(self, stage: int, rows, from_stage: int, name: str, after: Sequence) -> tf.Tensor:
         """The inputs of `stage`, or what has their shape, from the rank of another stage."""
         spec = self.shapes[stage]
+        source = from_stage % self.group.size
         with tf.control_dependencies(list(after)):
-            like = tf.zeros([rows, *spec.shape[1:]], spec.dtype)
-        return recv(like, self.group, from_stage % self.group.size, name=name)
+            return receive_tensor(
+                [rows, *spec.shape[1:]], spec.dtype, self.group, source, name=name
+            )
 
     def is_here(self, stage: int) -> bool:
         """Whether a stage lies on this rank."""

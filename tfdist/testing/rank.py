@@ -43,9 +43,8 @@ def engine(mesh=None):
     if mesh not in engines:
         name = _state["engine_name"]
         module = importlib.import_module(f"tfdist.collectives.{name}")
-        kind = getattr(
-            module,
-            {"horovod": "HorovodEngine", "tensorflow": "TensorFlowEngine"}.get(name, "LocalEngine"),
+        make = getattr(
+            module, {"horovod": "start", "tensorflow": "TensorFlowEngine"}.get(name, "LocalEngine")
         )
         if name == "horovod":
             for old in engines.values():
@@ -53,7 +52,7 @@ def engine(mesh=None):
                 old.shutdown()
                 os.environ[_PORT] = port
             engines.clear()
-        engines[mesh] = kind(mesh)
+        engines[mesh] = make(mesh)
     return engines[mesh]
 
 

@@ -1,4 +1,4 @@
-"""Connects the ranks that are to reach each other directly.
+"""Connects the ranks that are to send messages to each other.
 
 Each connection begins with the handshake of `tfdist.runtime`; then the socket belongs to the
 library of `tfdist.native`.
@@ -13,27 +13,29 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
+
+import tensorflow as tf
 
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import all_gather_object
-from tfdist.collectives.p2p.engine import Direct
+from tfdist.collectives.p2p.engine import P2PEngine, flush
+from tfdist.collectives.rank_sets import rank_sets
 from tfdist.native import find_library, functions
 from tfdist.runtime import Listener, bind
 from tfdist.runtime import connect as call
 from tfdist.runtime.caller import connect_once
 
-__all__ = ["Traffic", "close", "connect", "flush", "traffic"]
+__all__ = ["Traffic", "traffic", "with_p2p"]
 
 _logger = logging.getLogger("tfdist")
 
 _CONNECT_SECONDS = 30.0
-_FLUSH_SECONDS = 5.0
-_PURPOSE = "direct messages"
+_PURPOSE = "peer-to-peer messages"
 
 
-def connect(engine: Engine, groups: Iterable[Sequence[int]]) -> Direct | None:
+def with_p2p(engine: Engine, pairs_along: Iterable[str] | None = None) -> Engine:
     """Connects this rank with others; called by all ranks of the world at once.
 
     The higher rank of a pair calls the lower one, over a Unix socket where they share a host. The
@@ -41,14 +43,21 @@ def connect(engine: Engine, groups: Iterable[Sequence[int]]) -> Direct | None:
 
     Args:
         engine: A running engine, by which the ranks tell their addresses.
-        groups: The ranks of each group that is to talk; the same on all ranks.
+        pairs_along: Mesh axes along which any two ranks may send to each other; those of stages by
+            default.
 
     Returns:
-        The operations; None where a rank lacks the library or cannot be reached, which is then
-        the answer on every rank, and logged.
+        An engine that wraps the given one. The engine itself where a rank lacks the library, has a
+        GPU, whose memory messages do not reach, or cannot be reached; that is then so on every rank,
+        and logged.
     """
+    if engine.size == 1:
+        return engine
+    has_gpu = bool(tf.config.list_physical_devices("GPU"))
+    pairs_along = engine.mesh.stage_axes if pairs_along is None else pairs_along
+    groups = [tuple(range(engine.size)), *rank_sets(engine.mesh, pairs_along)]
     world = engine.group()
-    built = find_library() is not None
+    built = find_library() is not None and not has_gpu
     with contextlib.ExitStack() as stack:
         tcp, unix = stack.enter_context(bind(engine.host_address())), _unix_socket()
         stack.callback(unix.close)
@@ -56,22 +65,22 @@ def connect(engine: Engine, groups: Iterable[Sequence[int]]) -> Direct | None:
         cards = all_gather_object(
             (built, socket.gethostname(), addresses, secrets.token_bytes(32)),
             world,
-            name="direct/addresses",
+            name="p2p/addresses",
         )
         lacking = [rank for rank, card in enumerate(cards) if not card[0]]
         if lacking:
             _logger.info(
-                "Collectives that a layer waits for go over %s: ranks %s lack the library for "
-                "direct messages, which tfdist-install-horovod builds.",
+                "Latency-critical collectives go over %s: ranks %s have a GPU, or lack the library "
+                "for peer-to-peer messages, which tfdist-install-horovod builds.",
                 engine.name,
                 lacking,
             )
-            return None
+            return engine
         hosts = [card[1] for card in cards]
         near: set[int] = set()
         for ranks in groups:
             if engine.rank in ranks:
-                near |= Direct.partners(ranks, engine.rank, hosts)
+                near |= P2PEngine.partners(ranks, engine.rank, hosts)
         callers = {rank for rank in near if rank > engine.rank}
         listener = stack.enter_context(
             Listener([tcp, unix], cards[0][3], _PURPOSE, identities=callers)
@@ -82,41 +91,30 @@ def connect(engine: Engine, groups: Iterable[Sequence[int]]) -> Direct | None:
         except OSError as error:
             problem = f"rank {engine.rank}: {error}"
         problems = [
-            told for told in all_gather_object(problem, world, name="direct/connected") if told
+            told for told in all_gather_object(problem, world, name="p2p/connected") if told
         ]
     if problems:
         for sock in connected.values():
             sock.close()
         _logger.warning(
-            "Collectives that a layer waits for go over %s, which is slower: ranks cannot reach "
-            "each other directly. %s",
+            "Latency-critical collectives go over %s, which is slower: ranks cannot connect to each "
+            "other. %s",
             engine.name,
             "; ".join(problems),
         )
-        return None
+        return engine
     library = functions()
     for rank, sock in connected.items():
         library.tfdist_add_peer(rank, sock.detach())
     atexit.register(flush)
-    return Direct(hosts, connected)
-
-
-def flush(seconds: float = _FLUSH_SECONDS) -> None:
-    """Waits until what was sent has left this process, for as long as `seconds`."""
-    functions().tfdist_flush(seconds)
-
-
-def close() -> None:
-    """Ends the connections, once all that was sent has left this process."""
-    flush()
-    functions().tfdist_close()
+    return P2PEngine(engine, hosts, connected)
 
 
 class Traffic(NamedTuple):
     """Bytes of tensors, so far.
 
     Attributes:
-        sent: By this process directly.
+        sent: By this process, peer to peer.
         received: From others.
     """
 
@@ -125,7 +123,7 @@ class Traffic(NamedTuple):
 
 
 def traffic() -> Traffic:
-    """The bytes of tensors that this process has exchanged directly."""
+    """The bytes of tensors that this process has exchanged peer to peer."""
     counts = [ctypes.c_int64() for _ in Traffic._fields]
     functions().tfdist_traffic(*map(ctypes.byref, counts))
     return Traffic(*(count.value for count in counts))
