@@ -109,7 +109,7 @@ def train(
 
 
 def whole(variables) -> dict[str, np.ndarray]:
-    from tfdist.layers import whole_value
+    from tfdist.sharding import whole_value
 
     return {f"{i}/{v.name}": whole_value(v).numpy() for i, v in enumerate(variables)}
 
@@ -117,7 +117,7 @@ def whole(variables) -> dict[str, np.ndarray]:
 def bytes_of_rank(mesh: dict | None, **options) -> dict[str, list[int]]:
     """Bytes on this rank, by kind: [parameters, gradients, optimizer state]; and as it should be."""
     from tfdist import layers
-    from tfdist.layers import layout_of
+    from tfdist.sharding import layout_of
 
     keras.backend.clear_session()
     x, y = text(BATCH, 61)

@@ -368,6 +368,6 @@ def report_of(name: str, mesh: dict):
 
 
 def whole(variables) -> dict[str, np.ndarray]:
-    from tfdist.layers import whole_value
+    from tfdist.sharding import whole_value
 
     return {f"{i}/{v.path}": whole_value(v).numpy() for i, v in enumerate(variables)}

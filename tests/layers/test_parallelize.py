@@ -13,8 +13,7 @@ from tests.conftest import on_ranks
 from tests.layers import parallel_programs as programs
 from tests.layers import parallel_refusals as refusals
 from tests.strategies.observing import without_tfdist
-from tfdist import layers
-from tfdist.parallelize import parallelize
+from tfdist.parallelize import VariableReport, parallelize
 from tfdist.parallelize import plan as plans
 
 TWO = {"data": 1, "tensor": 2}
@@ -174,7 +173,7 @@ def test_without_a_strategy_nothing_changes():
 def test_the_report_names_axes_and_bytes(pool):
     report = pool.run(programs.report_of, "mlp", TWO)[0]
     rows = {row.path: row for row in report.variables}
-    assert rows["up/kernel"] == layers.VariableReport(
+    assert rows["up/kernel"] == VariableReport(
         "up/kernel", "column", 1, (6, 16), (6, 8), 6 * 8 * 4, 0
     )
     assert rows["up/bias"].axis == 0  # It follows its kernel.

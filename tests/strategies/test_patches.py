@@ -225,17 +225,17 @@ def test_saving_outside_is_kerass_own(tmp_path):
 
 
 def test_the_document_lists_what_is_wrapped():
-    from tests.strategies import seam_table
+    from tests.strategies import patch_table
 
-    text = seam_table.DOCUMENT.read_text(encoding="utf-8")
-    _, begin, rest = text.partition(f"<!-- {seam_table.MARK} -->\n")
+    text = patch_table.DOCUMENT.read_text(encoding="utf-8")
+    _, begin, rest = text.partition(f"<!-- {patch_table.MARK} -->\n")
     listed, end, _ = rest.partition("\n<!-- end -->")
     assert begin and end
-    assert listed == seam_table.table(), "python -m tests.strategies.seam_table renews the table"
+    assert listed == patch_table.table(), "python -m tests.strategies.patch_table renews the table"
 
 
 def test_each_module_with_wrappers_is_installed():
-    from tests.strategies import seam_table
+    from tests.strategies import patch_table
     from tfdist.strategies import keras_patches
 
-    assert set(seam_table.wrapping_modules()) == set(keras_patches._MODULES)
+    assert set(patch_table.wrapping_modules()) == set(keras_patches._MODULES)

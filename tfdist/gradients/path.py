@@ -83,8 +83,9 @@ class GradientPath:
         reduction = "sum" if self._replica.step is None else "mean"
         keep_rows = needs_rows(self._optimizer)
         gradients = sum_partial_gradients(gradients, self._layouts, options)
+        # Those of parameters that lie flat were reduced as they came.
+        shards = [layout.state if layout.flat is None else None for layout in self._layouts]
         if any(layout.state is not None for layout in self._layouts):
-            shards = [layout.state for layout in self._layouts]
             return reduce_scatter_gradients(
                 gradients, shards, reduction, options, keep_rows=keep_rows
             )
