@@ -154,6 +154,8 @@ class ReplicaContext(tf.distribute.ReplicaContext):
     Attributes:
         step: The Keras step under way, or None for a function of the user's own.
         gradient_paths: Of the calls of `optimizer.apply` under way, the innermost last.
+        sums_gradients: Whether `all_reduce` does what it says. Keras sums gradients by it right before
+            an update, where they are global already.
         has_padding: Whether what is computed now is of a row that is not there, since this rank has
             none: a bool tensor. None where nothing is padded.
     """
@@ -163,6 +165,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         super().__init__(strategy, replica_id_in_sync_group=group.rank)
         self.step = step
         self.gradient_paths: list = []
+        self.sums_gradients = True
         self.has_padding: tf.Tensor | None = None
         self._group = group
 
@@ -189,6 +192,8 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             options: Not used.
         """
         del options
+        if not self.sums_gradients:
+            return value
         reduction = getattr(reduce_op, "value", reduce_op).lower()
 
         def reduce(tensor):

@@ -1,12 +1,12 @@
 """Where tfdist meets Keras' own code: every function of Keras that it wraps, and why.
 
 `model.fit` is Keras' program, and most of what a strategy must know reaches it through
-`tf.distribute`. What does not is wrapped here, once, when the first strategy is made. Each wrapper
+`tf.distribute`. What does not is wrapped here, once, when the first strategy is made. Each patch
 calls Keras' own function, changes nothing outside of a tfdist strategy, and checks the signature
 that it relies on, so a Keras that moved is told apart at once.
 """
 
-from tfdist.keras_internals.patching import apply_wrappers
+from tfdist.keras_internals.patching import apply_patches
 from tfdist.strategies.keras_patches import (
     data,
     empty_batches,
@@ -43,4 +43,4 @@ _MODULES = (
 def install() -> None:
     """Wraps Keras' functions; a second call does nothing."""
     for module in _MODULES:
-        apply_wrappers(module.WRAPPERS)
+        apply_patches(module.PATCHES)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
-
-from keras.src.backend.tensorflow.trainer import TFEpochIterator
-from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
-from keras.src.trainers.epoch_iterator import EpochIterator
 
 from tfdist.context import DistributedStrategy
 from tfdist.data.position import DataPosition
 from tfdist.data.sharding import without_prefetch
-from tfdist.keras_internals.patching import Wrapper
+from tfdist.keras_internals.patching import Patch
+from tfdist.keras_internals.private import GeneratorDataAdapter, TFEpochIterator
 
-__all__ = ["WRAPPERS", "began_before", "recorded"]
+__all__ = ["PATCHES", "began_before", "recorded"]
 
 #: Of the calls of `fit` under way, the innermost last.
 _open: list[DataPosition] = []
@@ -35,10 +33,6 @@ def began_before() -> bool:
     return bool(_open) and _open[-1].done_before > 0
 
 
-def _position_of(epoch_iterator) -> DataPosition | None:
-    return getattr(epoch_iterator, "_tfdist_position", None)
-
-
 def _init(original, self, distribute_strategy=None, *args, **kwargs):
     original(self, distribute_strategy, *args, **kwargs)
     is_ours = isinstance(distribute_strategy, DistributedStrategy)
@@ -49,21 +43,10 @@ def _init(original, self, distribute_strategy=None, *args, **kwargs):
             without_prefetch(self.data_adapter.get_tf_dataset())
         )
     if _open and _open[-1].adopt(self):
-        self._tfdist_position = _open[-1]
+        position = _open[-1]
+        # Of this iterator alone: the training data's.
+        self._get_iterator = functools.partial(position.dataset, self._get_iterator)
+        self._enumerate_iterator = functools.partial(position.steps, self._enumerate_iterator)
 
 
-def _get_iterator(original, self):
-    position = _position_of(self)
-    return original(self) if position is None else position.dataset(lambda: original(self))
-
-
-def _enumerate_iterator(original, self):
-    position = _position_of(self)
-    return original(self) if position is None else position.steps(lambda: original(self))
-
-
-WRAPPERS = (
-    Wrapper(TFEpochIterator, "__init__", ("self", "distribute_strategy"), _init),
-    Wrapper(TFEpochIterator, "_get_iterator", ("self",), _get_iterator),
-    Wrapper(EpochIterator, "_enumerate_iterator", ("self",), _enumerate_iterator),
-)
+PATCHES = (Patch(TFEpochIterator, "__init__", ("self", "distribute_strategy"), _init),)

@@ -11,21 +11,26 @@ counted is taken back at the end of the step.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
-from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 
 from tfdist.context import current_replica
 from tfdist.graph.provenance import with_provenance
-from tfdist.keras_internals.patching import Wrapper
+from tfdist.keras_internals.patching import Patch
+from tfdist.keras_internals.private import CompileLoss, CompileMetrics
+from tfdist.strategies.keras_patches.losses import of_each_sample
+from tfdist.strategies.keras_patches.parameters import call_gathered
 from tfdist.strategies.keras_patches.synchronization import kept_where_empty
 
-__all__ = ["WRAPPERS"]
+__all__ = ["PATCHES"]
 
 
 def _call(original, self, *args, **kwargs):
+    """The outermost layer of a call gets a row where there is none."""
+    original = functools.partial(call_gathered, original)
     replica = current_replica()
     if replica is None or replica.has_padding is not None:
         return original(self, *args, **kwargs)
@@ -84,7 +89,7 @@ def _without_it(value, rows: tf.Tensor):
 
 def _compile_loss(original, self, y_true, y_pred, sample_weight=None):
     with _padded(y_true, y_pred, sample_weight) as (given, _):
-        return original(self, *given)
+        return of_each_sample(original(self, *given))
 
 
 def _compile_metrics(original, self, y_true, y_pred, sample_weight=None):
@@ -118,10 +123,10 @@ def _padded(*given) -> Iterator[tuple]:
         yield given, step.rows
 
 
-WRAPPERS = (
-    Wrapper(keras.layers.Layer, "__call__", ("self", "args", "kwargs"), _call),
-    Wrapper(CompileLoss, "call", ("self", "y_true", "y_pred", "sample_weight"), _compile_loss),
-    Wrapper(
+PATCHES = (
+    Patch(keras.layers.Layer, "__call__", ("self", "args", "kwargs"), _call),
+    Patch(CompileLoss, "call", ("self", "y_true", "y_pred", "sample_weight"), _compile_loss),
+    Patch(
         CompileMetrics,
         "update_state",
         ("self", "y_true", "y_pred", "sample_weight"),

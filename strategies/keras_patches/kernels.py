@@ -10,11 +10,11 @@ import keras
 import tensorflow as tf
 
 from tfdist.context import current_replica
-from tfdist.keras_internals.patching import Wrapper
+from tfdist.keras_internals.patching import Patch
 from tfdist.native import has_kernels, load
 from tfdist.zero.update import LocalShard
 
-__all__ = ["WRAPPERS"]
+__all__ = ["PATCHES"]
 
 _OWN_DTYPES = (tf.float32, tf.float64)
 
@@ -99,14 +99,14 @@ def _normalize(original, self, inputs, training=None, mask=None):
     return tf.cast(outputs, self.compute_dtype)
 
 
-WRAPPERS = (
-    Wrapper(
+PATCHES = (
+    Patch(
         keras.optimizers.Adam,
         "update_step",
         ("self", "gradient", "variable", "learning_rate"),
         _adam_step,
     ),
-    Wrapper(
+    Patch(
         keras.layers.BatchNormalization,
         "call",
         ("self", "inputs", "training", "mask"),

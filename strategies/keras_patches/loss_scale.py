@@ -9,15 +9,14 @@ so files stay those of plain Keras.
 from __future__ import annotations
 
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 
 from tfdist.collectives import all_reduce
 from tfdist.context import current_replica
-from tfdist.keras_internals.patching import Wrapper
+from tfdist.keras_internals.patching import Patch
+from tfdist.keras_internals.private import LossScaleOptimizer, TensorFlowTrainer
 from tfdist.strategies.keras_patches.data import began_before
 
-__all__ = ["WRAPPERS", "loss_scale_logs"]
+__all__ = ["PATCHES", "loss_scale_logs"]
 
 
 def loss_scale_logs(model) -> dict[str, tf.Tensor]:
@@ -37,13 +36,10 @@ def _check_finite(original, self, grads):
     replica = current_replica()
     if replica is None:
         return finite
-    return all_reduce(tf.cast(finite, tf.bool), replica.strategy.group(), "min", name="finite")
-
-
-def _skip(original, self):
-    original(self)
-    if current_replica() is not None:
-        self._iterations.assign_add(1)
+    finite = all_reduce(tf.cast(finite, tf.bool), replica.strategy.group(), "min", name="finite")
+    skipped = tf.cast(tf.logical_not(finite), self._iterations.dtype)
+    self._iterations.assign_add(skipped)
+    return finite
 
 
 def _metrics_or_logs(original, self, logs):
@@ -58,8 +54,7 @@ def _metrics_or_logs(original, self, logs):
     return {**original(self, rest), **more}
 
 
-WRAPPERS = (
-    Wrapper(LossScaleOptimizer, "check_finite", ("self", "grads"), _check_finite),
-    Wrapper(LossScaleOptimizer, "_stateful_handle_non_finite_grads", ("self",), _skip),
-    Wrapper(TensorFlowTrainer, "_get_metrics_result_or_logs", ("self", "logs"), _metrics_or_logs),
+PATCHES = (
+    Patch(LossScaleOptimizer, "check_finite", ("self", "grads"), _check_finite),
+    Patch(TensorFlowTrainer, "_get_metrics_result_or_logs", ("self", "logs"), _metrics_or_logs),
 )

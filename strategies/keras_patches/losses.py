@@ -10,51 +10,45 @@ into that form here.
 from __future__ import annotations
 
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
-from keras.src.losses import loss as loss_module
-from keras.src.trainers.compile_utils import CompileLoss
 
 from tfdist.context import KerasStep, current_step, role_of
-from tfdist.gradients.non_finite import guard_of
 from tfdist.graph.custom_gradient import custom_gradient
-from tfdist.keras_internals.patching import Wrapper
+from tfdist.keras_internals.patching import Patch
+from tfdist.keras_internals.private import loss_module
 
-__all__ = ["WRAPPERS"]
+__all__ = ["PATCHES", "of_each_sample"]
 
 
 def _scale(original, value):
     return original(value) if current_step() is None else value
 
 
-def _apply_mask(original, sample_weight, mask, dtype, reduction):
-    """A masked mean divides by this rank's valid entries; what counts are all ranks'."""
-    weights = original(sample_weight, mask, dtype, reduction)
-    step = current_step()
-    if step is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
-        return weights
-    _refuse_microbatches(step, "outputs with a Keras mask")
-    valid = tf.reduce_sum(tf.cast(mask, "float32"))
-    return weights * tf.cast(step.share_of(valid), weights.dtype)
-
-
-def _reduce_values(original, values, sample_weight=None, reduction="sum_over_batch_size"):
-    loss = original(values, sample_weight, reduction)
+def _reduce(
+    original, values, sample_weight=None, mask=None, reduction="sum_over_batch_size", dtype=None
+):
+    """The loss of this rank's rows, so scaled that its gradient is right once weighed by share."""
+    loss = original(values, sample_weight, mask, reduction, dtype)
     step = current_step()
     if step is None:
         return loss
     if reduction == "sum":
-        # Weighting by share would make a mean of it.
+        # Weighing by share would make a mean of it.
         return tf.math.divide_no_nan(loss, tf.cast(_share(step), loss.dtype))
-    if reduction == "mean_with_sample_weight" and sample_weight is not None:
+    if reduction in ("mean", "sum_over_batch_size") and mask is not None:
+        # A masked mean divides by this rank's valid entries; what counts are all ranks'.
+        _refuse_microbatches(step, "outputs with a Keras mask")
+        divisor = tf.reduce_sum(tf.cast(mask, "float32"))
+    elif reduction == "mean_with_sample_weight" and not (sample_weight is None and mask is None):
         _refuse_microbatches(step, f"reduction={reduction!r}")
-        weight = tf.cast(tf.reduce_sum(sample_weight), "float32")
-        return loss * tf.cast(step.share_of(weight), loss.dtype)
-    return loss
+        weights = loss_module.apply_mask(sample_weight, mask, loss.dtype, reduction)
+        divisor = tf.cast(tf.reduce_sum(weights), "float32")
+    else:
+        return loss
+    return loss * tf.cast(step.share_of(divisor), loss.dtype)
 
 
-def _compile_loss(original, self, y_true, y_pred, sample_weight=None):
-    """A loss for each sample (`reduction=None`) is summed by the tape, not averaged."""
-    loss = original(self, y_true, y_pred, sample_weight)
+def of_each_sample(loss):
+    """A loss for each sample (`reduction=None`), which the tape sums and does not average."""
     step = current_step()
     if step is None or loss is None or len(loss.shape) == 0:
         return loss
@@ -92,38 +86,13 @@ def _refuse_microbatches(step: KerasStep, what: str) -> None:
         )
 
 
-def _watched_loss(original, self, *args, **kwargs):
-    """The loss of a training step, looked at by the guard where there is one."""
-    loss = original(self, *args, **kwargs)
-    step, guard = current_step(), guard_of(self)
-    if guard is None or step is None or step.kind != "train" or loss is None:
-        return loss
-    guard.note(loss)
-    goes_on = guard.end_step()
-
-    @custom_gradient
-    def watched(loss):
-        def gradient(dy):
-            with tf.control_dependencies(goes_on):
-                return tf.identity(dy)
-
-        return tf.identity(loss), gradient
-
-    return watched(loss)
-
-
-WRAPPERS = (
-    Wrapper(
-        TensorFlowTrainer,
-        "compute_loss",
-        ("self", "x", "y", "y_pred", "sample_weight"),
-        _watched_loss,
+PATCHES = (
+    Patch(loss_module, "scale_loss_for_distribution", ("value",), _scale),
+    Patch(loss_module, "unscale_loss_for_distribution", ("value",), _scale),
+    Patch(
+        loss_module,
+        "reduce_weighted_values",
+        ("values", "sample_weight", "mask", "reduction", "dtype"),
+        _reduce,
     ),
-    Wrapper(CompileLoss, "call", ("self", "y_true", "y_pred", "sample_weight"), _compile_loss),
-    Wrapper(loss_module, "scale_loss_for_distribution", ("value",), _scale),
-    Wrapper(loss_module, "unscale_loss_for_distribution", ("value",), _scale),
-    Wrapper(
-        loss_module, "apply_mask", ("sample_weight", "mask", "dtype", "reduction"), _apply_mask
-    ),
-    Wrapper(loss_module, "reduce_values", ("values", "sample_weight", "reduction"), _reduce_values),
 )

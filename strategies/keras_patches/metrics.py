@@ -9,15 +9,14 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.stateless_scope import in_stateless_scope
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from tfdist.collectives import Group, all_reduce, broadcast
 from tfdist.context import current_step, role_of, strategy_of
-from tfdist.keras_internals.patching import Wrapper
+from tfdist.keras_internals.patching import Patch
+from tfdist.keras_internals.private import TensorFlowTrainer, in_stateless_scope
 from tfdist.strategies.keras_patches.loss_scale import loss_scale_logs
 
-__all__ = ["WRAPPERS", "global_results"]
+__all__ = ["PATCHES", "global_results"]
 
 
 def _get_metrics_result(original, self):
@@ -156,7 +155,7 @@ def _update_mean(original, self, values, sample_weight=None):
     return original(self, values, sample_weight)
 
 
-WRAPPERS = (
-    Wrapper(TensorFlowTrainer, "get_metrics_result", ("self",), _get_metrics_result),
-    Wrapper(keras.metrics.Mean, "update_state", ("self", "values", "sample_weight"), _update_mean),
+PATCHES = (
+    Patch(TensorFlowTrainer, "get_metrics_result", ("self",), _get_metrics_result),
+    Patch(keras.metrics.Mean, "update_state", ("self", "values", "sample_weight"), _update_mean),
 )

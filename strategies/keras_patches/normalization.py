@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import tensorflow as tf
-from keras.src.backend.tensorflow import nn
 
 from tfdist.context import current_replica
-from tfdist.keras_internals.patching import Wrapper
+from tfdist.keras_internals.patching import Patch
+from tfdist.keras_internals.private import nn
 
-__all__ = ["WRAPPERS"]
+__all__ = ["PATCHES"]
 
 
 def _compute_moments_sync(original, x, axes, keepdims):
@@ -45,4 +45,4 @@ def _compute_moments_sync(original, x, axes, keepdims):
     return mean, variance
 
 
-WRAPPERS = (Wrapper(nn, "_compute_moments_sync", ("x", "axes", "keepdims"), _compute_moments_sync),)
+PATCHES = (Patch(nn, "_compute_moments_sync", ("x", "axes", "keepdims"), _compute_moments_sync),)

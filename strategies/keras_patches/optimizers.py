@@ -12,37 +12,56 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-from keras.src.backend.tensorflow.optimizer import TFOptimizer
-from keras.src.optimizers.base_optimizer import BaseOptimizer
+import keras
 
 from tfdist.collectives.gradient_options import GradientOptions
 from tfdist.context import current_replica, current_strategy
 from tfdist.gradients.elementwise import check_elementwise
 from tfdist.gradients.path import GradientPath, current_path
-from tfdist.keras_internals.patching import Wrapper
+from tfdist.keras_internals.patching import Patch
+from tfdist.keras_internals.private import BaseOptimizer, TFOptimizer
 from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.sharding.parts import FlatShard
+from tfdist.zero.sharded_variable import as_shards
 from tfdist.zero.update import LocalShard, all_gather_parameters
 
-__all__ = ["WRAPPERS"]
+__all__ = ["PATCHES"]
 
 
-def _apply_gradients(original, self, grads, trainable_variables):
+def _apply(original, self, grads, trainable_variables=None):
     """Before accumulation: a micro-step's gradient counts by that micro-step's shares."""
     replica = current_replica()
-    if replica is None:
-        return original(self, grads, trainable_variables)
-    path = GradientPath(replica, self, trainable_variables)
-    if any(layout_of(variable).slice is not None for variable in path.variables):
-        check_elementwise(self)
-    replica.gradient_paths.append(path)
-    try:
-        grads = path.weigh(grads)
-        if path.accumulates_global():
-            grads = path.reduce_once(grads)
-        return original(self, grads, trainable_variables)
-    finally:
-        replica.gradient_paths.pop()
+    grads = list(grads)
+    with as_shards():
+        if replica is None or not grads:
+            return original(self, grads, trainable_variables)
+        variables = (
+            self._trainable_variables if trainable_variables is None else trainable_variables
+        )
+        variables = list(variables)
+        _prepare(self, variables)
+        path = GradientPath(replica, self, variables)
+        with path.under_way():
+            grads = path.weigh(grads)
+            if path.accumulates_global():
+                grads = path.reduce_once(grads)
+            return original(self, grads, trainable_variables)
+
+
+def _prepare(optimizer, variables) -> None:
+    """Under ZeRO the state of each parameter is that of this rank's flat shard."""
+    strategy = current_strategy()
+    if any(layout_of(variable).slice is not None for variable in variables):
+        check_elementwise(optimizer)
+    if strategy is None or not strategy.zero_stage:
+        return
+    check_elementwise(optimizer)
+    for variable in variables:
+        layout = layout_of(variable)
+        if layout.state is None:
+            group = strategy.group(*layout.gradient_axes(strategy.mesh))
+            state = layout.flat or FlatShard(group, tuple(variable.shape))
+            update_layout(variable, state=state)
 
 
 def _clip_gradients(original, self, grads):
@@ -54,44 +73,27 @@ def _clip_gradients(original, self, grads):
     return path.clip(grads) if path.is_spread() else original(self, grads)
 
 
-def _all_reduce_sum_gradients(original, self, grads_and_vars):
-    """Where Keras would reduce: for optimizers that do not clip at all."""
-    replica = current_replica()
-    if replica is None:
-        return original(self, grads_and_vars)
-    grads_and_vars = list(grads_and_vars)
-    path = current_path() or GradientPath(replica, self, [v for _, v in grads_and_vars])
-    grads = path.reduce_once([grad for grad, _ in grads_and_vars])
-    return [(grad, variable) for grad, (_, variable) in zip(grads, grads_and_vars, strict=True)]
-
-
-def _build(original, self, variables):
-    """Under ZeRO the state of each parameter is that of this rank's flat shard."""
-    strategy = current_strategy()
-    if strategy is not None and strategy.zero_stage:
-        check_elementwise(self)
-        for variable in variables:
-            layout = layout_of(variable)
-            group = strategy.group(*layout.gradient_axes(strategy.mesh))
-            state = layout.flat or FlatShard(group, tuple(variable.shape))
-            update_layout(variable, state=state)
-    return original(self, variables)
-
-
 def _add_variable_from_reference(original, self, reference_variable, name=None, *args, **kwargs):
     """The moments of a slice are slices of the moments, and lie where it lies."""
-    layout = layout_of(reference_variable)
-    state = layout.state
-    if state is not None and name == "gradient_accumulator":
-        strategy = current_strategy()
-        state = state if strategy is not None and strategy.zero_stage >= 2 else None
-    like = reference_variable
-    if state is not None:
-        like = _Shape(reference_variable.path, (state.share,), reference_variable.dtype)
-    variable = original(self, like, name, *args, **kwargs)
-    if layout.is_spread:
-        update_layout(variable, slice=layout.slice, flat=state, stage=layout.stage)
-    return variable
+    strategy = current_strategy()
+    with as_shards():
+        if strategy is None:
+            return original(self, reference_variable, name, *args, **kwargs)
+        if isinstance(reference_variable, keras.Variable):
+            _prepare(self, [reference_variable])
+        layout = layout_of(reference_variable)
+        state = layout.state
+        # Averages become parameters as they are, so they lie as the parameter does.
+        if name == "average" or (name == "gradient_accumulator" and strategy.zero_stage < 2):
+            state = layout.flat
+        like = reference_variable
+        if state is not None:
+            like = _Shape(reference_variable.path, (state.share,), reference_variable.dtype)
+        # TensorFlow's own method asks where the reference lies; here all lies on one device.
+        variable = super(TFOptimizer, self).add_variable_from_reference(like, name, *args, **kwargs)
+        if layout.is_spread:
+            update_layout(variable, slice=layout.slice, flat=state, stage=layout.stage)
+        return variable
 
 
 @dataclasses.dataclass
@@ -105,14 +107,21 @@ class _Shape:
 
 def _update_step(original, self, grads, trainable_variables, learning_rate):
     """Under ZeRO each rank updates its shards, and then all get the whole parameters."""
-    with _local_shards(trainable_variables) as variables:
+    path = current_path()
+    if path is None:
+        replica = current_replica()
+        if replica is None:
+            return original(self, grads, trainable_variables, learning_rate)
+        path = GradientPath(replica, self, trainable_variables)
+    # Where Keras would reduce: for optimizers that do not clip at all.
+    grads = path.reduce_once(grads)
+    with path.updating(), _local_shards(trainable_variables) as variables:
         return original(self, grads, variables, learning_rate)
 
 
-def _of_shards(original, self, trainable_variables):
-    """Moving averages of parameters are split as the rest of the state."""
-    with _local_shards(trainable_variables) as variables:
-        return original(self, variables)
+def _overwrite_with_averages(original, self, trainable_variables):
+    with as_shards():
+        return original(self, trainable_variables)
 
 
 @contextlib.contextmanager
@@ -129,50 +138,31 @@ def _local_shards(variables) -> Iterator[list]:
             found.append(views[-1])
     yield found
     changed = [view for view in views if view.is_changed]
+    strategy = current_strategy()
     if changed:
-        # At the end of `fit`, where averages become the parameters, no strategy is in scope.
-        strategy = current_strategy()
         options = GradientOptions() if strategy is None else strategy.gradient_options
         all_gather_parameters(changed, options)
 
 
-WRAPPERS = (
-    Wrapper(
-        BaseOptimizer,
-        "_backend_apply_gradients",
-        ("self", "grads", "trainable_variables"),
-        _apply_gradients,
-    ),
-    Wrapper(BaseOptimizer, "_clip_gradients", ("self", "grads"), _clip_gradients),
-    Wrapper(
-        TFOptimizer,
-        "_all_reduce_sum_gradients",
-        ("self", "grads_and_vars"),
-        _all_reduce_sum_gradients,
-    ),
-    Wrapper(
-        BaseOptimizer,
-        "add_variable_from_reference",
-        ("self", "reference_variable"),
-        _add_variable_from_reference,
-    ),
-    Wrapper(BaseOptimizer, "build", ("self", "variables"), _build),
-    Wrapper(
+PATCHES = (
+    Patch(BaseOptimizer, "apply", ("self", "grads", "trainable_variables"), _apply),
+    Patch(BaseOptimizer, "_clip_gradients", ("self", "grads"), _clip_gradients),
+    Patch(
         TFOptimizer,
         "_backend_update_step",
         ("self", "grads", "trainable_variables", "learning_rate"),
         _update_step,
     ),
-    Wrapper(
-        BaseOptimizer,
-        "_update_model_variables_moving_average",
-        ("self", "trainable_variables"),
-        _of_shards,
+    Patch(
+        TFOptimizer,
+        "add_variable_from_reference",
+        ("self", "reference_variable"),
+        _add_variable_from_reference,
     ),
-    Wrapper(
+    Patch(
         TFOptimizer,
         "_overwrite_model_variables_with_average_value",
         ("self", "trainable_variables"),
-        _of_shards,
+        _overwrite_with_averages,
     ),
 )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
-from keras.src.backend.common.stateless_scope import in_stateless_scope
-from keras.src.backend.tensorflow.optimizer import TFOptimizer
-from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from tfdist.context import current_strategy
-from tfdist.keras_internals.patching import Wrapper
+from tfdist.keras_internals.patching import Patch
+from tfdist.keras_internals.private import (
+    TFOptimizer,
+    get_keras_mask,
+    in_stateless_scope,
+    set_keras_mask,
+)
 from tfdist.zero.sharded_variable import (
     ShardedVariable,
     as_shards,
@@ -19,7 +21,7 @@ from tfdist.zero.sharded_variable import (
 )
 from tfdist.zero.unshard import gathered
 
-__all__ = ["WRAPPERS"]
+__all__ = ["PATCHES", "call_gathered"]
 
 
 def _add_weight(original, self, *args, **kwargs):
@@ -30,7 +32,7 @@ def _add_weight(original, self, *args, **kwargs):
     return variable
 
 
-def _call(original, self, *args, **kwargs):
+def call_gathered(original, self, *args, **kwargs):
     """The outermost layer that has parameters gathers them; a model leaves that to its layers."""
     if not ShardedVariable.exist or isinstance(self, keras.Model) or in_stateless_scope():
         return original(self, *args, **kwargs)
@@ -53,16 +55,7 @@ def _with_shards(original, *args, **kwargs):
         return original(*args, **kwargs)
 
 
-WRAPPERS = (
-    Wrapper(keras.layers.Layer, "add_weight", ("self", "args", "shape"), _add_weight),
-    Wrapper(keras.layers.Layer, "__call__", ("self", "args", "kwargs"), _call),
-    Wrapper(BaseOptimizer, "apply", ("self", "grads", "trainable_variables"), _with_shards),
-    Wrapper(TFOptimizer, "_var_key", ("self", "variable"), _with_shards),
-    Wrapper(
-        TFOptimizer,
-        "add_variable_from_reference",
-        ("self", "reference_variable"),
-        _with_shards,
-    ),
-    Wrapper(BaseOptimizer, "finalize_variable_values", ("self", "var_list"), _with_shards),
+PATCHES = (
+    Patch(keras.layers.Layer, "add_weight", ("self", "args", "shape"), _add_weight),
+    Patch(TFOptimizer, "_var_key", ("self", "variable"), _with_shards),
 )

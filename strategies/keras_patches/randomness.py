@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tensorflow as tf
-from keras.src.random.seed_generator import SeedGenerator
 
 from tfdist.context import current_replica
-from tfdist.keras_internals.patching import Wrapper
+from tfdist.keras_internals.patching import Patch
+from tfdist.keras_internals.private import SeedGenerator
 
-__all__ = ["WRAPPERS"]
+__all__ = ["PATCHES"]
 
 #: Odd, so that no two ranks' seeds fall together; far from the steps by which Keras counts.
 _STRIDE = 0x9E3779B1
@@ -28,4 +28,4 @@ def _next(original, self, ordered=True):
     return seed + tf.constant([offset, 0], dtype=seed.dtype)
 
 
-WRAPPERS = (Wrapper(SeedGenerator, "next", ("self", "ordered"), _next),)
+PATCHES = (Patch(SeedGenerator, "next", ("self", "ordered"), _next),)

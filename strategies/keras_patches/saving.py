@@ -9,15 +9,15 @@ import threading
 from typing import Any
 
 import keras
-from keras.src.saving import saving_lib
 
 from tfdist.collectives import barrier
 from tfdist.context import strategy_of
-from tfdist.keras_internals.patching import Wrapper
+from tfdist.keras_internals.patching import Patch
+from tfdist.keras_internals.private import saving_lib
 from tfdist.strategies.keras_patches.splits import split_variables, standing_in, whole_values
 from tfdist.strategies.keras_patches.synchronization import synchronize_layer_states
 
-__all__ = ["WRAPPERS"]
+__all__ = ["PATCHES"]
 
 _loading = threading.local()
 
@@ -61,9 +61,9 @@ def _load_state(original, saveable, *args, **kwargs):
         _loading.under_way = False
 
 
-WRAPPERS = (
-    Wrapper(keras.Model, "save", ("self", "filepath"), _write_once),
-    Wrapper(keras.Model, "save_weights", ("self", "filepath"), _write_once),
-    Wrapper(keras.Model, "export", ("self", "filepath"), _export),
-    Wrapper(saving_lib, "_load_state", ("saveable", "weights_store"), _load_state),
+PATCHES = (
+    Patch(keras.Model, "save", ("self", "filepath"), _write_once),
+    Patch(keras.Model, "save_weights", ("self", "filepath"), _write_once),
+    Patch(keras.Model, "export", ("self", "filepath"), _export),
+    Patch(saving_lib, "_load_state", ("saveable", "weights_store"), _load_state),
 )

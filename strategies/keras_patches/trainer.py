@@ -9,7 +9,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from tfdist.checkpoint import Checkpointer
 from tfdist.collectives import all_reduce
@@ -17,7 +16,8 @@ from tfdist.context import strategy_of
 from tfdist.data.position import DataPosition
 from tfdist.data.sharding import row_range
 from tfdist.gradients.non_finite import guard_of
-from tfdist.keras_internals.patching import Wrapper
+from tfdist.keras_internals.patching import Patch
+from tfdist.keras_internals.private import TensorFlowTrainer
 from tfdist.monitoring.memory_report import parameter_bytes
 from tfdist.strategies.keras_patches.agreement import check_agreement
 from tfdist.strategies.keras_patches.callbacks import (
@@ -29,7 +29,7 @@ from tfdist.strategies.keras_patches.data import recorded
 from tfdist.strategies.keras_patches.synchronization import synchronize_layer_states
 from tfdist.strategies.randomness import share_random_state
 
-__all__ = ["WRAPPERS"]
+__all__ = ["PATCHES"]
 
 _logger = logging.getLogger("tfdist")
 
@@ -221,21 +221,19 @@ def _prepare_callbacks(strategy, arguments: dict, *, training: bool) -> None:
         arguments["verbose"] = 0
 
 
-WRAPPERS = (
-    Wrapper(TensorFlowTrainer, "fit", ("self", "x", "y"), _fit),
-    Wrapper(TensorFlowTrainer, "evaluate", ("self", "x", "y"), _evaluate),
-    Wrapper(TensorFlowTrainer, "predict", ("self", "x"), _predict),
-    Wrapper(
+PATCHES = (
+    Patch(TensorFlowTrainer, "fit", ("self", "x", "y"), _fit),
+    Patch(TensorFlowTrainer, "evaluate", ("self", "x", "y"), _evaluate),
+    Patch(TensorFlowTrainer, "predict", ("self", "x"), _predict),
+    Patch(
         TensorFlowTrainer,
         "_maybe_symbolic_build",
         ("self", "iterator", "data_batch"),
         _maybe_symbolic_build,
     ),
-    Wrapper(TensorFlowTrainer, "predict_on_batch", ("self", "x"), _predict_on_batch),
-    Wrapper(
+    Patch(TensorFlowTrainer, "predict_on_batch", ("self", "x"), _predict_on_batch),
+    Patch(
         TensorFlowTrainer, "train_on_batch", ("self", "x", "y", "sample_weight"), _train_on_batch
     ),
-    Wrapper(
-        TensorFlowTrainer, "test_on_batch", ("self", "x", "y", "sample_weight"), _test_on_batch
-    ),
+    Patch(TensorFlowTrainer, "test_on_batch", ("self", "x", "y", "sample_weight"), _test_on_batch),
 )

@@ -1,4 +1,4 @@
-"""The table of `docs/architecture.md` that lists what of Keras is wrapped, from `WRAPPERS`.
+"""The table of `docs/architecture.md` that lists what of Keras is wrapped, from `PATCHES`.
 
 `python -m tests.strategies.patch_table` renews it.
 """
@@ -22,8 +22,8 @@ def wrapping_modules() -> list:
     """The modules that wrap something, by name."""
     found = []
     for module in pkgutil.iter_modules(keras_patches.__path__):
-        loaded = __import__(f"{keras_patches.__name__}.{module.name}", fromlist=["WRAPPERS"])
-        if hasattr(loaded, "WRAPPERS"):
+        loaded = __import__(f"{keras_patches.__name__}.{module.name}", fromlist=["PATCHES"])
+        if hasattr(loaded, "PATCHES"):
             found.append(loaded)
     return found
 
@@ -33,7 +33,7 @@ def table() -> str:
     lines = ["| File | Wraps | What for |", "|---|---|---|"]
     for module in wrapping_modules():
         file = Path(inspect.getfile(module)).name
-        names = [f"`{_owner(wrapper.owner)}.{wrapper.name}`" for wrapper in module.WRAPPERS]
+        names = [f"`{_owner(patch.owner)}.{patch.name}`" for patch in module.PATCHES]
         first = (module.__doc__ or "").splitlines()[0].rstrip(".")
         lines.append(f"| `{file}` | {', '.join(names)} | {first} |")
     return "\n".join(lines)

@@ -14,17 +14,17 @@ import tensorflow as tf
 
 from tests.strategies import programs
 from tests.strategies.programs import BATCH, UNEVEN_ROWS, finish, images, start
-from tfdist.keras_internals.patching import Wrapper, apply_wrappers
+from tfdist.keras_internals.patching import Patch, apply_patches
 from tfdist.strategies import LocalStrategy, keras_patches
 
-WRAPPERS = [wrapper for module in keras_patches._MODULES for wrapper in module.WRAPPERS]
+PATCHES = [patch for module in keras_patches._MODULES for patch in module.PATCHES]
 
 
-def name_of(wrapper: Wrapper) -> str:
-    return f"{wrapper.owner.__name__.rpartition('.')[2]}.{wrapper.name}"
+def name_of(patch: Patch) -> str:
+    return f"{patch.owner.__name__.rpartition('.')[2]}.{patch.name}"
 
 
-each_wrapper = pytest.mark.parametrize("wrapper", WRAPPERS, ids=name_of)
+each_patch = pytest.mark.parametrize("patch", PATCHES, ids=name_of)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,42 +35,42 @@ def installed():
 
 def unwrap_all(monkeypatch):
     """Puts Keras' own functions back until the test ends."""
-    for wrapper in WRAPPERS:
-        wrapped = getattr(wrapper.owner, wrapper.name)
-        monkeypatch.setattr(wrapper.owner, wrapper.name, wrapped.__wrapped__)
+    for patch in PATCHES:
+        wrapped = getattr(patch.owner, patch.name)
+        monkeypatch.setattr(patch.owner, patch.name, wrapped.__wrapped__)
 
 
-@each_wrapper
-def test_keras_has_the_function(wrapper):
-    original = getattr(wrapper.owner, wrapper.name).__wrapped__
+@each_patch
+def test_keras_has_the_function(patch):
+    original = getattr(patch.owner, patch.name).__wrapped__
     assert original.__module__.startswith("keras.")
     found = tuple(inspect.signature(original).parameters)
-    assert found[: len(wrapper.parameters)] == wrapper.parameters
+    assert found[: len(patch.parameters)] == patch.parameters
 
 
-@each_wrapper
-def test_a_keras_with_other_parameters_is_refused(wrapper):
+@each_patch
+def test_a_keras_with_other_parameters_is_refused(patch):
     def moved(something_else):
         raise AssertionError
 
-    owner = types.SimpleNamespace(__name__="Owner", **{wrapper.name: moved})
+    owner = types.SimpleNamespace(__name__="Owner", **{patch.name: moved})
     with pytest.raises(ImportError) as raised:
-        apply_wrappers([dataclasses.replace(wrapper, owner=owner)])
+        apply_patches([dataclasses.replace(patch, owner=owner)])
     message = str(raised.value)
-    assert f"`Owner.{wrapper.name}{wrapper.parameters}`" in message
+    assert f"`Owner.{patch.name}{patch.parameters}`" in message
     assert "Found: ('something_else',)." in message
     assert keras.__version__ in message
     assert "Install the Keras" in message
-    assert getattr(owner, wrapper.name) is moved
+    assert getattr(owner, patch.name) is moved
 
 
-@each_wrapper
-def test_a_keras_without_the_function_is_refused(wrapper):
+@each_patch
+def test_a_keras_without_the_function_is_refused(patch):
     owner = types.SimpleNamespace(__name__="Owner")
     # An `__init__` that is gone leaves that of `object`.
-    found = re.escape(f"Owner.{wrapper.name}") + r".*Found: (nothing|\('args', 'kwargs'\))"
+    found = re.escape(f"Owner.{patch.name}") + r".*Found: (nothing|\('args', 'kwargs'\))"
     with pytest.raises(ImportError, match=found):
-        apply_wrappers([dataclasses.replace(wrapper, owner=owner)])
+        apply_patches([dataclasses.replace(patch, owner=owner)])
     assert vars(owner) == {"__name__": "Owner"}
 
 
@@ -83,22 +83,22 @@ class Owner:
 
 
 def test_wrapping_twice_does_nothing():
-    wrapper = Wrapper(
+    patch = Patch(
         Owner, "function", ("value",), lambda original, *args, **kwargs: -original(*args, **kwargs)
     )
-    apply_wrappers([wrapper])
+    apply_patches([patch])
     wrapped = Owner.function
-    apply_wrappers([wrapper, wrapper])
+    apply_patches([patch, patch])
     assert Owner.function is wrapped
     assert Owner.function(1, more=2) == -3
     assert wrapped.__name__ == "function"
 
 
 def test_installing_again_does_nothing():
-    before = [getattr(wrapper.owner, wrapper.name) for wrapper in WRAPPERS]
+    before = [getattr(patch.owner, patch.name) for patch in PATCHES]
     LocalStrategy()
     keras_patches.install()
-    assert [getattr(wrapper.owner, wrapper.name) for wrapper in WRAPPERS] == before
+    assert [getattr(patch.owner, patch.name) for patch in PATCHES] == before
 
 
 LOSSES = {

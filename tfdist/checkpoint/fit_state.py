@@ -10,11 +10,10 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common import global_state
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 
 from tfdist.data.position import DataPosition
 from tfdist.data.random_state import global_seed, random_state, set_random_state
+from tfdist.keras_internals.private import GLOBAL_SEED_GENERATOR, global_state
 
 __all__ = ["FitState", "check_state"]
 

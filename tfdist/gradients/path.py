@@ -1,23 +1,22 @@
 """The path of the gradients of one `optimizer.apply`: from the tape of each rank to the update.
 
-Keras calls, in this order, what `strategies/keras_patches/optimizers.py` wraps:
+Keras calls, in this order, what `strategies/keras_patches/optimizers.py` patches:
 
-    optimizer.apply(gradients, variables)
-      _backend_apply_gradients        LOCAL        weighed by this rank's share of the samples
-        gradient accumulation         ACCUMULATED  over the micro-steps, if any
-        _clip_gradients               GLOBAL       reduced over the ranks, here and nowhere else
-                                      CLIPPED      by norms of global arrays
-        _backend_update_step                       the update, under ZeRO that of shards
+    apply                     LOCAL        weighed by this rank's share of the samples
+      gradient accumulation                over the micro-steps, if any
+      _clip_gradients         GLOBAL       reduced over the ranks, here and nowhere else
+                              CLIPPED      by norms of global arrays
+      _backend_update_step    UPDATED      under ZeRO by updates of shards
 
 Under ZeRO 2 and 3 gradients are reduced before they are accumulated: whole gradients would stand
-from one micro-step to the next. Optimizers that do not clip reach `_all_reduce_sum_gradients`
-instead, where Keras itself would reduce.
+from one micro-step to the next. Optimizers that do not clip are reduced where they update.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
@@ -27,7 +26,7 @@ from tfdist.gradients.clipping import clip_spread_gradients
 from tfdist.gradients.reduce import reduce_gradients, sum_partial_gradients, weigh_gradients
 from tfdist.gradients.reduce_scatter import reduce_scatter_gradients
 from tfdist.gradients.sparse import needs_rows
-from tfdist.sharding.layout import layout_of
+from tfdist.sharding.layout import VariableLayout, layout_of
 
 __all__ = ["GradientPath", "State", "current_path"]
 
@@ -36,9 +35,9 @@ class State(enum.Enum):
     """How far the gradients have come."""
 
     LOCAL = enum.auto()
-    ACCUMULATED = enum.auto()
     GLOBAL = enum.auto()
     CLIPPED = enum.auto()
+    UPDATED = enum.auto()
 
 
 class GradientPath:
@@ -58,17 +57,50 @@ class GradientPath:
         self._replica, self._optimizer = replica, optimizer
         self._strategy = replica.strategy
         self.variables = list(variables)
-        self._layouts = [layout_of(variable) for variable in self.variables]
         self.state = State.LOCAL
 
+    @property
+    def _layouts(self) -> list[VariableLayout]:
+        return [layout_of(variable) for variable in self.variables]
+
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Inside, this is the current path."""
+        self._replica.gradient_paths.append(self)
+        try:
+            yield
+        finally:
+            self._replica.gradient_paths.pop()
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Inside, Keras' own sum of gradients over the replicas is left out: they are global."""
+        self.state = State.UPDATED
+        before, self._replica.sums_gradients = self._replica.sums_gradients, False
+        try:
+            yield
+        finally:
+            self._replica.sums_gradients = before
+
     def weigh(self, gradients: Sequence) -> list:
-        """Multiplies this rank's gradients by its share of the samples of the step."""
+        """Multiplies this rank's gradients by its share of the samples of the step.
+
+        Of what Keras leaves out from here on, the variables are no longer kept.
+        """
         weighed = weigh_gradients(gradients, self._replica.step)
-        # Those of parameters that lie flat were weighed and reduced as they came.
-        return [
-            own if layout.flat is not None else new
-            for own, new, layout in zip(gradients, weighed, self._layouts, strict=True)
+        pairs = zip(gradients, weighed, self._layouts, self.variables, strict=True)
+        # Those of parameters that lie flat were weighed and reduced as they came. What Keras takes for
+        # new values of variables, and not for gradients, is left alone.
+        found = [
+            own if layout.flat is not None or overwrites(variable) else new
+            for own, new, layout, variable in pairs
         ]
+        self.variables = [
+            variable
+            for gradient, variable in zip(found, self.variables, strict=True)
+            if gradient is not None and not overwrites(variable)
+        ]
+        return found
 
     def accumulates_global(self) -> bool:
         """Whether gradients are reduced before they are accumulated."""
@@ -76,7 +108,7 @@ class GradientPath:
 
     def reduce_once(self, gradients: Sequence) -> list:
         """Reduces the gradients over the ranks, unless that was done."""
-        if self.state not in (State.LOCAL, State.ACCUMULATED):
+        if self.state is not State.LOCAL:
             return list(gradients)
         self.state = State.GLOBAL
         options = self._strategy.gradient_options
@@ -92,10 +124,8 @@ class GradientPath:
         found = list(gradients)
         every = self._strategy.gradient_group
         mesh = self._strategy.mesh
-        # Where the variables are not known, as in a loop of the user's own, they are replicated.
-        layouts = self._layouts or [layout_of(None)] * len(found)
         places: dict[Group, list[int]] = {}
-        for place, layout in enumerate(layouts):
+        for place, layout in enumerate(self._layouts):
             if layout.flat is None:
                 group = self._strategy.group(*layout.gradient_axes(mesh))
                 places.setdefault(group, []).append(place)
@@ -117,6 +147,11 @@ class GradientPath:
         """Clips gradients that lie in parts on several ranks."""
         self.state = State.CLIPPED
         return clip_spread_gradients(self._optimizer, gradients, self.variables)
+
+
+def overwrites(variable) -> bool:
+    """Whether what stands for a variable's gradient is its new value."""
+    return bool(getattr(variable, "overwrite_with_gradient", False))
 
 
 def _scaled(gradient, factor: float):

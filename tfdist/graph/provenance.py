@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import tensorflow as tf
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+
+from tfdist.keras_internals.private import get_keras_mask, set_keras_mask
 
 __all__ = ["with_provenance"]
 

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
-from keras.src.models.functional import Functional
 from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicFunction
 from tensorflow.python.framework import func_graph, ops
 from tensorflow.python.profiler.internal import flops_registry  # noqa: F401  Registers FLOPs.
+
+from tfdist.keras_internals.private import Functional, global_state
 
 __all__ = [
     "add_functions",

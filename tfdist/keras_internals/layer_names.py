@@ -12,9 +12,7 @@ import functools
 import inspect
 import re
 
-from keras.src.models.functional import Functional
-from keras.src.ops.operation import Operation
-from keras.src.utils.naming import to_snake_case
+from tfdist.keras_internals.private import Functional, Operation, to_snake_case
 
 __all__ = ["Functional", "is_made_up", "plain_name", "watch"]
 

@@ -10,19 +10,19 @@ from typing import Any
 
 import keras
 
-__all__ = ["Wrapper", "apply_wrappers"]
+__all__ = ["Patch", "apply_patches"]
 
 _applied: set[tuple[int, str, int]] = set()
 
 
 @dataclasses.dataclass(frozen=True)
-class Wrapper:
+class Patch:
     """A function of Keras and what is called in its stead.
 
     Attributes:
         owner: The module or class.
         name: The function's name there.
-        parameters: The first parameters that the wrapper counts on.
+        parameters: The first parameters that the patch counts on.
         call: Called as `call(original, *args, **kwargs)`.
     """
 
@@ -32,26 +32,26 @@ class Wrapper:
     call: Callable
 
 
-def apply_wrappers(wrappers: Sequence[Wrapper]) -> None:
+def apply_patches(patches: Sequence[Patch]) -> None:
     """Wraps each function that is not wrapped yet.
 
     Raises:
         ImportError: Keras has no such function, or its parameters are others.
     """
-    for wrapper in wrappers:
-        key = (id(wrapper.owner), wrapper.name, id(wrapper.call))
+    for patch in patches:
+        key = (id(patch.owner), patch.name, id(patch.call))
         if key in _applied:
             continue
-        original: Any = getattr(wrapper.owner, wrapper.name, None)
+        original: Any = getattr(patch.owner, patch.name, None)
         found = tuple(inspect.signature(original).parameters) if callable(original) else ()
-        if found[: len(wrapper.parameters)] != wrapper.parameters:
-            owner = getattr(wrapper.owner, "__name__", wrapper.owner)
+        if found[: len(patch.parameters)] != patch.parameters:
+            owner = getattr(patch.owner, "__name__", patch.owner)
             raise ImportError(
                 f"This tfdist knows another Keras than {keras.__version__}: it relies on "
-                f"`{owner}.{wrapper.name}{wrapper.parameters}`. Found: {found or 'nothing'}. "
+                f"`{owner}.{patch.name}{patch.parameters}`. Found: {found or 'nothing'}. "
                 "Install the Keras that tfdist's metadata asks for."
             )
-        setattr(wrapper.owner, wrapper.name, _wrapped(original, wrapper.call))
+        setattr(patch.owner, patch.name, _wrapped(original, patch.call))
         _applied.add(key)
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
+import tensorflow as tf
 
 from tfdist import checks
-from tfdist.context import strategy_of
+from tfdist.context import current_step, strategy_of
 from tfdist.gradients.non_finite import NonFiniteGuard, guard_of, put_guard
+from tfdist.graph.custom_gradient import custom_gradient
 
 __all__ = ["TerminateOnNonFinite"]
 
@@ -50,6 +54,7 @@ class TerminateOnNonFinite(keras.callbacks.Callback):
         if guard is None:
             guard = NonFiniteGuard(strategy.mesh.rank)
             put_guard(model, guard)
+            model.compute_loss = _watched(model.compute_loss, guard)
             # A step that was traced before does not know the guard.
             model.train_function = None
         self._guard = guard
@@ -61,3 +66,28 @@ class TerminateOnNonFinite(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         """Looks no further."""
         self._guard.start(0)
+
+
+def _watched(compute_loss, guard: NonFiniteGuard):
+    """A model's `compute_loss`, whose loss the guard looks at in training steps."""
+
+    @functools.wraps(compute_loss)
+    def watched(*args, **kwargs):
+        loss = compute_loss(*args, **kwargs)
+        step = current_step()
+        if step is None or step.kind != "train" or loss is None:
+            return loss
+        guard.note(loss)
+        goes_on = guard.end_step()
+
+        @custom_gradient
+        def wait(loss):
+            def gradient(dy):
+                with tf.control_dependencies(goes_on):
+                    return tf.identity(dy)
+
+            return tf.identity(loss), gradient
+
+        return wait(loss)
+
+    return watched

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import keras
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from tfdist.collectives import Group
 from tfdist.collectives.mappings import copy
+from tfdist.keras_internals.private import get_keras_mask, set_keras_mask
 from tfdist.parallelize.adapters import Adapter, EinsumDenseAdapter, override
 
 __all__ = ["join_attention"]

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 from keras import ops
-from keras.src.backend.common.masking import set_keras_mask
 
 from tfdist.collectives import Group
 from tfdist.collectives.mappings import gather, reduce
+from tfdist.keras_internals.private import set_keras_mask
 from tfdist.layers.embedding import own_rows, stays_split
 from tfdist.parallelize.adapters import Adapter, Part, columns
 from tfdist.sharding.weights import value_tensor

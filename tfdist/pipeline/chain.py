@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.masking import get_keras_mask
 
 from tfdist import checks
 from tfdist.keras_internals.functional import (
@@ -18,6 +17,7 @@ from tfdist.keras_internals.functional import (
     trace_graph,
     without_values,
 )
+from tfdist.keras_internals.private import get_keras_mask
 
 __all__ = ["Chain", "Link"]
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from tfdist import checks
 from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.graph.rematerialize import Region
+from tfdist.keras_internals.private import in_stateless_scope
 from tfdist.recompute.policies import POLICIES, check_costs, choose_segments
 
 __all__ = ["recompute"]

@@ -16,7 +16,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from tfdist.collectives import Group
 from tfdist.collectives.gradient_options import GradientOptions
@@ -24,6 +23,7 @@ from tfdist.context import current_step, current_strategy
 from tfdist.gradients.reduce import weigh_gradients
 from tfdist.gradients.sparse import reduce_rows, shard_of_rows
 from tfdist.graph.custom_gradient import custom_gradient
+from tfdist.keras_internals.private import in_stateless_scope
 from tfdist.sharding.collectives import all_gather_arrays, reduce_scatter_arrays
 from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.sharding.parts import FlatShard, deep_copy

@@ -1,0 +1,83 @@
+"""The private names of Keras that tfdist uses: imported here, and nowhere else.
+
+`strategies/keras_patches/` says which of them are patched. `check_signatures` compares the functions
+that are called with what is relied on.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import keras
+from keras.src.backend.common import global_state
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.backend.tensorflow import nn
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
+from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
+from keras.src.losses import loss as loss_module
+from keras.src.models.functional import Functional
+from keras.src.ops.operation import Operation
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, SeedGenerator
+from keras.src.saving import saving_lib
+from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.epoch_iterator import EpochIterator
+from keras.src.utils.naming import to_snake_case
+
+__all__ = [
+    "GLOBAL_SEED_GENERATOR",
+    "BaseOptimizer",
+    "CompileLoss",
+    "CompileMetrics",
+    "EpochIterator",
+    "Functional",
+    "GeneratorDataAdapter",
+    "LossScaleOptimizer",
+    "Operation",
+    "SeedGenerator",
+    "TFEpochIterator",
+    "TFOptimizer",
+    "TensorFlowTrainer",
+    "check_signatures",
+    "get_keras_mask",
+    "global_state",
+    "in_stateless_scope",
+    "loss_module",
+    "nn",
+    "saving_lib",
+    "set_keras_mask",
+    "to_snake_case",
+]
+
+#: Functions that are called, or overridden on an instance, and their first parameters.
+_CALLED = (
+    (keras.Variable, "_initialize", ("self", "value")),
+    (keras.Variable, "_direct_assign", ("self", "value")),
+    (keras.Variable, "_maybe_autocast", ("self", "value")),
+    (TFEpochIterator, "_get_iterator", ("self",)),
+    (EpochIterator, "_enumerate_iterator", ("self",)),
+    (TensorFlowTrainer, "_assert_compile_called", ("self",)),
+    (global_state, "get_global_attribute", ("name",)),
+    (loss_module, "apply_mask", ("sample_weight", "mask", "dtype", "reduction")),
+)
+
+
+def check_signatures() -> None:
+    """Compares Keras' functions with what tfdist relies on.
+
+    Raises:
+        ImportError: One has moved.
+    """
+    for owner, name, parameters in _CALLED:
+        function = getattr(owner, name, None)
+        found = tuple(inspect.signature(function).parameters) if callable(function) else ()
+        if found[: len(parameters)] != parameters:
+            where = getattr(owner, "__name__", owner)
+            raise ImportError(
+                f"tfdist is not compatible with Keras {keras.__version__}: it expects "
+                f"`{where}.{name}{parameters}`. Found: {found or 'nothing'}. Install the Keras that "
+                "tfdist's metadata asks for."
+            )
