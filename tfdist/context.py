@@ -29,6 +29,7 @@ __all__ = [
     "current_strategy",
     "role_of",
     "strategy_of",
+    "weighted",
 ]
 
 
@@ -200,7 +201,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             if self.has_padding is not None:
                 tensor = tf.convert_to_tensor(tensor)
                 tensor = tf.where(self.has_padding, tf.zeros_like(tensor), tensor)
-            return _weighted(lambda x: all_reduce(x, self._group, reduction), tensor, self.step)
+            return weighted(lambda x: all_reduce(x, self._group, reduction), tensor, self.step)
 
         return tf.nest.map_structure(reduce, value)
 
@@ -223,7 +224,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
                 kept = [slice(None)] * tensor.shape.rank
                 kept[axis] = slice(tf.where(self.has_padding, 0, tf.shape(tensor)[axis]))
                 tensor = tensor[tuple(kept)]
-            return _weighted(
+            return weighted(
                 lambda x: all_gather(x, self._group, axis, uneven=True), tensor, self.step
             )
 
@@ -275,7 +276,7 @@ def current_step() -> KerasStep | None:
     return replica.step if replica is not None else None
 
 
-def _weighted(collective: Callable, tensor, step: KerasStep | None):
+def weighted(collective: Callable, tensor, step: KerasStep | None):
     """A collective, with a gradient that is right where ranks have unequal shares.
 
     The step's objective is the sum over ranks of share times local loss, but each rank derives

@@ -1,4 +1,10 @@
-"""Synchronized BatchNormalization: one reduction a layer and direction, where Keras makes three."""
+"""Synchronized BatchNormalization: one collective a layer and direction, where Keras makes three.
+
+Each rank computes the mean of its own entries and the sum of squares around that mean; these are
+combined as in Chan, Golub and LeVeque (1979), "Updating Formulae and a Pairwise Algorithm for
+Computing Sample Variances". Keras subtracts the square of the mean from the mean of squares, of
+which little is left where the mean is large beside the deviation.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,8 @@ import math
 
 import tensorflow as tf
 
-from tfdist.context import current_replica
+from tfdist.collectives import all_gather
+from tfdist.context import current_replica, weighted
 from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import nn
 
@@ -14,32 +21,35 @@ __all__ = ["PATCHES"]
 
 
 def _compute_moments_sync(original, x, axes, keepdims):
-    """The mean and variance of all ranks' rows, from sums that travel together.
+    """The mean and variance of all ranks' entries, from statistics that travel together.
 
     Every layer waits for its statistics before it goes on, so a step pays for the latency of each
-    reduction. The number of entries travels along only where ranks may differ in rows.
+    collective. The number of entries travels along only where ranks may differ in rows.
     """
     replica = current_replica()
-    if replica is None or replica.strategy.gradient_group.size == 1:
+    group = None if replica is None else replica.strategy.gradient_group
+    if replica is None or group is None or group.size == 1:
         return original(x, axes, keepdims)
-    sums = tf.reduce_sum(x, axis=axes, keepdims=True)
-    squares = tf.reduce_sum(tf.square(x), axis=axes, keepdims=True)
-    parts = [tf.reshape(sums, [-1]), tf.reshape(squares, [-1])]
+    mean = tf.reduce_mean(x, axis=axes, keepdims=True)
+    squares = tf.reduce_sum(tf.math.squared_difference(x, mean), axis=axes, keepdims=True)
+    parts = [tf.reshape(mean, [-1]), tf.reshape(squares, [-1])]
     sizes = [x.shape[axis] for axis in axes]
-    even = replica.step is not None and replica.step.is_even and None not in sizes
-    if not even:
-        parts.append(tf.cast(tf.reshape(tf.size(x) // tf.size(sums), [1]), x.dtype))
-    own = tf.concat(parts, axis=0)
-    packed = replica.all_reduce("SUM", own)
-    channels = tf.size(sums)
-    if even:
-        count = tf.constant(float(math.prod(sizes) * replica.strategy.gradient_group.size), x.dtype)
-    else:
-        count = packed[-1]
-    mean = tf.reshape(tf.math.divide_no_nan(packed[:channels], count), tf.shape(sums))
-    mean_square = tf.math.divide_no_nan(packed[channels : 2 * channels], count)
-    variance = tf.maximum(tf.reshape(mean_square, tf.shape(sums)) - tf.square(mean), 0.0)
-    mean, variance = tf.ensure_shape(mean, sums.shape), tf.ensure_shape(variance, sums.shape)
+    is_even = replica.step is not None and replica.step.is_even and None not in sizes
+    if not is_even:
+        parts.append(tf.cast(tf.reshape(tf.size(x) // tf.size(mean), [1]), x.dtype))
+    own = tf.concat(parts, axis=0)[None]
+    if replica.has_padding is not None:
+        own = tf.where(replica.has_padding, tf.zeros_like(own), own)
+    every = weighted(lambda part: all_gather(part, group, name="moments"), own, replica.step)
+    channels = tf.size(mean)
+    means, squares = every[:, :channels], every[:, channels : 2 * channels]
+    counts = tf.constant(float(math.prod(sizes)), x.dtype) if is_even else every[:, -1:]
+    total = tf.reduce_sum(counts * tf.ones_like(every[:, :1]))
+    whole = tf.math.divide_no_nan(tf.reduce_sum(counts * means, axis=0), total)
+    squares = tf.reduce_sum(squares + counts * tf.math.squared_difference(means, whole), axis=0)
+    variance = tf.reshape(tf.math.divide_no_nan(squares, total), tf.shape(mean))
+    mean = tf.ensure_shape(tf.reshape(whole, tf.shape(mean)), mean.shape)
+    variance = tf.ensure_shape(variance, mean.shape)
     if not keepdims:
         mean, variance = tf.squeeze(mean, axes), tf.squeeze(variance, axes)
     return mean, variance

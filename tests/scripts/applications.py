@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import numpy as np
 
@@ -29,14 +31,14 @@ APPLICATIONS = {
 }
 
 
-def without_chance(layer):
+def without_chance(layer, synchronized: bool):
     """The layer, without dropout of units or paths, its statistics those of the global batch."""
     config = layer.get_config()
     for name in ("rate", "drop_path_rate"):
         if name in config:
             config[name] = 0.0
     if isinstance(layer, keras.layers.BatchNormalization):
-        config["synchronized"] = True
+        config["synchronized"] = synchronized
     return layer.__class__.from_config(config)
 
 
@@ -49,7 +51,10 @@ def train_application(strategy, feed: Feed, *, name: str) -> Result:
     with scope(strategy):
         shape = (pixels, pixels, 3)
         model = getattr(keras.applications, name)(weights=None, classes=5, input_shape=shape)
-        model = keras.models.clone_model(model, clone_function=without_chance)
+        # In one process the batch is whole, and Keras' formula for what is not synchronized the more
+        # exact one.
+        rule = functools.partial(without_chance, synchronized=strategy is not None)
+        model = keras.models.clone_model(model, clone_function=rule)
         model.compile(keras.optimizers.SGD(1e-3), "sparse_categorical_crossentropy")
     history = feed.fit(model, x, y)
     weights = {f"{i}/{w.path}": np.asarray(w) for i, w in enumerate(model.weights)}
