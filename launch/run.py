@@ -24,7 +24,7 @@ from tfdist.launch.hosts import Host, HostDiscovery, is_this_machine, parse_host
 from tfdist.launch.processes import RankProcess
 from tfdist.launch.restarts import run_with_restarts
 from tfdist.launch.supervisor import Supervisor
-from tfdist.runtime.directory_lock import JOB
+from tfdist.runtime.lock_owner import JOB
 from tfdist.runtime.rendezvous import MEANT_RANKS, Place, environments, interface_towards
 
 __all__ = ["PROGRAM", "run"]

@@ -20,6 +20,7 @@ from typing import Any
 
 from absl import flags
 
+from tfdist.checkpoint import directory_lock
 from tfdist.checks import LARGEST
 from tfdist.launch import command, world
 from tfdist.launch.flag_values import YEAR, folder, refuse, refuse_ignored
@@ -28,7 +29,6 @@ from tfdist.launch.language import Language
 from tfdist.launch.mesh_flags import MESH, ZERO, Layout, chosen_layout
 from tfdist.launch.tasks import VALUES, Data, Settings, Task
 from tfdist.launch.world import STRATEGY
-from tfdist.runtime import directory_lock
 from tfdist.runtime.directories import checked_directory, is_address
 from tfdist.runtime.rendezvous import MEANT_RANKS
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.test_jobs import ROOT, command, environment, run
-from tfdist.runtime import directory_lock
-from tfdist.runtime.directory_lock import JOB, LOCK, DirectoryLock, InUseError, Owner, holder_of
+from tfdist.checkpoint import directory_lock
+from tfdist.checkpoint.directory_lock import JOB, LOCK, DirectoryLock, InUseError, Owner, holder_of
 
 HOLD = """
 import sys, time
-from tfdist.runtime import directory_lock
+from tfdist.checkpoint import directory_lock
 if sys.argv[2] == "renewed":
     directory_lock._is_local = lambda directory: False
     directory_lock._RENEW_SECONDS = 0.2

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.checkpoint.directory import folders, lost
+from tfdist.checkpoint.directory_lock import DirectoryLock, InUseError
 from tfdist.checkpoint.fit_state import FitState, check_state
 from tfdist.checkpoint.intervals import young_daly
 from tfdist.checkpoint.reporting import report_in_one_line
@@ -28,7 +29,6 @@ from tfdist.collectives.objects import broadcast_object
 from tfdist.data.position import DataPosition
 from tfdist.layers.states import layer_states
 from tfdist.runtime.directories import checked_directory
-from tfdist.runtime.directory_lock import DirectoryLock, InUseError
 from tfdist.runtime.exit_codes import PREEMPTED
 
 __all__ = ["Checkpointer"]

@@ -19,6 +19,7 @@ from tfdist import checks
 from tfdist.checkpoint.chunks import chunk_shape_of
 from tfdist.checkpoint.digests import read_back
 from tfdist.checkpoint.directory import record_newest
+from tfdist.checkpoint.directory_lock import DirectoryLock, InUseError
 from tfdist.checkpoint.entries import entries_of, held_by
 from tfdist.checkpoint.errors import DirectoryInUseError, StorageError
 from tfdist.checkpoint.manifest import Digests, Manifest, folder_of, keys_of
@@ -28,7 +29,6 @@ from tfdist.collectives import Group
 from tfdist.collectives.local import LocalEngine
 from tfdist.collectives.objects import all_gather_object, broadcast_object
 from tfdist.runtime.directories import checked_directory
-from tfdist.runtime.directory_lock import DirectoryLock, InUseError
 
 __all__ = ["Save", "Saver", "begin_save", "lock_on", "save", "world_of"]
 

@@ -215,7 +215,7 @@ class _RenewedLock:
     """A file that a thread renews, where hosts share no kernel."""
 
     def __init__(self, directory: str):
-        from tfdist.checkpoint.storage import Storage  # TensorStore, where it is needed.
+        from tfdist.checkpoint.storage import Storage  # Imports TensorStore.
 
         self._directory, self._files = directory, Storage(directory)
         self._owner = Owner.here()
