@@ -23,6 +23,7 @@ from tfdist.context import (
     current_replica,
 )
 from tfdist.data.sharding import equal_steps, is_per_rank, mark_per_rank, shard_batches
+from tfdist.data.tokens import shard_tokens
 from tfdist.mesh import Mesh
 from tfdist.monitoring import Watchdog, startup_guard
 from tfdist.runtime.schedulers import started_by_scheduler
@@ -301,8 +302,8 @@ class _ParallelExtended(OneDeviceExtended):
     def _finish_outputs(self, outputs):
         if not getattr(self._local, "predicting", False):
             return outputs
-        group = self._parallel.row_group
-        return tf.nest.map_structure(lambda rows: _gather_rows(rows, group), outputs)
+        strategy = self._parallel
+        return tf.nest.map_structure(lambda part: _gather_outputs(part, strategy), outputs)
 
     @property
     def batch_logs_read(self) -> tf.Variable:
@@ -337,7 +338,7 @@ class _ParallelExtended(OneDeviceExtended):
         if is_per_rank(dataset):
             return equal_steps(dataset, self._parallel.group())
         group = self._parallel.row_group
-        return shard_batches(dataset, group.size, group.rank)
+        return self._own_tokens(shard_batches(dataset, group.size, group.rank))
 
     def _distribute_datasets_from_function(self, dataset_fn, options):
         del options
@@ -347,7 +348,14 @@ class _ParallelExtended(OneDeviceExtended):
             input_pipeline_id=group.rank,
             num_replicas_in_sync=group.size,
         )
-        return equal_steps(mark_per_rank(dataset_fn(context)), self._parallel.group())
+        dataset = mark_per_rank(dataset_fn(context))
+        return self._own_tokens(equal_steps(dataset, self._parallel.group()))
+
+    def _own_tokens(self, dataset):
+        tokens = self._parallel.token_group
+        if tokens.size == 1:
+            return dataset
+        return mark_per_rank(shard_tokens(dataset, tokens.size, tokens.rank))
 
     def _experimental_distribute_values_from_function(self, value_fn):
         group = self._parallel.row_group
@@ -364,7 +372,8 @@ def _keras_step(fn, args, group: Group) -> KerasStep | None:
     return KerasStep(model, kind, count_rows(args[0]), group)
 
 
-def _gather_rows(rows, group: Group):
+def _gather_outputs(rows, strategy: ParallelStrategy):
+    """This rank's outputs and those of the ranks with other rows and tokens."""
     if not isinstance(rows, tf.Tensor):
         raise NotImplementedError(
             "`predict` joins the ranks' rows of dense tensors. Received: an output of type "
@@ -372,5 +381,7 @@ def _gather_rows(rows, group: Group):
         )
     if rows.shape.rank == 0:
         rows = rows[None]
+    if strategy.token_group.size > 1:
+        rows = all_gather(rows, strategy.token_group, 1, name="predictions/tokens")
     # Keras hands `predict` eager batches, so a known shape is this rank's alone.
-    return all_gather(rows, group, uneven=True, name="predictions")
+    return all_gather(rows, strategy.row_group, uneven=True, name="predictions")

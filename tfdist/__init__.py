@@ -16,23 +16,27 @@ import sys
 from typing import Any
 
 from tfdist._version import __version__
-from tfdist.mesh import Mesh
+from tfdist.mesh import Axis, Mesh
 
 _ROOMS = (
     "callbacks",
     "checkpoint",
     "collectives",
-    "data",
+    "compat",
+    "datasets",
     "layers",
+    "learning_rate",
     "models",
     "monitoring",
-    "optimizers",
+    "parallelize",
     "pipeline",
+    "recompute",
+    "sharding",
     "strategies",
     "testing",
 )
 
-__all__ = ["Mesh", "__version__", *_ROOMS]
+__all__ = ["Axis", "Mesh", "__version__", *_ROOMS]
 
 
 def __getattr__(name: str) -> Any:

@@ -94,6 +94,11 @@ class DistributedStrategy(tf.distribute.Strategy, abc.ABC):
         return self.engine.group(*self.mesh.row_axes)
 
     @property
+    def token_group(self) -> Group:
+        """The ranks that hold different tokens of the same sequences."""
+        return self.engine.group(*self.mesh.token_axes)
+
+    @property
     def gradient_group(self) -> Group:
         """The ranks over which the gradient of a variable is summed that all of them hold."""
         return self.engine.group(*self.mesh.gradient_axes)

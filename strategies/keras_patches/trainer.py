@@ -15,9 +15,10 @@ from tfdist.collectives import all_reduce
 from tfdist.context import strategy_of
 from tfdist.data.position import DataPosition
 from tfdist.data.sharding import row_range
+from tfdist.data.tokens import check_tokenwise, own_tokens
 from tfdist.gradients.non_finite import guard_of
 from tfdist.keras_internals.patching import Patch
-from tfdist.keras_internals.private import TensorFlowTrainer
+from tfdist.keras_internals.private import TensorFlowTrainer, all_layers
 from tfdist.monitoring.memory_report import parameter_bytes
 from tfdist.strategies.keras_patches.agreement import check_agreement
 from tfdist.strategies.keras_patches.callbacks import (
@@ -35,9 +36,17 @@ _logger = logging.getLogger("tfdist")
 
 
 def _parallel_strategy(model):
-    """The model's strategy, if it is tfdist's and there are other ranks."""
+    """The model's strategy, if it is tfdist's and there are other ranks.
+
+    Raises:
+        ValueError: The ranks hold parts of sequences, and a layer of the model may mix tokens.
+    """
     strategy: Any = strategy_of(model)
-    return strategy if strategy is not None and strategy.mesh.size > 1 else None
+    if strategy is None or strategy.mesh.size == 1:
+        return None
+    if strategy.token_group.size > 1:
+        check_tokenwise(model, all_layers(model))
+    return strategy
 
 
 def _arguments(original, *args, **kwargs) -> dict:
@@ -176,7 +185,9 @@ def _own_rows(model, batch):
     if rows % group.size:
         return batch
     start, end = row_range(rows, group.size, group.rank)
-    return tf.nest.map_structure(lambda part: None if part is None else part[start:end], batch)
+    own = tf.nest.map_structure(lambda part: None if part is None else part[start:end], batch)
+    tokens = strategy.token_group
+    return own if tokens.size == 1 else own_tokens(own, tokens.size, tokens.rank)
 
 
 def _maybe_symbolic_build(original, self, iterator=None, data_batch=None):

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 
 from tfdist.keras_internals.layer_names import Functional, is_made_up, plain_name
+from tfdist.keras_internals.private import all_layers
 
 __all__ = ["Namer", "metric_names", "model_names", "numbered", "optimizer_names"]
 
@@ -45,7 +46,7 @@ def model_names(model: keras.Model, variables: Sequence[keras.Variable]) -> list
 def _visit(layer, path: tuple[str, ...], known: dict[int, str], seen: set[int]) -> None:
     """Names the variables of a layer and of those below it; what is shared, where it is first."""
     seen.add(id(layer))
-    below = list(layer._flatten_layers(include_self=False, recursive=False))
+    below = list(all_layers(layer, include_self=False, recursive=False))
     theirs = {id(variable) for each in below for variable in each.variables}
     used: set[str] = set()
     for variable in layer.variables:

@@ -281,8 +281,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 "a broadcast would overwrite. Leave BroadcastGlobalVariablesCallback out: the "
                 "strategy starts all ranks from the same weights."
             )
-        group = engine.group("data")
-        root = engine.mesh.coordinates(self.root_rank)["data"]
+        axes = engine.mesh.gradient_axes
+        group = engine.group(*axes)
+        place = engine.mesh.coordinates(self.root_rank)
+        root = group.ranks.index(engine.mesh.rank_at({axis: place[axis] for axis in axes}))
         for variable in _variables_of(self.model):
             value = tf.convert_to_tensor(variable.value)
             wire = _SAME_BITS.get(value.dtype)

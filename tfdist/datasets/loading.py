@@ -10,9 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import checks
+from tfdist.context import DistributedStrategy
 from tfdist.data.sharding import mark_per_rank
 from tfdist.datasets.preparing import import_tfds, one_line, prepare
-from tfdist.mesh import Mesh
 
 if TYPE_CHECKING:
     import tensorflow_datasets as tfds
@@ -145,15 +145,14 @@ def load_for_rank(
     _check_set(name, split, data_dir, download)
     checks.integer("seed", seed, minimum=0, maximum=2**63 - 1, optional=True)
     checks.boolean("drop_remainder", drop_remainder)
-    mesh = getattr(strategy, "mesh", None)
-    if not isinstance(mesh, Mesh):
+    if not isinstance(strategy, DistributedStrategy):
         raise ValueError(
             "`strategy` carries the mesh that says which share is this rank's. Received: "
             f"{checks.shown(strategy)}, which has no mesh. Pass a strategy of `tfdist.strategies`, "
             "or use `load` with `rank_split`."
         )
-    index = mesh.coordinates()["data"]
-    part = rank_split(split, mesh.shape["data"], index, drop_remainder=drop_remainder)
+    group = strategy.row_group
+    part = rank_split(split, group.size, group.rank, drop_remainder=drop_remainder)
     dataset, info = load(
         name,
         part,
@@ -164,7 +163,7 @@ def load_for_rank(
     if drop_remainder and info.splits[part].num_examples == 0:
         raise ValueError(
             f"The split {split!r} of {name!r} has {info.splits[split].num_examples} examples, fewer "
-            f"than the data axis has ranks. Received: {mesh}. Use more data, or a shorter axis."
+            f"than the data axis has ranks. Received: {strategy.mesh}. Use more data, or a shorter axis."
         )
     return mark_per_rank(dataset), info
 

@@ -41,6 +41,7 @@ __all__ = [
     "TFEpochIterator",
     "TFOptimizer",
     "TensorFlowTrainer",
+    "all_layers",
     "check_signatures",
     "get_keras_mask",
     "global_state",
@@ -52,8 +53,15 @@ __all__ = [
     "to_snake_case",
 ]
 
+
+def all_layers(model: keras.Layer, **options) -> list[keras.Layer]:
+    """A model or layer, and the layers in it and in these."""
+    return model._flatten_layers(**options)
+
+
 #: Functions that are called, or overridden on an instance, and their first parameters.
 _CALLED = (
+    (keras.Layer, "_flatten_layers", ("self", "include_self", "recursive")),
     (keras.Variable, "_initialize", ("self", "value")),
     (keras.Variable, "_direct_assign", ("self", "value")),
     (keras.Variable, "_maybe_autocast", ("self", "value")),

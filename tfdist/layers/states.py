@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import keras
 
+from tfdist.keras_internals.private import all_layers
+
 __all__ = ["layer_states"]
 
 
@@ -17,7 +19,7 @@ def layer_states(model: keras.Model, *, of_own_rows: bool = False) -> list[keras
     """
     return [
         variable
-        for layer in model._flatten_layers()
+        for layer in all_layers(model)
         if not (of_own_rows and _is_same_on_all_ranks(layer))
         for variable in layer._non_trainable_variables
         if keras.backend.is_float_dtype(variable.dtype)

@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import Group, all_reduce
+from tfdist.keras_internals.private import all_layers
 from tfdist.layers.dropout import own_seed
 from tfdist.parallelize.adapters import override
 from tfdist.sharding.layout import layout_of, update_layout
@@ -72,7 +73,7 @@ class Check:
         self._model = model
         self._group = group
         self._weights = [w for w in model.weights if keras.backend.is_float_dtype(w.dtype)]
-        self._layers = model._flatten_layers(include_self=False)
+        self._layers = all_layers(model, include_self=False)
         in_half = any(tf.as_dtype(weight.dtype).size < 4 for weight in self._weights)
         self._close = _CLOSE_IN_HALF if in_half else _CLOSE
         made_up = sample is None
@@ -308,7 +309,7 @@ def _made_up_sample(model: keras.Model):
             f"of type {type(model).__name__}, sample=None."
         )
     random = np.random.default_rng(0)
-    tables = [x.input_dim for x in model._flatten_layers() if isinstance(x, keras.layers.Embedding)]
+    tables = [x.input_dim for x in all_layers(model) if isinstance(x, keras.layers.Embedding)]
 
     def make(spec):
         shape = [_OPEN if size is None else size for size in spec.shape]

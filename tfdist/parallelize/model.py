@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.collectives import Group, broadcast
+from tfdist.keras_internals.private import all_layers
 from tfdist.layers.dense import refuse_features
 from tfdist.parallelize.adapters import Adapter, DenseAdapter, EinsumDenseAdapter
 from tfdist.parallelize.adapters_attention import join_attention
@@ -90,7 +91,7 @@ def parallelize(model: keras.Model, plan: Mapping[str, str], *, sample=None) -> 
     kinds = kinds_of(plan, [weight.path for weight in weights])
     adapters = _adapters(model, kinds)
     by_layer = {id(adapter.layer): adapter for adapter in adapters}
-    joins = [join_attention(layer, by_layer) for layer in model._flatten_layers()]
+    joins = [join_attention(layer, by_layer) for layer in all_layers(model)]
     if group is not None and adapters:
         for adapter in adapters:
             adapter.check(group)
@@ -146,7 +147,7 @@ def _check_state(model: keras.Model) -> None:
 def _adapters(model: keras.Model, kinds: Mapping[str, str]) -> list[Adapter]:
     """How each layer is split of which the plan speaks."""
     adapters = []
-    for layer in model._flatten_layers():
+    for layer in all_layers(model):
         own = [*layer._trainable_variables, *layer._non_trainable_variables]
         said = {v.path: kinds[v.path] for v in own if v.path in kinds}
         if not set(said.values()) - {"replicate"}:
@@ -223,7 +224,7 @@ def _constants_moved(model: keras.Model) -> Iterator[None]:
 @contextlib.contextmanager
 def _all_or_nothing(model: keras.Model) -> Iterator[None]:
     """Puts layers and variables back as they were where what is inside raises."""
-    things: Sequence[Any] = [*model._flatten_layers(), *model.variables]
+    things: Sequence[Any] = [*all_layers(model), *model.variables]
     before = [(vars(thing), dict(vars(thing))) for thing in things]
     try:
         yield

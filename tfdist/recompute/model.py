@@ -17,7 +17,7 @@ import tensorflow as tf
 from tfdist import checks
 from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.graph.rematerialize import Region
-from tfdist.keras_internals.private import in_stateless_scope
+from tfdist.keras_internals.private import all_layers, in_stateless_scope
 from tfdist.recompute.policies import POLICIES, check_costs, choose_segments
 
 __all__ = ["recompute"]
@@ -88,7 +88,7 @@ def recompute(
 
 def _recompute_cores(target: keras.layers.Layer) -> None:
     found = False
-    for layer in target._flatten_layers():
+    for layer in all_layers(target):
         for name in _CORES:
             if hasattr(layer, name):
                 found = True

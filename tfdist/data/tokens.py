@@ -1,0 +1,151 @@
+"""Which positions of a sequence belong to which rank of the context axis, and who may compute so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import keras
+import tensorflow as tf
+
+from tfdist.keras_internals.private import Functional
+
+__all__ = ["check_tokenwise", "own_tokens", "shard_tokens"]
+
+
+def _always(layer: keras.Layer) -> bool:
+    return True
+
+
+def _is_last(axis) -> bool:
+    return axis == -1 or axis in ([-1], (-1,))
+
+
+#: Layers that compute each token by itself, and when.
+_TOKENWISE: dict[type, Callable[[keras.Layer], bool]] = {
+    keras.layers.InputLayer: _always,
+    keras.layers.Embedding: _always,
+    keras.layers.Dense: _always,
+    keras.layers.Dropout: lambda layer: layer.noise_shape is None,
+    keras.layers.GaussianNoise: _always,
+    keras.layers.Identity: _always,
+    keras.layers.Activation: _always,
+    keras.layers.ReLU: _always,
+    keras.layers.LeakyReLU: _always,
+    keras.layers.ELU: _always,
+    keras.layers.Softmax: lambda layer: layer.axis == -1,
+    keras.layers.LayerNormalization: lambda layer: _is_last(layer.axis),
+    keras.layers.RMSNormalization: lambda layer: _is_last(layer.axis),
+    keras.layers.BatchNormalization: lambda layer: layer.axis == -1,
+    keras.layers.Add: _always,
+    keras.layers.Subtract: _always,
+    keras.layers.Multiply: _always,
+    keras.layers.Average: _always,
+    keras.layers.Maximum: _always,
+    keras.layers.Minimum: _always,
+    keras.layers.Concatenate: lambda layer: layer.axis == -1,
+}
+
+
+def check_tokenwise(model: keras.Model, layers) -> None:
+    """Raises for a layer that would mix tokens of which each rank holds a part.
+
+    A layer of one's own says that it can by the attribute `splits_tokens = True`.
+
+    Args:
+        model: The model, for the message.
+        layers: All layers in it.
+
+    Raises:
+        ValueError: There is one, or the model has an input of a fixed length.
+    """
+    for tensor in tf.nest.flatten(getattr(model, "inputs", None) or []):
+        if len(tensor.shape) > 1 and tensor.shape[1] is not None:
+            raise ValueError(
+                f"`{model.name}` has an input of a fixed length, of which each rank of the context axis "
+                f"sees a part. Received: shape {tuple(tensor.shape)}. Leave the length open, as in "
+                "`keras.Input((None,))`."
+            )
+    for layer in layers:
+        rule = next((_TOKENWISE[kind] for kind in type(layer).__mro__ if kind in _TOKENWISE), None)
+        # Functional and sequential models only call their layers.
+        is_container = isinstance(layer, keras.Model) and not _has_own_call(layer)
+        if getattr(layer, "splits_tokens", False) or is_container:
+            continue
+        if rule is None or not rule(layer):
+            raise ValueError(
+                f"`{layer.name}` ({type(layer).__name__}) of `{model.name}` may mix tokens of a "
+                "sequence, of which each rank of the context axis holds a part. Leave `context` at 1 "
+                "in the mesh, or, where the layer computes each token by itself, set "
+                "`splits_tokens = True` on it."
+            )
+
+
+def shard_tokens(dataset: tf.data.Dataset, num_shards: int, index: int) -> tf.data.Dataset:
+    """Returns the data set whose batches have this rank's positions of each sequence.
+
+    Args:
+        dataset: Yields nests of dense tensors whose dim 1 is the sequence; components of rank 1 are
+            left as they are.
+        num_shards: The number of ranks that share a sequence.
+        index: This rank's place among them.
+
+    Raises:
+        ValueError: As `own_tokens`.
+    """
+    is_tuple = type(dataset.element_spec) is tuple
+
+    def take(*batch):
+        own = own_tokens(batch, num_shards, index)
+        return own if is_tuple else own[0]
+
+    return dataset.map(take)
+
+
+def own_tokens(batch, num_shards: int, index: int):
+    """This rank's positions of the sequences of a batch.
+
+    Raises:
+        ValueError: A component is not dense, its dim 1 is another than that of the others, or does
+            not divide.
+        InvalidArgumentError: In the run, where sizes are not known before.
+    """
+    sizes = {
+        part.shape[1]
+        for part in tf.nest.flatten(batch)
+        if part is not None and hasattr(part, "shape") and len(part.shape) > 1
+    }
+    if len(sizes) > 1 or any(isinstance(part, _NOT_DENSE) for part in tf.nest.flatten(batch)):
+        raise ValueError(
+            "A context axis splits dim 1 of all dense tensors of a batch, which is the sequence. "
+            f"Received: {tf.nest.map_structure(lambda part: getattr(part, 'shape', part), batch)}."
+        )
+
+    def take(part):
+        if part is None or len(part.shape) < 2:
+            return part
+        size = part.shape[1]
+        if size is None:
+            size = tf.shape(part)[1]
+            part = _whole(part, size, num_shards)
+        elif size % num_shards:
+            raise ValueError(
+                f"A sequence is split evenly over the {num_shards} ranks of the context axis. "
+                f"Received: {size} tokens; pad them to a multiple."
+            )
+        share = size // num_shards
+        return part[:, index * share : (index + 1) * share]
+
+    return tf.nest.map_structure(take, batch)
+
+
+_NOT_DENSE = (tf.RaggedTensor, tf.SparseTensor)
+
+
+def _whole(part: tf.Tensor, size: tf.Tensor, num_shards: int) -> tf.Tensor:
+    message = f"A sequence is split evenly over the {num_shards} ranks of the context axis"
+    with tf.control_dependencies([tf.debugging.assert_equal(size % num_shards, 0, message)]):
+        return tf.identity(part)
+
+
+def _has_own_call(model: keras.Model) -> bool:
+    return type(model).call is not Functional.call and not isinstance(model, keras.Sequential)
