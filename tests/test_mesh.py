@@ -10,10 +10,12 @@ import sys
 import pytest
 
 from tfdist import Mesh
-from tfdist.mesh import AXES, DEFAULT_ORDER
+from tfdist.mesh import AXES, DEFAULT_ORDER, Axis
 
+#: The axes that the shapes below give a degree.
+SPREAD = ("data", "pipeline", "tensor")
 COMBINATIONS = [
-    names for length in range(len(AXES) + 1) for names in itertools.combinations(AXES, length)
+    names for length in range(len(SPREAD) + 1) for names in itertools.combinations(SPREAD, length)
 ]
 #: Data, pipeline, tensor.
 SHAPES = [(1, 1, 1), (4, 1, 1), (2, 2, 2), (3, 2, 4), (1, 5, 2), (2, 1, 3)]
@@ -21,23 +23,26 @@ SHAPES = [(1, 1, 1), (4, 1, 1), (2, 2, 2), (3, 2, 4), (1, 5, 2), (2, 1, 3)]
 
 def resolved(shape, rank=0, **options):
     data, pipeline, tensor = shape
-    return Mesh(data, pipeline, tensor, **options).resolve(data * pipeline * tensor, rank)
+    return Mesh(data=data, pipeline=pipeline, tensor=tensor, **options).resolve(
+        data * pipeline * tensor, rank
+    )
 
 
 # Degrees.
 
 
 def test_a_mesh_is_data_parallel_unless_told_otherwise():
-    assert Mesh().shape == {"data": -1, "pipeline": 1, "tensor": 1}
-    assert Mesh().resolve(size=6, rank=0).shape == {"data": 6, "pipeline": 1, "tensor": 1}
+    others = {"expert": 1, "context": 1, "pipeline": 1, "tensor": 1}
+    assert Mesh().shape == {"data": -1, **others}
+    assert Mesh().resolve(size=6, rank=0).shape == {"data": 6, **others}
 
 
 @pytest.mark.parametrize("free", AXES)
 def test_minus_one_takes_what_the_others_leave(free):
-    degrees = {"data": 2, "pipeline": 3, "tensor": 4} | {free: -1}
-    mesh = Mesh(**degrees).resolve(size=24, rank=5)
-    assert mesh.shape == {"data": 2, "pipeline": 3, "tensor": 4}
-    assert (mesh.size, mesh.rank) == (24, 5)
+    degrees = {"data": 2, "expert": 5, "context": 2, "pipeline": 3, "tensor": 4}
+    mesh = Mesh(**degrees | {free: -1}).resolve(size=240, rank=5)
+    assert mesh.shape == degrees
+    assert (mesh.size, mesh.rank) == (240, 5)
 
 
 def test_resolving_leaves_the_mesh_as_it_was():
@@ -69,8 +74,8 @@ def test_only_one_axis_is_what_is_left():
 @pytest.mark.parametrize(
     ("degrees", "size", "words"),
     [
-        ({"data": 2, "tensor": 2}, 8, ["data 2 x pipeline 1 x tensor 2", "is 4 ranks", "8 were"]),
-        ({"tensor": 3}, 8, ["pipeline 1 x tensor 3", "the rest is data", "8 were", "6 or 9"]),
+        ({"data": 2, "tensor": 2}, 8, ["data 2 x tensor 2", "is 4 ranks", "8 were"]),
+        ({"tensor": 3}, 8, ["tensor 3 takes", "the rest is data", "8 were", "6 or 9"]),
         ({"tensor": 2}, 3, ["a multiple of 2 ranks", "3 were started", "Start 2 or 4 ranks"]),
         ({"pipeline": 4}, 2, ["pipeline 4", "of 4 ranks", "2 were started", "Start 4 ranks"]),
     ],
@@ -110,7 +115,7 @@ def test_places_are_known_once_the_ranks_have_met(ask):
 # Places.
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(AXES)), ids="-".join)
+@pytest.mark.parametrize("order", list(itertools.permutations(SPREAD)), ids="-".join)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_coordinates_and_ranks_are_one_to_one(shape, order):
     mesh = resolved(shape, order=order)
@@ -124,14 +129,15 @@ def test_coordinates_and_ranks_are_one_to_one(shape, order):
 
 def test_coordinates_are_those_of_this_rank_unless_asked_for_others():
     mesh = resolved((2, 2, 2), rank=6)
-    assert mesh.coordinates() == mesh.coordinates(6) == {"data": 1, "pipeline": 1, "tensor": 0}
+    place = {"data": 1, "expert": 0, "context": 0, "pipeline": 1, "tensor": 0}
+    assert mesh.coordinates() == mesh.coordinates(6) == place
     assert mesh.rank_at({}) == 6
     assert mesh.rank_at({"data": 0}) == 4
 
 
 def test_tensor_ranks_are_neighbours_and_stages_are_farthest_apart():
     mesh = resolved((2, 2, 2))
-    assert mesh.order == DEFAULT_ORDER == ("pipeline", "data", "tensor")
+    assert mesh.order == DEFAULT_ORDER == ("pipeline", "data", "expert", "context", "tensor")
     assert [mesh.group(axis) for axis in ("tensor", "data", "pipeline")] == [(0, 1), (0, 2), (0, 4)]
 
 
@@ -139,15 +145,15 @@ def test_the_order_says_which_axis_is_slowest():
     mesh = resolved((2, 3, 1), order=("data", "tensor", "pipeline"))
     assert mesh.group("pipeline") == (0, 1, 2)
     assert mesh.group("data") == (0, 3)
-    assert mesh.resolve(size=6, rank=4).order == ("data", "tensor", "pipeline")
+    assert mesh.resolve(size=6, rank=4).order[-3:] == ("data", "tensor", "pipeline")
 
 
 @pytest.mark.parametrize(
-    "order", [("data",), ("data", "data", "tensor"), ("data", "pipeline", "expert"), ()]
+    "order", [("data",), ("data", "data", "tensor"), ("data", "tensor", "sequence"), ()]
 )
 def test_an_order_names_each_axis_once(order):
     with pytest.raises(ValueError, match="names each of") as error:
-        Mesh(order=order)
+        Mesh(tensor=2, order=order)
     assert f"order={order!r}" in str(error.value)
 
 
@@ -162,8 +168,8 @@ def test_places_that_are_not_there():
     with pytest.raises(ValueError, match=r"data axis has 2 ranks.*data=2"):
         mesh.rank_at({"data": 2})
     for ask in (mesh.group, mesh.groups, lambda axis: mesh.rank_at({axis: 0})):
-        with pytest.raises(ValueError, match="Received: 'expert'"):
-            ask("expert")
+        with pytest.raises(ValueError, match="Received: 'sequence'"):
+            ask("sequence")
 
 
 # Groups.
@@ -203,6 +209,45 @@ def test_a_group_along_one_axis_is_in_the_order_of_its_coordinates():
         assert places == list(range(mesh.shape[axis]))
 
 
+# What axes divide, and axes of a user's own.
+
+
+def test_what_follows_from_axes_follows_from_what_they_divide():
+    mesh = Mesh(data=2, axes={Axis("replica", "rows"): 2, Axis("ring", "weights"): -1})
+    mesh = mesh.resolve(size=8, rank=5)
+    assert mesh.row_axes == ("data", "expert", "replica")
+    assert mesh.token_axes == ("context",)
+    assert mesh.stage_axes == ("pipeline",)
+    assert mesh.weight_axes == ("tensor", "ring")
+    assert mesh.gradient_axes == ("data", "expert", "context", "replica")
+    assert mesh.shape["ring"] == 2
+    assert mesh.order[-3:] == ("replica", "ring", "tensor")
+    assert mesh.group("ring") == (4, 5)
+    assert mesh.group(*mesh.row_axes) == (1, 3, 5, 7)
+
+
+@pytest.mark.parametrize(
+    ("axes", "words"),
+    [
+        ({"ring": 2}, "`axes` is a dict from Axis to degree"),
+        ({Axis("data", "rows"): 2}, "axes of other names than"),
+        ({Axis("ring", "rows"): 2, Axis("ring", "weights"): 2}, "each once"),
+        ({Axis("ring", "rows"): 0}, "`ring` is an int of at least 1"),
+        ([Axis("ring", "rows")], "`axes` is a dict from Axis to degree"),
+    ],
+    ids=["a name", "of the mesh", "twice", "no rank", "a list"],
+)
+def test_own_axes_that_are_none(axes, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        Mesh(axes=axes)
+
+
+@pytest.mark.parametrize(("name", "divides"), [("a-b", "rows"), ("", "rows"), ("ring", "heads")])
+def test_an_axis_that_is_none(name, divides):
+    with pytest.raises(ValueError, match="Received"):
+        Axis(name, divides)
+
+
 # A value like any other.
 
 
@@ -212,18 +257,24 @@ def test_meshes_are_equal_where_degrees_order_and_rank_are():
     different = [
         Mesh(),
         Mesh(data=2),
-        Mesh(data=2, order=AXES),
+        Mesh(data=2, tensor=2, order=AXES),
+        Mesh(data=2, tensor=2, order=AXES[::-1]),
+        Mesh(data=2, axes={Axis("ring", "weights"): 2}),
+        Mesh(data=2, axes={Axis("ring", "rows"): 2}),
         resolved((2, 1, 1), rank=0),
         resolved((2, 1, 1), rank=1),
     ]
     assert len(set(different)) == len(different)
     assert hash(Mesh(data=2)) == hash(Mesh(data=2))
-    assert Mesh() != "Mesh(data=-1, pipeline=1, tensor=1)"
+    assert Mesh() != "Mesh(data=-1)"
+    # Where an axis of one rank stands makes no difference.
+    assert Mesh(data=2, order=AXES) == Mesh(data=2)
 
 
 def test_repr_says_the_degrees_and_the_rank():
-    assert repr(Mesh(tensor=2)) == "Mesh(data=-1, pipeline=1, tensor=2)"
-    assert repr(resolved((2, 1, 2), rank=3)) == "Mesh(data=2, pipeline=1, tensor=2, rank=3)"
+    assert repr(Mesh(tensor=2)) == "Mesh(data=-1, tensor=2)"
+    assert repr(resolved((2, 1, 2), rank=3)) == "Mesh(data=2, tensor=2, rank=3)"
+    assert repr(Mesh(data=2, axes={Axis("ring", "rows"): 3})) == "Mesh(data=2, ring=3)"
 
 
 def test_what_shape_returns_is_the_callers_own():

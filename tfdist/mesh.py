@@ -319,8 +319,8 @@ def _own_axes(axes: Mapping[Axis, int] | None) -> dict[Axis, int]:
     """The user's own axes, once they are known to be some."""
     checks.instance("axes", axes, Mapping, "a dict from Axis to degree", optional=True)
     own = dict(axes or {})
-    for axis in own:
-        checks.instance("axes", axis, Axis, "a dict from Axis to degree")
+    if not all(isinstance(axis, Axis) for axis in own):
+        raise checks.refuse("axes", axes, "a dict from Axis to degree", TypeError)
     names = [axis.name for axis in (*_STANDARD, *own)]
     if len(set(names)) < len(names):
         raise checks.refuse("axes", axes, f"axes of other names than {AXES}, each once")

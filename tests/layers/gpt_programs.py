@@ -117,7 +117,7 @@ def whole(variables) -> dict[str, np.ndarray]:
 def bytes_of_rank(mesh: dict | None, **options) -> dict[str, list[int]]:
     """Bytes on this rank, by kind: [parameters, gradients, optimizer state]; and as it should be."""
     from tfdist import layers
-    from tfdist.sharding import layout_of
+    from tfdist.sharding.layout import layout_of
 
     keras.backend.clear_session()
     x, y = text(BATCH, 61)

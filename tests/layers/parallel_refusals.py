@@ -203,7 +203,7 @@ ON_RANKS = {
 
 def on_a_rank(mesh: dict) -> dict[str, tuple[str, bool]]:
     """For each plan what is said, and whether the model computes what it did, whole."""
-    from tfdist.sharding import layout_of
+    from tfdist.sharding.layout import layout_of
 
     found = {}
     for name, case in ON_RANKS.items():

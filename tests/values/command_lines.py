@@ -116,7 +116,7 @@ _MEANINGS: dict[str, dict[str, str]] = {
         "two": "a,,b",
         "word": "a:b",
     },
-    "axes": {"unknown": "data,tensor,expert", "twice": "data,data,tensor", "few": "data"},
+    "axes": {"unknown": "data,tensor,sequence", "twice": "data,data,tensor", "none": "a"},
     "set": {"missing file": "text:no-such-file", "path": "../a", "blank": "a b", "hyphen": "-a"},
     "choices": {"unknown": "no-such-choice", "number": "3"},
     "variable": {"no value": "A", "no name": "=a", "number": "1A=b"},
