@@ -21,6 +21,7 @@ from typing import IO, Any, cast
 from tfdist.benchmarks.comparisons import Job
 from tfdist.benchmarks.environments import MADE
 from tfdist.benchmarks.job_variables import RESTLESS, outside, variables
+from tfdist.errors import TfdistError
 from tfdist.runtime.orphan_guard import OrphanGuard
 
 __all__ = ["Block", "JobError", "RunningJob", "interpreter"]
@@ -31,7 +32,7 @@ _LEAVE_SECONDS = 3.0
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b")
 
 
-class JobError(Exception):
+class JobError(TfdistError):
     """A job cannot run, or has ended or hung: one line says which and how."""
 
 

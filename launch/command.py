@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from absl import flags, logging
 
+from tfdist.errors import TfdistError
 from tfdist.launch.flag_values import UsageError, check_values
 from tfdist.runtime import exit_codes
 
@@ -125,7 +126,7 @@ class Program:
             sys.__excepthook__(kind, error, trace)
 
 
-class Failure(Exception):
+class Failure(TfdistError):
     """Something failed that is no mistake of the user's or of the program's: one line says what."""
 
 

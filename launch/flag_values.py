@@ -15,6 +15,7 @@ from typing import Any
 from absl import flags
 
 from tfdist.checks import LARGEST, shown
+from tfdist.errors import TfdistError
 
 __all__ = [
     "MOST_RANKS",
@@ -38,7 +39,7 @@ YEAR = 366 * 24 * 3600
 _MOST_CHARACTERS = 100_000
 
 
-class UsageError(Exception):
+class UsageError(TfdistError):
     """What the user asked for cannot be done: one line says what, and how to mend it."""
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from tfdist.errors import TfdistError
 from tfdist.launch.horovod_prerequisites import (
     GLOO_ONLY,
     BuildOptions,
@@ -102,7 +103,7 @@ _PLACES = (
 )
 
 
-class BuildError(RuntimeError):
+class BuildError(TfdistError, RuntimeError):
     """The compiler, pip or the new build itself failed."""
 
 

@@ -16,6 +16,8 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
+from tfdist.errors import TfdistError
+
 __all__ = [
     "GLOO_ONLY",
     "BuildOptions",
@@ -33,7 +35,7 @@ _OLDEST_CMAKE = (3, 13)
 _INCLUDES = ("/usr/local/cuda/include", "/usr/local/include", "/usr/include")
 
 
-class PrerequisiteError(RuntimeError):
+class PrerequisiteError(TfdistError, RuntimeError):
     """Something that the user has to install or to name is missing."""
 
 

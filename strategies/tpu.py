@@ -5,11 +5,12 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdist import checks
+from tfdist.errors import TfdistError
 
 __all__ = ["NoTPUError", "tpu"]
 
 
-class NoTPUError(RuntimeError):
+class NoTPUError(TfdistError, RuntimeError):
     """There is no TPU of that name, or it does not answer."""
 
 

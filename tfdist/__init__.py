@@ -16,6 +16,7 @@ import sys
 from typing import Any
 
 from tfdist._version import __version__
+from tfdist.errors import TfdistError
 from tfdist.mesh import Axis, Mesh
 
 _ROOMS = (
@@ -36,7 +37,7 @@ _ROOMS = (
     "testing",
 )
 
-__all__ = ["Axis", "Mesh", "__version__", *_ROOMS]
+__all__ = ["Axis", "Mesh", "TfdistError", "__version__", *_ROOMS]
 
 
 def __getattr__(name: str) -> Any:

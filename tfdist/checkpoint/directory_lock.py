@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+from tfdist.errors import TfdistError
 from tfdist.runtime.lock_owner import JOB, STALE_SECONDS, Owner
 
 __all__ = [
@@ -65,7 +66,7 @@ _held: dict[Any, tuple[Any, int]] = {}
 _held_lock = threading.Lock()
 
 
-class InUseError(Exception):
+class InUseError(TfdistError):
     """Another job holds the lock."""
 
 

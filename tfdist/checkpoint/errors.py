@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tfdist.errors import TfdistError
+
 __all__ = [
     "CheckpointError",
     "DirectoryInUseError",
@@ -11,7 +13,7 @@ __all__ = [
 ]
 
 
-class CheckpointError(Exception):
+class CheckpointError(TfdistError):
     """A checkpoint cannot be written, or is not one for what it was to restore."""
 
     def __init__(self, message: str = ""):

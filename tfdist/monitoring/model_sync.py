@@ -11,13 +11,14 @@ import numpy as np
 from tfdist import checks
 from tfdist.collectives.objects import all_gather_object
 from tfdist.context import strategy_of
+from tfdist.errors import TfdistError
 from tfdist.layers.states import layer_states
 from tfdist.sharding.layout import replicated_variables
 
 __all__ = ["ModelSyncError", "VerifyModelSync", "verify_model_sync"]
 
 
-class ModelSyncError(RuntimeError):
+class ModelSyncError(TfdistError, RuntimeError):
     """A replicated variable differs between ranks."""
 
 

@@ -11,13 +11,15 @@ import threading
 import time
 from typing import Any
 
+from tfdist.errors import TfdistError
+
 __all__ = ["Channel", "ProtocolError"]
 
 _LENGTH = struct.Struct("!I")
 _READ_BYTES = 1 << 16
 
 
-class ProtocolError(ConnectionError):
+class ProtocolError(TfdistError, ConnectionError):
     """The other side sent what is no message."""
 
 

@@ -24,6 +24,8 @@ import hmac
 import secrets
 import struct
 
+from tfdist.errors import TfdistError
+
 __all__ = [
     "ANSWER_BYTES",
     "CHALLENGE_BYTES",
@@ -45,7 +47,7 @@ ANSWER_BYTES = _DIGEST_BYTES
 LARGEST_IDENTITY = 2**64 - 1
 
 
-class AuthenticationError(ConnectionError):
+class AuthenticationError(TfdistError, ConnectionError):
     """The other side did not prove that it knows the key."""
 
 

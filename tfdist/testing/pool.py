@@ -19,6 +19,7 @@ from typing import IO, cast
 import cloudpickle
 
 from tfdist import checks
+from tfdist.errors import TfdistError
 from tfdist.runtime import Listener
 from tfdist.runtime.orphan_guard import OrphanGuard
 from tfdist.runtime.rendezvous import ENGINES, local_environments
@@ -35,7 +36,7 @@ _MOST_RANKS = 1024
 _MOST_THREADS = 4096
 
 
-class RankError(Exception):
+class RankError(TfdistError):
     """A rank raised, died or did not answer in time.
 
     Attributes:
