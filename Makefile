@@ -44,9 +44,10 @@ test-all: setup ## All tests, hours of them on 2 cores
 test-matrix: setup ## The scripts and families of other people's in all combinations
 	$(PY) -m pytest -q -m matrix $(TESTS)
 
-lint: setup ## Looks for mistakes and for what `make format` would change
+lint: setup ## Looks for mistakes, for what `make format` would change, and at the floors
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(VENV)/bin/lint-imports --no-logo
 
 format: setup ## Formats the code
 	$(PY) -m ruff check --fix .

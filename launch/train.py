@@ -386,7 +386,7 @@ PROGRAM = command.Program(
             flag.name for flag in (_SEED, _SCALING, _WARMUP, world.STEPS_PER_EXECUTION)
         ],
         "of checkpoints": [_SAVE_EVERY.name, _KEEP.name, _ELASTIC.name],
-        "of memory": [_RECOMPUTE.name, ZERO.name],
+        "of memory and links": [_RECOMPUTE.name, ZERO.name, world.COMMUNICATION_DTYPE.name],
         "of the ranks": [flag.name for flag in (*MESH, _THREADS, *world.FLAGS)],
     },
 )

@@ -14,7 +14,15 @@ from tfdist.launch.tasks import VALUES
 if TYPE_CHECKING:
     import tensorflow as tf
 
-__all__ = ["FLAGS", "STEPS_PER_EXECUTION", "STRATEGY", "World", "check_flags", "make_world"]
+__all__ = [
+    "COMMUNICATION_DTYPE",
+    "FLAGS",
+    "STEPS_PER_EXECUTION",
+    "STRATEGY",
+    "World",
+    "check_flags",
+    "make_world",
+]
 
 STRATEGY = flags.DEFINE_enum(
     "strategy",
@@ -39,14 +47,14 @@ _WATCHDOG = flags.DEFINE_float(
     upper_bound=YEAR,
     flag_values=VALUES,
 )
-_WIRE_DTYPE = flags.DEFINE_enum(
+COMMUNICATION_DTYPE = flags.DEFINE_enum(
     "communication_dtype",
     "own",
     ["own", "bfloat16", "float16"],
     "What gradients travel in",
     flag_values=VALUES,
 )
-FLAGS = (STRATEGY, _TPU, _WATCHDOG, _WIRE_DTYPE)
+FLAGS = (STRATEGY, _TPU, _WATCHDOG)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +90,7 @@ def check_flags(layout: Layout) -> None:
         if _TPU.present:
             raise UsageError(f"--tpu is for --strategy=tpu. Received: --strategy={STRATEGY.value}.")
         return
-    refuse_ignored(VALUES, (_WATCHDOG, _WIRE_DTYPE), "is for ranks", "--strategy=tpu")
+    refuse_ignored(VALUES, (_WATCHDOG, COMMUNICATION_DTYPE), "is for ranks", "--strategy=tpu")
     if layout.tensor > 1 or layout.pipeline > 1 or layout.zero_stage:
         given = as_given(VALUES, (*MESH, ZERO))
         raise UsageError(f"A TPU's cores are data-parallel. Received: --strategy=tpu {given}.")
@@ -134,7 +142,9 @@ def _ranks(layout: Layout) -> Any:
         return make(
             layout.mesh,
             zero_stage=layout.zero_stage,
-            communication_dtype=None if _WIRE_DTYPE.value == "own" else _WIRE_DTYPE.value,
+            communication_dtype=None
+            if COMMUNICATION_DTYPE.value == "own"
+            else COMMUNICATION_DTYPE.value,
             watchdog_seconds=_WATCHDOG.value,
         )
     except (ValueError, ImportError) as error:
