@@ -4,7 +4,7 @@ TensorFlow computes a gradient as soon as it can. Where ranks compute faster tha
 them would stand waiting for their turn, beside the buffers of those that are under way.
 
 `Operation._add_control_inputs` is TensorFlow's own: the graph of the backward pass is there when it
-is known what travels together. `tests/optimizers/test_pacing.py` fails where it moves.
+is known what travels together. `tests/gradients/test_throttle.py` fails where it moves.
 """
 
 from __future__ import annotations

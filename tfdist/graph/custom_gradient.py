@@ -19,7 +19,7 @@ def custom_gradient(function: Callable) -> Callable:
     own, and with it all that it refers to: the graph would never be freed. Here the operation holds
     the gradient, and the table knows only where it is.
 
-    The table (`ops.gradient_registry`) is TensorFlow's own; `tests/test_custom_gradient.py` fails where
+    The table (`ops.gradient_registry`) is TensorFlow's own; `tests/graph/test_custom_gradient.py` fails where
     it moves.
 
     Args:

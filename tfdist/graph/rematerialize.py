@@ -6,7 +6,7 @@ graph too, what that takes from inside of the region is taken from copies of the
 wait for the first gradient to arrive.
 
 `Operation._update_input` is TensorFlow's own, and the one way to change what an operation takes;
-`tests/layers/test_recompute.py` fails where it moves.
+`tests/recompute/test_recompute.py` fails where it moves.
 """
 
 from __future__ import annotations

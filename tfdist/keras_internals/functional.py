@@ -5,10 +5,10 @@
 - `func_graph_from_py_func` and TensorFlow's statistics of operations: a layer's graph and its
   FLOPs.
 - `Graph._functions` and `AtomicFunction`: what operations of a graph call, as the branches of a
-  condition, and how long that lives (`tests/pipeline/test_carving.py`).
+  condition, and how long that lives (`tests/graph/test_split.py`).
 - The attribute `_noinline`, which TensorFlow's optimizer of graphs heeds.
 
-`tests/pipeline/test_keras_graph.py` fails where one of them moves.
+`tests/keras_internals/test_functional.py` fails where one of them moves.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.conftest import on_ranks
-from tests.layers import parallel_programs as programs
-from tests.layers import parallel_refusals as refusals
+from tests.parallelize import parallel_programs as programs
+from tests.parallelize import parallel_refusals as refusals
 from tests.strategies.observing import without_tfdist
 from tfdist.parallelize import VariableReport, parallelize
 from tfdist.parallelize import plan as plans

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import keras
 import numpy as np
 
-from tests.layers import parallel_programs as programs
+from tests.parallelize import parallel_programs as programs
 from tfdist.parallelize import parallelize
 
 
