@@ -61,7 +61,7 @@ def memory() -> tuple[float, float]:
 
     from tfdist.checkpoint.saving import Saver
     from tfdist.collectives.objects import broadcast_object
-    from tfdist.monitoring import PeakMemory
+    from tfdist.monitoring.memory import PeakMemory
     from tfdist.testing import rank
 
     model, data = rank._state["saved gpt", VARIANTS[1]]

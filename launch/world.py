@@ -103,7 +103,8 @@ def make_world(layout: Layout) -> World:
         UsageError: The mesh does not fill the ranks, or what was asked for is not there.
     """
     if STRATEGY.value == "tpu":
-        from tfdist.strategies import NoTPUError, tpu
+        from tfdist.strategies import tpu
+        from tfdist.strategies.tpu import NoTPUError
 
         try:
             strategy = tpu(_TPU.value)

@@ -8,15 +8,6 @@ from tfdist.strategies.auto import auto
 from tfdist.strategies.horovod import HorovodStrategy
 from tfdist.strategies.local import LocalStrategy
 from tfdist.strategies.multi_worker import MultiWorkerStrategy
-from tfdist.strategies.parallel import ParallelStrategy
-from tfdist.strategies.tpu import NoTPUError, tpu
+from tfdist.strategies.tpu import tpu
 
-__all__ = [
-    "HorovodStrategy",
-    "LocalStrategy",
-    "MultiWorkerStrategy",
-    "NoTPUError",
-    "ParallelStrategy",
-    "auto",
-    "tpu",
-]
+__all__ = ["HorovodStrategy", "LocalStrategy", "MultiWorkerStrategy", "auto", "tpu"]

@@ -14,7 +14,8 @@ from absl import logging
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 
 from tfdist import checks
-from tfdist.collectives import Engine, Group, all_gather, all_reduce
+from tfdist.collectives import Group, all_gather, all_reduce
+from tfdist.collectives.engine import Engine
 from tfdist.collectives.gradient_options import BUCKET_BYTES, GradientOptions
 from tfdist.context import (
     DistributedStrategy,
@@ -25,7 +26,7 @@ from tfdist.context import (
 from tfdist.data.sharding import equal_steps, is_per_rank, mark_per_rank, shard_batches
 from tfdist.data.tokens import shard_tokens
 from tfdist.mesh import Mesh
-from tfdist.monitoring import Watchdog, startup_guard
+from tfdist.monitoring.watchdog import Watchdog, startup_guard
 from tfdist.runtime.schedulers import started_by_scheduler
 from tfdist.strategies import keras_patches
 from tfdist.strategies.keras_patches.steps import count_rows, run_keras_step

@@ -93,7 +93,7 @@ def mebibytes_of_shares(count: int) -> float:
     import tensorflow as tf
 
     from tfdist.collectives import reduce_scatter
-    from tfdist.monitoring import bytes_in_use
+    from tfdist.monitoring.memory import bytes_in_use
     from tfdist.testing import engine
 
     group = engine().group()

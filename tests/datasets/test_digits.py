@@ -12,7 +12,8 @@ import pytest
 import tensorflow_datasets as tfds
 from sklearn.datasets import load_digits
 
-from tfdist.datasets import Digits, preparing
+from tfdist.datasets import preparing
+from tfdist.datasets.digits import Digits
 
 NUM_PROCESSES = 3
 
@@ -125,7 +126,7 @@ from pathlib import Path
 import tfdist.data
 
 lazy = "tensorflow_datasets" not in sys.modules
-from tfdist.datasets import Digits
+from tfdist.datasets.digits import Digits
 
 folder, rank = Path(sys.argv[1]), sys.argv[2]
 write = Digits._split_generators

@@ -16,7 +16,9 @@ from tensorflow_datasets.core.download import downloader
 from tensorflow_datasets.image_classification import mnist
 
 from tfdist.data.sharding import is_per_rank
-from tfdist.datasets import Digits, load, load_for_rank, preparing, rank_split, read_config
+from tfdist.datasets import load, load_for_rank, preparing
+from tfdist.datasets.digits import Digits
+from tfdist.datasets.loading import rank_split, read_config
 from tfdist.mesh import Mesh
 
 NUM_FILES = 4

@@ -47,12 +47,19 @@ def pairs() -> list[str]:
     whole, whole_dy = parts[0], upstream[0]
     total, total_dy = parts.sum(0), upstream.sum(0)
     c = mappings
-    check("copy", lambda x: c.copy(x, group), whole, whole, upstream[me], total_dy)
-    check("reduce", lambda x: c.reduce(x, group), parts[me], total, whole_dy, whole_dy)
+    check("copy", lambda x: c.copy_to_tensor_region(x, group), whole, whole, upstream[me], total_dy)
+    check(
+        "reduce",
+        lambda x: c.reduce_from_tensor_region(x, group),
+        parts[me],
+        total,
+        whole_dy,
+        whole_dy,
+    )
     for axis in (1, 2, -1):
         check(
             f"split {axis}",
-            lambda x, axis=axis: c.split(x, group, axis),
+            lambda x, axis=axis: c.scatter_to_tensor_region(x, group, axis),
             whole,
             mine(whole, axis),
             mine(whole_dy, axis),
@@ -60,7 +67,7 @@ def pairs() -> list[str]:
         )
         check(
             f"gather {axis}",
-            lambda x, axis=axis: c.gather(x, group, axis),
+            lambda x, axis=axis: c.gather_from_tensor_region(x, group, axis),
             mine(whole, axis),
             whole,
             whole_dy,
@@ -68,7 +75,7 @@ def pairs() -> list[str]:
         )
         check(
             f"gather_sequence {axis}",
-            lambda x, axis=axis: c.gather_sequence(x, group, axis),
+            lambda x, axis=axis: c.gather_from_sequence_region(x, group, axis),
             mine(whole, axis),
             whole,
             upstream[me],
@@ -76,7 +83,7 @@ def pairs() -> list[str]:
         )
         check(
             f"scatter_sequence {axis}",
-            lambda x, axis=axis: c.scatter_sequence(x, group, axis),
+            lambda x, axis=axis: c.reduce_scatter_to_sequence_region(x, group, axis),
             parts[me],
             mine(total, axis),
             mine(whole_dy, axis),
@@ -299,7 +306,7 @@ def vocabulary_wrong() -> list[str]:
 
 def sharding_like(local, group):
     """The sharding of a tensor split along its last dim."""
-    from tfdist.sharding import Slice
+    from tfdist.sharding.parts import Slice
 
     shape = (*local.shape[:-1], local.shape[-1] * group.size)
     return Slice(group, len(shape) - 1, tuple(shape))

@@ -16,6 +16,7 @@ def differences(mesh: dict, spoilt: list[dict[int, str]]) -> list[str]:
         spoilt: For each case, by rank, the end of the path of the variable that it changes.
     """
     from tfdist import layers, monitoring
+    from tfdist.monitoring import model_sync
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
@@ -35,9 +36,9 @@ def differences(mesh: dict, spoilt: list[dict[int, str]]) -> list[str]:
             np.ravel(other)[0] += 1e-6
             variable.assign(other)
         try:
-            monitoring.verify_model_sync(model)
+            model_sync.verify_model_sync(model)
             found.append("")
-        except monitoring.ModelSyncError as error:
+        except model_sync.ModelSyncError as error:
             found.append(str(error))
         for variable, value in zip(hit, before, strict=True):
             variable.assign(value)

@@ -13,8 +13,9 @@ from tests.conftest import on_ranks
 from tests.parallelize import parallel_programs as programs
 from tests.parallelize import parallel_refusals as refusals
 from tests.strategies.observing import without_tfdist
-from tfdist.parallelize import VariableReport, parallelize
+from tfdist.parallelize import parallelize
 from tfdist.parallelize import plan as plans
+from tfdist.parallelize.report import VariableReport
 
 TWO = {"data": 1, "tensor": 2}
 HUB = ("gpt2", "gpt2_lm", "llama", "qwen3")

@@ -10,8 +10,10 @@ import pytest
 
 from tfdist import models
 from tfdist.keras_internals.functional import initialize_weights, without_values
-from tfdist.pipeline import Chain, deferred_weights, make_partition, measure_seconds
-from tfdist.pipeline.partition import balance
+from tfdist.pipeline import deferred_weights
+from tfdist.pipeline.chain import Chain
+from tfdist.pipeline.costs import measure_seconds
+from tfdist.pipeline.partition import balance, make_partition
 
 
 def dearest(costs, ends):

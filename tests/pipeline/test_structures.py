@@ -10,7 +10,8 @@ import tensorflow as tf
 from tests.conftest import on_ranks, slow_but
 from tests.strategies import programs
 from tfdist.mesh import Mesh
-from tfdist.pipeline import Chain, PipelineModel
+from tfdist.pipeline import PipelineModel
+from tfdist.pipeline.chain import Chain
 from tfdist.testing import strategy
 
 ROWS, BATCH = 10, 4

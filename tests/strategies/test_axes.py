@@ -38,11 +38,13 @@ class SplitDense(keras.layers.Layer):
         )
 
     def call(self, inputs):
-        from tfdist.collectives.mappings import copy, gather
+        from tfdist.collectives.mappings import copy_to_tensor_region, gather_from_tensor_region
 
         if self._group is None:
             return tf.matmul(inputs, self.kernel)
-        return gather(tf.matmul(copy(inputs, self._group), self.kernel), self._group)
+        return gather_from_tensor_region(
+            tf.matmul(copy_to_tensor_region(inputs, self._group), self.kernel), self._group
+        )
 
 
 def train(strategy, *, split_over: str | None = None, optimizer: str = "adam", rows: int = 10):

@@ -21,7 +21,24 @@ import tfdist
 from tests.values.bad_values import bad_for
 from tfdist.collectives.local import LocalEngine
 
-__all__ = ["LEGAL", "Case", "argument_names", "cases", "public_callables"]
+#: What is not public, and checks its arguments all the same.
+INNER = [
+    "tfdist.checkpoint.intervals.young_daly",
+    "tfdist.checkpoint.saving.begin_save",
+    "tfdist.datasets.loading.rank_split",
+    "tfdist.datasets.loading.read_config",
+    "tfdist.monitoring.memory.PeakMemory",
+    "tfdist.monitoring.memory.bytes_in_use",
+    "tfdist.monitoring.model_sync.verify_model_sync",
+    "tfdist.monitoring.watchdog.Watchdog",
+    "tfdist.monitoring.watchdog.startup_guard",
+    "tfdist.pipeline.chain.Chain",
+    "tfdist.pipeline.costs.measure_seconds",
+    "tfdist.pipeline.partition.make_partition",
+    "tfdist.strategies.parallel.ParallelStrategy",
+]
+
+__all__ = ["INNER", "LEGAL", "Case", "argument_names", "cases", "public_callables"]
 
 
 def _model() -> keras.Model:
@@ -44,7 +61,7 @@ class _TwoRanks(LocalEngine):
 
 
 def _chain() -> Any:
-    return tfdist.pipeline.Chain(_model())
+    return tfdist.pipeline.chain.Chain(_model())
 
 
 #: What an argument without a default gets, by its annotation.
@@ -66,6 +83,7 @@ _BY_KIND: dict[str, Callable[[], Any]] = {
 #: The same by its name, where that tells more: "argument", or "callable.argument".
 _BY_NAME: dict[str, Callable[[], Any]] = {
     "tensor": lambda: np.zeros([2, 2], np.float32),
+    "value": dict,
     "like": lambda: np.zeros([2, 2], np.float32),
     "variable": lambda: _model().weights[0],
     "filepath": lambda: "model.keras",
@@ -152,9 +170,11 @@ LEGAL: dict[str, set[str]] = {
     "tfdist.checkpoint.*.step": {"zero"},
     "tfdist.checkpoint.*.state": {"dict"},
     "tfdist.collectives.broadcast.root": {"zero"},
+    "tfdist.collectives.*_object.value": {"*"},
+    "tfdist.collectives.broadcast_object.root": {"zero"},
     "tfdist.datasets.*.data_dir": {"newline", *_ANY_NAME},
-    "tfdist.datasets.rank_split.index": {"zero"},
-    "tfdist.datasets.rank_split.split": _ANY_NAME,
+    "tfdist.datasets.loading.rank_split.index": {"zero"},
+    "tfdist.datasets.loading.rank_split.split": _ANY_NAME,
     "tfdist.layers.Dropout.rate": _ZERO,
     "tfdist.layers.TransformerDecoderBlock.epsilon": _ZERO,
     "tfdist.layers.TransformerDecoderBlock.*_stddev": _ZERO,
@@ -167,7 +187,7 @@ LEGAL: dict[str, set[str]] = {
     "tfdist.models.generate.temperature": _ZERO,
     "tfdist.monitoring.MemoryReporter.path": {"newline", *_ANY_NAME},
     "tfdist.monitoring.memory_report.step_peak": {"zero"},
-    "tfdist.monitoring.startup_guard.what": _ANY_NAME,
+    "tfdist.monitoring.watchdog.startup_guard.what": _ANY_NAME,
 }
 
 
@@ -207,6 +227,9 @@ class Case:
 def public_callables() -> dict[str, Callable]:
     """The functions and classes that users call, by module and name."""
     found: dict[str, Callable] = {"tfdist.Mesh": tfdist.Mesh}
+    for name in INNER:
+        module_name, _, attribute = name.rpartition(".")
+        found[name] = getattr(importlib.import_module(module_name), attribute)
     # `tfdist.callbacks` holds what other rooms have, so it comes last.
     modules = sorted((f"tfdist.{room}" for room in tfdist.__all__), key="tfdist.callbacks".__eq__)
     for module_name in modules:
@@ -229,7 +252,7 @@ def _resolved(name: str) -> Any:
 def _is_called_by_users(value: Any) -> bool:
     if inspect.isfunction(value):
         return True
-    if value is tfdist.checkpoint.Save:
+    if value is tfdist.checkpoint.saving.Save:
         return False  # What `begin_save` returns.
     # Records are read, errors are caught, and what is abstract or another library's is not made.
     return (
@@ -246,7 +269,7 @@ def argument_names(name: str, value: Callable) -> dict[str, inspect.Parameter]:
     found = dict(inspect.signature(value).parameters)
     options = found.get("options")
     if options is not None and options.kind is inspect.Parameter.VAR_KEYWORD:
-        base = inspect.signature(tfdist.strategies.ParallelStrategy).parameters
+        base = inspect.signature(tfdist.strategies.parallel.ParallelStrategy).parameters
         found |= {key: each for key, each in base.items() if key not in ("engine", *found)}
     variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return {key: each for key, each in found.items() if each.kind not in variadic}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.values.bad_values import EVERY
 from tests.values.signatures import LEGAL, Case, cases, public_callables
-from tfdist.checkpoint import StorageError
+from tfdist.checkpoint.errors import StorageError
 from tfdist.checks import shown
 
 #: Of this process's time, for one call.

@@ -6,50 +6,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tfdist.checkpoint.checkpointer import Checkpointer
     from tfdist.checkpoint.directory import latest
-    from tfdist.checkpoint.errors import (
-        CheckpointError,
-        DirectoryInUseError,
-        NewerFormatError,
-        OtherModelError,
-        StorageError,
-    )
-    from tfdist.checkpoint.intervals import young_daly
-    from tfdist.checkpoint.manifest import Manifest
+    from tfdist.checkpoint.errors import CheckpointError
     from tfdist.checkpoint.restoring import restore
-    from tfdist.checkpoint.saving import Save, begin_save, save
+    from tfdist.checkpoint.saving import save
 
 #: Imported when somebody asks: launchers look at locks without TensorFlow.
 _HOMES = {
     "CheckpointError": "errors",
     "Checkpointer": "checkpointer",
-    "DirectoryInUseError": "errors",
-    "Manifest": "manifest",
-    "NewerFormatError": "errors",
-    "OtherModelError": "errors",
-    "Save": "saving",
-    "StorageError": "errors",
-    "begin_save": "saving",
     "latest": "directory",
     "restore": "restoring",
     "save": "saving",
-    "young_daly": "intervals",
 }
 
-__all__ = [
-    "CheckpointError",
-    "Checkpointer",
-    "DirectoryInUseError",
-    "Manifest",
-    "NewerFormatError",
-    "OtherModelError",
-    "Save",
-    "StorageError",
-    "begin_save",
-    "latest",
-    "restore",
-    "save",
-    "young_daly",
-]
+__all__ = ["CheckpointError", "Checkpointer", "latest", "restore", "save"]
 
 
 def __getattr__(name: str) -> Any:

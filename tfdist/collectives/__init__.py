@@ -5,8 +5,8 @@ Engines: `tfdist.collectives.horovod` (Horovod process sets), `tfdist.collective
 `strategy.group("data")` is how programs come to a `Group`.
 """
 
-from tfdist.collectives.engine import Engine
 from tfdist.collectives.group import Group
+from tfdist.collectives.objects import all_gather_object, broadcast_object
 from tfdist.collectives.operations import (
     all_gather,
     all_reduce,
@@ -19,13 +19,14 @@ from tfdist.collectives.operations import (
 )
 
 __all__ = [
-    "Engine",
     "Group",
     "all_gather",
+    "all_gather_object",
     "all_reduce",
     "all_to_all",
     "barrier",
     "broadcast",
+    "broadcast_object",
     "recv",
     "reduce_scatter",
     "send",

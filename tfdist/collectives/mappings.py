@@ -1,23 +1,24 @@
-"""Conjugate pairs: collectives whose gradient is the other one of the pair.
+"""The mappings of tensor parallelism: collectives whose gradient is the other one of a pair.
 
 Layers that split a matrix over a group compute one function on all members, each a part of it.
 What is replicated (an activation that every member holds whole) has one gradient, the same on all
 members; what is split has each member's part. These operations cross the border between the two:
 
-| forward                         | backward                        |
-|---------------------------------|---------------------------------|
-| `copy`: as it is                | sum over the members            |
-| `reduce`: sum over the members  | as it is                        |
-| `split`: this member's slice    | concatenation of the slices     |
-| `gather`: concatenation         | this member's slice             |
-| `gather_sequence`: concatenation | sum, of which this member's slice |
-| `scatter_sequence`: sum, this member's slice | concatenation      |
+| forward | backward |
+|---|---|
+| `copy_to_tensor_region`: as it is | sum over the members |
+| `reduce_from_tensor_region`: sum over the members | as it is |
+| `scatter_to_tensor_region`: this member's slice | concatenation of the slices |
+| `gather_from_tensor_region`: concatenation | this member's slice |
+| `gather_from_sequence_region`: concatenation | sum, of which this member's slice |
+| `reduce_scatter_to_sequence_region`: sum, this member's slice | concatenation |
 
 They differ from `all_reduce` and its kin, whose gradients are those of the sum of all members'
 losses: there every member has a loss of its own, here all have the same.
 
-Sources: Shoeybi et al. 2019, "Megatron-LM" (f and g: `copy` and `reduce`); Korthikanti et al.
-2022, "Reducing Activation Recomputation in Large Transformer Models" (the sequence pair).
+Sources: Shoeybi et al. 2019, "Megatron-LM" (f and g: `copy_to_tensor_region` and
+`reduce_from_tensor_region`; the names are Megatron's); Korthikanti et al. 2022, "Reducing Activation
+Recomputation in Large Transformer Models" (the sequence pair).
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ from tfdist.collectives.operations import all_gather, all_reduce, reduce_scatter
 from tfdist.graph.custom_gradient import custom_gradient
 
 __all__ = [
-    "column_product",
-    "copy",
-    "gather",
-    "gather_sequence",
+    "column_parallel_matmul",
+    "copy_to_tensor_region",
+    "gather_from_tensor_region",
+    "gather_from_sequence_region",
     "own_slice",
-    "product",
-    "reduce",
-    "scatter_sequence",
-    "split",
+    "linear",
+    "reduce_from_tensor_region",
+    "reduce_scatter_to_sequence_region",
+    "scatter_to_tensor_region",
 ]
 
 
-def copy(tensor, group: Group, *, name: str | None = None):
+def copy_to_tensor_region(tensor, group: Group, *, name: str | None = None):
     """Enters a region where each member computes a part: identity, and a sum backward."""
     if group.size == 1:
         return tensor
@@ -53,7 +54,7 @@ def copy(tensor, group: Group, *, name: str | None = None):
     return enter(tensor)
 
 
-def reduce(tensor, group: Group, *, name: str | None = None):
+def reduce_from_tensor_region(tensor, group: Group, *, name: str | None = None):
     """Leaves such a region: the sum of the members' parts, and identity backward."""
     if group.size == 1:
         return tensor
@@ -65,7 +66,7 @@ def reduce(tensor, group: Group, *, name: str | None = None):
     return leave(tensor)
 
 
-def split(tensor, group: Group, axis: int = -1, *, name: str | None = None):
+def scatter_to_tensor_region(tensor, group: Group, axis: int = -1, *, name: str | None = None):
     """This member's slice along `axis` of what every member holds whole.
 
     Raises:
@@ -84,7 +85,7 @@ def split(tensor, group: Group, axis: int = -1, *, name: str | None = None):
     return cut(tensor)
 
 
-def gather(tensor, group: Group, axis: int = -1, *, name: str | None = None):
+def gather_from_tensor_region(tensor, group: Group, axis: int = -1, *, name: str | None = None):
     """The members' slices joined along `axis`; each member then uses the whole alike."""
     if group.size == 1:
         return tensor
@@ -97,14 +98,16 @@ def gather(tensor, group: Group, axis: int = -1, *, name: str | None = None):
     return join(tensor)
 
 
-def gather_sequence(tensor, group: Group, axis: int = 1, *, name: str | None = None):
+def gather_from_sequence_region(tensor, group: Group, axis: int = 1, *, name: str | None = None):
     """Joins slices along `axis` for a region where each member computes a part of the rest."""
     if group.size == 1:
         return tensor
     return all_gather(tensor, group, _positive(tensor, axis), name=name)
 
 
-def scatter_sequence(tensor, group: Group, axis: int = 1, *, name: str | None = None):
+def reduce_scatter_to_sequence_region(
+    tensor, group: Group, axis: int = 1, *, name: str | None = None
+):
     """Sums the members' parts; each goes on with its slice along `axis`.
 
     Raises:
@@ -115,10 +118,10 @@ def scatter_sequence(tensor, group: Group, axis: int = 1, *, name: str | None = 
     return reduce_scatter(tensor, group, "sum", _positive(tensor, axis), name=name)
 
 
-def column_product(
+def column_parallel_matmul(
     tensor, kernel, group: Group, sequence_axis: int | None = None, *, bias=None, name=None
 ):
-    """`copy` (or `gather_sequence`) and a `product` with this member's columns, in one.
+    """`copy_to_tensor_region` (or `gather_from_sequence_region`) and a `linear` with this member's columns, in one.
 
     In the backward pass the product that gives the input's gradient comes first, so that its sum
     over the members travels while the kernel's gradient is computed.
@@ -135,7 +138,7 @@ def column_product(
         A tensor of shape [..., columns].
     """
     if group.size == 1:
-        return product(tensor, kernel, bias)
+        return linear(tensor, kernel, bias)
 
     @custom_gradient
     def multiply(x, w, *b):
@@ -164,7 +167,7 @@ def column_product(
     return multiply(tensor, kernel) if bias is None else multiply(tensor, kernel, bias)
 
 
-def product(tensor, kernel, bias=None):
+def linear(tensor, kernel, bias=None):
     """[..., inputs] times [inputs, columns], plus a bias [columns], as one product of two matrices.
 
     `tf.matmul` of more dims would multiply batch by batch, and sum the kernel's gradient over

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cloudpickle
 import numpy as np
 import tensorflow as tf
 
+from tfdist import checks
 from tfdist.collectives.group import Group
 from tfdist.collectives.operations import all_gather, broadcast
 
 __all__ = ["all_gather_object", "broadcast_object"]
 
 
-def broadcast_object(value, group: Group, root: int = 0, *, name: str = "object"):
+def broadcast_object(value: Any, group: Group, root: int = 0, *, name: str = "object"):
     """Returns the root's `value` on every member. Eager only.
 
     Args:
@@ -20,7 +23,13 @@ def broadcast_object(value, group: Group, root: int = 0, *, name: str = "object"
         group: The group.
         root: The root's place in the group.
         name: What the object is, for messages.
+
+    Raises:
+        ValueError: `root` is not in the group.
     """
+    checks.instance("group", group, Group, "a Group, as of `strategy.group()`")
+    root = checks.integer("root", root, minimum=0, maximum=group.size - 1)
+    checks.text("name", name)
     if group.size == 1:
         return value
     own = group.rank == root
@@ -32,7 +41,7 @@ def broadcast_object(value, group: Group, root: int = 0, *, name: str = "object"
     return value if own else cloudpickle.loads(content.numpy().tobytes())
 
 
-def all_gather_object(value, group: Group, *, name: str = "object") -> list:
+def all_gather_object(value: Any, group: Group, *, name: str = "object") -> list:
     """Returns every member's `value`, in group order, on every member. Eager only.
 
     Args:
@@ -40,6 +49,8 @@ def all_gather_object(value, group: Group, *, name: str = "object") -> list:
         group: The group.
         name: What the object is, for messages.
     """
+    checks.instance("group", group, Group, "a Group, as of `strategy.group()`")
+    checks.text("name", name)
     if group.size == 1:
         return [value]
     payload = np.frombuffer(cloudpickle.dumps(value), np.uint8)

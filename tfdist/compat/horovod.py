@@ -21,7 +21,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import checks
-from tfdist.collectives import Engine, all_gather, all_reduce, broadcast
+from tfdist.collectives import all_gather, all_reduce, broadcast
+from tfdist.collectives.engine import Engine
 
 __all__ = [
     "BestModelCheckpoint",

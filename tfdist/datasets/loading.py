@@ -10,9 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import checks
-from tfdist.context import DistributedStrategy
 from tfdist.data.sharding import mark_per_rank
 from tfdist.datasets.preparing import import_tfds, one_line, prepare
+from tfdist.mesh import Mesh
 
 if TYPE_CHECKING:
     import tensorflow_datasets as tfds
@@ -42,7 +42,7 @@ def load(
     and those that find the data ready draw the same seeds afterwards.
 
     Args:
-        name: "digits" (`tfdist.datasets.Digits`, which needs no download) or any TFDS name of an image
+        name: "digits" (`tfdist.datasets.digits.Digits`, which needs no download) or any TFDS name of an image
             classification set, such as "mnist", "cifar10" or "emnist/letters:3.1.0".
         split: One split as TFDS writes it, such as "train", "train[:80%]" or "train+test", or what
             `rank_split` returned. A split of `rank_split` that has no example gives an empty
@@ -145,14 +145,15 @@ def load_for_rank(
     _check_set(name, split, data_dir, download)
     checks.integer("seed", seed, minimum=0, maximum=2**63 - 1, optional=True)
     checks.boolean("drop_remainder", drop_remainder)
-    if not isinstance(strategy, DistributedStrategy):
+    mesh = getattr(strategy, "mesh", None)
+    if not isinstance(mesh, Mesh):
         raise ValueError(
             "`strategy` carries the mesh that says which share is this rank's. Received: "
             f"{checks.shown(strategy)}, which has no mesh. Pass a strategy of `tfdist.strategies`, "
             "or use `load` with `rank_split`."
         )
-    group = strategy.row_group
-    part = rank_split(split, group.size, group.rank, drop_remainder=drop_remainder)
+    ranks = mesh.group(*mesh.row_axes)
+    part = rank_split(split, len(ranks), ranks.index(mesh.rank), drop_remainder=drop_remainder)
     dataset, info = load(
         name,
         part,
@@ -163,7 +164,7 @@ def load_for_rank(
     if drop_remainder and info.splits[part].num_examples == 0:
         raise ValueError(
             f"The split {split!r} of {name!r} has {info.splits[split].num_examples} examples, fewer "
-            f"than the data axis has ranks. Received: {strategy.mesh}. Use more data, or a shorter axis."
+            f"than the data axis has ranks. Received: {mesh}. Use more data, or a shorter axis."
         )
     return mark_per_rank(dataset), info
 

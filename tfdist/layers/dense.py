@@ -7,12 +7,12 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.collectives.mappings import (
-    column_product,
-    gather,
-    product,
-    reduce,
-    scatter_sequence,
-    split,
+    column_parallel_matmul,
+    gather_from_tensor_region,
+    linear,
+    reduce_from_tensor_region,
+    reduce_scatter_to_sequence_region,
+    scatter_to_tensor_region,
 )
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.weights import add_split_weight, tensor_group, value_tensor
@@ -116,9 +116,9 @@ class ColumnParallelDense(keras.layers.Dense):
             return super().call(inputs, training=training)
         bias = None if self.bias is None else value_tensor(self.bias)
         if self._group is None:
-            outputs = product(inputs, value_tensor(self._kernel), bias)
+            outputs = linear(inputs, value_tensor(self._kernel), bias)
         else:
-            outputs = column_product(
+            outputs = column_parallel_matmul(
                 inputs,
                 value_tensor(self._kernel),
                 self._group,
@@ -127,7 +127,7 @@ class ColumnParallelDense(keras.layers.Dense):
                 name=self.name,
             )
             if self.gather_output:
-                outputs = gather(outputs, self._group, name=self.name)
+                outputs = gather_from_tensor_region(outputs, self._group, name=self.name)
         return outputs if self.activation is None else self.activation(outputs)
 
     def compute_output_shape(self, input_shape):
@@ -224,14 +224,16 @@ class RowParallelDense(keras.layers.Dense):
         if has_features(self):
             return super().call(inputs, training=training)
         if self._group is not None and not self.input_is_parallel:
-            inputs = split(inputs, self._group, name=self.name)
+            inputs = scatter_to_tensor_region(inputs, self._group, name=self.name)
         bias = None if self.bias is None else value_tensor(self.bias)
         if self._group is None:
-            outputs = product(inputs, value_tensor(self._kernel), bias)
+            outputs = linear(inputs, value_tensor(self._kernel), bias)
         else:
-            outputs = product(inputs, value_tensor(self._kernel))
-            over_members = scatter_sequence if self.sequence_parallel else reduce
-            outputs = over_members(outputs, self._group, name=self.name)
+            outputs = linear(inputs, value_tensor(self._kernel))
+            leave = reduce_from_tensor_region
+            if self.sequence_parallel:
+                leave = reduce_scatter_to_sequence_region
+            outputs = leave(outputs, self._group, name=self.name)
             outputs = outputs if bias is None else tf.nn.bias_add(outputs, bias)
         return outputs if self.activation is None else self.activation(outputs)
 

@@ -10,11 +10,11 @@ import tensorflow as tf
 from tfdist import checks
 from tfdist.collectives import Group
 from tfdist.collectives.mappings import (
-    column_product,
-    gather,
-    product,
-    reduce,
-    scatter_sequence,
+    column_parallel_matmul,
+    gather_from_tensor_region,
+    linear,
+    reduce_from_tensor_region,
+    reduce_scatter_to_sequence_region,
 )
 from tfdist.layers.dense import check_divides
 from tfdist.layers.initializers import initializer
@@ -77,8 +77,8 @@ class VocabParallelEmbedding(keras.layers.Embedding):
             return super().call(inputs)
         found = own_rows(value_tensor(self._embeddings), inputs, self._group)
         if self.sequence_parallel:
-            return scatter_sequence(found, self._group, name=self.name)
-        return reduce(found, self._group, name=self.name)
+            return reduce_scatter_to_sequence_region(found, self._group, name=self.name)
+        return reduce_from_tensor_region(found, self._group, name=self.name)
 
     def compute_output_spec(self, inputs, reverse=False):
         """The shape that this rank's output has."""
@@ -168,12 +168,16 @@ def own_rows(table, ids, group: Group):
 def _logits(layer, inputs, kernel, vocabulary_size: int):
     group = layer._group
     if group is None:
-        return product(inputs, kernel)
+        return linear(inputs, kernel)
     axis = 1 if layer.sequence_parallel else None
-    logits = column_product(inputs, kernel, group, sequence_axis=axis, name=f"{layer.name}/logits")
+    logits = column_parallel_matmul(
+        inputs, kernel, group, sequence_axis=axis, name=f"{layer.name}/logits"
+    )
     if stays_split(layer):
         return logits
-    return gather(logits, group, name=f"{layer.name}/logits")[..., :vocabulary_size]
+    return gather_from_tensor_region(logits, group, name=f"{layer.name}/logits")[
+        ..., :vocabulary_size
+    ]
 
 
 def stays_split(layer) -> bool:

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdist import checks
-from tfdist.collectives.mappings import column_product, product
+from tfdist.collectives.mappings import column_parallel_matmul, linear
 from tfdist.layers.activations import gelu
 from tfdist.layers.attention import ParallelMultiHeadAttention
 from tfdist.layers.dense import RowParallelDense, check_divides
@@ -109,10 +109,12 @@ class ParallelMLP(keras.layers.Layer):
         biases = [value_tensor(bias) for bias in self._biases]
         bias = tf.concat(biases, axis=0) if biases else None
         if self._group is None:
-            hidden = product(inputs, kernel, bias)
+            hidden = linear(inputs, kernel, bias)
         else:
             axis = 1 if self.sequence_parallel else None
-            hidden = column_product(inputs, kernel, self._group, axis, bias=bias, name=self.name)
+            hidden = column_parallel_matmul(
+                inputs, kernel, self._group, axis, bias=bias, name=self.name
+            )
         if self.activation == "swiglu":
             gate, up = tf.split(hidden, 2, axis=-1)
             hidden = tf.nn.silu(gate) * up

@@ -1,27 +1,7 @@
-"""Watching a run: the watchdog and the roll call that it speaks over, and how much memory is used."""
+"""Watching a run: the watchdog and its heartbeats, memory in use, and whether ranks still agree."""
 
-from tfdist.monitoring.memory import PeakMemory, bytes_in_use
-from tfdist.monitoring.memory_report import (
-    MemoryReport,
-    MemoryReporter,
-    MemoryRow,
-    memory_report,
-)
-from tfdist.monitoring.model_sync import ModelSyncError, VerifyModelSync, verify_model_sync
+from tfdist.monitoring.memory_report import MemoryReporter, memory_report
+from tfdist.monitoring.model_sync import VerifyModelSync
 from tfdist.monitoring.non_finite import TerminateOnNonFinite
-from tfdist.monitoring.watchdog import Watchdog, startup_guard
 
-__all__ = [
-    "MemoryReport",
-    "MemoryReporter",
-    "MemoryRow",
-    "ModelSyncError",
-    "PeakMemory",
-    "TerminateOnNonFinite",
-    "VerifyModelSync",
-    "Watchdog",
-    "bytes_in_use",
-    "memory_report",
-    "startup_guard",
-    "verify_model_sync",
-]
+__all__ = ["MemoryReporter", "TerminateOnNonFinite", "VerifyModelSync", "memory_report"]

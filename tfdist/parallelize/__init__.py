@@ -2,6 +2,5 @@
 
 from tfdist.parallelize.model import parallelize
 from tfdist.parallelize.plan import GPT2, LLAMA
-from tfdist.parallelize.report import ParallelizeReport, VariableReport
 
-__all__ = ["GPT2", "LLAMA", "ParallelizeReport", "VariableReport", "parallelize"]
+__all__ = ["GPT2", "LLAMA", "parallelize"]

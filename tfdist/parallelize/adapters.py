@@ -16,7 +16,12 @@ import tensorflow as tf
 from keras import ops
 
 from tfdist.collectives import Group
-from tfdist.collectives.mappings import column_product, copy, gather, reduce
+from tfdist.collectives.mappings import (
+    column_parallel_matmul,
+    copy_to_tensor_region,
+    gather_from_tensor_region,
+    reduce_from_tensor_region,
+)
 from tfdist.layers.embedding import stays_split
 from tfdist.sharding.weights import check_by_entries, split_variable, value_tensor
 
@@ -160,7 +165,7 @@ class DenseAdapter(Adapter):
             share = layer._kernel.shape[0]
             _check_share(layer, inputs.shape[-1], share, group)
             product = tf.convert_to_tensor(ops.matmul(inputs, layer._kernel))
-            return _finish(layer, reduce(product, group, name=name))
+            return _finish(layer, reduce_from_tensor_region(product, group, name=name))
 
         def vocabulary(inputs, training=None):
             outputs = columns(inputs, value_tensor(layer._kernel), group, name)
@@ -169,7 +174,7 @@ class DenseAdapter(Adapter):
             plain = layer.activation in (None, keras.activations.linear)
             if plain and stays_split(layer):
                 return outputs
-            outputs = gather(outputs, group, name=name)[..., : layer.units]
+            outputs = gather_from_tensor_region(outputs, group, name=name)[..., : layer.units]
             return outputs if plain else layer.activation(outputs)
 
         return {"column": column, "row": row, "vocabulary": vocabulary}[self.kind]
@@ -235,14 +240,14 @@ class EinsumDenseAdapter(Adapter):
         inputs_term, kernel_term, _ = _terms(layer.equation)
 
         def column(inputs, training=None):
-            entered = copy(inputs, group, name=name) if self.enters else inputs
+            entered = copy_to_tensor_region(inputs, group, name=name) if self.enters else inputs
             return stock(entered, training=training)
 
         def row(inputs, training=None):
             share = layer._kernel.shape[kernel_term.index(self.label)]
             _check_share(layer, inputs.shape[_position(inputs_term, self.label)], share, group)
             product = tf.convert_to_tensor(ops.einsum(layer.equation, inputs, layer._kernel))
-            return _finish(layer, reduce(product, group, name=name))
+            return _finish(layer, reduce_from_tensor_region(product, group, name=name))
 
         return column if self.kind == "column" else row
 
@@ -250,7 +255,7 @@ class EinsumDenseAdapter(Adapter):
 def columns(inputs, kernel, group: Group, name: str):
     """`ops.matmul(inputs, kernel)` with this rank's columns, in the dtype that Keras takes."""
     dtype = keras.backend.result_type(inputs.dtype, kernel.dtype)
-    return column_product(tf.cast(inputs, dtype), tf.cast(kernel, dtype), group, name=name)
+    return column_parallel_matmul(tf.cast(inputs, dtype), tf.cast(kernel, dtype), group, name=name)
 
 
 def _finish(layer, outputs):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import keras
 
 from tfdist.collectives import Group
-from tfdist.collectives.mappings import copy
+from tfdist.collectives.mappings import copy_to_tensor_region
 from tfdist.keras_internals.private import get_keras_mask, set_keras_mask
 from tfdist.parallelize.adapters import Adapter, EinsumDenseAdapter, override
 
@@ -71,7 +71,7 @@ def _entering_once(attention, group: Group) -> Callable:
         entered: dict[int, tuple] = {}
         for tensor in (query, value, key):
             if tensor is not None and id(tensor) not in entered:
-                inside = copy(tensor, group, name=attention.path)
+                inside = copy_to_tensor_region(tensor, group, name=attention.path)
                 set_keras_mask(inside, get_keras_mask(tensor))
                 entered[id(tensor)] = (tensor, inside)
         inputs = (entered.get(id(tensor), (None, None))[1] for tensor in (query, value, key))

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import ops
 
 from tfdist.collectives import Group
-from tfdist.collectives.mappings import gather, reduce
+from tfdist.collectives.mappings import gather_from_tensor_region, reduce_from_tensor_region
 from tfdist.keras_internals.private import set_keras_mask
 from tfdist.layers.embedding import own_rows, stays_split
 from tfdist.parallelize.adapters import Adapter, Part, columns
@@ -42,7 +42,7 @@ class EmbeddingAdapter(Adapter):
             found = tf.cast(
                 own_rows(value_tensor(layer._embeddings), inputs, group), layer.compute_dtype
             )
-            return reduce(found, group, name=layer.path)
+            return reduce_from_tensor_region(found, group, name=layer.path)
 
         return call
 
@@ -93,4 +93,6 @@ def _reversed(layer, inputs, group: Group):
         logits = ops.tanh(logits / layer.logit_soft_cap) * layer.logit_soft_cap
     if stays_split(layer):
         return logits
-    return gather(logits, group, name=f"{layer.path}/logits")[..., : layer.input_dim]
+    return gather_from_tensor_region(logits, group, name=f"{layer.path}/logits")[
+        ..., : layer.input_dim
+    ]

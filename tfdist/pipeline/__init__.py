@@ -1,25 +1,21 @@
 """Pipeline parallelism: a chain of layers cut into stages, schedules, and a model that runs them.
 
 `PipelineModel` is what most programs need. `deferred_weights` lets a model that is too large for
-one rank be built on all; `make_partition` and `make_schedule` show what a cut and a schedule would
-be.
+one rank be built on all; `make_schedule` shows what a schedule would be.
 """
 
 import importlib
 from typing import Any
 
-from tfdist.pipeline.schedules import SCHEDULES, make_schedule
+from tfdist.pipeline.schedules import make_schedule
 
 #: What needs TensorFlow: schedules are of use without.
 _HOMES = {
-    "Chain": "tfdist.pipeline.chain",
     "PipelineModel": "tfdist.pipeline.model",
     "deferred_weights": "tfdist.keras_internals.functional",
-    "make_partition": "tfdist.pipeline.partition",
-    "measure_seconds": "tfdist.pipeline.costs",
 }
 
-__all__ = ["SCHEDULES", "make_schedule", *_HOMES]
+__all__ = ["make_schedule", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -46,7 +46,7 @@ def recompute(
 
     Args:
         target: A layer, which is recomputed as a whole; or a model that is a chain (Sequential or
-            functional, see `tfdist.pipeline.Chain`), and for "selective" any layer or model.
+            functional, see `tfdist.pipeline.chain.Chain`), and for "selective" any layer or model.
         policy: For a model of L parts:
             "every_layer": each part is recomputed, and what it begins with is kept;
             "sqrt": about sqrt(L) runs of parts are;

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfdist import checks
 from tfdist.collectives import Group
-from tfdist.collectives.mappings import reduce
+from tfdist.collectives.mappings import reduce_from_tensor_region
 from tfdist.context import current_strategy
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.parts import Slice, deep_copy
@@ -55,9 +57,9 @@ def add_split_weight(
     group: Group | None,
     *,
     name: str,
-    initializer,
-    regularizer=None,
-    constraint=None,
+    initializer: Any,
+    regularizer: Any = None,
+    constraint: Any = None,
 ):
     """`layer.add_weight`, of which this rank holds its slice along `dim`.
 
@@ -76,7 +78,11 @@ def add_split_weight(
     Raises:
         ValueError: The regularizer or the constraint looks at the array as a whole.
     """
-    shape = tuple(shape)
+    checks.instance("layer", layer, keras.layers.Layer, "a Keras layer")
+    shape = checks.integers("shape", shape, minimum=1)
+    dim = checks.integer("dim", dim, minimum=-len(shape), maximum=len(shape) - 1)
+    checks.instance("group", group, Group, "a Group, as of `strategy.group()`", optional=True)
+    checks.text("name", name)
     if group is None:
         return layer.add_weight(
             shape=shape,
@@ -135,7 +141,7 @@ class _SummedRegularizer(keras.regularizers.Regularizer):
         self._group = group
 
     def __call__(self, value):
-        return reduce(self._regularizer(value), self._group, name="regularizer")
+        return reduce_from_tensor_region(self._regularizer(value), self._group, name="regularizer")
 
 
 _BY_ENTRIES = (
