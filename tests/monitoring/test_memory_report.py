@@ -15,13 +15,13 @@ WIDTH, LAYERS, ROWS = 256, 12, 2048
 ACTIVATION = 4 * WIDTH * ROWS
 
 
-def chain(recompute: str | None = None):
+def chain(policy: str | None = None):
     keras.backend.clear_session()
     with LocalStrategy().scope():
         stack = [keras.layers.Dense(WIDTH, activation="tanh") for _ in range(LAYERS)]
         model = keras.Sequential([keras.Input((WIDTH,)), *stack])
-        if recompute:
-            recompute(model, recompute)
+        if policy:
+            recompute(model, policy)
         model.compile("adam", "mse")
     return model
 
@@ -39,9 +39,9 @@ def test_variables_are_counted():
     assert json.loads(report.to_json())["rank"] == 0
 
 
-@pytest.mark.parametrize(("recompute", "least", "most"), [(None, 12, 14), ("sqrt", 6, 10)])
-def test_activations_are_planned(recompute, least, most):
-    planned = memory_report(chain(recompute), rows=ROWS).row("activations").planned
+@pytest.mark.parametrize(("policy", "least", "most"), [(None, 12, 14), ("sqrt", 6, 10)])
+def test_activations_are_planned(policy, least, most):
+    planned = memory_report(chain(policy), rows=ROWS).row("activations").planned
     assert least * ACTIVATION <= planned <= most * ACTIVATION
 
 

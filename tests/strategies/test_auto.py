@@ -45,7 +45,7 @@ def test_a_malformed_tf_config(monkeypatch):
 
 
 def test_a_mesh_that_does_not_fill_the_world():
-    with pytest.raises(ValueError, match="data 2 x pipeline 1 x tensor 1 is 2 ranks, but 1 was"):
+    with pytest.raises(ValueError, match="data 2 is 2 ranks, but 1 was"):
         strategies.auto(Mesh(data=2))
 
 
