@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tfdist.monitoring import MemoryReporter, memory_report
+from tfdist.recompute import recompute
 from tfdist.strategies import LocalStrategy
 
 WIDTH, LAYERS, ROWS = 256, 12, 2048
