@@ -79,7 +79,7 @@ def add_split_weight(
         ValueError: The regularizer or the constraint looks at the array as a whole.
     """
     checks.instance("layer", layer, keras.layers.Layer, "a Keras layer")
-    shape = checks.integers("shape", shape, minimum=1)
+    shape = tuple(checks.integers("shape", shape, minimum=1))
     dim = checks.integer("dim", dim, minimum=-len(shape), maximum=len(shape) - 1)
     checks.instance("group", group, Group, "a Group, as of `strategy.group()`", optional=True)
     checks.text("name", name)
@@ -92,7 +92,7 @@ def add_split_weight(
             constraint=constraint,
         )
     check_by_entries(layer, name, regularizer, constraint)
-    part = Slice(group, dim % len(shape), shape)
+    part = Slice(group, dim % len(shape), tuple(shape))
     initializer = keras.initializers.get(initializer)
     regularizer = keras.regularizers.get(regularizer)
     variable = layer.add_weight(
