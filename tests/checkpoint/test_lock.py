@@ -209,6 +209,7 @@ def wait_until(job: subprocess.Popen, condition) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_jobs_in_one_folder(tmp_path):
     alone = run(launched(tmp_path / "alone"), 240)

@@ -47,6 +47,7 @@ def counted(key: str, value: np.ndarray) -> np.ndarray:
     return value.sum(0) if key.startswith("metrics/") else value
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 4))
 def test_a_pipeline_goes_on_from_shards(pool, one_process, tmp_path):
     check(pool, one_process, tmp_path, ["zero"], ["one", "pipeline"])

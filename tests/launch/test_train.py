@@ -61,6 +61,7 @@ def test_under_horovodrun(data_dir):
     assert last_word(job)[1] == "2 rank(s) of HorovodStrategy"
 
 
+@pytest.mark.slow
 def test_gpt_on_two_ranks_reaches_what_one_process_reaches(tmp_path):
     text = b"The quick brown fox jumps over the lazy dog. " * 400
     (tmp_path / "text").write_bytes(text)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.conftest import on_ranks
+from tests.conftest import on_ranks, slow_but
 from tests.strategies import programs
 from tests.strategies.programs import scope, start
 from tfdist import Axis, Mesh
@@ -90,27 +90,30 @@ RING = Axis("ring", "weights")
 
 
 @on_ranks(("horovod", 4))
-@pytest.mark.parametrize("split", [False, True], ids=["dense", "split"])
+@pytest.mark.parametrize(
+    "split", [pytest.param(False, marks=pytest.mark.slow), True], ids=["dense", "split"]
+)
 def test_an_axis_of_ones_own_trains_as_one_process(pool, one_process, split):
     program = functools.partial(train, split_over="ring" if split else None)
     check(pool, one_process, program, Mesh(data=2, axes={RING: 2}))
 
 
 @on_ranks(("horovod", 4))
-@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize("zero_stage", slow_but([3], [1, 3]))
 def test_zero_on_an_axis_of_ones_own(pool, one_process, zero_stage):
     program = functools.partial(train, split_over="ring")
     check(pool, one_process, program, Mesh(data=2, axes={RING: 2}), zero_stage=zero_stage)
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 4))
 def test_an_axis_of_ones_own_divides_rows(pool, one_process):
     mesh = Mesh(data=2, axes={Axis("replica", "rows"): 2})
     check(pool, one_process, functools.partial(train, rows=11), mesh)
 
 
-@on_ranks(("horovod", 2), ("tensorflow", 2))
-@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+@on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
+@pytest.mark.parametrize("zero_stage", slow_but([0, 3], [0, 2, 3]))
 def test_experts_are_data_to_a_dense_model(pool, one_process, zero_stage):
     # 11 rows: the last batch leaves a rank without any.
     program = functools.partial(train, rows=11)
@@ -146,7 +149,7 @@ def train_tokens(strategy, *, masked: bool = False, layer: keras.layers.Layer | 
     return history, [*map(np.asarray, model.get_weights()), predictions]
 
 
-@on_ranks(("horovod", 2), ("tensorflow", 3))
+@on_ranks(("horovod", 2), slow=[("tensorflow", 3)])
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 def test_tokens_are_split_where_layers_compute_them_one_by_one(pool, one_process, masked):
     program = functools.partial(train_tokens, masked=masked)
