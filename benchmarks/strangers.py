@@ -1,6 +1,6 @@
 """What strangers at the ports of a job cost its steps.
 
-    python -m tfdist.benchmarks.strangers [--engine=horovod|tensorflow] [--rounds=3]
+    python -m tfdist.benchmarks.strangers [--engine=horovod|tensorflow] [--rounds=3] [--attacks NAME ...]
 
 Two ranks with 1 thread each train under `tfdist-run`. In turn, for some seconds each, every port of
 the job is attacked, and as many ports of a decoy, a process beside the job that drops its callers the
@@ -35,6 +35,9 @@ __all__ = ["main"]
 
 LIMIT = 1.05
 _WINDOW_SECONDS = 5.0
+#: After how long a stranger that was hung up on calls again. Without a pause it is a flood, which
+#: costs TensorFlow's engine a third of its speed: its gRPC servers deal with each caller.
+_AGAIN_SECONDS = 0.05
 _WIDTH = 1024
 _START_SECONDS = 180.0
 
@@ -44,9 +47,11 @@ def main() -> int:
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     flags.add_argument("--engine", default="horovod", choices=["horovod", "tensorflow"])
     flags.add_argument("--rounds", type=int, default=3)
+    names = [attack.__name__ for attack in attacks.ATTACKS]
+    flags.add_argument("--attacks", nargs="+", default=names, choices=names)
     options = flags.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        windows, code = measure(Path(name), options.engine, options.rounds)
+        windows, code = measure(Path(name), options.engine, options.attacks, options.rounds)
         steps = json.loads((Path(name) / "times.json").read_text())
     if code:
         print(f"The job ended with exit code {code}.")
@@ -67,7 +72,7 @@ def main() -> int:
     return int(over)
 
 
-def measure(folder: Path, engine: str, rounds: int) -> tuple[dict, int]:
+def measure(folder: Path, engine: str, names: list[str], rounds: int) -> tuple[dict, int]:
     """Runs the job; returns the quiet and the attacked times by attack, and the exit code."""
     program = Path(__file__).with_name("attacked_job.py")
     command = [
@@ -76,7 +81,8 @@ def measure(folder: Path, engine: str, rounds: int) -> tuple[dict, int]:
         *[str(folder), str(_WIDTH)],
     ]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "TF_NUM_INTRAOP_THREADS": "1"}
-    windows: dict[str, list] = {attack.__name__: [] for attack in attacks.ATTACKS}
+    strikes = [attack for attack in attacks.ATTACKS if attack.__name__ in names]
+    windows: dict[str, list] = {attack.__name__: [] for attack in strikes}
     with open(folder / "log", "wb") as log:
         job = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -89,7 +95,7 @@ def measure(folder: Path, engine: str, rounds: int) -> tuple[dict, int]:
             print(f"{engine}: {len(addresses)} ports", flush=True)
             with decoy(len(addresses)) as decoys:
                 for _ in range(rounds):
-                    for attack in attacks.ATTACKS:
+                    for attack in strikes:
                         turns = [
                             (None, []),
                             (attack, decoys),
@@ -153,6 +159,7 @@ def repeat(attack, addresses, ready) -> None:
             time.sleep(1.0)
         else:
             attacks.attack(addresses, [attack])
+            time.sleep(_AGAIN_SECONDS)
 
 
 def median_step(ends: list[float], began: float, ended: float) -> float:

@@ -22,12 +22,15 @@ from typing import Any
 from horovod.runner.http import http_server
 
 from tfdist.runtime.listener import bind
+from tfdist.runtime.rate_limit import RateLimit
 
 __all__ = ["serve_rendezvous"]
 
 #: A rank's request takes milliseconds; who takes longer is no rank.
 _REQUEST_SECONDS = 5.0
 _MOST_CALLERS = 128
+#: How long the server rests before it takes a call, where many were refused of late.
+_PAUSE_SECONDS = 0.02
 #: What Gloo stores under a key is an address.
 _MOST_BYTES = 1 << 20
 _PATH = re.compile(r"/[^/]+/[^/]+")
@@ -47,6 +50,13 @@ class _Handler(http_server.RendezvousHandler):
     """Answers one request, if it is one that ranks make."""
 
     timeout = _REQUEST_SECONDS
+    #: Whether a whole request came that ranks make.
+    is_rank = False
+
+    def handle_one_request(self) -> None:
+        super().handle_one_request()
+        if not self.is_rank:
+            self.server.limit.refused()
 
     def parse_request(self) -> bool:
         if not super().parse_request():
@@ -54,6 +64,7 @@ class _Handler(http_server.RendezvousHandler):
         if self.command not in ("GET", "PUT", "DELETE") or not _PATH.fullmatch(self.path):
             self.send_error(http_server.BAD_REQUEST)
             return False
+        self.is_rank = self.command != "PUT"
         return True
 
     def do_PUT(self) -> None:
@@ -64,6 +75,7 @@ class _Handler(http_server.RendezvousHandler):
             return
         value = self.rfile.read(int(length))
         if len(value) == int(length):
+            self.is_rank = True
             _, scope, key = self.path.split("/")
             self._put_value(scope, key, value)
             self.send_status_code(http_server.OK)
@@ -75,6 +87,7 @@ class _Server(http_server.RendezvousHTTPServer):
     daemon_threads = True
 
     def __init__(self, sock: socket.socket):
+        self.limit = RateLimit()
         #: When each caller came, the oldest first.
         self._callers: collections.OrderedDict[socket.socket, float] = collections.OrderedDict()
         self._callers_lock = threading.Lock()
@@ -92,6 +105,8 @@ class _Server(http_server.RendezvousHTTPServer):
         """It listens already."""
 
     def process_request(self, request: Any, client_address: Any) -> None:
+        if self.limit.is_exceeded():
+            time.sleep(_PAUSE_SECONDS)
         with self._callers_lock:
             self._callers[request] = time.monotonic()
             oldest = next(iter(self._callers)) if len(self._callers) > _MOST_CALLERS else None

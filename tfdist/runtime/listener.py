@@ -22,6 +22,7 @@ from tfdist.runtime.handshake import (
     AuthenticationError,
     ListenerProof,
 )
+from tfdist.runtime.rate_limit import RateLimit
 
 __all__ = ["Listener", "Proven", "bind"]
 
@@ -33,8 +34,6 @@ _PAUSE_SECONDS = 0.1
 #: A caller is not hung up on for the sake of a newcomer before it had this time to answer.
 _SETTLE_SECONDS = 0.2
 _ACCEPTS_PER_TURN = 32
-#: More calls than this would cost a rank more than a twentieth of a core; they wait in the queue.
-_ACCEPTS_PER_SECOND = 1000
 
 
 class Proven(NamedTuple):
@@ -92,7 +91,7 @@ class Listener:
             sock.setblocking(False)
             self._selector.register(sock, selectors.EVENT_READ)
         self._paused_until: float | None = None
-        self._second, self._accepted = 0, 0
+        self._limit = RateLimit()
         #: In the order in which they came.
         self._callers: dict[socket.socket, _Caller] = {}
         #: Those that have proved themselves while `accept` waited for one.
@@ -195,7 +194,7 @@ class Listener:
 
     def _take_calls(self, listening: socket.socket) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
-            if self._is_overrun():
+            if self._limit.is_exceeded():
                 self._pause()
                 return
             if len(self._callers) >= self._max_strangers and not self._make_room():
@@ -221,14 +220,6 @@ class Listener:
                 # Nothing was sent yet, so the kernel takes it all; who is gone is seen in reading.
                 sock.send(caller.proof.challenge)
             self._selector.register(sock, selectors.EVENT_READ)
-
-    def _is_overrun(self) -> bool:
-        """Counts a call; returns whether there were too many in this second."""
-        second = int(time.monotonic())
-        if second != self._second:
-            self._second, self._accepted = second, 0
-        self._accepted += 1
-        return self._accepted > _ACCEPTS_PER_SECOND
 
     def _make_room(self) -> bool:
         """Hangs up on the oldest caller, unless that has only just come; then newcomers wait."""
@@ -256,6 +247,7 @@ class Listener:
         del self._callers[caller.sock]
         caller.sock.close()
         self.dropped += 1
+        self._limit.refused()
         # One line for the first, one for the tenth, and so on.
         if self.dropped == 10 ** (len(str(self.dropped)) - 1):
             _logger.warning(
