@@ -10,12 +10,10 @@ is over.
 
 from __future__ import annotations
 
-import statistics
-import time
-
 from absl import flags
 from tabulate import tabulate
 
+from tfdist.benchmarks.collectives import median_seconds
 from tfdist.launch import command
 
 __all__ = ["PROGRAM", "bucket_mib_for", "run"]
@@ -25,7 +23,7 @@ _VALUES = flags.FlagValues()
 _BYTES_TO_MESSAGES = 9
 _SMALL, _LARGE = 1 << 18, 1 << 22
 _LEAST_MIB, _MOST_MIB = 1, 16
-_REPEATS, _CALLS = 4, 5
+_REPEATS = 4
 
 
 def run() -> None:
@@ -75,15 +73,11 @@ def seconds_of_a_sum(size: int, group) -> float:
 
     x = tf.zeros([size // 4])
 
-    def call() -> float:
-        begun = time.perf_counter()
+    def call() -> None:
         for result in sums(x):
             result[0].numpy()
-        return (time.perf_counter() - begun) / _REPEATS
 
-    call()
-    own = tf.constant(statistics.median(call() for _ in range(_CALLS)), tf.float64)
-    return float(all_reduce(own, group, "max", name=f"buckets/{size}/slowest"))
+    return median_seconds(call, group) / _REPEATS
 
 
 PROGRAM = command.Program(

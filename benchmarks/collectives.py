@@ -31,7 +31,7 @@ from tabulate import tabulate
 from tfdist.launch import command
 from tfdist.launch.flag_values import output_file
 
-__all__ = ["PROGRAM", "Line", "Link", "ring_seconds", "run", "tree_seconds"]
+__all__ = ["PROGRAM", "Line", "Link", "median_seconds", "ring_seconds", "run", "tree_seconds"]
 
 _VALUES = flags.FlagValues()
 _OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -200,14 +200,16 @@ def measure_link(group) -> Link:
     Messages go as tensors of a pipeline do; an engine that cannot send from rank to rank makes a
     group of these two of it.
     """
-    there_and_back = _median(_ping(group, 64), group)
-    large = _median(_ping(group, _LINK_BYTES, back=64), group)
+    there_and_back = median_seconds(_ping(group, 64), group)
+    large = median_seconds(_ping(group, _LINK_BYTES, back=64), group)
     return Link(there_and_back / 2, _LINK_BYTES / max(large - there_and_back / 2, 1e-9))
 
 
 def measure(operation: str, size: int, group) -> Line:
     """One operation on tensors of float32."""
-    return Line(operation, size, group.size, _median(_operation(operation, size, group), group))
+    return Line(
+        operation, size, group.size, median_seconds(_operation(operation, size, group), group)
+    )
 
 
 def report(link: Link, lines: Sequence[Line]) -> str:
@@ -280,7 +282,7 @@ def _ping(group, size: int, back: int | None = None) -> Callable[[], Any]:
     return lambda: None
 
 
-def _median(function: Callable[[], Any], group) -> float:
+def median_seconds(function: Callable[[], Any], group) -> float:
     """The median time of a call, on the slowest rank; all begin together, as often as the first says."""
     import tensorflow as tf
 

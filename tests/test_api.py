@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from pathlib import Path
 
-import tfdist
+from tests.public import public_objects
 
 ROOT = Path(__file__).parents[1]
 LIST = ROOT / "docs" / "api.txt"
@@ -17,33 +16,18 @@ INSIDE = {"architecture.md"}
 ROOMS = {"tfdist.collectives.mappings", "tfdist.pipeline.timeline", "tfdist.lock"}
 
 
-def exported() -> list[str]:
-    names = []
-    rooms = [("tfdist", tfdist)]
-    for module_name, module in rooms:
-        for name in module.__all__:
-            full_name = f"{module_name}.{name}"
-            value = getattr(module, name)
-            if inspect.ismodule(value):
-                rooms.append((full_name, importlib.import_module(full_name)))
-            else:
-                names.append(full_name)
-    return sorted(names)
-
-
 def test_the_list_is_what_is_exported():
     listed = [line for line in LIST.read_text().splitlines() if line and line[0] != "#"]
-    assert listed == exported()
+    assert listed == sorted(public_objects())
 
 
 def test_everything_public_has_a_docstring():
-    for name in exported():
-        value = importlib.import_module(name.rpartition(".")[0])
-        assert inspect.getdoc(getattr(value, name.rpartition(".")[2])), name
+    for name, value in public_objects().items():
+        assert inspect.getdoc(value), name
 
 
 def test_documents_use_public_names():
-    public = set(exported())
+    public = set(public_objects())
     rooms = ROOMS | {name.rpartition(".")[0] for name in public}
     wrong = []
     for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 
 import tfdist
+from tests.public import public_objects
 from tests.values.bad_values import bad_for
 from tfdist.collectives.local import LocalEngine
 
@@ -231,22 +232,13 @@ def public_callables() -> dict[str, Callable]:
         module_name, _, attribute = name.rpartition(".")
         found[name] = getattr(importlib.import_module(module_name), attribute)
     # `tfdist.callbacks` holds what other rooms have, so it comes last.
-    modules = sorted((f"tfdist.{room}" for room in tfdist.__all__), key="tfdist.callbacks".__eq__)
-    for module_name in modules:
-        if not inspect.ismodule(_resolved(module_name)):
-            continue
-        module = importlib.import_module(module_name)
-        for name in module.__all__:
-            value = getattr(module, name)
-            if inspect.ismodule(value):
-                modules.append(f"{module_name}.{name}")
-            elif _is_called_by_users(value) and value not in found.values():
-                found[f"{module_name}.{name}"] = value
+    names = sorted(
+        public_objects().items(), key=lambda item: item[0].startswith("tfdist.callbacks.")
+    )
+    for name, value in names:
+        if _is_called_by_users(value) and value not in found.values():
+            found[name] = value
     return found
-
-
-def _resolved(name: str) -> Any:
-    return getattr(tfdist, name.partition(".")[2].split(".")[0])
 
 
 def _is_called_by_users(value: Any) -> bool:
