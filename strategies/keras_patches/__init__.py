@@ -7,6 +7,7 @@ that it relies on, so a Keras that moved is told apart at once.
 """
 
 from tfdist.keras_internals.patching import apply_patches
+from tfdist.keras_internals.private import check_signatures
 from tfdist.strategies.keras_patches import (
     data,
     empty_batches,
@@ -42,5 +43,6 @@ _MODULES = (
 
 def install() -> None:
     """Wraps Keras' functions; a second call does nothing."""
+    check_signatures()
     for module in _MODULES:
         apply_patches(module.PATCHES)

@@ -11,7 +11,6 @@ counted is taken back at the end of the step.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 
 import keras
@@ -30,20 +29,19 @@ __all__ = ["PATCHES"]
 
 def _call(original, self, *args, **kwargs):
     """The outermost layer of a call gets a row where there is none."""
-    original = functools.partial(call_gathered, original)
     replica = current_replica()
     if replica is None or replica.has_padding is not None:
-        return original(self, *args, **kwargs)
+        return call_gathered(original, self, *args, **kwargs)
     flat = tf.nest.flatten((args, kwargs))
     places = [place for place, value in enumerate(flat) if _may_be_empty(value)]
     if replica.strategy.row_group.size == 1 or not places:
-        return original(self, *args, **kwargs)
+        return call_gathered(original, self, *args, **kwargs)
     rows = tf.shape(flat[places[0]])[0]
     for place in places:
         flat[place] = _with_a_row(flat[place])
     args, kwargs = tf.nest.pack_sequence_as((args, kwargs), flat)
     with replica.padded(rows == 0):
-        outputs = original(self, *args, **kwargs)
+        outputs = call_gathered(original, self, *args, **kwargs)
     return tf.nest.map_structure(lambda value: _without_it(value, rows), outputs)
 
 

@@ -115,7 +115,7 @@ def _update_step(original, self, grads, trainable_variables, learning_rate):
         path = GradientPath(replica, self, trainable_variables)
     # Where Keras would reduce: for optimizers that do not clip at all.
     grads = path.reduce_once(grads)
-    with path.updating(), _local_shards(trainable_variables) as variables:
+    with path.updating(), _local_shards(trainable_variables, path.options) as variables:
         return original(self, grads, variables, learning_rate)
 
 
@@ -125,7 +125,7 @@ def _overwrite_with_averages(original, self, trainable_variables):
 
 
 @contextlib.contextmanager
-def _local_shards(variables) -> Iterator[list]:
+def _local_shards(variables, options: GradientOptions) -> Iterator[list]:
     """Variables, those whose state is split as their shards; in the end all ranks get the whole."""
     views = []
     found: list = []
@@ -138,9 +138,7 @@ def _local_shards(variables) -> Iterator[list]:
             found.append(views[-1])
     yield found
     changed = [view for view in views if view.is_changed]
-    strategy = current_strategy()
     if changed:
-        options = GradientOptions() if strategy is None else strategy.gradient_options
         all_gather_parameters(changed, options)
 
 

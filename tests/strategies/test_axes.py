@@ -177,6 +177,7 @@ def test_a_layer_that_mixes_tokens_is_refused_by_name(pool):
         keras.layers.Conv1D(8, 3, padding="same", name="mixes"),
         keras.layers.LSTM(8, return_sequences=True, name="mixes"),
         keras.layers.Softmax(axis=1, name="mixes"),
+        keras.layers.SpatialDropout1D(0.5, name="mixes"),
     ):
         for message in pool.run(refusal, layer, timeout=100):
             assert message.startswith("`mixes`") and "context" in message

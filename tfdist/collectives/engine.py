@@ -44,6 +44,8 @@ class Engine(abc.ABC):
         self.mesh = mesh
         self.recorder = FlightRecorder()
         self._groups: dict[tuple, Group] = {}
+        #: Asked for by each call of a layer and for each variable, so that it is not worked out anew.
+        self._by_axes: dict[tuple[str, ...], Group] = {}
 
     @property
     def rank(self) -> int:
@@ -57,9 +59,13 @@ class Engine(abc.ABC):
 
     def group(self, *axes: str) -> Group:
         """The group of this rank along the given mesh axes; without an axis, the world."""
-        axes = axes or self.mesh.order
-        spread = tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
-        return self._group_of(self.mesh.group(*axes), "+".join(spread or axes), spread)
+        found = self._by_axes.get(axes)
+        if found is None:
+            named = axes or self.mesh.order
+            spread = tuple(axis for axis in named if self.mesh.shape[axis] > 1)
+            ranks = self.mesh.group(*named)
+            found = self._by_axes[axes] = self._group_of(ranks, "+".join(spread or named), spread)
+        return found
 
     def pair(self, other: int) -> Group:
         """The group of this rank and the rank `other`.

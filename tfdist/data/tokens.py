@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import keras
 import tensorflow as tf
 
@@ -12,38 +10,41 @@ from tfdist.keras_internals.private import Functional
 __all__ = ["check_tokenwise", "own_tokens", "shard_tokens"]
 
 
-def _always(layer: keras.Layer) -> bool:
-    return True
+#: Layers that compute each token by itself.
+_TOKENWISE = (
+    keras.layers.InputLayer,
+    keras.layers.Embedding,
+    keras.layers.Dense,
+    keras.layers.GaussianNoise,
+    keras.layers.Identity,
+    keras.layers.Activation,
+    keras.layers.ReLU,
+    keras.layers.LeakyReLU,
+    keras.layers.ELU,
+    keras.layers.Add,
+    keras.layers.Subtract,
+    keras.layers.Multiply,
+    keras.layers.Average,
+    keras.layers.Maximum,
+    keras.layers.Minimum,
+)
+#: Layers that do so where their axis is the last dim.
+_ALONG_AN_AXIS = (
+    keras.layers.Softmax,
+    keras.layers.LayerNormalization,
+    keras.layers.RMSNormalization,
+    keras.layers.BatchNormalization,
+    keras.layers.Concatenate,
+)
 
 
-def _is_last(axis) -> bool:
-    return axis == -1 or axis in ([-1], (-1,))
-
-
-#: Layers that compute each token by itself, and when.
-_TOKENWISE: dict[type, Callable[[keras.Layer], bool]] = {
-    keras.layers.InputLayer: _always,
-    keras.layers.Embedding: _always,
-    keras.layers.Dense: _always,
-    keras.layers.Dropout: lambda layer: layer.noise_shape is None,
-    keras.layers.GaussianNoise: _always,
-    keras.layers.Identity: _always,
-    keras.layers.Activation: _always,
-    keras.layers.ReLU: _always,
-    keras.layers.LeakyReLU: _always,
-    keras.layers.ELU: _always,
-    keras.layers.Softmax: lambda layer: layer.axis == -1,
-    keras.layers.LayerNormalization: lambda layer: _is_last(layer.axis),
-    keras.layers.RMSNormalization: lambda layer: _is_last(layer.axis),
-    keras.layers.BatchNormalization: lambda layer: layer.axis == -1,
-    keras.layers.Add: _always,
-    keras.layers.Subtract: _always,
-    keras.layers.Multiply: _always,
-    keras.layers.Average: _always,
-    keras.layers.Maximum: _always,
-    keras.layers.Minimum: _always,
-    keras.layers.Concatenate: lambda layer: layer.axis == -1,
-}
+def _is_tokenwise(layer: keras.layers.Layer) -> bool:
+    # What derives from a layer may compute something else, as SpatialDropout1D does.
+    if type(layer) is keras.layers.Dropout:
+        return layer.noise_shape is None
+    if type(layer) in _ALONG_AN_AXIS:
+        return layer.axis in (-1, [-1], (-1,))
+    return type(layer) in _TOKENWISE
 
 
 def check_tokenwise(model: keras.Model, layers) -> None:
@@ -66,12 +67,9 @@ def check_tokenwise(model: keras.Model, layers) -> None:
                 "`keras.Input((None,))`."
             )
     for layer in layers:
-        rule = next((_TOKENWISE[kind] for kind in type(layer).__mro__ if kind in _TOKENWISE), None)
         # Functional and sequential models only call their layers.
         is_container = isinstance(layer, keras.Model) and not _has_own_call(layer)
-        if getattr(layer, "splits_tokens", False) or is_container:
-            continue
-        if rule is None or not rule(layer):
+        if not (is_container or getattr(layer, "splits_tokens", False) or _is_tokenwise(layer)):
             raise ValueError(
                 f"`{layer.name}` ({type(layer).__name__}) of `{model.name}` may mix tokens of a "
                 "sequence, of which each rank of the context axis holds a part. Leave `context` at 1 "
@@ -113,7 +111,7 @@ def own_tokens(batch, num_shards: int, index: int):
         part.shape[1]
         for part in tf.nest.flatten(batch)
         if part is not None and hasattr(part, "shape") and len(part.shape) > 1
-    }
+    } - {None}
     if len(sizes) > 1 or any(isinstance(part, _NOT_DENSE) for part in tf.nest.flatten(batch)):
         raise ValueError(
             "A context axis splits dim 1 of all dense tensors of a batch, which is the sequence. "

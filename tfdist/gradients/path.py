@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from tfdist.collectives import Group
+from tfdist.collectives.gradient_options import GradientOptions
 from tfdist.context import ReplicaContext, current_replica
 from tfdist.gradients.clipping import clip_spread_gradients
 from tfdist.gradients.reduce import reduce_gradients, sum_partial_gradients, weigh_gradients
@@ -60,6 +61,11 @@ class GradientPath:
         self.state = State.LOCAL
 
     @property
+    def options(self) -> GradientOptions:
+        """How gradients travel."""
+        return self._strategy.gradient_options
+
+    @property
     def _layouts(self) -> list[VariableLayout]:
         return [layout_of(variable) for variable in self.variables]
 
@@ -92,13 +98,13 @@ class GradientPath:
         # Those of parameters that lie flat were weighed and reduced as they came. What Keras takes for
         # new values of variables, and not for gradients, is left alone.
         found = [
-            own if layout.flat is not None or overwrites(variable) else new
+            own if layout.flat is not None or _overwrites(variable) else new
             for own, new, layout, variable in pairs
         ]
         self.variables = [
             variable
             for gradient, variable in zip(found, self.variables, strict=True)
-            if gradient is not None and not overwrites(variable)
+            if gradient is not None and not _overwrites(variable)
         ]
         return found
 
@@ -111,7 +117,7 @@ class GradientPath:
         if self.state is not State.LOCAL:
             return list(gradients)
         self.state = State.GLOBAL
-        options = self._strategy.gradient_options
+        options = self.options
         reduction = "sum" if self._replica.step is None else "mean"
         keep_rows = needs_rows(self._optimizer)
         gradients = sum_partial_gradients(gradients, self._layouts, options)
@@ -149,7 +155,7 @@ class GradientPath:
         return clip_spread_gradients(self._optimizer, gradients, self.variables)
 
 
-def overwrites(variable) -> bool:
+def _overwrites(variable) -> bool:
     """Whether what stands for a variable's gradient is its new value."""
     return bool(getattr(variable, "overwrite_with_gradient", False))
 
