@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from tfdist import checkpoint
+from tfdist.checkpoint import errors as checkpoint_errors
 
 
 def model_of(width: int = 8, *, extra: bool = False) -> keras.Model:
@@ -71,7 +72,7 @@ def saved_on_a_full_disk(folder: str) -> tuple[str, str]:
     with full_disk(8192):
         try:
             checkpoint.save(folder, model, step=9)
-        except checkpoint.StorageError as error:
+        except checkpoint_errors.StorageError as error:
             return type(error).__name__, str(error)
     return "nothing", ""
 
@@ -89,7 +90,7 @@ def trained_twice(folder: str) -> tuple[str, str]:
     saver = checkpoint.Checkpointer(folder, every_steps=2, asynchronous=False)
     try:
         model.fit(*data, epochs=2, batch_size=30, callbacks=[saver, Other()], verbose=0)
-    except checkpoint.StorageError as error:
+    except checkpoint_errors.StorageError as error:
         return type(error).__name__, str(error)
     return "nothing", ""
 
@@ -142,7 +143,7 @@ def begun_on_a_full_disk(folder: str) -> tuple[str, str]:
     with full_disk(0):
         try:
             kept(folder, every_steps=5)
-        except checkpoint.StorageError as error:
+        except checkpoint_errors.StorageError as error:
             return type(error).__name__, str(error)
     return "nothing", ""
 
@@ -214,7 +215,7 @@ def saved_at_an_address(folder: str) -> list:
     def said():
         try:
             restore_checked(f"{address}/{paths[1].name}", model, lambda state: None)
-        except checkpoint.StorageError as error:
+        except checkpoint_errors.StorageError as error:
             return str(error)
 
     found: list = [numbers()]

@@ -16,6 +16,7 @@ import json, sys
 import keras, numpy as np
 import tfdist
 from tfdist import checkpoint
+from tfdist.checkpoint.errors import OtherModelError
 from tfdist.checkpoint.entries import entries_of
 
 layers = keras.layers
@@ -100,7 +101,7 @@ def moved(build, before, after, folder):
     checkpoint.save(folder, saved, step=1)
     try:
         checkpoint.restore(folder, other)
-    except checkpoint.OtherModelError as error:
+    except OtherModelError as error:
         return str(error)
     x = np.random.default_rng(3).normal(size=(3, 4)).astype("float32")
     same = np.array_equal(saved(x), other(x))
