@@ -172,25 +172,31 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 def picture(path: Path, findings: Sequence[Finding]) -> None:
-    """Draws the ratios, their spread and their limits; the suffix says in which format.
+    """Draws a bar for each comparison: how many times as fast tfdist is, longer is better.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 0.35 * len(findings) + 1.4), layout="constrained")
+    rows = sorted(findings, key=lambda finding: finding.ratio, reverse=True)
+    figure = Figure(figsize=(9, 0.45 * len(rows) + 1.0), layout="constrained")
     axes = figure.subplots()
-    for row, finding in enumerate(reversed(findings)):
-        color = "tab:red" if finding.is_over else "tab:blue"
-        axes.plot([min(finding.ratios), max(finding.ratios)], [row, row], color=color, linewidth=1)
-        axes.plot(finding.ratio, row, "o", color=color)
-        axes.plot(finding.limit, row, "|", color="black", markersize=14)
-    axes.set_yticks(range(len(findings)), [finding.name for finding in reversed(findings)])
-    axes.axvline(1.0, color="lightgray", zorder=0)
-    axes.set_xlim(left=0.0)
-    axes.set_xlabel("time of a step over that of the other; the stroke is the limit")
+    speeds = [1 / row.ratio for row in rows]
+    slower = [1 / row.ratio - 1 / max(row.ratios) for row in rows]
+    faster = [1 / min(row.ratios) - 1 / row.ratio for row in rows]
+    bars = axes.barh([_bar_label(row) for row in rows], speeds, xerr=[slower, faster])
+    axes.bar_label(bars, [f"{speed:.2f}x" for speed in speeds], padding=4)
+    axes.axvline(1.0, color="black", linestyle="--", linewidth=1)
+    axes.set_xlim(0.0, 1.2 * max(speeds))
+    axes.margins(y=0.01)
+    axes.set_xlabel("steps per second over the other's (dashed: equally fast)")
     figure.savefig(path, dpi=150)
+
+
+def _bar_label(finding: Finding) -> str:
+    model = "GPT" if finding.name.startswith("gpt") else "ConvNet"
+    return f"{model}, {finding.ours.title}\nbeside {finding.theirs.title}"
 
 
 def _from_json(line: dict[str, Any]) -> Finding:
