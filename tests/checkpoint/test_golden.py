@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.checkpoint.golden_v1.models import KINDS, trained, values_of
+from tests.checkpoint.golden.models import trained, values_of
 from tests.conftest import on_ranks
 
-HERE = Path(__file__).parent / "golden_v1"
+HERE = Path(__file__).parent / "golden"
 #: Another mesh than the one that wrote it.
 MESHES = {
     "plain": {"zero_stage": 3},
@@ -20,21 +20,26 @@ MESHES = {
     "zero": {"data": 1, "pipeline": 2},
     "tensor": {"zero_stage": 3},
     "pipeline": {"data": 1, "tensor": 2},
+    "averaged": {"zero_stage": 3},
 }
+KEPT = sorted(
+    (path.parent.name, path.name.removesuffix(".tar.xz")) for path in HERE.glob("*/*.tar.xz")
+)
 
 
-@pytest.fixture(params=KINDS)
-def kind(request):
-    return request.param
+def test_archives_are_kept():
+    kinds = [set(MESHES) - {"averaged"}, set(MESHES)]
+    assert [{kind for version, kind in KEPT if version == name} for name in ("v1", "v2")] == kinds
 
 
-@pytest.fixture
-def golden(kind, tmp_path):
-    """The directory with a checkpoint, and what one process had that restored it then."""
+@pytest.fixture(params=KEPT, ids="-".join)
+def golden(request, tmp_path):
+    """A kind, the directory of its checkpoint, and what one process had that restored it then."""
+    version, kind = request.param
     folder = tmp_path / "golden"
-    shutil.unpack_archive(HERE / f"{kind}.tar.xz", folder, filter="data")
-    with np.load(HERE / f"{kind}.npz") as values:
-        return str(folder), dict(values)
+    shutil.unpack_archive(HERE / version / f"{kind}.tar.xz", folder, filter="data")
+    with np.load(HERE / version / f"{kind}.npz") as values:
+        return kind, str(folder), dict(values)
 
 
 def restored(kind: str, folder: str) -> dict[str, np.ndarray]:
@@ -55,7 +60,6 @@ def restored_and_saved(kind: str, mesh: dict, folder: str, again: str) -> None:
 
     model = trained(kind, mesh, seed=9)
     manifest = checkpoint.restore(folder, model)
-    assert manifest.files is None
     checkpoint.save(again, model, step=manifest.step)
 
 
@@ -66,14 +70,14 @@ def check(found: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-def test_on_one_process(one_process, kind, golden):
-    folder, right = golden
+def test_on_one_process(one_process, golden):
+    kind, folder, right = golden
     check(one_process.run(restored, kind, folder, timeout=120)[0], right)
 
 
 @on_ranks(("tensorflow", 2))
-def test_on_another_mesh(pool, one_process, kind, golden, tmp_path):
-    folder, right = golden
+def test_on_another_mesh(pool, one_process, golden, tmp_path):
+    kind, folder, right = golden
     again = str(tmp_path / "again")
     pool.run(restored_and_saved, kind, MESHES[kind], folder, again, timeout=240)
     check(one_process.run(restored, kind, again, timeout=120)[0], right)

@@ -1,4 +1,4 @@
-"""The models whose checkpoints of format 1 are kept here, on any mesh."""
+"""The models whose checkpoints of earlier versions are kept here, on any mesh."""
 
 from __future__ import annotations
 
@@ -78,6 +78,14 @@ def _gpt(mesh: dict | None):
     return model, text(2 * BATCH, 31)
 
 
+def _averaged():
+    """Moving averages of weights beside the optimizer's moments."""
+    model, data = _plain()
+    optimizer = keras.optimizers.AdamW(1e-2, use_ema=True, ema_momentum=0.9)
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model, data
+
+
 #: By name: what builds the model, and the mesh that its checkpoint was written on.
 KINDS = {
     "plain": (lambda mesh: _plain(), None),
@@ -86,6 +94,7 @@ KINDS = {
     "zero": (_gpt, {"zero_stage": 3}),
     "tensor": (_gpt, {"data": 1, "tensor": 2}),
     "pipeline": (_gpt, {"data": 1, "pipeline": 2}),
+    "averaged": (lambda mesh: _averaged(), {"zero_stage": 2}),
 }
 
 

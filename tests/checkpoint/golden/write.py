@@ -1,7 +1,8 @@
-"""Wrote the archives beside it: `python -m tests.checkpoint.golden_v1.write`.
+"""Wrote the archives beside it: `python -m tests.checkpoint.golden.write VERSION`.
 
-It ran once, with the last tfdist that wrote format 1. KIND.tar.xz has a directory of checkpoints, and
-KIND.npz what one process then had, for each variable in Keras' order.
+It ran once for each folder: for `v1` with the last tfdist that wrote format 1, for `v2` with the first
+that wrote format 2. KIND.tar.xz has a directory of checkpoints, and KIND.npz what one process then had,
+for each variable in Keras' order.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.checkpoint.golden_v1.models import KINDS, trained, values_of
+from tests.checkpoint.golden.models import KINDS, trained, values_of
 from tfdist.testing import RankPool
 
 HERE = Path(__file__).parent
@@ -45,7 +46,9 @@ def read(kind: str, folder: str) -> dict[str, np.ndarray]:
     return values_of(model)
 
 
-def main() -> None:
+def main(version: str) -> None:
+    archives = HERE / version
+    archives.mkdir()
     with RankPool(1, "local") as one, RankPool(2, "tensorflow") as two:
         for kind, (_, mesh) in KINDS.items():
             with tempfile.TemporaryDirectory() as folder:
@@ -54,9 +57,9 @@ def main() -> None:
                 else:
                     two.run(write, kind, folder, timeout=300)
                     values = one.run(read, kind, folder, timeout=300)[0]
-                shutil.make_archive(str(HERE / kind), "xztar", folder)
-            np.savez_compressed(HERE / f"{kind}.npz", **values)
+                shutil.make_archive(str(archives / kind), "xztar", folder)
+            np.savez_compressed(archives / f"{kind}.npz", **values)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(*sys.argv[1:])
