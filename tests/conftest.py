@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import importlib.util
 from collections.abc import Sequence
 
 import pytest
 
+from tests import pairwise
 from tfdist.testing import RankPool
 
 _pools: dict[tuple[str, int], RankPool] = {}
@@ -14,6 +16,10 @@ _pools: dict[tuple[str, int], RankPool] = {}
 
 def pool_ids(kind: tuple[str, int]) -> str:
     return f"{kind[0]}-{kind[1]}"
+
+
+#: A test with no more slow cases than these runs all of them in `make test-all`.
+SMALL_MATRIX = 4
 
 
 def on_ranks(*kinds: tuple[str, int], slow: Sequence[tuple[str, int]] = ()):
@@ -67,8 +73,15 @@ def _pool(engine: str, num_ranks: int) -> RankPool:
     return _pools[kind]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Tests on the same ranks run one after the other."""
+    """Long matrices are thinned out; tests on the same ranks run one after the other."""
+    functions = collections.defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and item.get_closest_marker("matrix") is None:
+            functions[item.path, item.originalname].append(item)
+    for cases in functions.values():
+        _thin_out(cases)
 
     def kind(item):
         params = getattr(item, "callspec", None)
@@ -76,6 +89,22 @@ def pytest_collection_modifyitems(items):
         return (found is not None, found or ("", 0))
 
     items.sort(key=kind)
+
+
+def _thin_out(cases) -> None:
+    """Of the slow cases of one test, those that add little become cases of the matrix alone."""
+    slow = [case for case in cases if case.get_closest_marker("slow") is not None]
+    quick = [_values(case) for case in cases if case not in slow]
+    if len(slow) <= SMALL_MATRIX:
+        return
+    chosen = pairwise.choose([_values(case) for case in slow], quick)
+    for number, case in enumerate(slow):
+        if number not in chosen:
+            case.add_marker(pytest.mark.matrix)
+
+
+def _values(case) -> dict[str, str]:
+    return {name: repr(value) for name, value in case.callspec.params.items()}
 
 
 def pytest_sessionfinish():
