@@ -54,7 +54,7 @@ format: setup ## Formats the code
 	$(PY) -m ruff format .
 
 typecheck: setup ## Checks the types
-	$(PY) -m mypy -p tfdist
+	$(PY) -m mypy -p tfdist -p tests
 
 benchmark: setup ## Runs the benchmarks, half an hour each on 2 cores
 	@code=0; for name in $(BENCHMARKS); do \

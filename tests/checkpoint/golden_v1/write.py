@@ -7,7 +7,6 @@ KIND.npz what one process then had, for each variable in Keras' order.
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -59,4 +58,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
