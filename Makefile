@@ -53,8 +53,8 @@ format: setup ## Formats the code
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-typecheck: setup ## Checks the types
-	$(PY) -m mypy -p tfdist
+typecheck: setup ## Checks the types of the package, and of what tests share
+	$(PY) -m mypy -p tfdist -p tests
 
 benchmark: setup ## Runs the benchmarks, half an hour each on 2 cores
 	@code=0; for name in $(BENCHMARKS); do \

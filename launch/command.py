@@ -17,7 +17,7 @@ from absl import flags, logging
 
 from tfdist.errors import TfdistError
 from tfdist.launch.flag_values import UsageError, check_values
-from tfdist.runtime import exit_codes
+from tfdist.runtime import exit_codes, uncaught
 
 __all__ = ["Failure", "Program", "UsageError", "run_without_choice", "say"]
 
@@ -106,7 +106,6 @@ class Program:
         if not flags.FLAGS.is_parsed():
             flags.FLAGS(arguments[:1])  # absl's logging reads its flags from there.
         logging.use_absl_handler()
-        # A strategy's watchdog stands before it, and tells the other ranks.
         sys.excepthook = self._tell
         try:
             sys.exit(self.main(self.parse(arguments)))
@@ -115,6 +114,7 @@ class Program:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(128 + signal.SIGPIPE)
         except (Exception, KeyboardInterrupt) as error:
+            uncaught.ends_by(error)  # A strategy's watchdog tells the other ranks.
             sys.excepthook(type(error), error, error.__traceback__)
             sys.exit(_code_of(error))
 

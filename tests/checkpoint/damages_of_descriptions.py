@@ -106,7 +106,7 @@ def sealed(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 @bound
 def manifest_of_nonsense(chance, new, old):
-    values = [
+    values: list[Any] = [
         None, True, -1, 1.5, float("nan"), float("inf"), 1 << 70, 10**400, "", "../../x", "/etc/passwd",
         "\0", "\ud800", [], {}, [[]], {"": ""}, [1 << 40] * 3, [-1], "a" * 10_000, [0] * 40, "string",
     ]  # fmt: skip

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import keras
 import tensorflow as tf
@@ -70,8 +71,8 @@ def killing(original, where: str):
     return function
 
 
-Storage.write = killing(Storage.write, "save")
-Manifest.write = killing(Manifest.write, "manifest")
+mock.patch.object(Storage, "write", killing(Storage.write, "save")).start()
+mock.patch.object(Manifest, "write", killing(Manifest.write, "manifest")).start()
 
 keras.utils.set_random_seed(3)
 with strategy.scope():

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tests.layers.gpt_programs import BATCH, build, scope, text
+
+if TYPE_CHECKING:
+    from tfdist.checkpoint.manifest import Manifest
+    from tfdist.checkpoint.storage import Storage
 
 STEPS = 3
 
@@ -61,12 +67,11 @@ def restored(mesh: dict | None, paths: dict[str, str], folder: str) -> dict:
 
 def arrays_of(path: str) -> dict[str, np.ndarray]:
     """All global arrays of a checkpoint."""
-    from tfdist.checkpoint.manifest import Manifest
     from tfdist.checkpoint.reading import Reader
     from tfdist.checkpoint.storage import Storage
 
     storage = Storage(path)
-    manifest = Manifest.read(storage)
+    manifest = _manifest_in(storage)
     reader = Reader(storage, manifest)
     return {
         name: reader.read(name, [tuple(slice(0, size) for size in shape)])[0]
@@ -76,7 +81,14 @@ def arrays_of(path: str) -> dict[str, np.ndarray]:
 
 def state_of(path: str) -> dict:
     """What else a checkpoint holds."""
-    from tfdist.checkpoint.manifest import Manifest
     from tfdist.checkpoint.storage import Storage
 
-    return Manifest.read(Storage(path)).state
+    return _manifest_in(Storage(path)).state
+
+
+def _manifest_in(storage: Storage) -> Manifest:
+    from tfdist.checkpoint.manifest import Manifest
+
+    manifest = Manifest.read(storage)
+    assert manifest is not None, f"{storage.path} has no manifest"
+    return manifest

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 
 fault, phase, victim, note = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
@@ -17,6 +18,11 @@ def come_to_grief() -> None:
         file.write(repr(time.time()))
     if fault == "exception":
         raise RuntimeError("as planned")
+    if fault == "held":
+        # The process does not end before the thread does; the hook is the program's own.
+        sys.excepthook = lambda *_: None
+        threading.Thread(target=time.sleep, args=(60.0,)).start()
+        raise RuntimeError("as planned")
     if fault == "leaving":
         sys.exit()
     os.kill(os.getpid(), getattr(signal, fault))
@@ -26,7 +32,10 @@ def this_rank() -> int:
     from tfdist.collectives.horovod import started_by_horovod
     from tfdist.collectives.tensorflow import started_by_tf_config
 
-    return (started_by_horovod() or started_by_tf_config())[0]
+    started = started_by_horovod() or started_by_tf_config()
+    if started is None:
+        raise RuntimeError("tfdist-run starts this program.")
+    return started[0]
 
 
 import keras  # noqa: E402

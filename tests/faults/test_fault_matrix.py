@@ -78,6 +78,18 @@ def test_ranks_may_end_seconds_apart(tmp_path, engine):
 
 
 @pytest.mark.parametrize("who", ["chief", pytest.param("other", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["horovod", pytest.param("tensorflow", marks=pytest.mark.slow)])
+def test_a_rank_is_named_whose_end_waits_for_a_thread(tmp_path, engine, who):
+    skip_without(engine)
+    begin = time.time()
+    job = run_program(engine, "held", "mid-epoch", who, tmp_path / "note", {})
+    story = job.stdout[-6000:] + job.stderr[-2000:]
+    assert job.returncode not in (0, 2), story
+    assert time.time() - begin < 50, story
+    assert f"Rank {RANKS[who]} failed: RuntimeError: as planned" in job.stdout + job.stderr, story
+
+
+@pytest.mark.parametrize("who", ["chief", pytest.param("other", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ["tensorflow", pytest.param("horovod", marks=pytest.mark.slow)])
 def test_a_rank_that_leaves_others_waiting_is_named(tmp_path, engine, who):
     skip_without(engine)

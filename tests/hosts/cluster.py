@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import IO
 
 __all__ = ["Cluster", "Host", "why_not"]
 
@@ -172,8 +173,9 @@ class Cluster:
         self.on_switch("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0",
                        "netns", pid)  # fmt: skip
         self.on_switch("ip", "link", "set", name, "master", "bridge", "up")
-        process.stdin.write("go\n")
-        process.stdin.flush()
+        stdin, _ = pipes_of(process)
+        stdin.write("go\n")
+        stdin.flush()
         expect(process, "ready")
         host = Host(name, address, pid, process, self._root)
         end = time.monotonic() + _SECONDS
@@ -183,7 +185,7 @@ class Cluster:
             time.sleep(0.1)
         return host
 
-    def _namespaces(self, kinds: list[str], script: str) -> subprocess.Popen:
+    def _namespaces(self, kinds: list[str], script: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             ["unshare", *kinds, "sh", "-c", script],
             stdin=subprocess.PIPE,
@@ -227,9 +229,17 @@ def run(*command) -> None:
         raise RuntimeError(f"{' '.join(map(str, command))}: {done.stderr.strip()}")
 
 
-def expect(process: subprocess.Popen, word: str) -> None:
+def pipes_of(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
+    """The pipes to and from a process."""
+    if process.stdin is None or process.stdout is None:
+        raise ValueError("The process was started without pipes.")
+    return process.stdin, process.stdout
+
+
+def expect(process: subprocess.Popen[str], word: str) -> None:
     """Waits for a line of a process."""
-    line = process.stdout.readline().strip()
+    _, stdout = pipes_of(process)
+    line = stdout.readline().strip()
     if line != word:
         raise RuntimeError(f"A host did not come up. Expected: {word!r}. Received: {line!r}.")
 

@@ -145,11 +145,8 @@ def bytes_of_rank(mesh: dict | None, **options) -> dict[str, list[int]]:
 
     parameters = right(model.trainable_variables)
     expected = [parameters, parameters, right(model.optimizer.variables)]
-    split = sum(
-        float(np.prod(layout_of(v).slice.shape)) * 4
-        for v in model.trainable_variables
-        if layout_of(v).slice is not None
-    )
+    slices = [layout_of(variable).slice for variable in model.trainable_variables]
+    split = sum(float(np.prod(each.shape)) * 4 for each in slices if each is not None)
     return {"live": live, "expected": expected, "split": [split]}
 
 

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 
+from tests.conftest import pool_ids
 from tests.scripts.comparing import check
 from tests.scripts.families import FAMILIES, train_family
 from tests.scripts.feeding import Feed
@@ -19,12 +20,13 @@ def cases():
         for name in FAMILIES:
             for optimizer in ("sgd", "adam"):
                 for feed in (EVEN, UNEVEN):
-                    marks = pytest.mark.matrix
+                    marks = [pytest.mark.matrix]
                     if kind[0] == "horovod" and (name, optimizer, feed) in QUICK:
-                        marks = ()
+                        marks = []
                     elif (kind[0], optimizer, feed) == ("horovod", "adam", UNEVEN):
-                        marks = pytest.mark.slow
-                    yield pytest.param(kind, name, optimizer, feed, marks=marks)
+                        marks = [pytest.mark.slow]
+                    case = f"{pool_ids(kind)}-{name}-{optimizer}-{feed}"
+                    yield pytest.param(kind, name, optimizer, feed, marks=marks, id=case)
 
 
 @functools.cache
@@ -32,9 +34,7 @@ def program(name: str, optimizer: str):
     return functools.partial(train_family, name=name, optimizer=optimizer)
 
 
-@pytest.mark.parametrize(
-    ("pool", "name", "optimizer", "feed"), list(cases()), indirect=["pool"], ids=str
-)
+@pytest.mark.parametrize(("pool", "name", "optimizer", "feed"), list(cases()), indirect=["pool"])
 def test_as_one_process(pool, one_process, name, optimizer, feed):
     pytest.importorskip("keras_hub")
     check(pool, one_process, program(name, optimizer), feed)

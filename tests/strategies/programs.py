@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import keras
 import numpy as np
@@ -23,7 +24,7 @@ class Result:
     history: dict[str, list[float]]
     evaluation: dict[str, float]
     predictions: list[np.ndarray]
-    extra: object = None
+    extra: Any = None
 
 
 def images(rows: int, seed: int = 0):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from tfdist.checkpoint.errors import CheckpointError
-from tfdist.runtime import exit_codes
+from tfdist.runtime import exit_codes, uncaught
 
 __all__ = ["report_in_one_line"]
 
@@ -22,6 +22,8 @@ def report_in_one_line() -> None:
     if _installed:
         return
     _installed = True
+    # All ranks raise it and say it themselves: a verdict about one would only change exit codes.
+    uncaught.leave_out(CheckpointError)
     before = sys.excepthook
 
     def report(kind, error, trace) -> None:

@@ -20,6 +20,7 @@ from tfdist.collectives.objects import broadcast_object
 from tfdist.monitoring.frames import frame_of
 from tfdist.monitoring.heartbeat import Keeper, Member, Report
 from tfdist.runtime.exit_codes import ENDED_BY_WATCHDOG
+from tfdist.runtime.uncaught import uncaught
 
 __all__ = ["Watchdog", "startup_guard"]
 
@@ -65,15 +66,12 @@ class Watchdog:
             on_verdict=self._end,
             on_warning=self._warn,
         )
-        self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
-        atexit.register(self._member.close)
+        atexit.register(self._leave)
 
     def close(self) -> None:
         """Stops watching; the other ranks count this one as ended."""
-        atexit.unregister(self._member.close)
+        atexit.unregister(self._leave)
         self._member.close()
-        if sys.excepthook == self._on_exception:
-            sys.excepthook = self._excepthook
 
     def _report(self) -> Report:
         now = time.monotonic()
@@ -90,7 +88,10 @@ class Watchdog:
             for op, key in zip(flying, keys, strict=True)
         ]
         waiting.sort(key=lambda wait: -wait["seconds"])
-        return Report(self._engine.rank, waiting=waiting, doing=self._main_thread())
+        report = Report(self._engine.rank, waiting=waiting, doing=self._main_thread())
+        # Looked for each time, as what runs at a process' end may itself wait for another rank.
+        error = uncaught()
+        return report if error is None else _failed(report, error)
 
     def _main_thread(self) -> str:
         """Where the main thread stands: the innermost line that is not a library's."""
@@ -100,17 +101,19 @@ class Watchdog:
         own = [line for line in stack if "site-packages" not in line.filename] or list(stack)
         return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else "its end"
 
-    def _on_exception(self, kind, error, trace) -> None:
-        if issubclass(kind, KeyboardInterrupt):
-            return  # Whoever pressed Ctrl-C knows; the exit code says so to all others.
-        self._excepthook(kind, error, trace)
+    def _leave(self) -> None:
+        """At the end of the process: says what ended it, if an exception did, and goodbye."""
+        error = uncaught()
+        if error is not None:
+            self._say_failure(error)
+        self._member.close()
+
+    def _say_failure(self, error: BaseException) -> None:
         try:
             report = self._report()
         except Exception as failure:
-            report = Report(self._engine.rank, doing=f"a place that cannot be told: {failure}")
-        report.in_collective = bool(report.waiting)
-        summary = traceback.format_exception_only(kind, error)[-1].strip().splitlines()[0]
-        report.failed = summary[:500]
+            doing = f"a place that cannot be told: {failure}"
+            report = _failed(Report(self._engine.rank, doing=doing), error)
         # Where the keeper is gone the verdict says so.
         with contextlib.suppress(OSError):
             self._member.say_last(report)
@@ -144,6 +147,13 @@ class Watchdog:
             return f"This rank is at {report.doing}. "
         wait = report.waiting[0]
         return f"This rank waits in {wait['name']} (time {wait['occurrence']}). "
+
+
+def _failed(report: Report, error: BaseException) -> Report:
+    summary = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+    report.failed = summary[:500]
+    report.in_collective = bool(report.waiting)
+    return report
 
 
 @contextlib.contextmanager
