@@ -145,7 +145,7 @@ def _make(words: list[str]) -> Plan:
 
 def _pip(words: list[str]) -> Plan:
     # Says what it would install, from nothing but this folder; `tests/packaging` installs it.
-    only = "--dry-run --no-index --no-deps --no-build-isolation --quiet".split()
+    only = ["--dry-run", "--no-index", "--no-deps", "--no-build-isolation", "--quiet"]
     return Plan(
         [sys.executable, "-m", "pip", words[1], *only, *words[2:]], at_root=True, is_long=True
     )
