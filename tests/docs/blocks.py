@@ -124,6 +124,8 @@ def commands(block: Block) -> list[tuple[list[str], list[str]]]:
     Of a console only lines behind a `$` are commands; what follows is what they print.
     """
     text = re.sub(r"\\\n\s*", " ", block.text)
+    # What is quoted may go on over several lines.
+    text = re.sub(r"'[^'\n]*\n[^']*'", lambda quoted: quoted[0].replace("\n", " "), text)
     found: list[tuple[list[str], list[str]]] = []
     for line in text.splitlines():
         if block.language == "console":

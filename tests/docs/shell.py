@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.docs.blocks import ROOT
+from tfdist.benchmarks.environments import ENVIRONMENTS, MADE
 
 __all__ = ["Plan", "check_flags", "plan", "run", "sandbox"]
 
@@ -68,6 +69,9 @@ def sandbox(folder: Path) -> Path:
     hosts.chmod(0o755)
     (folder / "examples").symlink_to(ROOT / "examples")
     shutil.copytree(ROOT / "docs", folder / "docs")
+    for name in ENVIRONMENTS:  # As `make peers` leaves them, for the check of flags alone.
+        (folder / ".peers" / name).mkdir(parents=True)
+        (folder / ".peers" / name / MADE).touch()
     return folder
 
 
@@ -88,6 +92,7 @@ def plan(words: list[str]) -> Plan:
         raise ValueError(f"There is no way here to run {' '.join(words)!r}: say how, or why not.")
     found = make([program, *words[1:]])
     found.environment |= variables
+    found.is_long |= bool(variables)
     return found
 
 
@@ -97,7 +102,7 @@ def run(found: Plan, folder: Path, timeout: float) -> str:
     Raises:
         AssertionError: It failed.
     """
-    # The second: horovodrun and what it starts look for programs there.
+    # Programs start others by name, which are then those of this environment.
     path = f"{_BIN}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "TF_CPP_MIN_LOG_LEVEL": "3"}
     words = [word.replace("/data/", f"{folder}/") for word in found.words]
@@ -173,7 +178,8 @@ def _run(words: list[str]) -> Plan:
     # tfdist-run wants `--` before the command, horovodrun has flags with one value each.
     end = words.index("--") + 1 if "--" in words else at + 2
     inner = plan(words[end:])
-    is_long = inner.is_long or "--engine=tensorflow" in words or words[0] == "horovodrun"
+    # One start of ranks is enough for the quick tests: the one without flags.
+    is_long = inner.is_long or words[:end] != ["tfdist-run", "-np", "2", "--"]
     return Plan([str(_BIN / words[0]), *words[1:end], *inner.words], is_long=is_long)
 
 
