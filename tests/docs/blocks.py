@@ -122,18 +122,27 @@ def commands(block: Block) -> list[tuple[list[str], list[str]]]:
     """The commands of a block, as words, each with the lines that it is said to print.
 
     Of a console only lines behind a `$` are commands; what follows is what they print.
+
+    Raises:
+        ValueError: A quotation is not closed.
     """
     text = re.sub(r"\\\n\s*", " ", block.text)
-    # What is quoted may go on over several lines.
-    text = re.sub(r"'[^'\n]*\n[^']*'", lambda quoted: quoted[0].replace("\n", " "), text)
     found: list[tuple[list[str], list[str]]] = []
+    begun = ""
     for line in text.splitlines():
-        if block.language == "console":
+        if block.language == "console" and not begun:
             if not line.startswith("$ "):
                 found[-1][1].append(line)
                 continue
             line = line.removeprefix("$ ")
-        words = shlex.split(line, comments=True)
+        begun += f"{line}\n"
+        try:
+            words = shlex.split(begun, comments=True)
+        except ValueError:  # A quotation is open, which goes on in the next line.
+            continue
+        begun = ""
         if words:
             found.append((words, []))
+    if begun:
+        raise ValueError(f"{block.place}: a quotation is not closed: {begun!r}.")
     return found

@@ -75,6 +75,16 @@ def test_what_is_not_run_says_why():
     assert not wrong, wrong
 
 
+def test_commands_are_told_from_comments_quotations_and_output():
+    source = "# What's run\nrun 'a\nb' \\\n  -c  # that's it\n\nrun d\n"
+    block = Block("page.md", 1, "sh", source, None)
+    assert commands(block) == [(["run", "a\nb", "-c"], []), (["run", "d"], [])]
+    console = Block("page.md", 1, "console", "$ run a\nsaid\n...\n", None)
+    assert commands(console) == [(["run", "a"], ["said", "..."])]
+    with pytest.raises(ValueError, match="not closed"):
+        commands(Block("page.md", 1, "sh", "run 'a\n", None))
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("pool", "block"), scripts(), indirect=["pool"])
 def test_python(pool, block, tmp_path):
