@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 
+from tfdist.keras_internals.attributes import own_variables, sublayers
 from tfdist.keras_internals.layer_names import Functional, is_made_up, plain_name
 from tfdist.keras_internals.private import all_layers
 
@@ -89,7 +90,7 @@ def _attributes(parent, layers: Sequence) -> dict[int, str]:
     found: dict[int, str] = {}
     # Where two attributes hold the same, a public one counts, and then the alphabet.
     for name, value in sorted(vars(parent).items(), key=lambda item: (item[0][0] == "_", item[0])):
-        if name == "_layers":  # Keras' own list of all.
+        if name == sublayers.name:  # Keras' own list of all.
             continue
         for path, each in _leaves(value, name):
             if id(each) in asked:
@@ -149,7 +150,7 @@ def optimizer_names(
     used: set[str] = set()
     for kind, each in _parts_of(optimizer):
         seen: dict[str, int] = {}
-        for variable in each._variables:
+        for variable in own_variables(each):
             name = f"{kind}/{variable.name}"
             prefix = next((one for one in longest if variable.name.startswith(one)), None)
             if prefix is not None:

@@ -17,6 +17,7 @@ from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
 from keras.src.losses import loss as loss_module
 from keras.src.models.functional import Functional
+from keras.src.ops.node import Node
 from keras.src.ops.operation import Operation
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
@@ -36,6 +37,7 @@ __all__ = [
     "Functional",
     "GeneratorDataAdapter",
     "LossScaleOptimizer",
+    "Node",
     "Operation",
     "SeedGenerator",
     "TFEpochIterator",

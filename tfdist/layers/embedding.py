@@ -16,6 +16,7 @@ from tfdist.collectives.mappings import (
     reduce_from_tensor_region,
     reduce_scatter_to_sequence_region,
 )
+from tfdist.keras_internals.attributes import history
 from tfdist.layers.dense import check_divides
 from tfdist.layers.initializers import initializer
 from tfdist.layers.losses import takes_split_logits
@@ -186,9 +187,7 @@ def stays_split(layer) -> bool:
     model = getattr(step, "model", None)
     outputs = getattr(model, "outputs", None) or []
     return (
-        len(outputs) == 1
-        and outputs[0]._keras_history.operation is layer
-        and takes_split_logits(model)
+        len(outputs) == 1 and history(outputs[0]).operation is layer and takes_split_logits(model)
     )
 
 

@@ -8,6 +8,13 @@ import keras
 
 from tfdist.collectives import Group
 from tfdist.collectives.mappings import copy_to_tensor_region
+from tfdist.keras_internals.attributes import (
+    gate_dense,
+    key_dense,
+    output_dense,
+    query_dense,
+    value_dense,
+)
 from tfdist.keras_internals.private import get_keras_mask, set_keras_mask
 from tfdist.parallelize.adapters import Adapter, EinsumDenseAdapter, override
 
@@ -34,20 +41,20 @@ def join_attention(attention, adapters: Mapping[int, Adapter]) -> Callable[[Grou
     heads = "num_query_heads" if grouped else "num_heads"
     key_heads = "num_key_value_heads" if grouped else "num_heads"
     names = {
-        "_query_dense": heads,
-        "_key_dense": key_heads,
-        "_value_dense": key_heads,
-        "_gate_dense": heads,
-        "_output_dense": heads,
+        query_dense: heads,
+        key_dense: key_heads,
+        value_dense: key_heads,
+        gate_dense: heads,
+        output_dense: heads,
     }
     projections: list[EinsumDenseAdapter] = []
     together = True
-    for name, what in names.items():
-        layer = getattr(attention, name, None)
+    for attribute, what in names.items():
+        layer = attribute(attention, None)
         adapter = adapters.get(id(layer))
         for part in adapter.parts if adapter is not None else ():
             part.what, part.where = what, attention.path
-        if layer is None or name == "_output_dense":
+        if layer is None or attribute is output_dense:
             continue
         if isinstance(adapter, EinsumDenseAdapter) and adapter.kind == "column":
             projections.append(adapter)
