@@ -8,7 +8,7 @@ Sequential or functional model, where there is none, by its order among its like
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -17,10 +17,7 @@ from tfdist.keras_internals.attributes import own_variables, sublayers
 from tfdist.keras_internals.layer_names import Functional, is_made_up, plain_name
 from tfdist.keras_internals.private import all_layers
 
-__all__ = ["Namer", "metric_names", "model_names", "numbered", "optimizer_names"]
-
-#: A name for each of some variables of a model.
-Namer = Callable[[keras.Model, Sequence[keras.Variable]], list[str]]
+__all__ = ["metric_names", "model_names", "numbered", "optimizer_names"]
 
 #: They name a layer after another, which may be one that Keras named.
 _NAMING = (keras.layers.Bidirectional,)

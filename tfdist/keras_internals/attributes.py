@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 
+from tfdist.keras_internals.patching import moved
 from tfdist.keras_internals.private import (
     BaseOptimizer,
     EpochIterator,
@@ -38,11 +39,7 @@ class Attribute:
         self.name, self.owners = name, owners
         for owner in owners:
             if name not in _names_in(owner):
-                raise ImportError(
-                    f"tfdist is not compatible with Keras {keras.__version__}: it relies on the "
-                    f"attribute `{name}` of `{owner.__name__}`, which knows none. Install the Keras "
-                    "that tfdist's metadata asks for."
-                )
+                raise moved(f"{owner.__name__}.{name}", "nothing")
 
     def __call__(self, thing, *default):
         """The value that an object has, or the default where it has none."""
@@ -69,6 +66,9 @@ def _names_in(owner) -> frozenset[str]:
 
 # Of variables. The memory: `value` autocasts, and gathers what ZeRO-3 has sharded.
 stored_value = Attribute("_value", keras.Variable)
+# Past mixed precision, for which `dtype` answers; and the method that casts.
+stored_dtype = Attribute("_dtype", keras.Variable)
+autocast = Attribute("_maybe_autocast", keras.Variable)
 # Settable, for a variable that is cut to a slice.
 stored_shape = Attribute("_shape", keras.Variable)
 
@@ -81,13 +81,12 @@ dtype_policy = Attribute("_dtype_policy", keras.Layer)
 # The variables: `kernel` and `embeddings` add what LoRA has learnt, and unpack quantized ones.
 kernel_of = Attribute("_kernel", keras.layers.Dense, keras.layers.EinsumDense)
 table_of = Attribute("_embeddings", keras.layers.Embedding)
-# Grouped attention has no public ones.
-_BOTH = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
-query_dense = Attribute("_query_dense", *_BOTH)
-key_dense = Attribute("_key_dense", *_BOTH)
-value_dense = Attribute("_value_dense", *_BOTH)
-gate_dense = Attribute("_gate_dense", keras.layers.GroupQueryAttention)
-output_dense = Attribute("_output_dense", *_BOTH)
+# Grouped attention has no public ones, and alone a gate.
+_BOTH = (keras.layers.GroupQueryAttention, keras.layers.MultiHeadAttention)
+projections = {
+    part: Attribute(f"_{part}_dense", *(_BOTH[:1] if part == "gate" else _BOTH))
+    for part in ("query", "key", "value", "gate", "output")
+}
 attention_core = Attribute("_compute_attention", *_BOTH)
 
 # Of tensors. Which call made a symbolic one, and the logits that an activation has left.

@@ -19,15 +19,6 @@ class HookedVariable(keras.Variable):
         """Assigns a value, of which `assign` has checked the shape."""
         super()._direct_assign(value)
 
-    def autocast(self, value):
-        """A value as layers read it under mixed precision."""
-        return self._maybe_autocast(value)
-
-    @property
-    def stored_dtype(self) -> str:
-        """The dtype past any mixed precision."""
-        return self._dtype
-
     def _initialize(self, value):
         self.store(value)
 

@@ -23,7 +23,7 @@ from tfdist.context import current_step, current_strategy
 from tfdist.gradients.reduce import weigh_gradients
 from tfdist.gradients.sparse import reduce_rows, shard_of_rows
 from tfdist.graph.custom_gradient import custom_gradient
-from tfdist.keras_internals.attributes import stored_value
+from tfdist.keras_internals.attributes import autocast, stored_dtype, stored_value
 from tfdist.keras_internals.private import in_stateless_scope
 from tfdist.keras_internals.variables import HookedVariable, renew
 from tfdist.sharding.collectives import all_gather_arrays, reduce_scatter_arrays
@@ -78,7 +78,7 @@ class ShardedVariable(HookedVariable):
     def store(self, value) -> None:
         """Makes the memory of the shard, with its part of the first array."""
         array = tf.convert_to_tensor(value() if callable(value) else value)
-        array = tf.cast(array, self.stored_dtype)
+        array = tf.cast(array, stored_dtype(self))
         shard = FlatShard(self._sharding_group, tuple(array.shape))
         update_layout(self, flat=shard)
         super().store(deep_copy(shard.local_shard(array)))
@@ -94,12 +94,12 @@ class ShardedVariable(HookedVariable):
         array = _local.given.get(id(self))
         if array is None:
             array = self._outside_of_its_layer()
-        return self.autocast(array)
+        return autocast(self)(array)
 
     def _outside_of_its_layer(self) -> tf.Tensor:
         if in_stateless_scope():
             # Keras asks what shapes come out, and computes nothing.
-            return tf.zeros(super().shape, self.stored_dtype)
+            return tf.zeros(super().shape, stored_dtype(self))
         (array,) = gather_arrays([self], f"parameters/{self.path}")
         return array
 
