@@ -118,11 +118,12 @@ def make_world(layout: Layout) -> World:
     strategy = _ranks(layout)
     mesh = strategy.mesh
     axes = [f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1]
-    shown = f", {' x '.join(axes)}" if mesh.shape["data"] != mesh.size else ""
+    replicas = len(mesh.group(*mesh.row_axes))
+    shown = f", {' x '.join(axes)}" if replicas != mesh.size else ""
     return World(
         strategy,
         mesh.size,
-        mesh.shape["data"],
+        replicas,
         strategy.is_chief,
         f"{mesh.size} rank(s) of {type(strategy).__name__}{shown}",
         False,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -322,3 +324,33 @@ def test_strategies_define_no_flag_and_leave_horovod_alone():
     assert "tensorflow" in modules
     assert "horovod" not in modules
     assert flags == []
+
+
+#: Where axes are named: they are what these define.
+NAMING = ("tfdist/mesh.py", "tfdist/sharding/", "launch/mesh_flags.py")
+
+
+def lines_that_name_axes(code: str) -> list[int]:
+    """The lines with a string that is the name of an axis, and nothing else."""
+    strings = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant))
+    return sorted({node.lineno for node in strings if node.value in AXES})
+
+
+def test_axes_are_asked_for_by_their_meaning():
+    root = Path(__file__).parents[1]
+    rooms = ("tfdist", "strategies", "models", "launch")
+    # Links in `tfdist/` lead to the others.
+    files = sorted({path.resolve() for room in rooms for path in (root / room).rglob("*.py")})
+    found = [
+        f"{file}:{line}"
+        for path in files
+        if not (file := path.relative_to(root).as_posix()).startswith((*NAMING, "benchmarks/"))
+        for line in lines_that_name_axes(path.read_text(encoding="utf-8"))
+    ]
+    # Words of messages, the name of a room, and keys of a checkpoint's state.
+    assert len(found) <= 10, "Ask the mesh for `row_axes` and others:\n" + "\n".join(found)
+
+
+def test_the_walk_finds_names_of_axes():
+    code = '"""The data axis."""\nx = mesh.shape["data"], "of data"\n# "data"\ny = f(a="tensor")\n'
+    assert lines_that_name_axes(code) == [2, 4]

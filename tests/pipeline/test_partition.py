@@ -93,8 +93,9 @@ def test_a_tied_embedding_is_in_two_links():
     model = models.gpt(50, num_layers=1, width=16, num_heads=2, max_length=8)
     chain = Chain(model)
     assert chain.links[0].layers == chain.links[-1].layers
-    (places,) = chain.shared_variables.values()
-    assert places == [0, len(chain) - 1]
+    held = [{id(variable) for variable in link.variables} for link in chain.links]
+    assert len(held[0] & held[-1]) == 1
+    assert sum(map(len, held)) == len(set.union(*held)) + 1
 
 
 def test_flops_of_products_are_counted():
@@ -117,7 +118,6 @@ def test_cuts():
     assert make_partition(chain, 2, cost=[5, 1, 1, 1, 1, 1]).ends == (1, 6)
     cyclic = make_partition(chain, 2, 3, cut="cyclic")
     assert cyclic.ends == (1, 2, 3, 4, 5, 6)
-    assert [cyclic.stage_of(link) % 2 for link in range(6)] == [0, 1, 0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from tfdist.checkpoint.storage import Storage, StorageError
 from tfdist.collectives import all_reduce
 from tfdist.collectives.objects import broadcast_object
 from tfdist.data.position import DataPosition
+from tfdist.keras_internals.attributes import initial_epoch
 from tfdist.layers.states import layer_states
 from tfdist.runtime.directories import checked_directory
 from tfdist.runtime.exit_codes import PREEMPTED
@@ -126,7 +127,7 @@ class Checkpointer(keras.callbacks.Callback):
         """Called by `fit` when it ends, well or not."""
         self._position = None
         if self.model is not None:  # Else `fit` has failed before it began.
-            self.model._initial_epoch = None
+            initial_epoch.set(self.model, None)
         if self._before is not None and not self._terminated.is_set():
             signal.signal(signal.SIGTERM, self._before)
         self._before = None

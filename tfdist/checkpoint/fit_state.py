@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfdist.data.position import DataPosition
 from tfdist.data.random_state import global_seed, random_state, set_random_state
+from tfdist.keras_internals.attributes import batches_since_save, initial_epoch, last_batch
 from tfdist.keras_internals.private import GLOBAL_SEED_GENERATOR, global_state
 
 __all__ = ["FitState", "check_state"]
@@ -25,8 +26,8 @@ _COUNTED = (
     "cooldown_counter",
     "stopped_epoch",
     "wait",
-    "_batches_seen_since_last_saving",
-    "_last_batch_seen",
+    batches_since_save.name,
+    last_batch.name,
 )
 _COUNTING = (
     keras.callbacks.EarlyStopping,
@@ -87,7 +88,7 @@ class FitState:
                 state["global_seed"],
                 self._seed,
             )
-        self._model._initial_epoch = state["epoch"]
+        initial_epoch.set(self._model, state["epoch"])
         batch = self._position.resume(state["data"], state["batch"])
         set_random_state(state["random"])
         keras_seed = _keras_seed()

@@ -18,6 +18,7 @@ from tfdist.checkpoint.errors import StorageError
 from tfdist.checkpoint.manifest import Array
 from tfdist.checkpoint.names import numbered
 from tfdist.checkpoint.storage import Storage
+from tfdist.keras_internals.attributes import own_variables
 
 __all__ = ["check_description", "chunk_values", "model_names", "optimizer_names"]
 
@@ -101,7 +102,7 @@ def optimizer_names(
     for level, each in enumerate(depth):
         wrappers = level + 1 if each is not depth[-1] else 0
         kind = "/".join(["optimizer"] + ["wrapper"] * wrappers)
-        for variable in each._variables:
+        for variable in own_variables(each):
             name = f"{kind}/{variable.name}"
             for prefix, parameter in prefixes:
                 if variable.name.startswith(prefix):

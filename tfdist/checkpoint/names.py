@@ -8,18 +8,16 @@ Sequential or functional model, where there is none, by its order among its like
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 
+from tfdist.keras_internals.attributes import own_variables, sublayers
 from tfdist.keras_internals.layer_names import Functional, is_made_up, plain_name
 from tfdist.keras_internals.private import all_layers
 
-__all__ = ["Namer", "metric_names", "model_names", "numbered", "optimizer_names"]
-
-#: A name for each of some variables of a model.
-Namer = Callable[[keras.Model, Sequence[keras.Variable]], list[str]]
+__all__ = ["metric_names", "model_names", "numbered", "optimizer_names"]
 
 #: They name a layer after another, which may be one that Keras named.
 _NAMING = (keras.layers.Bidirectional,)
@@ -89,7 +87,7 @@ def _attributes(parent, layers: Sequence) -> dict[int, str]:
     found: dict[int, str] = {}
     # Where two attributes hold the same, a public one counts, and then the alphabet.
     for name, value in sorted(vars(parent).items(), key=lambda item: (item[0][0] == "_", item[0])):
-        if name == "_layers":  # Keras' own list of all.
+        if name == sublayers.name:  # Keras' own list of all.
             continue
         for path, each in _leaves(value, name):
             if id(each) in asked:
@@ -149,7 +147,7 @@ def optimizer_names(
     used: set[str] = set()
     for kind, each in _parts_of(optimizer):
         seen: dict[str, int] = {}
-        for variable in each._variables:
+        for variable in own_variables(each):
             name = f"{kind}/{variable.name}"
             prefix = next((one for one in longest if variable.name.startswith(one)), None)
             if prefix is not None:

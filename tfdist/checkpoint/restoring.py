@@ -22,6 +22,7 @@ from tfdist.checkpoint.saving import world_of
 from tfdist.checkpoint.storage import MANIFEST, Storage
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object, broadcast_object
+from tfdist.keras_internals.attributes import stored_value
 from tfdist.runtime.directories import checked_directory, is_address
 
 __all__ = ["OtherModelError", "latest", "restore", "restore_checked"]
@@ -202,12 +203,12 @@ def _restore(path: str, entries: list[Entry], manifest: Manifest, world: Group) 
         is_damage, said = each
         raise StorageError(said) if is_damage else RuntimeError(f"Another rank failed: {said}")
     for entry, value in values:
-        entry.variable._value.assign(value)
+        stored_value(entry.variable).assign(value)
 
 
 def _value(entry: Entry, manifest: Manifest, reader: Reader) -> np.ndarray:
     """What this rank's variable is to hold."""
-    value = np.array(entry.variable._value.numpy())
+    value = np.array(stored_value(entry.variable).numpy())
     shape, dtype = manifest.arrays[entry.name]
     if entry.merge is not None and (shape, dtype) != (entry.shape, entry.dtype):
         of_rank = shape[1:], dtype

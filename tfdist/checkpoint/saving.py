@@ -28,6 +28,7 @@ from tfdist.checkpoint.storage import UNFINISHED, Storage
 from tfdist.collectives import Group
 from tfdist.collectives.local import LocalEngine
 from tfdist.collectives.objects import all_gather_object, broadcast_object
+from tfdist.keras_internals.attributes import stored_value
 from tfdist.runtime.directories import checked_directory
 
 __all__ = ["Save", "Saver", "begin_save", "lock_on", "save", "world_of"]
@@ -179,7 +180,7 @@ class Save:
         self._on_complete, self._on_end = on_complete, on_end
         # Copies: what is trained on meanwhile does not reach them.
         self._values: list[tuple[Entry, np.ndarray]] = [
-            (entry, entry.variable._value.numpy()) for entry in entries if entry.writes
+            (entry, stored_value(entry.variable).numpy()) for entry in entries if entry.writes
         ]
         self._error: str | None = None
         self._written, self._digested = threading.Event(), threading.Event()

@@ -35,7 +35,7 @@ def check_reduction(reduction: str, dtype: tf.DType) -> None:
         )
 
 
-def checked_tensor(argument: str, tensor, group: Group, name: str | None) -> tf.Tensor:
+def checked_tensor(tensor, group: Group, name: str | None, argument: str = "tensor") -> tf.Tensor:
     """What is to be carried, as a tensor, once the group and the name are known to be some."""
     check_group(group, name)
     try:

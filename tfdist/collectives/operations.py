@@ -67,7 +67,7 @@ def all_reduce(
     Raises:
         ValueError: The reduction is unknown, or has no meaning for the dtype.
     """
-    tensor = checked_tensor("tensor", tensor, group, name)
+    tensor = checked_tensor(tensor, group, name)
     check_reduction(reduction, tensor.dtype)
     checks.boolean("bulk", bulk)
     if group.size == 1:
@@ -106,7 +106,7 @@ def all_gather(
     Returns:
         A tensor whose size along `axis` is the sum of the members'.
     """
-    tensor = checked_tensor("tensor", tensor, group, name)
+    tensor = checked_tensor(tensor, group, name)
     checks.boolean("uneven", uneven)
     axis = checked_axis(tensor, axis, "all_gather")
     if group.size == 1:
@@ -152,7 +152,7 @@ def reduce_scatter(
     Raises:
         ValueError: The size along `axis` is known and does not divide.
     """
-    tensor = checked_tensor("tensor", tensor, group, name)
+    tensor = checked_tensor(tensor, group, name)
     axis = checked_axis(tensor, axis, "reduce_scatter")
     check_reduction(reduction, tensor.dtype)
     check_divides(tensor, axis, group, "reduce_scatter")
@@ -195,7 +195,7 @@ def all_to_all(tensor, group: Group, splits=None, *, name: str | None = None):
     Raises:
         ValueError: Without `splits`, dim 0 is known and does not divide by the size of the group.
     """
-    tensor = checked_tensor("tensor", tensor, group, name)
+    tensor = checked_tensor(tensor, group, name)
     checked_axis(tensor, 0, "all_to_all")
     if splits is None:
         check_divides(tensor, 0, group, "all_to_all")
@@ -238,7 +238,7 @@ def broadcast(tensor, group: Group, root: int = 0, *, name: str | None = None):
     Raises:
         ValueError: `root` is not in the group.
     """
-    tensor = checked_tensor("tensor", tensor, group, name)
+    tensor = checked_tensor(tensor, group, name)
     root = checked_member(root, group, "root")
     if group.size == 1:
         return tf.identity(tensor)
@@ -272,7 +272,7 @@ def send(tensor, group: Group, to: int, *, name: str | None = None):
     Raises:
         ValueError: `to` is this rank or not in the group.
     """
-    tensor = checked_tensor("tensor", tensor, group, name)
+    tensor = checked_tensor(tensor, group, name)
     to = checked_other(to, group, "to")
     backward = _backward(name or SEND_NAME)
 
@@ -299,7 +299,7 @@ def recv(like, group: Group, source: int, *, name: str | None = None):
     Raises:
         ValueError: `source` is this rank or not in the group.
     """
-    like = checked_tensor("like", like, group, name)
+    like = checked_tensor(like, group, name, "like")
     source = checked_other(source, group, "source")
     backward = _backward(name or SEND_NAME)
 

@@ -23,6 +23,7 @@ import tensorflow as tf
 from tfdist import checks
 from tfdist.collectives import all_gather, all_reduce, broadcast
 from tfdist.collectives.engine import Engine
+from tfdist.keras_internals.attributes import momentums
 
 __all__ = [
     "BestModelCheckpoint",
@@ -441,7 +442,7 @@ def _velocities_of(optimizer, callback: str) -> list[keras.Variable]:
     if isinstance(optimizer, keras.optimizers.SGD):
         velocities = getattr(optimizer, "momentums", [])
     elif isinstance(optimizer, keras.optimizers.RMSprop):
-        velocities = getattr(optimizer, "_momentums", [])
+        velocities = momentums(optimizer, [])
     else:
         raise ValueError(
             f"{callback} corrects the momentum of keras.optimizers.SGD and RMSprop, and does not "

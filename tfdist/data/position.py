@@ -14,6 +14,7 @@ from typing import Any
 
 from tfdist.data.random_state import kept_random_state, random_state, set_random_state
 from tfdist.data.sharding import remaining_batches
+from tfdist.keras_internals import attributes
 
 __all__ = ["DataPosition"]
 
@@ -68,11 +69,11 @@ class DataPosition:
         source = self._source
         ahead = source.steps_per_execution if in_epoch else 0
         # Keras forgets an iterator that has run out.
-        lasts = in_epoch or source._current_iterator is not None
+        lasts = in_epoch or attributes.current_iterator(source) is not None
         return {
             "iterators": self._made,
-            "taken": source._steps_seen - ahead if lasts else None,
-            "batches": source._num_batches,
+            "taken": attributes.steps_seen(source) - ahead if lasts else None,
+            "batches": attributes.num_batches(source),
             "batch_size": self._rows(),
             "more_samples": self._more_samples,
             "random": self._random,
@@ -122,10 +123,10 @@ class DataPosition:
         resume, self._resume = self._resume, None
         self.done_before = resume.batch
         state, source = resume.state, self._source
-        source._num_batches = state["batches"] or source._num_batches
+        attributes.num_batches.set(source, state["batches"] or attributes.num_batches(source))
         # Without `steps_per_epoch` every epoch makes an iterator of its own.
         lasts = state["taken"] is not None and bool(resume.in_epoch or source.steps_per_epoch)
-        dataset = source._get_iterator()
+        dataset = attributes.get_iterator(source)()
         for _ in range(state["iterators"] - lasts):
             iter(dataset)
         if not lasts:
@@ -140,8 +141,8 @@ class DataPosition:
             else:
                 iterator = iter(self._rest(resume.samples, resume.rows))
         if source.steps_per_epoch:
-            source._current_iterator = iterator
-            source._steps_seen = state["taken"] - resume.batch
+            attributes.current_iterator.set(source, iterator)
+            attributes.steps_seen.set(source, state["taken"] - resume.batch)
         else:
             self._prepared = iterator
         return itertools.islice(original(), resume.batch // source.steps_per_execution, None)
@@ -153,10 +154,10 @@ class DataPosition:
     def _rest(self, samples: int, rows: int):
         """What is left after some samples, in batches of so many rows."""
         source = self._source
-        rest = remaining_batches(source._distributed_dataset, samples, rows)
+        rest = remaining_batches(attributes.distributed_dataset(source), samples, rows)
         self._count()
         self._more_samples = samples % rows
-        return source._distribute_strategy.experimental_distribute_dataset(rest)
+        return attributes.data_strategy(source).experimental_distribute_dataset(rest)
 
     def _count(self) -> None:
         self._made += 1

@@ -12,11 +12,10 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from tfdist.keras_internals.attributes import keras_logits
 from tfdist.keras_internals.private import get_keras_mask, set_keras_mask
 
 __all__ = ["with_provenance"]
-
-_LOGITS = "_keras_logits"
 
 
 def with_provenance(
@@ -30,7 +29,7 @@ def with_provenance(
         *tensors: Tensors of any shape, such as the outputs of a model.
         mask: Whether Keras masks are carried over; `function` then takes boolean tensors too.
     """
-    logits = [getattr(tensor, _LOGITS, None) for tensor in tensors]
+    logits = [keras_logits(tensor, None) for tensor in tensors]
     activation = _activation_of(tensors)
     moved_logits = None
     if activation is not None:
@@ -44,7 +43,7 @@ def with_provenance(
     if moved_logits is None and all(own is not None for own in logits):
         moved_logits = function(*logits)
     if moved_logits is not None:
-        setattr(moved, _LOGITS, moved_logits)
+        keras_logits.set(moved, moved_logits)
     masks = [get_keras_mask(tensor) for tensor in tensors] if mask else [None]
     if all(found is not None for found in masks):
         set_keras_mask(moved, function(*masks))

@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-__all__ = ["Patch", "apply_patches"]
+__all__ = ["Patch", "apply_patches", "check_parameters", "moved"]
 
 _applied: set[tuple[int, str, int]] = set()
 
@@ -42,17 +42,30 @@ def apply_patches(patches: Sequence[Patch]) -> None:
         key = (id(patch.owner), patch.name, id(patch.call))
         if key in _applied:
             continue
-        original: Any = getattr(patch.owner, patch.name, None)
-        found = tuple(inspect.signature(original).parameters) if callable(original) else ()
-        if found[: len(patch.parameters)] != patch.parameters:
-            owner = getattr(patch.owner, "__name__", patch.owner)
-            raise ImportError(
-                f"This tfdist knows another Keras than {keras.__version__}: it relies on "
-                f"`{owner}.{patch.name}{patch.parameters}`. Found: {found or 'nothing'}. "
-                "Install the Keras that tfdist's metadata asks for."
-            )
+        check_parameters(patch.owner, patch.name, patch.parameters)
+        original = getattr(patch.owner, patch.name)
         setattr(patch.owner, patch.name, _wrapped(original, patch.call))
         _applied.add(key)
+
+
+def check_parameters(owner: Any, name: str, parameters: tuple[str, ...]) -> None:
+    """Compares a function of Keras and its first parameters with what tfdist relies on.
+
+    Raises:
+        ImportError: There is none, or its parameters are others.
+    """
+    function = getattr(owner, name, None)
+    found = tuple(inspect.signature(function).parameters) if callable(function) else ()
+    if found[: len(parameters)] != parameters:
+        raise moved(f"{owner.__name__}.{name}{parameters}", found or "nothing")
+
+
+def moved(expected: str, found: object) -> ImportError:
+    """The error for a Keras that lacks something that tfdist relies on."""
+    return ImportError(
+        f"This tfdist knows another Keras than {keras.__version__}: it relies on `{expected}`. "
+        f"Found: {found}. Install the Keras that tfdist's metadata asks for."
+    )
 
 
 def _wrapped(original: Callable, call: Callable) -> Callable:

@@ -6,8 +6,6 @@ that are called with what is relied on.
 
 from __future__ import annotations
 
-import inspect
-
 import keras
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
@@ -17,6 +15,7 @@ from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
 from keras.src.losses import loss as loss_module
 from keras.src.models.functional import Functional
+from keras.src.ops.node import Node
 from keras.src.ops.operation import Operation
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
@@ -27,6 +26,8 @@ from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDat
 from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.utils.naming import to_snake_case
 
+from tfdist.keras_internals.patching import check_parameters
+
 __all__ = [
     "GLOBAL_SEED_GENERATOR",
     "BaseOptimizer",
@@ -36,6 +37,7 @@ __all__ = [
     "Functional",
     "GeneratorDataAdapter",
     "LossScaleOptimizer",
+    "Node",
     "Operation",
     "SeedGenerator",
     "TFEpochIterator",
@@ -74,18 +76,6 @@ _CALLED = (
 
 
 def check_signatures() -> None:
-    """Compares Keras' functions with what tfdist relies on.
-
-    Raises:
-        ImportError: One has moved.
-    """
-    for owner, name, parameters in _CALLED:
-        function = getattr(owner, name, None)
-        found = tuple(inspect.signature(function).parameters) if callable(function) else ()
-        if found[: len(parameters)] != parameters:
-            where = getattr(owner, "__name__", owner)
-            raise ImportError(
-                f"tfdist is not compatible with Keras {keras.__version__}: it expects "
-                f"`{where}.{name}{parameters}`. Found: {found or 'nothing'}. Install the Keras that "
-                "tfdist's metadata asks for."
-            )
+    """Compares Keras' functions with what tfdist relies on; raises ImportError if one has moved."""
+    for called in _CALLED:
+        check_parameters(*called)

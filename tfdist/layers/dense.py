@@ -14,6 +14,7 @@ from tfdist.collectives.mappings import (
     reduce_scatter_to_sequence_region,
     scatter_to_tensor_region,
 )
+from tfdist.keras_internals.attributes import kernel_of
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.weights import add_split_weight, tensor_group, value_tensor
 
@@ -85,15 +86,18 @@ class ColumnParallelDense(keras.layers.Dense):
         if self._group is None:
             super().build(input_shape)
             return
-        self._kernel = add_split_weight(
+        kernel_of.set(
             self,
-            (input_shape[-1], self.units),
-            1,
-            self._group,
-            name="kernel",
-            initializer=self.kernel_initializer,
-            regularizer=self.kernel_regularizer,
-            constraint=self.kernel_constraint,
+            add_split_weight(
+                self,
+                (input_shape[-1], self.units),
+                1,
+                self._group,
+                name="kernel",
+                initializer=self.kernel_initializer,
+                regularizer=self.kernel_regularizer,
+                constraint=self.kernel_constraint,
+            ),
         )
         self.bias = None
         if self.use_bias:
@@ -116,11 +120,11 @@ class ColumnParallelDense(keras.layers.Dense):
             return super().call(inputs, training=training)
         bias = None if self.bias is None else value_tensor(self.bias)
         if self._group is None:
-            outputs = linear(inputs, value_tensor(self._kernel), bias)
+            outputs = linear(inputs, value_tensor(kernel_of(self)), bias)
         else:
             outputs = column_parallel_matmul(
                 inputs,
-                value_tensor(self._kernel),
+                value_tensor(kernel_of(self)),
                 self._group,
                 sequence_axis=1 if self.sequence_parallel else None,
                 bias=bias,
@@ -195,15 +199,18 @@ class RowParallelDense(keras.layers.Dense):
         if self.input_is_parallel:
             features *= self._group.size
         check_divides("features", features, self._group, self)
-        self._kernel = add_split_weight(
+        kernel_of.set(
             self,
-            (features, self.units),
-            0,
-            self._group,
-            name="kernel",
-            initializer=self.kernel_initializer,
-            regularizer=self.kernel_regularizer,
-            constraint=self.kernel_constraint,
+            add_split_weight(
+                self,
+                (features, self.units),
+                0,
+                self._group,
+                name="kernel",
+                initializer=self.kernel_initializer,
+                regularizer=self.kernel_regularizer,
+                constraint=self.kernel_constraint,
+            ),
         )
         self.bias = None
         if self.use_bias:
@@ -227,9 +234,9 @@ class RowParallelDense(keras.layers.Dense):
             inputs = scatter_to_tensor_region(inputs, self._group, name=self.name)
         bias = None if self.bias is None else value_tensor(self.bias)
         if self._group is None:
-            outputs = linear(inputs, value_tensor(self._kernel), bias)
+            outputs = linear(inputs, value_tensor(kernel_of(self)), bias)
         else:
-            outputs = linear(inputs, value_tensor(self._kernel))
+            outputs = linear(inputs, value_tensor(kernel_of(self)))
             leave = reduce_from_tensor_region
             if self.sequence_parallel:
                 leave = reduce_scatter_to_sequence_region

@@ -16,6 +16,7 @@ from tfdist.collectives.mappings import (
     reduce_from_tensor_region,
     reduce_scatter_to_sequence_region,
 )
+from tfdist.keras_internals.attributes import history, table_of
 from tfdist.layers.dense import check_divides
 from tfdist.layers.initializers import initializer
 from tfdist.layers.losses import takes_split_logits
@@ -53,15 +54,18 @@ class VocabParallelEmbedding(keras.layers.Embedding):
         if self._group is None:
             super().build(input_shape)
             return
-        self._embeddings = add_split_weight(
+        table_of.set(
             self,
-            (self.input_dim, self.output_dim),
-            0,
-            self._group,
-            name="embeddings",
-            initializer=self.embeddings_initializer,
-            regularizer=self.embeddings_regularizer,
-            constraint=self.embeddings_constraint,
+            add_split_weight(
+                self,
+                (self.input_dim, self.output_dim),
+                0,
+                self._group,
+                name="embeddings",
+                initializer=self.embeddings_initializer,
+                regularizer=self.embeddings_regularizer,
+                constraint=self.embeddings_constraint,
+            ),
         )
         self.built = True
 
@@ -75,7 +79,7 @@ class VocabParallelEmbedding(keras.layers.Embedding):
             return _logits(self, inputs, tf.transpose(table), self.input_dim)
         if self._group is None:
             return super().call(inputs)
-        found = own_rows(value_tensor(self._embeddings), inputs, self._group)
+        found = own_rows(value_tensor(table_of(self)), inputs, self._group)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_region(found, self._group, name=self.name)
         return reduce_from_tensor_region(found, self._group, name=self.name)
@@ -186,9 +190,7 @@ def stays_split(layer) -> bool:
     model = getattr(step, "model", None)
     outputs = getattr(model, "outputs", None) or []
     return (
-        len(outputs) == 1
-        and outputs[0]._keras_history.operation is layer
-        and takes_split_logits(model)
+        len(outputs) == 1 and history(outputs[0]).operation is layer and takes_split_logits(model)
     )
 
 

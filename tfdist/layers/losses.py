@@ -8,6 +8,7 @@ import tensorflow as tf
 from tfdist import checks
 from tfdist.collectives import Group, all_reduce
 from tfdist.graph.custom_gradient import custom_gradient
+from tfdist.keras_internals.attributes import compile_metrics
 from tfdist.native import load, step_takes_kernels
 from tfdist.sharding.weights import tensor_group
 
@@ -90,7 +91,7 @@ def _check_dtype(dtype):
 
 def takes_split_logits(model) -> bool:
     """Whether all that a compiled model does with its output takes split logits."""
-    metrics = getattr(model, "_compile_metrics", None)
+    metrics = compile_metrics(model, None)
     return isinstance(getattr(model, "loss", None), VocabParallelCrossEntropy) and metrics is None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keras
 
+from tfdist.keras_internals.attributes import own_non_trainable
 from tfdist.keras_internals.private import all_layers
 
 __all__ = ["layer_states"]
@@ -21,7 +22,7 @@ def layer_states(model: keras.Model, *, of_own_rows: bool = False) -> list[keras
         variable
         for layer in all_layers(model)
         if not (of_own_rows and _is_same_on_all_ranks(layer))
-        for variable in layer._non_trainable_variables
+        for variable in own_non_trainable(layer)
         if keras.backend.is_float_dtype(variable.dtype)
     ]
 

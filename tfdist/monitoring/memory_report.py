@@ -13,6 +13,7 @@ from tabulate import tabulate
 
 from tfdist import checks
 from tfdist.context import strategy_of
+from tfdist.keras_internals.attributes import stored_value
 from tfdist.keras_internals.functional import trace_graph
 from tfdist.monitoring.memory import PeakMemory
 from tfdist.pipeline.costs import kept_bytes
@@ -178,7 +179,7 @@ def _activations(model: keras.Model, rows: int) -> int | None:
         with tf.GradientTape() as tape:
             y = model(x, training=True)
         marks["forward"] = len(tf.compat.v1.get_default_graph().get_operations())
-        gradients = tape.gradient(y, [variable._value for variable in model.trainable_variables])
+        gradients = tape.gradient(y, model.trainable_variables)
         return [gradient for gradient in gradients if gradient is not None]
 
     spec = tf.TensorSpec((rows, *inputs[0].shape[1:]), inputs[0].dtype)
@@ -195,7 +196,7 @@ def _row(what: str, variables: Iterable) -> MemoryRow:
         elements = math.prod(layout.global_shape(variable.shape))
         whole += elements * size
         planned += math.ceil(elements / layout.num_parts()) * size
-        live = variable._value
+        live = stored_value(variable)
         measured += 0 if live is None else live.shape.num_elements() * live.dtype.size
     return MemoryRow(what, whole, planned, measured)
 

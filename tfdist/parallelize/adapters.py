@@ -22,6 +22,7 @@ from tfdist.collectives.mappings import (
     gather_from_tensor_region,
     reduce_from_tensor_region,
 )
+from tfdist.keras_internals.attributes import kernel_of
 from tfdist.layers.embedding import stays_split
 from tfdist.sharding.weights import check_by_entries, split_variable, value_tensor
 
@@ -132,15 +133,15 @@ class DenseAdapter(Adapter):
     @staticmethod
     def main(layer) -> list:
         """The kernel."""
-        return [layer._kernel]
+        return [kernel_of(layer)]
 
     def _parts(self) -> list[Part]:
         layer = self.layer
         if self.kind == "row":
-            return [self._part(layer._kernel, 0, "The size of the input")]
+            return [self._part(kernel_of(layer), 0, "The size of the input")]
         _refuse_whole_activation(layer, self.kind)
         what = "units" if self.kind == "column" else None
-        parts = [self._part(layer._kernel, 1, what)]
+        parts = [self._part(kernel_of(layer), 1, what)]
         if layer.bias is not None:
             parts.append(self._part(layer.bias, 0, what))
         return parts
@@ -159,16 +160,16 @@ class DenseAdapter(Adapter):
         layer, name = self.layer, self.layer.path
 
         def column(inputs, training=None):
-            return _finish(layer, columns(inputs, value_tensor(layer._kernel), group, name))
+            return _finish(layer, columns(inputs, value_tensor(kernel_of(layer)), group, name))
 
         def row(inputs, training=None):
-            share = layer._kernel.shape[0]
+            share = kernel_of(layer).shape[0]
             _check_share(layer, inputs.shape[-1], share, group)
-            product = tf.convert_to_tensor(ops.matmul(inputs, layer._kernel))
+            product = tf.convert_to_tensor(ops.matmul(inputs, kernel_of(layer)))
             return _finish(layer, reduce_from_tensor_region(product, group, name=name))
 
         def vocabulary(inputs, training=None):
-            outputs = columns(inputs, value_tensor(layer._kernel), group, name)
+            outputs = columns(inputs, value_tensor(kernel_of(layer)), group, name)
             if layer.bias is not None:
                 outputs = ops.add(outputs, layer.bias)
             plain = layer.activation in (None, keras.activations.linear)
@@ -200,7 +201,7 @@ class EinsumDenseAdapter(Adapter):
     @staticmethod
     def main(layer) -> list:
         """The kernel."""
-        return [layer._kernel]
+        return [kernel_of(layer)]
 
     def _parts(self) -> list[Part]:
         layer = self.layer
@@ -216,7 +217,7 @@ class EinsumDenseAdapter(Adapter):
         self.label = labels[0]
         axis = kernel.index(self.label)
         what = f"Dim {axis} of the kernel"
-        parts = [self._part(layer._kernel, axis, what)]
+        parts = [self._part(kernel_of(layer), axis, what)]
         if self.kind == "column":
             _refuse_whole_activation(layer, self.kind)
             if layer.bias is not None and self.label in layer.bias_axes:
@@ -244,9 +245,9 @@ class EinsumDenseAdapter(Adapter):
             return stock(entered, training=training)
 
         def row(inputs, training=None):
-            share = layer._kernel.shape[kernel_term.index(self.label)]
+            share = kernel_of(layer).shape[kernel_term.index(self.label)]
             _check_share(layer, inputs.shape[_position(inputs_term, self.label)], share, group)
-            product = tf.convert_to_tensor(ops.einsum(layer.equation, inputs, layer._kernel))
+            product = tf.convert_to_tensor(ops.einsum(layer.equation, inputs, kernel_of(layer)))
             return _finish(layer, reduce_from_tensor_region(product, group, name=name))
 
         return column if self.kind == "column" else row

@@ -8,6 +8,7 @@ import keras
 
 from tfdist.collectives import Group
 from tfdist.collectives.mappings import copy_to_tensor_region
+from tfdist.keras_internals.attributes import projections
 from tfdist.keras_internals.private import get_keras_mask, set_keras_mask
 from tfdist.parallelize.adapters import Adapter, EinsumDenseAdapter, override
 
@@ -33,32 +34,26 @@ def join_attention(attention, adapters: Mapping[int, Adapter]) -> Callable[[Grou
     grouped = isinstance(attention, keras.layers.GroupQueryAttention)
     heads = "num_query_heads" if grouped else "num_heads"
     key_heads = "num_key_value_heads" if grouped else "num_heads"
-    names = {
-        "_query_dense": heads,
-        "_key_dense": key_heads,
-        "_value_dense": key_heads,
-        "_gate_dense": heads,
-        "_output_dense": heads,
-    }
-    projections: list[EinsumDenseAdapter] = []
+    entered_by: list[EinsumDenseAdapter] = []
     together = True
-    for name, what in names.items():
-        layer = getattr(attention, name, None)
+    for name, projection in projections.items():
+        layer = projection(attention, None)
         adapter = adapters.get(id(layer))
         for part in adapter.parts if adapter is not None else ():
-            part.what, part.where = what, attention.path
-        if layer is None or name == "_output_dense":
+            part.what = key_heads if name in ("key", "value") else heads
+            part.where = attention.path
+        if layer is None or name == "output":
             continue
         if isinstance(adapter, EinsumDenseAdapter) and adapter.kind == "column":
-            projections.append(adapter)
+            entered_by.append(adapter)
         else:
             together = False
     if not together:
         return None
 
     def join(group: Group) -> None:
-        for projection in projections:
-            projection.enters = False
+        for adapter in entered_by:
+            adapter.enters = False
         override(attention, "call", _entering_once(attention, group))
 
     return join

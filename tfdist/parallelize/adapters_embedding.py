@@ -10,6 +10,7 @@ from keras import ops
 
 from tfdist.collectives import Group
 from tfdist.collectives.mappings import gather_from_tensor_region, reduce_from_tensor_region
+from tfdist.keras_internals.attributes import table_of
 from tfdist.keras_internals.private import set_keras_mask
 from tfdist.layers.embedding import own_rows, stays_split
 from tfdist.parallelize.adapters import Adapter, Part, columns
@@ -30,17 +31,17 @@ class EmbeddingAdapter(Adapter):
     @staticmethod
     def main(layer) -> list:
         """The table."""
-        return [layer._embeddings]
+        return [table_of(layer)]
 
     def _parts(self) -> list[Part]:
-        return [self._part(self.layer._embeddings, 0, None)]
+        return [self._part(table_of(self.layer), 0, None)]
 
     def _call(self, group: Group) -> Callable:
         layer = self.layer
 
         def call(inputs):
             found = tf.cast(
-                own_rows(value_tensor(layer._embeddings), inputs, group), layer.compute_dtype
+                own_rows(value_tensor(table_of(layer)), inputs, group), layer.compute_dtype
             )
             return reduce_from_tensor_region(found, group, name=layer.path)
 
@@ -55,7 +56,7 @@ class ReversibleEmbeddingAdapter(EmbeddingAdapter):
     @staticmethod
     def main(layer) -> list:
         """The table, and that of the way back where it has one of its own."""
-        return [layer._embeddings] + ([] if layer.tie_weights else [layer.reverse_embeddings])
+        return [table_of(layer)] + ([] if layer.tie_weights else [layer.reverse_embeddings])
 
     def _parts(self) -> list[Part]:
         parts = super()._parts()

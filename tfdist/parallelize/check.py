@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import Group, all_reduce
+from tfdist.keras_internals.attributes import dtype_policy, sublayers
 from tfdist.keras_internals.private import all_layers
 from tfdist.layers.dropout import own_seed
 from tfdist.parallelize.adapters import override
@@ -114,7 +115,7 @@ class Check:
         problem = self._outputs_differ(after.outputs) or self._gradients_differ(after.gradients)
         if problem:
             ids = {id(layer) for layer in planned}
-            others = [x for x in sliced if id(x) not in ids and not x._layers]
+            others = [x for x in sliced if id(x) not in ids and not sublayers(x)]
             paths = [layer.path or layer.name for layer in others[:8]]
             seen = f" Other layers that got a slice: {', '.join(paths)}." if paths else ""
             raise ValueError(f"The split model computes something else: {problem}. {_ADVICE}{seen}")
@@ -249,18 +250,18 @@ def _plain_errors() -> Iterator[None]:
 def _precisely(layers) -> Iterator[None]:
     """Computes in float32 what has weights in float32: less would hide small differences."""
     float32 = keras.DTypePolicy("float32")
-    before = [(layer, layer._dtype_policy) for layer in layers]
+    before = [(layer, layer.dtype_policy) for layer in layers]
     tensor_float = tf.config.experimental.tensor_float_32_execution_enabled()
     tf.config.experimental.enable_tensor_float_32_execution(False)
     try:
         for layer in layers:
             if (layer.variable_dtype, layer.quantization_mode) == ("float32", None):
-                override(layer, "_dtype_policy", float32)
+                override(layer, dtype_policy.name, float32)
         yield
     finally:
         tf.config.experimental.enable_tensor_float_32_execution(tensor_float)
         for layer, policy in before:
-            override(layer, "_dtype_policy", policy)
+            override(layer, dtype_policy.name, policy)
 
 
 def _objective(number: int, output) -> tf.Tensor:

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.collectives import Group, broadcast
+from tfdist.keras_internals.attributes import made_under, own_non_trainable, own_trainable
 from tfdist.keras_internals.private import all_layers
 from tfdist.layers.dense import refuse_features
 from tfdist.parallelize.adapters import Adapter, DenseAdapter, EinsumDenseAdapter
@@ -109,7 +110,7 @@ def parallelize(model: keras.Model, plan: Mapping[str, str], *, sample=None) -> 
 
 
 def _check_scope(model: keras.Model) -> None:
-    own = getattr(model, "_distribute_strategy", None)
+    own = made_under(model)
     current = tf.distribute.get_strategy()
     ours = [strategy for strategy in (own, current) if hasattr(strategy, "engine")]
     if ours and own is not current:
@@ -148,7 +149,7 @@ def _adapters(model: keras.Model, kinds: Mapping[str, str]) -> list[Adapter]:
     """How each layer is split of which the plan speaks."""
     adapters = []
     for layer in all_layers(model):
-        own = [*layer._trainable_variables, *layer._non_trainable_variables]
+        own = [*own_trainable(layer), *own_non_trainable(layer)]
         said = {v.path: kinds[v.path] for v in own if v.path in kinds}
         if not set(said.values()) - {"replicate"}:
             continue

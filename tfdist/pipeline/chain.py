@@ -162,15 +162,6 @@ class Chain:
             "share out the layers by cost='parameters'."
         )
 
-    @property
-    def shared_variables(self) -> dict[int, list[int]]:
-        """By the id of each variable that several links have, the places of those links."""
-        places: dict[int, list[int]] = {}
-        for place, link in enumerate(self.links):
-            for variable in link.variables:
-                places.setdefault(id(variable), []).append(place)
-        return {key: some for key, some in places.items() if len(some) > 1}
-
 
 def _fits(shape: Sequence[int | None], row: Sequence[int | None]) -> bool:
     """Whether a shape says nothing else than another does, in which dims may be open."""

@@ -14,6 +14,7 @@ from tfdist.collectives.local import LocalEngine
 from tfdist.collectives.objects import all_gather_object
 from tfdist.context import ModelRole, current_strategy
 from tfdist.graph.provenance import with_provenance
+from tfdist.keras_internals.attributes import count_batch, loss_tracker, own_metrics
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.costs import measure_seconds
 from tfdist.pipeline.partition import Partition, make_partition
@@ -137,7 +138,7 @@ class PipelineModel(keras.Model):
     @property
     def metrics(self):
         """The metrics of `compile`, and those of the model itself; the same on all ranks."""
-        return self._get_own_metrics() if self.compiled else list(self._metrics)
+        return own_metrics(self)()
 
     def call(self, inputs, training=None):
         """The outputs of the whole chain, where it lies on this rank, or of symbolic inputs."""
@@ -167,10 +168,7 @@ class PipelineModel(keras.Model):
         if self._tfdist_role.sees_outputs:
             y_pred = with_provenance(lambda *parts: tf.concat(parts, axis=0), *outputs)
             y_pred = self._runtime.chain.as_outputs(y_pred)
-            loss = self._compile_loss(y, y_pred, sample_weight)
-            self._loss_tracker.update_state(loss, sample_weight=rows)
-            if self._compile_metrics is not None:
-                self._compile_metrics.update_state(y, y_pred, sample_weight)
+            count_batch(self, y, y_pred, sample_weight, rows)
         self._add_to_reported_loss(extra, rows)
         return self.get_metrics_result()
 
@@ -247,7 +245,7 @@ class PipelineModel(keras.Model):
 
     def _add_to_reported_loss(self, extra: tf.Tensor, rows) -> None:
         """Adds what layers of this rank add to the loss; the last stage counts the rows."""
-        total = self._loss_tracker.total
+        total = loss_tracker(self).total
         total.assign_add(tf.cast(extra, total.dtype) * tf.cast(rows, total.dtype))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import itertools
 from collections.abc import Sequence
@@ -46,10 +45,6 @@ class Partition:
         """The links of a stage."""
         begin = self.ends[stage - 1] if stage else 0
         return self.chain.links[begin : self.ends[stage]]
-
-    def stage_of(self, link: int) -> int:
-        """The stage of the link at a place of the chain."""
-        return bisect.bisect_right(self.ends, link)
 
     def share(self, stage: int) -> float:
         """A stage's part of all costs."""

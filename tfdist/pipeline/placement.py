@@ -9,7 +9,9 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import Group, all_reduce, broadcast
+from tfdist.keras_internals.attributes import stored_value
 from tfdist.keras_internals.functional import without_values
+from tfdist.keras_internals.variables import renew
 from tfdist.pipeline.partition import Partition
 from tfdist.sharding.layout import Stage, update_layout
 
@@ -92,8 +94,7 @@ class StagePlacement:
             root = self._ranks[key][0]
             lacks = self.group.rank not in self._ranks[key]
             if lacks:
-                with tf.init_scope():
-                    variable._initialize(tf.zeros(variable.shape, variable.dtype))
+                renew(variable, tf.zeros(variable.shape, variable.dtype))
                 filled.append(variable)
             value = broadcast(
                 tf.convert_to_tensor(variable.value), self.group, root, name="stage-variable"
@@ -107,4 +108,4 @@ class StagePlacement:
         """Takes the values away again."""
         for variable in variables:
             if not without_values(variable):
-                variable._value = None
+                stored_value.set(variable, None)

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdist.collectives import Group
 from tfdist.context import current_strategy
 from tfdist.gradients.non_finite import guard_of
+from tfdist.keras_internals.attributes import count_batch
 from tfdist.keras_internals.functional import initialize_weights
 from tfdist.pipeline.executor import Outcome, Route, run_forward, run_schedule
 from tfdist.pipeline.partition import Partition
@@ -202,13 +203,10 @@ class PipelineRuntime:
         def loss(y_pred, *tensors):
             y, sample_weight = _packed(batch, tensors)
             outputs = self.chain.as_outputs(y_pred)
-            total = model._compile_loss(y, outputs, sample_weight)
+            total = count_batch(model, y, outputs, sample_weight, tf.shape(y_pred)[0])
             guard = guard_of(model)
             if guard is not None:
                 guard.note(total)
-            model._loss_tracker.update_state(total, sample_weight=tf.shape(y_pred)[0])
-            if model._compile_metrics is not None:
-                model._compile_metrics.update_state(y, outputs, sample_weight)
             return scaled(total)
 
         batch_specs = [tf.TensorSpec((rows, *t.shape[1:]), t.dtype) for t in _flat(batch)]

@@ -17,13 +17,14 @@ import tensorflow as tf
 from tfdist import checks
 from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.graph.rematerialize import Region
+from tfdist.keras_internals.attributes import attention_core
 from tfdist.keras_internals.private import all_layers, in_stateless_scope
 from tfdist.recompute.policies import POLICIES, check_costs, choose_segments
 
 __all__ = ["recompute"]
 
 #: Methods that are an attention layer's core: from queries, keys and values to what they attend to.
-_CORES = ("_compute_attention", "_attend")
+_CORES = (attention_core.name, "_attend")
 
 
 def recompute(

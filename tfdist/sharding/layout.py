@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdist import checks
 from tfdist.collectives import Group, all_reduce
 from tfdist.context import DistributedStrategy, strategy_of
+from tfdist.keras_internals.attributes import stored_value
 from tfdist.mesh import Mesh
 from tfdist.sharding.parts import FlatShard, Slice
 
@@ -159,7 +160,7 @@ def whole_value(variable, name: str = "shard"):
     checks.instance("variable", variable, keras.Variable, "a Keras variable")
     checks.text("name", name)
     layout = layout_of(variable)
-    value = variable._value if layout.flat is not None else variable.value
+    value = stored_value(variable) if layout.flat is not None else variable.value
     return layout.all_gather(tf.convert_to_tensor(value), name)
 
 

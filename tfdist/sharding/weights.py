@@ -12,6 +12,8 @@ from tfdist import checks
 from tfdist.collectives import Group
 from tfdist.collectives.mappings import reduce_from_tensor_region
 from tfdist.context import current_strategy
+from tfdist.keras_internals.attributes import stored_shape
+from tfdist.keras_internals.variables import renew
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.parts import Slice, deep_copy
 
@@ -123,10 +125,8 @@ def split_variable(layer: keras.layers.Layer, variable, dim: int, group: Group) 
     """
     check_by_entries(layer, variable.name, variable.regularizer, variable.constraint)
     part = Slice(group, dim % len(variable.shape), tuple(variable.shape))
-    own = deep_copy(part.slice_of(tf.convert_to_tensor(variable.value)))
-    with tf.init_scope():
-        variable._initialize(own)
-    variable._shape = part.local_shape
+    renew(variable, deep_copy(part.slice_of(tf.convert_to_tensor(variable.value))))
+    stored_shape.set(variable, part.local_shape)
     if variable.regularizer is not None:
         variable.regularizer = _SummedRegularizer(variable.regularizer, group)
     update_layout(variable, slice=part)

@@ -23,7 +23,9 @@ from tfdist.context import current_step, current_strategy
 from tfdist.gradients.reduce import weigh_gradients
 from tfdist.gradients.sparse import reduce_rows, shard_of_rows
 from tfdist.graph.custom_gradient import custom_gradient
+from tfdist.keras_internals.attributes import autocast, stored_dtype, stored_value
 from tfdist.keras_internals.private import in_stateless_scope
+from tfdist.keras_internals.variables import HookedVariable, renew
 from tfdist.sharding.collectives import all_gather_arrays, reduce_scatter_arrays
 from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.sharding.parts import FlatShard, deep_copy
@@ -50,7 +52,7 @@ class _Local(threading.local):
 _local = _Local()
 
 
-class ShardedVariable(keras.Variable):
+class ShardedVariable(HookedVariable):
     """A Keras variable whose value lies in flat shards on the ranks of a group.
 
     Made of an ordinary one by `shard_variable`. To Keras it has its whole shape; reading its value
@@ -71,14 +73,16 @@ class ShardedVariable(keras.Variable):
     @property
     def is_whole(self) -> bool:
         """Whether it has no value yet, or stands for its global array, as while it is saved."""
-        return self._own is None or self._value is not self._own
+        return self._own is None or stored_value(self) is not self._own
 
-    def _initialize(self, value):
-        array = tf.cast(tf.convert_to_tensor(value() if callable(value) else value), self._dtype)
+    def store(self, value) -> None:
+        """Makes the memory of the shard, with its part of the first array."""
+        array = tf.convert_to_tensor(value() if callable(value) else value)
+        array = tf.cast(array, stored_dtype(self))
         shard = FlatShard(self._sharding_group, tuple(array.shape))
         update_layout(self, flat=shard)
-        super()._initialize(deep_copy(shard.local_shard(array)))
-        self._shard = weakref.ref(self._value)
+        super().store(deep_copy(shard.local_shard(array)))
+        self._shard = weakref.ref(stored_value(self))
 
     @property
     def value(self):
@@ -90,12 +94,12 @@ class ShardedVariable(keras.Variable):
         array = _local.given.get(id(self))
         if array is None:
             array = self._outside_of_its_layer()
-        return self._maybe_autocast(array)
+        return autocast(self)(array)
 
     def _outside_of_its_layer(self) -> tf.Tensor:
         if in_stateless_scope():
             # Keras asks what shapes come out, and computes nothing.
-            return tf.zeros(self._shape, self._dtype)
+            return tf.zeros(super().shape, stored_dtype(self))
         (array,) = gather_arrays([self], f"parameters/{self.path}")
         return array
 
@@ -109,11 +113,12 @@ class ShardedVariable(keras.Variable):
     @property
     def handle(self):
         """What gradient tapes know the shard by."""
-        return self._value.handle
+        return stored_value(self).handle
 
-    def _direct_assign(self, value):
+    def overwrite(self, value) -> None:
+        """Assigns a whole array; inside `as_shards` a shard."""
         if self.is_whole or _local.as_shards:
-            super()._direct_assign(value)
+            super().overwrite(value)
         else:
             own = _shard_of(self).local_shard(tf.cast(value, self._own.dtype))
             self._own.assign(deep_copy(own))
@@ -133,14 +138,13 @@ def shard_variable(variable: keras.Variable, group: Group) -> None:
         variable: The variable, with the same value on all ranks, or with none yet.
         group: The ranks.
     """
-    before = variable._value
+    before = stored_value(variable)
     ShardedVariable.exist = True
     variable.__class__ = ShardedVariable
     variable._sharding_group, variable._shard = group, None
-    update_layout(variable, flat=FlatShard(group, tuple(variable._shape)))
+    update_layout(variable, flat=FlatShard(group, tuple(variable.shape)))
     if before is not None:
-        with tf.init_scope():
-            variable._initialize(before)
+        renew(variable, before)
 
 
 @contextlib.contextmanager

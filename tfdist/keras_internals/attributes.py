@@ -1,0 +1,130 @@
+"""Private attributes of Keras' objects, each under a name of tfdist's and with a check.
+
+Each stands here because Keras has no public one that says the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import keras
+
+from tfdist.keras_internals.patching import moved
+from tfdist.keras_internals.private import (
+    BaseOptimizer,
+    EpochIterator,
+    Node,
+    TensorFlowTrainer,
+    TFEpochIterator,
+    nn,
+)
+
+__all__ = ["Attribute", "count_batch"]
+
+
+class Attribute:
+    """An attribute that Keras gives to its objects: called with one, it returns its value.
+
+    Args:
+        name: Keras' name for it.
+        *owners: The classes, or the modules, whose code speaks of it.
+
+    Raises:
+        ImportError: One of them does not.
+    """
+
+    def __init__(self, name: str, *owners: Any):
+        self.name, self.owners = name, owners
+        for owner in owners:
+            if name not in _names_in(owner):
+                raise moved(f"{owner.__name__}.{name}", "nothing")
+
+    def __call__(self, thing, *default):
+        """The value that an object has, or the default where it has none."""
+        return getattr(thing, self.name, *default)
+
+    def set(self, thing, value) -> None:
+        """Gives an object another value."""
+        setattr(thing, self.name, value)
+
+
+@functools.cache
+def _names_in(owner) -> frozenset[str]:
+    """What a class of Keras, with those below it, or a module defines or its functions mention."""
+    parts = [
+        part
+        for each in getattr(owner, "__mro__", (owner,))
+        if getattr(each, "__module__", each.__name__).startswith("keras.")
+        for part in vars(each).items()
+    ]
+    functions = [inspect.unwrap(part) for _, part in parts if inspect.isfunction(part)]
+    mentioned = [name for function in functions for name in function.__code__.co_names]
+    return frozenset([*(name for name, _ in parts), *mentioned])
+
+
+# Of variables. The memory: `value` autocasts, and gathers what ZeRO-3 has sharded.
+stored_value = Attribute("_value", keras.Variable)
+# Past mixed precision, for which `dtype` answers; and the method that casts.
+stored_dtype = Attribute("_dtype", keras.Variable)
+autocast = Attribute("_maybe_autocast", keras.Variable)
+# Settable, for a variable that is cut to a slice.
+stored_shape = Attribute("_shape", keras.Variable)
+
+# Of layers. Without the layers inside, whose variables the public lists contain.
+own_trainable = Attribute("_trainable_variables", keras.Layer)
+own_non_trainable = Attribute("_non_trainable_variables", keras.Layer)
+sublayers = Attribute("_layers", keras.Layer)
+# Settable alone: the public setter changes the map of policies that other layers share.
+dtype_policy = Attribute("_dtype_policy", keras.Layer)
+# The variables: `kernel` and `embeddings` add what LoRA has learnt, and unpack quantized ones.
+kernel_of = Attribute("_kernel", keras.layers.Dense, keras.layers.EinsumDense)
+table_of = Attribute("_embeddings", keras.layers.Embedding)
+# Grouped attention has no public ones, and alone a gate.
+_BOTH = (keras.layers.GroupQueryAttention, keras.layers.MultiHeadAttention)
+projections = {
+    part: Attribute(f"_{part}_dense", *(_BOTH[:1] if part == "gate" else _BOTH))
+    for part in ("query", "key", "value", "gate", "output")
+}
+attention_core = Attribute("_compute_attention", *_BOTH)
+
+# Of tensors. Which call made a symbolic one, and the logits that an activation has left.
+history = Attribute("_keras_history", Node)
+keras_logits = Attribute("_keras_logits", nn)
+
+# Of models. `compute_loss` adds the layers' losses, and `compute_metrics` reads all metrics.
+compile_loss = Attribute("_compile_loss", TensorFlowTrainer)
+compile_metrics = Attribute("_compile_metrics", TensorFlowTrainer)
+loss_tracker = Attribute("_loss_tracker", TensorFlowTrainer)
+# A method. `metrics` goes through the layers too.
+own_metrics = Attribute("_get_own_metrics", TensorFlowTrainer)
+# Where `fit` begins, as Keras' BackupAndRestore sets it.
+initial_epoch = Attribute("_initial_epoch", TensorFlowTrainer)
+# None for a model made outside of any scope, where `distribute_strategy` is that in scope.
+made_under = Attribute("_distribute_strategy", TensorFlowTrainer)
+
+# Of optimizers. Without those of an optimizer inside.
+own_variables = Attribute("_variables", BaseOptimizer)
+momentums = Attribute("_momentums", keras.optimizers.RMSprop)
+
+# Of ModelCheckpoint, for a `fit` that goes on.
+batches_since_save = Attribute("_batches_seen_since_last_saving", keras.callbacks.ModelCheckpoint)
+last_batch = Attribute("_last_batch_seen", keras.callbacks.ModelCheckpoint)
+
+# Of Keras' loop over batches, for a `fit` that goes on. `num_batches` is `steps_per_epoch` first.
+current_iterator = Attribute("_current_iterator", EpochIterator)
+num_batches = Attribute("_num_batches", EpochIterator)
+steps_seen = Attribute("_steps_seen", EpochIterator)
+get_iterator = Attribute("_get_iterator", TFEpochIterator)
+distributed_dataset = Attribute("_distributed_dataset", TFEpochIterator)
+data_strategy = Attribute("_distribute_strategy", TFEpochIterator)
+
+
+def count_batch(model, y, y_pred, sample_weight, rows):
+    """The loss of `compile`, which is counted, and so are the metrics; none of them is read."""
+    loss = compile_loss(model)(y, y_pred, sample_weight)
+    loss_tracker(model).update_state(loss, sample_weight=rows)
+    if compile_metrics(model) is not None:
+        compile_metrics(model).update_state(y, y_pred, sample_weight)
+    return loss
