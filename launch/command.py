@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import errno
 import itertools
@@ -9,7 +10,6 @@ import os
 import shutil
 import signal
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -80,7 +80,7 @@ class Program:
             if error.flagname not in _HELP:
                 raise UsageError(str(error)) from error
             full = error.flagname == "helpfull"
-            print(_help(self.values, self.usage, self.summary, self.folded, full=full))
+            print(_help(self, full=full))
             sys.exit(0)
         except UnicodeDecodeError as error:
             raise UsageError(f"--flagfile names a text in UTF-8: {error}.") from error
@@ -181,41 +181,27 @@ def run_without_choice(
     without.run([program, *(["--help"] if asks_for_help else [])])
 
 
-def _help(
-    values: flags.FlagValues,
-    usage: str,
-    summary: str,
-    folded: Mapping[str, Sequence[str]],
-    *,
-    full: bool,
-) -> str:
-    width = min(shutil.get_terminal_size((80, 24)).columns, 100)
-    last = {name for names in folded.values() for name in names}
-    found = {flag.name: flag for flag in _flags(values)}
-    shown = [name for name in found if name not in last]
-    rows = [(_shown(found[name]), _explained(found[name])) for name in shown]
+def _help(program: Program, *, full: bool) -> str:
+    folded = {name for names in program.folded.values() for name in names}
+    found = {name: program.values[name] for name in program.values}
+    shown = [flag for name, flag in found.items() if name not in folded]
     if full:
-        rows += [(_shown(found[name]), _explained(found[name])) for name in found if name in last]
-    rows.append(("--flagfile=FILE", "Flags from a file, one a line"))
+        shown += [flag for name, flag in found.items() if name in folded]
+    rows = [(_shown(flag), _explained(flag)) for flag in shown]
+    rows.append(("--flagfile=FILE", "File of flags, one per line"))
     if folded and not full:
-        rows += [(title, " ".join(f"--{n}" for n in names)) for title, names in folded.items()]
-        rows.append(("--helpfull", "Explains these too"))
-    # Names that are longer than a column put their explanation on a line of its own.
-    column = min(max(len(left) for left, _ in rows), 24) + 2
-    lines = [*textwrap.wrap(summary, width), "", f"Usage: {usage}", ""]
-    for left, explained in rows:
-        if len(left) > column - 2:
-            lines.append(left)
-            left = ""
-        indent = " " * column
-        lines += textwrap.wrap(
-            explained, width, initial_indent=f"{left:<{column}}", subsequent_indent=indent
-        )
-    return "\n".join(lines)
-
-
-def _flags(values: flags.FlagValues) -> list[flags.Flag]:
-    return [values[name] for name in values]
+        for title, names in program.folded.items():
+            rows.append((title, " ".join(f"--{name}" for name in names)))
+        rows.append(("--helpfull", "Explains these flags too"))
+    width = min(shutil.get_terminal_size((80, 24)).columns, 100)
+    formatter = argparse.HelpFormatter(program.name, max_help_position=26, width=width)
+    formatter.add_text(program.summary)
+    formatter.add_text(f"Usage: {program.usage}")
+    for left, text in rows:
+        # As a positional argument, of which argparse shows the name and the help alone.
+        action = argparse.Action([], "", metavar=left, help=text.replace("%", "%%"))
+        formatter.add_argument(action)
+    return formatter.format_help().rstrip()
 
 
 def _shown(flag: flags.Flag) -> str:

@@ -1,4 +1,4 @@
-"""Checks of flags: of any flag by its kind, and of those that name files and folders.
+"""How flags are defined and checked: any flag by its kind, and those that name files and folders.
 
 absl has bounds for numbers, which NaN passes, and takes any text. Each check raises a `UsageError`
 of one line that names the flag and shows the value.
@@ -6,6 +6,7 @@ of one line that names the flag and shows the value.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import stat
@@ -21,6 +22,7 @@ __all__ = [
     "MOST_RANKS",
     "MOST_RANKS_OF_A_HOST",
     "YEAR",
+    "FlagDefiner",
     "UsageError",
     "as_given",
     "check_values",
@@ -41,6 +43,29 @@ _MOST_CHARACTERS = 100_000
 
 class UsageError(TfdistError):
     """What the user asked for cannot be done: one line says what, and how to mend it."""
+
+
+class FlagDefiner:
+    """absl's `DEFINE_` functions, for the flags of one program.
+
+    Args:
+        values: The program's flags.
+    """
+
+    def __init__(self, values: flags.FlagValues):
+        self._values = values
+        self.boolean = functools.partial(flags.DEFINE_boolean, flag_values=values)
+        self.enum = functools.partial(flags.DEFINE_enum, flag_values=values)
+        self.float = functools.partial(flags.DEFINE_float, flag_values=values)
+        self.integer = functools.partial(flags.DEFINE_integer, flag_values=values)
+        self.list = functools.partial(flags.DEFINE_list, flag_values=values)
+        self.string = functools.partial(flags.DEFINE_string, flag_values=values)
+
+    def repeated(self, name: str, text: str) -> flags.FlagHolder:
+        """Defines a text that may be given more than once; the help says so in a few words."""
+        holder = flags.DEFINE_multi_string(name, None, text, flag_values=self._values)
+        self._values[name].help = f"{text}; may be repeated"
+        return holder
 
 
 def refuse(flag: str, value: Any, meaning: str) -> UsageError:

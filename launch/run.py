@@ -17,6 +17,7 @@ from tfdist.launch.flag_values import (
     MOST_RANKS,
     MOST_RANKS_OF_A_HOST,
     YEAR,
+    FlagDefiner,
     refuse,
     refuse_ignored,
 )
@@ -30,80 +31,56 @@ from tfdist.runtime.rendezvous import MEANT_RANKS, Place, environments, interfac
 __all__ = ["PROGRAM", "run"]
 
 _VALUES = flags.FlagValues()
-_NP = flags.DEFINE_integer(
-    "np",
-    None,
-    "How many ranks to start.",
-    lower_bound=1,
-    upper_bound=MOST_RANKS,
-    flag_values=_VALUES,
-)
-_HOSTS = flags.DEFINE_string(
+_define = FlagDefiner(_VALUES)
+_NP = _define.integer("np", None, "Number of ranks to start", lower_bound=1, upper_bound=MOST_RANKS)
+_HOSTS = _define.string(
     "H",
     "",
-    "Hosts and their slots, host1:2,host2:2; those of the Slurm allocation or this machine if left "
-    "out.",
-    flag_values=_VALUES,
+    "Hosts and their slots, host1:2,host2:2 [the Slurm allocation, or this machine]",
 )
-_ENGINE = flags.DEFINE_enum(
+_ENGINE = _define.enum(
     "engine",
     "auto",
     ["auto", "horovod", "tensorflow"],
-    "What carries the collectives; auto takes Horovod where it is installed.",
-    flag_values=_VALUES,
+    "Library for the collectives; auto uses Horovod if it is installed",
 )
-_WATCHDOG = flags.DEFINE_float(
+_WATCHDOG = _define.float(
     "watchdog_seconds",
     600.0,
-    "How long a rank may be frozen before the job is ended; 0 for ever.",
+    "Seconds a rank may be stopped before the job is ended; 0 for no limit",
     lower_bound=0.0,
     upper_bound=YEAR,
-    flag_values=_VALUES,
 )
-_MAX_RESTARTS = flags.DEFINE_integer(
+_MAX_RESTARTS = _define.integer(
     "max_restarts",
     None,
-    "How many failures are followed by another start [0; any, where hosts are discovered].",
+    "Restarts after failures [0; no limit with --host_discovery_script]",
     lower_bound=0,
-    flag_values=_VALUES,
 )
-_RESTART_SECONDS = flags.DEFINE_float(
+_RESTART_SECONDS = _define.float(
     "restart_seconds",
     60.0,
-    "The longest wait before another start; waits begin with 1 s, and double.",
+    "Longest wait before a restart; the first is 1 s, and each one doubles",
     lower_bound=0.0,
     upper_bound=YEAR,
-    flag_values=_VALUES,
 )
-_DISCOVERY = flags.DEFINE_string(
+_DISCOVERY = _define.string(
     "host_discovery_script",
     None,
-    "Prints the hosts that are there, one a line, as name:slots; the job follows them.",
-    flag_values=_VALUES,
+    "Command that prints the available hosts, one name:slots per line",
 )
-_MIN_NP = flags.DEFINE_integer(
-    "min_np",
-    None,
-    "Waits for room for so many ranks [np].",
-    lower_bound=1,
-    upper_bound=MOST_RANKS,
-    flag_values=_VALUES,
+_MIN_NP = _define.integer(
+    "min_np", None, "Ranks to wait for before a start [np]", lower_bound=1, upper_bound=MOST_RANKS
 )
-_MAX_NP = flags.DEFINE_integer(
-    "max_np",
-    None,
-    "Takes room for no more ranks [np].",
-    lower_bound=1,
-    upper_bound=MOST_RANKS,
-    flag_values=_VALUES,
+_MAX_NP = _define.integer(
+    "max_np", None, "Most ranks to start [np]", lower_bound=1, upper_bound=MOST_RANKS
 )
-_SAVE_SECONDS = flags.DEFINE_float(
+_SAVE_SECONDS = _define.float(
     "save_seconds",
     30.0,
-    "How long the ranks have to save after a SIGTERM.",
+    "Seconds that the ranks have to save after a SIGTERM",
     lower_bound=0.0,
     upper_bound=YEAR,
-    flag_values=_VALUES,
 )
 
 
@@ -278,13 +255,13 @@ PROGRAM = command.Program(
     check=_check,
     rest=True,
     folded={
-        "of failures": [
+        "for failures": [
             _MAX_RESTARTS.name,
             _RESTART_SECONDS.name,
             _SAVE_SECONDS.name,
             _WATCHDOG.name,
         ],
-        "of elastic jobs": [_DISCOVERY.name, _MIN_NP.name, _MAX_NP.name],
+        "for elastic jobs": [_DISCOVERY.name, _MIN_NP.name, _MAX_NP.name],
     },
 )
 

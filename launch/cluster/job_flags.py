@@ -6,14 +6,11 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from absl import flags
-
-from tfdist.launch.flag_values import MOST_RANKS, YEAR, UsageError, refuse
+from tfdist.launch.flag_values import MOST_RANKS, YEAR, FlagDefiner, UsageError, refuse
 
 __all__ = [
     "Job",
     "JobFlags",
-    "define_repeated",
     "in_units",
     "key_values",
     "parse_size",
@@ -87,66 +84,45 @@ class Job:
 
 
 class JobFlags:
-    """The flags that mean the same for every scheduler.
-
-    Args:
-        values: Where they are defined.
-    """
+    """The flags that mean the same for every scheduler."""
 
     #: Those that the help only names.
     FAILURES = ("max_restarts", "save_seconds")
 
-    def __init__(self, values: flags.FlagValues):
-        self._name = flags.DEFINE_string("name", "tfdist", "Of the job", flag_values=values)
-        self._np = flags.DEFINE_integer(
-            "np", None, "How many ranks", lower_bound=1, upper_bound=MOST_RANKS, flag_values=values
+    def __init__(self, define: FlagDefiner):
+        self._name = define.string("name", "tfdist", "Name of the job")
+        self._np = define.integer(
+            "np", None, "Number of ranks", lower_bound=1, upper_bound=MOST_RANKS
         )
-        self._nodes = flags.DEFINE_integer(
-            "nodes",
-            None,
-            "How many nodes they are on [1]",
-            lower_bound=1,
-            upper_bound=MOST_RANKS,
-            flag_values=values,
+        self._nodes = define.integer(
+            "nodes", None, "Number of nodes [1]", lower_bound=1, upper_bound=MOST_RANKS
         )
-        self._per_node = flags.DEFINE_integer(
-            "ranks_per_node",
-            None,
-            "In place of --np",
-            lower_bound=1,
-            upper_bound=MOST_RANKS,
-            flag_values=values,
+        self._per_node = define.integer(
+            "ranks_per_node", None, "Ranks on each node", lower_bound=1, upper_bound=MOST_RANKS
         )
-        self._cpus = flags.DEFINE_integer(
-            "cpus", 1, "Cores of a rank", lower_bound=1, upper_bound=_MOST_CORES, flag_values=values
+        self._cpus = define.integer(
+            "cpus", 1, "CPU cores per rank", lower_bound=1, upper_bound=_MOST_CORES
         )
-        self._memory = flags.DEFINE_string(
-            "memory", None, "Of a rank: 16G, 500M", flag_values=values
-        )
-        self._gpu = flags.DEFINE_bool("gpu", False, "A GPU for each rank", flag_values=values)
-        self._time = flags.DEFINE_string(
-            "time", None, "It may take: 90m, 12h, 1d12h, 1-12:00:00", flag_values=values
-        )
-        self._env = define_repeated("env", "NAME=VALUE for each rank", values)
-        self._directory = flags.DEFINE_string(
-            "chdir", None, "The folder in which it runs", flag_values=values
-        )
-        self._restarts = flags.DEFINE_integer(
+        self._memory = define.string("memory", None, "Memory per rank: 16G, 500M")
+        self._gpu = define.boolean("gpu", False, "Gives each rank a GPU")
+        self._time = define.string("time", None, "Time limit: 90m, 12h, 1d12h, 1-12:00:00")
+        self._env = define.repeated("env", "Variable of each rank, NAME=VALUE")
+        self._directory = define.string("chdir", None, "Working directory of the ranks")
+        self._restarts = define.integer(
             "max_restarts",
             0,
-            "How many failures are followed by another start",
+            "Restarts after failures",
             lower_bound=0,
             upper_bound=_MOST_RESTARTS,
-            flag_values=values,
         )
-        self._save = flags.DEFINE_integer(
+        self._save = define.integer(
             "save_seconds",
             30,
-            "How long the ranks have to save after a SIGTERM",
+            "Seconds that the ranks have to save after a SIGTERM",
             lower_bound=1,
             upper_bound=50_000,
-            flag_values=values,
         )
+        self.output = define.string("output", None, "File to write to, instead of stdout")
 
     def _check_fits(self) -> None:
         ranks = (self._nodes.value or 1) * (self._per_node.value or 1)
@@ -199,13 +175,6 @@ class JobFlags:
             directory=self._directory.value,
             environment=environment,
         )
-
-
-def define_repeated(name: str, text: str, values: flags.FlagValues) -> flags.FlagHolder:
-    """Defines a flag that may be given more than once; the help says so in a few words."""
-    holder = flags.DEFINE_multi_string(name, None, text, flag_values=values)
-    values[name].help = f"{text}; may be repeated"
-    return holder
 
 
 def _layout(ranks: int | None, nodes: int | None, per_node: int | None) -> tuple[int, int]:

@@ -9,11 +9,20 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from tfdist.launch.cluster.job_flags import Job, JobFlags, define_repeated, in_units, refuse_odd
-from tfdist.launch.flag_values import UsageError, refuse
+from tfdist.launch.cluster.job_flags import Job, JobFlags, in_units, refuse_odd
+from tfdist.launch.flag_values import FlagDefiner, UsageError, refuse
 from tfdist.runtime import exit_codes
 
-__all__ = ["FOLDED", "VALUES", "SlurmOptions", "batch_script", "from_flags"]
+__all__ = [
+    "FOLDED",
+    "JOB",
+    "SUBMIT",
+    "SUMMARY",
+    "VALUES",
+    "SlurmOptions",
+    "batch_script",
+    "from_flags",
+]
 
 #: From the end of saving to the end of the time: the ranks go, and the job returns to the queue.
 #: Slurm's clock is coarse, too.
@@ -43,29 +52,30 @@ _WORD = re.compile(r"\w[\w.,:@+%=-]*", re.ASCII)
 #: What file systems take as the name of a log, with a number and an ending.
 _MOST_OF_A_NAME = 128
 
+SUMMARY = (
+    "Writes a Slurm batch script that runs a command on many ranks, lets them save before the time "
+    "limit, and requeues the job."
+)
+#: The command that takes the script.
+SUBMIT = "sbatch"
+
 VALUES = flags.FlagValues()
-_JOB = JobFlags(VALUES)
-_PARTITION = flags.DEFINE_string("partition", None, "Of the cluster", flag_values=VALUES)
-_ACCOUNT = flags.DEFINE_string("account", None, "To be charged", flag_values=VALUES)
-_SETUP = define_repeated("setup", "A line to run before, as 'module load mpi'", VALUES)
-_LOG = flags.DEFINE_string(
-    "log", "%x-%j.out", "Where output goes; %x is the name, %j the number", flag_values=VALUES
+_define = FlagDefiner(VALUES)
+JOB = JobFlags(_define)
+_PARTITION = _define.string("partition", None, "Partition of the cluster")
+_ACCOUNT = _define.string("account", None, "Account to charge")
+_SETUP = _define.repeated("setup", "Shell line to run first")
+_LOG = _define.string("log", "%x-%j.out", "Log file; %x is the job's name, %j its number")
+_REQUEUE = _define.boolean(
+    "requeue", True, "Requeues the job after it has saved, unless it was cancelled"
 )
-_REQUEUE = flags.DEFINE_bool(
-    "requeue",
-    True,
-    "A job that has saved and was not cancelled is queued again",
-    flag_values=VALUES,
-)
-_ENGINE = flags.DEFINE_enum(
-    "engine", None, ["auto", "horovod", "tensorflow"], "As of tfdist-run", flag_values=VALUES
-)
-_GPU_TYPE = flags.DEFINE_string("gpu_type", None, "The GPUs' name in Slurm", flag_values=VALUES)
-_SBATCH = define_repeated("sbatch", "Another option of sbatch, as --sbatch=--qos=high", VALUES)
+_ENGINE = _define.enum("engine", None, ["auto", "horovod", "tensorflow"], "As for tfdist-run")
+_GPU_TYPE = _define.string("gpu_type", None, "GPU type, as Slurm names it")
+_SBATCH = _define.repeated("sbatch", "Further option of sbatch, such as --sbatch=--qos=high")
 
 FOLDED = {
-    "of failures": [*JobFlags.FAILURES, _REQUEUE.name],
-    "of Slurm": [_LOG.name, _GPU_TYPE.name, _ENGINE.name, _SBATCH.name],
+    "for failures": [*JobFlags.FAILURES, _REQUEUE.name],
+    "for Slurm": [_LOG.name, _GPU_TYPE.name, _ENGINE.name, _SBATCH.name],
 }
 
 
@@ -100,7 +110,7 @@ def from_flags(command: list[str]) -> str:
     Raises:
         UsageError: A flag cannot be read, or they do not go together.
     """
-    job = _JOB.read(command)
+    job = JOB.read(command)
     if _GPU_TYPE.value is not None and not job.gpu:
         raise UsageError(f"--gpu_type is for --gpu. Received: --gpu_type={_GPU_TYPE.value} alone.")
     for option in _SBATCH.value or ():
