@@ -61,13 +61,7 @@ class Program:
         return self.usage.split()[0]
 
     def parse(self, arguments: Sequence[str]) -> Any:
-        """Reads and checks a command line, and does nothing else.
-
-        Args:
-            arguments: The command line, program name first.
-
-        Returns:
-            What `check` returned.
+        """Reads and checks a command line, program name first; returns what `check` returned.
 
         Raises:
             UsageError: A flag is unknown, has a bad value, or does not go with another.
@@ -93,14 +87,11 @@ class Program:
         return self.check(left)
 
     def run(self, arguments: Sequence[str] | None = None) -> NoReturn:
-        """Parses the command line, does the work, and exits.
+        """Parses the command line, program name first, does the work, and exits.
 
         A bad flag or value ends with one line and exit code 2, what can be expected to fail (a disk
         that is full, a file that cannot be written) with one line and code 1, and Ctrl-C with code
         130. Other exceptions are mistakes of the program's, and keep their tracebacks.
-
-        Args:
-            arguments: The command line, program name first; that of the process by default.
         """
         arguments = list(sys.argv if arguments is None else arguments)
         if not flags.FLAGS.is_parsed():
@@ -163,12 +154,7 @@ def run_without_choice(
 ) -> NoReturn:
     """Ends a program that was not told which of its parts to run: by help, or by an error.
 
-    Args:
-        arguments: The program's, its name first.
-        what: What was to come first, as a sentence begins with it.
-        names: What there is, for the message.
-        usage: As in `Program`.
-        summary: As in `Program`.
+    The error says that `what` comes first, and lists the `names` that there are.
     """
     program, *words = arguments
     received = words[0] if words else "nothing"

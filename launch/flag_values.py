@@ -69,16 +69,7 @@ class FlagDefiner:
 
 
 def refuse(flag: str, value: Any, meaning: str) -> UsageError:
-    """The error for a bad value.
-
-    Args:
-        flag: The flag's name.
-        value: What it was given.
-        meaning: What it is, as the sentence goes on behind its name.
-
-    Returns:
-        The error, for the caller to raise.
-    """
+    """The error for a bad value of a flag; `meaning` goes on behind the flag's name."""
     plain = isinstance(value, str) and value.strip() and value.isprintable()
     text = value if plain else shown(value)
     if len(text) > 200:
@@ -92,12 +83,6 @@ def check_values(values: flags.FlagValues) -> None:
 
     Numbers are finite and fit into 32 bits, unless the flag has bounds of its own; texts are not
     empty, and have no control characters and no bytes that are no UTF-8; lists are not empty.
-
-    Args:
-        values: Flags that were parsed.
-
-    Raises:
-        UsageError: One is something else.
     """
     for name in values:
         flag = values[name]
@@ -137,17 +122,7 @@ def as_given(values: flags.FlagValues, some: Iterable[flags.FlagHolder]) -> str:
 def refuse_ignored(
     values: flags.FlagValues, some: Iterable[flags.FlagHolder], why: str, received: str
 ) -> None:
-    """Refuses flags that would be ignored.
-
-    Args:
-        values: Where they are defined.
-        some: The flags.
-        why: Where they mean something, as the sentence goes on behind a flag's name.
-        received: What is given in its place.
-
-    Raises:
-        UsageError: One is given.
-    """
+    """Refuses flags that would be ignored where `received` is given; `why` says where they are not."""
     for flag in some:
         if flag.present:
             raise UsageError(
@@ -156,11 +131,7 @@ def refuse_ignored(
 
 
 def folder(flag: str, path: str) -> None:
-    """Checks the path of a folder that is there, or that can be made.
-
-    Raises:
-        UsageError: It is the root, a file, or lies in what is no folder.
-    """
+    """Checks the path of a folder that is there, or that can be made; the root is none."""
     found = os.path.abspath(os.path.expanduser(path))
     if not found.strip("/"):
         raise refuse(flag, path, "a folder, and not the root of the file system")
@@ -171,11 +142,7 @@ def folder(flag: str, path: str) -> None:
 
 
 def input_file(flag: str, path: str) -> None:
-    """Checks the path of a file that can be read.
-
-    Raises:
-        UsageError: There is none.
-    """
+    """Checks the path of a file that can be read."""
     found = os.path.expanduser(path)
     mode = _mode(flag, path, found)
     if mode is None:
@@ -187,16 +154,7 @@ def input_file(flag: str, path: str) -> None:
 
 
 def output_file(flag: str, path: str, endings: Sequence[str] = ()) -> None:
-    """Checks the path of a file that can be written; nothing is written yet.
-
-    Args:
-        flag: The flag.
-        path: The path.
-        endings: Those that the file may have; any by default.
-
-    Raises:
-        UsageError: It is a folder, lies in no folder, cannot be written, or ends otherwise.
-    """
+    """Checks the path of a file that can be written, and its ending; nothing is written yet."""
     if endings and not path.endswith(tuple(endings)):
         raise refuse(flag, path, f"a file that ends in {' or '.join(endings)}")
     found = os.path.expanduser(path)

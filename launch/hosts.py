@@ -67,12 +67,9 @@ def moves(before: Sequence[str], hosts: Sequence[Host], max_ranks: int) -> bool:
 
 
 class HostDiscovery:
-    """Asks a script, again and again, which hosts are there.
+    """Runs a script, again and again, that prints which hosts are there.
 
-    By Horovod's convention the script prints a line for each: its name, or `name:slots`.
-
-    Args:
-        script: The command.
+    By Horovod's convention it prints a line for each: its name, or `name:slots`.
     """
 
     def __init__(self, script: str):

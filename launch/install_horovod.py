@@ -41,10 +41,6 @@ def _check(_: list[str]) -> None:
 
 def _main(_: None) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    if not _CACHE_DIR.value.strip():
-        raise command.UsageError(
-            "--cache_dir is the folder for built wheels. Received: --cache_dir= without a folder."
-        )
     options = BuildOptions(mpi=_MPI.value, gpu_operations=_GPU_OPERATIONS.value)
     try:
         with exit_on_signals():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tfdist.launch.flag_values import MOST_RANKS, UsageError, as_given, refuse
+from tfdist.launch.flag_values import MOST_RANKS, UsageError, as_given, refuse, refuse_ignored
 from tfdist.launch.tasks import DEFINE, VALUES
 from tfdist.mesh import DEFAULT_ORDER, Mesh
 from tfdist.pipeline.schedules import SCHEDULES, check_schedule
@@ -82,13 +82,7 @@ class Layout:
     def batch_size(self, given: int | None, default: int, data: int) -> int:
         """The samples of a step, over all ranks; in a pipeline they divide into micro-batches.
 
-        Args:
-            given: What the user asks for, or None.
-            default: What it is otherwise, rounded up so that it divides.
-            data: The size of the data axis.
-
-        Raises:
-            UsageError: What was given does not divide.
+        `default` is rounded up so that it divides; what the user has given is refused if it does not.
         """
         parts = data * self.num_microbatches if self.pipeline > 1 else 1
         if given is None:
@@ -102,15 +96,11 @@ class Layout:
 
 
 def chosen_layout() -> Layout:
-    """What the flags say.
-
-    Raises:
-        UsageError: They do not go together.
-    """
+    """What the flags say; a `UsageError` where they do not go together."""
     if _PIPELINE.value == 1:
-        for flag in (_MICROBATCHES, _SCHEDULE, _CHUNKS):
-            if flag.present:
-                raise UsageError(f"--{flag.name} is for a pipeline. Received: --pipeline=1.")
+        refuse_ignored(
+            VALUES, (_MICROBATCHES, _SCHEDULE, _CHUNKS), "is for a pipeline", "--pipeline=1"
+        )
     if _DATA.value != -1 and _DATA.value < 1:
         raise refuse("data", _DATA.value, "at least 1, or -1 for what the others leave")
     microbatches = _MICROBATCHES.value or (4 * _PIPELINE.value if _PIPELINE.value > 1 else 1)

@@ -31,15 +31,7 @@ class RankProcess:
 
     @classmethod
     def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> RankProcess:
-        """Starts a rank on this machine.
-
-        Args:
-            command: The command and its arguments.
-            environment: What it has beside this process's own.
-
-        Raises:
-            UsageError: The command cannot be run.
-        """
+        """Starts a rank on this machine, with variables beside those of this process."""
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
         return cls(start_session(command, environment, stdin=subprocess.DEVNULL))
 

@@ -177,12 +177,7 @@ def _passed() -> dict[str, str]:
 
 
 class RemoteRank(RankProcess):
-    """A rank on another host.
-
-    Args:
-        host: The host's name.
-        process: What leads there.
-    """
+    """A rank on another host; `process` is the ssh or srun that leads there."""
 
     def __init__(self, host: str, process: subprocess.Popen[bytes]):
         super().__init__(process)

@@ -38,11 +38,10 @@ def run_with_restarts(
     Args:
         start: Runs the job once.
         hosts: The host of each rank, without a discovery.
-        min_ranks: Waits for room for so many.
-        max_ranks: Takes room for no more.
-        max_restarts: How many failures are followed by another start. Changes of the hosts do not
-            count.
-        longest_delay: Seconds. The first restart waits for 1, each after it twice as long, up to this.
+        min_ranks: The ranks that there must be room for.
+        max_ranks: The ranks that are started at most.
+        max_restarts: How many failures are followed by a restart. Changes of the hosts do not count.
+        longest_delay: Seconds. The first restart waits for 1, the next twice as long, up to this.
         discovery: Who says which hosts there are.
 
     Returns:

@@ -15,30 +15,21 @@ __all__ = ["allocated_hosts", "in_allocation"]
 _NODE_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 
-def in_allocation(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether a process belongs to a Slurm job.
-
-    Args:
-        environment: The process's variables; those of this process by default.
-    """
-    environment = os.environ if environment is None else environment
+def in_allocation(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the process with these variables belongs to a Slurm job."""
     return any(environment.get(name) for name in _NODE_LISTS)
 
 
-def allocated_hosts(environment: Mapping[str, str] | None = None) -> list[Host]:
+def allocated_hosts(environment: Mapping[str, str] = os.environ) -> list[Host]:
     """Returns the hosts of a Slurm job, in Slurm's order, with a slot for each of their tasks.
 
     How many tasks a host has is told by the first of these that is set: SLURM_TASKS_PER_NODE,
     SLURM_NTASKS_PER_NODE, SLURM_NTASKS (shared out evenly), SLURM_JOB_CPUS_PER_NODE and
     SLURM_CPUS_ON_NODE (both divided by SLURM_CPUS_PER_TASK). Without any it has one.
 
-    Args:
-        environment: The job's variables; those of this process by default.
-
     Raises:
         UsageError: There is no allocation, or a variable cannot be read.
     """
-    environment = os.environ if environment is None else environment
     variable = next((name for name in _NODE_LISTS if environment.get(name)), None)
     if variable is None:
         raise UsageError(

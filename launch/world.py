@@ -69,14 +69,9 @@ class World:
 
 
 def check_flags(layout: Layout) -> None:
-    """Refuses flags that do not go together.
-
-    Raises:
-        UsageError: They do not.
-    """
+    """Refuses flags that do not go together."""
     if STRATEGY.value != "tpu":
-        if _TPU.present:
-            raise UsageError(f"--tpu is for --strategy=tpu. Received: --strategy={STRATEGY.value}.")
+        refuse_ignored(VALUES, (_TPU,), "is for --strategy=tpu", f"--strategy={STRATEGY.value}")
         return
     refuse_ignored(VALUES, (_WATCHDOG, COMMUNICATION_DTYPE), "is for ranks", "--strategy=tpu")
     if layout.tensor > 1 or layout.pipeline > 1 or layout.zero_stage:

@@ -139,14 +139,7 @@ class JobFlags:
         return " ".join(f"{name}={flag.value}" for name, flag in given.items() if flag.value)
 
     def read(self, command: Sequence[str]) -> Job:
-        """Returns the job of the flags.
-
-        Args:
-            command: What each rank runs.
-
-        Raises:
-            UsageError: The flags do not go together, or one cannot be read.
-        """
+        """Returns the job of the flags, for a command that each rank runs."""
         if not command:
             raise UsageError(
                 "Say what to run: tfdist-launch SCHEDULER [flags] -- command. Received: no command."
@@ -204,11 +197,7 @@ def _layout(ranks: int | None, nodes: int | None, per_node: int | None) -> tuple
 
 
 def parse_time(text: str) -> int:
-    """Reads a time as `1d12h`, `90m` or Slurm's `1-12:00:00`, in seconds.
-
-    Raises:
-        UsageError: It is neither.
-    """
+    """Reads a time as `1d12h`, `90m` or Slurm's `1-12:00:00`, in seconds."""
     clock = _CLOCK.fullmatch(text)
     found = clock or (text and _UNITS.fullmatch(text))
     # Longer numbers are above any limit, and Python takes its time to read them.
@@ -229,11 +218,7 @@ def parse_time(text: str) -> int:
 
 
 def parse_size(flag: str, text: str) -> int:
-    """Reads a size as `16G`, `16Gi` or `500M`, in MiB: a G is 1024 M everywhere.
-
-    Raises:
-        UsageError: It is none.
-    """
+    """Reads a size as `16G`, `16Gi` or `500M`, in MiB: a G is 1024 M everywhere."""
     found = _SIZE.fullmatch(text)
     if found is None:
         raise UsageError(f"--{flag} is a size such as 16G or 500M. Received: --{flag}={text}.")
@@ -250,11 +235,7 @@ def in_units(mebibytes: int) -> str:
 
 
 def key_values(flag: str, texts: Sequence[str]) -> dict[str, str]:
-    """Reads `KEY=VALUE` texts.
-
-    Raises:
-        UsageError: One has no `=`, or no key.
-    """
+    """Reads `KEY=VALUE` texts."""
     pairs = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -267,9 +248,8 @@ def key_values(flag: str, texts: Sequence[str]) -> dict[str, str]:
 def refuse_odd(flag: str, text: str) -> None:
     """Refuses a value that a scheduler would read as something else.
 
-    Raises:
-        UsageError: It is empty, too long, begins with a hyphen, or holds blanks, quotes, what a
-            shell reads as something else, or what is no ASCII.
+    It is refused where it is empty, too long, begins with a hyphen, or holds blanks, quotes, what
+    a shell reads as something else, or what is no ASCII.
     """
     if not text or text.startswith("-") or _ODD.search(text) or len(text) > _MOST_CHARACTERS:
         received = text if len(text) <= _MOST_CHARACTERS else f"{text[:80]}... of {len(text)}"

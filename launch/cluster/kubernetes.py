@@ -12,11 +12,9 @@ from tfdist.launch.cluster.job_flags import (
     parse_size,
 )
 from tfdist.launch.cluster.kubernetes_names import (
-    check_image,
     check_mounts,
+    check_name,
     check_path,
-    check_queue,
-    check_resource,
     labels_of,
 )
 from tfdist.launch.cluster.manifests import to_yaml
@@ -65,21 +63,17 @@ FOLDED = {
 
 
 def from_flags(command: list[str]) -> str:
-    """Returns the objects that the flags ask for, as YAML.
-
-    Raises:
-        UsageError: A flag cannot be read, or they do not go together.
-    """
+    """Returns the objects that the flags ask for, as YAML."""
     job = JOB.read(command)
     if _IMAGE.value is None:
         raise UsageError("Say what image the pods run: --image=registry/name:tag. Received: none.")
-    check_image(_IMAGE.value)
+    for flag in (_IMAGE, _NAMESPACE, _QUEUE, _GPU_RESOURCE):
+        check_name(flag.name, flag.value)
     for name, path in (("chdir", job.directory), ("ssh_auth_mount_path", _SSH.value)):
         if path is not None:
             check_path(name, path)
     if not job.gpu:
         refuse_ignored(VALUES, (_GPU_RESOURCE,), "is for --gpu", "alone")
-    check_resource(_GPU_RESOURCE.value)
     volumes = [_volume(text) for text in _VOLUMES.value or ()]
     check_mounts([path for _, path, _ in volumes])
     pods = Pods(
@@ -89,7 +83,7 @@ def from_flags(command: list[str]) -> str:
         shared_memory=parse_size("shared_memory", _SHARED_MEMORY.value),
         gpu_resource=_GPU_RESOURCE.value,
         node_selector=labels_of("node_selector", _NODE_SELECTOR.value or ()),
-        queue=check_queue(_QUEUE.value),
+        queue=_QUEUE.value,
         user=_USER.value,
     )
     if _KIND.value == "mpijob":
@@ -107,9 +101,7 @@ def _check_is_for_a_job() -> None:
             "In a Job each rank is a pod, and Kubernetes chooses its node: say how many by -np, or "
             f"take --kind=mpijob. Received: {JOB.places_ranks}."
         )
-    for flag in (_LAUNCHER, _SSH):
-        if flag.present:
-            raise UsageError(f"--{flag.name} is for --kind=mpijob. Received: --kind=job.")
+    refuse_ignored(VALUES, (_LAUNCHER, _SSH), "is for --kind=mpijob", "--kind=job")
 
 
 def _volume(text: str) -> tuple[str, str, bool]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+import time
 from collections.abc import Sequence
 
 from absl import flags
 
 from tfdist.launch.cluster.job_flags import Job, JobFlags, in_units, refuse_odd
-from tfdist.launch.flag_values import FlagDefiner, UsageError, refuse
+from tfdist.launch.flag_values import FlagDefiner, UsageError, refuse, refuse_ignored
 from tfdist.runtime import exit_codes
 
 __all__ = [
@@ -105,14 +106,10 @@ class SlurmOptions:
 
 
 def from_flags(command: list[str]) -> str:
-    """Returns the batch script that the flags ask for.
-
-    Raises:
-        UsageError: A flag cannot be read, or they do not go together.
-    """
+    """Returns the batch script that the flags ask for."""
     job = JOB.read(command)
-    if _GPU_TYPE.value is not None and not job.gpu:
-        raise UsageError(f"--gpu_type is for --gpu. Received: --gpu_type={_GPU_TYPE.value} alone.")
+    if not job.gpu:
+        refuse_ignored(VALUES, (_GPU_TYPE,), "is for --gpu", "alone")
     for option in _SBATCH.value or ():
         _check_option(option)
     if len(job.name) > _MOST_OF_A_NAME:
@@ -159,11 +156,7 @@ def _check_option(option: str) -> None:
 
 
 def batch_script(job: Job, options: SlurmOptions) -> str:
-    """Writes the script.
-
-    Raises:
-        UsageError: The time is too short to save in, or a value would break the script.
-    """
+    """Writes the script; refuses a time too short to save in, and values that would break it."""
     lines = ["#!/bin/bash", *_directives(job, options), ""]
     lines += [f"export {name}={shlex.quote(text)}" for name, text in job.variables.items()]
     lines += [*options.setup, "", *_start(job, options), *_SIGNALS.strip().splitlines()]
@@ -221,10 +214,8 @@ def _start(job: Job, options: SlurmOptions) -> list[str]:
 
 
 def _clock(seconds: int) -> str:
-    minutes, seconds = divmod(seconds, 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    clock = f"{hours:02d}:{minutes:02d}:{seconds:02d}"
+    days, seconds = divmod(seconds, 86_400)
+    clock = time.strftime("%H:%M:%S", time.gmtime(seconds))
     return f"{days}-{clock}" if days else clock
 
 

@@ -62,7 +62,7 @@ def test_ports_are_open_at_the_address_in_use_alone(engine):
             for connection in process.net_connections("tcp")
             if connection.status == psutil.CONN_LISTEN
         }
-        assert len(ports) >= 2  # The roll call; the rendezvous, or two servers.
+        assert len(ports) >= 2  # The heartbeats; the rendezvous, or two servers.
         for port in ports:
             with socket.create_connection((address, port), timeout=5.0):
                 pass

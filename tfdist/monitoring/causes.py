@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tfdist.monitoring.report import rank_words
+
 __all__ = ["ARGUMENTS", "likely_cause"]
 
 #: What the collective serves that `fit`, `evaluate` and `predict` begin with: one name for the three,
@@ -25,10 +27,6 @@ def likely_cause(collective: str, there: Sequence[int], missing: Sequence[int]) 
     if f"/{ARGUMENTS}" not in collective or not there or not missing:
         return ""
     return (
-        f"{_ranks(there).capitalize()} called `fit` (or `evaluate`, `predict`), {_ranks(missing)} did "
-        "not: all ranks call it, also where `strategy.is_chief` is False. "
+        f"{rank_words(there).capitalize()} called `fit` (or `evaluate`, `predict`), "
+        f"{rank_words(missing)} did not: all ranks call it, also where `strategy.is_chief` is False. "
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

@@ -18,7 +18,8 @@ from tfdist import checks
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import broadcast_object
 from tfdist.monitoring.frames import frame_of
-from tfdist.monitoring.heartbeat import Keeper, Member, Report
+from tfdist.monitoring.heartbeat import HeartbeatClient, HeartbeatServer
+from tfdist.monitoring.report import Report, collective_words
 from tfdist.runtime.exit_codes import ENDED_BY_WATCHDOG
 
 __all__ = ["Watchdog", "startup_guard"]
@@ -51,12 +52,12 @@ class Watchdog:
         contact = None
         if engine.rank == 0:
             key = secrets.token_bytes(32)
-            self._keeper = Keeper(engine.size, key, timeout, engine.host_address())
+            self._server = HeartbeatServer(engine.size, key, timeout, engine.host_address())
             # Registered first, it runs after the goodbye, and before the engine shuts down.
-            atexit.register(self._keeper.see_out)
-            contact = (engine.host_address(), self._keeper.port, key)
+            atexit.register(self._server.see_out)
+            contact = (engine.host_address(), self._server.port, key)
         host, port, key = broadcast_object(contact, engine.group(), name="watchdog")
-        self._member = Member(
+        self._client = HeartbeatClient(
             engine.rank,
             (host, port),
             key,
@@ -66,12 +67,12 @@ class Watchdog:
             on_warning=self._warn,
         )
         self._excepthook, sys.excepthook = sys.excepthook, self._on_exception
-        atexit.register(self._member.close)
+        atexit.register(self._client.close)
 
     def close(self) -> None:
         """Stops watching; the other ranks count this one as ended."""
-        atexit.unregister(self._member.close)
-        self._member.close()
+        atexit.unregister(self._client.close)
+        self._client.close()
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._excepthook
 
@@ -111,9 +112,9 @@ class Watchdog:
         report.in_collective = bool(report.waiting)
         summary = traceback.format_exception_only(kind, error)[-1].strip().splitlines()[0]
         report.failed = summary[:500]
-        # Where the keeper is gone the verdict says so.
+        # Where the server is gone the verdict says so.
         with contextlib.suppress(OSError):
-            self._member.say_last(report)
+            self._client.say_last(report)
         if report.in_collective:
             # The likely cause is another rank's end. Its name is worth a moment; `_end` exits.
             self._verdict.wait(_VERDICT_SECONDS)
@@ -142,8 +143,7 @@ class Watchdog:
             return f"Where this rank is cannot be told: {error}. "
         if not report.waiting:
             return f"This rank is at {report.doing}. "
-        wait = report.waiting[0]
-        return f"This rank waits in {wait['name']} (time {wait['occurrence']}). "
+        return f"This rank waits in {collective_words(report.waiting[0])}. "
 
 
 @contextlib.contextmanager

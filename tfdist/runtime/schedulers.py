@@ -64,9 +64,8 @@ class Started:
     local_size: int | None
 
 
-def started_by_scheduler(environment: Mapping[str, str] | None = None) -> Started | None:
+def started_by_scheduler(environment: Mapping[str, str] = os.environ) -> Started | None:
     """How `mpirun` or `srun` started this process; None where neither did, or it is alone."""
-    environment = os.environ if environment is None else environment
     for launcher, (rank, size, local_size) in _LAUNCHERS.items():
         if rank in environment and size in environment:
             local = environment.get(local_size)
