@@ -30,10 +30,8 @@ def counts_of(
 ) -> list[Entry]:
     """The entries of what this rank counts.
 
-    Args:
-        model: The model.
-        named: Its variables that this rank holds, and their names.
-        version: The format of checkpoints whose names metrics get.
+    `named` are the variables that this rank holds, with their names; metrics get names of that
+    `version` of the format.
     """
     strategy, role = strategy_of(model), role_of(model)
     counting = LocalEngine().group() if strategy is None else strategy.gradient_group

@@ -25,9 +25,7 @@ __all__ = ["arrays_of", "entries_of", "held_by"]
 def entries_of(model: keras.Model, version: int = FORMAT) -> list[Entry]:
     """The entries of a model's variables and of its optimizer's, those of this rank.
 
-    Args:
-        model: A built model; one that is trained has a built optimizer.
-        version: The format of checkpoints whose names they get.
+    Both are built. Names are those of that `version` of the format.
     """
     strategy = strategy_of(model)
     if isinstance(model, PipelineModel):

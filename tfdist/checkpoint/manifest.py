@@ -148,11 +148,7 @@ def keys_of(name: str, array: Array, chunk: tuple[int, ...]) -> list[str]:
 
 
 def _parsed(content: dict[str, Any], version: int) -> Manifest:
-    """The manifest in a JSON object.
-
-    Raises:
-        ValueError: Something in it is not as it is to be.
-    """
+    """The manifest in a JSON object; a `ValueError` says what is not as it is to be."""
     step: Any = content.get("step")
     state = content.get("state")
     if not _is_int(step, 0, _STEPS):

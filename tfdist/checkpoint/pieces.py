@@ -113,15 +113,9 @@ def _piece_of_slice(part: Slice, local: Box, run: tuple[int, int] | None) -> lis
 
 
 def boxes(begin: int, end: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], Box]]:
-    """Cuts a run of a flattened array into boxes of the array, in order.
+    """Cuts elements `begin` to `end` of a flattened array into boxes of the array, in order.
 
-    Args:
-        begin: The run's first element.
-        end: One past its last.
-        shape: The array's shape.
-
-    Yields:
-        The run of each box, and the box.
+    Yields the run of each box, and the box.
     """
     if end <= begin:
         return

@@ -28,22 +28,13 @@ _CHUNKS_AT_A_TIME = min(4, os.cpu_count() or 1)
 
 
 class Reader:
-    """Reads the arrays of one checkpoint.
-
-    Args:
-        storage: Its files.
-        manifest: Its manifest.
-    """
+    """Reads the arrays of one checkpoint."""
 
     def __init__(self, storage: Storage, manifest: Manifest):
         self._storage, self._manifest = storage, manifest
 
     def read(self, name: str, boxes: Sequence[Box]) -> list[np.ndarray]:
-        """Boxes of an array.
-
-        Args:
-            name: The array.
-            boxes: The boxes; where an index stands for an axis, the result lacks it.
+        """Boxes of an array; where an index stands for an axis, the result lacks it.
 
         Raises:
             StorageError: A file is missing, or is not what was written.

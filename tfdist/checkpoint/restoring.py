@@ -60,10 +60,7 @@ def restore_checked(
 ) -> Manifest:
     """As `restore`; a checkpoint counts as damaged where `check` refuses its state.
 
-    Args:
-        path: As `checked_directory` returns it.
-        model: As in `restore`.
-        check: Called on the chief with the state; raises ValueError, which goes on from the path.
+    The chief calls `check`, which raises a ValueError that goes on behind the path.
     """
     world = world_of(model)
     candidates, warnings = _candidates(path, world)

@@ -112,12 +112,7 @@ def lock_on(directory: str, world: Group) -> DirectoryLock:
 
 
 class Saver:
-    """Saves a model again and again; what stays the same the ranks agree on once.
-
-    Args:
-        directory: As in `save`.
-        model: The model; its variables stay these.
-    """
+    """Saves a model again and again; what stays the same the ranks agree on once."""
 
     def __init__(self, directory: str, model: keras.Model):
         self._directory = directory
@@ -328,12 +323,7 @@ class Save:
 
 
 def _check_state(state: Any) -> dict[str, Any]:
-    """A copy of a state, as reading it will give it.
-
-    Raises:
-        TypeError: JSON cannot hold it.
-        ValueError: The same.
-    """
+    """A copy of a state, as reading it will give it; refuses what JSON cannot hold."""
     if state is None:
         return {}
     if not isinstance(state, dict):

@@ -16,13 +16,8 @@ ARGUMENTS = "fit/arguments"
 def likely_cause(collective: str, there: Sequence[int], missing: Sequence[int]) -> str:
     """The cause that a verdict names first; "" where none is likelier than others.
 
-    Args:
-        collective: The collective's name.
-        there: The ranks that wait in it.
-        missing: Those that do not.
-
-    Returns:
-        A sentence with a blank behind it, or "".
+    `there` are the ranks that wait in the collective, `missing` those that do not. A blank ends the
+    sentence.
     """
     if f"/{ARGUMENTS}" not in collective or not there or not missing:
         return ""

@@ -151,11 +151,7 @@ class HeartbeatServer:
                 self._gone.setdefault(rank, time.monotonic())
 
     def _note(self, rank: int, message: dict[str, Any]) -> None:
-        """Takes down what a rank says.
-
-        Raises:
-            ProtocolError: It is no report, or another rank's.
-        """
+        """Takes down what a rank says; a `ProtocolError` where it is no report, or another rank's."""
         try:
             report = Report.from_message(message, self._size)
         except ValueError as error:

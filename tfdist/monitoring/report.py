@@ -49,15 +49,7 @@ class Report:
 
     @classmethod
     def from_message(cls, message: dict[str, Any], size: int) -> Report:
-        """Reads what `to_message` made.
-
-        Args:
-            message: A JSON object.
-            size: The number of ranks.
-
-        Raises:
-            ValueError: It is no report.
-        """
+        """Reads what `to_message` made among `size` ranks; a `ValueError` for anything else."""
         report = cls(-1)
         fields = {field.name for field in dataclasses.fields(cls)}
         if message.keys() != fields:

@@ -70,14 +70,7 @@ def connect_once(
 def connect(
     address: Address, key: bytes, purpose: str, identity: int = 0, *, timeout: float
 ) -> socket.socket:
-    """As `connect_once`, again and again until it succeeds: the listener may come up later.
-
-    Args:
-        address: A host and a port, or the path of a Unix socket.
-        key: What both sides know.
-        purpose: What the connection is for, as the listener calls it.
-        identity: What this side is to be known by.
-        timeout: Seconds to try.
+    """As `connect_once`, again and again for `timeout` seconds: the listener may come up later.
 
     Raises:
         AuthenticationError: The other side refuses, or does not prove itself.

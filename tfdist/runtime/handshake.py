@@ -60,9 +60,6 @@ class ListenerProof:
 
     Attributes:
         challenge: The bytes that the caller gets first.
-
-    Raises:
-        ValueError: The key is empty.
     """
 
     def __init__(self, key: bytes, purpose: str):
@@ -71,13 +68,7 @@ class ListenerProof:
         self.challenge = _MAGIC + self._nonce
 
     def answer(self, proof: bytes) -> tuple[int, bytes]:
-        """Checks what the caller sent.
-
-        Args:
-            proof: `PROOF_BYTES` bytes.
-
-        Returns:
-            The identity that the caller has proved, and the bytes that it gets.
+        """Checks a caller's proof; returns the identity that it proves, and the bytes to answer.
 
         Raises:
             AuthenticationError: The proof is wrong.
@@ -98,9 +89,6 @@ class CallerProof:
         key: What both sides know; not empty.
         purpose: What the connection is for; the same on both sides.
         identity: A number by which the caller is known to the listener, such as its rank.
-
-    Raises:
-        ValueError: The key is empty, or the identity is negative or too large.
     """
 
     def __init__(self, key: bytes, purpose: str, identity: int):

@@ -59,11 +59,7 @@ class Place:
 def local_environments(
     engine: str, num_ranks: int
 ) -> contextlib.AbstractContextManager[list[dict[str, str]]]:
-    """`environments` of `num_ranks` processes on this machine.
-
-    Raises:
-        ValueError: `num_ranks` is not positive.
-    """
+    """`environments` of `num_ranks` processes on this machine."""
     if num_ranks < 1:
         raise ValueError(f"At least one rank has to start. Received: num_ranks={num_ranks}.")
     return environments(engine, [Place()] * num_ranks)
@@ -157,22 +153,14 @@ def _tensorflow_environments(places: Sequence[Place]) -> list[dict[str, str]]:
 
 
 def address_towards(address: str) -> str:
-    """This machine's own address on the way to another.
-
-    Raises:
-        OSError: There is no way.
-    """
+    """This machine's own address on the way to another; an `OSError` where there is no way."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # Sends nothing: the kernel only chooses the way.
         return probe.getsockname()[0]
 
 
 def interface_towards(address: str) -> str:
-    """The network interface of this machine that leads to an address.
-
-    Raises:
-        OSError: None does.
-    """
+    """The network interface of this machine that leads to an address; an `OSError` without one."""
     own = address_towards(address)
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == own for each in addresses):
@@ -181,11 +169,7 @@ def interface_towards(address: str) -> str:
 
 
 def with_interface(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables of a rank, with the interface that Horovod takes where they do not name one.
-
-    Raises:
-        OSError: No interface leads to the meeting point.
-    """
+    """Variables of a rank, with the interface that Horovod takes where they do not name one."""
     meets_at = environment.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     if not meets_at or "HOROVOD_GLOO_IFACE" in environment:
         return dict(environment)

@@ -78,10 +78,6 @@ def started_by_scheduler(environment: Mapping[str, str] = os.environ) -> Started
 def join(engine: str, started: Started) -> None:
     """Meets the other ranks, and sets the variables that an engine reads.
 
-    Args:
-        engine: "horovod" or "tensorflow".
-        started: This rank.
-
     Raises:
         TimeoutError: Not all ranks came.
         ValueError: Nothing says where the first rank is.
@@ -271,11 +267,7 @@ def _call(
 
 
 def _checked(variables: dict[str, Any]) -> dict[str, str]:
-    """The variables that the first rank has sent.
-
-    Raises:
-        ConnectionError: They are none that a meeting sets.
-    """
+    """The variables that the first rank has sent; refuses what a meeting does not set."""
     for name, value in variables.items():
         if not _VARIABLES.fullmatch(name) or not isinstance(value, str) or "\0" in value:
             raise ConnectionError(f"it sets {name[:100]}, which is not for it to set")
