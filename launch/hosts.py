@@ -14,7 +14,14 @@ from typing import NamedTuple
 from tfdist.launch.command import UsageError, say
 from tfdist.launch.flag_values import MOST_RANKS_OF_A_HOST
 
-__all__ = ["Host", "HostDiscovery", "is_this_machine", "moves", "parse_host", "placed"]
+__all__ = [
+    "Host",
+    "HostDiscovery",
+    "is_this_machine",
+    "should_restart",
+    "parse_host",
+    "assign_hosts",
+]
 
 #: A name that begins with a hyphen would be an option of ssh.
 _HOST = re.compile(r"([^:\s-][^:\s]*)(?::([1-9][0-9]*))?")
@@ -47,7 +54,7 @@ def is_this_machine(name: str) -> bool:
     return name in ("localhost", "127.0.0.1", socket.gethostname())
 
 
-def placed(hosts: Sequence[Host], num_ranks: int) -> list[str]:
+def assign_hosts(hosts: Sequence[Host], num_ranks: int) -> list[str]:
     """The host of each rank: the first are filled first, and no more than `num_ranks`."""
     slots: dict[str, int] = {}
     for host in hosts:
@@ -56,13 +63,13 @@ def placed(hosts: Sequence[Host], num_ranks: int) -> list[str]:
     return names[:num_ranks]
 
 
-def moves(before: Sequence[str], hosts: Sequence[Host], max_ranks: int) -> bool:
+def should_restart(before: Sequence[str], hosts: Sequence[Host], max_ranks: int) -> bool:
     """Whether a job on some hosts is to move: one of its places is gone, or there is room for more.
 
     Where there is no room at all it goes on as long as it can.
     """
     room = sum(host.slots for host in hosts)
-    gone = collections.Counter(before) - collections.Counter(placed(hosts, room))
+    gone = collections.Counter(before) - collections.Counter(assign_hosts(hosts, room))
     return room > 0 and (bool(gone) or min(room, max_ranks) > len(before))
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tfdist.launch.command import say
-from tfdist.launch.hosts import HostDiscovery, moves, placed
+from tfdist.launch.hosts import HostDiscovery, assign_hosts, should_restart
 from tfdist.launch.remote import UnreachableError
 from tfdist.launch.supervisor import Supervisor
 from tfdist.runtime import exit_codes
@@ -56,7 +56,7 @@ def run_with_restarts(
             hosts = _wait_for_room(discovery, min_ranks, max_ranks)
 
         def has_changed(hosts=hosts) -> bool:
-            return discovery is not None and moves(hosts, discovery.hosts, max_ranks)
+            return discovery is not None and should_restart(hosts, discovery.hosts, max_ranks)
 
         begun = time.monotonic()
         try:
@@ -86,7 +86,7 @@ def run_with_restarts(
 
 def _wait_for_room(discovery: HostDiscovery, min_ranks: int, max_ranks: int) -> list[str]:
     said = False
-    while len(found := placed(discovery.hosts, max_ranks)) < min_ranks:
+    while len(found := assign_hosts(discovery.hosts, max_ranks)) < min_ranks:
         if not said:
             said = True
             say(

@@ -21,12 +21,12 @@ from tfdist.launch.flag_values import (
     refuse,
     refuse_ignored,
 )
-from tfdist.launch.hosts import Host, HostDiscovery, is_this_machine, parse_host, placed
+from tfdist.launch.hosts import Host, HostDiscovery, assign_hosts, is_this_machine, parse_host
 from tfdist.launch.processes import RankProcess
 from tfdist.launch.restarts import run_with_restarts
 from tfdist.launch.supervisor import Supervisor
 from tfdist.runtime.lock_owner import JOB
-from tfdist.runtime.rendezvous import MEANT_RANKS, Place, environments, interface_towards
+from tfdist.runtime.rendezvous import MEANT_RANKS, Endpoint, environments, interface_towards
 
 __all__ = ["PROGRAM", "run"]
 
@@ -128,7 +128,7 @@ def _check(words: list[str]) -> _Job:
         raise command.UsageError(f"A job has at most {MOST_RANKS:,} ranks. Received: {size:,}.")
     if not hosts and _DISCOVERY.value is None and size > MOST_RANKS_OF_A_HOST:
         raise refuse("np", size, f"at most {MOST_RANKS_OF_A_HOST:,} on one machine; see -H")
-    names = placed(hosts, size) if hosts else ["localhost"] * size
+    names = assign_hosts(hosts, size) if hosts else ["localhost"] * size
     if len(names) < size:
         whose = "the Slurm allocation" if in_slurm else f"-H {_HOSTS.value}"
         raise command.UsageError(f"-np {size} wants more slots than {whose} has: {len(names)}.")
@@ -151,7 +151,7 @@ def _main(job: _Job) -> int:
 
     def start(names: Sequence[str], should_end: Callable[[], bool]) -> tuple[Supervisor, int]:
         reached = _reach(names, shell)
-        with environments(job.engine, _places(names, reached)) as found:
+        with environments(job.engine, _endpoints(names, reached)) as found:
             starts = []
             for far, environment in zip(reached, found, strict=True):
                 begin = RankProcess.start if far is None else far.start
@@ -180,26 +180,30 @@ def _main(job: _Job) -> int:
     )
 
 
-def _reach(names: Sequence[str], shell) -> list[remote.Reached | None]:
+def _reach(names: Sequence[str], shell) -> list[remote.ReachedHost | None]:
     """For each rank what leads to its host; None for this machine."""
     far = [name for name in names if not is_this_machine(name)]
     reached = iter(remote.reach(far, shell))
     return [None if is_this_machine(name) else next(reached) for name in names]
 
 
-def _places(names: Sequence[str], reached: Sequence[remote.Reached | None]) -> list[Place]:
+def _endpoints(
+    names: Sequence[str], reached: Sequence[remote.ReachedHost | None]
+) -> list[Endpoint]:
     """Where the ranks are to run, in each other's eyes."""
-    cards = [far.card for far in reached if far is not None]
-    if not cards:
-        return [Place()] * len(names)
+    infos = [far.info for far in reached if far is not None]
+    if not infos:
+        return [Endpoint()] * len(names)
     # As the others see it.
-    here = Place(
-        address=cards[0].caller,
-        meeting_address=cards[0].caller,
-        interface=interface_towards(cards[0].address),
+    here = Endpoint(
+        address=infos[0].caller,
+        rendezvous_address=infos[0].caller,
+        interface=interface_towards(infos[0].address),
     )
     return [
-        here if far is None else Place(name, far.card.address, far.card.caller, None, far.card.port)
+        here
+        if far is None
+        else Endpoint(name, far.info.address, far.info.caller, None, far.info.port)
         for name, far in zip(names, reached, strict=True)
     ]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from tfdist.checkpoint import format1
 from tfdist.checkpoint.names import metric_names
-from tfdist.checkpoint.pieces import Entry, Piece
+from tfdist.checkpoint.shards import ArrayShard, Entry
 from tfdist.collectives import Group
 from tfdist.collectives.local import LocalEngine
 from tfdist.context import role_of, strategy_of
@@ -65,9 +65,9 @@ def counts_of(
 def _row(name: str, variable, group: Group, writes: bool, merge: Merge) -> Entry:
     shape = tuple(variable.shape)
     inside = tuple(slice(0, size) for size in shape)
-    piece = Piece((group.rank, *inside), None, shape, inside)
+    shard = ArrayShard((group.rank, *inside), None, shape, inside)
     dtype = str(variable.dtype)
-    return Entry(name, (group.size, *shape), dtype, variable, (piece,), writes, merge)
+    return Entry(name, (group.size, *shape), dtype, variable, (shard,), writes, merge)
 
 
 def _merge(aggregation: str, group: Group) -> Merge:

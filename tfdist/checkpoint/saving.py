@@ -23,7 +23,7 @@ from tfdist.checkpoint.directory_lock import DirectoryLock, InUseError
 from tfdist.checkpoint.entries import entries_of, held_by
 from tfdist.checkpoint.errors import DirectoryInUseError, StorageError
 from tfdist.checkpoint.manifest import Digests, Manifest, folder_of, keys_of
-from tfdist.checkpoint.pieces import Entry
+from tfdist.checkpoint.shards import Entry
 from tfdist.checkpoint.storage import UNFINISHED, Storage
 from tfdist.collectives import Group
 from tfdist.collectives.local import LocalEngine
@@ -255,7 +255,7 @@ class Save:
         while self._values:
             entry, value = self._values.pop()
             array = storage.create(entry.name, entry.shape, entry.dtype)
-            parts = [(piece.box, piece.get(value)) for piece in entry.pieces]
+            parts = [(shard.box, shard.get(value)) for shard in entry.shards]
             storage.write(array, parts)
             if self._writers[entry.name] == (self._own,):
                 is_whole = len(parts) == 1 and parts[0][1].shape == entry.shape
