@@ -83,7 +83,9 @@ class Program:
         _check_flagfiles(arguments[1 : len(arguments) - len(left)])
         check_values(self.values)
         if left and not self.rest:
-            raise UsageError(f"There are only flags, see --help. Received: {' '.join(left)}")
+            raise UsageError(
+                f"This program takes only flags, see --help. Received: {' '.join(left)}"
+            )
         return self.check(left)
 
     def run(self, arguments: Sequence[str] | None = None) -> NoReturn:

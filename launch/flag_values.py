@@ -138,7 +138,7 @@ def folder(flag: str, path: str) -> None:
     while (mode := _mode(flag, path, found)) is None and found != os.path.dirname(found):
         found = os.path.dirname(found)
     if mode != stat.S_IFDIR:
-        raise UsageError(f"--{flag}={path} cannot be written: {found} is no folder.")
+        raise UsageError(f"--{flag}={path} cannot be written: {found} is not a folder.")
 
 
 def input_file(flag: str, path: str) -> None:
@@ -146,9 +146,9 @@ def input_file(flag: str, path: str) -> None:
     found = os.path.expanduser(path)
     mode = _mode(flag, path, found)
     if mode is None:
-        raise UsageError(f"--{flag}={path} is not there.")
+        raise UsageError(f"--{flag}={path} does not exist.")
     if mode != stat.S_IFREG:
-        raise UsageError(f"--{flag}={path} is no file.")
+        raise UsageError(f"--{flag}={path} is not a file.")
     if not os.access(found, os.R_OK):
         raise UsageError(f"--{flag}={path} cannot be read: permission denied.")
 
@@ -163,7 +163,7 @@ def output_file(flag: str, path: str, endings: Sequence[str] = ()) -> None:
     if mode == stat.S_IFDIR or path.endswith("/"):
         why = "it is a folder"
     elif mode is None and _mode(flag, path, parent) != stat.S_IFDIR:
-        why = f"{parent} is no folder"
+        why = f"{parent} is not a folder"
     elif not os.access(parent if mode is None else found, os.W_OK):
         why = "permission denied"
     else:

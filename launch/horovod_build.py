@@ -234,7 +234,7 @@ def prove(options: BuildOptions | None = None) -> None:
                 f"Received: {', '.join(carriers)}."
             )
     _say(
-        f"Proven: 2 ranks on this CPU agree on the right sum ({time.monotonic() - start:.0f} s). "
+        f"Tested: 2 ranks on this CPU got the right sum ({time.monotonic() - start:.0f} s). "
         f"Built with {', '.join(answers[0][1])}; what layers wait for goes "
         f"{'peer to peer' if answers[0][2] else 'through Horovod'}."
     )

@@ -76,7 +76,7 @@ class Images(Task):
         received = f"--batch_size={settings.batch_size}; {settings.dataset} has {size} samples"
         if settings.layout.pipeline > 1 or settings.whole_batches:
             raise UsageError(
-                f"A batch is filled here, which takes more data. Received: {received}."
+                f"Every batch must be full here, which takes more data. Received: {received}."
             )
         if settings.is_chief:
             say("tfdist-train", f"{received}: an epoch is one step.")

@@ -35,7 +35,7 @@ def run() -> None:
 def _check(_: list[str]) -> None:
     if _CHECK.value:
         building = (_MPI, _GPU_OPERATIONS, _CACHE_DIR, _FORCE)
-        refuse_ignored(_VALUES, building, "is for building, which --check does not", "--check")
+        refuse_ignored(_VALUES, building, "is for a build, and --check builds nothing", "--check")
     folder("cache_dir", _CACHE_DIR.value)
 
 
@@ -66,7 +66,7 @@ PROGRAM = command.Program(
     _VALUES,
     usage="tfdist-install-horovod [flags]",
     summary=f"Builds Horovod {HOROVOD_VERSION} for the TensorFlow that is installed, installs it, "
-    "and proves it with an all-reduce on two ranks. Needs a C++ compiler, CMake and make.",
+    "and tests it with an all-reduce on two ranks. Needs a C++ compiler, CMake and make.",
     check=_check,
 )
 

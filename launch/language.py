@@ -194,5 +194,5 @@ class Language(Task):
 def _check_divides(what: str, value: int, by: str, divisor: int) -> None:
     if value % divisor:
         raise UsageError(
-            f"--{what} divides by --{by}. Received: --{what}={value} --{by}={divisor}."
+            f"--{what} must be a multiple of --{by}. Received: --{what}={value} --{by}={divisor}."
         )

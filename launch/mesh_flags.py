@@ -89,7 +89,7 @@ class Layout:
             return -(-default // parts) * parts
         if given % parts:
             raise UsageError(
-                f"--batch_size divides by the data axis times --num_microbatches. Received: "
+                f"--batch_size must be a multiple of the data axis times --num_microbatches. Received: "
                 f"--batch_size={given}, data={data}, num_microbatches={self.num_microbatches}."
             )
         return given

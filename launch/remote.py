@@ -184,8 +184,8 @@ def _passed() -> dict[str, str]:
     if kept:
         say(
             "tfdist-run",
-            f"{', '.join(sorted(kept))} may be secret and stay on this machine. "
-            f"{PASS}=NAME,NAME names variables that ranks on other hosts get all the same.",
+            f"{', '.join(sorted(kept))} look like secrets and are not sent to other hosts. "
+            f"List variables to send all the same in {PASS}=NAME,NAME.",
         )
     return passed
 

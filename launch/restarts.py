@@ -91,7 +91,7 @@ def _wait_for_room(discovery: HostDiscovery, min_ranks: int, max_ranks: int) -> 
             said = True
             say(
                 "tfdist-run",
-                f"waits for room for {min_ranks} ranks; there is some for {len(found)}.",
+                f"waiting for slots for {min_ranks} ranks; there are {len(found)}.",
             )
         time.sleep(_LOOK_SECONDS)
     return found

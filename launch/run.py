@@ -131,10 +131,10 @@ def _check(words: list[str]) -> _Job:
     names = assign_hosts(hosts, size) if hosts else ["localhost"] * size
     if len(names) < size:
         whose = "the Slurm allocation" if in_slurm else f"-H {_HOSTS.value}"
-        raise command.UsageError(f"-np {size} wants more slots than {whose} has: {len(names)}.")
+        raise command.UsageError(f"-np {size} needs more slots than {whose} has: {len(names)}.")
     if _DISCOVERY.value is None:
         discovering = (_MIN_NP, _MAX_NP)
-        refuse_ignored(_VALUES, discovering, "wants a --host_discovery_script", "alone")
+        refuse_ignored(_VALUES, discovering, "needs --host_discovery_script", "alone")
     else:
         refuse_ignored(_VALUES, (_HOSTS,), "is not for jobs that discover hosts", "and a script")
     if _MAX_RESTARTS.value == 0:
@@ -254,8 +254,8 @@ PROGRAM = command.Program(
     _main,
     _VALUES,
     usage="tfdist-run -np N [flags] -- command [arguments]",
-    summary="Starts a command on N ranks, passes on what they print behind [rank], and ends "
-    "with the exit code of the first that fails, once all have ended.",
+    summary="Starts a command on N ranks, prints their output behind [rank], and exits with "
+    "the code of the first rank that fails.",
     check=_check,
     rest=True,
     folded={

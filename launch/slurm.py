@@ -33,12 +33,12 @@ def allocated_hosts(environment: Mapping[str, str] = os.environ) -> list[Host]:
     variable = next((name for name in _NODE_LISTS if environment.get(name)), None)
     if variable is None:
         raise UsageError(
-            "This is no Slurm job: SLURM_JOB_NODELIST is not set. Start it under sbatch or "
+            "This is not a Slurm job: SLURM_JOB_NODELIST is not set. Start it under sbatch or "
             "salloc, or name the hosts: -H host1:2,host2:2."
         )
     if _number(environment, "SLURM_HET_SIZE", default=1) > 1:
         raise UsageError(
-            "The parts of a heterogeneous Slurm job are not put together. Received: SLURM_HET_SIZE="
+            "Heterogeneous Slurm jobs are not supported. Received: SLURM_HET_SIZE="
             f"{environment['SLURM_HET_SIZE']}. Name the hosts: -H host1:2,host2:4."
         )
     try:
@@ -76,7 +76,7 @@ def _counts(environment: Mapping[str, str], name: str, num_nodes: int) -> list[i
         raise UsageError(f"{name}: {error}") from error
     if len(counts) != num_nodes:
         raise UsageError(
-            f"{name}={text} speaks of {len(counts)} nodes, the list of nodes of {num_nodes}. Unset "
+            f"{name}={text} has {len(counts)} nodes, the node list has {num_nodes}. Unset "
             "what was set by hand, or name the hosts: -H host1:2,host2:2."
         )
     return counts
@@ -87,5 +87,7 @@ def _number(environment: Mapping[str, str], name: str, default: int = 0) -> int:
     if not text:
         return default
     if re.fullmatch(r"[1-9][0-9]*", text) is None:
-        raise UsageError(f"{name} is a positive number. Received: {text!r}. Unset it, or mend it.")
+        raise UsageError(
+            f"{name} is a positive number. Received: {text!r}. Unset it or correct it."
+        )
     return int(text)

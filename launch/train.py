@@ -207,7 +207,7 @@ def _replicas_and_batch(task: Task, layout: Layout, on: world.World) -> tuple[in
         batch_size = _BATCH_SIZE.value or -(-task.batch_size // data) * data
         if batch_size % data:
             raise command.UsageError(
-                f"--batch_size divides by the {data} cores of the TPU. Received: "
+                f"--batch_size must be a multiple of the {data} cores of the TPU. Received: "
                 f"--batch_size={batch_size}."
             )
         return data, batch_size
@@ -216,7 +216,7 @@ def _replicas_and_batch(task: Task, layout: Layout, on: world.World) -> tuple[in
     batch_size = layout.batch_size(_BATCH_SIZE.value, task.batch_size, meant)
     if batch_size * data % meant:
         raise command.UsageError(
-            f"--elastic=scale: --batch_size divides by the data axis of {meant} that it is meant "
+            f"--elastic=scale: --batch_size must be a multiple of the data axis of {meant} that it is meant "
             f"for, so that each rank keeps its samples. Received: --batch_size={batch_size}."
         )
     return data, batch_size * data // meant
@@ -238,7 +238,7 @@ def _save_intervals() -> dict[str, Any]:
             f"at most {LARGEST:,} steps, or more than 0 and at most {YEAR:,} seconds",
         )
     if _WORKDIR.value is None:
-        refuse_ignored(VALUES, (_SAVE_EVERY, _KEEP), "wants a --workdir", "alone")
+        refuse_ignored(VALUES, (_SAVE_EVERY, _KEEP), "needs --workdir", "alone")
     else:
         _check_workdir(_WORKDIR.value)
     if auto:
@@ -337,7 +337,7 @@ PROGRAM = command.Program(
     _main,
     VALUES,
     usage="tfdist-train [flags]",
-    summary="Trains a reference model, on as many ranks as tfdist-run or horovodrun starts.",
+    summary="Trains a reference model on the ranks that tfdist-run or horovodrun starts.",
     check=_check,
     folded={
         "for gpt": [flag.name for flag in Language.flags],

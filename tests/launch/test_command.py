@@ -93,7 +93,7 @@ def test_a_hook_before_the_programs_own_hears_of_the_failure():
         (["--flagfile=/no/such"], "/no/such"),
         (["--flagfile=bytes"], "--flagfile"),
         (["--no-such-flag"], "no-such-flag"),
-        (["word"], "There are only flags"),
+        (["word"], "This program takes only flags"),
     ],
 )
 def test_flags_of_all_programs(arguments, words, tmp_path):
