@@ -76,11 +76,7 @@ class RankProcess:
 def start_session(
     command: Sequence[str], environment: Mapping[str, str], stdin: int
 ) -> subprocess.Popen[bytes]:
-    """Starts a process as the leader of a session, with one pipe for all that it prints.
-
-    Raises:
-        UsageError: The command cannot be run.
-    """
+    """Starts a process as the leader of a session, with one pipe for all that it prints."""
     try:
         return subprocess.Popen(
             list(command),

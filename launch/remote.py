@@ -92,11 +92,7 @@ def srun(host: str, command: Sequence[str]) -> list[str]:
 def reach(
     hosts: Sequence[str], shell: Callable[[str, Sequence[str]], list[str]]
 ) -> list[ReachedHost]:
-    """Reaches a host for each of some ranks; a host may be named more than once.
-
-    Raises:
-        UnreachableError: One cannot be reached.
-    """
+    """Reaches a host for each rank, or raises `UnreachableError`; hosts may come more than once."""
     far = [sys.executable, "-m", "tfdist.launch.remote_rank"]
     started: list[tuple[str, subprocess.Popen[bytes]]] = []
     try:
@@ -147,13 +143,7 @@ def _complete(host: str, caller: str, address: str, port: int) -> HostInfo:
 
 @dataclasses.dataclass(frozen=True)
 class ReachedHost:
-    """A host that waits for what it is to run.
-
-    Attributes:
-        host: Its name.
-        process: What leads there.
-        info: What it said of itself.
-    """
+    """A host that waits for what it is to run; `process` is the ssh or srun that leads there."""
 
     host: str
     process: subprocess.Popen[bytes]

@@ -91,19 +91,10 @@ def run() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What is to be started.
-
-    Attributes:
-        words: The command.
-        names: The host of each rank; nobody knows yet where hosts are discovered.
-        size: How many ranks.
-        least: How many there are to be at least.
-        most: How many at most.
-        engine: What carries the collectives.
-        in_slurm: Whether hosts are those of a Slurm allocation.
-    """
+    """A checked command line: the command, the host of each rank, and how many ranks there may be."""
 
     words: list[str]
+    #: Made of -np alone where hosts are discovered.
     names: list[str]
     size: int
     least: int

@@ -80,11 +80,7 @@ def check_flags(layout: Layout) -> None:
 
 
 def make_world(layout: Layout) -> World:
-    """Meets the other ranks, or starts the TPU.
-
-    Raises:
-        UsageError: The mesh does not fill the ranks, or what was asked for is not there.
-    """
+    """Meets the other ranks, or starts the TPU; a `UsageError` if the flags do not fit these."""
     if STRATEGY.value == "tpu":
         from tfdist.strategies import tpu
         from tfdist.strategies.tpu import NoTPUError

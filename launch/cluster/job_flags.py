@@ -124,14 +124,6 @@ class JobFlags:
         )
         self.output = define.string("output", None, "File to write to, instead of stdout")
 
-    def _check_fits(self) -> None:
-        ranks = (self._nodes.value or 1) * (self._per_node.value or 1)
-        if ranks > MOST_RANKS:
-            raise UsageError(
-                f"A job has at most {MOST_RANKS:,} ranks. Received: {self.places_ranks}, which is "
-                f"{ranks:,}."
-            )
-
     @property
     def places_ranks(self) -> str:
         """The flags as given that say which ranks share a node."""
@@ -144,8 +136,7 @@ class JobFlags:
             raise UsageError(
                 "Say what to run: tfdist-launch SCHEDULER [flags] -- command. Received: no command."
             )
-        self._check_fits()
-        nodes, per_node = _layout(self._np.value, self._nodes.value, self._per_node.value)
+        nodes, per_node = self._layout()
         seconds = None if self._time.value is None else parse_time(self._time.value)
         environment = key_values("--env", self._env.value or ())
         for name in environment:
@@ -169,31 +160,31 @@ class JobFlags:
             environment=environment,
         )
 
-
-def _layout(ranks: int | None, nodes: int | None, per_node: int | None) -> tuple[int, int]:
-    """How many nodes, and how many ranks on each, where one or two of the three are given."""
-    if ranks is None and per_node is None:
-        raise UsageError(
-            "Say how many ranks there are: -np N, or --nodes=N --ranks_per_node=M. Received: "
-            "neither -np nor --ranks_per_node."
-        )
-    if ranks is None:
-        return nodes or 1, per_node or 1
-    given = f"-np {ranks}"
-    if nodes is None:
-        nodes = 1 if per_node is None else ranks // per_node
-    else:
-        given += f" --nodes={nodes}"
-    if per_node is None:
-        per_node = ranks // nodes
-    else:
-        given += f" --ranks_per_node={per_node}"
-    if nodes * per_node != ranks:
-        raise UsageError(
-            f"Each node has as many ranks as the others: -np is --nodes times --ranks_per_node. "
-            f"Received: {given}."
-        )
-    return nodes, per_node
+    def _layout(self) -> tuple[int, int]:
+        """How many nodes, and how many ranks on each, where one or two of the three are given."""
+        ranks, nodes, per_node = self._np.value, self._nodes.value, self._per_node.value
+        if ranks is None and per_node is None:
+            raise UsageError(
+                "Say how many ranks there are: -np N, or --nodes=N --ranks_per_node=M. Received: "
+                "neither -np nor --ranks_per_node."
+            )
+        found = (nodes or 1) * (per_node or 1)
+        if found > MOST_RANKS:
+            raise UsageError(
+                f"A job has at most {MOST_RANKS:,} ranks. Received: {self.places_ranks}, which is "
+                f"{found:,}."
+            )
+        if ranks is None:
+            return nodes or 1, per_node
+        if nodes is None:
+            nodes = 1 if per_node is None else ranks // per_node
+        per_node = per_node or ranks // nodes
+        if nodes * per_node != ranks:
+            raise UsageError(
+                "Each node has the same number of ranks: -np is --nodes times --ranks_per_node. "
+                f"Received: -np {ranks} {self.places_ranks}."
+            )
+        return nodes, per_node
 
 
 def parse_time(text: str) -> int:

@@ -82,18 +82,7 @@ FOLDED = {
 
 @dataclasses.dataclass(frozen=True)
 class SlurmOptions:
-    """What only Slurm is told.
-
-    Attributes:
-        partition: Of the cluster, or None.
-        account: To be charged, or None.
-        log: Slurm's pattern of the file that output goes to.
-        requeue: Whether a job that has saved is queued again.
-        engine: For `tfdist-run`, or None.
-        gpu_type: What the cluster calls its GPUs, or None.
-        setup: Lines of the shell to run before.
-        options: Others of sbatch, as on its command line.
-    """
+    """What only Slurm is told: see the flags of the same names; `options` are those of --sbatch."""
 
     partition: str | None = None
     account: str | None = None

@@ -109,12 +109,9 @@ def metadata_of(shape: Sequence[int], dtype: str, chunk: Sequence[int]) -> dict[
 
 
 def decode(content: bytes, chunk: Sequence[int], dtype: str, *, checks: bool) -> np.ndarray:
-    """The numbers of a chunk, from the bytes of its file.
+    """The numbers of a chunk, from the bytes of its file; a `StorageError` if they are damaged.
 
     The checksum at its end is compared where `checks` says so; not where a digest was.
-
-    Raises:
-        StorageError: It has another length, or its checksum is another.
     """
     expected = math.prod(chunk) * item_bytes(dtype) + CRC_BYTES
     if len(content) != expected:

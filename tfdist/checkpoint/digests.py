@@ -34,10 +34,8 @@ def read_back(
 ) -> Digests:
     """Size and digest of the files of an array: each `count`th of them, from `place` on.
 
-    They are compared with `value`, the whole array; where that is None only checksums can tell.
-
-    Raises:
-        StorageError: A file is not what was written.
+    They are compared with `value`, the whole array; where that is None only checksums can tell. A
+    file that is not what was written is a `StorageError`.
     """
     chunk = chunk_shape_of(shape, dtype)
     folder = folder_of_array(name)

@@ -36,8 +36,7 @@ class Reader:
     def read(self, name: str, boxes: Sequence[Box]) -> list[np.ndarray]:
         """Boxes of an array; where an index stands for an axis, the result lacks it.
 
-        Raises:
-            StorageError: A file is missing, or is not what was written.
+        A file that is missing, or is not what was written, is a `StorageError`.
         """
         shape, dtype = self._manifest.arrays[name]
         chunk = self._manifest.chunk_of(name)

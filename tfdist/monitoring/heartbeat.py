@@ -295,21 +295,13 @@ class HeartbeatClient:
         threading.Thread(target=self._attend, name="tfdist-watchdog", daemon=True).start()
 
     def say(self, report: Report) -> None:
-        """Sends a report now, if the server reads; after the goodbye nothing more.
-
-        Raises:
-            ConnectionError: The server is gone.
-        """
+        """Sends a report now, if the server reads; after the goodbye nothing more."""
         with self._lock:
             if not self.ended.is_set():
                 self._channel.offer(report.to_message())
 
     def say_last(self, report: Report) -> None:
-        """Sends a report, and waits a moment until the server has it.
-
-        Raises:
-            OSError: The server is gone or frozen.
-        """
+        """Sends a report, and waits a moment until the server has it; an `OSError` if it is gone."""
         with self._lock:
             if not self.ended.is_set():
                 self._channel.send(report.to_message(), _LAST_WORDS_SECONDS)

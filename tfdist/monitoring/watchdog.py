@@ -148,15 +148,7 @@ class Watchdog:
 
 @contextlib.contextmanager
 def startup_guard(timeout: float, what: str) -> Iterator[None]:
-    """Ends the process if what is inside takes more than `timeout` seconds.
-
-    Args:
-        timeout: Seconds.
-        what: What is waited for, for the message.
-
-    Raises:
-        ValueError: `timeout` is not positive, or `what` is empty.
-    """
+    """Ends the process if what is inside takes over `timeout` seconds; `what` is for the message."""
     checks.number("timeout", timeout, above=0, maximum=checks.YEAR_SECONDS)
     checks.text("what", what)
 

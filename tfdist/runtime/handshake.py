@@ -68,10 +68,10 @@ class ListenerProof:
         self.challenge = _MAGIC + self._nonce
 
     def answer(self, proof: bytes) -> tuple[int, bytes]:
-        """Checks a caller's proof; returns the identity that it proves, and the bytes to answer.
+        """Checks a proof, or raises `AuthenticationError`.
 
-        Raises:
-            AuthenticationError: The proof is wrong.
+        Returns:
+            The identity that the caller has proved, and the bytes that it gets.
         """
         if len(proof) != PROOF_BYTES:
             raise AuthenticationError(f"a proof of {len(proof)} bytes")
@@ -101,11 +101,7 @@ class CallerProof:
         self._expected = b""
 
     def proof(self, challenge: bytes) -> bytes:
-        """What to send after the listener's challenge of `CHALLENGE_BYTES` bytes.
-
-        Raises:
-            AuthenticationError: This is no challenge of tfdist.
-        """
+        """What to send after the listener's challenge; an `AuthenticationError` if it is none."""
         if len(challenge) != CHALLENGE_BYTES or not challenge.startswith(_MAGIC):
             raise AuthenticationError("what listens there is not of tfdist")
         signed = (self._purpose, challenge[len(_MAGIC) :], self._nonce, self._identity)
@@ -113,11 +109,7 @@ class CallerProof:
         return _PROOF.pack(self._nonce, self._identity, _digest(self._key, b"caller", *signed))
 
     def check(self, answer: bytes) -> None:
-        """Checks the listener's answer of `ANSWER_BYTES` bytes.
-
-        Raises:
-            AuthenticationError: The answer is wrong.
-        """
+        """Checks the listener's answer; an `AuthenticationError` if it is wrong."""
         if not self._expected or not hmac.compare_digest(answer, self._expected):
             raise AuthenticationError("what listens there does not know the key")
 

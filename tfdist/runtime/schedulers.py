@@ -49,14 +49,7 @@ _LAUNCHERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """How this process was started.
-
-    Attributes:
-        launcher: By what.
-        rank: The rank.
-        size: How many ranks there are.
-        local_size: How many of them on this host; None where that is not told.
-    """
+    """How this process was started; `local_size` is None where the launcher does not tell it."""
 
     launcher: str
     rank: int
@@ -101,11 +94,7 @@ class Hello(NamedTuple):
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Hello:
-        """Reads what a rank sent.
-
-        Raises:
-            ConnectionError: It is no hello.
-        """
+        """Reads what a rank sent; a `ConnectionError` where it is no hello."""
         host, port = message.get("host"), message.get("port")
         if (
             len(message) == 2
@@ -120,12 +109,9 @@ class Hello(NamedTuple):
 
 
 def meeting_point(started: Started, environment: Mapping[str, str]) -> tuple[str, int]:
-    """The address and the port at which the first rank waits.
+    """The address and the port at which the first rank waits; a `ValueError` if nothing says where.
 
     `MASTER_ADDR` and `MASTER_PORT` say so where they are set, as to PyTorch's ranks.
-
-    Raises:
-        ValueError: Nothing says where the first rank is.
     """
     is_one_host = started.local_size == started.size
     first, end = _PORTS
