@@ -42,7 +42,7 @@ _MOST_CHARACTERS = 100_000
 
 
 class UsageError(TfdistError):
-    """What the user asked for cannot be done: one line says what, and how to mend it."""
+    """What the user asked for cannot be done: one line says what, and what to do."""
 
 
 class FlagDefiner:

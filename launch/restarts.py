@@ -62,7 +62,7 @@ def run_with_restarts(
         try:
             supervisor, code = start(hosts, has_changed)
         except UnreachableError as error:
-            # Never reached, it is a wrong name or a missing key, which no patience mends.
+            # A host that was never reached has a wrong name or lacks a key: a restart does not help.
             if failures == max_restarts or not has_run:
                 raise
             say("tfdist-run", str(error))

@@ -104,7 +104,7 @@ def _tf_config(job: Job) -> str:
 
 
 def _failure_rules() -> list[dict[str, Any]]:
-    """What is no failure of the program, and what no other start would mend."""
+    """What is no failure of the program, and failures after which a restart would not help."""
 
     def on(code: int) -> dict[str, Any]:
         return {"containerName": "rank", "operator": "In", "values": [code]}

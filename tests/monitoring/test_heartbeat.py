@@ -17,7 +17,7 @@ from tfdist.monitoring.heartbeat import HeartbeatClient, HeartbeatServer, Report
 from tfdist.runtime import Channel, connect
 
 KEY = b"k" * 32
-PURPOSE = "heartbeats"
+PURPOSE = "heartbeat server"
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ class Retention:
     Args:
         directory: Where they are.
         keep_last: How many of the newest are kept; None for all.
-        keep_every: Those of each so manieth step are kept for good; None for none.
+        keep_every: Those of every step that this divides are kept for good; None for none.
     """
 
     def __init__(self, directory: str, keep_last: int | None, keep_every: int | None):

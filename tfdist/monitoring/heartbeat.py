@@ -27,7 +27,7 @@ __all__ = ["HeartbeatClient", "HeartbeatServer", "Report"]
 _logger = logging.getLogger("tfdist")
 _T = TypeVar("_T")
 
-_PURPOSE = "heartbeats"
+_PURPOSE = "heartbeat server"
 #: The rank that runs the server.
 _SERVER_RANK = 0
 _CONSEQUENCE_SECONDS = 3.0

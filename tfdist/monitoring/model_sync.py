@@ -73,7 +73,7 @@ def _difference(name: str, ranks, sums, counted: collections.Counter) -> str:
 
 
 class VerifyModelSync(keras.callbacks.Callback):
-    """Calls `verify_model_sync` after each so many training steps.
+    """Calls `verify_model_sync` every so many training steps.
 
     Args:
         every_steps: How many. Reading and comparing takes about a second for each gigabyte.
