@@ -77,7 +77,7 @@ class Program:
             print(_help(self, full=full))
             sys.exit(0)
         except UnicodeDecodeError as error:
-            raise UsageError(f"--flagfile names a text in UTF-8: {error}.") from error
+            raise UsageError(f"--flagfile must name a UTF-8 text file: {error}.") from error
         except (flags.Error, ValueError) as error:  # The latter: a value where none is taken.
             raise UsageError(str(error)) from error
         _check_flagfiles(arguments[1 : len(arguments) - len(left)])
@@ -148,7 +148,9 @@ def _check_flagfiles(arguments: Sequence[str]) -> None:
         name, equals, value = argument.lstrip("-").partition("=")
         given = value if equals else following
         if argument.startswith("-") and name == "flagfile" and not given.strip():
-            raise UsageError(f"--flagfile is the path of a file. Received: --flagfile={given!r}.")
+            raise UsageError(
+                f"--flagfile must be the path of a file. Received: --flagfile={given!r}."
+            )
 
 
 def run_without_choice(

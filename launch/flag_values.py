@@ -75,7 +75,7 @@ def refuse(flag: str, value: Any, meaning: str) -> UsageError:
     if len(text) > 200:
         text = f"{text[:200]}..."
     given = f"-{flag}" if len(flag) == 1 else f"--{flag}"
-    return UsageError(f"{given} is {meaning}. Received: {given}={text}.")
+    return UsageError(f"{given} must be {meaning}. Received: {given}={text}.")
 
 
 def check_values(values: flags.FlagValues) -> None:
@@ -107,7 +107,7 @@ def check_values(values: flags.FlagValues) -> None:
 
 def _check_text(name: str, text: str) -> None:
     if not text.strip():
-        raise refuse(name, text, "not empty")
+        raise refuse(name, text, "a text that is not empty")
     if not text.isprintable():
         raise refuse(name, text, "a text in UTF-8 without control characters")
     if len(text) > _MOST_CHARACTERS:

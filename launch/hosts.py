@@ -95,7 +95,7 @@ class HostDiscovery:
             try:
                 self._hosts = self._ask()
             except UsageError as error:
-                say("tfdist-run", f"{error} The hosts stay as they were.")
+                say("tfdist-run", f"{error} The hosts remain unchanged.")
 
     def _ask(self) -> list[Host]:
         try:
@@ -110,7 +110,7 @@ class HostDiscovery:
             )
         except UnicodeDecodeError as error:
             raise UsageError(
-                f"--host_discovery_script={self._script}: it prints what is no text in UTF-8, "
+                f"--host_discovery_script={self._script}: its output is not UTF-8 text, "
                 f"{error.object[:40]!r}."
             ) from error
         except (subprocess.SubprocessError, OSError) as error:
@@ -120,7 +120,7 @@ class HostDiscovery:
             host = parse_host(line)
             if host is None:
                 raise UsageError(
-                    f"--host_discovery_script={self._script}: it prints a host a line, as name or "
+                    f"--host_discovery_script={self._script}: it must print one host per line, as name or "
                     f"name:slots with at most {MOST_RANKS_OF_A_HOST} slots. Received: {line[:80]!r}."
                 )
             hosts.append(host)

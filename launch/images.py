@@ -28,7 +28,7 @@ class Images(Task):
         """Refuses texts, and a mesh that these models make no use of."""
         if settings.dataset == "pydoc" or settings.dataset.startswith("text:"):
             raise UsageError(
-                f"--dataset={settings.dataset} is a text, which --model=gpt learns from. "
+                f"--dataset={settings.dataset} is a text, which only --model=gpt learns from. "
                 f"Received: --model={settings.model}."
             )
         if _NAME.fullmatch(settings.dataset) is None:

@@ -65,7 +65,7 @@ class Language(Task):
             )
         if _SAMPLE.value and settings.layout.pipeline > 1:
             raise UsageError(
-                "--sample needs the whole model, of which a rank of a pipeline has a part. "
+                "--sample needs the whole model, but a pipeline rank holds only its stages. "
                 f"Received: --sample={_SAMPLE.value} --pipeline={settings.layout.pipeline}."
             )
         if settings.data_dir is not None:

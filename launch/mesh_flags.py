@@ -102,7 +102,7 @@ def chosen_layout() -> Layout:
             VALUES, (_MICROBATCHES, _SCHEDULE, _CHUNKS), "is for a pipeline", "--pipeline=1"
         )
     if _DATA.value != -1 and _DATA.value < 1:
-        raise refuse("data", _DATA.value, "at least 1, or -1 for what the others leave")
+        raise refuse("data", _DATA.value, "at least 1, or -1 for all that remain")
     microbatches = _MICROBATCHES.value or (4 * _PIPELINE.value if _PIPELINE.value > 1 else 1)
     try:
         mesh = Mesh(

@@ -204,7 +204,7 @@ def _sizes(size: int) -> tuple[int, int]:
     least, most = _MIN_NP.value or size, _MAX_NP.value or size
     if not least <= size <= most:
         raise command.UsageError(
-            f"-np lies between --min_np and --max_np. Received: -np {size} --min_np={least} "
+            f"-np must be between --min_np and --max_np. Received: -np {size} --min_np={least} "
             f"--max_np={most}."
         )
     return least, most

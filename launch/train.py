@@ -227,7 +227,7 @@ def _save_intervals() -> dict[str, Any]:
     found = re.fullmatch(r"(auto)|([1-9]\d*)|(\d+(?:\.\d+)?)s", _SAVE_EVERY.value, re.ASCII)
     if found is None:
         raise command.UsageError(
-            "--save_every is a number of steps, a time as 60s, or auto. "
+            "--save_every must be a number of steps, a time such as 60s, or auto. "
             f"Received: --save_every={_SAVE_EVERY.value}."
         )
     auto, steps, seconds = found.groups()

@@ -98,8 +98,8 @@ def _check_is_for_a_job() -> None:
     """Refuses flags that say nothing of a Job."""
     if JOB.places_ranks:
         raise UsageError(
-            "In a Job each rank is a pod, and Kubernetes chooses its node: say how many by -np, or "
-            f"take --kind=mpijob. Received: {JOB.places_ranks}."
+            "In a Job each rank is a pod, and Kubernetes chooses its node: set their number with -np, or "
+            f"use --kind=mpijob. Received: {JOB.places_ranks}."
         )
     refuse_ignored(VALUES, (_LAUNCHER, _SSH), "is for --kind=mpijob", "--kind=job")
 

@@ -40,7 +40,7 @@ def _check(scheduler: ModuleType, words: list[str]) -> str:
     """The text that is to be written."""
     for word in words:
         if not word.isascii() and not word.encode(errors="replace").decode() == word:
-            raise command.UsageError(f"The command is a text in UTF-8. Received: {word!r}.")
+            raise command.UsageError(f"The command must be UTF-8 text. Received: {word!r}.")
     text = scheduler.from_flags(words)
     if scheduler.JOB.output.value is not None:
         output_file("output", scheduler.JOB.output.value)

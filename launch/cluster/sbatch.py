@@ -134,12 +134,12 @@ def _check_option(option: str) -> None:
     found = re.fullmatch(r"(--[a-z][a-z-]*|-[A-Za-z])(?:[= ]?(.*))", option)
     if found is None:
         raise UsageError(
-            f"--sbatch is an option of sbatch, such as --sbatch=--qos=high. Received: {option!r}."
+            f"--sbatch must be an option of sbatch, such as --sbatch=--qos=high. Received: {option!r}."
         )
     flag = _TAKEN.get(found[1])
     if flag is not None:
         raise UsageError(
-            f"--sbatch is not for what the script says by itself: see {flag}. Received: "
+            f"--sbatch cannot set what the script already sets: use {flag}. Received: "
             f"--sbatch={option}."
         )
 
@@ -158,7 +158,7 @@ def _directives(job: Job, options: SlurmOptions) -> list[str]:
     lead = job.save_seconds + _MARGIN_SECONDS
     if job.seconds is not None and job.seconds <= lead:
         raise UsageError(
-            f"The ranks are told to save {lead} s before the time is up, so --time is longer. "
+            f"The ranks are told to save {lead} s before the time limit, so --time must be longer. "
             f"Received: {job.seconds} s, --save_seconds={job.save_seconds}."
         )
     gpus = None

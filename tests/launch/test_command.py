@@ -88,8 +88,8 @@ def test_a_hook_before_the_programs_own_hears_of_the_failure():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--flagfile="], "--flagfile is the path of a file. Received: --flagfile=''."),
-        (["--flagfile", ""], "--flagfile is the path of a file. Received: --flagfile=''."),
+        (["--flagfile="], "--flagfile must be the path of a file. Received: --flagfile=''."),
+        (["--flagfile", ""], "--flagfile must be the path of a file. Received: --flagfile=''."),
         (["--flagfile=/no/such"], "/no/such"),
         (["--flagfile=bytes"], "--flagfile"),
         (["--no-such-flag"], "no-such-flag"),
