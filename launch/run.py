@@ -34,9 +34,7 @@ _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
 _NP = _define.integer("np", None, "Number of ranks to start", lower_bound=1, upper_bound=MOST_RANKS)
 _HOSTS = _define.string(
-    "H",
-    "",
-    "Hosts and their slots, host1:2,host2:2 [the Slurm allocation, or this machine]",
+    "H", "", "Hosts and their slots, host1:2,host2:2 [the Slurm allocation, or this machine]"
 )
 _ENGINE = _define.enum(
     "engine",

@@ -67,10 +67,7 @@ _WARMUP = DEFINE.float(
     upper_bound=10_000.0,
 )
 _RECOMPUTE = DEFINE.enum(
-    "recompute",
-    "none",
-    ["none", "selective", "sqrt", "every_layer"],
-    "Activations to recompute",
+    "recompute", "none", ["none", "selective", "sqrt", "every_layer"], "Activations to recompute"
 )
 _SEED = DEFINE.integer(
     "seed", 0, "Seed of weights and data order", lower_bound=0, upper_bound=2**32 - 1

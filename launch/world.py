@@ -30,8 +30,12 @@ STRATEGY = DEFINE.enum(
 )
 _TPU = DEFINE.string("tpu", "local", "Name or address of the TPU; local: this machine's")
 STEPS_PER_EXECUTION = DEFINE.integer(
-    "steps_per_execution", 1, "Steps per call of Keras [1; TPU: 32]", lower_bound=1,
-    upper_bound=1 << 20)  # fmt: skip
+    "steps_per_execution",
+    1,
+    "Steps per call of Keras [1; TPU: 32]",
+    lower_bound=1,
+    upper_bound=1 << 20,
+)
 _WATCHDOG = DEFINE.float(
     "watchdog_seconds",
     600.0,

@@ -109,11 +109,7 @@ class JobFlags:
         self._env = define.repeated("env", "Variable of each rank, NAME=VALUE")
         self._directory = define.string("chdir", None, "Working directory of the ranks")
         self._restarts = define.integer(
-            "max_restarts",
-            0,
-            "Restarts after failures",
-            lower_bound=0,
-            upper_bound=_MOST_RESTARTS,
+            "max_restarts", 0, "Restarts after failures", lower_bound=0, upper_bound=_MOST_RESTARTS
         )
         self._save = define.integer(
             "save_seconds",
