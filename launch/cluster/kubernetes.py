@@ -7,16 +7,8 @@ import re
 from absl import flags
 
 from tfdist.launch.cluster.indexed_job import indexed_job
-from tfdist.launch.cluster.job_flags import (
-    JobFlags,
-    parse_size,
-)
-from tfdist.launch.cluster.kubernetes_names import (
-    check_mounts,
-    check_name,
-    check_path,
-    labels_of,
-)
+from tfdist.launch.cluster.job_flags import JobFlags, parse_size
+from tfdist.launch.cluster.kubernetes_names import check_mounts, check_name, check_path, labels_of
 from tfdist.launch.cluster.manifests import to_yaml
 from tfdist.launch.cluster.mpi_job import mpi_job
 from tfdist.launch.cluster.pods import Pods

@@ -37,7 +37,7 @@ _SHARED_MEMORY = "/dev/shm"
 
 
 def check_name(flag: str, name: str | None) -> None:
-    """Checks a name by its flag; None is right."""
+    """Checks a name by its flag; None is allowed."""
     pattern, meaning = _NAMES[flag]
     if name is not None and re.fullmatch(pattern, name, re.ASCII) is None:
         raise refuse(flag, name, meaning)

@@ -10,13 +10,7 @@ import numpy as np
 import tensorstore as ts
 
 from tfdist.checkpoint import format1
-from tfdist.checkpoint.chunks import (
-    Box,
-    copy_chunk,
-    decode,
-    folder_of_array,
-    touched,
-)
+from tfdist.checkpoint.chunks import Box, copy_chunk, decode, folder_of_array, touched
 from tfdist.checkpoint.errors import StorageError
 from tfdist.checkpoint.manifest import Manifest
 from tfdist.checkpoint.storage import Storage, digest_of

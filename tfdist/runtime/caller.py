@@ -6,12 +6,7 @@ import contextlib
 import socket
 import time
 
-from tfdist.runtime.handshake import (
-    ANSWER_BYTES,
-    CHALLENGE_BYTES,
-    AuthenticationError,
-    CallerProof,
-)
+from tfdist.runtime.handshake import ANSWER_BYTES, CHALLENGE_BYTES, AuthenticationError, CallerProof
 
 __all__ = ["connect", "connect_once"]
 
