@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import errno
 import itertools
@@ -9,7 +10,6 @@ import os
 import shutil
 import signal
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -61,13 +61,7 @@ class Program:
         return self.usage.split()[0]
 
     def parse(self, arguments: Sequence[str]) -> Any:
-        """Reads and checks a command line, and does nothing else.
-
-        Args:
-            arguments: The command line, program name first.
-
-        Returns:
-            What `check` returned.
+        """Reads and checks a command line, program name first; returns what `check` returned.
 
         Raises:
             UsageError: A flag is unknown, has a bad value, or does not go with another.
@@ -80,27 +74,26 @@ class Program:
             if error.flagname not in _HELP:
                 raise UsageError(str(error)) from error
             full = error.flagname == "helpfull"
-            print(_help(self.values, self.usage, self.summary, self.folded, full=full))
+            print(_help(self, full=full))
             sys.exit(0)
         except UnicodeDecodeError as error:
-            raise UsageError(f"--flagfile names a text in UTF-8: {error}.") from error
+            raise UsageError(f"--flagfile must name a UTF-8 text file: {error}.") from error
         except (flags.Error, ValueError) as error:  # The latter: a value where none is taken.
             raise UsageError(str(error)) from error
         _check_flagfiles(arguments[1 : len(arguments) - len(left)])
         check_values(self.values)
         if left and not self.rest:
-            raise UsageError(f"There are only flags, see --help. Received: {' '.join(left)}")
+            raise UsageError(
+                f"This program takes only flags, see --help. Received: {' '.join(left)}"
+            )
         return self.check(left)
 
     def run(self, arguments: Sequence[str] | None = None) -> NoReturn:
-        """Parses the command line, does the work, and exits.
+        """Parses the command line, program name first, does the work, and exits.
 
         A bad flag or value ends with one line and exit code 2, what can be expected to fail (a disk
         that is full, a file that cannot be written) with one line and code 1, and Ctrl-C with code
         130. Other exceptions are mistakes of the program's, and keep their tracebacks.
-
-        Args:
-            arguments: The command line, program name first; that of the process by default.
         """
         arguments = list(sys.argv if arguments is None else arguments)
         if not flags.FLAGS.is_parsed():
@@ -155,7 +148,9 @@ def _check_flagfiles(arguments: Sequence[str]) -> None:
         name, equals, value = argument.lstrip("-").partition("=")
         given = value if equals else following
         if argument.startswith("-") and name == "flagfile" and not given.strip():
-            raise UsageError(f"--flagfile is the path of a file. Received: --flagfile={given!r}.")
+            raise UsageError(
+                f"--flagfile must be the path of a file. Received: --flagfile={given!r}."
+            )
 
 
 def run_without_choice(
@@ -163,12 +158,7 @@ def run_without_choice(
 ) -> NoReturn:
     """Ends a program that was not told which of its parts to run: by help, or by an error.
 
-    Args:
-        arguments: The program's, its name first.
-        what: What was to come first, as a sentence begins with it.
-        names: What there is, for the message.
-        usage: As in `Program`.
-        summary: As in `Program`.
+    The error says that `what` comes first, and lists the `names` that there are.
     """
     program, *words = arguments
     received = words[0] if words else "nothing"
@@ -181,41 +171,27 @@ def run_without_choice(
     without.run([program, *(["--help"] if asks_for_help else [])])
 
 
-def _help(
-    values: flags.FlagValues,
-    usage: str,
-    summary: str,
-    folded: Mapping[str, Sequence[str]],
-    *,
-    full: bool,
-) -> str:
-    width = min(shutil.get_terminal_size((80, 24)).columns, 100)
-    last = {name for names in folded.values() for name in names}
-    found = {flag.name: flag for flag in _flags(values)}
-    shown = [name for name in found if name not in last]
-    rows = [(_shown(found[name]), _explained(found[name])) for name in shown]
+def _help(program: Program, *, full: bool) -> str:
+    folded = {name for names in program.folded.values() for name in names}
+    found = {name: program.values[name] for name in program.values}
+    shown = [flag for name, flag in found.items() if name not in folded]
     if full:
-        rows += [(_shown(found[name]), _explained(found[name])) for name in found if name in last]
-    rows.append(("--flagfile=FILE", "Flags from a file, one a line"))
+        shown += [flag for name, flag in found.items() if name in folded]
+    rows = [(_shown(flag), _explained(flag)) for flag in shown]
+    rows.append(("--flagfile=FILE", "File of flags, one per line"))
     if folded and not full:
-        rows += [(title, " ".join(f"--{n}" for n in names)) for title, names in folded.items()]
-        rows.append(("--helpfull", "Explains these too"))
-    # Names that are longer than a column put their explanation on a line of its own.
-    column = min(max(len(left) for left, _ in rows), 24) + 2
-    lines = [*textwrap.wrap(summary, width), "", f"Usage: {usage}", ""]
-    for left, explained in rows:
-        if len(left) > column - 2:
-            lines.append(left)
-            left = ""
-        indent = " " * column
-        lines += textwrap.wrap(
-            explained, width, initial_indent=f"{left:<{column}}", subsequent_indent=indent
-        )
-    return "\n".join(lines)
-
-
-def _flags(values: flags.FlagValues) -> list[flags.Flag]:
-    return [values[name] for name in values]
+        for title, names in program.folded.items():
+            rows.append((title, " ".join(f"--{name}" for name in names)))
+        rows.append(("--helpfull", "Explains these flags too"))
+    width = min(shutil.get_terminal_size((80, 24)).columns, 100)
+    formatter = argparse.HelpFormatter(program.name, max_help_position=26, width=width)
+    formatter.add_text(program.summary)
+    formatter.add_text(f"Usage: {program.usage}")
+    for left, text in rows:
+        # As a positional argument, of which argparse shows the name and the help alone.
+        action = argparse.Action([], "", metavar=left, help=text.replace("%", "%%"))
+        formatter.add_argument(action)
+    return formatter.format_help().rstrip()
 
 
 def _shown(flag: flags.Flag) -> str:

@@ -1,4 +1,4 @@
-"""Checks of flags: of any flag by its kind, and of those that name files and folders.
+"""How flags are defined and checked: any flag by its kind, and those that name files and folders.
 
 absl has bounds for numbers, which NaN passes, and takes any text. Each check raises a `UsageError`
 of one line that names the flag and shows the value.
@@ -6,6 +6,7 @@ of one line that names the flag and shows the value.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import stat
@@ -21,6 +22,7 @@ __all__ = [
     "MOST_RANKS",
     "MOST_RANKS_OF_A_HOST",
     "YEAR",
+    "FlagDefiner",
     "UsageError",
     "as_given",
     "check_values",
@@ -40,26 +42,40 @@ _MOST_CHARACTERS = 100_000
 
 
 class UsageError(TfdistError):
-    """What the user asked for cannot be done: one line says what, and how to mend it."""
+    """What the user asked for cannot be done: one line says what, and what to do."""
+
+
+class FlagDefiner:
+    """absl's `DEFINE_` functions, for the flags of one program.
+
+    Args:
+        values: The program's flags.
+    """
+
+    def __init__(self, values: flags.FlagValues):
+        self._values = values
+        self.boolean = functools.partial(flags.DEFINE_boolean, flag_values=values)
+        self.enum = functools.partial(flags.DEFINE_enum, flag_values=values)
+        self.float = functools.partial(flags.DEFINE_float, flag_values=values)
+        self.integer = functools.partial(flags.DEFINE_integer, flag_values=values)
+        self.list = functools.partial(flags.DEFINE_list, flag_values=values)
+        self.string = functools.partial(flags.DEFINE_string, flag_values=values)
+
+    def repeated(self, name: str, text: str) -> flags.FlagHolder:
+        """Defines a text that may be given more than once; the help says so in a few words."""
+        holder = flags.DEFINE_multi_string(name, None, text, flag_values=self._values)
+        self._values[name].help = f"{text}; may be repeated"
+        return holder
 
 
 def refuse(flag: str, value: Any, meaning: str) -> UsageError:
-    """The error for a bad value.
-
-    Args:
-        flag: The flag's name.
-        value: What it was given.
-        meaning: What it is, as the sentence goes on behind its name.
-
-    Returns:
-        The error, for the caller to raise.
-    """
+    """The error for a bad value of a flag; `meaning` goes on behind the flag's name."""
     plain = isinstance(value, str) and value.strip() and value.isprintable()
     text = value if plain else shown(value)
     if len(text) > 200:
         text = f"{text[:200]}..."
     given = f"-{flag}" if len(flag) == 1 else f"--{flag}"
-    return UsageError(f"{given} is {meaning}. Received: {given}={text}.")
+    return UsageError(f"{given} must be {meaning}. Received: {given}={text}.")
 
 
 def check_values(values: flags.FlagValues) -> None:
@@ -67,12 +83,6 @@ def check_values(values: flags.FlagValues) -> None:
 
     Numbers are finite and fit into 32 bits, unless the flag has bounds of its own; texts are not
     empty, and have no control characters and no bytes that are no UTF-8; lists are not empty.
-
-    Args:
-        values: Flags that were parsed.
-
-    Raises:
-        UsageError: One is something else.
     """
     for name in values:
         flag = values[name]
@@ -97,7 +107,7 @@ def check_values(values: flags.FlagValues) -> None:
 
 def _check_text(name: str, text: str) -> None:
     if not text.strip():
-        raise refuse(name, text, "not empty")
+        raise refuse(name, text, "a text that is not empty")
     if not text.isprintable():
         raise refuse(name, text, "a text in UTF-8 without control characters")
     if len(text) > _MOST_CHARACTERS:
@@ -112,17 +122,7 @@ def as_given(values: flags.FlagValues, some: Iterable[flags.FlagHolder]) -> str:
 def refuse_ignored(
     values: flags.FlagValues, some: Iterable[flags.FlagHolder], why: str, received: str
 ) -> None:
-    """Refuses flags that would be ignored.
-
-    Args:
-        values: Where they are defined.
-        some: The flags.
-        why: Where they mean something, as the sentence goes on behind a flag's name.
-        received: What is given in its place.
-
-    Raises:
-        UsageError: One is given.
-    """
+    """Refuses flags that would be ignored where `received` is given; `why` says where they are not."""
     for flag in some:
         if flag.present:
             raise UsageError(
@@ -131,47 +131,30 @@ def refuse_ignored(
 
 
 def folder(flag: str, path: str) -> None:
-    """Checks the path of a folder that is there, or that can be made.
-
-    Raises:
-        UsageError: It is the root, a file, or lies in what is no folder.
-    """
+    """Checks the path of a folder that is there, or that can be made; the root is none."""
     found = os.path.abspath(os.path.expanduser(path))
     if not found.strip("/"):
         raise refuse(flag, path, "a folder, and not the root of the file system")
     while (mode := _mode(flag, path, found)) is None and found != os.path.dirname(found):
         found = os.path.dirname(found)
     if mode != stat.S_IFDIR:
-        raise UsageError(f"--{flag}={path} cannot be written: {found} is no folder.")
+        raise UsageError(f"--{flag}={path} cannot be written: {found} is not a folder.")
 
 
 def input_file(flag: str, path: str) -> None:
-    """Checks the path of a file that can be read.
-
-    Raises:
-        UsageError: There is none.
-    """
+    """Checks the path of a file that can be read."""
     found = os.path.expanduser(path)
     mode = _mode(flag, path, found)
     if mode is None:
-        raise UsageError(f"--{flag}={path} is not there.")
+        raise UsageError(f"--{flag}={path} does not exist.")
     if mode != stat.S_IFREG:
-        raise UsageError(f"--{flag}={path} is no file.")
+        raise UsageError(f"--{flag}={path} is not a file.")
     if not os.access(found, os.R_OK):
         raise UsageError(f"--{flag}={path} cannot be read: permission denied.")
 
 
 def output_file(flag: str, path: str, endings: Sequence[str] = ()) -> None:
-    """Checks the path of a file that can be written; nothing is written yet.
-
-    Args:
-        flag: The flag.
-        path: The path.
-        endings: Those that the file may have; any by default.
-
-    Raises:
-        UsageError: It is a folder, lies in no folder, cannot be written, or ends otherwise.
-    """
+    """Checks the path of a file that can be written, and its ending; nothing is written yet."""
     if endings and not path.endswith(tuple(endings)):
         raise refuse(flag, path, f"a file that ends in {' or '.join(endings)}")
     found = os.path.expanduser(path)
@@ -180,7 +163,7 @@ def output_file(flag: str, path: str, endings: Sequence[str] = ()) -> None:
     if mode == stat.S_IFDIR or path.endswith("/"):
         why = "it is a folder"
     elif mode is None and _mode(flag, path, parent) != stat.S_IFDIR:
-        why = f"{parent} is no folder"
+        why = f"{parent} is not a folder"
     elif not os.access(parent if mode is None else found, os.W_OK):
         why = "permission denied"
     else:

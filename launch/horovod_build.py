@@ -118,7 +118,7 @@ def install(
     Args:
         options: What to build.
         cache_dir: Where wheels are kept.
-        force: Whether to build also where a wheel is kept.
+        force: Whether to build even where a wheel is kept.
 
     Raises:
         PrerequisiteError: Something is missing that the user has to install.
@@ -202,8 +202,7 @@ def build(
 def prove(options: BuildOptions | None = None) -> None:
     """Runs an all-reduce of the installed Horovod on two ranks of this machine, on the CPU.
 
-    Args:
-        options: What Horovod should have been built with; None takes what there is.
+    Where `options` are given, Horovod must have been built with them.
 
     Raises:
         PrerequisiteError: Horovod is not installed.
@@ -235,7 +234,7 @@ def prove(options: BuildOptions | None = None) -> None:
                 f"Received: {', '.join(carriers)}."
             )
     _say(
-        f"Proven: 2 ranks on this CPU agree on the right sum ({time.monotonic() - start:.0f} s). "
+        f"Tested: 2 ranks on this CPU got the right sum ({time.monotonic() - start:.0f} s). "
         f"Built with {', '.join(answers[0][1])}; what layers wait for goes "
         f"{'peer to peer' if answers[0][2] else 'through Horovod'}."
     )
@@ -291,18 +290,12 @@ def write_headers(folder: Path, options: BuildOptions) -> None:
 
 
 def build_environment(
-    headers: Path, options: BuildOptions, environment: Mapping[str, str] | None = None
+    headers: Path, options: BuildOptions, environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Returns the variables for the build.
-
-    Args:
-        headers: The folder that `write_headers` filled.
-        options: What to build.
-        environment: The variables to start from, instead of this process's.
-    """
+    """The variables for a build with the headers in a folder that `write_headers` filled."""
     result = {
         name: value
-        for name, value in with_scripts(os.environ if environment is None else environment).items()
+        for name, value in with_scripts(environment).items()
         if name in _PLACES or not name.startswith("HOROVOD_")
     }
     # Its mere presence adds Intel's oneCCL to the build.
@@ -326,17 +319,13 @@ def build_environment(
     return result
 
 
-def _pip(*arguments: str, log: Path, environment: Mapping[str, str] | None = None) -> None:
-    """Runs pip with its output at the end of the log.
-
-    Raises:
-        BuildError: It failed; the message holds the end of the log.
-    """
+def _pip(*arguments: str, log: Path, environment: Mapping[str, str] = os.environ) -> None:
+    """Runs pip with its output at the end of the log; a `BuildError` holds the end of the log."""
     with open(log, "ab") as output:
         finished = run_in_session(
             [sys.executable, "-P", "-m", "pip", *arguments],
             env={
-                **(os.environ if environment is None else environment),
+                **environment,
                 "PIP_DISABLE_PIP_VERSION_CHECK": "1",
                 "PIP_NO_INPUT": "1",
             },

@@ -90,27 +90,19 @@ def check_interpreter() -> tuple[str, str]:
 
 
 def find_compiler(environment: Mapping[str, str]) -> list[str]:
-    """The command of the C++ compiler in CXX, or of the first on PATH; empty where there is none.
-
-    Args:
-        environment: Variables, with a PATH.
-    """
+    """The command of the C++ compiler in CXX, or of the first on PATH; empty where there is none."""
     named = shlex.split(environment.get("CXX", ""))
     which = functools.partial(shutil.which, path=environment["PATH"])
     return named or [name for name in _COMPILERS if which(name)][:1]
 
 
-def check_toolchain(options: BuildOptions, environment: Mapping[str, str] | None = None) -> None:
+def check_toolchain(options: BuildOptions, environment: Mapping[str, str] = os.environ) -> None:
     """Checks that the programs and headers of a build are there.
-
-    Args:
-        options: What to build.
-        environment: The variables to go by, instead of this process's.
 
     Raises:
         PrerequisiteError: One is missing; the message says how to install it.
     """
-    environment = with_scripts(os.environ if environment is None else environment)
+    environment = with_scripts(environment)
     which = functools.partial(shutil.which, path=environment["PATH"])
     named = shlex.split(environment.get("CXX", ""))
     if named and not which(named[0]):

@@ -14,7 +14,14 @@ from typing import NamedTuple
 from tfdist.launch.command import UsageError, say
 from tfdist.launch.flag_values import MOST_RANKS_OF_A_HOST
 
-__all__ = ["Host", "HostDiscovery", "is_this_machine", "moves", "parse_host", "placed"]
+__all__ = [
+    "Host",
+    "HostDiscovery",
+    "is_this_machine",
+    "should_restart",
+    "parse_host",
+    "assign_hosts",
+]
 
 #: A name that begins with a hyphen would be an option of ssh.
 _HOST = re.compile(r"([^:\s-][^:\s]*)(?::([1-9][0-9]*))?")
@@ -47,7 +54,7 @@ def is_this_machine(name: str) -> bool:
     return name in ("localhost", "127.0.0.1", socket.gethostname())
 
 
-def placed(hosts: Sequence[Host], num_ranks: int) -> list[str]:
+def assign_hosts(hosts: Sequence[Host], num_ranks: int) -> list[str]:
     """The host of each rank: the first are filled first, and no more than `num_ranks`."""
     slots: dict[str, int] = {}
     for host in hosts:
@@ -56,23 +63,20 @@ def placed(hosts: Sequence[Host], num_ranks: int) -> list[str]:
     return names[:num_ranks]
 
 
-def moves(before: Sequence[str], hosts: Sequence[Host], max_ranks: int) -> bool:
+def should_restart(before: Sequence[str], hosts: Sequence[Host], max_ranks: int) -> bool:
     """Whether a job on some hosts is to move: one of its places is gone, or there is room for more.
 
     Where there is no room at all it goes on as long as it can.
     """
     room = sum(host.slots for host in hosts)
-    gone = collections.Counter(before) - collections.Counter(placed(hosts, room))
+    gone = collections.Counter(before) - collections.Counter(assign_hosts(hosts, room))
     return room > 0 and (bool(gone) or min(room, max_ranks) > len(before))
 
 
 class HostDiscovery:
-    """Asks a script, again and again, which hosts are there.
+    """Runs a script, again and again, that prints which hosts are there.
 
-    By Horovod's convention the script prints a line for each: its name, or `name:slots`.
-
-    Args:
-        script: The command.
+    By Horovod's convention it prints a line for each: its name, or `name:slots`.
     """
 
     def __init__(self, script: str):
@@ -91,7 +95,7 @@ class HostDiscovery:
             try:
                 self._hosts = self._ask()
             except UsageError as error:
-                say("tfdist-run", f"{error} The hosts stay as they were.")
+                say("tfdist-run", f"{error} The hosts remain unchanged.")
 
     def _ask(self) -> list[Host]:
         try:
@@ -106,7 +110,7 @@ class HostDiscovery:
             )
         except UnicodeDecodeError as error:
             raise UsageError(
-                f"--host_discovery_script={self._script}: it prints what is no text in UTF-8, "
+                f"--host_discovery_script={self._script}: its output is not UTF-8 text, "
                 f"{error.object[:40]!r}."
             ) from error
         except (subprocess.SubprocessError, OSError) as error:
@@ -116,7 +120,7 @@ class HostDiscovery:
             host = parse_host(line)
             if host is None:
                 raise UsageError(
-                    f"--host_discovery_script={self._script}: it prints a host a line, as name or "
+                    f"--host_discovery_script={self._script}: it must print one host per line, as name or "
                     f"name:slots with at most {MOST_RANKS_OF_A_HOST} slots. Received: {line[:80]!r}."
                 )
             hosts.append(host)

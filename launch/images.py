@@ -28,7 +28,7 @@ class Images(Task):
         """Refuses texts, and a mesh that these models make no use of."""
         if settings.dataset == "pydoc" or settings.dataset.startswith("text:"):
             raise UsageError(
-                f"--dataset={settings.dataset} is a text, which --model=gpt learns from. "
+                f"--dataset={settings.dataset} is a text, which only --model=gpt learns from. "
                 f"Received: --model={settings.model}."
             )
         if _NAME.fullmatch(settings.dataset) is None:
@@ -76,7 +76,7 @@ class Images(Task):
         received = f"--batch_size={settings.batch_size}; {settings.dataset} has {size} samples"
         if settings.layout.pipeline > 1 or settings.whole_batches:
             raise UsageError(
-                f"A batch is filled here, which takes more data. Received: {received}."
+                f"Every batch must be full here, which takes more data. Received: {received}."
             )
         if settings.is_chief:
             say("tfdist-train", f"{received}: an epoch is one step.")

@@ -9,7 +9,7 @@ from pathlib import Path
 from absl import flags
 
 from tfdist.launch import command
-from tfdist.launch.flag_values import folder, refuse_ignored
+from tfdist.launch.flag_values import FlagDefiner, folder, refuse_ignored
 from tfdist.launch.horovod_build import HOROVOD_VERSION, BuildError, install, prove
 from tfdist.launch.horovod_prerequisites import BuildOptions, PrerequisiteError
 from tfdist.runtime.sessions import exit_on_signals
@@ -17,23 +17,14 @@ from tfdist.runtime.sessions import exit_on_signals
 __all__ = ["PROGRAM", "run"]
 
 _VALUES = flags.FlagValues()
-_MPI = flags.DEFINE_bool(
-    "mpi", False, "Build with the MPI that is installed, besides Gloo.", flag_values=_VALUES
+_define = FlagDefiner(_VALUES)
+_MPI = _define.boolean("mpi", False, "Builds with the installed MPI as well as Gloo")
+_GPU_OPERATIONS = _define.enum(
+    "gpu_operations", "none", ["none", "nccl"], "Library for collectives on NVIDIA GPUs; untested"
 )
-_GPU_OPERATIONS = flags.DEFINE_enum(
-    "gpu_operations",
-    "none",
-    ["none", "nccl"],
-    "Collectives on NVIDIA GPUs; untested on a GPU.",
-    flag_values=_VALUES,
-)
-_CACHE_DIR = flags.DEFINE_string(
-    "cache_dir", "~/.cache/tfdist/wheels", "Where built wheels are kept.", flag_values=_VALUES
-)
-_FORCE = flags.DEFINE_bool("force", False, "Build also where a wheel is kept.", flag_values=_VALUES)
-_CHECK = flags.DEFINE_bool(
-    "check", False, "Build nothing: prove what is installed.", flag_values=_VALUES
-)
+_CACHE_DIR = _define.string("cache_dir", "~/.cache/tfdist/wheels", "Folder that keeps built wheels")
+_FORCE = _define.boolean("force", False, "Builds even if a wheel is kept")
+_CHECK = _define.boolean("check", False, "Only tests the installed Horovod")
 
 
 def run() -> None:
@@ -44,16 +35,12 @@ def run() -> None:
 def _check(_: list[str]) -> None:
     if _CHECK.value:
         building = (_MPI, _GPU_OPERATIONS, _CACHE_DIR, _FORCE)
-        refuse_ignored(_VALUES, building, "is for building, which --check does not", "--check")
+        refuse_ignored(_VALUES, building, "is for a build, and --check builds nothing", "--check")
     folder("cache_dir", _CACHE_DIR.value)
 
 
 def _main(_: None) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    if not _CACHE_DIR.value.strip():
-        raise command.UsageError(
-            "--cache_dir is the folder for built wheels. Received: --cache_dir= without a folder."
-        )
     options = BuildOptions(mpi=_MPI.value, gpu_operations=_GPU_OPERATIONS.value)
     try:
         with exit_on_signals():
@@ -79,7 +66,7 @@ PROGRAM = command.Program(
     _VALUES,
     usage="tfdist-install-horovod [flags]",
     summary=f"Builds Horovod {HOROVOD_VERSION} for the TensorFlow that is installed, installs it, "
-    "and proves it with an all-reduce on two ranks. Needs a C++ compiler, CMake and make.",
+    "and tests it with an all-reduce on two ranks. Needs a C++ compiler, CMake and make.",
     check=_check,
 )
 

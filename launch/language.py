@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 
-from absl import flags
-
 from tfdist.launch.flag_values import UsageError, input_file
-from tfdist.launch.tasks import VALUES, Data, Settings, Task
+from tfdist.launch.tasks import DEFINE, Data, Settings, Task
 
 __all__ = ["Language"]
 
@@ -16,44 +14,20 @@ _MOST = 1 << 20
 _MOST_PARAMETERS = 10**13
 _MOST_TOKENS = 1 << 26
 
-_LAYERS = flags.DEFINE_integer(
-    "layers", 4, "Blocks of gpt", lower_bound=1, upper_bound=10_000, flag_values=VALUES
+_LAYERS = DEFINE.integer("layers", 4, "Transformer blocks", lower_bound=1, upper_bound=10_000)
+_WIDTH = DEFINE.integer(
+    "width", 128, "Width of the residual stream", lower_bound=1, upper_bound=_MOST
 )
-_WIDTH = flags.DEFINE_integer(
-    "width", 128, "Of gpt's residual stream", lower_bound=1, upper_bound=_MOST, flag_values=VALUES
+_HEADS = DEFINE.integer("heads", 4, "Attention heads per block", lower_bound=1, upper_bound=_MOST)
+_SEQ_LENGTH = DEFINE.integer(
+    "seq_length", 128, "Bytes per window of text", lower_bound=1, upper_bound=_MOST
 )
-_HEADS = flags.DEFINE_integer(
-    "heads", 4, "Attention heads of a block", lower_bound=1, upper_bound=_MOST, flag_values=VALUES
+_DROPOUT = DEFINE.float("dropout", 0.0, "Dropout rate", lower_bound=0.0, upper_bound=0.99)
+_SEQUENCE_PARALLEL = DEFINE.boolean(
+    "sequence_parallel", False, "Splits norms and dropout over --tensor too"
 )
-_SEQ_LENGTH = flags.DEFINE_integer(
-    "seq_length",
-    128,
-    "Bytes in a window of text",
-    lower_bound=1,
-    upper_bound=_MOST,
-    flag_values=VALUES,
-)
-_DROPOUT = flags.DEFINE_float(
-    "dropout",
-    0.0,
-    "Share of gpt's activations dropped",
-    lower_bound=0.0,
-    upper_bound=0.99,
-    flag_values=VALUES,
-)
-_SEQUENCE_PARALLEL = flags.DEFINE_boolean(
-    "sequence_parallel",
-    False,
-    "Split also norms and dropout over --tensor",
-    flag_values=VALUES,
-)
-_SAMPLE = flags.DEFINE_integer(
-    "sample",
-    0,
-    "Bytes that gpt writes at the end",
-    lower_bound=0,
-    upper_bound=_MOST,
-    flag_values=VALUES,
+_SAMPLE = DEFINE.integer(
+    "sample", 0, "Bytes to generate after training", lower_bound=0, upper_bound=_MOST
 )
 
 #: What a sample goes on from: the end of a paragraph.
@@ -91,7 +65,7 @@ class Language(Task):
             )
         if _SAMPLE.value and settings.layout.pipeline > 1:
             raise UsageError(
-                "--sample needs the whole model, of which a rank of a pipeline has a part. "
+                "--sample needs the whole model, but a pipeline rank holds only its stages. "
                 f"Received: --sample={_SAMPLE.value} --pipeline={settings.layout.pipeline}."
             )
         if settings.data_dir is not None:
@@ -220,5 +194,5 @@ class Language(Task):
 def _check_divides(what: str, value: int, by: str, divisor: int) -> None:
     if value % divisor:
         raise UsageError(
-            f"--{what} divides by --{by}. Received: --{what}={value} --{by}={divisor}."
+            f"--{what} must be a multiple of --{by}. Received: --{what}={value} --{by}={divisor}."
         )

@@ -4,65 +4,48 @@ from __future__ import annotations
 
 import dataclasses
 
-from absl import flags
-
-from tfdist.launch.flag_values import MOST_RANKS, UsageError, as_given, refuse
-from tfdist.launch.tasks import VALUES
+from tfdist.launch.flag_values import MOST_RANKS, UsageError, as_given, refuse, refuse_ignored
+from tfdist.launch.tasks import DEFINE, VALUES
 from tfdist.mesh import DEFAULT_ORDER, Mesh
 from tfdist.pipeline.schedules import SCHEDULES, check_schedule
 
 __all__ = ["MESH", "ZERO", "Layout", "chosen_layout"]
 
-_DATA = flags.DEFINE_integer(
+_DATA = DEFINE.integer(
     "data",
     -1,
-    "Ranks that share batches; -1: what the others leave",
+    "Ranks of the data axis; -1: all that remain",
     lower_bound=-1,
     upper_bound=MOST_RANKS,
-    flag_values=VALUES,
 )
-_TENSOR = flags.DEFINE_integer(
+_TENSOR = DEFINE.integer(
     "tensor",
     1,
-    "Ranks that share each layer",
+    "Ranks of the tensor axis, which split layers",
     lower_bound=1,
     upper_bound=MOST_RANKS,
-    flag_values=VALUES,
 )
-_PIPELINE = flags.DEFINE_integer(
+_PIPELINE = DEFINE.integer(
     "pipeline",
     1,
-    "Ranks that share the chain of layers",
+    "Ranks of the pipeline axis, which hold the stages",
     lower_bound=1,
     upper_bound=MOST_RANKS,
-    flag_values=VALUES,
 )
-_ORDER = flags.DEFINE_list(
-    "mesh_order",
-    list(DEFAULT_ORDER),
-    "Axes from the one whose ranks are farthest apart",
-    flag_values=VALUES,
+_ORDER = DEFINE.list(
+    "mesh_order", list(DEFAULT_ORDER), "Mesh axes, the one with the farthest ranks first"
 )
-_MICROBATCHES = flags.DEFINE_integer(
-    "num_microbatches",
-    None,
-    "Parts of a rank's rows in a pipeline [4 a stage]",
-    lower_bound=1,
-    flag_values=VALUES,
+_MICROBATCHES = DEFINE.integer(
+    "num_microbatches", None, "Micro-batches of a pipeline [4 per stage]", lower_bound=1
 )
-_SCHEDULE = flags.DEFINE_enum(
-    "schedule", "1f1b", list(SCHEDULES), "Of the pipeline", flag_values=VALUES
-)
-_CHUNKS = flags.DEFINE_integer(
-    "chunks", None, "Stages a rank, for interleaved [2]", lower_bound=1, flag_values=VALUES
-)
-ZERO = flags.DEFINE_integer(
+_SCHEDULE = DEFINE.enum("schedule", "1f1b", list(SCHEDULES), "Pipeline schedule")
+_CHUNKS = DEFINE.integer("chunks", None, "Stages per rank, for interleaved [2]", lower_bound=1)
+ZERO = DEFINE.integer(
     "zero_stage",
     0,
-    "Ranks share: 1 optimizer state, 2 gradients, 3 parameters",
+    "Shards: 1 optimizer state, 2 gradients, 3 parameters",
     lower_bound=0,
     upper_bound=3,
-    flag_values=VALUES,
 )
 
 MESH = (_DATA, _TENSOR, _PIPELINE, _ORDER, _MICROBATCHES, _SCHEDULE, _CHUNKS)
@@ -99,37 +82,27 @@ class Layout:
     def batch_size(self, given: int | None, default: int, data: int) -> int:
         """The samples of a step, over all ranks; in a pipeline they divide into micro-batches.
 
-        Args:
-            given: What the user asks for, or None.
-            default: What it is otherwise, rounded up so that it divides.
-            data: The size of the data axis.
-
-        Raises:
-            UsageError: What was given does not divide.
+        `default` is rounded up so that it divides; what the user has given is refused if it does not.
         """
         parts = data * self.num_microbatches if self.pipeline > 1 else 1
         if given is None:
             return -(-default // parts) * parts
         if given % parts:
             raise UsageError(
-                f"--batch_size divides by the data axis times --num_microbatches. Received: "
+                f"--batch_size must be a multiple of the data axis times --num_microbatches. Received: "
                 f"--batch_size={given}, data={data}, num_microbatches={self.num_microbatches}."
             )
         return given
 
 
 def chosen_layout() -> Layout:
-    """What the flags say.
-
-    Raises:
-        UsageError: They do not go together.
-    """
+    """What the flags say; a `UsageError` where they do not go together."""
     if _PIPELINE.value == 1:
-        for flag in (_MICROBATCHES, _SCHEDULE, _CHUNKS):
-            if flag.present:
-                raise UsageError(f"--{flag.name} is for a pipeline. Received: --pipeline=1.")
+        refuse_ignored(
+            VALUES, (_MICROBATCHES, _SCHEDULE, _CHUNKS), "is for a pipeline", "--pipeline=1"
+        )
     if _DATA.value != -1 and _DATA.value < 1:
-        raise refuse("data", _DATA.value, "at least 1, or -1 for what the others leave")
+        raise refuse("data", _DATA.value, "at least 1, or -1 for all that remain")
     microbatches = _MICROBATCHES.value or (4 * _PIPELINE.value if _PIPELINE.value > 1 else 1)
     try:
         mesh = Mesh(

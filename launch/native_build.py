@@ -16,14 +16,8 @@ __all__ = ["install_native"]
 def install_native(cache_dir: Path, *, force: bool = False) -> str:
     """Puts the library into the installed package, out of the cache or newly built.
 
-    All works without it, if more slowly, so nothing here is an error.
-
-    Args:
-        cache_dir: Where a built library is kept.
-        force: Whether to build also where one is kept.
-
-    Returns:
-        A line that says what came of it.
+    All works without it, if more slowly, so nothing here is an error: the line that is returned
+    says what came of it.
     """
     from tfdist.native import build, library_path
 

@@ -31,15 +31,7 @@ class RankProcess:
 
     @classmethod
     def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> RankProcess:
-        """Starts a rank on this machine.
-
-        Args:
-            command: The command and its arguments.
-            environment: What it has beside this process's own.
-
-        Raises:
-            UsageError: The command cannot be run.
-        """
+        """Starts a rank on this machine, with variables beside those of this process."""
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
         return cls(start_session(command, environment, stdin=subprocess.DEVNULL))
 
@@ -84,11 +76,7 @@ class RankProcess:
 def start_session(
     command: Sequence[str], environment: Mapping[str, str], stdin: int
 ) -> subprocess.Popen[bytes]:
-    """Starts a process as the leader of a session, with one pipe for all that it prints.
-
-    Raises:
-        UsageError: The command cannot be run.
-    """
+    """Starts a process as the leader of a session, with one pipe for all that it prints."""
     try:
         return subprocess.Popen(
             list(command),

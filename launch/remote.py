@@ -20,10 +20,19 @@ from typing import IO, cast
 
 from tfdist.launch.command import UsageError, say
 from tfdist.launch.processes import RankProcess, start_session
-from tfdist.launch.remote_rank import CARD
+from tfdist.launch.remote_rank import INFO_PREFIX
 from tfdist.runtime.rendezvous import address_towards
 
-__all__ = ["PASS", "Card", "Reached", "RemoteRank", "UnreachableError", "reach", "srun", "ssh"]
+__all__ = [
+    "PASS",
+    "HostInfo",
+    "ReachedHost",
+    "RemoteRank",
+    "UnreachableError",
+    "reach",
+    "srun",
+    "ssh",
+]
 
 _REACH_SECONDS = 60.0
 #: What belongs to a host or to who is logged in there, and is no business of the others.
@@ -47,7 +56,7 @@ class UnreachableError(UsageError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Card:
+class HostInfo:
     """What the far end of a rank says of its host.
 
     Attributes:
@@ -80,12 +89,10 @@ def srun(host: str, command: Sequence[str]) -> list[str]:
     ]
 
 
-def reach(hosts: Sequence[str], shell: Callable[[str, Sequence[str]], list[str]]) -> list[Reached]:
-    """Reaches a host for each of some ranks; a host may be named more than once.
-
-    Raises:
-        UnreachableError: One cannot be reached.
-    """
+def reach(
+    hosts: Sequence[str], shell: Callable[[str, Sequence[str]], list[str]]
+) -> list[ReachedHost]:
+    """Reaches a host for each rank, or raises `UnreachableError`; hosts may come more than once."""
     far = [sys.executable, "-m", "tfdist.launch.remote_rank"]
     started: list[tuple[str, subprocess.Popen[bytes]]] = []
     try:
@@ -93,14 +100,17 @@ def reach(hosts: Sequence[str], shell: Callable[[str, Sequence[str]], list[str]]
             process = start_session(shell(host, far), os.environ, stdin=subprocess.PIPE)
             started.append((host, process))
         deadline = time.monotonic() + _REACH_SECONDS
-        return [Reached(host, process, _card(host, process, deadline)) for host, process in started]
+        return [
+            ReachedHost(host, process, _host_info(host, process, deadline))
+            for host, process in started
+        ]
     except UsageError:
         for _, process in started:
             process.kill()
         raise
 
 
-def _card(host: str, process: subprocess.Popen[bytes], deadline: float) -> Card:
+def _host_info(host: str, process: subprocess.Popen[bytes], deadline: float) -> HostInfo:
     """What the far end says of itself."""
     output = cast(IO[bytes], process.stdout)
     os.set_blocking(output.fileno(), False)
@@ -115,35 +125,29 @@ def _card(host: str, process: subprocess.Popen[bytes], deadline: float) -> Card:
                 break
             said += part
             line = said.rpartition(b"\n")[0].rpartition(b"\n")[2].decode(errors="replace")
-            if said.endswith(b"\n") and line.startswith(CARD):
+            if said.endswith(b"\n") and line.startswith(INFO_PREFIX):
                 with contextlib.suppress(TypeError, ValueError):
-                    return _complete(host, **json.loads(line.removeprefix(CARD)))
+                    return _complete(host, **json.loads(line.removeprefix(INFO_PREFIX)))
     words = " ".join(said.decode(errors="replace").split()) or "it said nothing"
     raise UnreachableError(f"The host {host} cannot be reached, or lacks tfdist: {words}.")
 
 
-def _complete(host: str, caller: str, address: str, port: int) -> Card:
-    """A card, with what only ssh tells looked up where it is missing."""
+def _complete(host: str, caller: str, address: str, port: int) -> HostInfo:
+    """The info, with the addresses that only ssh tells looked up where they are missing."""
     try:
         address = address or socket.gethostbyname(host)
-        return Card(caller or address_towards(address), address, port)
+        return HostInfo(caller or address_towards(address), address, port)
     except OSError as error:
         raise UnreachableError(f"The host {host} has no address: {error}.") from error
 
 
 @dataclasses.dataclass(frozen=True)
-class Reached:
-    """A host that waits for what it is to run.
-
-    Attributes:
-        host: Its name.
-        process: What leads there.
-        card: What it said of itself.
-    """
+class ReachedHost:
+    """A host that waits for what it is to run; `process` is the ssh or srun that leads there."""
 
     host: str
     process: subprocess.Popen[bytes]
-    card: Card
+    info: HostInfo
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> RemoteRank:
         """Starts the rank, in a folder of the same path as the one here."""
@@ -170,19 +174,14 @@ def _passed() -> dict[str, str]:
     if kept:
         say(
             "tfdist-run",
-            f"{', '.join(sorted(kept))} may be secret and stay on this machine. "
-            f"{PASS}=NAME,NAME names variables that ranks on other hosts get all the same.",
+            f"{', '.join(sorted(kept))} look like secrets and are not sent to other hosts. "
+            f"List variables to send all the same in {PASS}=NAME,NAME.",
         )
     return passed
 
 
 class RemoteRank(RankProcess):
-    """A rank on another host.
-
-    Args:
-        host: The host's name.
-        process: What leads there.
-    """
+    """A rank on another host; `process` is the ssh or srun that leads there."""
 
     def __init__(self, host: str, process: subprocess.Popen[bytes]):
         super().__init__(process)

@@ -19,10 +19,10 @@ from tfdist.runtime import exit_codes
 from tfdist.runtime.orphan_guard import OrphanGuard
 from tfdist.runtime.rendezvous import free_ports, with_interface
 
-__all__ = ["CARD"]
+__all__ = ["INFO_PREFIX"]
 
 #: What the line begins with that says where this is; a login shell may print others before it.
-CARD = "tfdist-remote-rank: "
+INFO_PREFIX = "tfdist-remote-rank: "
 
 
 def main() -> NoReturn:
@@ -31,7 +31,7 @@ def main() -> NoReturn:
     connection = os.environ.get("SSH_CONNECTION", "").split()
     caller, _, own, _ = connection if len(connection) == 4 else ("", "", "", "")
     (port,) = free_ports(1)
-    print(CARD + json.dumps({"caller": caller, "address": own, "port": port}), flush=True)
+    print(INFO_PREFIX + json.dumps({"caller": caller, "address": own, "port": port}), flush=True)
     line = sys.stdin.readline()
     if not line:
         sys.exit(exit_codes.USAGE)  # The other end has given up.

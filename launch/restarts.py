@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tfdist.launch.command import say
-from tfdist.launch.hosts import HostDiscovery, moves, placed
+from tfdist.launch.hosts import HostDiscovery, assign_hosts, should_restart
 from tfdist.launch.remote import UnreachableError
 from tfdist.launch.supervisor import Supervisor
 from tfdist.runtime import exit_codes
@@ -38,11 +38,10 @@ def run_with_restarts(
     Args:
         start: Runs the job once.
         hosts: The host of each rank, without a discovery.
-        min_ranks: Waits for room for so many.
-        max_ranks: Takes room for no more.
-        max_restarts: How many failures are followed by another start. Changes of the hosts do not
-            count.
-        longest_delay: Seconds. The first restart waits for 1, each after it twice as long, up to this.
+        min_ranks: The ranks that there must be room for.
+        max_ranks: The ranks that are started at most.
+        max_restarts: How many failures are followed by a restart. Changes of the hosts do not count.
+        longest_delay: Seconds. The first restart waits for 1, the next twice as long, up to this.
         discovery: Who says which hosts there are.
 
     Returns:
@@ -57,13 +56,13 @@ def run_with_restarts(
             hosts = _wait_for_room(discovery, min_ranks, max_ranks)
 
         def has_changed(hosts=hosts) -> bool:
-            return discovery is not None and moves(hosts, discovery.hosts, max_ranks)
+            return discovery is not None and should_restart(hosts, discovery.hosts, max_ranks)
 
         begun = time.monotonic()
         try:
             supervisor, code = start(hosts, has_changed)
         except UnreachableError as error:
-            # Never reached, it is a wrong name or a missing key, which no patience mends.
+            # A host that was never reached has a wrong name or lacks a key: a restart does not help.
             if failures == max_restarts or not has_run:
                 raise
             say("tfdist-run", str(error))
@@ -87,12 +86,12 @@ def run_with_restarts(
 
 def _wait_for_room(discovery: HostDiscovery, min_ranks: int, max_ranks: int) -> list[str]:
     said = False
-    while len(found := placed(discovery.hosts, max_ranks)) < min_ranks:
+    while len(found := assign_hosts(discovery.hosts, max_ranks)) < min_ranks:
         if not said:
             said = True
             say(
                 "tfdist-run",
-                f"waits for room for {min_ranks} ranks; there is some for {len(found)}.",
+                f"waiting for slots for {min_ranks} ranks; there are {len(found)}.",
             )
         time.sleep(_LOOK_SECONDS)
     return found

@@ -17,93 +17,68 @@ from tfdist.launch.flag_values import (
     MOST_RANKS,
     MOST_RANKS_OF_A_HOST,
     YEAR,
+    FlagDefiner,
     refuse,
     refuse_ignored,
 )
-from tfdist.launch.hosts import Host, HostDiscovery, is_this_machine, parse_host, placed
+from tfdist.launch.hosts import Host, HostDiscovery, assign_hosts, is_this_machine, parse_host
 from tfdist.launch.processes import RankProcess
 from tfdist.launch.restarts import run_with_restarts
 from tfdist.launch.supervisor import Supervisor
 from tfdist.runtime.lock_owner import JOB
-from tfdist.runtime.rendezvous import MEANT_RANKS, Place, environments, interface_towards
+from tfdist.runtime.rendezvous import MEANT_RANKS, Endpoint, environments, interface_towards
 
 __all__ = ["PROGRAM", "run"]
 
 _VALUES = flags.FlagValues()
-_NP = flags.DEFINE_integer(
-    "np",
-    None,
-    "How many ranks to start.",
-    lower_bound=1,
-    upper_bound=MOST_RANKS,
-    flag_values=_VALUES,
+_define = FlagDefiner(_VALUES)
+_NP = _define.integer("np", None, "Number of ranks to start", lower_bound=1, upper_bound=MOST_RANKS)
+_HOSTS = _define.string(
+    "H", "", "Hosts and their slots, host1:2,host2:2 [the Slurm allocation, or this machine]"
 )
-_HOSTS = flags.DEFINE_string(
-    "H",
-    "",
-    "Hosts and their slots, host1:2,host2:2; those of the Slurm allocation or this machine if left "
-    "out.",
-    flag_values=_VALUES,
-)
-_ENGINE = flags.DEFINE_enum(
+_ENGINE = _define.enum(
     "engine",
     "auto",
     ["auto", "horovod", "tensorflow"],
-    "What carries the collectives; auto takes Horovod where it is installed.",
-    flag_values=_VALUES,
+    "Library for the collectives; auto uses Horovod if it is installed",
 )
-_WATCHDOG = flags.DEFINE_float(
+_WATCHDOG = _define.float(
     "watchdog_seconds",
     600.0,
-    "How long a rank may be frozen before the job is ended; 0 for ever.",
+    "Seconds a rank may be stopped before the job is ended; 0 for no limit",
     lower_bound=0.0,
     upper_bound=YEAR,
-    flag_values=_VALUES,
 )
-_MAX_RESTARTS = flags.DEFINE_integer(
+_MAX_RESTARTS = _define.integer(
     "max_restarts",
     None,
-    "How many failures are followed by another start [0; any, where hosts are discovered].",
+    "Restarts after failures [0; no limit with --host_discovery_script]",
     lower_bound=0,
-    flag_values=_VALUES,
 )
-_RESTART_SECONDS = flags.DEFINE_float(
+_RESTART_SECONDS = _define.float(
     "restart_seconds",
     60.0,
-    "The longest wait before another start; waits begin with 1 s, and double.",
+    "Longest wait before a restart; the first is 1 s, and each one doubles",
     lower_bound=0.0,
     upper_bound=YEAR,
-    flag_values=_VALUES,
 )
-_DISCOVERY = flags.DEFINE_string(
+_DISCOVERY = _define.string(
     "host_discovery_script",
     None,
-    "Prints the hosts that are there, one a line, as name:slots; the job follows them.",
-    flag_values=_VALUES,
+    "Command that prints the available hosts, one name:slots per line",
 )
-_MIN_NP = flags.DEFINE_integer(
-    "min_np",
-    None,
-    "Waits for room for so many ranks [np].",
-    lower_bound=1,
-    upper_bound=MOST_RANKS,
-    flag_values=_VALUES,
+_MIN_NP = _define.integer(
+    "min_np", None, "Ranks to wait for before a start [np]", lower_bound=1, upper_bound=MOST_RANKS
 )
-_MAX_NP = flags.DEFINE_integer(
-    "max_np",
-    None,
-    "Takes room for no more ranks [np].",
-    lower_bound=1,
-    upper_bound=MOST_RANKS,
-    flag_values=_VALUES,
+_MAX_NP = _define.integer(
+    "max_np", None, "Most ranks to start [np]", lower_bound=1, upper_bound=MOST_RANKS
 )
-_SAVE_SECONDS = flags.DEFINE_float(
+_SAVE_SECONDS = _define.float(
     "save_seconds",
     30.0,
-    "How long the ranks have to save after a SIGTERM.",
+    "Seconds that the ranks have to save after a SIGTERM",
     lower_bound=0.0,
     upper_bound=YEAR,
-    flag_values=_VALUES,
 )
 
 
@@ -114,19 +89,10 @@ def run() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What is to be started.
-
-    Attributes:
-        words: The command.
-        names: The host of each rank; nobody knows yet where hosts are discovered.
-        size: How many ranks.
-        least: How many there are to be at least.
-        most: How many at most.
-        engine: What carries the collectives.
-        in_slurm: Whether hosts are those of a Slurm allocation.
-    """
+    """A checked command line: the command, the host of each rank, and how many ranks there may be."""
 
     words: list[str]
+    #: Made of -np alone where hosts are discovered.
     names: list[str]
     size: int
     least: int
@@ -151,13 +117,13 @@ def _check(words: list[str]) -> _Job:
         raise command.UsageError(f"A job has at most {MOST_RANKS:,} ranks. Received: {size:,}.")
     if not hosts and _DISCOVERY.value is None and size > MOST_RANKS_OF_A_HOST:
         raise refuse("np", size, f"at most {MOST_RANKS_OF_A_HOST:,} on one machine; see -H")
-    names = placed(hosts, size) if hosts else ["localhost"] * size
+    names = assign_hosts(hosts, size) if hosts else ["localhost"] * size
     if len(names) < size:
         whose = "the Slurm allocation" if in_slurm else f"-H {_HOSTS.value}"
-        raise command.UsageError(f"-np {size} wants more slots than {whose} has: {len(names)}.")
+        raise command.UsageError(f"-np {size} needs more slots than {whose} has: {len(names)}.")
     if _DISCOVERY.value is None:
         discovering = (_MIN_NP, _MAX_NP)
-        refuse_ignored(_VALUES, discovering, "wants a --host_discovery_script", "alone")
+        refuse_ignored(_VALUES, discovering, "needs --host_discovery_script", "alone")
     else:
         refuse_ignored(_VALUES, (_HOSTS,), "is not for jobs that discover hosts", "and a script")
     if _MAX_RESTARTS.value == 0:
@@ -174,7 +140,7 @@ def _main(job: _Job) -> int:
 
     def start(names: Sequence[str], should_end: Callable[[], bool]) -> tuple[Supervisor, int]:
         reached = _reach(names, shell)
-        with environments(job.engine, _places(names, reached)) as found:
+        with environments(job.engine, _endpoints(names, reached)) as found:
             starts = []
             for far, environment in zip(reached, found, strict=True):
                 begin = RankProcess.start if far is None else far.start
@@ -203,26 +169,30 @@ def _main(job: _Job) -> int:
     )
 
 
-def _reach(names: Sequence[str], shell) -> list[remote.Reached | None]:
+def _reach(names: Sequence[str], shell) -> list[remote.ReachedHost | None]:
     """For each rank what leads to its host; None for this machine."""
     far = [name for name in names if not is_this_machine(name)]
     reached = iter(remote.reach(far, shell))
     return [None if is_this_machine(name) else next(reached) for name in names]
 
 
-def _places(names: Sequence[str], reached: Sequence[remote.Reached | None]) -> list[Place]:
+def _endpoints(
+    names: Sequence[str], reached: Sequence[remote.ReachedHost | None]
+) -> list[Endpoint]:
     """Where the ranks are to run, in each other's eyes."""
-    cards = [far.card for far in reached if far is not None]
-    if not cards:
-        return [Place()] * len(names)
+    infos = [far.info for far in reached if far is not None]
+    if not infos:
+        return [Endpoint()] * len(names)
     # As the others see it.
-    here = Place(
-        address=cards[0].caller,
-        meeting_address=cards[0].caller,
-        interface=interface_towards(cards[0].address),
+    here = Endpoint(
+        address=infos[0].caller,
+        rendezvous_address=infos[0].caller,
+        interface=interface_towards(infos[0].address),
     )
     return [
-        here if far is None else Place(name, far.card.address, far.card.caller, None, far.card.port)
+        here
+        if far is None
+        else Endpoint(name, far.info.address, far.info.caller, None, far.info.port)
         for name, far in zip(names, reached, strict=True)
     ]
 
@@ -232,7 +202,7 @@ def _sizes(size: int) -> tuple[int, int]:
     least, most = _MIN_NP.value or size, _MAX_NP.value or size
     if not least <= size <= most:
         raise command.UsageError(
-            f"-np lies between --min_np and --max_np. Received: -np {size} --min_np={least} "
+            f"-np must be between --min_np and --max_np. Received: -np {size} --min_np={least} "
             f"--max_np={most}."
         )
     return least, most
@@ -273,18 +243,18 @@ PROGRAM = command.Program(
     _main,
     _VALUES,
     usage="tfdist-run -np N [flags] -- command [arguments]",
-    summary="Starts a command on N ranks, passes on what they print behind [rank], and ends "
-    "with the exit code of the first that fails, once all have ended.",
+    summary="Starts a command on N ranks, prints their output behind [rank], and exits with "
+    "the code of the first rank that fails.",
     check=_check,
     rest=True,
     folded={
-        "of failures": [
+        "for failures": [
             _MAX_RESTARTS.name,
             _RESTART_SECONDS.name,
             _SAVE_SECONDS.name,
             _WATCHDOG.name,
         ],
-        "of elastic jobs": [_DISCOVERY.name, _MIN_NP.name, _MAX_NP.name],
+        "for elastic jobs": [_DISCOVERY.name, _MIN_NP.name, _MAX_NP.name],
     },
 )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from absl import flags
 
 from tfdist.launch import command
-from tfdist.launch.flag_values import as_given, output_file
+from tfdist.launch.flag_values import FlagDefiner, as_given, output_file
 from tfdist.pipeline.schedules import SCHEDULES, Kind, check_schedule, make_schedule
 from tfdist.pipeline.simulation import check, held_microbatches
 from tfdist.pipeline.timeline import as_text, legend, save_picture, write_chrome_trace
@@ -16,24 +16,13 @@ from tfdist.pipeline.timeline import as_text, legend, save_picture, write_chrome
 __all__ = ["PROGRAM", "run"]
 
 _VALUES = flags.FlagValues()
-_SCHEDULE = flags.DEFINE_enum(
-    "schedule", "1f1b", list(SCHEDULES), "Which schedule.", flag_values=_VALUES
-)
-_STAGES = flags.DEFINE_integer(
-    "stages", 4, "Ranks of the pipeline.", lower_bound=1, flag_values=_VALUES
-)
-_MICROBATCHES = flags.DEFINE_integer(
-    "microbatches", 8, "Micro-batches of a batch.", lower_bound=1, flag_values=_VALUES
-)
-_CHUNKS = flags.DEFINE_integer(
-    "chunks", None, "Stages on each rank, for interleaved [2].", lower_bound=1, flag_values=_VALUES
-)
-_PICTURE = flags.DEFINE_string(
-    "picture", None, "Draw it into this file (.png, .svg, .pdf).", flag_values=_VALUES
-)
-_TRACE = flags.DEFINE_string(
-    "trace", None, "Write it as a trace for Chrome or Perfetto.", flag_values=_VALUES
-)
+_define = FlagDefiner(_VALUES)
+_SCHEDULE = _define.enum("schedule", "1f1b", list(SCHEDULES), "Schedule")
+_STAGES = _define.integer("stages", 4, "Ranks of the pipeline", lower_bound=1)
+_MICROBATCHES = _define.integer("microbatches", 8, "Micro-batches per batch", lower_bound=1)
+_CHUNKS = _define.integer("chunks", None, "Stages per rank, for interleaved [2]", lower_bound=1)
+_PICTURE = _define.string("picture", None, "File to draw the schedule to (.png, .svg, .pdf)")
+_TRACE = _define.string("trace", None, "File to write a Chrome or Perfetto trace to")
 
 
 #: What matplotlib is asked for; the file's ending says which.

@@ -15,39 +15,30 @@ __all__ = ["allocated_hosts", "in_allocation"]
 _NODE_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 
-def in_allocation(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether a process belongs to a Slurm job.
-
-    Args:
-        environment: The process's variables; those of this process by default.
-    """
-    environment = os.environ if environment is None else environment
+def in_allocation(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether the process with these variables belongs to a Slurm job."""
     return any(environment.get(name) for name in _NODE_LISTS)
 
 
-def allocated_hosts(environment: Mapping[str, str] | None = None) -> list[Host]:
+def allocated_hosts(environment: Mapping[str, str] = os.environ) -> list[Host]:
     """Returns the hosts of a Slurm job, in Slurm's order, with a slot for each of their tasks.
 
     How many tasks a host has is told by the first of these that is set: SLURM_TASKS_PER_NODE,
     SLURM_NTASKS_PER_NODE, SLURM_NTASKS (shared out evenly), SLURM_JOB_CPUS_PER_NODE and
     SLURM_CPUS_ON_NODE (both divided by SLURM_CPUS_PER_TASK). Without any it has one.
 
-    Args:
-        environment: The job's variables; those of this process by default.
-
     Raises:
         UsageError: There is no allocation, or a variable cannot be read.
     """
-    environment = os.environ if environment is None else environment
     variable = next((name for name in _NODE_LISTS if environment.get(name)), None)
     if variable is None:
         raise UsageError(
-            "This is no Slurm job: SLURM_JOB_NODELIST is not set. Start it under sbatch or "
+            "This is not a Slurm job: SLURM_JOB_NODELIST is not set. Start it under sbatch or "
             "salloc, or name the hosts: -H host1:2,host2:2."
         )
     if _number(environment, "SLURM_HET_SIZE", default=1) > 1:
         raise UsageError(
-            "The parts of a heterogeneous Slurm job are not put together. Received: SLURM_HET_SIZE="
+            "Heterogeneous Slurm jobs are not supported. Received: SLURM_HET_SIZE="
             f"{environment['SLURM_HET_SIZE']}. Name the hosts: -H host1:2,host2:4."
         )
     try:
@@ -85,7 +76,7 @@ def _counts(environment: Mapping[str, str], name: str, num_nodes: int) -> list[i
         raise UsageError(f"{name}: {error}") from error
     if len(counts) != num_nodes:
         raise UsageError(
-            f"{name}={text} speaks of {len(counts)} nodes, the list of nodes of {num_nodes}. Unset "
+            f"{name}={text} has {len(counts)} nodes, the node list has {num_nodes}. Unset "
             "what was set by hand, or name the hosts: -H host1:2,host2:2."
         )
     return counts
@@ -96,5 +87,7 @@ def _number(environment: Mapping[str, str], name: str, default: int = 0) -> int:
     if not text:
         return default
     if re.fullmatch(r"[1-9][0-9]*", text) is None:
-        raise UsageError(f"{name} is a positive number. Received: {text!r}. Unset it, or mend it.")
+        raise UsageError(
+            f"{name} is a positive number. Received: {text!r}. Unset it or correct it."
+        )
     return int(text)

@@ -282,7 +282,7 @@ class Supervisor:
         if failures and all(code == PREEMPTED for _, code in failures):
             say(
                 "tfdist-run",
-                "the ranks have saved and ended, as SIGTERM asked; started again they go on.",
+                "the ranks saved and ended after SIGTERM; start the job again to resume.",
             )
             return PREEMPTED
         if self._signal is not None:

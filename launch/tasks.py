@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING
 
 from absl import flags
 
+from tfdist.launch.flag_values import FlagDefiner
+
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
     from tfdist.launch.mesh_flags import Layout
 
-__all__ = ["VALUES", "Data", "Settings", "Task"]
+__all__ = ["DEFINE", "VALUES", "Data", "Settings", "Task"]
 
 #: The flags of `tfdist-train`: its own, and those of the tasks.
 VALUES = flags.FlagValues()
+DEFINE = FlagDefiner(VALUES)
 
 
 @dataclasses.dataclass(frozen=True)

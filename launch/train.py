@@ -18,8 +18,6 @@ import re
 import time
 from typing import Any
 
-from absl import flags
-
 from tfdist.checkpoint import directory_lock
 from tfdist.checks import LARGEST
 from tfdist.launch import command, world
@@ -27,7 +25,7 @@ from tfdist.launch.flag_values import YEAR, folder, refuse, refuse_ignored
 from tfdist.launch.images import Images
 from tfdist.launch.language import Language
 from tfdist.launch.mesh_flags import MESH, ZERO, Layout, chosen_layout
-from tfdist.launch.tasks import VALUES, Data, Settings, Task
+from tfdist.launch.tasks import DEFINE, VALUES, Data, Settings, Task
 from tfdist.launch.world import STRATEGY
 from tfdist.runtime.directories import checked_directory, is_address
 from tfdist.runtime.rendezvous import MEANT_RANKS
@@ -39,95 +37,53 @@ _RANKS = ("HOROVOD_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "J
 
 _TASKS: tuple[Task, ...] = (Images(), Language())
 
-_MODEL = flags.DEFINE_enum(
-    "model",
-    "convnet",
-    [model for task in _TASKS for model in task.models],
-    "Model",
-    flag_values=VALUES,
+_MODEL = DEFINE.enum(
+    "model", "convnet", [model for task in _TASKS for model in task.models], "Model to train"
 )
-_DATASET = flags.DEFINE_string(
-    "dataset", None, "digits or a TFDS set; gpt: pydoc or text:FILE", flag_values=VALUES
-)
-_BATCH_SIZE = flags.DEFINE_integer(
+_DATASET = DEFINE.string("dataset", None, "digits or a TFDS data set; gpt: pydoc or text:FILE")
+_BATCH_SIZE = DEFINE.integer(
     "batch_size",
     None,
-    "Samples a step, over all ranks [128; gpt: 4]",
+    "Samples per step on all ranks [128; gpt: 4]",
     lower_bound=1,
     upper_bound=1 << 20,
-    flag_values=VALUES,
 )
-_EPOCHS = flags.DEFINE_integer(
-    "epochs", None, "Epochs [15; gpt: 5]", lower_bound=1, flag_values=VALUES
-)
-_LEARNING_RATE = flags.DEFINE_float(
+_EPOCHS = DEFINE.integer("epochs", None, "Epochs to train [15; gpt: 5]", lower_bound=1)
+_LEARNING_RATE = DEFINE.float(
     "learning_rate",
     None,
-    "Adam's rate for one rank [0.001; gpt: 0.003]",
+    "Learning rate of one rank [0.001; gpt: 0.003]",
     lower_bound=1e-9,
     upper_bound=1000.0,
-    flag_values=VALUES,
 )
-_SCALING = flags.DEFINE_enum(
-    "lr_scaling",
-    "none",
-    ["none", "linear", "sqrt"],
-    "How the rate grows with the ranks",
-    flag_values=VALUES,
+_SCALING = DEFINE.enum(
+    "lr_scaling", "none", ["none", "linear", "sqrt"], "Scaling of the rate with the ranks"
 )
-_WARMUP = flags.DEFINE_float(
+_WARMUP = DEFINE.float(
     "warmup_epochs",
     0.0,
-    "Epochs up to the scaled rate",
+    "Epochs to warm up to the scaled rate",
     lower_bound=0.0,
     upper_bound=10_000.0,
-    flag_values=VALUES,
 )
-_RECOMPUTE = flags.DEFINE_enum(
-    "recompute",
-    "none",
-    ["none", "selective", "sqrt", "every_layer"],
-    "Activations that are made twice",
-    flag_values=VALUES,
+_RECOMPUTE = DEFINE.enum(
+    "recompute", "none", ["none", "selective", "sqrt", "every_layer"], "Activations to recompute"
 )
-_SEED = flags.DEFINE_integer(
-    "seed",
-    0,
-    "Of weights and order",
-    lower_bound=0,
-    upper_bound=2**32 - 1,
-    flag_values=VALUES,
+_SEED = DEFINE.integer(
+    "seed", 0, "Seed of weights and data order", lower_bound=0, upper_bound=2**32 - 1
 )
-_DATA_DIR = flags.DEFINE_string("data_dir", None, "Where data sets lie", flag_values=VALUES)
-_WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Where checkpoints lie; goes on from the last", flag_values=VALUES
+_DATA_DIR = DEFINE.string("data_dir", None, "Folder of the data sets")
+_WORKDIR = DEFINE.string("workdir", None, "Folder of the checkpoints; resumes from the last")
+_SAVE_EVERY = DEFINE.string("save_every", "auto", "Save interval: 100 (steps), 60s, or auto")
+_KEEP = DEFINE.integer("keep", 2, "Checkpoints to keep", lower_bound=1)
+_ELASTIC = DEFINE.enum(
+    "elastic", "keep", ["keep", "scale"], "Global batch and rate when the number of ranks changes"
 )
-_SAVE_EVERY = flags.DEFINE_string(
-    "save_every", "auto", "100 (steps), 60s, or auto", flag_values=VALUES
+_THREADS = DEFINE.integer(
+    "threads", 0, "Threads per rank; 0: TensorFlow's choice", lower_bound=0, upper_bound=4096
 )
-_KEEP = flags.DEFINE_integer("keep", 2, "How many checkpoints", lower_bound=1, flag_values=VALUES)
-_ELASTIC = flags.DEFINE_enum(
-    "elastic",
-    "keep",
-    ["keep", "scale"],
-    "The global batch and the rate, as ranks come and go",
-    flag_values=VALUES,
-)
-_THREADS = flags.DEFINE_integer(
-    "threads",
-    0,
-    "Of each rank; 0: TensorFlow's choice",
-    lower_bound=0,
-    upper_bound=4096,
-    flag_values=VALUES,
-)
-_VERBOSE = flags.DEFINE_integer(
-    "verbose",
-    2,
-    "0: silent, 1: a bar, 2: a line an epoch",
-    lower_bound=0,
-    upper_bound=2,
-    flag_values=VALUES,
+_VERBOSE = DEFINE.integer(
+    "verbose", 2, "0: silent, 1: progress bar, 2: one line per epoch", lower_bound=0, upper_bound=2
 )
 
 
@@ -248,7 +204,7 @@ def _replicas_and_batch(task: Task, layout: Layout, on: world.World) -> tuple[in
         batch_size = _BATCH_SIZE.value or -(-task.batch_size // data) * data
         if batch_size % data:
             raise command.UsageError(
-                f"--batch_size divides by the {data} cores of the TPU. Received: "
+                f"--batch_size must be a multiple of the {data} cores of the TPU. Received: "
                 f"--batch_size={batch_size}."
             )
         return data, batch_size
@@ -257,7 +213,7 @@ def _replicas_and_batch(task: Task, layout: Layout, on: world.World) -> tuple[in
     batch_size = layout.batch_size(_BATCH_SIZE.value, task.batch_size, meant)
     if batch_size * data % meant:
         raise command.UsageError(
-            f"--elastic=scale: --batch_size divides by the data axis of {meant} that it is meant "
+            f"--elastic=scale: --batch_size must be a multiple of the data axis of {meant} that it is meant "
             f"for, so that each rank keeps its samples. Received: --batch_size={batch_size}."
         )
     return data, batch_size * data // meant
@@ -268,7 +224,7 @@ def _save_intervals() -> dict[str, Any]:
     found = re.fullmatch(r"(auto)|([1-9]\d*)|(\d+(?:\.\d+)?)s", _SAVE_EVERY.value, re.ASCII)
     if found is None:
         raise command.UsageError(
-            "--save_every is a number of steps, a time as 60s, or auto. "
+            "--save_every must be a number of steps, a time such as 60s, or auto. "
             f"Received: --save_every={_SAVE_EVERY.value}."
         )
     auto, steps, seconds = found.groups()
@@ -279,7 +235,7 @@ def _save_intervals() -> dict[str, Any]:
             f"at most {LARGEST:,} steps, or more than 0 and at most {YEAR:,} seconds",
         )
     if _WORKDIR.value is None:
-        refuse_ignored(VALUES, (_SAVE_EVERY, _KEEP), "wants a --workdir", "alone")
+        refuse_ignored(VALUES, (_SAVE_EVERY, _KEEP), "needs --workdir", "alone")
     else:
         _check_workdir(_WORKDIR.value)
     if auto:
@@ -378,16 +334,16 @@ PROGRAM = command.Program(
     _main,
     VALUES,
     usage="tfdist-train [flags]",
-    summary="Trains a reference model, on as many ranks as tfdist-run or horovodrun starts.",
+    summary="Trains a reference model on the ranks that tfdist-run or horovodrun starts.",
     check=_check,
     folded={
-        "of gpt": [flag.name for flag in Language.flags],
-        "of the steps": [
+        "for gpt": [flag.name for flag in Language.flags],
+        "for the steps": [
             flag.name for flag in (_SEED, _SCALING, _WARMUP, world.STEPS_PER_EXECUTION)
         ],
-        "of checkpoints": [_SAVE_EVERY.name, _KEEP.name, _ELASTIC.name],
-        "of memory and links": [_RECOMPUTE.name, ZERO.name, world.COMMUNICATION_DTYPE.name],
-        "of the ranks": [flag.name for flag in (*MESH, _THREADS, *world.FLAGS)],
+        "for checkpoints": [_SAVE_EVERY.name, _KEEP.name, _ELASTIC.name],
+        "for memory and links": [_RECOMPUTE.name, ZERO.name, world.COMMUNICATION_DTYPE.name],
+        "for the ranks": [flag.name for flag in (*MESH, _THREADS, *world.FLAGS)],
     },
 )
 

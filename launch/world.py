@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from absl import flags
-
 from tfdist.launch.flag_values import YEAR, UsageError, as_given, refuse_ignored
 from tfdist.launch.mesh_flags import MESH, ZERO, Layout
-from tfdist.launch.tasks import VALUES
+from tfdist.launch.tasks import DEFINE, VALUES
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -24,35 +22,29 @@ __all__ = [
     "make_world",
 ]
 
-STRATEGY = flags.DEFINE_enum(
+STRATEGY = DEFINE.enum(
     "strategy",
     "auto",
     ["auto", "horovod", "multi_worker", "local", "tpu"],
-    "How ranks meet; auto: as they were started",
-    flag_values=VALUES,
+    "Strategy; auto: by how the ranks were started",
 )
-_TPU = flags.DEFINE_string(
-    "tpu", "local", "Name or address; local: this machine's", flag_values=VALUES
-)
-STEPS_PER_EXECUTION = flags.DEFINE_integer(
-    "steps_per_execution", 1, "Steps between looks of Keras [1; TPU: 32]", lower_bound=1,
+_TPU = DEFINE.string("tpu", "local", "Name or address of the TPU; local: this machine's")
+STEPS_PER_EXECUTION = DEFINE.integer(
+    "steps_per_execution",
+    1,
+    "Steps per call of Keras [1; TPU: 32]",
+    lower_bound=1,
     upper_bound=1 << 20,
-    flag_values=VALUES,
-)  # fmt: skip
-_WATCHDOG = flags.DEFINE_float(
+)
+_WATCHDOG = DEFINE.float(
     "watchdog_seconds",
     600.0,
-    "Until a stuck job ends; 0: never",
+    "Seconds until a stuck job ends; 0: never",
     lower_bound=0.0,
     upper_bound=YEAR,
-    flag_values=VALUES,
 )
-COMMUNICATION_DTYPE = flags.DEFINE_enum(
-    "communication_dtype",
-    "own",
-    ["own", "bfloat16", "float16"],
-    "What gradients travel in",
-    flag_values=VALUES,
+COMMUNICATION_DTYPE = DEFINE.enum(
+    "communication_dtype", "own", ["own", "bfloat16", "float16"], "Dtype that gradients are sent in"
 )
 FLAGS = (STRATEGY, _TPU, _WATCHDOG)
 
@@ -81,14 +73,9 @@ class World:
 
 
 def check_flags(layout: Layout) -> None:
-    """Refuses flags that do not go together.
-
-    Raises:
-        UsageError: They do not.
-    """
+    """Refuses flags that do not go together."""
     if STRATEGY.value != "tpu":
-        if _TPU.present:
-            raise UsageError(f"--tpu is for --strategy=tpu. Received: --strategy={STRATEGY.value}.")
+        refuse_ignored(VALUES, (_TPU,), "is for --strategy=tpu", f"--strategy={STRATEGY.value}")
         return
     refuse_ignored(VALUES, (_WATCHDOG, COMMUNICATION_DTYPE), "is for ranks", "--strategy=tpu")
     if layout.tensor > 1 or layout.pipeline > 1 or layout.zero_stage:
@@ -97,11 +84,7 @@ def check_flags(layout: Layout) -> None:
 
 
 def make_world(layout: Layout) -> World:
-    """Meets the other ranks, or starts the TPU.
-
-    Raises:
-        UsageError: The mesh does not fill the ranks, or what was asked for is not there.
-    """
+    """Meets the other ranks, or starts the TPU; a `UsageError` if the flags do not fit these."""
     if STRATEGY.value == "tpu":
         from tfdist.strategies import tpu
         from tfdist.strategies.tpu import NoTPUError

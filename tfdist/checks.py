@@ -2,6 +2,11 @@
 
 The line names the argument and shows the value. TensorFlow and Keras say what is wrong with a value
 where they stumble over it, often far from the call that brought it. Nothing here needs either.
+
+The arguments of the checks mean the same everywhere: `name` is the argument that is checked, `value`
+what was passed, `minimum` and `maximum` the bounds that it may reach, `above` and `below` those that it
+may not. `optional` allows None too, and `also` says for the message what None or another value means.
+The error is a TypeError for an object of another kind, and else a ValueError.
 """
 
 from __future__ import annotations
@@ -50,17 +55,7 @@ def shown(value: Any) -> str:
 
 
 def refuse(name: str, value: Any, meaning: str, error: type[Exception] = ValueError) -> Exception:
-    """The exception for a bad value.
-
-    Args:
-        name: The argument.
-        value: What was passed.
-        meaning: What the argument is, as the sentence goes on behind its name.
-        error: The kind of exception.
-
-    Returns:
-        The exception, for the caller to raise.
-    """
+    """The exception for a bad value; `meaning` goes on behind the argument's name."""
     return error(f"`{name}` is {meaning}. Received: {name}={shown(value)}.")
 
 
@@ -73,22 +68,7 @@ def integer(
     optional: bool = False,
     also: str = "",
 ) -> Any:
-    """Checks an integer; those of NumPy are some, and booleans are none.
-
-    Args:
-        name: The argument.
-        value: What was passed.
-        minimum: The least that it may be.
-        maximum: The most; `LARGEST` by default.
-        optional: Whether None is allowed, too.
-        also: What None or another value means, for the message.
-
-    Returns:
-        An int, or None.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Checks an integer, at most `LARGEST` by default; those of NumPy are some, booleans are none."""
     if value is None and optional:
         return None
     most = LARGEST if maximum is None else maximum
@@ -111,24 +91,7 @@ def number(
     optional: bool = False,
     also: str = "",
 ) -> Any:
-    """Checks a finite real number.
-
-    Args:
-        name: The argument.
-        value: What was passed.
-        minimum: The least that it may be.
-        maximum: The most.
-        above: What it has to be greater than.
-        below: What it has to be less than.
-        optional: Whether None is allowed, too.
-        also: What None or another value means, for the message.
-
-    Returns:
-        The number as an int or a float of Python, or None.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Checks a finite real number; returns an int or a float of Python."""
     if value is None and optional:
         return None
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
@@ -156,11 +119,7 @@ def number(
 
 
 def boolean(name: str, value: Any) -> bool:
-    """Checks a truth value: a text such as "no" would count as true.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Checks a truth value: a text such as "no" would count as true."""
     kind = type(value)
     is_numpys = kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
     if isinstance(value, bool) or is_numpys:
@@ -169,11 +128,7 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def text(name: str, value: Any, *, optional: bool = False, also: str = "") -> Any:
-    """Checks a text that is not empty, and that has no control characters.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Checks a text that is not empty, and that has no control characters."""
     if value is None and optional:
         return None
     if isinstance(value, str) and value.strip() and value.isprintable():
@@ -184,11 +139,7 @@ def text(name: str, value: Any, *, optional: bool = False, also: str = "") -> An
 
 
 def one_of(name: str, value: Any, choices: Iterable, *, optional: bool = False) -> Any:
-    """Checks that a value is among some.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Checks that a value is among some."""
     choices = list(choices)
     # By type, too: 1.0 and True equal 1, and a value that has no hash or no `==` is none of them.
     if (value is None and optional) or any(
@@ -200,14 +151,7 @@ def one_of(name: str, value: Any, choices: Iterable, *, optional: bool = False) 
 
 
 def path(name: str, value: Any, *, optional: bool = False, also: str = "") -> Any:
-    """Checks a path, which is not looked for.
-
-    Returns:
-        The path as a text, or None.
-
-    Raises:
-        ValueError: It is no path, empty, or has characters that no path can have.
-    """
+    """Checks a path, which is not looked for; returns it as a text."""
     if value is None and optional:
         return None
     found = os.fspath(value) if isinstance(value, str | os.PathLike) else value
@@ -219,29 +163,14 @@ def path(name: str, value: Any, *, optional: bool = False, also: str = "") -> An
 def instance(
     name: str, value: Any, kinds: type | tuple[type, ...], what: str, *, optional: bool = False
 ) -> Any:
-    """Checks what kind of object a value is.
-
-    Args:
-        name: The argument.
-        value: What was passed.
-        kinds: The kinds that are allowed.
-        what: What they are, for the message.
-        optional: Whether None is allowed, too.
-
-    Raises:
-        TypeError: It is of another kind.
-    """
+    """Checks what kind of object a value is; `what` names the kinds in the message."""
     if (value is None and optional) or isinstance(value, kinds):
         return value
     raise refuse(name, value, what + _or_none(optional, ""), TypeError)
 
 
 def function(name: str, value: Any, *, optional: bool = False) -> Any:
-    """Checks that a value can be called.
-
-    Raises:
-        TypeError: It cannot.
-    """
+    """Checks that a value can be called."""
     if (value is None and optional) or callable(value):
         return value
     raise refuse(name, value, "a function" + _or_none(optional, ""), TypeError)
@@ -256,21 +185,9 @@ def integers(
     optional: bool = False,
     empty: bool = False,
 ) -> Any:
-    """Checks a list or tuple of integers.
+    """Checks a list or tuple of integers, and returns a tuple.
 
-    Args:
-        name: The argument.
-        value: What was passed.
-        minimum: The least that each may be.
-        none: Whether an entry may be None.
-        optional: Whether None in place of the list is allowed, too.
-        empty: Whether it may be empty.
-
-    Returns:
-        A tuple, or None.
-
-    Raises:
-        ValueError: It is something else.
+    `none` allows an entry to be None, and `empty` a list without entries.
     """
     each = f"integers{_range(minimum, None)}" + (" or None" if none else "")
     return _each(
@@ -284,11 +201,7 @@ def integers(
 
 
 def numbers_of(name: str, value: Any, *, minimum: float | None = None) -> tuple:
-    """Checks a list or tuple of finite numbers.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Checks a list or tuple of finite numbers, and returns a tuple."""
     each = "finite numbers" + ("" if minimum is None else f" of at least {minimum:,}")
     found = _each(
         name, value, lambda entry: number(name, entry, minimum=minimum), each, False, False
@@ -336,11 +249,7 @@ def _is_finite(value: float) -> bool:
 
 
 def sequence(name: str, value: Any, what: str) -> Sequence:
-    """Checks a list or tuple of anything.
-
-    Raises:
-        ValueError: It is something else.
-    """
+    """Checks a list or tuple of anything."""
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return value
     raise refuse(name, value, f"a list or tuple of {what}")

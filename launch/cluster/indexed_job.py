@@ -30,18 +30,13 @@ _INDEX = "JOB_COMPLETION_INDEX"
 
 
 def indexed_job(job: Job, pods: Pods) -> list[dict[str, Any]]:
-    """Returns the Service that gives the pods their names, and the Job.
-
-    Raises:
-        UsageError: A name is none for Kubernetes, or a variable is given that tells a rank which
-            it is.
-    """
+    """Returns the Service that gives the pods their names, and the Job."""
     for name in (_INDEX, "TF_CONFIG"):
         if name in job.environment:
             raise UsageError(
                 f"{name} tells each rank which it is, and is set for it. Received: --env={name}=..."
             )
-    check_names(job, pods, f"{job.name}-{job.num_ranks - 1}")
+    check_names(job, f"{job.name}-{job.num_ranks - 1}")
     rank = container(
         pods,
         "rank",
@@ -109,7 +104,7 @@ def _tf_config(job: Job) -> str:
 
 
 def _failure_rules() -> list[dict[str, Any]]:
-    """What is no failure of the program, and what no other start would mend."""
+    """What is no failure of the program, and failures after which a restart would not help."""
 
     def on(code: int) -> dict[str, Any]:
         return {"containerName": "rank", "operator": "In", "values": [code]}

@@ -6,14 +6,11 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from absl import flags
-
-from tfdist.launch.flag_values import MOST_RANKS, YEAR, UsageError, refuse
+from tfdist.launch.flag_values import MOST_RANKS, YEAR, FlagDefiner, UsageError, refuse
 
 __all__ = [
     "Job",
     "JobFlags",
-    "define_repeated",
     "in_units",
     "key_values",
     "parse_size",
@@ -87,74 +84,41 @@ class Job:
 
 
 class JobFlags:
-    """The flags that mean the same for every scheduler.
-
-    Args:
-        values: Where they are defined.
-    """
+    """The flags that mean the same for every scheduler."""
 
     #: Those that the help only names.
     FAILURES = ("max_restarts", "save_seconds")
 
-    def __init__(self, values: flags.FlagValues):
-        self._name = flags.DEFINE_string("name", "tfdist", "Of the job", flag_values=values)
-        self._np = flags.DEFINE_integer(
-            "np", None, "How many ranks", lower_bound=1, upper_bound=MOST_RANKS, flag_values=values
+    def __init__(self, define: FlagDefiner):
+        self._name = define.string("name", "tfdist", "Name of the job")
+        self._np = define.integer(
+            "np", None, "Number of ranks", lower_bound=1, upper_bound=MOST_RANKS
         )
-        self._nodes = flags.DEFINE_integer(
-            "nodes",
-            None,
-            "How many nodes they are on [1]",
-            lower_bound=1,
-            upper_bound=MOST_RANKS,
-            flag_values=values,
+        self._nodes = define.integer(
+            "nodes", None, "Number of nodes [1]", lower_bound=1, upper_bound=MOST_RANKS
         )
-        self._per_node = flags.DEFINE_integer(
-            "ranks_per_node",
-            None,
-            "In place of --np",
-            lower_bound=1,
-            upper_bound=MOST_RANKS,
-            flag_values=values,
+        self._per_node = define.integer(
+            "ranks_per_node", None, "Ranks on each node", lower_bound=1, upper_bound=MOST_RANKS
         )
-        self._cpus = flags.DEFINE_integer(
-            "cpus", 1, "Cores of a rank", lower_bound=1, upper_bound=_MOST_CORES, flag_values=values
+        self._cpus = define.integer(
+            "cpus", 1, "CPU cores per rank", lower_bound=1, upper_bound=_MOST_CORES
         )
-        self._memory = flags.DEFINE_string(
-            "memory", None, "Of a rank: 16G, 500M", flag_values=values
+        self._memory = define.string("memory", None, "Memory per rank: 16G, 500M")
+        self._gpu = define.boolean("gpu", False, "Gives each rank a GPU")
+        self._time = define.string("time", None, "Time limit: 90m, 12h, 1d12h, 1-12:00:00")
+        self._env = define.repeated("env", "Variable of each rank, NAME=VALUE")
+        self._directory = define.string("chdir", None, "Working directory of the ranks")
+        self._restarts = define.integer(
+            "max_restarts", 0, "Restarts after failures", lower_bound=0, upper_bound=_MOST_RESTARTS
         )
-        self._gpu = flags.DEFINE_bool("gpu", False, "A GPU for each rank", flag_values=values)
-        self._time = flags.DEFINE_string(
-            "time", None, "It may take: 90m, 12h, 1d12h, 1-12:00:00", flag_values=values
-        )
-        self._env = define_repeated("env", "NAME=VALUE for each rank", values)
-        self._directory = flags.DEFINE_string(
-            "chdir", None, "The folder in which it runs", flag_values=values
-        )
-        self._restarts = flags.DEFINE_integer(
-            "max_restarts",
-            0,
-            "How many failures are followed by another start",
-            lower_bound=0,
-            upper_bound=_MOST_RESTARTS,
-            flag_values=values,
-        )
-        self._save = flags.DEFINE_integer(
+        self._save = define.integer(
             "save_seconds",
             30,
-            "How long the ranks have to save after a SIGTERM",
+            "Seconds that the ranks have to save after a SIGTERM",
             lower_bound=1,
             upper_bound=50_000,
-            flag_values=values,
         )
-
-    def _check_fits(self) -> None:
-        ranks = (self._nodes.value or 1) * (self._per_node.value or 1)
-        if ranks > MOST_RANKS:
-            raise UsageError(
-                f"A job has at most {MOST_RANKS:,} ranks. Received: {self.places_ranks}, which is "
-                f"{ranks:,}."
-            )
+        self.output = define.string("output", None, "File to write to, instead of stdout")
 
     @property
     def places_ranks(self) -> str:
@@ -163,20 +127,12 @@ class JobFlags:
         return " ".join(f"{name}={flag.value}" for name, flag in given.items() if flag.value)
 
     def read(self, command: Sequence[str]) -> Job:
-        """Returns the job of the flags.
-
-        Args:
-            command: What each rank runs.
-
-        Raises:
-            UsageError: The flags do not go together, or one cannot be read.
-        """
+        """Returns the job of the flags, for a command that each rank runs."""
         if not command:
             raise UsageError(
                 "Say what to run: tfdist-launch SCHEDULER [flags] -- command. Received: no command."
             )
-        self._check_fits()
-        nodes, per_node = _layout(self._np.value, self._nodes.value, self._per_node.value)
+        nodes, per_node = self._layout()
         seconds = None if self._time.value is None else parse_time(self._time.value)
         environment = key_values("--env", self._env.value or ())
         for name in environment:
@@ -200,46 +156,35 @@ class JobFlags:
             environment=environment,
         )
 
-
-def define_repeated(name: str, text: str, values: flags.FlagValues) -> flags.FlagHolder:
-    """Defines a flag that may be given more than once; the help says so in a few words."""
-    holder = flags.DEFINE_multi_string(name, None, text, flag_values=values)
-    values[name].help = f"{text}; may be repeated"
-    return holder
-
-
-def _layout(ranks: int | None, nodes: int | None, per_node: int | None) -> tuple[int, int]:
-    """How many nodes, and how many ranks on each, where one or two of the three are given."""
-    if ranks is None and per_node is None:
-        raise UsageError(
-            "Say how many ranks there are: -np N, or --nodes=N --ranks_per_node=M. Received: "
-            "neither -np nor --ranks_per_node."
-        )
-    if ranks is None:
-        return nodes or 1, per_node or 1
-    given = f"-np {ranks}"
-    if nodes is None:
-        nodes = 1 if per_node is None else ranks // per_node
-    else:
-        given += f" --nodes={nodes}"
-    if per_node is None:
-        per_node = ranks // nodes
-    else:
-        given += f" --ranks_per_node={per_node}"
-    if nodes * per_node != ranks:
-        raise UsageError(
-            f"Each node has as many ranks as the others: -np is --nodes times --ranks_per_node. "
-            f"Received: {given}."
-        )
-    return nodes, per_node
+    def _layout(self) -> tuple[int, int]:
+        """How many nodes, and how many ranks on each, where one or two of the three are given."""
+        ranks, nodes, per_node = self._np.value, self._nodes.value, self._per_node.value
+        if ranks is None and per_node is None:
+            raise UsageError(
+                "Say how many ranks there are: -np N, or --nodes=N --ranks_per_node=M. Received: "
+                "neither -np nor --ranks_per_node."
+            )
+        found = (nodes or 1) * (per_node or 1)
+        if found > MOST_RANKS:
+            raise UsageError(
+                f"A job has at most {MOST_RANKS:,} ranks. Received: {self.places_ranks}, which is "
+                f"{found:,}."
+            )
+        if ranks is None:
+            return nodes or 1, per_node
+        if nodes is None:
+            nodes = 1 if per_node is None else ranks // per_node
+        per_node = per_node or ranks // nodes
+        if nodes * per_node != ranks:
+            raise UsageError(
+                "Each node has the same number of ranks: -np is --nodes times --ranks_per_node. "
+                f"Received: -np {ranks} {self.places_ranks}."
+            )
+        return nodes, per_node
 
 
 def parse_time(text: str) -> int:
-    """Reads a time as `1d12h`, `90m` or Slurm's `1-12:00:00`, in seconds.
-
-    Raises:
-        UsageError: It is neither.
-    """
+    """Reads a time as `1d12h`, `90m` or Slurm's `1-12:00:00`, in seconds."""
     clock = _CLOCK.fullmatch(text)
     found = clock or (text and _UNITS.fullmatch(text))
     # Longer numbers are above any limit, and Python takes its time to read them.
@@ -260,11 +205,7 @@ def parse_time(text: str) -> int:
 
 
 def parse_size(flag: str, text: str) -> int:
-    """Reads a size as `16G`, `16Gi` or `500M`, in MiB: a G is 1024 M everywhere.
-
-    Raises:
-        UsageError: It is none.
-    """
+    """Reads a size as `16G`, `16Gi` or `500M`, in MiB: a G is 1024 M everywhere."""
     found = _SIZE.fullmatch(text)
     if found is None:
         raise UsageError(f"--{flag} is a size such as 16G or 500M. Received: --{flag}={text}.")
@@ -281,11 +222,7 @@ def in_units(mebibytes: int) -> str:
 
 
 def key_values(flag: str, texts: Sequence[str]) -> dict[str, str]:
-    """Reads `KEY=VALUE` texts.
-
-    Raises:
-        UsageError: One has no `=`, or no key.
-    """
+    """Reads `KEY=VALUE` texts."""
     pairs = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -298,9 +235,8 @@ def key_values(flag: str, texts: Sequence[str]) -> dict[str, str]:
 def refuse_odd(flag: str, text: str) -> None:
     """Refuses a value that a scheduler would read as something else.
 
-    Raises:
-        UsageError: It is empty, too long, begins with a hyphen, or holds blanks, quotes, what a
-            shell reads as something else, or what is no ASCII.
+    It is refused where it is empty, too long, begins with a hyphen, or holds blanks, quotes, what
+    a shell reads as something else, or what is no ASCII.
     """
     if not text or text.startswith("-") or _ODD.search(text) or len(text) > _MOST_CHARACTERS:
         received = text if len(text) <= _MOST_CHARACTERS else f"{text[:80]}... of {len(text)}"

@@ -7,67 +7,41 @@ import re
 from absl import flags
 
 from tfdist.launch.cluster.indexed_job import indexed_job
-from tfdist.launch.cluster.job_flags import (
-    JobFlags,
-    define_repeated,
-    parse_size,
-)
-from tfdist.launch.cluster.kubernetes_names import (
-    check_image,
-    check_mounts,
-    check_path,
-    check_queue,
-    check_resource,
-    labels_of,
-)
+from tfdist.launch.cluster.job_flags import JobFlags, parse_size
+from tfdist.launch.cluster.kubernetes_names import check_mounts, check_name, check_path, labels_of
 from tfdist.launch.cluster.manifests import to_yaml
 from tfdist.launch.cluster.mpi_job import mpi_job
 from tfdist.launch.cluster.pods import Pods
-from tfdist.launch.flag_values import UsageError, refuse_ignored
+from tfdist.launch.flag_values import FlagDefiner, UsageError, refuse_ignored
 
-__all__ = ["FOLDED", "VALUES", "from_flags"]
+__all__ = ["FOLDED", "JOB", "SUBMIT", "SUMMARY", "VALUES", "from_flags"]
 
 _VOLUME = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?):(/[^:\s]+)(:ro)?")
 
+SUMMARY = "Writes the Kubernetes objects that run a command on many ranks."
+#: The command that takes the objects.
+SUBMIT = "kubectl apply -f"
+
 VALUES = flags.FlagValues()
-_JOB = JobFlags(VALUES)
-_KIND = flags.DEFINE_enum(
-    "kind",
-    "job",
-    ["job", "mpijob"],
-    "A Job, or an MPIJob of the mpi-operator",
-    flag_values=VALUES,
+_define = FlagDefiner(VALUES)
+JOB = JobFlags(_define)
+_KIND = _define.enum("kind", "job", ["job", "mpijob"], "A Job, or an MPIJob of the mpi-operator")
+_IMAGE = _define.string("image", None, "Container image with tfdist and the command")
+_NAMESPACE = _define.string("namespace", None, "Namespace of the job")
+_VOLUMES = _define.repeated("volume", "Volume claim to mount, CLAIM:/path[:ro]")
+_SHARED_MEMORY = _define.string("shared_memory", "1G", "Size of /dev/shm in each pod")
+_GPU_RESOURCE = _define.string("gpu_resource", "nvidia.com/gpu", "Resource name of a GPU")
+_NODE_SELECTOR = _define.repeated("node_selector", "Label that the nodes must have, KEY=VALUE")
+_QUEUE = _define.string("queue", None, "Kueue queue, which starts all pods together")
+_USER = _define.integer("run_as_user", None, "User id in the pods", lower_bound=0)
+_LAUNCHER = _define.enum(
+    "launcher", "tfdist-run", ["tfdist-run", "mpirun"], "Program that starts the ranks of an MPIJob"
 )
-_IMAGE = flags.DEFINE_string("image", None, "With tfdist and the command in it", flag_values=VALUES)
-_NAMESPACE = flags.DEFINE_string("namespace", None, "Of the job", flag_values=VALUES)
-_VOLUMES = define_repeated("volume", "CLAIM:/path[:ro], for each rank", VALUES)
-_SHARED_MEMORY = flags.DEFINE_string(
-    "shared_memory", "1G", "What /dev/shm may hold, for all ranks of a pod", flag_values=VALUES
-)
-_GPU_RESOURCE = flags.DEFINE_string(
-    "gpu_resource", "nvidia.com/gpu", "What the cluster calls a GPU", flag_values=VALUES
-)
-_NODE_SELECTOR = define_repeated("node_selector", "KEY=VALUE, a label of the nodes", VALUES)
-_QUEUE = flags.DEFINE_string(
-    "queue", None, "Of Kueue, which starts all pods together", flag_values=VALUES
-)
-_USER = flags.DEFINE_integer(
-    "run_as_user", None, "User id in the pods", lower_bound=0, flag_values=VALUES
-)
-_LAUNCHER = flags.DEFINE_enum(
-    "launcher",
-    "tfdist-run",
-    ["tfdist-run", "mpirun"],
-    "What starts the ranks of an MPIJob",
-    flag_values=VALUES,
-)
-_SSH = flags.DEFINE_string(
-    "ssh_auth_mount_path", None, "Its user's folder .ssh [/root/.ssh]", flag_values=VALUES
-)
+_SSH = _define.string("ssh_auth_mount_path", None, "Folder .ssh of the image's user [/root/.ssh]")
 
 FOLDED = {
-    "of failures": JobFlags.FAILURES,
-    "of pods": [
+    "for failures": JobFlags.FAILURES,
+    "for pods": [
         _NAMESPACE.name,
         "chdir",
         _SHARED_MEMORY.name,
@@ -76,26 +50,22 @@ FOLDED = {
         _QUEUE.name,
         _USER.name,
     ],
-    "of an MPIJob": [_LAUNCHER.name, _SSH.name],
+    "for an MPIJob": [_LAUNCHER.name, _SSH.name],
 }
 
 
 def from_flags(command: list[str]) -> str:
-    """Returns the objects that the flags ask for, as YAML.
-
-    Raises:
-        UsageError: A flag cannot be read, or they do not go together.
-    """
-    job = _JOB.read(command)
+    """Returns the objects that the flags ask for, as YAML."""
+    job = JOB.read(command)
     if _IMAGE.value is None:
         raise UsageError("Say what image the pods run: --image=registry/name:tag. Received: none.")
-    check_image(_IMAGE.value)
+    for flag in (_IMAGE, _NAMESPACE, _QUEUE, _GPU_RESOURCE):
+        check_name(flag.name, flag.value)
     for name, path in (("chdir", job.directory), ("ssh_auth_mount_path", _SSH.value)):
         if path is not None:
             check_path(name, path)
     if not job.gpu:
         refuse_ignored(VALUES, (_GPU_RESOURCE,), "is for --gpu", "alone")
-    check_resource(_GPU_RESOURCE.value)
     volumes = [_volume(text) for text in _VOLUMES.value or ()]
     check_mounts([path for _, path, _ in volumes])
     pods = Pods(
@@ -105,7 +75,7 @@ def from_flags(command: list[str]) -> str:
         shared_memory=parse_size("shared_memory", _SHARED_MEMORY.value),
         gpu_resource=_GPU_RESOURCE.value,
         node_selector=labels_of("node_selector", _NODE_SELECTOR.value or ()),
-        queue=check_queue(_QUEUE.value),
+        queue=_QUEUE.value,
         user=_USER.value,
     )
     if _KIND.value == "mpijob":
@@ -118,14 +88,12 @@ def from_flags(command: list[str]) -> str:
 
 def _check_is_for_a_job() -> None:
     """Refuses flags that say nothing of a Job."""
-    if _JOB.places_ranks:
+    if JOB.places_ranks:
         raise UsageError(
-            "In a Job each rank is a pod, and Kubernetes chooses its node: say how many by -np, or "
-            f"take --kind=mpijob. Received: {_JOB.places_ranks}."
+            "In a Job each rank is a pod, and Kubernetes chooses its node: set their number with -np, or "
+            f"use --kind=mpijob. Received: {JOB.places_ranks}."
         )
-    for flag in (_LAUNCHER, _SSH):
-        if flag.present:
-            raise UsageError(f"--{flag.name} is for --kind=mpijob. Received: --kind=job.")
+    refuse_ignored(VALUES, (_LAUNCHER, _SSH), "is for --kind=mpijob", "--kind=job")
 
 
 def _volume(text: str) -> tuple[str, str, bool]:

@@ -5,13 +5,10 @@ tfdist-launch slurm -np 8 --nodes=2 --time=12h -- python train.py > job.sh
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-
-from absl import flags
+from types import ModuleType
 
 from tfdist.launch import command
 from tfdist.launch.cluster import kubernetes, sbatch
@@ -20,48 +17,7 @@ from tfdist.launch.flag_values import output_file
 __all__ = ["PROGRAMS", "run"]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Scheduler:
-    """What a scheduler is told in.
-
-    Attributes:
-        values: Its flags.
-        write: Returns the text, for a command.
-        summary: What the text is, for the help.
-        folded: Flags that the help only names.
-        submit: The program that takes the text.
-    """
-
-    values: flags.FlagValues
-    write: Callable[[list[str]], str]
-    summary: str
-    folded: Mapping[str, Sequence[str]]
-    submit: str
-
-
-_SCHEDULERS = {
-    "slurm": _Scheduler(
-        values=sbatch.VALUES,
-        write=sbatch.from_flags,
-        summary="Writes a batch script for Slurm that runs a command on many ranks, lets them save "
-        "before the time is up, and queues the job again.",
-        folded=sbatch.FOLDED,
-        submit="sbatch",
-    ),
-    "kubernetes": _Scheduler(
-        values=kubernetes.VALUES,
-        write=kubernetes.from_flags,
-        summary="Writes what runs a command on many ranks in Kubernetes.",
-        folded=kubernetes.FOLDED,
-        submit="kubectl apply -f",
-    ),
-}
-_OUTPUTS = {
-    name: flags.DEFINE_string(
-        "output", None, "A file to write to, in place of stdout", flag_values=scheduler.values
-    )
-    for name, scheduler in _SCHEDULERS.items()
-}
+_SCHEDULERS = {"slurm": sbatch, "kubernetes": kubernetes}
 
 
 def run() -> None:
@@ -80,38 +36,37 @@ def run() -> None:
     )
 
 
-def _check(name: str, words: list[str]) -> str:
+def _check(scheduler: ModuleType, words: list[str]) -> str:
     """The text that is to be written."""
     for word in words:
         if not word.isascii() and not word.encode(errors="replace").decode() == word:
-            raise command.UsageError(f"The command is a text in UTF-8. Received: {word!r}.")
-    text = _SCHEDULERS[name].write(words)
-    output = _OUTPUTS[name].value
-    if output is not None:
-        output_file("output", output)
+            raise command.UsageError(f"The command must be UTF-8 text. Received: {word!r}.")
+    text = scheduler.from_flags(words)
+    if scheduler.JOB.output.value is not None:
+        output_file("output", scheduler.JOB.output.value)
     return text
 
 
-def _main(name: str, text: str) -> int:
-    output = _OUTPUTS[name].value
+def _main(scheduler: ModuleType, text: str) -> int:
+    output = scheduler.JOB.output.value
     if output is None:
         print(text, end="")
         return 0
     Path(output).write_text(text, encoding="utf-8")
-    command.say("tfdist-launch", f"to start it: {_SCHEDULERS[name].submit} {output}")
+    command.say("tfdist-launch", f"to start it: {scheduler.SUBMIT} {output}")
     return 0
 
 
 #: By scheduler.
 PROGRAMS = {
     name: command.Program(
-        functools.partial(_main, name),
-        scheduler.values,
+        functools.partial(_main, scheduler),
+        scheduler.VALUES,
         usage=f"tfdist-launch {name} [flags] -- command [arguments]",
-        summary=scheduler.summary,
-        check=functools.partial(_check, name),
+        summary=scheduler.SUMMARY,
+        check=functools.partial(_check, scheduler),
         rest=True,
-        folded=scheduler.folded,
+        folded=scheduler.FOLDED,
     )
     for name, scheduler in _SCHEDULERS.items()
 }

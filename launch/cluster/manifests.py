@@ -36,12 +36,7 @@ _Dumper.add_representer(str, _represent_string)
 
 
 def to_yaml(comment: str, objects: Sequence[dict[str, Any]]) -> str:
-    """Writes objects as one stream of documents.
-
-    Args:
-        comment: Comes first, behind a hash.
-        objects: Of plain dicts, lists, strings, numbers and truth values.
-    """
+    """Writes objects as one stream of documents, behind a comment."""
     documents = yaml.dump_all(
         objects,
         Dumper=_Dumper,

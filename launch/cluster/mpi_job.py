@@ -34,18 +34,15 @@ _WAIT = 'for host; do until getent hosts "$host" > /dev/null; do sleep 1; done; 
 def mpi_job(
     job: Job, pods: Pods, *, launcher: str = "tfdist-run", ssh: str | None = None
 ) -> dict[str, Any]:
-    """Returns the MPIJob.
+    """Returns the MPIJob; what the job calls a node is a pod.
 
     Args:
-        job: The job; what it calls a node is a pod.
+        job: The job.
         pods: Its pods.
         launcher: What starts the ranks: "tfdist-run", or "mpirun" of Open MPI.
         ssh: Where the key is mounted: the folder .ssh of the user of the pods; root's by default.
-
-    Raises:
-        UsageError: A name is none for Kubernetes, or there is no place for the key.
     """
-    check_names(job, pods, f"{job.name}-worker-{job.nodes - 1}")
+    check_names(job, f"{job.name}-worker-{job.nodes - 1}")
     if ssh is None:
         if pods.user:
             raise UsageError(

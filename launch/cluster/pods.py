@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.launch.cluster.job_flags import Job, in_units
-from tfdist.launch.flag_values import UsageError, refuse
+from tfdist.launch.flag_values import UsageError
 
 __all__ = [
     "Pods",
@@ -23,7 +23,7 @@ __all__ = [
 
 #: Beyond what saving takes: the ranks go, and their launcher after them.
 _MARGIN_SECONDS = 30
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_HOST = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _MOST_CHARACTERS = 63
 
 
@@ -52,18 +52,9 @@ class Pods:
     user: int | None = None
 
 
-def check_names(job: Job, pods: Pods, longest_host: str) -> None:
-    """Refuses names that Kubernetes would not take.
-
-    Args:
-        job: The job.
-        pods: Its pods.
-        longest_host: The host name of its last pod.
-
-    Raises:
-        UsageError: A name is not one.
-    """
-    if _LABEL.fullmatch(job.name) is None or job.name[0].isdigit():
+def check_names(job: Job, longest_host: str) -> None:
+    """Refuses names that Kubernetes would not take; the last pod has the longest host name."""
+    if _HOST.fullmatch(job.name) is None:
         raise UsageError(
             "--name is a host name in Kubernetes: small letters, digits and hyphens, a letter "
             f"first. Received: --name={job.name}."
@@ -72,14 +63,6 @@ def check_names(job: Job, pods: Pods, longest_host: str) -> None:
         raise UsageError(
             f"--name is too long: hosts are named by it, {longest_host}, and a host has at most "
             f"{_MOST_CHARACTERS} characters. Received: {len(longest_host)}."
-        )
-    if pods.namespace is not None and (
-        _LABEL.fullmatch(pods.namespace) is None or len(pods.namespace) > _MOST_CHARACTERS
-    ):
-        raise refuse(
-            "namespace",
-            pods.namespace,
-            f"small letters, digits and hyphens, at most {_MOST_CHARACTERS} of them",
         )
 
 
@@ -111,15 +94,10 @@ def container(
     directory: str | None = None,
     resources: Mapping[str, str],
 ) -> dict[str, Any]:
-    """A container.
+    """A container of the pods.
 
-    Args:
-        pods: The job's pods.
-        name: The container's name.
-        command: What runs in it, as Kubernetes reads it.
-        env: Its variables, likewise.
-        directory: Where it runs, or None for the image's.
-        resources: What it gets.
+    Kubernetes reads `$(NAME)` in the command and in the variables: see `literal`. Where no
+    directory is named, the image's counts.
     """
     mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     for place, (_, path, _) in enumerate(pods.volumes):
@@ -154,14 +132,9 @@ def pod_template(
     first: Sequence[Mapping[str, Any]] = (),
     **fields: Any,
 ) -> dict[str, Any]:
-    """The template of a pod with one container.
+    """The template of a pod with one container, and with others that end `first`.
 
-    Args:
-        job: The job.
-        pods: Its pods.
-        only: The container.
-        first: Containers that end before it starts.
-        **fields: Others of its specification, by Kubernetes' names.
+    More fields of its specification have Kubernetes' names.
     """
     grace = job.save_seconds + _MARGIN_SECONDS
     spec = {**fields, "terminationGracePeriodSeconds": grace}

@@ -5,15 +5,25 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
+import time
 from collections.abc import Sequence
 
 from absl import flags
 
-from tfdist.launch.cluster.job_flags import Job, JobFlags, define_repeated, in_units, refuse_odd
-from tfdist.launch.flag_values import UsageError, refuse
+from tfdist.launch.cluster.job_flags import Job, JobFlags, in_units, refuse_odd
+from tfdist.launch.flag_values import FlagDefiner, UsageError, refuse, refuse_ignored
 from tfdist.runtime import exit_codes
 
-__all__ = ["FOLDED", "VALUES", "SlurmOptions", "batch_script", "from_flags"]
+__all__ = [
+    "FOLDED",
+    "JOB",
+    "SUBMIT",
+    "SUMMARY",
+    "VALUES",
+    "SlurmOptions",
+    "batch_script",
+    "from_flags",
+]
 
 #: From the end of saving to the end of the time: the ranks go, and the job returns to the queue.
 #: Slurm's clock is coarse, too.
@@ -43,46 +53,36 @@ _WORD = re.compile(r"\w[\w.,:@+%=-]*", re.ASCII)
 #: What file systems take as the name of a log, with a number and an ending.
 _MOST_OF_A_NAME = 128
 
+SUMMARY = (
+    "Writes a Slurm batch script that runs a command on many ranks, lets them save before the time "
+    "limit, and requeues the job."
+)
+#: The command that takes the script.
+SUBMIT = "sbatch"
+
 VALUES = flags.FlagValues()
-_JOB = JobFlags(VALUES)
-_PARTITION = flags.DEFINE_string("partition", None, "Of the cluster", flag_values=VALUES)
-_ACCOUNT = flags.DEFINE_string("account", None, "To be charged", flag_values=VALUES)
-_SETUP = define_repeated("setup", "A line to run before, as 'module load mpi'", VALUES)
-_LOG = flags.DEFINE_string(
-    "log", "%x-%j.out", "Where output goes; %x is the name, %j the number", flag_values=VALUES
+_define = FlagDefiner(VALUES)
+JOB = JobFlags(_define)
+_PARTITION = _define.string("partition", None, "Partition of the cluster")
+_ACCOUNT = _define.string("account", None, "Account to charge")
+_SETUP = _define.repeated("setup", "Shell line to run first")
+_LOG = _define.string("log", "%x-%j.out", "Log file; %x is the job's name, %j its number")
+_REQUEUE = _define.boolean(
+    "requeue", True, "Requeues the job after it has saved, unless it was cancelled"
 )
-_REQUEUE = flags.DEFINE_bool(
-    "requeue",
-    True,
-    "A job that has saved and was not cancelled is queued again",
-    flag_values=VALUES,
-)
-_ENGINE = flags.DEFINE_enum(
-    "engine", None, ["auto", "horovod", "tensorflow"], "As of tfdist-run", flag_values=VALUES
-)
-_GPU_TYPE = flags.DEFINE_string("gpu_type", None, "The GPUs' name in Slurm", flag_values=VALUES)
-_SBATCH = define_repeated("sbatch", "Another option of sbatch, as --sbatch=--qos=high", VALUES)
+_ENGINE = _define.enum("engine", None, ["auto", "horovod", "tensorflow"], "As for tfdist-run")
+_GPU_TYPE = _define.string("gpu_type", None, "GPU type, as Slurm names it")
+_SBATCH = _define.repeated("sbatch", "Further option of sbatch, such as --sbatch=--qos=high")
 
 FOLDED = {
-    "of failures": [*JobFlags.FAILURES, _REQUEUE.name],
-    "of Slurm": [_LOG.name, _GPU_TYPE.name, _ENGINE.name, _SBATCH.name],
+    "for failures": [*JobFlags.FAILURES, _REQUEUE.name],
+    "for Slurm": [_LOG.name, _GPU_TYPE.name, _ENGINE.name, _SBATCH.name],
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class SlurmOptions:
-    """What only Slurm is told.
-
-    Attributes:
-        partition: Of the cluster, or None.
-        account: To be charged, or None.
-        log: Slurm's pattern of the file that output goes to.
-        requeue: Whether a job that has saved is queued again.
-        engine: For `tfdist-run`, or None.
-        gpu_type: What the cluster calls its GPUs, or None.
-        setup: Lines of the shell to run before.
-        options: Others of sbatch, as on its command line.
-    """
+    """What only Slurm is told: see the flags of the same names; `options` are those of --sbatch."""
 
     partition: str | None = None
     account: str | None = None
@@ -95,14 +95,10 @@ class SlurmOptions:
 
 
 def from_flags(command: list[str]) -> str:
-    """Returns the batch script that the flags ask for.
-
-    Raises:
-        UsageError: A flag cannot be read, or they do not go together.
-    """
-    job = _JOB.read(command)
-    if _GPU_TYPE.value is not None and not job.gpu:
-        raise UsageError(f"--gpu_type is for --gpu. Received: --gpu_type={_GPU_TYPE.value} alone.")
+    """Returns the batch script that the flags ask for."""
+    job = JOB.read(command)
+    if not job.gpu:
+        refuse_ignored(VALUES, (_GPU_TYPE,), "is for --gpu", "alone")
     for option in _SBATCH.value or ():
         _check_option(option)
     if len(job.name) > _MOST_OF_A_NAME:
@@ -138,22 +134,18 @@ def _check_option(option: str) -> None:
     found = re.fullmatch(r"(--[a-z][a-z-]*|-[A-Za-z])(?:[= ]?(.*))", option)
     if found is None:
         raise UsageError(
-            f"--sbatch is an option of sbatch, such as --sbatch=--qos=high. Received: {option!r}."
+            f"--sbatch must be an option of sbatch, such as --sbatch=--qos=high. Received: {option!r}."
         )
     flag = _TAKEN.get(found[1])
     if flag is not None:
         raise UsageError(
-            f"--sbatch is not for what the script says by itself: see {flag}. Received: "
+            f"--sbatch cannot set what the script already sets: use {flag}. Received: "
             f"--sbatch={option}."
         )
 
 
 def batch_script(job: Job, options: SlurmOptions) -> str:
-    """Writes the script.
-
-    Raises:
-        UsageError: The time is too short to save in, or a value would break the script.
-    """
+    """Writes the script; refuses a time too short to save in, and values that would break it."""
     lines = ["#!/bin/bash", *_directives(job, options), ""]
     lines += [f"export {name}={shlex.quote(text)}" for name, text in job.variables.items()]
     lines += [*options.setup, "", *_start(job, options), *_SIGNALS.strip().splitlines()]
@@ -166,7 +158,7 @@ def _directives(job: Job, options: SlurmOptions) -> list[str]:
     lead = job.save_seconds + _MARGIN_SECONDS
     if job.seconds is not None and job.seconds <= lead:
         raise UsageError(
-            f"The ranks are told to save {lead} s before the time is up, so --time is longer. "
+            f"The ranks are told to save {lead} s before the time limit, so --time must be longer. "
             f"Received: {job.seconds} s, --save_seconds={job.save_seconds}."
         )
     gpus = None
@@ -211,10 +203,8 @@ def _start(job: Job, options: SlurmOptions) -> list[str]:
 
 
 def _clock(seconds: int) -> str:
-    minutes, seconds = divmod(seconds, 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    clock = f"{hours:02d}:{minutes:02d}:{seconds:02d}"
+    days, seconds = divmod(seconds, 86_400)
+    clock = time.strftime("%H:%M:%S", time.gmtime(seconds))
     return f"{days}-{clock}" if days else clock
 
 

@@ -141,7 +141,7 @@ def test_told_to_end(tmp_path, whole):
         job.terminate()
         said = job.communicate(timeout=90)[0]
     assert job.returncode == 76, said[-3000:]
-    assert "started again they go on" in said
+    assert "start the job again to resume" in said
     again = run(command("horovod", tmp_path / "told", "data", []), 240)
     assert again.returncode == 0, again.stdout[-3000:] + again.stderr
     check_same_end(whole, tmp_path / "told")

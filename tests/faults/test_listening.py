@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.conftest import skip_without
-from tfdist.runtime.rendezvous import Place, environments
+from tfdist.runtime.rendezvous import Endpoint, environments
 
 RANK = """
 import sys
@@ -39,9 +39,9 @@ def own_address() -> tuple[str, str]:
 def test_ports_are_open_at_the_address_in_use_alone(engine):
     skip_without(engine)
     address, interface = own_address()
-    place = Place(address=address, meeting_address=address, interface=interface)
+    endpoint = Endpoint(address=address, rendezvous_address=address, interface=interface)
     with contextlib.ExitStack() as stack:
-        found = stack.enter_context(environments(engine, [place, place]))
+        found = stack.enter_context(environments(engine, [endpoint, endpoint]))
         jobs = []
         for environment in found:
             job = subprocess.Popen(
@@ -62,7 +62,7 @@ def test_ports_are_open_at_the_address_in_use_alone(engine):
             for connection in process.net_connections("tcp")
             if connection.status == psutil.CONN_LISTEN
         }
-        assert len(ports) >= 2  # The roll call; the rendezvous, or two servers.
+        assert len(ports) >= 2  # The heartbeats; the rendezvous, or two servers.
         for port in ports:
             with socket.create_connection((address, port), timeout=5.0):
                 pass

@@ -52,7 +52,7 @@ def run_job(folder: Path, engine: str, disturb) -> list[np.ndarray]:
         try:
             wait_for(folder / "under way", job)
             addresses = listening_addresses(psutil.Process(job.pid))
-            # The roll call, and the rendezvous or both servers.
+            # The heartbeats, and the rendezvous or both servers.
             assert len(addresses) >= 2
             assert all(host == "127.0.0.1" for host, _ in addresses)
             disturb(addresses)

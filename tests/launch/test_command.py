@@ -88,12 +88,12 @@ def test_a_hook_before_the_programs_own_hears_of_the_failure():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--flagfile="], "--flagfile is the path of a file. Received: --flagfile=''."),
-        (["--flagfile", ""], "--flagfile is the path of a file. Received: --flagfile=''."),
+        (["--flagfile="], "--flagfile must be the path of a file. Received: --flagfile=''."),
+        (["--flagfile", ""], "--flagfile must be the path of a file. Received: --flagfile=''."),
         (["--flagfile=/no/such"], "/no/such"),
         (["--flagfile=bytes"], "--flagfile"),
         (["--no-such-flag"], "no-such-flag"),
-        (["word"], "There are only flags"),
+        (["word"], "This program takes only flags"),
     ],
 )
 def test_flags_of_all_programs(arguments, words, tmp_path):

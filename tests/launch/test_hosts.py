@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfdist.launch.hosts import Host, is_this_machine, moves, parse_host, placed
+from tfdist.launch.hosts import Host, assign_hosts, is_this_machine, parse_host, should_restart
 
 
 @pytest.mark.parametrize(
@@ -23,8 +23,8 @@ def test_how_a_host_is_written(text, found):
 
 def test_the_first_hosts_are_filled_first():
     hosts = [Host("a", 2), Host("b", 1), Host("a", 1)]
-    assert placed(hosts, 3) == ["a", "a", "a"]
-    assert placed(hosts, 9) == ["a", "a", "a", "b"]
+    assert assign_hosts(hosts, 3) == ["a", "a", "a"]
+    assert assign_hosts(hosts, 9) == ["a", "a", "a", "b"]
 
 
 def test_this_machine_by_its_names():
@@ -44,4 +44,4 @@ def test_this_machine_by_its_names():
     ],
 )
 def test_when_a_job_moves(hosts, most, expected):
-    assert moves(["a", "a", "b"], hosts, most) is expected
+    assert should_restart(["a", "a", "b"], hosts, most) is expected

@@ -130,7 +130,7 @@ def test_an_interpreter_that_cannot_have_horovod(statement, words):
         (["--gpu_operations=cuda"], ["--gpu_operations=cuda", "<none|nccl>"]),
         (["--forse"], ["'forse'", "force"]),
         (["horovod"], ["Received: horovod"]),
-        (["--check", "--force"], ["--force is for building"]),
+        (["--check", "--force"], ["--force is for a build"]),
         (["--force", "--cache_dir=/proc/none"], ["--cache_dir", "/proc/none"]),
     ],
     ids=["enum", "unknown", "positional", "contradiction", "cache"],
@@ -325,7 +325,7 @@ def test_a_build_from_nothing_and_one_from_the_cache(tmp_path):
         "Built ",
         "Installed it",
         "The compiled library",
-        "Proven: 2 ranks",
+        "Tested: 2 ranks",
     ]
     said = built.stdout.splitlines()
     assert [line[: len(begin)] for line, begin in zip(said, begins, strict=True)] == begins

@@ -35,7 +35,9 @@ def test_what_looks_like_a_secret_stays_here(monkeypatch, capsys):
     assert passed["OMP_NUM_THREADS"] == "2"
     assert "secret" not in passed.values() and "SSH_AUTH_SOCK" not in passed
     said = capsys.readouterr().err
-    assert "AWS_SECRET_ACCESS_KEY, HF_TOKEN, TFDIST_JOB_TOKEN, db_password may be secret" in said
+    assert (
+        "AWS_SECRET_ACCESS_KEY, HF_TOKEN, TFDIST_JOB_TOKEN, db_password look like secrets" in said
+    )
     assert said.count("\n") == 1
 
 

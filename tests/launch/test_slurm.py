@@ -180,14 +180,14 @@ def test_the_environment_of_this_process(monkeypatch):
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        ({"SLURM_JOB_NODELIST": ""}, ("no Slurm job", "-H host1:2")),
+        ({"SLURM_JOB_NODELIST": ""}, ("not a Slurm job", "-H host1:2")),
         ({"SLURM_JOB_NODELIST": "n[1-"}, ("SLURM_JOB_NODELIST: ", "'n[1-'", "pairs")),
-        ({"SLURM_TASKS_PER_NODE": "2(x2)"}, ("2(x2)", "2 nodes", "of 3", "-H host1:2")),
+        ({"SLURM_TASKS_PER_NODE": "2(x2)"}, ("2(x2)", "2 nodes", "list has 3", "-H host1:2")),
         ({"SLURM_TASKS_PER_NODE": "two"}, ("SLURM_TASKS_PER_NODE: ", "'two'")),
-        ({"SLURM_JOB_CPUS_PER_NODE": "8"}, ("SLURM_JOB_CPUS_PER_NODE=8", "1 nodes", "of 3")),
+        ({"SLURM_JOB_CPUS_PER_NODE": "8"}, ("SLURM_JOB_CPUS_PER_NODE=8", "1 nodes", "list has 3")),
         ({"SLURM_NTASKS_PER_NODE": "0"}, ("SLURM_NTASKS_PER_NODE", "positive", "'0'")),
         ({"SLURM_NTASKS": "many"}, ("SLURM_NTASKS", "positive", "'many'")),
-        ({"SLURM_HET_SIZE": "2"}, ("heterogeneous", "SLURM_HET_SIZE=2", "-H host1:2")),
+        ({"SLURM_HET_SIZE": "2"}, ("Heterogeneous", "SLURM_HET_SIZE=2", "-H host1:2")),
     ],
 )
 def test_what_is_wrong_with_an_allocation(variables, words):

@@ -193,7 +193,7 @@ def test_a_training_goes_on_in_its_workdir(tmp_path, data_dir):
 @pytest.mark.parametrize(
     ("workdir", "words"),
     [
-        ("/dev/null/x", "--workdir=/dev/null/x cannot be written: /dev/null is no folder."),
+        ("/dev/null/x", "--workdir=/dev/null/x cannot be written: /dev/null is not a folder."),
         # A folder in which not even root can make one.
         ("/proc/x", "/proc/x: cannot write"),
     ],

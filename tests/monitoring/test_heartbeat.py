@@ -1,4 +1,4 @@
-"""The roll call itself, without ranks: its two ends in one process, and strangers at its port."""
+"""The heartbeats themselves, without ranks: its two ends in one process, and strangers at its port."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ import time
 
 import pytest
 
-from tfdist.monitoring.heartbeat import Keeper, Member, Report
+from tfdist.monitoring.heartbeat import HeartbeatClient, HeartbeatServer, Report
 from tfdist.runtime import Channel, connect
 
 KEY = b"k" * 32
-PURPOSE = "roll call"
+PURPOSE = "heartbeat server"
 
 
 @pytest.fixture
-def keeper():
-    keeper = Keeper(2, KEY, timeout=3.0)
-    yield keeper
-    keeper.close()
+def server():
+    server = HeartbeatServer(2, KEY, timeout=3.0)
+    yield server
+    server.close()
 
 
 @pytest.fixture
-def members(keeper):
+def clients(server):
     """Both ranks, and the verdicts and warnings that they hear."""
     heard: list[str] = []
-    found = [join(keeper, rank, heard) for rank in range(2)]
+    found = [join(server, rank, heard) for rank in range(2)]
     yield found, heard
-    for member in found:
-        member.close()
+    for client in found:
+        client.close()
 
 
-def join(keeper, rank: int, heard: list[str], report=None) -> Member:
-    return Member(
+def join(server, rank: int, heard: list[str], report=None) -> HeartbeatClient:
+    return HeartbeatClient(
         rank,
-        ("127.0.0.1", keeper.port),
+        ("127.0.0.1", server.port),
         KEY,
         3.0,
         report=report or (lambda: Report(rank)),
@@ -49,8 +49,8 @@ def join(keeper, rank: int, heard: list[str], report=None) -> Member:
     )
 
 
-def stranger(keeper) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", keeper.port), timeout=10.0)
+def stranger(server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=10.0)
 
 
 def wait_until(condition, seconds: float = 10.0) -> bool:
@@ -61,7 +61,7 @@ def wait_until(condition, seconds: float = 10.0) -> bool:
 
 
 def test_a_report_that_comes_after_the_goodbye_is_not_sent():
-    keeper = Keeper(1, KEY, timeout=60.0)
+    server = HeartbeatServer(1, KEY, timeout=60.0)
     asked, go_on = threading.Event(), threading.Event()
 
     def report():
@@ -71,16 +71,16 @@ def test_a_report_that_comes_after_the_goodbye_is_not_sent():
         return Report(0)
 
     verdicts: list[str] = []
-    member = join(keeper, 0, verdicts, report)
+    client = join(server, 0, verdicts, report)
     assert asked.wait(10.0)
-    member.close()
+    client.close()
     go_on.set()
-    seen_out = threading.Thread(target=keeper.see_out, daemon=True)
+    seen_out = threading.Thread(target=server.see_out, daemon=True)
     seen_out.start()
     seen_out.join(10.0)
     assert not seen_out.is_alive()
     assert not verdicts
-    keeper.close()
+    server.close()
 
 
 GARBAGE = [
@@ -96,53 +96,53 @@ GARBAGE = [
 ]
 
 
-def test_garbage_ends_nothing(keeper, members):
+def test_garbage_ends_nothing(server, clients):
     for garbage in GARBAGE * 20:
-        with stranger(keeper) as sock, contextlib.suppress(OSError):
+        with stranger(server) as sock, contextlib.suppress(OSError):
             sock.sendall(garbage)
-        assert keeper._thread.is_alive(), garbage
-    time.sleep(4.0)  # Longer than a silent keeper is waited for.
-    assert members[1] == []
-    assert still_watches(keeper, members)
+        assert server._thread.is_alive(), garbage
+    time.sleep(4.0)  # Longer than a silent server is waited for.
+    assert clients[1] == []
+    assert still_watches(server, clients)
 
 
-def test_a_line_without_an_end_costs_no_memory(keeper, members):
+def test_a_line_without_an_end_costs_no_memory(server, clients):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with stranger(keeper) as sock, contextlib.suppress(OSError):
+    with stranger(server) as sock, contextlib.suppress(OSError):
         for _ in range(640):  # 40 MiB
             sock.sendall(bytes(1 << 16))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 8 << 10
-    assert still_watches(keeper, members)
+    assert still_watches(server, clients)
 
 
-def test_more_idle_connections_than_descriptors(keeper, members):
+def test_more_idle_connections_than_descriptors(server, clients):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(stranger(keeper)) for _ in range(200)]
+        strangers = [stack.enter_context(stranger(server)) for _ in range(200)]
         used = max(sock.fileno() for sock in strangers)
-        # The keeper has no descriptor left for another caller.
+        # The server has no descriptor left for another caller.
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 4, limits[1]))
         try:
             began = time.process_time()
             time.sleep(4.0)
-            assert time.process_time() - began < 1.0, "the keeper runs in circles"
-            assert members[1] == []
+            assert time.process_time() - began < 1.0, "the server runs in circles"
+            assert clients[1] == []
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert still_watches(keeper, members)
+    assert still_watches(server, clients)
 
 
-def test_slow_strangers_hold_up_nobody(keeper):
+def test_slow_strangers_hold_up_nobody(server):
     with contextlib.ExitStack() as stack:
         for _ in range(300):
-            sock = stack.enter_context(stranger(keeper))
+            sock = stack.enter_context(stranger(server))
             with contextlib.suppress(OSError):
                 sock.send(b"t")
         heard: list[str] = []
         began = time.monotonic()
-        found = [join(keeper, rank, heard) for rank in range(2)]
+        found = [join(server, rank, heard) for rank in range(2)]
         assert time.monotonic() - began < 10.0
-        assert still_watches(keeper, (found, heard))
+        assert still_watches(server, (found, heard))
 
 
 @pytest.mark.parametrize(
@@ -165,53 +165,53 @@ def test_slow_strangers_hold_up_nobody(keeper):
         ).to_message(),
     ],
 )
-def test_a_rank_that_talks_nonsense_counts_as_gone(keeper, message, caplog):
+def test_a_rank_that_talks_nonsense_counts_as_gone(server, message, caplog):
     heard: list[str] = []
-    member = join(keeper, 0, heard)
-    channel = Channel(connect(("127.0.0.1", keeper.port), KEY, PURPOSE, 1, timeout=10.0))
+    client = join(server, 0, heard)
+    channel = Channel(connect(("127.0.0.1", server.port), KEY, PURPOSE, 1, timeout=10.0))
     channel.send(Report(1).to_message(), 5.0)
     channel.send(message, 5.0)
     with caplog.at_level(logging.WARNING):
         assert wait_until(lambda: heard)
     assert heard[0].startswith("Rank 1 is gone")
     assert "Rank 1 counts as gone: it sent a report" in caplog.text
-    member.close()
+    client.close()
     channel.close()
 
 
 @pytest.mark.parametrize(
     "sent", [b"[]", b"{", b"[" * 60_000, b"\xff\xfe", b"1" * 5000, b"null"], ids=range(6)
 )
-def test_what_is_no_message_comes_from_a_rank_that_is_gone(keeper, sent):
+def test_what_is_no_message_comes_from_a_rank_that_is_gone(server, sent):
     heard: list[str] = []
-    member = join(keeper, 0, heard)
-    sock = connect(("127.0.0.1", keeper.port), KEY, PURPOSE, 1, timeout=10.0)
+    client = join(server, 0, heard)
+    sock = connect(("127.0.0.1", server.port), KEY, PURPOSE, 1, timeout=10.0)
     for body in (json.dumps(Report(1).to_message()).encode(), sent):
         sock.sendall(struct.pack("!I", len(body)) + body)
     assert wait_until(lambda: heard)
     assert heard[0].startswith("Rank 1 is gone")
-    member.close()
+    client.close()
     sock.close()
 
 
-def test_a_second_connection_of_a_rank_is_closed(keeper, members):
-    sock = connect(("127.0.0.1", keeper.port), KEY, PURPOSE, 1, timeout=10.0)
+def test_a_second_connection_of_a_rank_is_closed(server, clients):
+    sock = connect(("127.0.0.1", server.port), KEY, PURPOSE, 1, timeout=10.0)
     sock.settimeout(10.0)
     assert sock.recv(1) == b""
-    assert still_watches(keeper, members)
+    assert still_watches(server, clients)
 
 
-def test_a_rank_that_calls_again_before_its_first_report_is_the_same_rank(keeper):
+def test_a_rank_that_calls_again_before_its_first_report_is_the_same_rank(server):
     heard: list[str] = []
-    member = join(keeper, 0, heard)
-    connect(("127.0.0.1", keeper.port), KEY, PURPOSE, 1, timeout=10.0).close()
-    other = join(keeper, 1, heard)
+    client = join(server, 0, heard)
+    connect(("127.0.0.1", server.port), KEY, PURPOSE, 1, timeout=10.0).close()
+    other = join(server, 1, heard)
     time.sleep(2.0)
     assert heard == []
-    assert still_watches(keeper, ([member, other], heard))
+    assert still_watches(server, ([client, other], heard))
 
 
-def test_errors_of_what_is_called_do_not_end_the_threads(keeper, caplog):
+def test_errors_of_what_is_called_do_not_end_the_threads(server, caplog):
     """A report that cannot be made, and a judgement that fails."""
     heard: list[str] = []
 
@@ -220,20 +220,20 @@ def test_errors_of_what_is_called_do_not_end_the_threads(keeper, caplog):
             raise TypeError("as planned")
         return Report(1)
 
-    found = [join(keeper, 0, heard), join(keeper, 1, heard, report)]
-    judge = keeper._judge
-    keeper._judge = lambda: 1 / 0
+    found = [join(server, 0, heard), join(server, 1, heard, report)]
+    judge = server._judge
+    server._judge = lambda: 1 / 0
     time.sleep(5.0)
     assert heard == []
     assert caplog.text.count("TypeError: as planned") == 1
     assert caplog.text.count("ZeroDivisionError:") == 1
-    keeper._judge = judge
-    assert still_watches(keeper, (found, heard))
+    server._judge = judge
+    assert still_watches(server, (found, heard))
 
 
-def still_watches(keeper, members) -> bool:
+def still_watches(server, clients) -> bool:
     """Whether a death is still told to the others."""
-    found, heard = members
+    found, heard = clients
     found[1]._channel._sock.shutdown(socket.SHUT_RDWR)
     assert wait_until(lambda: "Rank 1 is gone: its process died." in heard), heard
-    return keeper._thread.is_alive()
+    return server._thread.is_alive()

@@ -14,7 +14,7 @@ import pytest
 
 from tfdist.runtime import AuthenticationError, Channel, connect
 from tfdist.runtime.rendezvous import free_ports
-from tfdist.runtime.schedulers import Card, _call, _receive
+from tfdist.runtime.schedulers import Hello, _call, _receive
 
 KEY, PURPOSE = b"key of this job", "meeting of ranks"
 
@@ -28,7 +28,7 @@ def meeting():
     def wait():
         try:
             answer.append(
-                _receive("tensorflow", address, KEY, 3, Card("here", 5000), time.monotonic() + 20)
+                _receive("tensorflow", address, KEY, 3, Hello("here", 5000), time.monotonic() + 20)
             )
         except BaseException as error:
             answer.append(error)
@@ -42,7 +42,7 @@ def meeting():
 
 def call(address, rank, found):
     deadline = time.monotonic() + 20
-    found[rank] = _call(address, KEY, rank, Card("here", 5000 + rank), deadline)
+    found[rank] = _call(address, KEY, rank, Hello("here", 5000 + rank), deadline)
 
 
 def meet(address, answer) -> None:
@@ -88,7 +88,7 @@ def rank_one(address) -> Channel:
 
 
 @pytest.mark.parametrize(
-    "card",
+    "hello",
     [
         {},
         {"host": "here"},
@@ -102,9 +102,9 @@ def rank_one(address) -> Channel:
         {"host": "here", "port": 5000, "rank": 99},
     ],
 )
-def test_a_card_that_is_none_ends_the_call(meeting, card):
+def test_a_malformed_hello_ends_the_call(meeting, hello):
     channel = rank_one(meeting[0])
-    channel.send(card, 5.0)
+    channel.send(hello, 5.0)
     with pytest.raises(ConnectionError):
         channel.receive(10.0)
     channel.close()
@@ -162,7 +162,7 @@ def test_a_rank_that_is_there_is_not_replaced(meeting):
 def test_another_key_is_told(meeting, monkeypatch):
     monkeypatch.setattr("tfdist.runtime.caller._REFUSED_SECONDS", 0.5)
     with pytest.raises(AuthenticationError, match=r"do not share a key.*Set TFDIST_JOB_TOKEN"):
-        _call(meeting[0], b"another", 1, Card("here", 5001), time.monotonic() + 20)
+        _call(meeting[0], b"another", 1, Hello("here", 5001), time.monotonic() + 20)
     meet(*meeting)
 
 
@@ -183,6 +183,6 @@ def test_the_first_rank_sets_what_engines_read_alone(variables):
             thread = threading.Thread(target=answer, daemon=True)
             thread.start()
             with pytest.raises(TimeoutError, match="not for it to set"):
-                _call(address, KEY, 1, Card("here", 5001), time.monotonic() + 0.5)
+                _call(address, KEY, 1, Hello("here", 5001), time.monotonic() + 0.5)
             thread.join(20.0)
     assert os.environ.get("LD_PRELOAD") != "x"

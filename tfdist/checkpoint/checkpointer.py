@@ -53,14 +53,14 @@ class Checkpointer(keras.callbacks.Callback):
 
     Args:
         directory: Where checkpoints are kept: see `tfdist.checkpoint.save`.
-        every_steps: Saves after each so many training steps.
-        every_seconds: Saves after so much time.
+        every_steps: Saves every so many training steps.
+        every_seconds: Saves every so many seconds.
         every: "auto" saves as often as loses the least, by Daly's formula (`young_daly`), from what
             a save was measured to cost and `failure_seconds`. The default, where neither steps nor
             seconds are given.
         failure_seconds: The mean time between failures of the whole job.
         keep_last: How many of the newest checkpoints are kept; None keeps all.
-        keep_every: Those of each so manieth step are kept for good.
+        keep_every: Checkpoints of every step that this divides are kept for good.
         asynchronous: Whether training goes on while a checkpoint is written.
         resume: Whether to go on from the last checkpoint in `directory`, where there is one.
         batch_size: The samples of a global batch. Only needed where it may change between a save

@@ -46,11 +46,7 @@ _OWN_NAMES = ("c", "zarr.json")
 
 
 def item_bytes(dtype: str) -> int:
-    """The bytes of one number.
-
-    Raises:
-        ValueError: There is no such dtype, or its numbers have no fixed size.
-    """
+    """The bytes of one number; a `ValueError` for a dtype whose numbers have no fixed size."""
     found = ts.dtype(dtype).numpy_dtype
     if found.hasobject or found.itemsize < 1:
         raise ValueError(f"`{dtype}` is not the dtype of numbers.")
@@ -113,16 +109,9 @@ def metadata_of(shape: Sequence[int], dtype: str, chunk: Sequence[int]) -> dict[
 
 
 def decode(content: bytes, chunk: Sequence[int], dtype: str, *, checks: bool) -> np.ndarray:
-    """The numbers of a chunk.
+    """The numbers of a chunk, from the bytes of its file; a `StorageError` if they are damaged.
 
-    Args:
-        content: The bytes of its file.
-        chunk: Its shape.
-        dtype: Its dtype.
-        checks: Whether the checksum at its end is compared; not where a digest was.
-
-    Raises:
-        StorageError: It has another length, or its checksum is another.
+    The checksum at its end is compared where `checks` says so; not where a digest was.
     """
     expected = math.prod(chunk) * item_bytes(dtype) + CRC_BYTES
     if len(content) != expected:
@@ -150,10 +139,7 @@ def _checked(content: bytes, chunk: Sequence[int], dtype: str) -> np.ndarray:
 def check_equal(found: np.ndarray, place: Sequence[int], value: np.ndarray) -> None:
     """Raises StorageError where a chunk does not hold, bit for bit, what lies there in an array.
 
-    Args:
-        found: The chunk.
-        place: Its place in the grid.
-        value: The whole array.
+    `place` is the chunk's place in the grid, and `value` the whole array.
     """
     edges = [
         (at * part, min((at + 1) * part, size))
@@ -193,11 +179,7 @@ def copy_chunk(
 ) -> None:
     """Copies what lies in a chunk into the arrays of the boxes.
 
-    Args:
-        values: The chunk.
-        place: Its place in the grid.
-        boxes: Boxes of the whole array; where an index stands for an axis, the box lacks it.
-        targets: An array for each box, of its shape.
+    `place` is the chunk's place in the grid. Where an index stands for an axis, the box lacks it.
     """
     for box, target in zip(boxes, targets, strict=True):
         source: list[slice | int] = []

@@ -14,7 +14,7 @@ import numpy as np
 
 from tfdist.checkpoint import format1
 from tfdist.checkpoint.names import metric_names
-from tfdist.checkpoint.pieces import Entry, Piece
+from tfdist.checkpoint.shards import ArrayShard, Entry
 from tfdist.collectives import Group
 from tfdist.collectives.local import LocalEngine
 from tfdist.context import role_of, strategy_of
@@ -31,10 +31,8 @@ def counts_of(
 ) -> list[Entry]:
     """The entries of what this rank counts.
 
-    Args:
-        model: The model.
-        named: Its variables that this rank holds, and their names.
-        version: The format of checkpoints whose names metrics get.
+    `named` are the variables that this rank holds, with their names; metrics get names of that
+    `version` of the format.
     """
     strategy, role = strategy_of(model), role_of(model)
     counting = LocalEngine().group() if strategy is None else strategy.gradient_group
@@ -68,9 +66,9 @@ def counts_of(
 def _row(name: str, variable, group: Group, writes: bool, merge: Merge) -> Entry:
     shape = tuple(variable.shape)
     inside = tuple(slice(0, size) for size in shape)
-    piece = Piece((group.rank, *inside), None, shape, inside)
+    shard = ArrayShard((group.rank, *inside), None, shape, inside)
     dtype = str(variable.dtype)
-    return Entry(name, (group.size, *shape), dtype, variable, (piece,), writes, merge)
+    return Entry(name, (group.size, *shape), dtype, variable, (shard,), writes, merge)
 
 
 def _merge(aggregation: str, group: Group) -> Merge:

@@ -32,19 +32,10 @@ def read_back(
     place: int = 0,
     count: int = 1,
 ) -> Digests:
-    """Size and digest of the files of an array, each `count`th of them.
+    """Size and digest of the files of an array: each `count`th of them, from `place` on.
 
-    Args:
-        storage: The checkpoint.
-        name: The array.
-        shape: Its shape.
-        dtype: Its dtype.
-        value: All of it, to compare with; None where only checksums can tell.
-        place: The first of the files.
-        count: How many files there are from each to the next.
-
-    Raises:
-        StorageError: A file is not what was written.
+    They are compared with `value`, the whole array; where that is None only checksums can tell. A
+    file that is not what was written is a `StorageError`.
     """
     chunk = chunk_shape_of(shape, dtype)
     folder = folder_of_array(name)

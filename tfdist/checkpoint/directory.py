@@ -25,11 +25,7 @@ _NEWEST = "newest.json"
 
 
 def folders(directory: str) -> dict[str, bool]:
-    """The folders of checkpoints in a directory, and whether each is complete.
-
-    Raises:
-        StorageError: The directory cannot be read.
-    """
+    """The folders of checkpoints in a directory, and whether each is complete."""
     storage = Storage(directory)
     if not storage.is_local:
         found: dict[str, bool] = {}

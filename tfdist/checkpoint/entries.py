@@ -12,7 +12,7 @@ from tfdist.checkpoint import format1
 from tfdist.checkpoint.counts import counts_of
 from tfdist.checkpoint.manifest import FORMAT, Arrays
 from tfdist.checkpoint.names import model_names, optimizer_names
-from tfdist.checkpoint.pieces import Entry, pieces_of
+from tfdist.checkpoint.shards import Entry, shards_of
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
 from tfdist.context import DistributedStrategy, strategy_of
@@ -25,9 +25,7 @@ __all__ = ["arrays_of", "entries_of", "held_by"]
 def entries_of(model: keras.Model, version: int = FORMAT) -> list[Entry]:
     """The entries of a model's variables and of its optimizer's, those of this rank.
 
-    Args:
-        model: A built model; one that is trained has a built optimizer.
-        version: The format of checkpoints whose names they get.
+    Both are built. Names are those of that `version` of the format.
     """
     strategy = strategy_of(model)
     if isinstance(model, PipelineModel):
@@ -58,7 +56,7 @@ def entries_of(model: keras.Model, version: int = FORMAT) -> list[Entry]:
                 global_shape(variable),
                 str(variable.dtype),
                 variable,
-                tuple(pieces_of(variable)),
+                tuple(shards_of(variable)),
                 _writes(variable, name, strategy),
             )
         )

@@ -29,13 +29,10 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 def read_file(root: str, name: str, limit: int) -> bytes | None:
     """The content of a regular file below a folder; None where there is none.
 
-    Args:
-        root: The folder, which may be a link.
-        name: The file's path below it, in which nothing may be a link.
-        limit: The most bytes that it may have.
+    The folder may be a link; nothing below it may be one.
 
     Raises:
-        StorageError: It is no regular file, is too long, or cannot be read.
+        StorageError: It is no regular file, has more bytes than `limit`, or cannot be read.
     """
     with _at(root, name) as (folder, last):
         if folder is None:
@@ -83,15 +80,7 @@ def regular_size(root: str, name: str) -> int | None:
 
 
 def delete_tree(folder: str, first: str | None = None) -> None:
-    """Deletes a folder and all in it; of a link, the link alone.
-
-    Args:
-        folder: The folder.
-        first: A file in it that is deleted before all others.
-
-    Raises:
-        OSError: Something cannot be deleted.
-    """
+    """Deletes a folder and all in it, the file `first` first; of a link, the link alone."""
     parent, name = os.path.split(folder)
     with _opened(parent or ".", _FOLDER) as above:
         _delete(name, above, first)

@@ -37,13 +37,7 @@ _COUNTING = (
 
 
 class FitState:
-    """The state of one `fit`.
-
-    Args:
-        model: The model.
-        position: Where it stands in the data.
-        callbacks: The user's callbacks on this rank.
-    """
+    """The state of one `fit`: of the model, its place in the data, and the user's callbacks."""
 
     def __init__(self, model: keras.Model, position: DataPosition, callbacks: Sequence):
         self._model, self._position, self._callbacks = model, position, callbacks
@@ -52,9 +46,7 @@ class FitState:
     def collect(self, epoch: int, batch: int) -> dict[str, Any]:
         """All of it, as JSON can hold it; of the chief's.
 
-        Args:
-            epoch: The epoch that goes on or begins.
-            batch: How many of its batches are done.
+        `epoch` is the one that goes on or begins, of which `batch` batches are done.
         """
         history = getattr(self._model, "history", None)
         keras_seed = _keras_seed()
@@ -76,11 +68,7 @@ class FitState:
         }
 
     def resume(self, state: dict[str, Any]) -> int:
-        """Lets `fit` go on, at the beginning of the training.
-
-        Returns:
-            How many batches of the first epoch are done.
-        """
+        """Lets `fit` go on; returns how many batches of the first epoch are done."""
         if state["global_seed"] != self._seed:
             _logger.warning(
                 "The seed of `tf.random` was %s when this training began, and is %s now: its samples "

@@ -55,11 +55,7 @@ def check_description(storage: Storage, name: str, array: Array) -> None:
 def chunk_values(
     storage: Storage, name: str, key: str, chunk: Sequence[int], dtype: str
 ) -> np.ndarray:
-    """The numbers of a chunk.
-
-    Raises:
-        StorageError: It is not there, or is not what was written.
-    """
+    """The numbers of a chunk; a `StorageError` if it is missing or damaged."""
     size = int(np.prod(chunk, dtype=object)) * item_bytes(dtype) + CRC_BYTES
     path = f"arrays/{name}/{key}"
     content = storage.read(path, size)

@@ -148,20 +148,11 @@ def keys_of(name: str, array: Array, chunk: tuple[int, ...]) -> list[str]:
 
 
 def _parsed(content: dict[str, Any], version: int) -> Manifest:
-    """The manifest in a JSON object.
-
-    Raises:
-        ValueError: Something in it is not as it is to be.
-    """
+    """The manifest in a JSON object; a `ValueError` says what is not as it is to be."""
     step: Any = content.get("step")
-    state = content.get("state")
     if not _is_int(step, 0, _STEPS):
         raise ValueError(f"`step` is a number from 0 on, and is {step!r:.50}")
-    if not isinstance(state, dict):
-        raise ValueError(f"`state` is an object, and is {state!r:.50}")
-    found = content.get("arrays")
-    if not isinstance(found, dict):
-        raise ValueError(f"`arrays` is an object, and is {found!r:.50}")
+    state, found = _object(content, "state"), _object(content, "arrays")
     arrays: Arrays = {}
     chunks: dict[str, tuple[int, ...]] = {}
     for name, each in found.items():
@@ -176,8 +167,15 @@ def _parsed(content: dict[str, Any], version: int) -> Manifest:
             chunks[name] = _chunk(name, arrays[name], each.get("chunk"))
         elif not all(part.strip(".") for part in name.split("/")) or "\0" in name:
             raise ValueError(f"`{name!r:.50}` is not the name of an array")
-    files = None if version == 1 else _files(content.get("files"), arrays, chunks)
+    files = None if version == 1 else _files(_object(content, "files"), arrays, chunks)
     return Manifest(step, arrays, state, files, chunks)
+
+
+def _object(content: dict[str, Any], name: str) -> dict[str, Any]:
+    found = content.get(name)
+    if not isinstance(found, dict):
+        raise ValueError(f"`{name}` is an object, and is {found!r:.50}")
+    return found
 
 
 def _array(name: str, shape, dtype) -> Array:
@@ -209,10 +207,8 @@ def _chunk(name: str, array: Array, chunk) -> tuple[int, ...]:
     return tuple(chunk)
 
 
-def _files(found, arrays: Arrays, chunks: dict[str, tuple[int, ...]]) -> Digests:
+def _files(found: dict[str, Any], arrays: Arrays, chunks: dict[str, tuple[int, ...]]) -> Digests:
     """The files: those that the arrays have, and no other."""
-    if not isinstance(found, dict):
-        raise ValueError(f"`files` is an object, and is {found!r:.50}")
     files: Digests = {}
     for path, each in found.items():
         ok = (

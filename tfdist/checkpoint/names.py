@@ -25,12 +25,7 @@ _GRAPHS = (keras.Sequential, Functional)
 
 
 def model_names(model: keras.Model, variables: Sequence[keras.Variable]) -> list[str]:
-    """A name for each variable of a model.
-
-    Args:
-        model: The model whose layers lead to the variables.
-        variables: The variables, in the model's order.
-    """
+    """A name for each of the variables, in the order of the model whose layers lead to them."""
     known: dict[int, str] = {}
     _visit(model, (), known, set())
     used = set(known.values())
@@ -131,11 +126,9 @@ def metric_names(variables: Sequence[keras.Variable]) -> list[str]:
 def optimizer_names(
     optimizer: Any, parameters: Sequence[tuple[keras.Variable, str]]
 ) -> list[tuple[keras.Variable, str]]:
-    """The variables of an optimizer and a name for each.
+    """The variables of an optimizer and of those that it wraps, and a name for each.
 
-    Args:
-        optimizer: The optimizer; one that wraps another has that one's variables, too.
-        parameters: The variables that it may keep a state for, and their names, in its order.
+    `parameters` are those that it may keep a state for, with their names, in its order.
     """
     # Keras names a slot by the path of its parameter; the longest that fits is the right one.
     # Parameters of equal paths lie behind it in the order in which they have their slots.

@@ -10,13 +10,7 @@ import numpy as np
 import tensorstore as ts
 
 from tfdist.checkpoint import format1
-from tfdist.checkpoint.chunks import (
-    Box,
-    copy_chunk,
-    decode,
-    folder_of_array,
-    touched,
-)
+from tfdist.checkpoint.chunks import Box, copy_chunk, decode, folder_of_array, touched
 from tfdist.checkpoint.errors import StorageError
 from tfdist.checkpoint.manifest import Manifest
 from tfdist.checkpoint.storage import Storage, digest_of
@@ -28,25 +22,15 @@ _CHUNKS_AT_A_TIME = min(4, os.cpu_count() or 1)
 
 
 class Reader:
-    """Reads the arrays of one checkpoint.
-
-    Args:
-        storage: Its files.
-        manifest: Its manifest.
-    """
+    """Reads the arrays of one checkpoint."""
 
     def __init__(self, storage: Storage, manifest: Manifest):
         self._storage, self._manifest = storage, manifest
 
     def read(self, name: str, boxes: Sequence[Box]) -> list[np.ndarray]:
-        """Boxes of an array.
+        """Boxes of an array; where an index stands for an axis, the result lacks it.
 
-        Args:
-            name: The array.
-            boxes: The boxes; where an index stands for an axis, the result lacks it.
-
-        Raises:
-            StorageError: A file is missing, or is not what was written.
+        A file that is missing, or is not what was written, is a `StorageError`.
         """
         shape, dtype = self._manifest.arrays[name]
         chunk = self._manifest.chunk_of(name)

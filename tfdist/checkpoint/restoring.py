@@ -16,9 +16,9 @@ from tfdist.checkpoint.directory import complete_checkpoints, latest, lost
 from tfdist.checkpoint.entries import arrays_of, entries_of
 from tfdist.checkpoint.errors import CheckpointError, OtherModelError, StorageError
 from tfdist.checkpoint.manifest import FORMAT, Array, Arrays, Manifest, step_of
-from tfdist.checkpoint.pieces import Entry
 from tfdist.checkpoint.reading import Reader
 from tfdist.checkpoint.saving import world_of
+from tfdist.checkpoint.shards import Entry
 from tfdist.checkpoint.storage import MANIFEST, Storage
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object, broadcast_object
@@ -61,10 +61,7 @@ def restore_checked(
 ) -> Manifest:
     """As `restore`; a checkpoint counts as damaged where `check` refuses its state.
 
-    Args:
-        path: As `checked_directory` returns it.
-        model: As in `restore`.
-        check: Called on the chief with the state; raises ValueError, which goes on from the path.
+    The chief calls `check`, which raises a ValueError that goes on behind the path.
     """
     world = world_of(model)
     candidates, warnings = _candidates(path, world)
@@ -216,7 +213,7 @@ def _value(entry: Entry, manifest: Manifest, reader: Reader) -> np.ndarray:
             return value
         (rows,) = reader.read(entry.name, [tuple(slice(0, size) for size in shape)])
         return np.asarray(entry.merge(rows), value.dtype)
-    boxes = [piece.box for piece in entry.pieces]
-    for piece, part in zip(entry.pieces, reader.read(entry.name, boxes), strict=True):
-        piece.put(value, part)
+    boxes = [shard.box for shard in entry.shards]
+    for shard, part in zip(entry.shards, reader.read(entry.name, boxes), strict=True):
+        shard.put(value, part)
     return value

@@ -20,11 +20,7 @@ class Retention:
     Args:
         directory: Where they are.
         keep_last: How many of the newest are kept; None for all.
-        keep_every: Those of each so manieth step are kept for good; None for none.
-
-    Raises:
-        TypeError: An argument is neither a whole number nor None.
-        ValueError: An argument is below 1.
+        keep_every: Those of every step that this divides are kept for good; None for none.
     """
 
     def __init__(self, directory: str, keep_last: int | None, keep_every: int | None):
@@ -62,10 +58,7 @@ class Retention:
                 self._torn.add(folder)
 
     def completed(self, path: str) -> None:
-        """Drops what a new checkpoint makes superfluous.
-
-        Args:
-            path: The new checkpoint, which was read back whole.
+        """Drops what a new checkpoint, which was read back whole, makes superfluous.
 
         Raises:
             StorageError: Another training writes into the same directory. Nothing is dropped then.

@@ -23,7 +23,7 @@ from tfdist.checkpoint.directory_lock import DirectoryLock, InUseError
 from tfdist.checkpoint.entries import entries_of, held_by
 from tfdist.checkpoint.errors import DirectoryInUseError, StorageError
 from tfdist.checkpoint.manifest import Digests, Manifest, folder_of, keys_of
-from tfdist.checkpoint.pieces import Entry
+from tfdist.checkpoint.shards import Entry
 from tfdist.checkpoint.storage import UNFINISHED, Storage
 from tfdist.collectives import Group
 from tfdist.collectives.local import LocalEngine
@@ -113,12 +113,7 @@ def lock_on(directory: str, world: Group) -> DirectoryLock:
 
 
 class Saver:
-    """Saves a model again and again; what stays the same the ranks agree on once.
-
-    Args:
-        directory: As in `save`.
-        model: The model; its variables stay these.
-    """
+    """Saves a model again and again; what stays the same the ranks agree on once."""
 
     def __init__(self, directory: str, model: keras.Model):
         self._directory = directory
@@ -261,7 +256,7 @@ class Save:
         while self._values:
             entry, value = self._values.pop()
             array = storage.create(entry.name, entry.shape, entry.dtype)
-            parts = [(piece.box, piece.get(value)) for piece in entry.pieces]
+            parts = [(shard.box, shard.get(value)) for shard in entry.shards]
             storage.write(array, parts)
             if self._writers[entry.name] == (self._own,):
                 is_whole = len(parts) == 1 and parts[0][1].shape == entry.shape
@@ -329,12 +324,7 @@ class Save:
 
 
 def _check_state(state: Any) -> dict[str, Any]:
-    """A copy of a state, as reading it will give it.
-
-    Raises:
-        TypeError: JSON cannot hold it.
-        ValueError: The same.
-    """
+    """A copy of a state, as reading it will give it; refuses what JSON cannot hold."""
     if state is None:
         return {}
     if not isinstance(state, dict):

@@ -43,14 +43,7 @@ def digest_of(content: bytes) -> str:
 
 
 class Storage:
-    """The files below a folder.
-
-    Args:
-        path: A folder, or an address that TensorStore knows, as `gs://bucket/folder`.
-
-    Raises:
-        StorageError: The address is none that TensorStore knows.
-    """
+    """The files below a folder, or below an address such as `gs://bucket/folder`."""
 
     def __init__(self, path: str | os.PathLike):
         self.path = os.fspath(path)
@@ -78,11 +71,7 @@ class Storage:
         self._ask("write", name, self._files.write(name, json.dumps(value, indent=1)))
 
     def read_json(self, name: str):
-        """What a small file holds; None where there is none.
-
-        Raises:
-            StorageError: It cannot be read, or is no JSON.
-        """
+        """What a small file holds; None where there is none."""
         content = self.read(name, _JSON_BYTES)
         if content is None:
             return None
@@ -116,15 +105,9 @@ class Storage:
         return content, found.stamp.generation
 
     def write_version(self, name: str, content: bytes | None, version: bytes) -> bytes | None:
-        """Writes or deletes a small file that nobody has written since.
+        """Writes a small file that nobody has written since `version`; None as content deletes it.
 
-        Args:
-            name: The file.
-            content: What it is to hold; None deletes it.
-            version: The version that it is to have until now, as of `read_version`.
-
-        Returns:
-            Its new version; None where it has another than `version`, and was left as it is.
+        Returns its new version; None where it has another than `version`, and was left as it is.
         """
         done = self._ask("write", name, self._files.write(name, content, if_equal=version))
         return done.generation or None

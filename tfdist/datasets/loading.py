@@ -174,24 +174,13 @@ def rank_split(split: Any, num_shards: int, index: int, *, drop_remainder: bool 
 
     The parts are consecutive ranges; every example is in exactly one, and their sizes differ by at
     most one, the first being the larger (in a sum such as "train+test" that holds of each term).
+    `drop_remainder` makes all parts equal, and leaves out what remains.
 
     >>> [len(list(load("digits", rank_split("test", 7, index))[0])) for index in range(7)]
     [52, 52, 52, 51, 51, 51, 51]
 
-    Args:
-        split: A split as TFDS writes it, such as "train" or "train[:80%]".
-        num_shards: How many parts.
-        index: Which of them, from 0.
-        drop_remainder: Makes all parts equal and leaves out what remains, fewer than `num_shards`
-            examples.
-
     Returns:
-        A TFDS split, as `tfds.even_splits` makes them: for `load`, `tfds.load` and
-        `builder.as_dataset`.
-
-    Raises:
-        ValueError: `num_shards` is not positive, or `index` is not in [0, num_shards).
-        ImportError: TensorFlow Datasets is not installed.
+        A TFDS split, for `load`, `tfds.load` and `builder.as_dataset`.
     """
     checks.integer("num_shards", num_shards, minimum=1, maximum=_MOST_SHARDS)
     checks.integer("index", index, minimum=0)
@@ -221,12 +210,6 @@ def read_config(
         input_context: Divides the files, not the examples, over the input pipelines of
             `strategy.distribute_datasets_from_function`. Needs as many files as pipelines: for
             smaller sets use `rank_split`.
-
-    Returns:
-        The configuration, for `load` or `builder.as_dataset(read_config=...)`.
-
-    Raises:
-        ImportError: TensorFlow Datasets is not installed.
     """
     checks.integer("seed", seed, minimum=0, maximum=2**63 - 1, optional=True)
     checks.instance(

@@ -44,12 +44,7 @@ def prepare_once(builder: tfds.core.DatasetBuilder, prepare: Callable[[], None])
     Where standard error is no terminal, TFDS' progress bars are switched off from here on: a log
     would hold every state of them.
 
-    Args:
-        builder: The builder of any TFDS data set. Afterwards its info is that of the prepared data.
-        prepare: What writes the data, such as `builder.download_and_prepare`.
-
-    Raises:
-        Exception: What preparing raised.
+    Afterwards the builder's info is that of the prepared data.
     """
     if not (sys.stderr and sys.stderr.isatty()):
         import_tfds().disable_progress_bar()
@@ -65,11 +60,7 @@ def prepare_once(builder: tfds.core.DatasetBuilder, prepare: Callable[[], None])
 
 
 def import_tfds() -> ModuleType:
-    """Returns the module `tensorflow_datasets`, which is an optional dependency.
-
-    Raises:
-        ImportError: It is not installed.
-    """
+    """The module `tensorflow_datasets`, an optional dependency; an `ImportError` without it."""
     try:
         import tensorflow_datasets
     except ImportError as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tfdist.monitoring.report import rank_words
+
 __all__ = ["ARGUMENTS", "likely_cause"]
 
 #: What the collective serves that `fit`, `evaluate` and `predict` begin with: one name for the three,
@@ -14,21 +16,12 @@ ARGUMENTS = "fit/arguments"
 def likely_cause(collective: str, there: Sequence[int], missing: Sequence[int]) -> str:
     """The cause that a verdict names first; "" where none is likelier than others.
 
-    Args:
-        collective: The collective's name.
-        there: The ranks that wait in it.
-        missing: Those that do not.
-
-    Returns:
-        A sentence with a blank behind it, or "".
+    `there` are the ranks that wait in the collective, `missing` those that do not. A blank ends the
+    sentence.
     """
     if f"/{ARGUMENTS}" not in collective or not there or not missing:
         return ""
     return (
-        f"{_ranks(there).capitalize()} called `fit` (or `evaluate`, `predict`), {_ranks(missing)} did "
-        "not: all ranks call it, also where `strategy.is_chief` is False. "
+        f"{rank_words(there).capitalize()} called `fit` (or `evaluate`, `predict`), "
+        f"{rank_words(missing)} did not: all ranks call it, also where `strategy.is_chief` is False. "
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

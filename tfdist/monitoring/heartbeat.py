@@ -1,11 +1,11 @@
-"""The roll call: a channel beside the engine, over which ranks still speak when collectives hang.
+"""Heartbeats: a channel beside the engine, over which ranks still speak when collectives hang.
 
-One rank keeps the roll. Every rank holds a TCP connection to it and says once a second what it is
-doing; the keeper answers, and when something is wrong it tells all ranks the same verdict. A
+One rank runs the server. Every rank holds a TCP connection to it and reports once a second what it
+is doing; the server answers, and when something is wrong it tells all ranks the same verdict. A
 connection that ends without a goodbye is a process that died: the kernel says so at once.
 
-Connections are those of `tfdist.runtime`: a stranger at the keeper's port is hung up on. No
-exception ends a thread of the roll call, since nobody would watch over the ranks without it.
+Connections are those of `tfdist.runtime`: the server hangs up on strangers. No exception ends a
+thread of the heartbeats, since nobody would watch over the ranks without them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tfdist.monitoring.causes import likely_cause
-from tfdist.monitoring.report import Report
+from tfdist.monitoring.report import Report, collective_words, rank_words
 from tfdist.runtime import Channel, Listener, ProtocolError, bind, connect
 
-__all__ = ["Keeper", "Member", "Report"]
+__all__ = ["HeartbeatClient", "HeartbeatServer", "Report"]
 
 _logger = logging.getLogger("tfdist")
 _T = TypeVar("_T")
 
-_PURPOSE = "roll call"
+_PURPOSE = "heartbeat server"
+#: The rank that runs the server.
+_SERVER_RANK = 0
 _CONSEQUENCE_SECONDS = 3.0
 _TICK_SECONDS = 0.25
 #: How long the last words of a rank may take to be sent.
@@ -52,8 +54,8 @@ class _Guard:
             return default
 
 
-class Keeper:
-    """Keeps the roll: on one rank, in a thread of its own.
+class HeartbeatServer:
+    """Receives the heartbeats: on one rank, in a thread of its own.
 
     Args:
         size: The number of ranks.
@@ -78,23 +80,23 @@ class Keeper:
         self._over = threading.Event()
         self._closed = threading.Event()
         self._guard = _Guard()
-        self._thread = threading.Thread(target=self._keep, name="tfdist-roll-call", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="tfdist-heartbeats", daemon=True)
         self._thread.start()
 
     def see_out(self) -> None:
         """Waits until every rank has left or heard a verdict.
 
-        The keeper's process stays for so long, as under `MPI_Finalize`: to the others its end
+        The server's process stays until then, as under `MPI_Finalize`: to the others its end
         would look like a death, and no one would watch over them.
         """
         self._over.wait()
 
     def close(self) -> None:
-        """Ends the roll call: to the other ranks this one is gone."""
+        """Ends the heartbeats: to the other ranks this one is gone."""
         self._closed.set()
         self._thread.join()
 
-    def _keep(self) -> None:
+    def _serve(self) -> None:
         looked = 0.0
         while not self._closed.is_set() and not self._guard(self._all_ended, default=False):
             if not self._guard(self._hear, default=False):
@@ -125,7 +127,7 @@ class Keeper:
                 self._read(key.fileobj)
         for rank, sock in self._listener.poll():
             if rank in self._reports:
-                _logger.warning("A second connection of rank %d to the roll call was closed.", rank)
+                _logger.warning("A second heartbeat connection of rank %d was closed.", rank)
                 sock.close()
                 continue
             channel = Channel(sock)
@@ -149,11 +151,7 @@ class Keeper:
                 self._gone.setdefault(rank, time.monotonic())
 
     def _note(self, rank: int, message: dict[str, Any]) -> None:
-        """Takes down what a rank says.
-
-        Raises:
-            ProtocolError: It is no report, or another rank's.
-        """
+        """Takes down what a rank says; a `ProtocolError` where it is no report, or another rank's."""
         try:
             report = Report.from_message(message, self._size)
         except ValueError as error:
@@ -166,7 +164,7 @@ class Keeper:
             self._reports[rank] = report
 
     def _tell(self, message: dict[str, Any]) -> None:
-        # The keeper's own rank comes last: on a verdict it ends the process.
+        # The server's own rank comes last: on a verdict it ends the process.
         for channel in sorted(self._rank_of, key=lambda c: -self._rank_of[c]):
             # A frozen rank does not read; what it misses will not matter to it. One that is gone
             # is seen where it is read.
@@ -200,10 +198,7 @@ class Keeper:
             if report.ended or report.failed or rank in self._gone:
                 continue
             if now - heard > self._timeout:
-                return (
-                    f"Rank {rank} shows no sign of life since {now - heard:.0f} s: it is frozen, or "
-                    f"its machine cannot be reached.{_last_seen(report)}"
-                )
+                return f"Rank {rank} {_silent_for(now - heard)}{_last_seen(report)}"
         if left := self._left_behind():
             return left
         failed = [(self._heard[r.rank], r) for r in self._reports.values() if r.failed]
@@ -218,11 +213,9 @@ class Keeper:
             for wait in report.waiting:
                 ended = [r for r in wait["ranks"] if r in self._reports and self._reports[r].ended]
                 if ended and (report.failed or wait["seconds"] > 5.0):
-                    ended_ranks = _ranks(ended)
                     return likely_cause(wait["name"], [report.rank], ended) + (
-                        f"{ended_ranks[0].upper()}{ended_ranks[1:]} ended while rank {report.rank} "
-                        f"waits for it in {wait['name']} (time {wait['occurrence']}). All ranks "
-                        "must run the same steps."
+                        f"{rank_words(ended).capitalize()} ended while rank {report.rank} waits in "
+                        f"{collective_words(wait)}. All ranks must run the same steps."
                     )
         return ""
 
@@ -252,32 +245,33 @@ class Keeper:
             (there if at else missing).append(rank)
         lines = [
             likely_cause(wait["name"], there, missing)
-            + f"{wait['name']} (time {wait['occurrence']}) does not end since {oldest[0]:.0f} s: "
-            f"{_ranks(there)} {'waits' if len(there) == 1 else 'wait'} there, "
-            + (f"missing: {_ranks(missing)}." if missing else "none is missing: the link is stuck.")
+            + f"{collective_words(wait)} has not ended for {oldest[0]:.0f} s. Waiting: "
+            f"{rank_words(there)}. "
+            + (
+                f"Missing: {rank_words(missing)}."
+                if missing
+                else "None is missing: the link is stuck."
+            )
         ]
-        for rank in missing:
-            report = self._reports.get(rank)
-            lines.append(f"  rank {rank} {_whereabouts(report)}")
+        lines += [f"  rank {rank} {_whereabouts(self._reports.get(rank))}" for rank in missing]
         return "\n".join(lines)
 
 
-class Member:
-    """A rank's end of the roll call.
+class HeartbeatClient:
+    """A rank's end of the heartbeats.
 
     Args:
         rank: This rank.
-        address: The keeper's host and port.
+        address: The server's host and port.
         key: What lets this rank in.
-        timeout: Seconds without a word after which the keeper counts as frozen.
-        report: Returns what to say; called once a second, in a thread of the roll call's own.
+        timeout: Seconds without a word after which the server counts as frozen.
+        report: Returns what to say; called once a second, in a thread of the client's own.
         on_verdict: Called once with the verdict, in that thread.
         on_warning: Called with a warning.
-        keeper: The rank that keeps the roll.
 
     Raises:
         AuthenticationError: What listens at the address does not know the key.
-        TimeoutError: The keeper cannot be reached.
+        TimeoutError: The server cannot be reached.
     """
 
     def __init__(
@@ -290,9 +284,8 @@ class Member:
         report: Callable[[], Report],
         on_verdict: Callable[[str], None],
         on_warning: Callable[[str], None],
-        keeper: int = 0,
     ):
-        self._rank, self._timeout, self._keeper = rank, timeout, keeper
+        self._rank, self._timeout = rank, timeout
         self._report, self._on_verdict, self._on_warning = report, on_verdict, on_warning
         self._guard = _Guard()
         self._lock = threading.Lock()
@@ -302,21 +295,13 @@ class Member:
         threading.Thread(target=self._attend, name="tfdist-watchdog", daemon=True).start()
 
     def say(self, report: Report) -> None:
-        """Sends a report now, if the keeper reads; after the goodbye nothing more.
-
-        Raises:
-            ConnectionError: The keeper is gone.
-        """
+        """Sends a report now, if the server reads; after the goodbye nothing more."""
         with self._lock:
             if not self.ended.is_set():
                 self._channel.offer(report.to_message())
 
     def say_last(self, report: Report) -> None:
-        """Sends a report, and waits a moment until the keeper has it.
-
-        Raises:
-            OSError: The keeper is gone or frozen.
-        """
+        """Sends a report, and waits a moment until the server has it; an `OSError` if it is gone."""
         with self._lock:
             if not self.ended.is_set():
                 self._channel.send(report.to_message(), _LAST_WORDS_SECONDS)
@@ -345,13 +330,10 @@ class Member:
             except TimeoutError:
                 pass
             except OSError:
-                return self._lost(f"Rank {self._keeper} is gone: its process died.")
+                return self._lost(f"Rank {_SERVER_RANK} is gone: its process died.")
             now = time.monotonic()
             if now - heard > self._timeout:
-                return self._lost(
-                    f"Rank {self._keeper} shows no sign of life since {now - heard:.0f} s: it is "
-                    "frozen, or its machine cannot be reached."
-                )
+                return self._lost(f"Rank {_SERVER_RANK} {_silent_for(now - heard)}")
             if now - said >= 1.0:
                 said = now
                 self._guard(self._say_next, default=None)
@@ -360,7 +342,7 @@ class Member:
         return None
 
     def _say_next(self) -> None:
-        # A keeper that is gone is seen where it is read.
+        # A server that is gone is seen where it is read.
         with contextlib.suppress(ConnectionError):
             self.say(self._next_report())
 
@@ -369,24 +351,24 @@ class Member:
             self._guard(self._on_verdict, verdict, default=None)
 
 
-def _ranks(ranks) -> str:
-    ranks = list(ranks)
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+def _silent_for(seconds: float) -> str:
+    return (
+        f"has shown no sign of life for {seconds:.0f} s: it is frozen, or its machine cannot be "
+        "reached."
+    )
 
 
 def _last_seen(report: Report) -> str:
     if report.waiting:
-        wait = report.waiting[0]
-        return f" Last seen in {wait['name']} (time {wait['occurrence']})."
+        return f" Last seen in {collective_words(report.waiting[0])}."
     return f" Last seen at {report.doing}." if report.doing else ""
 
 
 def _whereabouts(report: Report | None) -> str:
     if report is None:
-        return "never answered the roll call."
+        return "never sent a heartbeat."
     if report.ended:
         return "has ended."
     if report.waiting:
-        wait = report.waiting[0]
-        return f"waits in {wait['name']} (time {wait['occurrence']}) instead."
+        return f"waits in {collective_words(report.waiting[0])} instead."
     return f"is at {report.doing}."

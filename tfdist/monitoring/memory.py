@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import threading
 
@@ -12,37 +11,6 @@ import tensorflow as tf
 from tfdist import checks
 
 __all__ = ["PeakMemory", "bytes_in_use"]
-
-
-class _Mallinfo2(ctypes.Structure):
-    """glibc's `struct mallinfo2`, of version 2.33 and later."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    )
-
-
-@functools.cache
-def _mallinfo():
-    """The function of the C library that counts what is allocated; None where it has none."""
-    try:
-        function = ctypes.CDLL(None).mallinfo2
-    except (AttributeError, OSError):
-        return None
-    function.restype = _Mallinfo2
-    return function
 
 
 @functools.cache
@@ -71,11 +39,10 @@ def bytes_in_use() -> int:
     device = _counting_device()
     if device is not None:
         return int(tf.config.experimental.get_memory_info(device)["current"])
-    mallinfo = _mallinfo()
-    if mallinfo is None:
+    if not hasattr(psutil, "heap_info"):
         return int(psutil.Process().memory_info().rss)
-    found = mallinfo()
-    return int(found.uordblks + found.hblkhd)
+    heap = psutil.heap_info()
+    return int(heap.heap_used + heap.mmap_used)
 
 
 class PeakMemory:

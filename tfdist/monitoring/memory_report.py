@@ -43,22 +43,13 @@ class MemoryRow:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryReport:
-    """The memory of one rank.
-
-    Attributes:
-        rank: The rank.
-        rows: What takes memory.
-    """
+    """The memory of one rank."""
 
     rank: int
     rows: tuple[MemoryRow, ...]
 
     def row(self, what: str) -> MemoryRow:
-        """The row of a name.
-
-        Raises:
-            ValueError: There is none.
-        """
+        """The row of a name."""
         names = [row.what for row in self.rows]
         checks.one_of("what", what, names)
         return self.rows[names.index(what)]

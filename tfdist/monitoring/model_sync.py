@@ -13,6 +13,7 @@ from tfdist.collectives.objects import all_gather_object
 from tfdist.context import strategy_of
 from tfdist.errors import TfdistError
 from tfdist.layers.states import layer_states
+from tfdist.monitoring.report import rank_words
 from tfdist.sharding.layout import replicated_variables
 
 __all__ = ["ModelSyncError", "VerifyModelSync", "verify_model_sync"]
@@ -66,14 +67,13 @@ def verify_model_sync(model: keras.Model) -> None:
 def _difference(name: str, ranks, sums, counted: collections.Counter) -> str:
     (most, number), *_ = counted.most_common(1)
     if 2 * number <= len(ranks):
-        return f"`{name}` differs between ranks {', '.join(map(str, ranks))}"
+        return f"`{name}` differs between {rank_words(ranks)}"
     others = [rank for rank, (_, checksum) in zip(ranks, sums, strict=True) if checksum != most]
-    words = "rank" if len(others) == 1 else "ranks"
-    return f"`{name}` is another on {words} {', '.join(map(str, others))}"
+    return f"`{name}` is another on {rank_words(others)}"
 
 
 class VerifyModelSync(keras.callbacks.Callback):
-    """Calls `verify_model_sync` after each so many training steps.
+    """Calls `verify_model_sync` every so many training steps.
 
     Args:
         every_steps: How many. Reading and comparing takes about a second for each gigabyte.

@@ -1,12 +1,13 @@
-"""What a rank says of itself in the roll call."""
+"""What a rank says of itself in a heartbeat."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Report"]
+__all__ = ["Report", "collective_words", "rank_words"]
 
 #: What a report is cut to, so that it fits into a message in a world of any size.
 _MOST_RANKS = 20_000
@@ -48,15 +49,7 @@ class Report:
 
     @classmethod
     def from_message(cls, message: dict[str, Any], size: int) -> Report:
-        """Reads what `to_message` made.
-
-        Args:
-            message: A JSON object.
-            size: The number of ranks.
-
-        Raises:
-            ValueError: It is no report.
-        """
+        """Reads what `to_message` made among `size` ranks; a `ValueError` for anything else."""
         report = cls(-1)
         fields = {field.name for field in dataclasses.fields(cls)}
         if message.keys() != fields:
@@ -71,6 +64,16 @@ class Report:
         if not all(_is_wait(wait, size) for wait in report.waiting):
             raise ValueError("a report with a malformed list of collectives")
         return report
+
+
+def collective_words(wait: dict[str, Any]) -> str:
+    """An entry of `Report.waiting`, for messages."""
+    return f"{wait['name']} (call {wait['occurrence']})"
+
+
+def rank_words(ranks: Sequence[int]) -> str:
+    """Some ranks, for messages: "rank 1" or "ranks 1, 2"."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
 def _is_wait(wait: Any, size: int) -> bool:

@@ -18,7 +18,8 @@ from tfdist import checks
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import broadcast_object
 from tfdist.monitoring.frames import frame_of
-from tfdist.monitoring.heartbeat import Keeper, Member, Report
+from tfdist.monitoring.heartbeat import HeartbeatClient, HeartbeatServer
+from tfdist.monitoring.report import Report, collective_words
 from tfdist.runtime.exit_codes import ENDED_BY_WATCHDOG
 from tfdist.runtime.uncaught import uncaught
 
@@ -52,12 +53,12 @@ class Watchdog:
         contact = None
         if engine.rank == 0:
             key = secrets.token_bytes(32)
-            self._keeper = Keeper(engine.size, key, timeout, engine.host_address())
+            self._server = HeartbeatServer(engine.size, key, timeout, engine.host_address())
             # Registered first, it runs after the goodbye, and before the engine shuts down.
-            atexit.register(self._keeper.see_out)
-            contact = (engine.host_address(), self._keeper.port, key)
+            atexit.register(self._server.see_out)
+            contact = (engine.host_address(), self._server.port, key)
         host, port, key = broadcast_object(contact, engine.group(), name="watchdog")
-        self._member = Member(
+        self._client = HeartbeatClient(
             engine.rank,
             (host, port),
             key,
@@ -71,7 +72,7 @@ class Watchdog:
     def close(self) -> None:
         """Stops watching; the other ranks count this one as ended."""
         atexit.unregister(self._leave)
-        self._member.close()
+        self._client.close()
 
     def _report(self) -> Report:
         now = time.monotonic()
@@ -106,7 +107,7 @@ class Watchdog:
         error = uncaught()
         if error is not None:
             self._say_failure(error)
-        self._member.close()
+        self._client.close()
 
     def _say_failure(self, error: BaseException) -> None:
         try:
@@ -114,9 +115,9 @@ class Watchdog:
         except Exception as failure:
             doing = f"a place that cannot be told: {failure}"
             report = _failed(Report(self._engine.rank, doing=doing), error)
-        # Where the keeper is gone the verdict says so.
+        # Where the server is gone the verdict says so.
         with contextlib.suppress(OSError):
-            self._member.say_last(report)
+            self._client.say_last(report)
         if report.in_collective:
             # The likely cause is another rank's end. Its name is worth a moment; `_end` exits.
             self._verdict.wait(_VERDICT_SECONDS)
@@ -145,8 +146,7 @@ class Watchdog:
             return f"Where this rank is cannot be told: {error}. "
         if not report.waiting:
             return f"This rank is at {report.doing}. "
-        wait = report.waiting[0]
-        return f"This rank waits in {wait['name']} (time {wait['occurrence']}). "
+        return f"This rank waits in {collective_words(report.waiting[0])}. "
 
 
 def _failed(report: Report, error: BaseException) -> Report:
@@ -158,15 +158,7 @@ def _failed(report: Report, error: BaseException) -> Report:
 
 @contextlib.contextmanager
 def startup_guard(timeout: float, what: str) -> Iterator[None]:
-    """Ends the process if what is inside takes more than `timeout` seconds.
-
-    Args:
-        timeout: Seconds.
-        what: What is waited for, for the message.
-
-    Raises:
-        ValueError: `timeout` is not positive, or `what` is empty.
-    """
+    """Ends the process if what is inside takes over `timeout` seconds; `what` is for the message."""
     checks.number("timeout", timeout, above=0, maximum=checks.YEAR_SECONDS)
     checks.text("what", what)
 

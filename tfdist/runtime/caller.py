@@ -6,12 +6,7 @@ import contextlib
 import socket
 import time
 
-from tfdist.runtime.handshake import (
-    ANSWER_BYTES,
-    CHALLENGE_BYTES,
-    AuthenticationError,
-    CallerProof,
-)
+from tfdist.runtime.handshake import ANSWER_BYTES, CHALLENGE_BYTES, AuthenticationError, CallerProof
 
 __all__ = ["connect", "connect_once"]
 
@@ -70,14 +65,7 @@ def connect_once(
 def connect(
     address: Address, key: bytes, purpose: str, identity: int = 0, *, timeout: float
 ) -> socket.socket:
-    """As `connect_once`, again and again until it succeeds: the listener may come up later.
-
-    Args:
-        address: A host and a port, or the path of a Unix socket.
-        key: What both sides know.
-        purpose: What the connection is for, as the listener calls it.
-        identity: What this side is to be known by.
-        timeout: Seconds to try.
+    """As `connect_once`, again and again for `timeout` seconds: the listener may come up later.
 
     Raises:
         AuthenticationError: The other side refuses, or does not prove itself.

@@ -81,9 +81,8 @@ class Channel:
     def offer(self, message: dict[str, Any]) -> bool:
         """Sends a message unless the other side does not read; never waits.
 
-        Returns:
-            Whether the message will be sent. What the kernel does not take now goes with the next
-            call.
+        Returns whether the message will be sent. What the kernel does not take now goes with the next
+        call.
 
         Raises:
             ConnectionError: The other side is gone.
@@ -99,10 +98,7 @@ class Channel:
         return True
 
     def receive(self, timeout: float) -> dict[str, Any]:
-        """Waits for the next message.
-
-        Args:
-            timeout: Seconds.
+        """Waits up to `timeout` seconds for the next message.
 
         Raises:
             TimeoutError: None came; the channel can still be used.
@@ -117,12 +113,7 @@ class Channel:
             self._wait(select.POLLIN, deadline)
 
     def receive_now(self) -> dict[str, Any] | None:
-        """The next message if it is there, else None.
-
-        Raises:
-            ProtocolError: What came is no message.
-            ConnectionError: The other side is gone.
-        """
+        """The next message if it is there, else None; raises as `receive` does, but for the time."""
         message = self._parse()
         if message is not None:
             return message

@@ -33,10 +33,8 @@ _NETWORK_HEADER = 0xFFF00000
 def confine(port: int, host: str) -> bool:
     """Lets only those reach the servers of this process at a port who call at one address.
 
-    Args:
-        port: The port.
-        host: The address that callers use. Servers are left as they are unless it is "localhost"
-            or an IPv4 address of this machine: a name may lead others to another address.
+    Servers are left as they are unless `host`, the address that callers use, is "localhost" or an
+    IPv4 address of this machine: a name may lead others to another address.
 
     Returns:
         Whether the servers are confined now.

@@ -20,11 +20,9 @@ def is_address(path: str) -> bool:
 
 
 def checked_directory(directory: Any, name: str = "directory") -> str:
-    """A path as the other functions take it.
+    """A folder, or an address of an object store, as the other functions take it.
 
-    Args:
-        directory: A folder, or an address of an object store.
-        name: What the argument is called, for messages.
+    Messages call it `name`.
 
     Raises:
         TypeError: It is no path.

@@ -60,9 +60,6 @@ class ListenerProof:
 
     Attributes:
         challenge: The bytes that the caller gets first.
-
-    Raises:
-        ValueError: The key is empty.
     """
 
     def __init__(self, key: bytes, purpose: str):
@@ -71,16 +68,10 @@ class ListenerProof:
         self.challenge = _MAGIC + self._nonce
 
     def answer(self, proof: bytes) -> tuple[int, bytes]:
-        """Checks what the caller sent.
-
-        Args:
-            proof: `PROOF_BYTES` bytes.
+        """Checks a proof, or raises `AuthenticationError`.
 
         Returns:
             The identity that the caller has proved, and the bytes that it gets.
-
-        Raises:
-            AuthenticationError: The proof is wrong.
         """
         if len(proof) != PROOF_BYTES:
             raise AuthenticationError(f"a proof of {len(proof)} bytes")
@@ -98,9 +89,6 @@ class CallerProof:
         key: What both sides know; not empty.
         purpose: What the connection is for; the same on both sides.
         identity: A number by which the caller is known to the listener, such as its rank.
-
-    Raises:
-        ValueError: The key is empty, or the identity is negative or too large.
     """
 
     def __init__(self, key: bytes, purpose: str, identity: int):
@@ -113,11 +101,7 @@ class CallerProof:
         self._expected = b""
 
     def proof(self, challenge: bytes) -> bytes:
-        """What to send after the listener's challenge of `CHALLENGE_BYTES` bytes.
-
-        Raises:
-            AuthenticationError: This is no challenge of tfdist.
-        """
+        """What to send after the listener's challenge; an `AuthenticationError` if it is none."""
         if len(challenge) != CHALLENGE_BYTES or not challenge.startswith(_MAGIC):
             raise AuthenticationError("what listens there is not of tfdist")
         signed = (self._purpose, challenge[len(_MAGIC) :], self._nonce, self._identity)
@@ -125,11 +109,7 @@ class CallerProof:
         return _PROOF.pack(self._nonce, self._identity, _digest(self._key, b"caller", *signed))
 
     def check(self, answer: bytes) -> None:
-        """Checks the listener's answer of `ANSWER_BYTES` bytes.
-
-        Raises:
-            AuthenticationError: The answer is wrong.
-        """
+        """Checks the listener's answer; an `AuthenticationError` if it is wrong."""
         if not self._expected or not hmac.compare_digest(answer, self._expected):
             raise AuthenticationError("what listens there does not know the key")
 

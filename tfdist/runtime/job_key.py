@@ -32,15 +32,14 @@ _FILE_BYTES = 32
 
 
 def job_key(job: Sequence[str], environment: Mapping[str, str], *, is_one_host: bool) -> bytes:
-    """The key of a job.
+    """The key of a job: 32 bytes, the same on all ranks.
+
+    A warning is logged where they can be guessed.
 
     Args:
         job: What the launcher calls the job; the same on all ranks.
         environment: The variables of this rank.
         is_one_host: Whether all ranks are on this host.
-
-    Returns:
-        32 bytes, the same on all ranks. A warning is logged where they can be guessed.
 
     Raises:
         PermissionError: Others can read or write the file that holds the user's secret.

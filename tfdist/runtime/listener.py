@@ -121,14 +121,7 @@ class Listener:
         self._selector.close()
 
     def accept(self, deadline: float) -> Proven:
-        """Waits for the next caller that proves itself.
-
-        Args:
-            deadline: On the clock of `time.monotonic`.
-
-        Raises:
-            TimeoutError: None did.
-        """
+        """Waits until `deadline` for the next caller that proves itself; else a `TimeoutError`."""
         while not self._ready:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"nobody else called for the {self._purpose} in time")
@@ -138,11 +131,8 @@ class Listener:
     def poll(self, timeout: float = 0.0) -> list[Proven]:
         """Takes calls, reads proofs, and hangs up on who is late.
 
-        Args:
-            timeout: Seconds to wait for something to do.
-
-        Returns:
-            The callers that have proved themselves in this call.
+        Waits up to `timeout` seconds for something to do. Returns the callers that have proved
+        themselves in this call.
         """
         self._resume()
         proven: list[Proven] = []
@@ -261,15 +251,11 @@ class Listener:
 
 
 def bind(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
-    """A TCP socket that listens at a host's address, for a `Listener`.
+    """A TCP socket that listens at a host's address, for a `Listener`; port 0 is one that is free.
 
     It listens on all addresses only where `host` does not say which: a name that its own host
     takes for a loopback address, or an address that no interface of this machine has, as behind a
     router that translates addresses.
-
-    Args:
-        host: The name or the IPv4 address of this machine by which the callers know it.
-        port: The port; 0 for one that is free.
 
     Raises:
         OSError: The port is taken, or the name has no address.

@@ -19,7 +19,7 @@ import psutil
 __all__ = [
     "ENGINES",
     "MEANT_RANKS",
-    "Place",
+    "Endpoint",
     "address_towards",
     "environments",
     "free_ports",
@@ -37,13 +37,13 @@ _PORTS = (20_000, 32_000)
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a rank is to run; this machine, without arguments.
+class Endpoint:
+    """The host of a rank, and how it is reached; this machine, without arguments.
 
     Attributes:
         host: The host's name.
         address: The host's address, as the other ranks reach it.
-        meeting_address: The address of this machine, as the host reaches it.
+        rendezvous_address: The address of the rendezvous server, as the host reaches it.
         interface: The network interface there that leads to the others; None where the host finds
             out for itself.
         port: A port that is free there; None for one that is looked for here.
@@ -51,7 +51,7 @@ class Place:
 
     host: str = "localhost"
     address: str = "127.0.0.1"
-    meeting_address: str = "127.0.0.1"
+    rendezvous_address: str = "127.0.0.1"
     interface: str | None = "lo"
     port: int | None = None
 
@@ -59,18 +59,14 @@ class Place:
 def local_environments(
     engine: str, num_ranks: int
 ) -> contextlib.AbstractContextManager[list[dict[str, str]]]:
-    """`environments` of `num_ranks` processes on this machine.
-
-    Raises:
-        ValueError: `num_ranks` is not positive.
-    """
+    """`environments` of `num_ranks` processes on this machine."""
     if num_ranks < 1:
         raise ValueError(f"At least one rank has to start. Received: num_ranks={num_ranks}.")
-    return environments(engine, [Place()] * num_ranks)
+    return environments(engine, [Endpoint()] * num_ranks)
 
 
 @contextlib.contextmanager
-def environments(engine: str, places: Sequence[Place]) -> Iterator[list[dict[str, str]]]:
+def environments(engine: str, endpoints: Sequence[Endpoint]) -> Iterator[list[dict[str, str]]]:
     """Yields the variables for each process that is to be started.
 
     The meeting point (Horovod's rendezvous server, or the ports that TensorFlow's servers will
@@ -78,47 +74,47 @@ def environments(engine: str, places: Sequence[Place]) -> Iterator[list[dict[str
 
     Args:
         engine: "horovod", "tensorflow", or "local" for processes that do not meet.
-        places: Where each is to run; in the order of the ranks.
+        endpoints: Where each is to run; in the order of the ranks.
 
     Raises:
         ValueError: The engine is unknown.
         ImportError: `engine="horovod"` and Horovod is not installed.
     """
     if engine == "horovod":
-        with _horovod_environments(places) as found:
+        with _horovod_environments(endpoints) as found:
             yield found
     elif engine == "tensorflow":
-        yield _tensorflow_environments(places)
+        yield _tensorflow_environments(endpoints)
     elif engine == "local":
-        yield [{} for _ in places]
+        yield [{} for _ in endpoints]
     else:
         raise ValueError(f"An engine is one of {ENGINES}. Received: {engine!r}.")
 
 
 @contextlib.contextmanager
-def _horovod_environments(places: Sequence[Place]) -> Iterator[list[dict[str, str]]]:
+def _horovod_environments(endpoints: Sequence[Endpoint]) -> Iterator[list[dict[str, str]]]:
     from horovod.runner.common.util.hosts import SlotInfo
 
     from tfdist.runtime.horovod_rendezvous import serve_rendezvous
 
-    slots = [SlotInfo(**slot) for slot in _slots([place.host for place in places])]
-    with serve_rendezvous([place.meeting_address for place in places], slots) as port:
+    slots = [SlotInfo(**slot) for slot in _slots([endpoint.host for endpoint in endpoints])]
+    with serve_rendezvous([endpoint.rendezvous_address for endpoint in endpoints], slots) as port:
         yield [
             {
-                "HOROVOD_HOSTNAME": place.host,
+                "HOROVOD_HOSTNAME": endpoint.host,
                 "HOROVOD_RANK": str(slot.rank),
                 "HOROVOD_SIZE": str(slot.size),
                 "HOROVOD_LOCAL_RANK": str(slot.local_rank),
                 "HOROVOD_LOCAL_SIZE": str(slot.local_size),
                 "HOROVOD_CROSS_RANK": str(slot.cross_rank),
                 "HOROVOD_CROSS_SIZE": str(slot.cross_size),
-                "HOROVOD_GLOO_RENDEZVOUS_ADDR": place.meeting_address,
+                "HOROVOD_GLOO_RENDEZVOUS_ADDR": endpoint.rendezvous_address,
                 "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
-                **({"HOROVOD_GLOO_IFACE": place.interface} if place.interface else {}),
+                **({"HOROVOD_GLOO_IFACE": endpoint.interface} if endpoint.interface else {}),
                 "HOROVOD_CONTROLLER": "gloo",
                 "HOROVOD_CPU_OPERATIONS": "gloo",
             }
-            for slot, place in zip(slots, places, strict=True)
+            for slot, endpoint in zip(slots, endpoints, strict=True)
         ]
 
 
@@ -141,10 +137,11 @@ def _slots(hosts: Sequence[str]) -> list[dict[str, Any]]:
     return slots
 
 
-def _tensorflow_environments(places: Sequence[Place]) -> list[dict[str, str]]:
-    ports = iter(free_ports(sum(place.port is None for place in places)))
+def _tensorflow_environments(endpoints: Sequence[Endpoint]) -> list[dict[str, str]]:
+    ports = iter(free_ports(sum(endpoint.port is None for endpoint in endpoints)))
     workers = [
-        f"{place.address}:{next(ports) if place.port is None else place.port}" for place in places
+        f"{endpoint.address}:{next(ports) if endpoint.port is None else endpoint.port}"
+        for endpoint in endpoints
     ]
     return [
         {
@@ -152,27 +149,19 @@ def _tensorflow_environments(places: Sequence[Place]) -> list[dict[str, str]]:
                 {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
             )
         }
-        for index in range(len(places))
+        for index in range(len(endpoints))
     ]
 
 
 def address_towards(address: str) -> str:
-    """This machine's own address on the way to another.
-
-    Raises:
-        OSError: There is no way.
-    """
+    """This machine's own address on the way to another; an `OSError` where there is no way."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # Sends nothing: the kernel only chooses the way.
         return probe.getsockname()[0]
 
 
 def interface_towards(address: str) -> str:
-    """The network interface of this machine that leads to an address.
-
-    Raises:
-        OSError: None does.
-    """
+    """The network interface of this machine that leads to an address; an `OSError` without one."""
     own = address_towards(address)
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == own for each in addresses):
@@ -181,11 +170,7 @@ def interface_towards(address: str) -> str:
 
 
 def with_interface(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables of a rank, with the interface that Horovod takes where they do not name one.
-
-    Raises:
-        OSError: No interface leads to the meeting point.
-    """
+    """Variables of a rank, with the interface that Horovod takes where they do not name one."""
     meets_at = environment.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     if not meets_at or "HOROVOD_GLOO_IFACE" in environment:
         return dict(environment)

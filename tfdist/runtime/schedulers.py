@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from tfdist.runtime import AuthenticationError, Channel, Listener, bind, connect
 from tfdist.runtime.job_key import JOB_TOKEN, job_key
-from tfdist.runtime.rendezvous import Place, environments, free_ports, with_interface
+from tfdist.runtime.rendezvous import Endpoint, environments, free_ports, with_interface
 from tfdist.runtime.slurm import expand_node_list
 
 __all__ = ["Started", "join", "started_by_scheduler"]
@@ -32,7 +32,7 @@ _PURPOSE = "meeting of ranks"
 _MEET_SECONDS = 300.0
 _RETRY_SECONDS = 0.2
 #: How long a rank that has called may take to say where it is.
-_CARD_SECONDS = 5.0
+_HELLO_SECONDS = 5.0
 _PORTS = (12_000, 20_000)
 #: What the first rank may set in the others.
 _VARIABLES = re.compile(r"HOROVOD_[A-Z_]+|TF_CONFIG")
@@ -49,14 +49,7 @@ _LAUNCHERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """How this process was started.
-
-    Attributes:
-        launcher: By what.
-        rank: The rank.
-        size: How many ranks there are.
-        local_size: How many of them on this host; None where that is not told.
-    """
+    """How this process was started; `local_size` is None where the launcher does not tell it."""
 
     launcher: str
     rank: int
@@ -64,9 +57,8 @@ class Started:
     local_size: int | None
 
 
-def started_by_scheduler(environment: Mapping[str, str] | None = None) -> Started | None:
+def started_by_scheduler(environment: Mapping[str, str] = os.environ) -> Started | None:
     """How `mpirun` or `srun` started this process; None where neither did, or it is alone."""
-    environment = os.environ if environment is None else environment
     for launcher, (rank, size, local_size) in _LAUNCHERS.items():
         if rank in environment and size in environment:
             local = environment.get(local_size)
@@ -79,16 +71,12 @@ def started_by_scheduler(environment: Mapping[str, str] | None = None) -> Starte
 def join(engine: str, started: Started) -> None:
     """Meets the other ranks, and sets the variables that an engine reads.
 
-    Args:
-        engine: "horovod" or "tensorflow".
-        started: This rank.
-
     Raises:
         TimeoutError: Not all ranks came.
         ValueError: Nothing says where the first rank is.
     """
     address, port = meeting_point(started, os.environ)
-    own = Card(socket.gethostname(), free_ports(1)[0])
+    own = Hello(socket.gethostname(), free_ports(1)[0])
     key = job_key(_job(started, os.environ), os.environ, is_one_host=_is_one_host(started))
     deadline = time.monotonic() + _MEET_SECONDS
     if started.rank == 0:
@@ -98,19 +86,15 @@ def join(engine: str, started: Started) -> None:
     os.environ.update(with_interface(found))
 
 
-class Card(NamedTuple):
+class Hello(NamedTuple):
     """Where a rank says that it is: its host's name, and a port that is free there."""
 
     host: str
     port: int
 
     @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Card:
-        """Reads what a rank sent.
-
-        Raises:
-            ConnectionError: It is no card.
-        """
+    def from_message(cls, message: Mapping[str, Any]) -> Hello:
+        """Reads what a rank sent; a `ConnectionError` where it is no hello."""
         host, port = message.get("host"), message.get("port")
         if (
             len(message) == 2
@@ -125,12 +109,9 @@ class Card(NamedTuple):
 
 
 def meeting_point(started: Started, environment: Mapping[str, str]) -> tuple[str, int]:
-    """The address and the port at which the first rank waits.
+    """The address and the port at which the first rank waits; a `ValueError` if nothing says where.
 
     `MASTER_ADDR` and `MASTER_PORT` say so where they are set, as to PyTorch's ranks.
-
-    Raises:
-        ValueError: Nothing says where the first rank is.
     """
     is_one_host = started.local_size == started.size
     first, end = _PORTS
@@ -168,7 +149,7 @@ def _is_one_host(started: Started) -> bool:
 
 
 def _receive(
-    engine: str, address: tuple[str, int], key: bytes, size: int, own: Card, deadline: float
+    engine: str, address: tuple[str, int], key: bytes, size: int, own: Hello, deadline: float
 ) -> dict[str, str]:
     """Hears all other ranks and tells each its variables; returns those of this rank, the first."""
     try:
@@ -178,52 +159,52 @@ def _receive(
             f"Rank 0 cannot wait for the others at port {address[1]}: {error.strerror}. Set "
             "MASTER_PORT to a free port for all ranks."
         ) from error
-    cards, channels = {0: own}, {}
+    hellos, channels = {0: own}, {}
     with (
         contextlib.ExitStack() as stack,
         Listener([listening], key, _PURPOSE, identities=range(1, size)) as listener,
     ):
         silent: dict[Channel, tuple[int, float]] = {}
-        while len(cards) < size:
+        while len(hellos) < size:
             for rank, sock in listener.poll(0.1):
                 channel = Channel(sock, max_bytes=1 << 12)
                 stack.callback(channel.close)
                 silent[channel] = rank, time.monotonic()
             for channel, (rank, since) in list(silent.items()):
-                card = _hear(channel, rank, since)
-                if card is None:
+                hello = _hear(channel, rank, since)
+                if hello is None:
                     continue
                 del silent[channel]
-                if not isinstance(card, Card) or rank in cards:
+                if not isinstance(hello, Hello) or rank in hellos:
                     channel.close()  # An honest rank calls again.
                 else:
-                    cards[rank], channels[rank] = card, channel
+                    hellos[rank], channels[rank] = hello, channel
             # A rank that has gone may come again.
             for rank, channel in list(channels.items()):
                 if _hear(channel, rank, time.monotonic()) is not None:
                     channel.close()
-                    del cards[rank], channels[rank]
+                    del hellos[rank], channels[rank]
             if time.monotonic() > deadline:
-                missing = sorted(set(range(size)) - cards.keys())
+                missing = sorted(set(range(size)) - hellos.keys())
                 raise TimeoutError(
                     f"Ranks {missing} did not call rank 0 at port {address[1]} within "
                     f"{_MEET_SECONDS:.0f} s."
                 )
         meeting = contextlib.ExitStack()
-        found = meeting.enter_context(environments(engine, _places(cards, channels)))
+        found = meeting.enter_context(environments(engine, _endpoints(hellos, channels)))
         atexit.register(meeting.close)
         for rank, channel in channels.items():
-            channel.send(found[rank], _CARD_SECONDS)
+            channel.send(found[rank], _HELLO_SECONDS)
     return found[0]
 
 
-def _hear(channel: Channel, rank: int, since: float) -> Card | OSError | None:
+def _hear(channel: Channel, rank: int, since: float) -> Hello | OSError | None:
     """What a rank says of itself; None where it has not spoken yet, an error if it will not."""
     try:
         message = channel.receive_now()
         if message is not None:
-            return Card.from_message(message)
-        if time.monotonic() - since > _CARD_SECONDS:
+            return Hello.from_message(message)
+        if time.monotonic() - since > _HELLO_SECONDS:
             raise TimeoutError("it does not say where it is")
     except OSError as error:
         _logger.warning("The call of rank %d was ended: %s.", rank, error)
@@ -231,22 +212,22 @@ def _hear(channel: Channel, rank: int, since: float) -> Card | OSError | None:
     return None
 
 
-def _places(cards: Mapping[int, Card], channels: Mapping[int, Channel]) -> Sequence[Place]:
+def _endpoints(hellos: Mapping[int, Hello], channels: Mapping[int, Channel]) -> Sequence[Endpoint]:
     """Where the ranks are, from what each said and how it came."""
-    first = cards[0].host
-    far = [rank for rank, card in cards.items() if card.host != first]
+    first = hellos[0].host
+    far = [rank for rank, hello in hellos.items() if hello.host != first]
     here = channels[far[0]].own_host if far else "127.0.0.1"
-    places = []
-    for rank, card in sorted(cards.items()):
-        is_near = card.host == first
+    endpoints = []
+    for rank, hello in sorted(hellos.items()):
+        is_near = hello.host == first
         address = here if is_near else channels[rank].other_host
-        meeting_address = here if is_near else channels[rank].own_host
-        places.append(Place(card.host, address, meeting_address, None, card.port))
-    return places
+        rendezvous_address = here if is_near else channels[rank].own_host
+        endpoints.append(Endpoint(hello.host, address, rendezvous_address, None, hello.port))
+    return endpoints
 
 
 def _call(
-    address: tuple[str, int], key: bytes, rank: int, own: Card, deadline: float
+    address: tuple[str, int], key: bytes, rank: int, own: Hello, deadline: float
 ) -> dict[str, str]:
     """Calls the first rank until it answers; returns the variables of this one."""
     while True:
@@ -272,11 +253,7 @@ def _call(
 
 
 def _checked(variables: dict[str, Any]) -> dict[str, str]:
-    """The variables that the first rank has sent.
-
-    Raises:
-        ConnectionError: They are none that a meeting sets.
-    """
+    """The variables that the first rank has sent; refuses what a meeting does not set."""
     for name, value in variables.items():
         if not _VARIABLES.fullmatch(name) or not isinstance(value, str) or "\0" in value:
             raise ConnectionError(f"it sets {name[:100]}, which is not for it to set")

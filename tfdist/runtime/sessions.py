@@ -43,13 +43,7 @@ def run_in_session(
 ) -> subprocess.CompletedProcess:
     """Runs a command as `subprocess.run` does, in a session of its own that does not outlive this.
 
-    Args:
-        command: The command and its arguments. It gets no input.
-        stdout: As of `subprocess.Popen`.
-        **options: Others of `subprocess.Popen`.
-
-    Raises:
-        OSError: The command cannot be started.
+    The command gets no input. Other options are those of `subprocess.Popen`.
     """
     with (
         OrphanGuard() as guard,

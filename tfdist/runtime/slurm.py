@@ -43,11 +43,7 @@ def expand_node_list(text: str) -> list[str]:
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
-    """Writes out how many tasks each node has: `2(x3),1` is 2, 2, 2 and 1.
-
-    Raises:
-        ValueError: It is no such list.
-    """
+    """Writes out how many tasks each node has: `2(x3),1` is 2, 2, 2 and 1."""
     counts: list[int] = []
     for item in text.strip().split(","):
         found = _COUNT.fullmatch(item)

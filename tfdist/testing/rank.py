@@ -57,16 +57,10 @@ def engine(mesh=None):
 
 
 def _open_another_meeting_point(old) -> str:
-    """Has the first rank open a meeting point, at which Horovod can start again.
+    """Has the first rank open a meeting point, at which Horovod can start again; returns its port.
 
     The one before still has addresses from before: ranks that start again at it now and then
-    connect to where nobody listens any more.
-
-    Args:
-        old: The engine that still runs, over which all ranks hear of it.
-
-    Returns:
-        Its port, on all ranks.
+    connect to where nobody listens any more. All ranks hear of it over the `old` engine.
     """
     from tfdist.collectives.objects import broadcast_object
 

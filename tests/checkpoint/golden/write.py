@@ -8,6 +8,7 @@ for each variable in Keras' order.
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 

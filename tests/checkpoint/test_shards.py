@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from tfdist.checkpoint.format1 import model_names
-from tfdist.checkpoint.pieces import boxes, pieces_of
+from tfdist.checkpoint.shards import boxes, shards_of
 from tfdist.sharding.layout import global_shape, update_layout
 from tfdist.sharding.parts import FlatShard, Slice
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class GroupStandIn:
     """All that is asked of a group here."""
 
     rank: int
@@ -41,7 +41,7 @@ def test_boxes_of_a_run_are_the_run(shape):
         assert runs == sorted(runs)
 
 
-def held(array: np.ndarray, tensor: Place | None, axis: int, data: Place | None):
+def held(array: np.ndarray, tensor: GroupStandIn | None, axis: int, data: GroupStandIn | None):
     """A variable of a rank, and the value that it has."""
     value, split = array, None
     if tensor is not None:
@@ -60,22 +60,22 @@ def held(array: np.ndarray, tensor: Place | None, axis: int, data: Place | None)
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (4, 1, 3)])
 @pytest.mark.parametrize("num_tensor", [1, 2, 3])
 @pytest.mark.parametrize("num_data", [1, 2, 5])
-def test_pieces_of_all_ranks_are_the_array(shape, num_tensor, num_data):
+def test_shards_of_all_ranks_are_the_array(shape, num_tensor, num_data):
     array = np.arange(1, 1 + math.prod(shape), dtype="float32").reshape(shape)
     for axis in range(len(shape)):
         written = np.zeros_like(array)
         for tensor, data in itertools.product(range(num_tensor), range(num_data)):
             places = (
-                Place(tensor, num_tensor) if num_tensor > 1 else None,
-                Place(data, num_data) if num_data > 1 else None,
+                GroupStandIn(tensor, num_tensor) if num_tensor > 1 else None,
+                GroupStandIn(data, num_data) if num_data > 1 else None,
             )
             variable, value = held(array, places[0], axis, places[1])
             assert global_shape(variable) == shape
             read = np.zeros_like(value)
-            for piece in pieces_of(variable):
-                assert np.all(written[piece.box] == 0)
-                written[piece.box] = piece.get(value)
-                piece.put(read, array[piece.box])
+            for shard in shards_of(variable):
+                assert np.all(written[shard.box] == 0)
+                written[shard.box] = shard.get(value)
+                shard.put(read, array[shard.box])
             np.testing.assert_array_equal(read, value)
         np.testing.assert_array_equal(written, array)
 

@@ -17,13 +17,13 @@ import numpy as np
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.parts import Slice
 
-__all__ = ["Entry", "Piece", "boxes", "pieces_of"]
+__all__ = ["Entry", "ArrayShard", "boxes", "shards_of"]
 
 Box = tuple[slice, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class ArrayShard:
     """A box of a global array, and where a rank has it.
 
     Attributes:
@@ -62,7 +62,7 @@ class Entry:
         shape: Its shape.
         dtype: Its dtype.
         variable: The variable that holds this rank's part.
-        pieces: The boxes that are there.
+        shards: The boxes that are there.
         writes: Whether this rank writes them: of ranks that hold the same, one does.
         merge: Where each rank counts for itself, in a row of the array: what this one takes of
             rows that another number of ranks wrote. None for any other array.
@@ -72,35 +72,35 @@ class Entry:
     shape: tuple[int, ...]
     dtype: str
     variable: Any
-    pieces: tuple[Piece, ...]
+    shards: tuple[ArrayShard, ...]
     writes: bool
     merge: Callable[[np.ndarray], np.ndarray] | None = None
 
 
-def pieces_of(variable: keras.Variable) -> list[Piece]:
+def shards_of(variable: keras.Variable) -> list[ArrayShard]:
     """The boxes of the global array that this rank holds in a variable."""
     layout = layout_of(variable)
     if layout.flat is None:
         if layout.slice is None:
             shape = tuple(variable.shape)
             whole = tuple(slice(0, size) for size in shape)
-            return [Piece(whole, None, shape, whole)]
+            return [ArrayShard(whole, None, shape, whole)]
         part = layout.slice
-        return _piece_of_slice(part, tuple(slice(0, n) for n in part.local_shape), None)
+        return _shard_of_slice(part, tuple(slice(0, n) for n in part.local_shape), None)
     begin, end = layout.flat.span
-    found: list[Piece] = []
+    found: list[ArrayShard] = []
     for run, box in boxes(begin, end, layout.flat.array_shape):
         held = (run[0] - begin, run[1] - begin)
         if layout.slice is None:
             shape = tuple(each.stop - each.start for each in box)
-            found.append(Piece(box, held, shape, tuple(slice(0, size) for size in shape)))
+            found.append(ArrayShard(box, held, shape, tuple(slice(0, size) for size in shape)))
         else:
-            found += _piece_of_slice(layout.slice, box, held)
+            found += _shard_of_slice(layout.slice, box, held)
     return found
 
 
-def _piece_of_slice(part: Slice, local: Box, run: tuple[int, int] | None) -> list[Piece]:
-    """The piece that a box of a slice is, without the slice's padding; none if that is all."""
+def _shard_of_slice(part: Slice, local: Box, run: tuple[int, int] | None) -> list[ArrayShard]:
+    """The shard that a box of a slice is, without the slice's padding; none if that is all."""
     offset = part.group.rank * part.share
     dim, size = part.dim, part.shape[part.dim]
     begin, end = (min(offset + edge, size) for edge in (local[dim].start, local[dim].stop))
@@ -109,19 +109,13 @@ def _piece_of_slice(part: Slice, local: Box, run: tuple[int, int] | None) -> lis
     box, inside = list(local), [slice(0, each.stop - each.start) for each in local]
     box[dim], inside[dim] = slice(begin, end), slice(0, end - begin)
     shape = tuple(each.stop - each.start for each in local)
-    return [Piece(tuple(box), run, shape, tuple(inside))]
+    return [ArrayShard(tuple(box), run, shape, tuple(inside))]
 
 
 def boxes(begin: int, end: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], Box]]:
-    """Cuts a run of a flattened array into boxes of the array, in order.
+    """Cuts elements `begin` to `end` of a flattened array into boxes of the array, in order.
 
-    Args:
-        begin: The run's first element.
-        end: One past its last.
-        shape: The array's shape.
-
-    Yields:
-        The run of each box, and the box.
+    Yields the run of each box, and the box.
     """
     if end <= begin:
         return

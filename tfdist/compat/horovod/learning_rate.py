@@ -1,40 +1,18 @@
-"""Horovod's Keras callbacks for Keras 3: same names, same arguments, no Horovod needed.
-
-A script that comes from Horovod changes `hvd.callbacks` to `tfdist.compat.horovod` and makes its model
-under a strategy, whose `num_replicas_in_sync` takes the place of `hvd.size()`. A script that is
-new needs none of these: a tfdist strategy starts all ranks from the same weights and hands global
-metrics to callbacks, and `tfdist.learning_rate.ScaledWarmup` warms the rate up.
-
-Under a strategy of TensorFlow's own, `BroadcastGlobalVariablesCallback` and
-`MetricAverageCallback` do nothing, and the others work as everywhere.
-"""
+"""Learning rates that a callback sets: by a schedule, and in a warm-up."""
 
 from __future__ import annotations
 
 import math
 import numbers
-import zlib
 from collections.abc import Callable
 
 import keras
-import numpy as np
-import tensorflow as tf
 
 from tfdist import checks
-from tfdist.collectives import all_gather, all_reduce, broadcast
-from tfdist.collectives.engine import Engine
+from tfdist.compat.horovod.ranks import engine_of
 from tfdist.keras_internals.attributes import momentums
 
-__all__ = [
-    "BestModelCheckpoint",
-    "BroadcastGlobalVariablesCallback",
-    "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback",
-    "MetricAverageCallback",
-]
-
-#: For the dtypes of variables that the engines cannot move: one of the same width that they can.
-_SAME_BITS = {tf.uint32: tf.int32, tf.uint64: tf.int64}
+__all__ = ["LearningRateScheduleCallback", "LearningRateWarmupCallback"]
 
 
 class _LearningRateCallback(keras.callbacks.Callback):
@@ -228,7 +206,7 @@ class LearningRateWarmupCallback(_LearningRateCallback):
         if epoch == last:
             self._set_rate(1.0)
         super().on_epoch_end(epoch, logs)
-        engine = _engine_of(self.model)
+        engine = engine_of(self.model)
         if epoch == last and self.verbose > 0 and (engine is None or engine.rank == 0):
             print(
                 f"\nEpoch {epoch + 1}: the warm-up is over; the learning rate is "
@@ -238,175 +216,6 @@ class LearningRateWarmupCallback(_LearningRateCallback):
     def _multiplier(self, epoch: float) -> float:
         warm = min((epoch + 1 / self._steps) / self.warmup_epochs, 1.0)
         return (1 + (self._replicas - 1) * warm) / self._replicas
-
-
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Gives all ranks the weights and the optimizer state of one, when training first begins.
-
-    For weights that one rank alone has loaded. In the list of callbacks it stands after those that
-    restore, such as `keras.callbacks.BackupAndRestore`.
-
-    Every variable of the model (seeds of dropout and counters included) and of its optimizer is
-    broadcast, whatever its dtype, along the data axis of the mesh: with tensor or pipeline
-    parallelism the whole replica that `root_rank` belongs to is copied, each rank giving its own
-    slices to those that hold the same ones.
-
-    Horovod's `device` and `local_variables` have no counterpart.
-
-    Args:
-        root_rank: The rank in the world whose variables all take.
-
-    Raises:
-        ValueError: When training begins: `root_rank` is not in the world, the model or the
-            optimizer has no variables yet, or ZeRO has split them over the data axis.
-    """
-
-    def __init__(self, root_rank: int = 0):
-        super().__init__()
-        self.root_rank: int = checks.integer("root_rank", root_rank, minimum=0)
-        self._done: bool = False
-
-    def on_train_begin(self, logs=None):
-        """Broadcasts, the first time."""
-        engine = _engine_of(self.model)
-        if self._done or engine is None:
-            return
-        if not 0 <= self.root_rank < engine.size:
-            raise ValueError(
-                f"`root_rank` is a rank of the world, in [0, {engine.size}). "
-                f"Received: root_rank={self.root_rank}."
-            )
-        stage = getattr(self.model.distribute_strategy, "zero_stage", 0)
-        if stage:
-            raise ValueError(
-                f"ZeRO stage {stage} keeps different slices on the ranks of the data axis, which "
-                "a broadcast would overwrite. Leave BroadcastGlobalVariablesCallback out: the "
-                "strategy starts all ranks from the same weights."
-            )
-        axes = engine.mesh.gradient_axes
-        group = engine.group(*axes)
-        place = engine.mesh.coordinates(self.root_rank)
-        root = group.ranks.index(engine.mesh.rank_at({axis: place[axis] for axis in axes}))
-        for variable in _variables_of(self.model):
-            value = tf.convert_to_tensor(variable.value)
-            wire = _SAME_BITS.get(value.dtype)
-            moved = value if wire is None else tf.bitcast(value, wire)
-            moved = broadcast(moved, group, root, name=variable.path)
-            variable.assign(moved if wire is None else tf.bitcast(moved, value.dtype))
-        self._done = True
-
-
-class MetricAverageCallback(keras.callbacks.Callback):
-    """Averages the logs of an epoch over all ranks, for the callbacks after it in the list.
-
-    Floats are replaced by their mean over the world; other values stay. The logs of a
-    tfdist strategy are global already, and the mean of equal numbers is that number, so the
-    callback serves logs that a script's own callbacks add on each rank.
-
-    Horovod's `device` has no counterpart.
-
-    Raises:
-        ValueError: At the end of an epoch, on every rank: the ranks' logs differ in their keys.
-    """
-
-    def on_epoch_end(self, epoch, logs=None):
-        """Averages the logs in place."""
-        engine = _engine_of(self.model)
-        if engine is None:
-            return
-        logs = {} if logs is None else logs
-        keys = sorted(key for key, value in logs.items() if _is_float(value))
-        group = engine.group()
-        # Without this check vectors of different keys would be added up, or never meet.
-        fingerprint = zlib.crc32("\n".join(keys).encode())
-        found = all_gather(tf.constant([fingerprint], tf.int64), group, name="metric-average/keys")
-        others = [
-            rank
-            for rank, theirs in zip(group.ranks, found.numpy(), strict=True)
-            if theirs != fingerprint
-        ]
-        if others:
-            raise ValueError(
-                "MetricAverageCallback averages logs that all ranks have. Received on rank "
-                f"{engine.rank}: {keys}; other keys on ranks {others}. Add the missing logs "
-                "there, or put the callback that adds them after this one."
-            )
-        values = tf.constant([float(logs[key]) for key in keys], tf.float64)
-        means = all_reduce(values, group, "mean", name="metric-average").numpy()
-        logs.update(zip(keys, means.tolist(), strict=True))
-
-
-class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """`keras.callbacks.ModelCheckpoint` that keeps only the best model.
-
-    Unlike Horovod's, whose estimators fill the path in later, it takes the path at once. Under a
-    tfdist strategy it goes into the list of callbacks on every rank, and the chief alone writes.
-
-    Args:
-        filepath: Where to write: a path that ends in `.keras`, or in `.weights.h5` with
-            `save_weights_only`.
-        monitor: The name of the log that says which model is best.
-        verbose: 1 prints a line at each save.
-        save_weights_only: Whether to leave out the architecture and the optimizer.
-        mode: "min", "max", or "auto" to guess from the name of the log.
-        save_freq: "epoch", or a number of batches.
-        initial_value_threshold: What the first saved model has to beat, or None.
-
-    Raises:
-        ValueError: As for `keras.callbacks.ModelCheckpoint`.
-    """
-
-    def __init__(
-        self,
-        filepath,
-        monitor: str = "val_loss",
-        verbose: int = 0,
-        save_weights_only: bool = False,
-        mode: str = "auto",
-        save_freq: str | int = "epoch",
-        initial_value_threshold: float | None = None,
-    ):
-        filepath = checks.path("filepath", filepath)
-        checks.boolean("save_weights_only", save_weights_only)
-        ending = ".weights.h5" if save_weights_only else ".keras"
-        if not filepath.endswith(ending):
-            raise checks.refuse("filepath", filepath, f"a path that ends in {ending!r}")
-        checks.text("monitor", monitor)
-        checks.integer("verbose", verbose, minimum=0, maximum=2)
-        checks.one_of("mode", mode, ("auto", "min", "max"))
-        if save_freq != "epoch":
-            checks.integer("save_freq", save_freq, minimum=1, also="'epoch'")
-        checks.number("initial_value_threshold", initial_value_threshold, optional=True)
-        super().__init__(
-            filepath,
-            monitor=monitor,
-            verbose=verbose,
-            save_best_only=True,
-            save_weights_only=save_weights_only,
-            mode=mode,
-            save_freq=save_freq,
-            initial_value_threshold=initial_value_threshold,
-        )
-
-
-def _engine_of(model: keras.Model) -> Engine | None:
-    """The engine under a model, or None under a strategy of TensorFlow's own."""
-    return getattr(model.distribute_strategy, "engine", None)
-
-
-def _variables_of(model: keras.Model) -> list[keras.Variable]:
-    """The variables of a model and of its optimizer, each once, in the same order on all ranks."""
-    optimizer = model.optimizer
-    unbuilt = "model" if not model.built else None
-    if unbuilt is None and optimizer is not None and not optimizer.built:
-        unbuilt = "optimizer"
-    if unbuilt:
-        raise ValueError(
-            f"The {unbuilt} has no variables to broadcast yet: it is not built. Make the model "
-            "under `strategy.scope()`, where `fit` builds it before training, or build it first."
-        )
-    variables = [*model.variables, *(optimizer.variables if optimizer is not None else [])]
-    return list({id(variable): variable for variable in variables}.values())
 
 
 def _rate_of(optimizer, callback: str) -> keras.Variable:
@@ -458,8 +267,3 @@ def _read(rate: keras.Variable) -> float:
 
 def _is_number(value) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _is_float(value) -> bool:
-    value = np.asarray(value)
-    return value.ndim == 0 and np.issubdtype(value.dtype, np.floating)
