@@ -229,10 +229,11 @@ class HorovodEngine(Engine):
         return {"sum": hvd.Sum, "mean": hvd.Average, "max": hvd.Max, "min": hvd.Min}[reduction]
 
     def _options(self, group: Group, name: str) -> dict:
-        # Names are already the same on all ranks; TensorFlow's scopes need not be.
+        # Names are already the same on all ranks; TensorFlow's scopes need not be. Horovod takes
+        # what follows the last "/" of a node's name, where it is told to leave scopes out.
         return {
-            "name": name.replace("+", "-"),
-            "ignore_name_scope": False,
+            "name": name.replace("+", "-").replace("/", ">"),
+            "ignore_name_scope": True,
             "process_set": self._process_set(group.ranks),
         }
 
