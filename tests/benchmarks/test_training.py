@@ -144,7 +144,7 @@ def test_a_picture_is_drawn(tmp_path):
         (["training", "--only=gpt-dpp"], "--only"),
         (["training", "--rounds=0"], "--rounds"),
         (["training", "--sizes=huge"], "--sizes"),
-        (["training", "--allocator=/nowhere.so"], "--allocator=/nowhere.so is not there"),
+        (["training", "--allocator=/nowhere.so"], "--allocator=/nowhere.so does not exist"),
         (["training", "--nonsense"], "nonsense"),
         (["training", "--only=gpt-ddp", "--peers=/nowhere"], "make peers"),
         (["training", "--only=gpt-one-process", "--document=/nowhere.md"], "--document"),

@@ -32,7 +32,7 @@ from tests.checkpoint.damages_of_descriptions import BOUND, DAMAGES, RECORDED
 __all__ = ["Fuzzer", "run"]
 
 _CASE_SECONDS = 30
-_GOLDEN = Path(__file__).parent / "golden_v1"
+_GOLDEN = Path(__file__).parent / "golden" / "v1"
 
 
 def build() -> keras.Model:
@@ -56,7 +56,7 @@ def build() -> keras.Model:
 
 def build_golden() -> keras.Model:
     """The model of the checkpoints of format 1."""
-    from tests.checkpoint.golden_v1.models import trained
+    from tests.checkpoint.golden.models import trained
 
     return trained("counting", None)
 
