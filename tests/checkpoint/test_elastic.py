@@ -40,8 +40,9 @@ def wait_for(folder: Path, job: subprocess.Popen, condition, seconds: float = 90
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("engine", ["horovod", pytest.param("tensorflow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["horovod", "tensorflow"])
 def test_a_rank_goes_and_comes_back(tmp_path, engine):
     skip_without(engine)
     hosts = tmp_path / "hosts"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import skip_without, slow_but
+from tests.conftest import skip_without
 
 FOLDER = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py"))
@@ -28,8 +28,9 @@ def last_line(*command: str) -> str:
     return done.stdout.strip().splitlines()[-1].removeprefix("[0] ")
 
 
-@pytest.mark.parametrize("engine", slow_but(["horovod"], ["horovod", "tensorflow"]))
-@pytest.mark.parametrize("script", slow_but(["contrastive.py"], SCRIPTS))
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["horovod", "tensorflow"])
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_two_ranks_print_what_one_process_prints(script, engine):
     skip_without(engine)
     path = str(FOLDER / script)

@@ -166,6 +166,7 @@ def test_a_pipeline_that_cannot_be_is_one_line(flags, words):
     assert said and all(words in line for line in said), job.stdout
 
 
+@pytest.mark.slow
 def test_a_training_goes_on_in_its_workdir(tmp_path, data_dir):
     train = [TRAIN[0], "--model=mlp", "--epochs=60", data_dir, "--threads=1"]
     whole = last_word(run([*train, f"--workdir={tmp_path / 'whole'}"]))

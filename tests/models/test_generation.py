@@ -59,10 +59,11 @@ def written(mesh: dict | None, **options) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
 @pytest.mark.parametrize(
     "sequence_parallel",
-    [pytest.param(False, marks=pytest.mark.slow, id="whole"), pytest.param(True, id="sequence")],
+    [pytest.param(False, id="whole"), pytest.param(True, id="sequence")],
 )
 def test_two_tensor_ranks_write_what_one_process_writes(pool, one_process, sequence_parallel):
     if not _single:

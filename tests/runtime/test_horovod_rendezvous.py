@@ -85,6 +85,7 @@ def test_who_takes_his_time_is_hung_up_on(address):
     assert works(address)
 
 
+@pytest.mark.slow
 def test_all_attacks_of_strangers(address, capfd):
     attack([address])
     began = time.monotonic()

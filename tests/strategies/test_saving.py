@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.conftest import on_ranks, slow_but
+from tests.conftest import on_ranks
 from tests.strategies import programs
 from tests.strategies.observing import (
     Record,
@@ -113,8 +113,9 @@ def interrupted(strategy, root: Path, **options):
     return result
 
 
+@pytest.mark.slow
 @on_kinds
-@pytest.mark.parametrize("save_freq", slow_but(["epoch"], ["epoch", 3]))
+@pytest.mark.parametrize("save_freq", ["epoch", 3])
 def test_an_interrupted_run_resumes(pool, one_process, tmp_path, save_freq):
     program = functools.partial(interrupted, save_freq=save_freq, double_checkpoint=True)
     (expected,) = one_process.run(programs.in_one_process, program, tmp_path / "one")
