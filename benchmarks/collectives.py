@@ -29,54 +29,47 @@ from absl import flags
 from tabulate import tabulate
 
 from tfdist.launch import command
-from tfdist.launch.flag_values import output_file
+from tfdist.launch.flag_values import FlagDefiner, output_file
 
 __all__ = ["PROGRAM", "Line", "Link", "median_seconds", "ring_seconds", "run", "tree_seconds"]
 
 _VALUES = flags.FlagValues()
+_define = FlagDefiner(_VALUES)
 _OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 #: Of one tensor: what the memory of a machine holds some copies of.
 _MOST_BYTES = 1 << 34
 
-_CHOSEN = flags.DEFINE_list(
-    "operations", list(_OPERATIONS), "Which, with commas between them", flag_values=_VALUES
-)
-_SMALLEST = flags.DEFINE_integer(
+_CHOSEN = _define.list("operations", list(_OPERATIONS), "Which, with commas between them")
+_SMALLEST = _define.integer(
     "min_bytes",
     4096,
     "The smallest size",
     lower_bound=64,
     upper_bound=_MOST_BYTES,
-    flag_values=_VALUES,
 )
-_LARGEST = flags.DEFINE_integer(
+_LARGEST = _define.integer(
     "max_bytes",
     64 << 20,
     "The largest size",
     lower_bound=64,
     upper_bound=_MOST_BYTES,
-    flag_values=_VALUES,
 )
-_FACTOR = flags.DEFINE_integer(
+_FACTOR = _define.integer(
     "factor",
     16,
     "From one size to the next",
     lower_bound=2,
     upper_bound=_MOST_BYTES,
-    flag_values=_VALUES,
 )
-_SECONDS = flags.DEFINE_float(
+_SECONDS = _define.float(
     "seconds",
     1.0,
     "How long each is measured",
     lower_bound=0.01,
     upper_bound=3600.0,
-    flag_values=_VALUES,
 )
-_BULK = flags.DEFINE_boolean(
-    "bulk", False, "All-reduce as gradients travel, by the engine", flag_values=_VALUES
-)
-_JSON = flags.DEFINE_string("json", None, "A file for the measurements", flag_values=_VALUES)
+_BULK = _define.boolean("bulk", False, "All-reduce as gradients travel, by the engine")
+_JSON = _define.string("json", None, "A file for the measurements")
 
 _LINK_BYTES = 64 << 20
 _WARM_UP = 3

@@ -12,6 +12,7 @@ from pathlib import Path
 from absl import flags
 
 from tfdist.launch import command, flag_values
+from tfdist.launch.flag_values import FlagDefiner
 from tfdist.launch.horovod_build import BuildError, build
 from tfdist.launch.horovod_prerequisites import PrerequisiteError
 from tfdist.runtime.sessions import exit_on_signals, run_in_session
@@ -19,7 +20,8 @@ from tfdist.runtime.sessions import exit_on_signals, run_in_session
 __all__ = ["PROGRAM", "ENVIRONMENTS", "MADE", "make", "run", "versions"]
 
 _VALUES = flags.FlagValues()
-_PEERS = flags.DEFINE_string("peers", ".peers", "Where they go", flag_values=_VALUES)
+_define = FlagDefiner(_VALUES)
+_PEERS = _define.string("peers", ".peers", "Where they go")
 
 #: A file in an environment that was made to the end: what it was asked for, and what came.
 MADE = ".made"

@@ -27,39 +27,27 @@ from tfdist.benchmarks.findings import Finding, Side
 from tfdist.benchmarks.jobs import Block, JobError, RunningJob, interpreter
 from tfdist.benchmarks.measuring import has_between, write_between
 from tfdist.launch import command
-from tfdist.launch.flag_values import YEAR, input_file, output_file, refuse
+from tfdist.launch.flag_values import YEAR, FlagDefiner, input_file, output_file, refuse
 
 __all__ = ["PROGRAM", "compare", "run"]
 
 _VALUES = flags.FlagValues()
-_ONLY = flags.DEFINE_list("only", None, "Some comparisons, by name", flag_values=_VALUES)
-_ROUNDS = flags.DEFINE_integer(
-    "rounds", 9, "Turns", lower_bound=1, upper_bound=10_000, flag_values=_VALUES
-)
-_STEPS = flags.DEFINE_integer(
-    "steps", 8, "Of each turn", lower_bound=1, upper_bound=1_000_000, flag_values=_VALUES
-)
-_PEERS = flags.DEFINE_string("peers", ".peers", "What `make peers` made", flag_values=_VALUES)
-_SIZES = flags.DEFINE_enum("sizes", "full", list(SIZES), "Of the models", flag_values=_VALUES)
-_ALLOCATOR = flags.DEFINE_string(
-    "allocator", None, "A library of malloc that all take: libtcmalloc", flag_values=_VALUES
-)
-_JSON = flags.DEFINE_string(
-    "json", None, "A file for the findings; others in it stay", flag_values=_VALUES
-)
-_DOCUMENT = flags.DEFINE_string(
-    "document", None, "Whose tables to renew: docs/performance.md", flag_values=_VALUES
-)
-_PICTURE = flags.DEFINE_string(
-    "picture", None, "Draw the ratios into this file (.png, .svg, .pdf)", flag_values=_VALUES
-)
-_TIMEOUT = flags.DEFINE_float(
+_define = FlagDefiner(_VALUES)
+_ONLY = _define.list("only", None, "Some comparisons, by name")
+_ROUNDS = _define.integer("rounds", 9, "Turns", lower_bound=1, upper_bound=10_000)
+_STEPS = _define.integer("steps", 8, "Of each turn", lower_bound=1, upper_bound=1_000_000)
+_PEERS = _define.string("peers", ".peers", "What `make peers` made")
+_SIZES = _define.enum("sizes", "full", list(SIZES), "Of the models")
+_ALLOCATOR = _define.string("allocator", None, "A library of malloc that all take: libtcmalloc")
+_JSON = _define.string("json", None, "A file for the findings; others in it stay")
+_DOCUMENT = _define.string("document", None, "Whose tables to renew: docs/performance.md")
+_PICTURE = _define.string("picture", None, "Draw the ratios into this file (.png, .svg, .pdf)")
+_TIMEOUT = _define.float(
     "timeout",
     300.0,
     "Seconds that a start or a turn may take",
     lower_bound=1.0,
     upper_bound=YEAR,
-    flag_values=_VALUES,
 )
 
 _MARK = "tfdist-bench training"

@@ -20,12 +20,13 @@ def choose(cases: Sequence[Mapping[str, str]], covered: Iterable[Mapping[str, st
         cases: For each case the value of each parameter, by name.
         covered: Cases that run anyway.
     """
-    missing = set().union(*map(_parts, cases)) - set().union(*map(_parts, covered))
+    parts = [_parts(case) for case in cases]
+    missing = set().union(*parts) - set().union(*map(_parts, covered))
     chosen = []
     while missing:
-        best = max(range(len(cases)), key=lambda number: len(_parts(cases[number]) & missing))
+        best = max(range(len(cases)), key=lambda number: len(parts[number] & missing))
         chosen.append(best)
-        missing -= _parts(cases[best])
+        missing -= parts[best]
     return sorted(chosen)
 
 

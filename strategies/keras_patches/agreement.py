@@ -16,6 +16,7 @@ from absl import logging
 from tfdist.collectives.objects import all_gather_object
 from tfdist.data.sharding import is_per_rank
 from tfdist.monitoring.causes import ARGUMENTS
+from tfdist.monitoring.report import rank_words
 
 __all__ = ["check_agreement", "describe"]
 
@@ -139,11 +140,10 @@ def _by_rank(values: Sequence[str]) -> str:
         ranks.setdefault(value, []).append(rank)
     shown = []
     for value, some in list(ranks.items())[:_MOST_SHOWN]:
-        word = "rank" if len(some) == 1 else "ranks"
-        numbers = ", ".join(map(str, some[:8])) + (", ..." if len(some) > 8 else "")
-        shown.append(f"{value} on {word} {numbers}")
-    more = len(ranks) - len(shown)
-    return "; ".join(shown) + (f"; and {more} others" if more else "")
+        more = ", ..." if len(some) > 8 else ""
+        shown.append(f"{value} on {rank_words(some[:8])}{more}")
+    left = len(ranks) - len(shown)
+    return "; ".join(shown) + (f"; and {left} others" if left else "")
 
 
 def _notice_large_batch(kind: str, arguments: Mapping[str, Any]) -> None:

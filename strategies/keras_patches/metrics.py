@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist.collectives import Group, all_reduce, broadcast
 from tfdist.context import current_step, role_of, strategy_of
+from tfdist.keras_internals.attributes import loss_variables
 from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import TensorFlowTrainer, in_stateless_scope
 from tfdist.strategies.keras_patches.loss_scale import loss_scale_logs
@@ -102,9 +103,7 @@ class _Counting:
         self.group: Group = strategy.group(*mesh.gradient_axes, *role.axes)
         self._counts = role.sees_outputs
         self._counters = strategy.gradient_group.size
-        self._loss = [
-            id(v) for v in getattr(getattr(model, "_loss_tracker", None), "variables", ())
-        ]
+        self._loss = loss_variables(model)
         # One of the ranks that count, for states that cannot be added up.
         last = {axis: mesh.shape[axis] - 1 for axis in role.axes}
         one = mesh.rank_at(dict.fromkeys(mesh.gradient_axes, 0) | last)

@@ -77,14 +77,18 @@ def checkout(tmp_path_factory) -> Path:
     return folder
 
 
+def built(hook: str, source: Path, out: Path) -> Path:
+    """What a hook of the build backend makes of the sources in a folder."""
+    said = succeed(sys.executable, "-c", _HOOK, hook, str(out), cwd=source)
+    return out / said.splitlines()[-1]
+
+
 @pytest.fixture(scope="session")
 def sdist(checkout, tmp_path_factory) -> Path:
     """An sdist of a copy of the checkout: a build leaves files beside its sources."""
     source = tmp_path_factory.mktemp("sdist") / "source"
     shutil.copytree(checkout, source, symlinks=True)
-    out = tmp_path_factory.mktemp("dist")
-    said = succeed(sys.executable, "-c", _HOOK, "build_sdist", str(out), cwd=source)
-    return out / said.splitlines()[-1]
+    return built("build_sdist", source, tmp_path_factory.mktemp("dist"))
 
 
 @pytest.fixture(scope="session")
@@ -94,9 +98,7 @@ def wheel(sdist, tmp_path_factory) -> Path:
     with tarfile.open(sdist) as archive:
         archive.extractall(source, filter="data")
     (unpacked,) = source.iterdir()
-    out = tmp_path_factory.mktemp("dist")
-    said = succeed(sys.executable, "-c", _HOOK, "build_wheel", str(out), cwd=unpacked)
-    return out / said.splitlines()[-1]
+    return built("build_wheel", unpacked, tmp_path_factory.mktemp("dist"))
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from tfdist.checkpoint.shards import ArrayShard, Entry
 from tfdist.collectives import Group
 from tfdist.collectives.local import LocalEngine
 from tfdist.context import role_of, strategy_of
-from tfdist.keras_internals.attributes import loss_tracker
+from tfdist.keras_internals.attributes import loss_variables
 from tfdist.layers.states import layer_states
 
 __all__ = ["counts_of"]
@@ -45,7 +45,7 @@ def counts_of(
     for variable, name in named:
         if id(variable) in states:
             entries.append(_row(f"local/{name}", variable, counting, writes, _mean))
-    loss = {id(v) for v in getattr(loss_tracker(model, None), "variables", ())}
+    loss = loss_variables(model)
     variables = [variable for metric in model.metrics for variable in metric.variables]
     names = format1.model_names(variables) if version == 1 else metric_names(variables)
     for variable, name in zip(variables, names, strict=True):

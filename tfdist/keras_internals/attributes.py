@@ -21,7 +21,7 @@ from tfdist.keras_internals.private import (
     nn,
 )
 
-__all__ = ["Attribute", "count_batch"]
+__all__ = ["Attribute", "count_batch", "loss_variables"]
 
 
 class Attribute:
@@ -119,6 +119,11 @@ steps_seen = Attribute("_steps_seen", EpochIterator)
 get_iterator = Attribute("_get_iterator", TFEpochIterator)
 distributed_dataset = Attribute("_distributed_dataset", TFEpochIterator)
 data_strategy = Attribute("_distribute_strategy", TFEpochIterator)
+
+
+def loss_variables(model) -> set[int]:
+    """The ids of the variables that count a model's reported loss; none before `compile`."""
+    return {id(variable) for variable in getattr(loss_tracker(model, None), "variables", ())}
 
 
 def count_batch(model, y, y_pred, sample_weight, rows):

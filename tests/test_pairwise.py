@@ -1,0 +1,35 @@
+"""The cases that `make test-all` takes of a long matrix leave no pair of values out."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from tests.pairwise import choose
+
+VALUES = {"engine": "ht", "optimizer": "sam", "program": "abcdef", "stage": "123"}
+CASES = [dict(zip(VALUES, values, strict=True)) for values in itertools.product(*VALUES.values())]
+
+
+def pairs(cases) -> set:
+    return {pair for case in cases for pair in itertools.combinations(sorted(case.items()), 2)}
+
+
+@pytest.mark.parametrize("covered", [[], CASES[:7]])
+def test_each_pair_is_there_in_far_fewer_cases(covered):
+    chosen = [CASES[number] for number in choose(CASES, covered)]
+    assert pairs([*chosen, *covered]) == pairs(CASES)
+    assert len(chosen) < len(CASES) / 4
+
+
+def test_of_two_parameters_each_value_is_there():
+    cases = [{"pool": pool, "script": script} for pool in "ab" for script in "uvwxyz"]
+    chosen = [cases[number] for number in choose(cases, [])]
+    assert {case["script"] for case in chosen} == set("uvwxyz")
+    assert {case["pool"] for case in chosen} == set("ab")
+    assert len(chosen) == 6
+
+
+def test_what_runs_anyway_is_not_chosen_again():
+    assert choose(CASES, CASES) == choose([], []) == []
