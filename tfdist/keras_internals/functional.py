@@ -1,7 +1,7 @@
 """What the pipeline needs of Keras' and TensorFlow's private code, in one place.
 
 - `Function._nodes_by_depth`: the order in which a functional model runs, and what feeds what.
-- `uninitialized_variables` and `Variable._deferred_initialize`: weights whose values come later.
+- `uninitialized_variables`, `Variable._initializer` and `_deferred_initialize`: weights whose values come later.
 - `func_graph_from_py_func` and TensorFlow's statistics of operations: a layer's graph and its
   FLOPs.
 - `Graph._functions` and `AtomicFunction`: what operations of a graph call, as the branches of a
@@ -27,6 +27,8 @@ from tfdist.keras_internals.private import Functional, global_state
 __all__ = [
     "add_functions",
     "count_flops",
+    "defer",
+    "deferred_initializer",
     "deferred_weights",
     "functions_of",
     "initialize_weights",
@@ -64,6 +66,16 @@ def deferred_weights() -> Iterator[None]:
 def without_values(variable: keras.Variable) -> bool:
     """Whether a variable was built inside `deferred_weights` and has no value yet."""
     return variable._value is None
+
+
+def deferred_initializer(variable: keras.Variable) -> Callable:
+    """What a variable without a value will be initialized with, given a shape and a dtype."""
+    return variable._initializer
+
+
+def defer(variable: keras.Variable, initializer: Callable) -> None:
+    """Has a variable without a value be initialized by another initializer."""
+    variable._initializer = initializer
 
 
 def initialize_weights(variables: Sequence[keras.Variable]) -> None:
