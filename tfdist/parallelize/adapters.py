@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import keras
@@ -22,7 +24,7 @@ from tfdist.keras_internals.functional import without_values
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.weights import check_by_entries, join_variable, split_variable
 
-__all__ = ["Adapter", "Entrance", "Part", "local_attributes", "override"]
+__all__ = ["Adapter", "Entrance", "LayerView", "Part", "local_attributes", "override"]
 
 
 def override(thing, name: str, value) -> None:
@@ -42,6 +44,27 @@ def local_attributes(thing, attributes: dict[str, Any]) -> Iterator[None]:
         for name in attributes:
             own.pop(name, None)
         own.update(before)
+
+
+class LayerView:
+    """A layer with other values of some attributes, for methods of Keras' that are called on it.
+
+    What such a method leaves behind for the backward pass sees these values too.
+
+    Args:
+        layer: The layer.
+        attributes: The other values.
+    """
+
+    def __init__(self, layer: keras.layers.Layer, attributes: Mapping[str, Any]):
+        self._layer = layer
+        vars(self).update(attributes)
+
+    def __getattr__(self, name: str) -> Any:
+        method = inspect.getattr_static(type(self._layer), name, None)
+        if inspect.isfunction(method):
+            return types.MethodType(method, self)
+        return getattr(self._layer, name)
 
 
 @dataclasses.dataclass

@@ -16,7 +16,7 @@ from tfdist.collectives.mappings import (
 )
 from tfdist.keras_internals.attributes import kernel_of
 from tfdist.layers.embedding import stays_split
-from tfdist.parallelize.adapters import Adapter, local_attributes, override
+from tfdist.parallelize.adapters import Adapter, LayerView, override
 from tfdist.parallelize.lora import add_lora, lora_axes
 from tfdist.parallelize.quantized import quantized_axes, quantized_row_attributes, quantized_sizes
 from tfdist.sharding.weights import value_tensor
@@ -51,22 +51,26 @@ class _ProductAdapter(Adapter):
 
     def _quantized_call(self, group: Group) -> Callable:
         layer, name = self.layer, self.layer.path
-        stock = layer.quantized_call
+        stock = type(layer).quantized_call
+
+        def product(inputs, attributes, training):
+            return tf.convert_to_tensor(
+                stock(LayerView(layer, attributes), inputs, training=training)
+            )
 
         def column(inputs, training=None):
-            with local_attributes(layer, quantized_sizes(layer, self.kernel_axis, group)):
-                return stock(self._enter(inputs, group), training=training)
+            sizes = quantized_sizes(layer, self.kernel_axis, group)
+            return product(self._enter(inputs, group), sizes, training)
 
         def row(inputs, training=None):
             self._check_share(inputs, group)
-            with local_attributes(layer, quantized_row_attributes(layer, self.kernel_axis, group)):
-                product = tf.convert_to_tensor(stock(inputs, training=training))
-            return _finish(layer, reduce_from_tensor_region(product, group, name=name))
+            attributes = quantized_row_attributes(layer, self.kernel_axis, group)
+            part = product(inputs, attributes, training)
+            return _finish(layer, reduce_from_tensor_region(part, group, name=name))
 
         def vocabulary(inputs, training=None):
-            plain = {"activation": None, **quantized_sizes(layer, self.kernel_axis, group)}
-            with local_attributes(layer, plain):
-                outputs = stock(self._enter(inputs, group), training=training)
+            sizes = quantized_sizes(layer, self.kernel_axis, group)
+            outputs = product(self._enter(inputs, group), {"activation": None, **sizes}, training)
             return self._joined(outputs, group)
 
         return {"column": column, "row": row, "vocabulary": vocabulary}[self.kind]
