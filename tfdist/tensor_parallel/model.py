@@ -16,15 +16,15 @@ from tfdist.collectives import Group, broadcast
 from tfdist.keras_internals.attributes import made_under, own_non_trainable, own_trainable
 from tfdist.keras_internals.functional import without_values
 from tfdist.keras_internals.private import all_layers
-from tfdist.parallelize.adapters import Adapter
-from tfdist.parallelize.adapters_dense import DenseAdapter, EinsumDenseAdapter
-from tfdist.parallelize.adapters_embedding import EmbeddingAdapter, ReversibleEmbeddingAdapter
-from tfdist.parallelize.blocks import Block, split_blocks
-from tfdist.parallelize.check import Check
-from tfdist.parallelize.finding import find_plan
-from tfdist.parallelize.layout_map import is_layout_map, plan_of_layout_map
-from tfdist.parallelize.plan import kinds_of
-from tfdist.parallelize.report import ParallelizeReport, VariableReport
+from tfdist.tensor_parallel.adapters import Adapter
+from tfdist.tensor_parallel.adapters_dense import DenseAdapter, EinsumDenseAdapter
+from tfdist.tensor_parallel.adapters_embedding import EmbeddingAdapter, ReversibleEmbeddingAdapter
+from tfdist.tensor_parallel.blocks import Block, split_blocks
+from tfdist.tensor_parallel.check import Check
+from tfdist.tensor_parallel.finding import find_plan
+from tfdist.tensor_parallel.layout_map import is_layout_map, plan_of_layout_map
+from tfdist.tensor_parallel.plan import kinds_of
+from tfdist.tensor_parallel.report import ParallelizeReport, VariableReport
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.parts import deep_copy
 from tfdist.sharding.weights import tensor_group

@@ -24,7 +24,7 @@ from tfdist.keras_internals.attributes import (
     table_of,
 )
 from tfdist.keras_internals.private import all_layers
-from tfdist.parallelize.blocks import projections
+from tfdist.tensor_parallel.blocks import projections
 
 __all__ = ["find_plan"]
 
