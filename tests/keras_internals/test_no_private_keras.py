@@ -181,10 +181,12 @@ def trained() -> dict[type, object]:
     data = tf.data.Dataset.range(3)
     epochs = private.TFEpochIterator(model.distribute_strategy, x=data)
     layers = (embedding, attention, grouped, einsum, dense)
+    for layer in (einsum, dense):
+        layer.quantize("int4")
     return {
         **{type(layer): layer for layer in layers},
-        keras.Variable: dense.kernel,
-        keras.Layer: dense,
+        keras.Variable: dense.bias,
+        keras.Layer: embedding,
         private.TensorFlowTrainer: model,
         private.BaseOptimizer: model.optimizer,
         keras.optimizers.RMSprop: model.optimizer,

@@ -7,6 +7,7 @@ has; what it says of itself stays global.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -126,7 +127,9 @@ class Block:
                     ):
                         part.what = counted.lstrip("_")
                     part.where = layer.path
-        number = vars(layer)[heads] if heads else None
+        own = vars(layer)
+        number = own[heads] if heads else None
+        self._cached_heads = own[key_heads] if key_heads and self._splits_keys else None
         for variable in (*own_trainable(layer), *own_non_trainable(layer)):
             dims = [dim for dim, size in enumerate(variable.shape) if size == number]
             if dims:  # As a bias of relative positions for each head.
@@ -153,7 +156,7 @@ class Block:
             adapter.apply(group)
         attributes = self._local_attributes(group) if self._is_attention else {}
         if self._shares or attributes:
-            override(self.layer, "call", self._call(attributes))
+            override(self.layer, "call", self._call(attributes, group))
         if self._is_attention:
             self._slice_slopes(group)
 
@@ -170,11 +173,14 @@ class Block:
                 if isinstance(value, keras.random.SeedGenerator):
                     override(value, "next", drawing_apart(value.next, group))
 
-    def _call(self, attributes: dict[str, Any]) -> Callable:
+    def _call(self, attributes: dict[str, Any], group: Group) -> Callable:
         layer, entrance = self.layer, self._entrance
         stock = layer.call
+        cached = self._cached_heads if self._is_attention and _takes_cache(stock) else None
 
         def call(*args, **kwargs):
+            if cached is not None and kwargs.get("cache") is not None:
+                kwargs["cache"] = _of_own_cache(kwargs["cache"], cached, group)
             with entrance.opened(), local_attributes(layer, attributes):
                 return stock(*args, **kwargs)
 
@@ -220,6 +226,18 @@ def _of_own_heads(stock: Callable, axis: int, group: Group, owner) -> Callable:
         return stock(every, *args, **kwargs)[tuple(index)]
 
     return bias
+
+
+def _takes_cache(call: Callable) -> bool:
+    return "cache" in inspect.signature(call).parameters
+
+
+def _of_own_cache(cache, heads: int, group: Group):
+    """This rank's heads of a cache of keys and values, of shape [batch, 2, time, heads, size].
+
+    A model begins with a cache of zeros for all heads; what attention returns has this rank's.
+    """
+    return cache[..., : heads // group.size, :] if cache.shape[-2] == heads else cache
 
 
 def _named(layer, pattern: re.Pattern) -> str | None:

@@ -30,8 +30,8 @@ __all__ = ["find_plan"]
 
 #: A variable that no rule meets is an error if it is this part of the model or more.
 _LARGE = 0.1
-#: Layers that stay whole: convolutions, as of patches, and banks of experts.
-_WHOLE = re.compile(r".*(Conv|Expert|Moe|MoE).*")
+#: Layers that stay whole: convolutions, as of patches, tables of positions, and banks of experts.
+_WHOLE = re.compile(r".*(Conv|Position|Expert|Moe|MoE).*")
 
 
 def find_plan(model: keras.Model) -> dict[str, str]:
