@@ -144,6 +144,7 @@ def curves():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_activations_follow_the_square_root(curves):
     # Each layer of the plain model keeps its output, 1 MiB.

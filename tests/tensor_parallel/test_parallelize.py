@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.conftest import on_ranks
+from tests.strategies.observing import without_tfdist
 from tests.tensor_parallel import parallel_programs as programs
 from tests.tensor_parallel import parallel_refusals as refusals
-from tests.strategies.observing import without_tfdist
 from tfdist.tensor_parallel import parallelize
 from tfdist.tensor_parallel import plan as plans
 from tfdist.tensor_parallel.report import VariableReport

@@ -16,10 +16,14 @@ from tfdist.collectives.mappings import (
 )
 from tfdist.keras_internals.attributes import kernel_of
 from tfdist.layers.embedding import stays_split
+from tfdist.sharding.weights import value_tensor
 from tfdist.tensor_parallel.adapters import Adapter, LayerView, override
 from tfdist.tensor_parallel.lora import add_lora, lora_axes
-from tfdist.tensor_parallel.quantized import quantized_axes, quantized_row_attributes, quantized_sizes
-from tfdist.sharding.weights import value_tensor
+from tfdist.tensor_parallel.quantized import (
+    quantized_axes,
+    quantized_row_attributes,
+    quantized_sizes,
+)
 
 __all__ = ["DenseAdapter", "EinsumDenseAdapter", "columns"]
 

@@ -13,10 +13,10 @@ from tfdist.collectives.mappings import gather_from_tensor_region, reduce_from_t
 from tfdist.keras_internals.attributes import table_of
 from tfdist.keras_internals.private import set_keras_mask
 from tfdist.layers.embedding import own_ids, own_rows, stays_split
-from tfdist.tensor_parallel.adapters import Adapter
-from tfdist.tensor_parallel.adapters_dense import columns
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.weights import value_tensor
+from tfdist.tensor_parallel.adapters import Adapter
+from tfdist.tensor_parallel.adapters_dense import columns
 
 __all__ = ["EmbeddingAdapter", "ReversibleEmbeddingAdapter"]
 

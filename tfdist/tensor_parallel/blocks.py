@@ -17,9 +17,9 @@ import keras
 from tfdist.collectives import Group
 from tfdist.keras_internals.attributes import own_non_trainable, own_trainable, sublayers
 from tfdist.layers.dropout import drawing_apart
-from tfdist.tensor_parallel.adapters import Adapter, Part, local_attributes, override
 from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.sharding.weights import split_variable
+from tfdist.tensor_parallel.adapters import Adapter, Part, local_attributes, override
 
 __all__ = ["Block", "InsideAdapter", "projections", "split_blocks"]
 

@@ -21,8 +21,8 @@ from tfdist.collectives import Group, all_reduce
 from tfdist.keras_internals.attributes import dtype_policy, sublayers
 from tfdist.keras_internals.private import all_layers
 from tfdist.layers.dropout import drawing_apart
-from tfdist.tensor_parallel.adapters import override
 from tfdist.sharding.layout import layout_of, update_layout
+from tfdist.tensor_parallel.adapters import override
 
 __all__ = ["Check"]
 

@@ -16,6 +16,9 @@ from tfdist.collectives import Group, broadcast
 from tfdist.keras_internals.attributes import made_under, own_non_trainable, own_trainable
 from tfdist.keras_internals.functional import without_values
 from tfdist.keras_internals.private import all_layers
+from tfdist.sharding.layout import layout_of
+from tfdist.sharding.parts import deep_copy
+from tfdist.sharding.weights import tensor_group
 from tfdist.tensor_parallel.adapters import Adapter
 from tfdist.tensor_parallel.adapters_dense import DenseAdapter, EinsumDenseAdapter
 from tfdist.tensor_parallel.adapters_embedding import EmbeddingAdapter, ReversibleEmbeddingAdapter
@@ -25,9 +28,6 @@ from tfdist.tensor_parallel.finding import find_plan
 from tfdist.tensor_parallel.layout_map import is_layout_map, plan_of_layout_map
 from tfdist.tensor_parallel.plan import kinds_of
 from tfdist.tensor_parallel.report import ParallelizeReport, VariableReport
-from tfdist.sharding.layout import layout_of
-from tfdist.sharding.parts import deep_copy
-from tfdist.sharding.weights import tensor_group
 
 __all__ = ["parallelize", "report"]
 
