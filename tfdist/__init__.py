@@ -25,6 +25,7 @@ _ROOMS = (
     "collectives",
     "compat",
     "datasets",
+    "hub",
     "layers",
     "learning_rate",
     "models",
@@ -37,7 +38,7 @@ _ROOMS = (
     "testing",
 )
 #: Functions that stand beside the rooms, by the room that has them.
-_FUNCTIONS = {"parallelize": "tensor_parallel"}
+_FUNCTIONS = {"load_preset": "hub", "parallelize": "tensor_parallel"}
 
 __all__ = ["Axis", "Mesh", "TfdistError", "__version__", *_FUNCTIONS, *_ROOMS]
 

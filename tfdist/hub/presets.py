@@ -1,0 +1,115 @@
+"""KerasHub's presets, read into shards and written from them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from tfdist import checks
+from tfdist.context import current_strategy
+from tfdist.keras_internals.functional import deferred_weights, initialize_weights
+from tfdist.strategies.keras_patches.saving import write_once
+from tfdist.tensor_parallel import parallelize
+
+__all__ = ["load_preset", "save_preset"]
+
+#: How KerasHub calls the files of a preset: one file of weights, or a list of several.
+_WEIGHTS = ("model.weights.h5", "model.weights.json")
+_TASK_WEIGHTS = "task.weights.h5"
+_CONFIG = "config.json"
+
+
+def load_preset(
+    preset: str | os.PathLike[str],
+    cls: type | None = None,
+    *,
+    plan: Mapping[str, str] | Any | None = None,
+    **kwargs: Any,
+) -> keras.Model:
+    """Loads a preset of KerasHub, of which each rank reads what it keeps.
+
+    ```python
+    with HorovodStrategy(Mesh(tensor=2), zero_stage=3).scope():
+        model = tfdist.load_preset("llama3-local/", dtype="bfloat16")
+        model.backbone.enable_lora(8)
+    ```
+
+    The model is that of `cls.from_preset(preset)`. On a tensor axis it is split by `parallelize`; a
+    rank reads its slices from the files, one weight at a time. Under ZeRO stage 3 it reads a weight
+    whole, and keeps its shard. On a pipeline axis the model has no values yet: `PipelineModel` reads
+    those of this rank's stages.
+
+    Args:
+        preset: The folder of a preset, as `save_to_preset` makes it.
+        cls: A task or backbone of KerasHub; None for `keras_hub.models.CausalLM`.
+        plan: As for `parallelize`; None to find one.
+        **kwargs: For `from_preset`, as `dtype` or `preprocessor`.
+
+    Raises:
+        ImportError: KerasHub is not installed.
+        ValueError: The folder holds no preset, or what `parallelize` raises.
+    """
+    folder = Path(checks.path("preset", preset))
+    weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
+    if not (folder / _CONFIG).is_file() or weights is None:
+        raise ValueError(
+            f"A `preset` is a folder with {_CONFIG} and {' or '.join(_WEIGHTS)}, as "
+            f"`save_to_preset` makes it. Received: {str(preset)!r}. Others are loaded by KerasHub's "
+            "`from_preset` and saved by `save_to_preset` once."
+        )
+    models = _hub().models
+    cls = models.CausalLM if cls is None else cls
+    is_task = issubclass(cls, models.Task)
+    # An optimizer's variables cannot be deferred.
+    compiles = is_task and kwargs.pop("compile", True)
+    if is_task:
+        kwargs["compile"] = False
+    strategy = current_strategy()
+    with deferred_weights():
+        model = cls.from_preset(str(folder), load_weights=False, **kwargs)
+    if strategy is not None and strategy.mesh.shape["tensor"] > 1:
+        parallelize(model, plan)
+    backbone = getattr(model, "backbone", model)
+    if backbone is not model and (folder / _TASK_WEIGHTS).is_file():
+        model.load_task_weights(str(folder / _TASK_WEIGHTS))
+    backbone.load_weights(str(weights))
+    if strategy is None or strategy.mesh.shape["pipeline"] == 1:
+        initialize_weights(model.variables)
+    if compiles:
+        model.compile()
+    return model
+
+
+def save_preset(model: keras.Model, preset: str | os.PathLike[str], **kwargs: Any) -> None:
+    """Saves a model as a preset that plain KerasHub loads; every rank calls this.
+
+    The weights are global arrays, so what was split or sharded loads on any number of ranks. The
+    chief gathers them, and needs memory for the whole model.
+
+    Args:
+        model: A task or backbone of KerasHub.
+        preset: The folder.
+        **kwargs: For `save_to_preset`.
+    """
+    checks.instance("model", model, keras.Model, "a Keras model")
+    folder = checks.path("preset", preset)
+    if not hasattr(model, "save_to_preset"):
+        raise ValueError(
+            "Presets are made of tasks and backbones of KerasHub. Received: "
+            f"`{model.name}` of type {type(model).__name__}; `model.save` takes any model."
+        )
+    write_once(type(model).save_to_preset, model, folder, **kwargs)
+
+
+def _hub():
+    try:
+        import keras_hub
+    except ImportError as error:
+        raise ImportError(
+            "Presets are those of KerasHub, which is not installed: pip install keras-hub."
+        ) from error
+    return keras_hub
