@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import resource
-
 import keras
 import numpy as np
 
 from tests.tensor_parallel.families import causal_lm, scope, whole
 
-__all__ = ["loaded", "make_preset", "saved_again", "values"]
+__all__ = [
+    "loaded",
+    "make_large_preset",
+    "make_preset",
+    "memory_of_loading",
+    "saved_again",
+    "values",
+]
 
 
 def make_preset(name: str, folder: str, dtype: str, parts: bool = False) -> dict:
@@ -49,7 +54,7 @@ def loaded(folder: str, options: dict | None, **kwargs) -> tuple[dict, int, np.n
 
 
 def saved_again(folder: str, again: str, options: dict | None) -> None:
-    """Loads a preset on ranks, enables LoRA, and saves what was loaded."""
+    """Loads a preset on ranks, and saves what was loaded."""
     import tfdist
     from tfdist.hub import save_preset
 
@@ -58,6 +63,50 @@ def saved_again(folder: str, again: str, options: dict | None) -> None:
     save_preset(model, again)
 
 
-def peak_bytes() -> int:
-    """The most memory that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def make_large_preset(folder: str, dtype: str) -> None:
+    """A preset of a GPT-2 with 350 million parameters."""
+    import keras_hub
+
+    keras.backend.clear_session()
+    backbone = keras_hub.models.GPT2Backbone(
+        vocabulary_size=50_257,
+        num_layers=24,
+        num_heads=16,
+        hidden_dim=1024,
+        intermediate_dim=4096,
+        max_sequence_length=1024,
+        dtype=dtype,
+    )
+    backbone.save_to_preset(folder)
+    keras.backend.clear_session()
+
+
+def memory_of_loading(folder: str, options: dict, dtype: str) -> tuple[int, int, int]:
+    """The bytes by which loading raises a rank's peak, those it keeps, and of the largest layer."""
+    import gc
+
+    import keras_hub
+
+    import tfdist
+    from tfdist.keras_internals.attributes import stored_value
+
+    keras.backend.clear_session()
+    gc.collect()
+    before = _status("VmRSS")
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # The peak is what is there now.
+    with scope(options):
+        model = tfdist.load_preset(folder, keras_hub.models.Backbone, dtype=dtype)
+    grown = _status("VmHWM") - before
+    sizes = [tfdist.sharding.layout.global_shape(variable) for variable in model.weights]
+    width = 2 if dtype == "bfloat16" else 4
+    largest = max(int(np.prod(size)) for size in sizes) * width
+    values = [stored_value(variable) for variable in model.weights]
+    held = sum(int(np.prod(value.shape)) * value.dtype.size for value in values)
+    return grown, held, largest
+
+
+def _status(name: str) -> int:
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith(name))
+    return int(line.split()[1]) * 1024

@@ -41,7 +41,7 @@ def load_preset(
     The model is that of `cls.from_preset(preset)`. On a tensor axis it is split by `parallelize`; a
     rank reads its slices from the files, one weight at a time. Under ZeRO stage 3 it reads a weight
     whole, and keeps its shard. On a pipeline axis the model has no values yet: `PipelineModel` reads
-    those of this rank's stages.
+    those of this rank's stages. Without a strategy in scope this is `from_preset`.
 
     Args:
         preset: The folder of a preset, as `save_to_preset` makes it.
@@ -63,21 +63,23 @@ def load_preset(
         )
     models = _hub().models
     cls = models.CausalLM if cls is None else cls
+    strategy = current_strategy()
+    if strategy is None:
+        return cls.from_preset(str(folder), **kwargs)
     is_task = issubclass(cls, models.Task)
     # An optimizer's variables cannot be deferred.
     compiles = is_task and kwargs.pop("compile", True)
     if is_task:
         kwargs["compile"] = False
-    strategy = current_strategy()
     with deferred_weights():
         model = cls.from_preset(str(folder), load_weights=False, **kwargs)
-    if strategy is not None and strategy.mesh.shape["tensor"] > 1:
+    if strategy.mesh.shape["tensor"] > 1:
         parallelize(model, plan)
     backbone = getattr(model, "backbone", model)
     if backbone is not model and (folder / _TASK_WEIGHTS).is_file():
         model.load_task_weights(str(folder / _TASK_WEIGHTS))
     backbone.load_weights(str(weights))
-    if strategy is None or strategy.mesh.shape["pipeline"] == 1:
+    if strategy.mesh.shape["pipeline"] == 1:
         initialize_weights(model.variables)
     if compiles:
         model.compile()
