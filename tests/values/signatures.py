@@ -61,6 +61,14 @@ class _TwoRanks(LocalEngine):
         self.mesh = tfdist.Mesh().resolve(size=2, rank=0)
 
 
+def _backbone() -> Any:
+    import keras_hub
+
+    return keras_hub.models.GPT2Backbone(
+        vocabulary_size=7, num_layers=1, num_heads=1, hidden_dim=2, intermediate_dim=2
+    )
+
+
 def _chain() -> Any:
     return tfdist.pipeline.chain.Chain(_model())
 
@@ -111,6 +119,8 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
     "run_ranks.function": lambda: len,
     "directory": lambda: "checkpoints",
     "path": lambda: "checkpoints",
+    "preset": lambda: "preset",
+    "save_preset.model": _backbone,
     "save.model": _model,
     "begin_save.model": _model,
     "restore.model": _model,
@@ -123,6 +133,7 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
 _GIVEN: dict[str, dict[str, Callable[[], Any]]] = {
     "HorovodStrategy": {"engine": LocalEngine},
     "MultiWorkerStrategy": {"engine": LocalEngine},
+    "parallelize": {"plan": dict},
 }
 
 #: Arguments that an annotation says too little of.
@@ -134,6 +145,7 @@ _KINDS: dict[str, str] = {
     "kernel_initializer": "Initializer",
     "output_initializer": "Initializer | None",
     "dtype": "Dtype | None",
+    "cls": "type | None",
     "reduction": "str",
     "VocabParallelCrossEntropy.reduction": "str | None",
     "VocabParallelCrossEntropy.name": "str | None",
@@ -180,7 +192,8 @@ LEGAL: dict[str, set[str]] = {
     "tfdist.layers.TransformerDecoderBlock.epsilon": _ZERO,
     "tfdist.layers.TransformerDecoderBlock.*_stddev": _ZERO,
     # What the model takes; nobody looks at it where the tensor axis is 1.
-    "tfdist.tensor_parallel.parallelize.sample": {"*"},
+    "tfdist.parallelize.sample": {"*"},
+    "tfdist.hub.save_preset.preset": {"newline", *_ANY_NAME},
     "tfdist.models.convnet.filters": {"empty list"},
     "tfdist.models.mlp.widths": {"empty list"},
     "tfdist.models.generate.prompt_tokens": {"zero"},

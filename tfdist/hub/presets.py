@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,8 @@ from tfdist.context import current_strategy
 from tfdist.keras_internals.functional import deferred_weights, initialize_weights
 from tfdist.strategies.keras_patches.saving import write_once
 from tfdist.tensor_parallel import parallelize
+from tfdist.tensor_parallel.layout_map import is_layout_map
+from tfdist.tensor_parallel.plan import check_plan
 
 __all__ = ["load_preset", "save_preset"]
 
@@ -25,7 +28,7 @@ _CONFIG = "config.json"
 
 def load_preset(
     preset: str | os.PathLike[str],
-    cls: type | None = None,
+    cls: Any = None,
     *,
     plan: Mapping[str, str] | Any | None = None,
     **kwargs: Any,
@@ -54,6 +57,10 @@ def load_preset(
         ValueError: The folder holds no preset, or what `parallelize` raises.
     """
     folder = Path(checks.path("preset", preset))
+    if cls is not None and not (inspect.isclass(cls) and hasattr(cls, "from_preset")):
+        raise checks.refuse("cls", cls, "a task or a backbone of KerasHub, or None")
+    if plan is not None and not is_layout_map(plan):
+        check_plan(plan)
     weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
     if not (folder / _CONFIG).is_file() or weights is None:
         raise ValueError(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -68,7 +69,7 @@ def without_values(variable: keras.Variable) -> bool:
     return variable._value is None
 
 
-def deferred_initializer(variable: keras.Variable) -> Callable:
+def deferred_initializer(variable: keras.Variable) -> Any:
     """What a variable without a value will be initialized with, given a shape and a dtype."""
     return variable._initializer
 

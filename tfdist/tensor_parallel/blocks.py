@@ -19,7 +19,7 @@ from tfdist.keras_internals.attributes import own_non_trainable, own_trainable, 
 from tfdist.layers.dropout import drawing_apart
 from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.sharding.weights import split_variable
-from tfdist.tensor_parallel.adapters import Adapter, Part, local_attributes, override
+from tfdist.tensor_parallel.adapters import Adapter, Entrance, Part, local_attributes, override
 
 __all__ = ["Block", "InsideAdapter", "projections", "split_blocks"]
 
@@ -105,7 +105,7 @@ class Block:
         if self._shares:
             for each in entering:
                 each.entrance = entering[0].entrance
-        self._entrance = entering[0].entrance if entering else None
+        self._entrance = entering[0].entrance if entering else Entrance()
 
     def _describe_heads(self, roles, adapters: Mapping[int, Adapter]) -> None:
         layer = self.layer

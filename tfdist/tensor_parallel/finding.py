@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import keras
 
+from tfdist import checks
 from tfdist.keras_internals.attributes import (
     history,
     int4_inputs,
@@ -46,6 +47,9 @@ def find_plan(model: keras.Model) -> dict[str, str]:
     Raises:
         ValueError: Nothing can be split, or a large variable is met by no rule.
     """
+    checks.instance("model", model, keras.Model, "a Keras model")
+    if not model.built:
+        raise ValueError(f"A plan is found for a built model. Received: `{model.name}`, not built.")
     kinds: dict[int, tuple[keras.layers.Layer, str]] = {}
     for layer in all_layers(model):
         roles = projections(layer)

@@ -113,8 +113,10 @@ def parallelize(
     by_layer = {id(adapter.layer): adapter for adapter in adapters}
     blocks = list(split_blocks(all_layers(model), by_layer))
     if group is not None and adapters:
-        for part in (*adapters, *blocks):
-            part.check(group)
+        for adapter in adapters:
+            adapter.check(group)
+        for block in blocks:
+            block.check(group)
         if deferred:
             with _all_or_nothing(model):
                 _apply(adapters, blocks, group)
@@ -156,8 +158,10 @@ def _plan(model: keras.Model, plan) -> Mapping[str, str]:
 
 
 def _apply(adapters: Sequence[Adapter], blocks: Sequence[Block], group: Group) -> None:
-    for part in (*adapters, *blocks):
-        part.apply(group)
+    for adapter in adapters:
+        adapter.apply(group)
+    for block in blocks:
+        block.apply(group)
 
 
 def _check_scope(model: keras.Model) -> None:
