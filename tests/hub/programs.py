@@ -56,11 +56,33 @@ def loaded(folder: str, options: dict | None, **kwargs) -> tuple[dict, int, np.n
 def saved_again(folder: str, again: str, options: dict | None) -> None:
     """Loads a preset on ranks, and saves what was loaded."""
     import tfdist
-    from tfdist.hub import save_preset
 
     with scope(options):
         model = tfdist.load_preset(folder, preprocessor=None)
-    save_preset(model, again)
+    model.save_to_preset(again)
+
+
+def adapted(path: str, options: dict | None, loads: bool) -> dict:
+    """Trains an adapter for two steps and saves it, or loads one; returns its values."""
+    import tfdist
+
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(7)
+    with scope(options):
+        model = causal_lm("Llama")
+        if (options or {}).get("mesh"):
+            tfdist.parallelize(model)
+        if loads:
+            model.backbone.load_lora_weights(path)
+        else:
+            model.backbone.enable_lora(2)
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.SGD(0.5), loss, weighted_metrics=None)
+            ids = np.random.default_rng(0).integers(1, 17, (4, 6)).astype("int32")
+            x = {"token_ids": ids, "padding_mask": np.ones_like(ids)}
+            model.fit(x, np.roll(ids, -1, axis=1), epochs=2, verbose=0)
+            model.backbone.save_lora_weights(path)
+    return {k: v for k, v in values(model.backbone).items() if "lora" in k}
 
 
 def make_large_preset(folder: str, dtype: str) -> None:

@@ -61,6 +61,21 @@ def test_a_saved_preset_is_plain(pool, one_process, tmp_path, options):
     check(found, right)
 
 
+@on_ranks(("horovod", 2))
+@pytest.mark.parametrize("options", [TENSOR, pytest.param(ZERO, marks=pytest.mark.slow)])
+def test_adapters_are_kerashubs_own(pool, one_process, tmp_path, options):
+    path, plain = str(tmp_path / "a.lora.h5"), str(tmp_path / "b.lora.h5")
+    saved = pool.run(programs.adapted, path, options, False, timeout=120)
+    (read,) = one_process.run(programs.adapted, path, None, True, timeout=120)
+    (right,) = one_process.run(programs.adapted, plain, None, False, timeout=120)
+    assert len(read) == 8
+    for found in (*saved, read):
+        for name, value in right.items():
+            np.testing.assert_allclose(found[name], value, atol=1e-5, err_msg=name)
+    for found in pool.run(programs.adapted, plain, options, True, timeout=120):
+        check(found, right)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @on_ranks(("horovod", 4))

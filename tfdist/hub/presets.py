@@ -1,4 +1,4 @@
-"""KerasHub's presets, read into shards and written from them."""
+"""KerasHub's presets, read into the parts that ranks keep."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import keras
 from tfdist import checks
 from tfdist.context import current_strategy
 from tfdist.keras_internals.functional import deferred_weights, initialize_weights
-from tfdist.strategies.keras_patches.saving import write_once
 from tfdist.tensor_parallel import parallelize
 from tfdist.tensor_parallel.layout_map import is_layout_map
 from tfdist.tensor_parallel.plan import check_plan
 
-__all__ = ["load_preset", "save_preset"]
+__all__ = ["load_preset"]
 
 #: How KerasHub calls the files of a preset: one file of weights, or a list of several.
 _WEIGHTS = ("model.weights.h5", "model.weights.json")
@@ -40,6 +39,8 @@ def load_preset(
         model = tfdist.load_preset("llama3-local/", dtype="bfloat16")
         model.backbone.enable_lora(8)
     ```
+
+    `model.save_to_preset`, called by every rank, saves one that plain KerasHub loads.
 
     The model is that of `cls.from_preset(preset)`. On a tensor axis it is split by `parallelize`; a
     rank reads its slices from the files, one weight at a time. Under ZeRO stage 3 it reads a weight
@@ -91,27 +92,6 @@ def load_preset(
     if compiles:
         model.compile()
     return model
-
-
-def save_preset(model: keras.Model, preset: str | os.PathLike[str], **kwargs: Any) -> None:
-    """Saves a model as a preset that plain KerasHub loads; every rank calls this.
-
-    The weights are global arrays, so what was split or sharded loads on any number of ranks. The
-    chief gathers them, and needs memory for the whole model.
-
-    Args:
-        model: A task or backbone of KerasHub.
-        preset: The folder.
-        **kwargs: For `save_to_preset`.
-    """
-    checks.instance("model", model, keras.Model, "a Keras model")
-    folder = checks.path("preset", preset)
-    if not hasattr(model, "save_to_preset"):
-        raise ValueError(
-            "Presets are made of tasks and backbones of KerasHub. Received: "
-            f"`{model.name}` of type {type(model).__name__}; `model.save` takes any model."
-        )
-    write_once(type(model).save_to_preset, model, folder, **kwargs)
 
 
 def _hub():
