@@ -8,7 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.scripts.families import _CLASSES, FAMILIES, LENGTH, WORDS, classifier, rows_for
+from tests.scripts import families
+from tests.scripts.families import LENGTH, WORDS, classifier, rows_for
 
 __all__ = ["DECODERS", "generated", "train"]
 
@@ -31,7 +32,12 @@ DECODERS = [
     "QwenMoe",
     "Qwen3Moe",
     "GptOss",
+    "SharedKeys",
 ]
+#: As Gemma 2B: one head of keys and values, which each rank has.
+_SHARED_KEYS = {"SharedKeys": families.FAMILIES["Gemma"] | {"num_key_value_heads": 1}}
+_FAMILIES = families.FAMILIES | _SHARED_KEYS
+_CLASSES = families._CLASSES | {"SharedKeys": "Gemma"}
 STEPS, ROWS = 10, 6
 
 
@@ -48,10 +54,11 @@ def scope(options: dict | None):
 
 def configuration(name: str, tensor: int) -> dict:
     """With heads for four tensor ranks where it takes them."""
-    found = dict(FAMILIES[name])
+    found = dict(_FAMILIES[name])
     if tensor == 4:
         wanted = {"num_heads": 4, "num_attention_heads": 4, "num_query_heads": 8}
-        wanted["num_key_value_heads"] = 4
+        if name not in _SHARED_KEYS:
+            wanted["num_key_value_heads"] = 4
         wanted["hidden_dim"] = 16
         found |= {key: value for key, value in wanted.items() if key in found}
     return found

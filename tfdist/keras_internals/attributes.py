@@ -21,7 +21,7 @@ from tfdist.keras_internals.private import (
     nn,
 )
 
-__all__ = ["Attribute", "count_batch", "loss_variables"]
+__all__ = ["Attribute", "count_batch", "loss_variables", "variables_of_layer"]
 
 
 class Attribute:
@@ -126,6 +126,11 @@ steps_seen = Attribute("_steps_seen", EpochIterator)
 get_iterator = Attribute("_get_iterator", TFEpochIterator)
 distributed_dataset = Attribute("_distributed_dataset", TFEpochIterator)
 data_strategy = Attribute("_distribute_strategy", TFEpochIterator)
+
+
+def variables_of_layer(layer: keras.Layer) -> list[keras.Variable]:
+    """The variables of a layer, without those of the layers inside it."""
+    return [*own_trainable(layer), *own_non_trainable(layer)]
 
 
 def loss_variables(model) -> set[int]:

@@ -19,12 +19,20 @@ import tensorflow as tf
 
 from tfdist.collectives import Group, broadcast
 from tfdist.collectives.mappings import copy_to_tensor_region
-from tfdist.keras_internals.attributes import own_non_trainable, own_trainable
+from tfdist.keras_internals.attributes import variables_of_layer
 from tfdist.keras_internals.functional import without_values
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.weights import check_by_entries, join_variable, split_variable
 
-__all__ = ["Adapter", "Entrance", "LayerView", "Part", "local_attributes", "override"]
+__all__ = [
+    "Adapter",
+    "Entrance",
+    "LayerView",
+    "Part",
+    "computes_as",
+    "local_attributes",
+    "override",
+]
 
 
 def override(thing, name: str, value) -> None:
@@ -83,6 +91,19 @@ class Part:
     what: str | None
     where: str
 
+    def check(self, group: Group) -> None:
+        """Raises where the dim does not divide by the group.
+
+        Raises:
+            ValueError: It does not.
+        """
+        size = self.variable.shape[self.axis]
+        if self.what is not None and size % group.size:
+            raise ValueError(
+                f"{self.what} divides by the tensor axis. Received: {self.what}={size} in "
+                f"`{self.where}` with tensor={group.size}."
+            )
+
 
 class Entrance:
     """Where inputs enter the part of a model that is split: once for all layers that take them.
@@ -120,6 +141,11 @@ class Entrance:
         return self._entered[key][1]
 
 
+def computes_as(layer: keras.layers.Layer, stock: Any) -> bool:
+    """Whether what a layer computes is what a class of Keras does."""
+    return type(layer).call is stock.call
+
+
 class Adapter:
     """How one layer is split.
 
@@ -129,6 +155,8 @@ class Adapter:
         parts: The variables that are split; its others stay whole.
         partial: Whole variables of which each rank computes a part of the gradient.
         entrance: Where its inputs enter; blocks share one among their layers.
+        counted: What the dims that are split count, where the layer's block knows, as "num_heads".
+        where: The path of the layer that the user knows it by.
     """
 
     stock: ClassVar[type]
@@ -142,7 +170,7 @@ class Adapter:
                 f"{' or '.join(map(repr, (*self.kinds, 'replicate')))}. Received: {kind!r} for "
                 f"`{layer.path}`."
             )
-        if type(layer).call is not self.stock.call:  # type: ignore[attr-defined]
+        if not computes_as(layer, self.stock):
             raise ValueError(
                 f"What `{name}` computes with its weights is its own, so it cannot be split. "
                 f"Received: {kind!r} for `{layer.path}`. Split the layers inside it, or say "
@@ -151,6 +179,8 @@ class Adapter:
         self.layer = layer
         self.kind = kind
         self.entrance = Entrance()
+        self.counted: str | None = None
+        self.where = layer.path
         self.parts: list[Part] = []
         self.partial: list[keras.Variable] = []
         self.describe()
@@ -178,12 +208,7 @@ class Adapter:
             ValueError: It does not.
         """
         for part in self.parts:
-            size = part.variable.shape[part.axis]
-            if part.what is not None and size % group.size:
-                raise ValueError(
-                    f"{part.what} divides by the tensor axis. Received: {part.what}={size} in "
-                    f"`{part.where}` with tensor={group.size}."
-                )
+            part.check(group)
 
     def apply(self, group: Group) -> None:
         """Cuts the variables, and overrides what the layer computes."""
@@ -203,7 +228,7 @@ class Adapter:
         """A method of Keras' that makes variables out of whole ones; every rank calls it."""
 
         def call(*args, **kwargs):
-            known = {id(variable) for variable in _own_variables(self.layer)}
+            known = {id(variable) for variable in variables_of_layer(self.layer)}
             for part in self.parts:
                 join_variable(part.variable)
             for variable in self.partial:
@@ -211,7 +236,7 @@ class Adapter:
             try:
                 return method(*args, **kwargs)
             finally:
-                for variable in _own_variables(self.layer):
+                for variable in variables_of_layer(self.layer):
                     if id(variable) not in known and not without_values(variable):
                         # Ranks may have drawn other numbers.
                         variable.assign(broadcast(variable.value, group, name="parallelize/values"))
@@ -228,8 +253,4 @@ class Adapter:
         raise NotImplementedError
 
     def _part(self, variable, axis: int, what: str | None) -> Part:
-        return Part(variable, axis, what, self.layer.path)
-
-
-def _own_variables(layer) -> list:
-    return [*own_trainable(layer), *own_non_trainable(layer)]
+        return Part(variable, axis, what, self.where)

@@ -18,6 +18,7 @@ from tfdist.keras_internals.attributes import kernel_of
 from tfdist.layers.embedding import stays_split
 from tfdist.sharding.weights import value_tensor
 from tfdist.tensor_parallel.adapters import Adapter, LayerView, override
+from tfdist.tensor_parallel.equations import equation_of_a, position, terms
 from tfdist.tensor_parallel.lora import add_lora, lora_axes
 from tfdist.tensor_parallel.quantized import (
     quantized_axes,
@@ -110,11 +111,11 @@ class DenseAdapter(_ProductAdapter):
         self.parts, self.partial = [], []
         if self.kind == "row":
             self.kernel_axis = 0
-            self._describe_product("The size of the input")
+            self._describe_product(self.counted or "The size of the input")
             return
         _refuse_whole_activation(layer, self.kind)
         self.kernel_axis = 1
-        what = "units" if self.kind == "column" else None
+        what = self.counted or "units" if self.kind == "column" else None
         self._describe_product(what)
         if layer.bias is not None:
             self.parts.append(self._part(layer.bias, 0, what))
@@ -174,7 +175,7 @@ class EinsumDenseAdapter(_ProductAdapter):
         """The kernel, the bias of columns, and what LoRA and quantization add."""
         layer = self.layer
         self.parts, self.partial = [], []
-        inputs, kernel, outputs = _terms(layer.equation)
+        inputs, kernel, outputs = terms(layer.equation)
         there, elsewhere = (outputs, inputs) if self.kind == "column" else (inputs, outputs)
         labels = [label for label in kernel if label in there and label not in elsewhere]
         if not labels:
@@ -185,7 +186,7 @@ class EinsumDenseAdapter(_ProductAdapter):
             )
         self.label = labels[0]
         self.kernel_axis, self.kernel_dims = kernel.index(self.label), len(kernel)
-        what = f"Dim {self.kernel_axis} of the kernel"
+        what = self.counted or f"Dim {self.kernel_axis} of the kernel"
         if self.kind == "column":
             _refuse_whole_activation(layer, self.kind)
         self._describe_product(what)
@@ -199,13 +200,13 @@ class EinsumDenseAdapter(_ProductAdapter):
         """Cuts the variables, and overrides what the layer computes."""
         super().apply(group)
         if self.kind == "column":
-            axis = position(_terms(self.layer.equation)[2], self.label)
+            axis = position(terms(self.layer.equation)[2], self.label)
             shape = _divided(self.layer.compute_output_shape, axis, group)
             override(self.layer, "compute_output_shape", shape)
 
     def _call(self, group: Group) -> Callable:
         layer, name = self.layer, self.layer.path
-        through_a = _equation_of_a(layer.equation)
+        through_a = equation_of_a(layer.equation)
 
         def product(inputs):
             if layer.lora_enabled and through_a is None:
@@ -232,7 +233,7 @@ class EinsumDenseAdapter(_ProductAdapter):
         if self.layer.quantization_mode == "int4":
             return  # A packed kernel has other dims; the product itself says what does not fit.
         share = part.variable.shape[self.kernel_axis]
-        size = inputs.shape[position(_terms(self.layer.equation)[0], self.label)]
+        size = inputs.shape[position(terms(self.layer.equation)[0], self.label)]
         _check_share(self.layer, size, share, group)
 
 
@@ -276,30 +277,3 @@ def _divided(stock: Callable, axis: int, group: Group) -> Callable:
         return tuple(shape)
 
     return compute_output_shape
-
-
-def _terms(equation: str) -> tuple[str, str, str]:
-    """The labels of inputs, kernel and outputs."""
-    left, outputs = equation.replace(" ", "").split("->")
-    inputs, kernel = left.split(",")
-    return inputs, kernel, outputs
-
-
-def _equation_of_a(equation: str) -> str | None:
-    """From inputs and A to what B is multiplied with; None where no equation says that.
-
-    A's last dim is the rank in place of the kernel's last, and B makes the latter of it: so that is
-    the last of the outputs.
-    """
-    inputs, kernel, outputs = _terms(equation)
-    if not outputs.endswith(kernel[-1]):
-        return None
-    rank = next(label for label in "rzyxwvu" if label not in equation)
-    return f"{inputs},{kernel[:-1]}{rank}->{outputs[:-1]}{rank}"
-
-
-def position(term: str, label: str) -> int:
-    """Where a label stands, counted from the end that no ellipsis stands at."""
-    if term.endswith("..."):
-        return term.index(label)
-    return term.index(label) - len(term)

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 
 from tfdist.collectives import Group
-from tfdist.keras_internals.attributes import own_non_trainable, own_trainable, sublayers
+from tfdist.keras_internals.attributes import own_trainable, sublayers, variables_of_layer
 from tfdist.layers.dropout import drawing_apart
 from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.sharding.weights import split_variable
@@ -119,18 +119,13 @@ class Block:
                 self.inside.append(InsideAdapter(projection))
             elif adapter is not None:
                 self._splits_keys |= role == "key"
-                for part in adapter.parts:
-                    if (
-                        part.what is not None
-                        and counted
-                        and not part.what.startswith(("Half", "The num"))
-                    ):
-                        part.what = counted.lstrip("_")
-                    part.where = layer.path
+                adapter.counted = counted and counted.lstrip("_")
+                adapter.where = layer.path
+                adapter.describe()
         own = vars(layer)
         number = own[heads] if heads else None
         self._cached_heads = own[key_heads] if key_heads and self._splits_keys else None
-        for variable in (*own_trainable(layer), *own_non_trainable(layer)):
+        for variable in variables_of_layer(layer):
             dims = [dim for dim, size in enumerate(variable.shape) if size == number]
             if dims:  # As a bias of relative positions for each head.
                 self._parts.append(Part(variable, dims[-1], str(heads).lstrip("_"), layer.path))
@@ -142,11 +137,7 @@ class Block:
             ValueError: They do not.
         """
         for part in self._parts:
-            if part.variable.shape[part.axis] % group.size:
-                raise ValueError(
-                    f"{part.what} divides by the tensor axis. Received: {part.what}="
-                    f"{part.variable.shape[part.axis]} in `{part.where}` with tensor={group.size}."
-                )
+            part.check(group)
 
     def apply(self, group: Group) -> None:
         """Cuts what the layer itself holds, and overrides its call."""

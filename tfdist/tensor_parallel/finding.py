@@ -19,13 +19,16 @@ from tfdist.keras_internals.attributes import (
     int4_inputs,
     int4_outputs,
     kernel_of,
-    own_non_trainable,
-    own_trainable,
     sublayers,
     table_of,
+    variables_of_layer,
 )
 from tfdist.keras_internals.private import all_layers
+from tfdist.tensor_parallel.adapters import computes_as
+from tfdist.tensor_parallel.adapters_dense import DenseAdapter, EinsumDenseAdapter
 from tfdist.tensor_parallel.blocks import projections
+from tfdist.tensor_parallel.choosing import adapter_class
+from tfdist.tensor_parallel.equations import terms
 
 __all__ = ["find_plan"]
 
@@ -76,10 +79,8 @@ def find_plan(model: keras.Model) -> dict[str, str]:
 
 
 def _main(layer) -> list:
-    if isinstance(layer, keras.layers.Embedding):
-        tied = getattr(layer, "tie_weights", True)
-        return [table_of(layer)] + ([] if tied else [layer.reverse_embeddings])
-    return [kernel_of(layer)]
+    adapter = adapter_class(layer)
+    return [] if adapter is None else adapter.main(layer)
 
 
 def _attention(layer, roles) -> Iterator[tuple]:
@@ -114,10 +115,10 @@ def _feed_forward(layer) -> Iterator[tuple]:
 
 
 def _is_product(layer) -> bool:
-    stock = (keras.layers.Dense, keras.layers.EinsumDense)
-    return layer.built and any(
-        isinstance(layer, kind) and type(layer).call is kind.call for kind in stock
-    )
+    adapter = adapter_class(layer)
+    if adapter not in (DenseAdapter, EinsumDenseAdapter):
+        return False
+    return layer.built and computes_as(layer, adapter.stock)
 
 
 def _sizes(layer) -> tuple[int, int]:
@@ -126,8 +127,7 @@ def _sizes(layer) -> tuple[int, int]:
         if layer.quantization_mode == "int4":
             return int4_inputs(layer), int4_outputs(layer)
         return tuple(kernel_of(layer).shape)
-    left, outputs = layer.equation.replace(" ", "").split("->")
-    labels = left.split(",")[1]
+    _, labels, outputs = terms(layer.equation)
     shape = kernel_of(layer).shape
     if layer.quantization_mode == "int4":
         shape = layer.original_kernel_shape
@@ -139,10 +139,11 @@ def _sizes(layer) -> tuple[int, int]:
 def _tables(model: keras.Model) -> Iterator[keras.layers.Layer]:
     """Tables of tokens, and a last layer that makes logits of as many classes."""
     vocabularies = set()
+    least = _LARGE * _size_of(model)
     for layer in all_layers(model):
         if not layer.built or not isinstance(layer, keras.layers.Embedding):
             continue
-        is_large = math.prod(table_of(layer).shape) >= _LARGE * _size_of(model)
+        is_large = math.prod(table_of(layer).shape) >= least
         if isinstance(layer, keras.layers.ReversibleEmbedding) or is_large:
             vocabularies.add(layer.input_dim)
             yield layer
@@ -162,15 +163,15 @@ def _check_large(model: keras.Model, kinds) -> None:
     Raises:
         ValueError: There is one.
     """
-    least = _LARGE * _size_of(model)
+    whole = _size_of(model)
     for layer in all_layers(model):
         if id(layer) in kinds or _WHOLE.fullmatch(type(layer).__name__):
             continue
-        for variable in (*own_trainable(layer), *own_non_trainable(layer)):
-            if math.prod(variable.shape) > least and len(variable.shape) > 1:
+        for variable in variables_of_layer(layer):
+            if math.prod(variable.shape) > _LARGE * whole and len(variable.shape) > 1:
                 raise ValueError(
                     "No rule says how a large variable is split. Received: "
                     f"`{variable.path}` of shape {tuple(variable.shape)} in a "
-                    f"{type(layer).__name__}, {math.prod(variable.shape) / _size_of(model):.0%} of "
+                    f"{type(layer).__name__}, {math.prod(variable.shape) / whole:.0%} of "
                     f"`{model.name}`. Give a plan that names it, if only as 'replicate'."
                 )

@@ -7,8 +7,9 @@ import re
 import keras
 
 from tfdist.context import current_strategy
-from tfdist.keras_internals.attributes import own_non_trainable, own_trainable
+from tfdist.keras_internals.attributes import variables_of_layer
 from tfdist.keras_internals.private import all_layers
+from tfdist.tensor_parallel.equations import terms
 
 __all__ = ["is_layout_map", "plan_of_layout_map"]
 
@@ -37,7 +38,7 @@ def plan_of_layout_map(model: keras.Model, layout_map) -> dict[str, str]:
     """
     plan: dict[str, str] = {}
     for layer in all_layers(model):
-        for variable in (*own_trainable(layer), *own_non_trainable(layer)):
+        for variable in variables_of_layer(layer):
             layout = layout_map[variable.path]
             if layout is None:
                 continue
@@ -86,8 +87,7 @@ def _kind(layer, variable, dim: int) -> str | None:
             return None
         return "row" if dim == 0 else "column"
     elif isinstance(layer, keras.layers.EinsumDense):
-        left, outputs = layer.equation.replace(" ", "").split("->")
-        inputs, kernel = left.split(",")
+        inputs, kernel, outputs = terms(layer.equation)
         if len(variable.shape) < len(kernel):
             return None
         if kernel[dim] in outputs and kernel[dim] not in inputs:

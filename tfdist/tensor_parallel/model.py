@@ -13,31 +13,22 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.collectives import Group, broadcast
-from tfdist.keras_internals.attributes import made_under, own_non_trainable, own_trainable
+from tfdist.keras_internals.attributes import made_under, variables_of_layer
 from tfdist.keras_internals.functional import without_values
 from tfdist.keras_internals.private import all_layers
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.parts import deep_copy
 from tfdist.sharding.weights import tensor_group
 from tfdist.tensor_parallel.adapters import Adapter
-from tfdist.tensor_parallel.adapters_dense import DenseAdapter, EinsumDenseAdapter
-from tfdist.tensor_parallel.adapters_embedding import EmbeddingAdapter, ReversibleEmbeddingAdapter
 from tfdist.tensor_parallel.blocks import Block, split_blocks
 from tfdist.tensor_parallel.check import Check
+from tfdist.tensor_parallel.choosing import adapter_class
 from tfdist.tensor_parallel.finding import find_plan
 from tfdist.tensor_parallel.layout_map import is_layout_map, plan_of_layout_map
 from tfdist.tensor_parallel.plan import kinds_of
 from tfdist.tensor_parallel.report import ParallelizeReport, VariableReport
 
 __all__ = ["parallelize", "report"]
-
-#: What splits a layer; the more special before the more general.
-_ADAPTERS: tuple[type[Adapter], ...] = (
-    DenseAdapter,
-    EinsumDenseAdapter,
-    ReversibleEmbeddingAdapter,
-    EmbeddingAdapter,
-)
 
 
 def parallelize(
@@ -93,9 +84,9 @@ def parallelize(
         The model. `report(model)` says what became of each variable.
 
     Raises:
-        ValueError: No plan is found, a pattern matches nothing, two match one variable, a layer cannot be split so,
-            a size does not divide, the split model computes something else, or the model is not
-            built, split already or under training. The model is then as it was.
+        ValueError: No plan is found, a pattern matches nothing, two match one variable, a layer
+            cannot be split so, a size does not divide, the split model computes something else, or
+            the model is not built, split already or under training. The model is then as it was.
     """
     checks.instance("model", model, keras.Model, "a Keras model")
     group = tensor_group()
@@ -204,7 +195,7 @@ def _adapters(model: keras.Model, kinds: Mapping[str, str]) -> list[Adapter]:
     """How each layer is split of which the plan speaks."""
     adapters = []
     for layer in all_layers(model):
-        own = [*own_trainable(layer), *own_non_trainable(layer)]
+        own = variables_of_layer(layer)
         said = {v.path: kinds[v.path] for v in own if v.path in kinds}
         if not set(said.values()) - {"replicate"}:
             continue
@@ -220,21 +211,21 @@ def _adapters(model: keras.Model, kinds: Mapping[str, str]) -> list[Adapter]:
 
 def _adapter(layer, said: Mapping[str, str]) -> Adapter:
     """How one layer is split, with all that the plan says of its variables."""
-    fitting = [adapter for adapter in _ADAPTERS if isinstance(layer, adapter.stock)]
-    if not fitting:
+    kind_of_adapter = adapter_class(layer)
+    if kind_of_adapter is None:
         path, kind = next((path, kind) for path, kind in said.items() if kind != "replicate")
         raise ValueError(
             "A plan splits Dense, EinsumDense and Embedding layers, and attention through those "
             f"inside it. Received: {kind!r} for `{path}` of a {type(layer).__name__}."
         )
     _refuse_activity_regularizer(layer)
-    mains = [variable.path for variable in fitting[0].main(layer)]
+    mains = [variable.path for variable in kind_of_adapter.main(layer)]
     kind = next((said[path] for path in mains if path in said), "replicate")
     if kind == "replicate":
         raise ValueError(
             f"A layer is split by what a plan says of `{mains[0]}`. Received: {dict(said)}."
         )
-    adapter = fitting[0](layer, kind)
+    adapter = kind_of_adapter(layer, kind)
     split = {part.variable.path for part in adapter.parts}
     for path, word in said.items():
         if word != kind and not (word == "replicate" and path not in split):

@@ -7,6 +7,7 @@ largest entry. int4: two entries in a byte, packed along the outputs; with block
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ from tfdist.keras_internals.attributes import (
     kernel_of,
     quantization_axes,
 )
+from tfdist.tensor_parallel.equations import terms
 
 __all__ = ["quantized_axes", "quantized_row_attributes", "quantized_sizes"]
 
@@ -123,8 +125,8 @@ def _scale_dim(layer, axis: int) -> int | None:
     """The dim of an int8 kernel's scale that belongs to a dim of the kernel; None: it has none."""
     if isinstance(layer, keras.layers.Dense):
         return 0 if axis == 1 else None
-    left, outputs = layer.equation.replace(" ", "").split("->")
-    label = left.split(",")[1][axis]
+    _, kernel, outputs = terms(layer.equation)
+    label = kernel[axis]
     if label not in outputs:
         return None
     return len(layer.kernel_scale.shape) - (len(outputs) - outputs.index(label))
@@ -139,15 +141,10 @@ def _flat_axis(layer, axis: int) -> tuple[int, int]:
     if isinstance(layer, keras.layers.Dense):
         return axis, (int4_inputs(layer) if axis == 0 else int4_outputs(layer))
     shape = layer.original_kernel_shape
-    rows = 1
-    for dim in quantization_axes(layer):
-        rows *= shape[dim]
-    before = 1
-    for size in shape[:axis]:
-        before *= size
+    rows = math.prod(shape[dim] for dim in quantization_axes(layer))
     if axis == 0:
         return 0, rows
-    if before == rows:
+    if math.prod(shape[:axis]) == rows:
         return 1, int4_columns(layer)
     raise ValueError(
         f"A slice of an int4 kernel lies together in memory. Received: dim {axis} of the kernel of "
