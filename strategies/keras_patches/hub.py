@@ -6,13 +6,21 @@ weights of one of its models are made.
 
 from __future__ import annotations
 
+import functools
 import sys
 
 from tfdist.keras_internals.patching import Patch, apply_patches
 from tfdist.strategies.keras_patches.reading import reading_parts
-from tfdist.strategies.keras_patches.saving import write_once
+from tfdist.strategies.keras_patches.saving import write_once, write_some_once
+from tfdist.strategies.keras_patches.splits import split_variables
 
 __all__ = ["install_hub", "patches_of"]
+
+
+def _save_adapter(original, self, filepath):
+    """The chief gathers the adapter alone, not the model that it is for."""
+    adapter = [(v, layout) for v, layout in split_variables(self) if v.name.startswith("lora_")]
+    return write_some_once(original, self, adapter, filepath)
 
 
 def _load_adapter(original, self, filepath):
@@ -30,7 +38,7 @@ def _load_adapter(original, self, filepath):
 def patches_of(models) -> tuple[Patch, ...]:
     """What of `keras_hub.models` is wrapped."""
     return (
-        Patch(models.Backbone, "save_lora_weights", ("self", "filepath"), write_once),
+        Patch(models.Backbone, "save_lora_weights", ("self", "filepath"), _save_adapter),
         Patch(models.Backbone, "load_lora_weights", ("self", "filepath"), _load_adapter),
         Patch(models.Backbone, "save_to_preset", ("self", "preset_dir"), write_once),
         Patch(models.Task, "save_to_preset", ("self", "preset_dir"), write_once),
@@ -41,4 +49,9 @@ def install_hub() -> None:
     """Wraps KerasHub's methods, where it is imported; a second call does nothing."""
     models = getattr(sys.modules.get("keras_hub"), "models", None)
     if models is not None:
-        apply_patches(patches_of(models))
+        _install(models)
+
+
+@functools.cache
+def _install(models) -> None:
+    apply_patches(patches_of(models))

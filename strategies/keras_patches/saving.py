@@ -6,6 +6,7 @@ Files hold global arrays, so they load on any mesh and on one device.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -18,23 +19,36 @@ from tfdist.strategies.keras_patches.reading import has_parts, reading_parts
 from tfdist.strategies.keras_patches.splits import split_variables, standing_in, whole_values
 from tfdist.strategies.keras_patches.synchronization import synchronize_layer_states
 
-__all__ = ["PATCHES", "write_once"]
+__all__ = ["PATCHES", "write_once", "write_some_once"]
 
 _loading, _writing = threading.local(), threading.local()
 
 
 def write_once(original, self, *args, **kwargs):
     """Calls a method that writes files on the chief alone, where all variables are global arrays."""
+    return write_some_once(original, self, split_variables(self), *args, **kwargs)
+
+
+def write_some_once(original, self, split: Sequence, *args, **kwargs):
+    """The same, where what is written needs no more of the split variables than some.
+
+    Args:
+        original: The method.
+        self: The model.
+        split: Those variables, with their layouts, as of `split_variables`.
+        *args: For the method.
+        **kwargs: For the method.
+    """
     strategy = strategy_of(self)
     if strategy is None or strategy.group().size == 1 or getattr(_writing, "under_way", False):
         return original(self, *args, **kwargs)
     synchronize_layer_states(self)
-    wholes = whole_values(self, keep=strategy.is_chief)
+    wholes = whole_values(split, keep=strategy.is_chief)
     result = None
     if strategy.is_chief:
         _writing.under_way = True
         try:
-            with standing_in(split_variables(self), wholes):
+            with standing_in(split, wholes):
                 result = original(self, *args, **kwargs)
         finally:
             _writing.under_way = False

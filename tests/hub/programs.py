@@ -85,6 +85,25 @@ def adapted(path: str, options: dict | None, loads: bool) -> dict:
     return {k: v for k, v in values(model.backbone).items() if "lora" in k}
 
 
+def weights_reloaded(path: str, options: dict | None) -> dict:
+    """The weights of a model with LoRA that is split before it reads a file; the same saved there."""
+    import tfdist
+
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(7)
+    with scope(options):
+        model = causal_lm("Llama")
+        if options is None:
+            model.save_weights(path)
+        else:
+            model = tfdist.parallelize(model)
+            for variable in model.trainable_variables:
+                variable.assign(keras.ops.zeros_like(variable))
+            model.backbone.enable_lora(2)
+            model.load_weights(path)
+    return {k: v for k, v in values(model.backbone).items() if "lora" not in k}
+
+
 def make_large_preset(folder: str, dtype: str) -> None:
     """A preset of a GPT-2 with 350 million parameters."""
     import keras_hub

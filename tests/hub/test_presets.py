@@ -76,6 +76,14 @@ def test_adapters_are_kerashubs_own(pool, one_process, tmp_path, options):
         check(found, right)
 
 
+@on_ranks(("horovod", 2))
+def test_a_split_model_with_lora_reads_a_file_of_the_whole(pool, one_process, tmp_path):
+    path = str(tmp_path / "whole.weights.h5")
+    (right,) = one_process.run(programs.weights_reloaded, path, None, timeout=120)
+    for found in pool.run(programs.weights_reloaded, path, TENSOR, timeout=120):
+        np.testing.assert_equal(list(found.values()), list(right.values()))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @on_ranks(("horovod", 4))

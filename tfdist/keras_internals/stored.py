@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,8 +25,8 @@ _entry = Attribute("_h5_entry_group", saving_lib.H5IOStore)
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredArray:
-    """An array of an HDF5 file.
+class StoredArray(np.lib.mixins.NDArrayOperatorsMixin):
+    """An array of an HDF5 file, which is read by whatever takes it for a NumPy array.
 
     Attributes:
         file: The path of the file.
@@ -51,28 +52,43 @@ class StoredArray:
     def __getitem__(self, index: Any) -> np.ndarray:
         return self.read(index)
 
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # Marks and protocols that others look for.
+            raise AttributeError(name)
+        return getattr(self.read(), name)
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+        arrays = [np.asarray(x) if isinstance(x, StoredArray) else x for x in inputs]
+        return getattr(ufunc, method)(*arrays, **kwargs)
+
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
         found = self.read()
         return found if dtype is None else found.astype(dtype)
 
 
-def _stored(store, key: str) -> StoredArray | np.ndarray:
+def _stored(store, key: str) -> StoredArray | None:
+    """An array of a store that is a file; None for other stores, as archives are."""
     dataset = saving_lib.safe_get_h5_dataset(_entry(store), key)
+    file = dataset.file.filename
+    if store.archive or not os.path.isfile(file):
+        return None
     is_bfloat16 = dataset.attrs.get("dtype") == "bfloat16"
     dtype = np.dtype(ml_dtypes.bfloat16 if is_bfloat16 else dataset.dtype)
-    if not isinstance(dataset.file.filename, str):
-        return np.asarray(dataset, dtype)
-    return StoredArray(dataset.file.filename, dataset.name, tuple(dataset.shape), dtype)
+    return StoredArray(file, dataset.name, tuple(dataset.shape), dtype)
 
 
 @contextlib.contextmanager
 def arrays_on_demand() -> Iterator[None]:
-    """Inside, weight files in folders give `StoredArray`s; those in archives arrays, as ever."""
+    """Inside, files of weights give `StoredArray`s; archives and buffers give arrays, as ever."""
     kind = saving_lib.H5IOStore
     stock = kind.__getitem__
 
     def get(store, key):
-        return stock(store, key) if store.archive else _stored(store, key)
+        found = _stored(store, key)
+        return stock(store, key) if found is None else found
 
     kind.__getitem__ = get
     try:

@@ -19,6 +19,7 @@ from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.sharding.parts import Slice, deep_copy
 
 __all__ = [
+    "SlicedInitializer",
     "add_split_weight",
     "axis_group",
     "check_by_entries",
@@ -102,7 +103,7 @@ def add_split_weight(
     variable = layer.add_weight(
         shape=part.local_shape,
         name=name,
-        initializer=lambda _, dtype=None: deep_copy(part.slice_of(initializer(shape, dtype=dtype))),
+        initializer=SlicedInitializer(initializer, part),
         regularizer=None if regularizer is None else _SummedRegularizer(regularizer, group),
         constraint=constraint,
     )
@@ -128,7 +129,7 @@ def split_variable(layer: keras.layers.Layer, variable, dim: int, group: Group) 
     check_by_entries(layer, variable.name, variable.regularizer, variable.constraint)
     part = Slice(group, dim % len(variable.shape), tuple(variable.shape))
     if without_values(variable):
-        defer(variable, _SlicedInitializer(deferred_initializer(variable), part))
+        defer(variable, SlicedInitializer(deferred_initializer(variable), part))
     else:
         renew(variable, deep_copy(part.slice_of(tf.convert_to_tensor(variable.value))))
     stored_shape.set(variable, part.local_shape)
@@ -153,16 +154,22 @@ def join_variable(variable) -> None:
     update_layout(variable, slice=None)
 
 
-class _SlicedInitializer:
-    """The initializer of a slice of an array."""
+class SlicedInitializer:
+    """The initializer of a slice of an array.
 
-    def __init__(self, whole, part: Slice):
+    Args:
+        whole: The array's; one that has a method `read_slice(part, dtype)` makes no more than that.
+        part: The slice.
+    """
+
+    def __init__(self, whole: Any, part: Slice):
         self.whole = whole
         self._part = part
 
     def __call__(self, shape, dtype=None):
+        """The slice; `shape` is its shape."""
         read = getattr(self.whole, "read_slice", None)
-        if read is not None:  # What reads a file reads no more than the slice.
+        if read is not None:
             return read(self._part, dtype)
         return deep_copy(self._part.slice_of(self.whole(self._part.shape, dtype=dtype)))
 
