@@ -81,13 +81,14 @@ def load_preset(
         kwargs["compile"] = False
     with deferred_weights():
         model = cls.from_preset(str(folder), load_weights=False, **kwargs)
-    if strategy.mesh.shape["tensor"] > 1:
+    mesh = strategy.mesh
+    if len(mesh.group(*mesh.weight_axes)) > 1:
         parallelize(model, plan)
     backbone = getattr(model, "backbone", model)
     if backbone is not model and (folder / _TASK_WEIGHTS).is_file():
         model.load_task_weights(str(folder / _TASK_WEIGHTS))
     backbone.load_weights(str(weights))
-    if strategy.mesh.shape["pipeline"] == 1:
+    if len(mesh.group(*mesh.stage_axes)) == 1:
         initialize_weights(model.variables)
     if compiles:
         model.compile()

@@ -13,8 +13,8 @@ from tfdist.tensor_parallel.equations import terms
 
 __all__ = ["is_layout_map", "plan_of_layout_map"]
 
-#: What a mesh of Keras calls the axis that weights are split over, and the one that batches are.
-_MODEL_AXES, _DATA_AXES = ("model", "tensor"), ("batch", "data")
+#: What meshes of Keras call the axis that weights are split over, and the one that rows are.
+_KERAS_AXES = {"model": "weights", "tensor": "weights", "batch": "rows", "data": "rows"}
 
 
 def is_layout_map(plan) -> bool:
@@ -46,23 +46,21 @@ def plan_of_layout_map(model: keras.Model, layout_map) -> dict[str, str]:
             for dim, axis in enumerate(layout.axes):
                 if axis is not None:
                     dims[_meaning(axis, variable.path)] = dim
-            if "data" in dims:
+            if "rows" in dims:
                 _check_zero(variable.path)
-            if "model" in dims:
-                kind = _kind(layer, variable, dims["model"])
+            if "weights" in dims:
+                kind = _kind(layer, variable, dims["weights"])
                 if kind is not None:
                     plan[re.escape(variable.path)] = kind
     return plan
 
 
 def _meaning(axis: str, path: str) -> str:
-    if axis in _MODEL_AXES:
-        return "model"
-    if axis in _DATA_AXES:
-        return "data"
+    if axis in _KERAS_AXES:
+        return _KERAS_AXES[axis]
     raise ValueError(
-        f"A LayoutMap's axes are one of {', '.join(_MODEL_AXES)}, over which weights are split, and "
-        f"one of {', '.join(_DATA_AXES)}. Received: {axis!r} for `{path}`."
+        f"A LayoutMap's axes are one of model, tensor, over which weights are split, and one of "
+        f"batch, data. Received: {axis!r} for `{path}`."
     )
 
 
