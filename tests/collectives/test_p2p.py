@@ -148,6 +148,7 @@ def hide_the_library_from(rank: int):
     )
 
 
+@pytest.mark.slow
 def test_without_the_library_on_one_rank_all_goes_by_the_engine():
     pytest.importorskip("horovod")
     with RankPool(2, "horovod") as pool:

@@ -231,7 +231,7 @@ def on_rank(policy, pipeline: bool, zero_stage: int = 0):
     ("policy", "pipeline", "zero_stage"),
     [
         ("every_layer", True, 0),
-        ("selective", False, 3),
+        pytest.param("selective", False, 3, marks=pytest.mark.slow),
         pytest.param("selective", True, 0, marks=pytest.mark.slow),
         pytest.param("every_layer", False, 3, marks=pytest.mark.slow),
     ],

@@ -57,11 +57,17 @@ def test_lora_comes_after_the_split(pool, one_process, quantize):
 
 
 @pytest.mark.slow
-@on_ranks(("horovod", 2), ("tensorflow", 2))
-@pytest.mark.parametrize("lora", [None, "before"])
+@on_ranks(("horovod", 2))
 @pytest.mark.parametrize("name", EVERY)
-def test_sharded(pool, one_process, name, lora):
-    check(pool, one_process, name, ZERO, lora=lora if name in families.DECODERS else None)
+def test_sharded(pool, one_process, name):
+    check(pool, one_process, name, ZERO, lora="before" if name in families.DECODERS else None)
+
+
+@pytest.mark.slow
+@on_ranks(("tensorflow", 2))
+@pytest.mark.parametrize("name", EVERY)
+def test_sharded_without_lora(pool, one_process, name):
+    check(pool, one_process, name, ZERO)
 
 
 @pytest.mark.slow
