@@ -1,4 +1,4 @@
-"""KerasHub's own files, of models whose variables are split: adapters of LoRA, and presets.
+"""KerasHub: its files of models whose variables are split, and the balance losses of its experts.
 
 KerasHub need not be installed, and may be imported late: its methods are wrapped when the first
 weights of one of its models are made.
@@ -9,12 +9,23 @@ from __future__ import annotations
 import functools
 import sys
 
+import tensorflow as tf
+
+from tfdist.context import current_replica
 from tfdist.keras_internals.patching import Patch, apply_patches
 from tfdist.strategies.keras_patches.reading import reading_parts
 from tfdist.strategies.keras_patches.saving import write_once, write_some_once
 from tfdist.strategies.keras_patches.splits import split_variables
 
 __all__ = ["install_hub", "patches_of"]
+
+#: The backbones whose decoders add a balance loss; releases of KerasHub lack some.
+_WITH_BALANCE_LOSSES = (
+    "MixtralBackbone",
+    "QwenMoeBackbone",
+    "Qwen3MoeBackbone",
+    "Qwen3_5MoeBackbone",
+)
 
 
 def _save_adapter(original, self, filepath):
@@ -35,9 +46,42 @@ def _load_adapter(original, self, filepath):
         return original(self, filepath)
 
 
+def _balance(original, router_logits, num_experts, top_k, attention_mask=None):
+    """The balance loss of a layer of experts, of the tokens of all ranks.
+
+    It is a product of two means over tokens, so the mean of the ranks' losses would be another one.
+    """
+    replica = current_replica()
+    if replica is None or replica.strategy.row_group.size == 1:
+        return original(router_logits, num_experts, top_k, attention_mask)
+    if attention_mask is not None:
+        if len(attention_mask.shape) == 3:
+            # All that is asked is whether a token sees any other.
+            attention_mask = tf.reduce_any(tf.cast(attention_mask, "bool"), axis=-1, keepdims=True)
+        attention_mask = replica.all_gather(attention_mask, axis=0)
+    router_logits = replica.all_gather(router_logits, axis=0)
+    return original(router_logits, num_experts, top_k, attention_mask)
+
+
 def patches_of(models) -> tuple[Patch, ...]:
-    """What of `keras_hub.models` is wrapped."""
+    """What of KerasHub is wrapped, where `models` is `keras_hub.models`."""
+    # The function is private, and each family of experts has its own.
+    decoders = [
+        sys.modules[cls.__module__.replace("_backbone", "_decoder")]
+        for name in _WITH_BALANCE_LOSSES
+        if (cls := getattr(models, name, None)) is not None
+    ]
+    balance = [
+        Patch(
+            module,
+            "compute_load_balancing_loss",
+            ("router_logits", "num_experts", "top_k", "attention_mask"),
+            _balance,
+        )
+        for module in decoders
+    ]
     return (
+        *balance,
         Patch(models.Backbone, "save_lora_weights", ("self", "filepath"), _save_adapter),
         Patch(models.Backbone, "load_lora_weights", ("self", "filepath"), _load_adapter),
         Patch(models.Backbone, "save_to_preset", ("self", "preset_dir"), write_once),

@@ -11,7 +11,15 @@ import tensorflow as tf
 
 from tests.strategies.programs import Result, finish, scope, start
 
-__all__ = ["EVEN", "UNEVEN", "Feed", "Result", "adam", "rng", "run", "scope", "sgd", "start"]
+__all__ = ["EVEN", "ORDERS", "UNEVEN", "Feed", "Result", "adam", "rng", "run", "scope", "sgd", "start"]
+
+#: Orders of the rows of a batch.
+ORDERS = {
+    "given": lambda rows: rows,
+    "backwards": lambda rows: rows[::-1],
+    "rotated": lambda rows: np.roll(rows, len(rows) // 2),
+    "even, then odd": lambda rows: np.concatenate([rows[::2], rows[1::2]]),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,25 +30,24 @@ class Feed:
         kind: "numpy", or "data" for `tf.data`.
         rows: How many rows there are.
         batch: The global batch.
-        backwards: Whether each batch has its rows in the opposite order, which changes no more than
-            the order of the sums.
+        order: Of the rows within each batch, one of `ORDERS`; another one changes no more than the
+            order of the sums.
     """
 
     kind: str
     rows: int
     batch: int
-    backwards: bool = False
+    order: str = "given"
 
     def __str__(self) -> str:
         return f"{self.kind}-{self.rows}-by-{self.batch}"
 
     def arranged(self, arrays):
         """The arrays with their rows in the order of this feed."""
-        order = np.arange(self.rows)
-        if self.backwards:
-            starts = range(0, self.rows, self.batch)
-            order = np.concatenate([order[i : i + self.batch][::-1] for i in starts])
-        return tf.nest.map_structure(lambda array: np.asarray(array)[order], arrays)
+        rows = np.arange(self.rows)
+        starts = range(0, self.rows, self.batch)
+        rows = np.concatenate([ORDERS[self.order](rows[i : i + self.batch]) for i in starts])
+        return tf.nest.map_structure(lambda array: np.asarray(array)[rows], arrays)
 
     def batches(self, *parts) -> tf.data.Dataset:
         """The parts of a batch, as `fit` takes them from a data set; the last batch may be smaller."""

@@ -6,10 +6,10 @@ import contextlib
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tests.scripts import families
 from tests.scripts.families import LENGTH, WORDS, classifier, rows_for
+from tests.scripts.feeding import Feed
 
 __all__ = ["DECODERS", "generated", "train"]
 
@@ -99,8 +99,15 @@ def changed(model, name: str, tensor: int, lora: str | None, quantize: str | Non
     return model
 
 
-def train(name: str, options: dict | None = None, lora=None, quantize=None, tensor: int = 2):
-    """Ten steps of SGD.
+def train(
+    name: str,
+    options: dict | None = None,
+    lora=None,
+    quantize=None,
+    tensor: int = 2,
+    order: str = "given",
+):
+    """Ten steps of SGD, with the rows of the batch in one of `ORDERS`.
 
     Returns:
         The losses, and the weights by place and path.
@@ -123,7 +130,7 @@ def train(name: str, options: dict | None = None, lora=None, quantize=None, tens
         changed(model, name, mesh.get("tensor", 1), lora, quantize)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer=keras.optimizers.SGD(0.05), loss=loss, weighted_metrics=None)
-    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(ROWS).repeat()
+    data = Feed("data", ROWS, ROWS, order).batches(x, y).repeat()
     history = model.fit(data, steps_per_epoch=1, epochs=STEPS, verbose=0)
     return history.history["loss"], whole(model.weights)
 

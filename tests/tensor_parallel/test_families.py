@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
 from tests.conftest import on_ranks, slow_but
+from tests.scripts.feeding import ORDERS
 from tests.tensor_parallel import families
 
 pytest.importorskip("keras_hub")
@@ -18,14 +21,36 @@ EVERY = [*families.DECODERS, "Bert", "Roberta", "T5", "ViT", "Whisper"]
 QUANTIZED = [name for name in families.DECODERS if name in ("GPT2", "Llama", "Gemma", "Falcon")]
 
 
+#: Weights may differ by the first, or by a few times what another order of rows changes.
+WEIGHTS, TIMES = 1e-5, 3
+
+
+def apart(weights: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> tuple[float, str]:
+    """The largest difference, and the variable that has it."""
+    assert list(weights) == list(right)
+    return max((float(np.max(np.abs(weights[path] - right[path]))), path) for path in right)
+
+
+@functools.cache
+def noise(one_process, name: str, **changes) -> float:
+    """The largest difference of a weight that another order of the rows makes in one process."""
+    given, *others = (
+        one_process.run(families.train, name, timeout=240, order=order, **changes)[0][1]
+        for order in ORDERS
+    )
+    return max(apart(other, given)[0] for other in others)
+
+
 def check(pool, one_process, name, options, **changes):
     (right,) = one_process.run(families.train, name, timeout=240, **changes)
     for losses, weights in pool.run(families.train, name, options, timeout=240, **changes):
         assert losses[0] == pytest.approx(right[0][0], rel=1e-6)
         assert losses == pytest.approx(right[0], rel=1e-4)
-        assert list(weights) == list(right[1])
-        for path, value in weights.items():
-            np.testing.assert_allclose(value, right[1][path], atol=1e-5, err_msg=path)
+        found, path = apart(weights, right[1])
+        allowed = WEIGHTS
+        if found > WEIGHTS:
+            allowed = max(WEIGHTS, TIMES * noise(one_process, name, **changes))
+        assert found <= allowed, path
     assert right[0][-1] != right[0][0]
 
 
@@ -56,18 +81,20 @@ def test_lora_comes_after_the_split(pool, one_process, quantize):
     check(pool, one_process, "Llama", TENSOR, lora="after", quantize=quantize)
 
 
-@pytest.mark.slow
-@on_ranks(("horovod", 2))
-@pytest.mark.parametrize("name", EVERY)
-def test_sharded(pool, one_process, name):
-    check(pool, one_process, name, ZERO, lora="before" if name in families.DECODERS else None)
+def sharded():
+    """All families on one engine with LoRA and on the other without; `matrix` has the rest."""
+    for engine in ("horovod", "tensorflow"):
+        for name in EVERY:
+            for lora in (None, "before") if name in families.DECODERS else (None,):
+                usual = (engine == "horovod") == (lora == "before" or name not in families.DECODERS)
+                marks = pytest.mark.slow if usual else pytest.mark.matrix
+                case = f"{engine}-2-{name}-{lora or 'whole'}"
+                yield pytest.param((engine, 2), name, lora, marks=marks, id=case)
 
 
-@pytest.mark.slow
-@on_ranks(("tensorflow", 2))
-@pytest.mark.parametrize("name", EVERY)
-def test_sharded_without_lora(pool, one_process, name):
-    check(pool, one_process, name, ZERO)
+@pytest.mark.parametrize(("pool", "name", "lora"), list(sharded()), indirect=["pool"])
+def test_sharded(pool, one_process, name, lora):
+    check(pool, one_process, name, ZERO, lora=lora)
 
 
 @pytest.mark.slow

@@ -82,13 +82,13 @@ def load_preset(
     with deferred_weights():
         model = cls.from_preset(str(folder), load_weights=False, **kwargs)
     mesh = strategy.mesh
-    if len(mesh.group(*mesh.weight_axes)) > 1:
+    if strategy.group(*mesh.weight_axes).size > 1:
         parallelize(model, plan)
     backbone = getattr(model, "backbone", model)
     if backbone is not model and (folder / _TASK_WEIGHTS).is_file():
         model.load_task_weights(str(folder / _TASK_WEIGHTS))
     backbone.load_weights(str(weights))
-    if len(mesh.group(*mesh.stage_axes)) == 1:
+    if strategy.group(*mesh.stage_axes).size == 1:
         initialize_weights(model.variables)
     if compiles:
         model.compile()

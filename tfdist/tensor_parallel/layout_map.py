@@ -59,9 +59,13 @@ def _meaning(axis: str, path: str) -> str:
     if axis in _KERAS_AXES:
         return _KERAS_AXES[axis]
     raise ValueError(
-        f"A LayoutMap's axes are one of model, tensor, over which weights are split, and one of "
-        f"batch, data. Received: {axis!r} for `{path}`."
+        f"A LayoutMap's axes are {_called('weights')}, over which weights are split, and "
+        f"{_called('rows')}. Received: {axis!r} for `{path}`."
     )
+
+
+def _called(meaning: str) -> str:
+    return " or ".join(name for name, means in _KERAS_AXES.items() if means == meaning)
 
 
 def _check_zero(path: str) -> None:
