@@ -11,7 +11,7 @@ A task of KerasHub calls its backbone as one layer; a pipeline must see the bloc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -63,9 +63,7 @@ def functional_of(model: keras.Model) -> Functional:
 
 def owns_call(model: keras.Model) -> bool:
     """Whether a functional model does something else when it is called than its graph says."""
-    kind = type(model)
-    calls = (Functional.call, keras.Sequential.call)
-    return kind.call not in calls or kind.__call__ is not keras.Layer.__call__ or "call" in vars(model)
+    return type(model).call not in (Functional.call, keras.Sequential.call) or "call" in vars(model)
 
 
 def calls_of(model: keras.Model) -> tuple[list[Call], list[keras.KerasTensor]]:
@@ -130,7 +128,9 @@ def _add(calls: list[Call], graph: Functional, known: dict, *, as_they_are: bool
             args, kwargs = _filled((node.arguments.args, node.arguments.kwargs), known)
             inside = _graph_inside(node.operation, args, kwargs)
             if inside is not None:
-                inner = dict(zip(map(id, inside.inputs), _entered(calls, inside, args), strict=True))
+                inner = dict(
+                    zip(map(id, inside.inputs), _entered(calls, inside, args), strict=True)
+                )
                 _add(calls, inside, inner, as_they_are=False)
                 made = [inner[id(tensor)] for tensor in inside.outputs]
             else:
@@ -144,9 +144,14 @@ def _graph_inside(operation: Operation, args: tuple, kwargs: dict) -> Functional
     """The graph of a model that is called, if running its calls one by one is the same."""
     if not isinstance(operation, Functional | keras.Sequential) or owns_call(operation):
         return None
-    # Keras hands down the `training` of the outermost model, whatever a call inside says.
-    plain = len(args) == 1 and not {k for k, v in kwargs.items() if k != "training" and v is not None}
-    if not plain or operation.activity_regularizer is not None:
+    # Keras hands down the `training` of the outermost model, whatever a call inside says. It notes
+    # the masks of what a model is called on as an argument, in the structure of that.
+    others = keras.tree.flatten([value for name, value in kwargs.items() if name != "training"])
+    if len(args) != 1 or any(value is not None for value in others):
+        return None
+    if operation.activity_regularizer is not None:
+        return None
+    if type(operation).__call__ is not keras.Layer.__call__:
         return None
     graph = operation
     if isinstance(operation, keras.Sequential):

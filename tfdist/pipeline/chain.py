@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist import checks
+from tfdist.keras_internals.attributes import own_losses
 from tfdist.keras_internals.calls import Call, calls_of, flat_inputs, model_of
 from tfdist.keras_internals.functional import (
     count_flops,
@@ -20,6 +21,7 @@ from tfdist.keras_internals.functional import (
 )
 from tfdist.keras_internals.private import all_layers, get_keras_mask
 from tfdist.pipeline.cuts import Step, order, places
+from tfdist.pipeline.probabilities import activation_of, logits_of
 from tfdist.pipeline.shapes import RowShape, rows_of_inputs
 
 __all__ = ["Chain", "Link"]
@@ -68,17 +70,24 @@ class Link:
         """What the link reads, of tensors or of something else by the tensors' numbers."""
         return [of[number] for number in self.reads]
 
-    def __call__(self, tensors: Mapping[int, tf.Tensor], training: bool) -> dict[int, tf.Tensor]:
+    def __call__(
+        self, tensors: Mapping[int, tf.Tensor], training: bool, losses: list | None = None
+    ) -> dict[int, tf.Tensor]:
         """Runs the link.
 
         Args:
             tensors: What leads up to it, and the inputs of the model.
             training: Whether it runs as in training.
+            losses: Gets what its layers add to the loss; their regularizers of weights are left out.
 
         Returns:
             The tensors that it makes.
         """
         made = self.model(self.arguments(tensors), training=training)
+        if losses is not None:
+            layers = {id(part): part for layer in self.layers for part in all_layers(layer)}
+            for layer in layers.values():
+                losses += own_losses(layer)()
         return dict(zip(self.makes, keras.tree.flatten(made), strict=True))
 
 
@@ -104,6 +113,7 @@ class Chain:
         inputs: The numbers of the model's inputs.
         outputs: Those of its outputs.
         executed: The layers in the order in which the model itself calls them.
+        activations: By number of an output the softmax or sigmoid that it is, if it is one.
 
     Raises:
         ValueError: The model is no such model.
@@ -125,6 +135,13 @@ class Chain:
         self._calls, self._numbers = calls, numbers
         self.inputs = tuple(numbers[id(tensor)] for tensor in model.inputs)
         self.outputs = tuple(numbers[id(tensor)] for tensor in outputs)
+        self.activations = {
+            self._number(tensor): activation
+            for call in calls
+            if (activation := activation_of(call)) is not None
+            for tensor in call.makes
+            if self._number(tensor) in self.outputs
+        }
         self.executed = [c.operation for c in calls if isinstance(c.operation, keras.Layer)]
         self.links = self._make_links()
         self._flops: dict[int, list[int]] = {}
@@ -151,6 +168,22 @@ class Chain:
         packed = keras.tree.pack_sequence_as(self.model.output, list(tensors))
         # Keras returns a list of one tensor as the tensor.
         return packed[0] if isinstance(packed, list | tuple) and len(packed) == 1 else packed
+
+    def packed(self, tensors: Mapping[int, tf.Tensor], numbers: Iterable[int]) -> dict:
+        """What goes from a stage to the next in the place of some tensors, by number."""
+        return {
+            number: logits_of(tensors[number], self.activations[number])
+            if number in self.activations
+            else tensors[number]
+            for number in numbers
+        }
+
+    def unpacked(self, tensors: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
+        """The tensors in whose place others have arrived, by number."""
+        return {
+            number: self.activations[number](tensor) if number in self.activations else tensor
+            for number, tensor in tensors.items()
+        }
 
     def before(self, place: int) -> tuple[int, ...]:
         """The tensors that lead to a link from those before it, but the inputs of the model."""

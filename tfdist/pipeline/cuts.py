@@ -62,7 +62,9 @@ def order(steps: Sequence[Step], outputs: Sequence[int]) -> list[int]:
         waiting = [maker[output]] if output in maker else []
         while waiting:
             place = waiting[-1]
-            before = {maker[tensor]: height[tensor] for tensor in steps[place].reads if tensor in maker}
+            before = {
+                maker[tensor]: height[tensor] for tensor in steps[place].reads if tensor in maker
+            }
             missing = [each for each in before if each not in found]
             if place in found or not missing:
                 found[place] = None
@@ -72,7 +74,9 @@ def order(steps: Sequence[Step], outputs: Sequence[int]) -> list[int]:
     return list(found)
 
 
-def places(steps: Sequence[Step], outputs: Collection[int], whole: Collection[int] = ()) -> list[Place]:
+def places(
+    steps: Sequence[Step], outputs: Collection[int], whole: Collection[int] = ()
+) -> list[Place]:
     """What lies behind each call.
 
     Args:

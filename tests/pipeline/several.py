@@ -1,0 +1,254 @@
+"""Models with several inputs and outputs, alike on one process and as a pipeline on any mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.layers.gpt_programs import scope, whole
+from tests.scripts.families import _CLASSES, FAMILIES, LENGTH, WORDS, classifier, rows_for
+
+STEPS, BATCH, CLASSES = 10, 4, 3
+OPEN = {"num_layers": 3}
+
+
+@dataclasses.dataclass
+class Outcome:
+    history: dict[str, list[float]]
+    evaluation: dict[str, float]
+    predictions: Any
+    weights: list[np.ndarray]
+    own_variables: int
+    stages: list[list[str]] | None
+
+
+def _inputs(**shapes):
+    return {
+        name: keras.Input(shape, name=name, dtype="int32" if name == "ids" else "float32")
+        for name, shape in shapes.items()
+    }
+
+
+def two_in():
+    """The second input is read at the end."""
+    x = _inputs(left=(6,), right=(3,))
+    y = keras.layers.Dense(8, activation="tanh", name="first")(x["left"])
+    y = keras.layers.Dense(8, activation="tanh", name="second")(y)
+    y = keras.layers.Concatenate(name="join")([y, x["right"]])
+    return keras.Model(x, keras.layers.Dense(CLASSES, name="head")(y))
+
+
+def two_out():
+    """One output is made early, a probability; another is an input, and one has no loss."""
+    x = _inputs(left=(6,), right=(3,))
+    y = keras.layers.Dense(8, activation="tanh", name="first")(x["left"])
+    early = keras.layers.Dense(CLASSES, activation="softmax", name="early")(y)
+    y = keras.layers.Dense(8, activation="tanh", name="second")(y)
+    flag = keras.layers.Dense(1, activation="sigmoid", name="flag")(y)
+    y = keras.layers.Dense(8, activation="tanh", name="third")(y)
+    y = keras.layers.Concatenate(name="join")([y, x["right"]])
+    late = keras.layers.Dense(CLASSES, name="late")(y)
+    return keras.Model(x, {"late": late, "early": early, "same": x["right"], "flag": flag})
+
+
+def listed_out():
+    """Inputs in a list, outputs in one: losses go by the layers' names."""
+    x = _inputs(left=(6,), right=(3,))
+    y = keras.layers.Dense(8, activation="tanh", name="first")(x["left"])
+    early = keras.layers.Dense(CLASSES, name="early")(y)
+    y = keras.layers.Dense(8, activation="tanh", name="second")(y)
+    y = keras.layers.Concatenate(name="join")([y, x["right"]])
+    return keras.Model(
+        [x["left"], x["right"]], [early, keras.layers.Dense(CLASSES, name="late")(y)]
+    )
+
+
+class Bias(keras.layers.Layer):
+    """A bias for each pair of positions, the same for all rows, with a weight of its own."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(LENGTH,), name="table")
+
+    def call(self, x):
+        return self.table[None, :, None] + tf.zeros_like(self.table)[None, None, :]
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor((1, LENGTH, LENGTH), self.compute_dtype)
+
+
+class Block(keras.layers.Layer):
+    """Reads tokens, a mask, a bias and pictures of another branch; hands on a running mean."""
+
+    def __init__(self, width, **options):
+        super().__init__(**options)
+        self.inner = keras.layers.Dense(width, activation="tanh")
+        self.outer = keras.layers.Dense(width)
+
+    def call(self, x, mean, bias, mask, others):
+        weights = keras.ops.softmax(bias + 9.0 * (keras.ops.cast(mask, "float32")[:, None, :] - 1))
+        y = keras.ops.matmul(weights, self.inner(x)) + others[:, None, :]
+        return x + self.outer(y), 0.5 * (mean + y)
+
+
+def shared():
+    """Tokens and a mean that blocks hand on, a bias, a mask and an encoder's output that they share."""
+    x = _inputs(ids=(LENGTH,), right=(3,))
+    others = keras.layers.Dense(8, activation="tanh", name="encoder1")(x["right"])
+    others = keras.layers.Dense(8, activation="tanh", name="encoder2")(others)
+    y = keras.layers.Embedding(WORDS, 8, name="tokens")(x["ids"])
+    mask = keras.ops.not_equal(x["ids"], 0)
+    bias, mean = Bias(name="bias")(y), keras.layers.Dense(8, name="mean")(y)
+    for number in range(3):
+        y, mean = Block(8, name=f"block{number}")(y, mean=mean, bias=bias, mask=mask, others=others)
+    y = keras.layers.Add(name="both")([y, mean])
+    y = keras.layers.GlobalAveragePooling1D(name="pool")(y)
+    return keras.Model(x, keras.layers.Dense(CLASSES, name="head")(y))
+
+
+def nested():
+    """A model inside that is called twice, with a part that is not used, and a table that is tied."""
+    inside = _inputs(ids=(LENGTH,), extra=(LENGTH, 8))
+    table = keras.layers.Embedding(WORDS, 8, name="table")
+    y = keras.layers.Add(name="plus")([table(inside["ids"]), inside["extra"]])
+    y = keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2", name="inner")(y)
+    unused = keras.layers.Dense(2, name="unused")(y)
+    part = keras.Model(inside, {"y": y, "unused": unused}, name="part")
+    x = _inputs(ids=(LENGTH,), right=(3,))
+    extra = keras.layers.Dense(8, activation="tanh", name="widen")(x["right"])
+    extra = keras.layers.RepeatVector(LENGTH, name="repeat")(extra)
+    y = part({"ids": x["ids"], "extra": extra})["y"]
+    y = part({"ids": x["ids"], "extra": y})["y"]
+    stack = [
+        keras.Input((LENGTH, 8)),
+        keras.layers.Dense(8, name="a"),
+        keras.layers.Dense(8, name="b"),
+    ]
+    y = keras.layers.Concatenate(name="join")(
+        [keras.Sequential(stack, name="stack")(y), table(x["ids"])]
+    )
+    y = keras.layers.Flatten(name="flat")(y)
+    return keras.Model(x, keras.layers.Dense(CLASSES, name="head")(y))
+
+
+HAND_MADE = {f.__name__: f for f in (two_in, two_out, listed_out, shared, nested)}
+
+
+def lm(name: str):
+    """A language model of KerasHub."""
+    import keras_hub
+
+    kind = _CLASSES.get(name, name)
+    backbone = getattr(keras_hub.models, f"{kind}Backbone")(**FAMILIES[name])
+    task = getattr(keras_hub.models, f"{kind}CausalLM")
+    return task(backbone=backbone, preprocessor=None, compile=False)
+
+
+def build(kind: str):
+    family, _, what = kind.partition("-")
+    if family in HAND_MADE:
+        return HAND_MADE[family]()
+    return lm(family) if what == "lm" else classifier(family)
+
+
+def data_of(kind: str, rows: int):
+    """Inputs and targets."""
+    random = np.random.default_rng(5)
+    family, _, what = kind.partition("-")
+    if family not in HAND_MADE:
+        x = rows_for(family, rows)
+        return x, random.integers(0, WORDS, (rows, LENGTH)) if what == "lm" else _classes(rows)
+    x = {
+        "ids": random.integers(0, WORDS, (rows, LENGTH)).astype("int32"),
+        "left": random.normal(size=(rows, 6)).astype("float32"),
+        "right": random.normal(size=(rows, 3)).astype("float32"),
+    }
+    y = _classes(rows)
+    if kind == "two_out":
+        y = {"late": y, "early": y[::-1].copy(), "flag": (y > 0).astype("float32")[:, None]}
+        y["same"] = x["right"]
+    x.pop("left" if kind in ("shared", "nested") else "ids")
+    return (tuple(x.values()), (y, y[::-1].copy())) if kind == "listed_out" else (x, y)
+
+
+def _classes(rows: int):
+    return np.random.default_rng(6).integers(0, CLASSES, rows)
+
+
+def compiled(kind: str) -> dict:
+    """Losses and metrics."""
+    probabilities = keras.losses.SparseCategoricalCrossentropy()
+    logits = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    if kind == "two_out":
+        return {
+            "loss": {"late": logits, "early": probabilities, "flag": "binary_crossentropy"},
+            "loss_weights": {"late": 1.0, "early": 0.5, "flag": 0.3},
+            "metrics": {"late": ["accuracy"], "same": ["mse"]},
+        }
+    if kind == "listed_out":
+        return {"loss": {"late": logits, "early": logits}, "metrics": {"early": ["accuracy"]}}
+    return {"loss": logits, "metrics": ["accuracy"]}
+
+
+def train(
+    mesh: dict | None,
+    kind: str,
+    *,
+    pipeline: dict | None = None,
+    optimizer: str = "sgd",
+    policy: str | None = None,
+    recompute: str | None = None,
+    parallelize: bool = False,
+    weighted: bool = False,
+) -> Outcome:
+    """Ten steps, each an epoch; `pipeline` are the arguments of a PipelineModel."""
+    import tfdist
+    from tfdist.pipeline import PipelineModel, deferred_weights
+
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    before = keras.config.dtype_policy()
+    if policy:
+        keras.config.set_dtype_policy(policy)
+    stages = None
+    try:
+        with scope(mesh):
+            if pipeline is None:
+                model = build(kind)
+            else:
+                with deferred_weights():
+                    model = build(kind)
+            if parallelize:
+                tfdist.parallelize(model)
+            if recompute is not None:
+                tfdist.recompute.recompute(model, recompute)
+            if pipeline is not None:
+                model = PipelineModel(model, **{"num_microbatches": 2, **pipeline})
+                partition = model.partition
+                stages = [[k.name for k in partition.links(s)] for s in range(partition.num_stages)]
+            kinds = {
+                "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+                "adamw": lambda: keras.optimizers.AdamW(1e-2, global_clipnorm=1.0),
+            }
+            model.compile(kinds[optimizer](), **compiled(kind))
+    finally:
+        keras.config.set_dtype_policy(before)
+    x, y = data_of(kind, STEPS * BATCH)
+    parts: tuple = (x, y)
+    if weighted:
+        parts += (np.random.default_rng(1).uniform(0.5, 2, STEPS * BATCH).astype("float32"),)
+    data = tf.data.Dataset.from_tensor_slices(parts).batch(BATCH, drop_remainder=True)
+    history = model.fit(data.repeat(), steps_per_epoch=1, epochs=STEPS, verbose=0)
+    some = tf.nest.map_structure(lambda array: array[:11], (x, y))
+    evaluation = model.evaluate(*some, batch_size=BATCH, verbose=0, return_dict=True)
+    predictions = model.predict(some[0], batch_size=BATCH, verbose=0)
+    own = len(model.variables)
+    if pipeline is None:
+        weights = whole(model.weights)
+    else:
+        with model._whole() as chain:
+            weights = whole(chain.weights)
+    return Outcome(history.history, evaluation, predictions, list(weights.values()), own, stages)
