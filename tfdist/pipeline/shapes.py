@@ -82,6 +82,7 @@ def rows_of_inputs(
     own: list[Row] = [tuple(tensor.shape[1:]) for tensor in inputs]
     if given is None:
         return own
+    shapes: list[Row | None]
     names = [tensor.name for tensor in inputs]
     if isinstance(given, Mapping):
         strange = [name for name in given if name not in names]
@@ -93,9 +94,9 @@ def rows_of_inputs(
             raise checks.refuse("input_shape", given, f"a shape for each of the inputs {names}")
         shapes = [None if row is None else _row(row) for row in given]
     else:
-        shape = _row(given)
+        one = _row(given)
         is_open = [None in row for row in own]
-        shapes = [shape if here or not any(is_open) else None for here in is_open]
+        shapes = [one if here or not any(is_open) else None for here in is_open]
     for shape, row in zip(shapes, own, strict=True):
         if shape is not None and not _fits(shape, row):
             whose = f"{row}" if len(inputs) == 1 else f"{dict(zip(names, own, strict=True))}"
