@@ -48,7 +48,7 @@ def outer():
     part = inner()
     stack = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3, name="stacked")])
     once = part({"a": x, "b": stack(x)})["y"]
-    twice = part({"a": once, "b": x})["y"]
+    twice = part(inputs={"a": once, "b": x})["y"]
     return keras.Model(x, keras.layers.Dense(2, name="head")(twice))
 
 

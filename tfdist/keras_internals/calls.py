@@ -16,7 +16,14 @@ from typing import Any
 
 import keras
 
-from tfdist.keras_internals.private import Functional, Node, Operation, get_keras_mask
+from tfdist.keras_internals.attributes import history
+from tfdist.keras_internals.private import (
+    Functional,
+    Node,
+    Operation,
+    get_keras_mask,
+    set_keras_mask,
+)
 
 __all__ = ["Call", "calls_of", "flat_inputs", "functional_of", "model_of", "owns_call"]
 
@@ -128,11 +135,11 @@ def _add(calls: list[Call], graph: Functional, known: dict, *, as_they_are: bool
             args, kwargs = _filled((node.arguments.args, node.arguments.kwargs), known)
             inside = _graph_inside(node.operation, args, kwargs)
             if inside is not None:
-                inner = dict(
-                    zip(map(id, inside.inputs), _entered(calls, inside, args), strict=True)
-                )
-                _add(calls, inside, inner, as_they_are=False)
-                made = [inner[id(tensor)] for tensor in inside.outputs]
+                graph_inside, given = inside
+                entered = _entered(calls, graph_inside, given)
+                inner = dict(zip(map(id, graph_inside.inputs), entered, strict=True))
+                _add(calls, graph_inside, inner, as_they_are=False)
+                made = [inner[id(tensor)] for tensor in graph_inside.outputs]
             else:
                 made = list(node.outputs) if as_they_are else [_copy(t) for t in node.outputs]
                 reads = [t for t in keras.tree.flatten((args, kwargs)) if _is_symbolic(t)]
@@ -140,31 +147,34 @@ def _add(calls: list[Call], graph: Functional, known: dict, *, as_they_are: bool
             known |= {id(tensor): new for tensor, new in zip(node.outputs, made, strict=True)}
 
 
-def _graph_inside(operation: Operation, args: tuple, kwargs: dict) -> Functional | None:
-    """The graph of a model that is called, if running its calls one by one is the same."""
+def _graph_inside(
+    operation: Operation, args: tuple, kwargs: dict
+) -> tuple[Functional, list[keras.KerasTensor]] | None:
+    """The graph of a model that is called, if running its calls one by one is the same.
+
+    Returns:
+        The graph, and what it is called on in the order of its inputs.
+    """
     if not isinstance(operation, Functional | keras.Sequential) or owns_call(operation):
-        return None
-    # Keras hands down the `training` of the outermost model, whatever a call inside says. It notes
-    # the masks of what a model is called on as an argument, in the structure of that.
-    others = keras.tree.flatten([value for name, value in kwargs.items() if name != "training"])
-    if len(args) != 1 or any(value is not None for value in others):
-        return None
-    if operation.activity_regularizer is not None:
         return None
     if type(operation).__call__ is not keras.Layer.__call__:
         return None
-    graph = operation
-    if isinstance(operation, keras.Sequential):
-        graph = operation._functional
-        if graph is None:
-            return None
-    given = _by_input(graph, args[0])
+    graph = operation._functional if isinstance(operation, keras.Sequential) else operation
+    if graph is None or operation.activity_regularizer is not None:
+        return None
+    # Keras hands down the `training` of the outermost model, whatever a call inside says. It notes
+    # the masks of what a model is called on as an argument, in the structure of that.
+    others = {k: v for k, v in kwargs.items() if k not in ("inputs", "training")}
+    if any(value is not None for value in keras.tree.flatten(others)):
+        return None
+    first = [*args, *([kwargs["inputs"]] if "inputs" in kwargs else [])]
+    given = _by_input(graph, first[0]) if len(first) == 1 else None
     fits = given is not None and all(
         # A mask from outside is not in the tensors inside. Keras changes ranks that do not fit.
         _is_symbolic(t) and get_keras_mask(t) is None and len(t.shape) == len(own.shape)
         for t, own in zip(given, graph.inputs, strict=True)
     )
-    return graph if fits else None
+    return (graph, given) if given is not None and fits else None
 
 
 def _by_input(graph: Functional, given) -> list | None:
@@ -176,13 +186,15 @@ def _by_input(graph: Functional, given) -> list | None:
     return flat if len(flat) == len(graph.inputs) else None
 
 
-def _entered(calls: list[Call], graph: Functional, args: tuple) -> list[keras.KerasTensor]:
+def _entered(
+    calls: list[Call], graph: Functional, given: list[keras.KerasTensor]
+) -> list[keras.KerasTensor]:
     """What the calls inside begin with; a model casts its inputs to the dtypes that it was made for."""
     found = []
-    for tensor, own in zip(_by_input(graph, args[0]) or (), graph.inputs, strict=True):
+    for tensor, own in zip(given, graph.inputs, strict=True):
         if tensor.dtype != own.dtype:
             cast = keras.ops.cast(keras.KerasTensor(tensor.shape, tensor.dtype), own.dtype)
-            operation = cast._keras_history.operation
+            operation = history(cast).operation
             calls.append(Call(operation, (tensor,), {}, (tensor,), (cast,)))
             tensor = cast
         found.append(tensor)
@@ -199,7 +211,7 @@ def _copy(tensor: keras.KerasTensor) -> keras.KerasTensor:
     copy = keras.KerasTensor(tensor.shape, tensor.dtype, sparse=tensor.sparse, name=tensor.name)
     mask = get_keras_mask(tensor)
     if mask is not None:
-        copy._keras_mask = mask
+        set_keras_mask(copy, mask)
     return copy
 
 

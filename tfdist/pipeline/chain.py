@@ -4,91 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import keras
 import tensorflow as tf
 
 from tfdist import checks
-from tfdist.keras_internals.attributes import own_losses
 from tfdist.keras_internals.calls import Call, calls_of, flat_inputs, model_of
-from tfdist.keras_internals.functional import (
-    count_flops,
-    deferred_weights,
-    trace_graph,
-    without_values,
-)
+from tfdist.keras_internals.functional import deferred_weights
 from tfdist.keras_internals.private import all_layers, get_keras_mask
 from tfdist.pipeline.cuts import Step, order, places
+from tfdist.pipeline.link import Link
 from tfdist.pipeline.probabilities import activation_of, logits_of
 from tfdist.pipeline.shapes import RowShape, rows_of_inputs
 
-__all__ = ["Chain", "Link"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Link:
-    """A part of the chain that is not cut.
-
-    Tensors go by the chain's numbers for them.
-
-    Attributes:
-        name: Its layers' names.
-        model: From the tensors that it reads to those that it makes.
-        layers: Its layers. One that is used twice, as a tied embedding is, may be in two links.
-        reads: The tensors that it takes, inputs of the model among them.
-        makes: Those of its tensors that lead on.
-        after: All tensors that lead on behind it, but the inputs of the model.
-    """
-
-    name: str
-    model: keras.Model
-    layers: tuple[keras.layers.Layer, ...]
-    reads: tuple[int, ...]
-    makes: tuple[int, ...]
-    after: tuple[int, ...]
-
-    @property
-    def variables(self) -> list[keras.Variable]:
-        """The variables of its layers, each once."""
-        return list({id(v): v for layer in self.layers for v in layer.variables}.values())
-
-    @property
-    def trainable_variables(self) -> list[keras.Variable]:
-        """Those of them that are trained."""
-        return [variable for variable in self.variables if variable.trainable]
-
-    @property
-    def parameters(self) -> int:
-        """The number of trainable numbers, this rank's slice of split ones."""
-        return sum(
-            tf.TensorShape(variable.shape).num_elements() for variable in self.trainable_variables
-        )
-
-    def arguments(self, of: Mapping[int, Any]) -> list:
-        """What the link reads, of tensors or of something else by the tensors' numbers."""
-        return [of[number] for number in self.reads]
-
-    def __call__(
-        self, tensors: Mapping[int, tf.Tensor], training: bool, losses: list | None = None
-    ) -> dict[int, tf.Tensor]:
-        """Runs the link.
-
-        Args:
-            tensors: What leads up to it, and the inputs of the model.
-            training: Whether it runs as in training.
-            losses: Gets what its layers add to the loss; their regularizers of weights are left out.
-
-        Returns:
-            The tensors that it makes.
-        """
-        made = self.model(self.arguments(tensors), training=training)
-        if losses is not None:
-            layers = {id(part): part for layer in self.layers for part in all_layers(layer)}
-            for layer in layers.values():
-                losses += own_losses(layer)()
-        return dict(zip(self.makes, keras.tree.flatten(made), strict=True))
+__all__ = ["Chain"]
 
 
 class Chain:
@@ -169,14 +99,28 @@ class Chain:
         # Keras returns a list of one tensor as the tensor.
         return packed[0] if isinstance(packed, list | tuple) and len(packed) == 1 else packed
 
-    def packed(self, tensors: Mapping[int, tf.Tensor], numbers: Iterable[int]) -> dict:
-        """What goes from a stage to the next in the place of some tensors, by number."""
-        return {
-            number: logits_of(tensors[number], self.activations[number])
-            if number in self.activations
-            else tensors[number]
-            for number in numbers
-        }
+    def packed(
+        self, tensors: Mapping[int, tf.Tensor], specs: Mapping[int, tf.TensorSpec]
+    ) -> dict[int, tf.Tensor]:
+        """What goes from a stage to the next in the place of some tensors, by number.
+
+        Args:
+            tensors: The tensors.
+            specs: What the next stage takes those to be like that it gets.
+
+        Raises:
+            ValueError: One has another shape, since its layer says that it would have that.
+        """
+        found = {}
+        for number, spec in specs.items():
+            tensor = tensors[number]
+            next(link for link in self.links if number in link.makes).check_shape(
+                tensor, spec.shape
+            )
+            if number in self.activations:
+                tensor = logits_of(tensor, self.activations[number])
+            found[number] = tf.cast(tensor, spec.dtype)
+        return found
 
     def unpacked(self, tensors: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
         """The tensors in whose place others have arrived, by number."""
@@ -248,9 +192,7 @@ class Chain:
         if rows not in self._flops:
             self.check_known_shapes("FLOPs can be counted")
             specs = self.specs(rows)
-            self._flops[rows] = [
-                count_flops(_forward_graph(link, link.arguments(specs))) for link in self.links
-            ]
+            self._flops[rows] = [link.flops(specs) for link in self.links]
         return self._flops[rows]
 
     def check_known_shapes(self, what: str) -> None:
@@ -299,18 +241,30 @@ class Chain:
         found = places([steps[place] for place in sequence], set(self.outputs), masked)
         links: list[Link] = []
         waiting: list[Call] = []
+        why = ""
         for place, lies in zip(sequence, found, strict=True):
             waiting.append(self._calls[place])
             if lies.is_cut:
-                links.append(self._link(waiting, lies.live))
-                waiting = []
+                links.append(self._link(waiting, lies.live, why))
+                waiting, why = [], ""
+            elif not why:
+                why = self._why_whole(lies.live, masked)
         if links:
             # Layers of models inside that lead to no output: they are saved and loaded with the rest.
             idle = _idle_layers(self.model, links)
             links[-1] = dataclasses.replace(links[-1], layers=(*links[-1].layers, *idle))
         return links
 
-    def _link(self, calls: list[Call], live: tuple[int, ...]) -> Link:
+    def _why_whole(self, live: tuple[int, ...], masked: set[int]) -> str:
+        """Why there is no cut where these tensors lead on."""
+        makers = {self._number(t): c.operation.name for c in self._calls for t in c.makes}
+        for number in live:
+            if number in masked:
+                return f"what `{makers[number]}` makes has a Keras mask"
+        names = list(dict.fromkeys(f"`{makers[number]}`" for number in live))
+        return f"what {' and '.join(names)} make leads on side by side"
+
+    def _link(self, calls: list[Call], live: tuple[int, ...], why: str) -> Link:
         made = {self._number(tensor): tensor for call in calls for tensor in call.makes}
         read = {self._number(tensor): tensor for call in calls for tensor in call.reads}
         read = {number: tensor for number, tensor in read.items() if number not in made}
@@ -318,13 +272,17 @@ class Chain:
         with deferred_weights():
             model = model_of(calls, list(read.values()), list(ends.values()))
         layers = [call.operation for call in calls if isinstance(call.operation, keras.Layer)]
+        if len(calls) == 1 and isinstance(calls[0].operation, keras.Model):
+            why = "it is a model that does more than its graph says"
         return Link(
             " + ".join(dict.fromkeys(call.operation.name for call in calls)),
             model,
             tuple(dict.fromkeys(layers)),
             tuple(read),
+            tuple(number for number in read if number in self.inputs),
             tuple(ends),
             live,
+            why,
         )
 
 
@@ -358,13 +316,3 @@ def _idle_layers(model: keras.Model, links: list[Link]) -> list[keras.layers.Lay
 
 def _is_trained(call: Call) -> bool:
     return isinstance(call.operation, keras.Layer) and bool(call.operation.trainable_variables)
-
-
-def _forward_graph(link: Link, specs: list[tf.TensorSpec]) -> tf.Graph:
-    def forward(*tensors):
-        lacking = [variable for variable in link.variables if without_values(variable)]
-        zeros = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in lacking]
-        with keras.StatelessScope(zeros, initialize_variables=False):
-            return link.model(list(tensors), training=False)
-
-    return trace_graph(forward, specs)

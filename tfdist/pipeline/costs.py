@@ -13,7 +13,8 @@ from tfdist import checks
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
 from tfdist.keras_internals.functional import trace_graph, without_values
-from tfdist.pipeline.chain import Chain, Link
+from tfdist.pipeline.chain import Chain
+from tfdist.pipeline.link import Link
 
 __all__ = ["bytes_of", "kept_bytes", "link_costs", "measure_seconds", "training_graph"]
 

@@ -4,10 +4,11 @@ A call is known here by the numbers of the tensors that it reads and makes.
 
 Where one tensor leads from what ran before to what runs after, there is a cut: between the layers of
 a stack, and around a block with a shortcut. Where more lead on there is one too if all but one of
-them are shared. A tensor is shared if several calls read it, and if from right before the first of
-them to right before the last another tensor, which is not shared, leads on beside it: an encoder's
-output and the tokens of the decoder, a mask or a position bias and the tokens that it is for. A
-shortcut is no such tensor: right before its block begins nothing else leads on.
+them are shared, and have been read. A tensor is shared if several calls read it, and if beside it
+another tensor, which is not shared, leads on all the while from where it is made to where it is read
+last: an encoder's output and the tokens of the decoder, a mask or a position bias and the tokens that
+it is for. Until it is first read, what is yet to be made of inputs alone, as the tokens of the decoder
+are, does as well. A shortcut is no such tensor: where its block begins nothing else leads on.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def order(steps: Sequence[Step], outputs: Sequence[int]) -> list[int]:
     """An order of the calls in which few tensors wait: each is made shortly before it is read.
 
     Depth first from the outputs, the nearest output first, so that what leads to no other output is
-    over early. Of what a call reads, the tensor with most calls before it is made first.
+    over early. Of what a call reads, the tensor with most calls before it is made first. A call whose
+    arguments are there for longer anyway then waits until its result is needed.
 
     Args:
         steps: The calls, each behind those that make what it reads.
@@ -71,7 +73,37 @@ def order(steps: Sequence[Step], outputs: Sequence[int]) -> list[int]:
                 waiting.pop()
                 continue
             waiting.append(max(missing, key=lambda each: before[each]))
-    return list(found)
+    return _delayed(list(found), steps, outputs)
+
+
+def _delayed(sequence: list[int], steps: Sequence[Step], outputs: Collection[int]) -> list[int]:
+    """The sequence with each call later that may wait without keeping its arguments alive by that."""
+    readers: dict[int, set[int]] = {}
+    for call in sequence:
+        for tensor in steps[call].reads:
+            readers.setdefault(tensor, set()).add(call)
+    at = {call: place for place, call in enumerate(sequence)}
+    waits_for: dict[int, int] = {}
+    for call in reversed(list(sequence)):
+        users = [at[user] for tensor in steps[call].makes for user in readers.get(tensor, ())]
+        if not users:
+            continue
+        until = min(users) - 1
+        if not all(
+            tensor in outputs or any(at[user] > until for user in readers[tensor] - {call})
+            for tensor in steps[call].reads
+        ):
+            continue
+        user = sequence[until + 1]
+        # Not behind others that wait for the same.
+        while waits_for.get(sequence[until]) == user:
+            until -= 1
+        waits_for[call] = user
+        if until > at[call]:
+            sequence.remove(call)
+            sequence.insert(until, call)
+            at = {each: place for place, each in enumerate(sequence)}
+    return sequence
 
 
 def places(
@@ -104,7 +136,7 @@ def places(
         [tensor for tensor in some if readers.get(tensor, [-1])[-1] > place]
         for place, some in enumerate(live)
     ]
-    shared = _shared(pending, readers, made)
+    shared = _shared(steps, pending, readers, made)
     found = []
     for place, some in enumerate(live):
         is_cut = place == len(steps) - 1 or not any(tensor in whole for tensor in some)
@@ -118,15 +150,17 @@ def places(
     return found
 
 
-def _shared(pending: list[list[int]], readers: dict, made: dict) -> set[int]:
+def _shared(steps: Sequence[Step], pending: list[list[int]], readers: dict, made: dict) -> set[int]:
     """The tensors that blocks share: those that live longest first."""
     shared: set[int] = set()
+    begins = [place for place, step in enumerate(steps) if not step.reads]
     several = [tensor for tensor in made if len(readers.get(tensor, ())) > 1]
     for tensor in sorted(several, key=lambda t: made[t] - readers[t][-1]):
         first, last = readers[tensor][0], readers[tensor][-1]
         if all(
             any(other != tensor and other not in shared for other in pending[place])
-            for place in range(first - 1, last)
+            or any(place < begin < first for begin in begins)
+            for place in range(made[tensor], last)
         ):
             shared.add(tensor)
     return shared

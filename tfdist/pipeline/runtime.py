@@ -155,8 +155,8 @@ class PipelineRuntime:
                     extra.append(total * tf.cast(part, total.dtype))
                 if stage == self.last_stage:
                     return {number: tensors[number] for number in self.chain.outputs}
-                leaving = self.chain.packed(tensors, route.leads[stage + 1])
-                return {n: tf.cast(t, route.shapes[n].dtype) for n, t in leaving.items()}
+                leads = route.leads[stage + 1]
+                return self.chain.packed(tensors, {n: route.shapes[n].spec(None) for n in leads})
 
             return run
 

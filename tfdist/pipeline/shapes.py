@@ -110,7 +110,8 @@ def _row(shape) -> Row:
 
 
 def _is_list_of_shapes(given) -> bool:
-    return isinstance(given, Sequence) and any(hasattr(entry, "__len__") for entry in given)
+    is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes)
+    return is_list and any(hasattr(entry, "__len__") for entry in given)
 
 
 def _fits(shape: Row, row: Row) -> bool:

@@ -11,7 +11,8 @@ import tensorflow as tf
 from tfdist.graph.dependence import is_independent_of_batch
 from tfdist.graph.split import Part, ancestors, carve
 from tfdist.keras_internals.functional import trace_graph
-from tfdist.pipeline.chain import Chain, Link
+from tfdist.pipeline.chain import Chain
+from tfdist.pipeline.link import Link
 
 __all__ = ["StageProgram"]
 
@@ -112,8 +113,7 @@ def trace_stage(
                     sources = [tensor for tensor in made.values() if tensor.dtype.is_floating]
                     tape.watch(sources)
             # Operations of this graph, also where the links hand on what they got.
-            leaving = chain.packed(tensors, y)
-            sent = {n: tf.identity(tf.cast(leaving[n], y[n].dtype)) for n in y}
+            sent = {n: tf.identity(tensor) for n, tensor in chain.packed(tensors, y).items()}
             extra = extra_loss(losses, tf.shape(arrived[rows_of])[0])
             targets = [sent[number] for number in returned]
             seeds = list(dy.values())
