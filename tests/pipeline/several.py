@@ -13,7 +13,6 @@ from tests.layers.gpt_programs import scope, whole
 from tests.scripts.families import _CLASSES, FAMILIES, LENGTH, WORDS, classifier, rows_for
 
 STEPS, BATCH, CLASSES = 10, 4, 3
-OPEN = {"num_layers": 3}
 
 
 @dataclasses.dataclass
@@ -217,13 +216,13 @@ def train(
     stages = None
     try:
         with scope(mesh):
-            if pipeline is None:
+            if pipeline is None or parallelize:
                 model = build(kind)
             else:
                 with deferred_weights():
                     model = build(kind)
             if parallelize:
-                tfdist.parallelize(model)
+                tfdist.parallelize.parallelize(model, tfdist.parallelize.GPT2)
             if recompute is not None:
                 tfdist.recompute.recompute(model, recompute)
             if pipeline is not None:
@@ -231,7 +230,7 @@ def train(
                 partition = model.partition
                 stages = [[k.name for k in partition.links(s)] for s in range(partition.num_stages)]
             kinds = {
-                "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+                "sgd": lambda: keras.optimizers.SGD(0.05),
                 "adamw": lambda: keras.optimizers.AdamW(1e-2, global_clipnorm=1.0),
             }
             model.compile(kinds[optimizer](), **compiled(kind))
@@ -253,3 +252,74 @@ def train(
         with model._whole() as chain:
             weights = whole(chain.weights)
     return Outcome(history.history, evaluation, predictions, list(weights.values()), own, stages)
+
+
+def save(mesh: dict, kind: str, folder: str) -> list[np.ndarray]:
+    """Saves a model that was trained for a step, whole and its weights; returns these."""
+    from tfdist.pipeline import PipelineModel, deferred_weights
+
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    with scope(mesh):
+        with deferred_weights():
+            model = build(kind)
+        model = PipelineModel(model, num_microbatches=2)
+        model.compile("sgd", **compiled(kind))
+    x, y = data_of(kind, BATCH)
+    model.fit(x, y, batch_size=BATCH, verbose=0)
+    model.save(f"{folder}/model.keras")
+    model.save_weights(f"{folder}/w.weights.h5")
+    with model._whole() as chain:
+        return list(whole(chain.weights).values())
+
+
+def load(mesh: dict | None, kind: str, folder: str) -> list[np.ndarray]:
+    """The weights of what `save` has written: of the whole file, or on a mesh of the weights' file."""
+    from tfdist.pipeline import PipelineModel
+
+    keras.backend.clear_session()
+    if mesh is None:
+        model = keras.saving.load_model(f"{folder}/model.keras")
+        x, _ = data_of(kind, BATCH)
+        model.predict(x, verbose=0)
+        return list(whole(model.weights).values())
+    with scope(mesh):
+        model = PipelineModel(build(kind), num_microbatches=2)
+        model.load_weights(f"{folder}/w.weights.h5")
+    with model._whole() as chain:
+        return list(whole(chain.weights).values())
+
+
+def refusal(mesh: dict, what: str) -> str:
+    """What is said where a pipeline cannot be, or of a batch that it does not take."""
+    from tfdist.pipeline import PipelineModel
+
+    keras.backend.clear_session()
+    kind = "GPT2-lm"
+    x, y = data_of(kind, 2 * BATCH)
+    options = {"cut": [4, 3]} if what == "shape" else {}
+    with scope(mesh):
+        try:
+            if what == "rows":
+                kind = "shared"
+                inputs = keras.Input((LENGTH, 4))
+                hidden = keras.layers.Dense(4)(keras.layers.Dense(4)(inputs))
+                found = keras.Model(inputs, [hidden, Bias()(keras.layers.Dense(2)(inputs))])
+                x = np.zeros((BATCH, LENGTH, 4), "float32")
+                model = PipelineModel(found, num_microbatches=2)
+                model.compile("sgd", "mse")
+                model.predict(x, verbose=0)
+            model = PipelineModel(build(kind), num_microbatches=2, **options)
+            model.compile("sgd", **compiled(kind))
+            if what == "inputs":
+                x = {"token_ids": x["token_ids"]}
+            data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+            if what == "shape":
+                spec = tf.nest.map_structure(
+                    lambda s: tf.TensorSpec((BATCH, None), s.dtype), data.element_spec
+                )
+                data = tf.data.Dataset.from_generator(lambda: iter(data), output_signature=spec)
+            model.fit(data, verbose=0)
+        except (ValueError, RuntimeError, tf.errors.InvalidArgumentError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing was refused"

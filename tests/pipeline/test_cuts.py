@@ -69,7 +69,7 @@ def test_blocks_that_share_an_output_are_cut_apart_and_their_shortcuts_are_not()
         ("encode1 + encoded", 1),
         ("decode + cross0 + own0 + both0 + more0 + block0", 2),
         ("own1 + cross1 + both1 + more1 + block1", 2),
-        ("own2 + cross2 + both2 + more2 + block2", 1),
+        ("cross2 + own2 + both2 + more2 + block2", 1),
     ]
 
 

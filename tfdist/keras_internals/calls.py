@@ -99,6 +99,12 @@ def flat_inputs(model: keras.Model, x) -> list:
         ValueError: They are not the inputs of this model.
     """
     found = functional_of(model)._standardize_inputs(x)
+    if len(found) != len(model.inputs):
+        names = [tensor.name for tensor in model.inputs]
+        given = keras.tree.map_structure(lambda tensor: tuple(tensor.shape), x)
+        raise ValueError(
+            f"`{model.name}` has the inputs {names}. Received tensors of shapes {given}."
+        )
     for tensor, symbol in zip(found, model.inputs, strict=True):
         if tensor is None:
             raise ValueError(
