@@ -113,7 +113,9 @@ def nested():
     inside = _inputs(ids=(LENGTH,), extra=(LENGTH, 8))
     table = keras.layers.Embedding(WORDS, 8, name="table")
     y = keras.layers.Add(name="plus")([table(inside["ids"]), inside["extra"]])
-    y = keras.layers.Dense(8, activation="tanh", kernel_regularizer="l2", name="inner")(y)
+    y = keras.layers.Dense(
+        8, activation="tanh", kernel_regularizer="l2", activity_regularizer="l2", name="inner"
+    )(y)
     unused = keras.layers.Dense(2, name="unused")(y)
     part = keras.Model(inside, {"y": y, "unused": unused}, name="part")
     x = _inputs(ids=(LENGTH,), right=(3,))
@@ -133,7 +135,32 @@ def nested():
     return keras.Model(x, keras.layers.Dense(CLASSES, name="head")(y))
 
 
-HAND_MADE = {f.__name__: f for f in (two_in, two_out, listed_out, shared, nested)}
+def windows():
+    """Between layers each row is three windows, of which there are then more than rows."""
+    x = _inputs(left=(6,), right=(3,))
+    y = keras.ops.reshape(x["left"], (-1, 2))
+    for number in range(4):
+        y = keras.layers.Dense(4, activation="tanh", name=f"part{number}")(y)
+    y = keras.ops.reshape(y, (-1, 12))
+    y = keras.layers.Concatenate(name="join")([y, x["right"]])
+    return keras.Model(x, keras.layers.Dense(CLASSES, name="head")(y))
+
+
+def stopped():
+    """Nothing leads back to the first layers but by an early output; one output is of integers."""
+    x = _inputs(left=(6,), right=(3,))
+    y = keras.layers.Dense(8, activation="tanh", name="first")(x["left"])
+    early = keras.layers.Dense(CLASSES, name="early")(y)
+    kind = keras.ops.argmax(early, axis=-1)
+    y = keras.layers.Dense(8, activation="tanh", name="second")(keras.ops.stop_gradient(y))
+    y = keras.layers.Concatenate(name="join")([y, x["right"]])
+    y = keras.layers.Dense(8, activation="tanh", name="third")(y)
+    late = keras.layers.Dense(CLASSES, name="late")(y)
+    return keras.Model(x, {"late": late, "early": early, "kind": kind})
+
+
+MADE = (two_in, two_out, listed_out, shared, nested, windows, stopped)
+HAND_MADE = {f.__name__: f for f in MADE}
 
 
 def lm(name: str):
@@ -169,6 +196,8 @@ def data_of(kind: str, rows: int):
     if kind == "two_out":
         y = {"late": y, "early": y[::-1].copy(), "flag": (y > 0).astype("float32")[:, None]}
         y["same"] = x["right"]
+    if kind == "stopped":
+        y = {"late": y, "early": y[::-1].copy(), "kind": y}
     x.pop("left" if kind in ("shared", "nested") else "ids")
     return (tuple(x.values()), (y, y[::-1].copy())) if kind == "listed_out" else (x, y)
 
@@ -187,6 +216,8 @@ def compiled(kind: str) -> dict:
             "loss_weights": {"late": 1.0, "early": 0.5, "flag": 0.3},
             "metrics": {"late": ["accuracy"], "same": ["mse"]},
         }
+    if kind == "stopped":
+        return {"loss": {"late": logits, "early": logits}}
     if kind == "listed_out":
         return {"loss": {"late": logits, "early": logits}, "metrics": {"early": ["accuracy"]}}
     # The tasks of KerasHub have others by default.
@@ -240,7 +271,9 @@ def train(
     parts: tuple = (x, y)
     if weighted:
         parts += (np.random.default_rng(1).uniform(0.5, 2, STEPS * BATCH).astype("float32"),)
-    data = tf.data.Dataset.from_tensor_slices(parts).batch(BATCH, drop_remainder=True)
+    data = tf.data.Dataset.from_tensor_slices(parts)
+    # KerasHub's models know the number of rows, the others do not.
+    data = data.batch(BATCH, drop_remainder=kind not in HAND_MADE)
     history = model.fit(data.repeat(), steps_per_epoch=1, epochs=STEPS, verbose=0)
     some = tf.nest.map_structure(lambda array: array[:11], (x, y))
     evaluation = model.evaluate(*some, batch_size=BATCH, verbose=0, return_dict=True)

@@ -111,7 +111,7 @@ def test_with_recomputation(pool, one_process, kind, policy):
 
 @pytest.mark.slow
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("kind", ["two_in", "Bert"])
+@pytest.mark.parametrize("kind", ["two_in", "two_out", "Bert"])
 def test_with_weights_of_samples_and_another_optimizer(pool, one_process, kind):
     options = {"optimizer": "adamw", "weighted": True}
     check(pool, one_process, {"pipeline": 2}, kind, pipeline={}, **options)

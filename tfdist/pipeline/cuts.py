@@ -21,7 +21,7 @@ __all__ = ["Place", "Step", "order", "places"]
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A call: the tensors that it reads, and those that it makes."""
+    """A call: the tensors that it reads, but for inputs of the model, and those that it makes."""
 
     reads: tuple[int, ...]
     makes: tuple[int, ...]

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import Group
-from tfdist.context import current_strategy
+from tfdist.context import current_step, current_strategy
 from tfdist.gradients.non_finite import guard_of
 from tfdist.graph.provenance import with_provenance
 from tfdist.keras_internals.attributes import count_batch
@@ -66,6 +66,10 @@ class PipelineRuntime:
         route = self._route(inputs, static)
         given = {number: microbatches(tensor, rows, count) for number, tensor in inputs.items()}
         parts = [microbatches(tensor, rows, count) for tensor in _flat(batch)]
+        step = current_step()
+        if step is not None and len(self.chain.outputs) > 1:
+            # What the losses of several outputs count by is made once, and not in a stage's graph.
+            _ = step.share
         with self._parameters_at_hand() as to_shards:
             programs = {
                 stage: self._program(model, stage, route, batch, static) for stage in self.stages
