@@ -247,7 +247,7 @@ class PipelineRuntime:
             y, sample_weight = _packed(batch, of_batch)
             # Operations of the stage's graph, also where an output has come as it is.
             outputs = [with_provenance(tf.identity, tensors[number]) for number in chain.outputs]
-            rows = tf.shape(outputs[0])[0]
+            rows = tf.shape(tensors[with_rows[0]])[0]
             total = count_batch(model, y, chain.as_outputs(outputs), sample_weight, rows)
             guard = guard_of(model)
             if guard is not None:
