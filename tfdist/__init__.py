@@ -25,25 +25,30 @@ _ROOMS = (
     "collectives",
     "compat",
     "datasets",
+    "hub",
     "layers",
     "learning_rate",
     "models",
     "monitoring",
-    "parallelize",
     "pipeline",
     "recompute",
     "sharding",
     "strategies",
+    "tensor_parallel",
     "testing",
 )
+#: Functions that stand beside the rooms, by the room that has them.
+_FUNCTIONS = {"load_preset": "hub", "parallelize": "tensor_parallel"}
 
-__all__ = ["Axis", "Mesh", "TfdistError", "__version__", *_ROOMS]
+__all__ = ["Axis", "Mesh", "TfdistError", "__version__", *_FUNCTIONS, *_ROOMS]
 
 
 def __getattr__(name: str) -> Any:
     # `import tfdist` costs nothing; TensorFlow is imported with the first room that needs it.
     if name in _ROOMS:
         return importlib.import_module(f"tfdist.{name}")
+    if name in _FUNCTIONS:
+        return getattr(importlib.import_module(f"tfdist.{_FUNCTIONS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -13,6 +13,7 @@ from tfdist.keras_internals.private import (
     in_stateless_scope,
     set_keras_mask,
 )
+from tfdist.strategies.keras_patches.hub import install_hub
 from tfdist.zero.sharded_variable import (
     ShardedVariable,
     as_shards,
@@ -27,8 +28,10 @@ __all__ = ["PATCHES", "call_gathered"]
 def _add_weight(original, self, *args, **kwargs):
     variable = original(self, *args, **kwargs)
     strategy = current_strategy()
-    if strategy is not None and strategy.zero_stage == 3 and variable.trainable:
-        shard_variable(variable, strategy.gradient_group)
+    if strategy is not None:
+        install_hub()
+        if strategy.zero_stage == 3 and variable.trainable:
+            shard_variable(variable, strategy.gradient_group)
     return variable
 
 

@@ -6,6 +6,7 @@ Files hold global arrays, so they load on any mesh and on one device.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -14,24 +15,43 @@ from tfdist.collectives import barrier
 from tfdist.context import strategy_of
 from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import saving_lib
+from tfdist.strategies.keras_patches.reading import has_parts, reading_parts
 from tfdist.strategies.keras_patches.splits import split_variables, standing_in, whole_values
 from tfdist.strategies.keras_patches.synchronization import synchronize_layer_states
 
-__all__ = ["PATCHES"]
+__all__ = ["PATCHES", "write_once", "write_some_once"]
 
-_loading = threading.local()
+_loading, _writing = threading.local(), threading.local()
 
 
-def _write_once(original, self, *args, **kwargs):
+def write_once(original, self, *args, **kwargs):
+    """Calls a method that writes files on the chief alone, where all variables are global arrays."""
+    return write_some_once(original, self, split_variables(self), *args, **kwargs)
+
+
+def write_some_once(original, self, split: Sequence, *args, **kwargs):
+    """The same, where what is written needs no more of the split variables than some.
+
+    Args:
+        original: The method.
+        self: The model.
+        split: Those variables, with their layouts, as of `split_variables`.
+        *args: For the method.
+        **kwargs: For the method.
+    """
     strategy = strategy_of(self)
-    if strategy is None or strategy.group().size == 1:
+    if strategy is None or strategy.group().size == 1 or getattr(_writing, "under_way", False):
         return original(self, *args, **kwargs)
     synchronize_layer_states(self)
-    wholes = whole_values(self, keep=strategy.is_chief)
+    wholes = whole_values(split, keep=strategy.is_chief)
     result = None
     if strategy.is_chief:
-        with standing_in(split_variables(self), wholes):
-            result = original(self, *args, **kwargs)
+        _writing.under_way = True
+        try:
+            with standing_in(split, wholes):
+                result = original(self, *args, **kwargs)
+        finally:
+            _writing.under_way = False
     barrier(strategy.group(), name="saved")
     return result
 
@@ -43,27 +63,29 @@ def _export(original, self, *args, **kwargs):
             "are split over ranks. Save it with `model.save`, load that on one device, and "
             "export there."
         )
-    return _write_once(original, self, *args, **kwargs)
+    return write_once(original, self, *args, **kwargs)
 
 
 def _load_state(original, saveable, *args, **kwargs):
-    """The outermost call reads into global arrays, of which this rank then keeps its slices."""
-    if getattr(_loading, "under_way", False) or not split_variables(saveable):
+    """The outermost call reads global arrays, of which this rank keeps its parts."""
+    if getattr(_loading, "under_way", False) or not has_parts(saveable):
         return original(saveable, *args, **kwargs)
     _loading.under_way = True
     try:
         strategy: Any = strategy_of(saveable)
-        restores = strategy is not None and strategy.extended.restores
-        others = strategy.group() if restores else None
-        with standing_in(split_variables(saveable), None, others):
+        if strategy is not None and strategy.extended.restores:
+            # The chief alone reads the file, and the others get their slices of it.
+            with standing_in(split_variables(saveable), None, strategy.group()):
+                return original(saveable, *args, **kwargs)
+        with reading_parts(saveable):
             return original(saveable, *args, **kwargs)
     finally:
         _loading.under_way = False
 
 
 PATCHES = (
-    Patch(keras.Model, "save", ("self", "filepath"), _write_once),
-    Patch(keras.Model, "save_weights", ("self", "filepath"), _write_once),
+    Patch(keras.Model, "save", ("self", "filepath"), write_once),
+    Patch(keras.Model, "save_weights", ("self", "filepath"), write_once),
     Patch(keras.Model, "export", ("self", "filepath"), _export),
     Patch(saving_lib, "_load_state", ("saveable", "weights_store"), _load_state),
 )

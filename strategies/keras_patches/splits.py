@@ -30,15 +30,17 @@ def split_variables(model: keras.Model) -> list[tuple[keras.Variable, VariableLa
     return list(found.values())
 
 
-def whole_values(model: keras.Model, *, keep: bool) -> dict[int, np.ndarray]:
+def whole_values(
+    variables: Sequence[tuple[keras.Variable, VariableLayout]], *, keep: bool
+) -> dict[int, np.ndarray]:
     """The global arrays of split variables, by the variable's id; every rank calls this.
 
     Args:
-        model: The model.
+        variables: The split variables.
         keep: Whether this rank wants them. One that does not holds one array at a time.
     """
     found = {}
-    for variable, layout in split_variables(model):
+    for variable, layout in variables:
         whole = layout.all_gather(variable._value, "saved").numpy()
         if keep:
             found[id(variable)] = whole

@@ -31,6 +31,7 @@ def measured(size: int) -> float:
     return seconds_of_a_sum(size, engine().group())
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2), ("tensorflow", 2))
 def test_all_ranks_see_the_slowest_ones_time(pool):
     first, second = pool.run(measured, 4096, timeout=60)

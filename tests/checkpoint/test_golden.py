@@ -75,6 +75,7 @@ def test_on_one_process(one_process, golden):
     check(one_process.run(restored, kind, folder, timeout=120)[0], right)
 
 
+@pytest.mark.slow
 @on_ranks(("tensorflow", 2))
 def test_on_another_mesh(pool, one_process, golden, tmp_path):
     kind, folder, right = golden

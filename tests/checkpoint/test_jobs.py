@@ -127,6 +127,7 @@ def test_killed_at_twenty_places(tmp_path, engine, layout):
     check_killed(engine, layout, tmp_path, whole, plan(layout, 20))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_told_to_end(tmp_path, whole):
     with subprocess.Popen(

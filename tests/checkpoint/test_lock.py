@@ -253,6 +253,7 @@ def test_two_jobs_in_one_folder(tmp_path):
     assert third.returncode == 0, third.stdout[-2000:] + third.stderr[-2000:]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_script_of_the_users_own_is_refused_in_one_line(tmp_path):
     """By Checkpointer alone; no restart, since none would help."""

@@ -47,6 +47,7 @@ def test_alone(one_process, tmp_path, feed):
     check(one_process, tmp_path, {"data": 1}, [3, 6, 10, 2], feed=feed)
 
 
+@pytest.mark.slow
 def test_at_an_end_that_nobody_knew(one_process, tmp_path):
     """Keras begins a batch to see that there is none; a save comes before each."""
     options = {"feed": "unknown", "every_steps": 5, "asynchronous": False}

@@ -215,6 +215,7 @@ def test_operation_equals_numpy_in_other_dtypes(pool, operation):
     check_operation(pool, operation, dtypes=DTYPES[1:])
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 4))
 @pytest.mark.parametrize(
     "operation", slow_but(["all_reduce", "all_gather_uneven", "send_recv"], OPERATIONS)
@@ -230,6 +231,7 @@ def test_operation_of_horovod_itself_equals_numpy_in_other_dtypes(pool, operatio
     check_operation(pool, operation, by_engine=True, dtypes=DTYPES[1:])
 
 
+@pytest.mark.slow
 @on_ranks(QUICK_FEWER)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_operation_equals_numpy_on_three_ranks(pool, operation):

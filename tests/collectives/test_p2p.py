@@ -148,6 +148,7 @@ def hide_the_library_from(rank: int):
     )
 
 
+@pytest.mark.slow
 def test_without_the_library_on_one_rank_all_goes_by_the_engine():
     pytest.importorskip("horovod")
     with RankPool(2, "horovod") as pool:
@@ -181,6 +182,7 @@ def wait_for_a_rank_that_leaves():
         return error.message
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_rank_that_leaves_learns_it():
     pytest.importorskip("horovod")
     with RankPool(2, "horovod") as pool:
@@ -202,6 +204,7 @@ def swap_large_tensors(megabytes: int):
     return [float(tf.reduce_mean(row)) for row in all_to_all(rows, world.group())]
 
 
+@pytest.mark.slow
 def test_what_no_socket_holds_passes():
     pytest.importorskip("horovod")
     with RankPool(2, "horovod") as pool:

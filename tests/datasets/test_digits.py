@@ -151,6 +151,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_processes_that_prepare_at_once(tmp_path):
     processes = [
         subprocess.Popen(

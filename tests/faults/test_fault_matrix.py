@@ -77,6 +77,7 @@ def test_ranks_may_end_seconds_apart(tmp_path, engine):
     assert "watchdog" not in job.stdout + job.stderr, story
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["chief", pytest.param("other", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ["horovod", pytest.param("tensorflow", marks=pytest.mark.slow)])
 def test_a_rank_is_named_whose_end_waits_for_a_thread(tmp_path, engine, who):
@@ -89,6 +90,7 @@ def test_a_rank_is_named_whose_end_waits_for_a_thread(tmp_path, engine, who):
     assert f"Rank {RANKS[who]} failed: RuntimeError: as planned" in job.stdout + job.stderr, story
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["chief", pytest.param("other", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ["tensorflow", pytest.param("horovod", marks=pytest.mark.slow)])
 def test_a_rank_that_leaves_others_waiting_is_named(tmp_path, engine, who):

@@ -35,6 +35,7 @@ def own_address() -> tuple[str, str]:
     pytest.skip("this machine has no address but the loopback's")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["horovod", "tensorflow"])
 def test_ports_are_open_at_the_address_in_use_alone(engine):
     skip_without(engine)

@@ -19,6 +19,7 @@ from tfdist.benchmarks.attacks import attack, listening_addresses
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "attacked_job.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["horovod", pytest.param("tensorflow", marks=pytest.mark.slow)])
 def test_strangers_at_every_port_change_nothing(tmp_path, engine):
     skip_without(engine)

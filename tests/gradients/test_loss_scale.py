@@ -122,6 +122,7 @@ def test_a_step_that_overflows_on_one_rank_is_skipped_by_all(pool, axis, victim)
         assert np.all(np.isfinite(history["loss"]))
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
 @pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_gpt_in_float16_learns_as_in_float32(pool, zero_stage):

@@ -196,7 +196,10 @@ def test_parts(pool, one_process, where, optimizer):
 
 
 @on_ranks(("horovod", 4), slow=[("tensorflow", 2)])
-@pytest.mark.parametrize("where", ["pipeline", "pipeline-zero-3", "tensor", "tensor-zero-1"])
+@pytest.mark.parametrize(
+    "where",
+    slow_but(["pipeline-zero-3", "tensor-zero-1"], ["pipeline", "tensor"]),
+)
 @pytest.mark.parametrize("optimizer", slow_but(["adam"], ["adam", "rmsprop", "adagrad"]))
 def test_meshes(pool, one_process, where, optimizer):
     is_pipeline = "pipeline" in where

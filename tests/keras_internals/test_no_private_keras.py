@@ -181,10 +181,12 @@ def trained() -> dict[type, object]:
     data = tf.data.Dataset.range(3)
     epochs = private.TFEpochIterator(model.distribute_strategy, x=data)
     layers = (embedding, attention, grouped, einsum, dense)
+    for layer in (einsum, dense):
+        layer.quantize("int4")
     return {
         **{type(layer): layer for layer in layers},
-        keras.Variable: dense.kernel,
-        keras.Layer: dense,
+        keras.Variable: dense.bias,
+        keras.Layer: embedding,
         private.TensorFlowTrainer: model,
         private.BaseOptimizer: model.optimizer,
         keras.optimizers.RMSprop: model.optimizer,
@@ -212,8 +214,10 @@ def test_values_are_keras_own():
     variable, model = objects[keras.Variable], objects[private.TensorFlowTrainer]
     assert attributes.stored_value(variable) is variable.value
     assert attributes.stored_shape(variable) == tuple(variable.shape)
-    assert attributes.own_trainable(objects[keras.Layer]) == objects[keras.Layer].weights
-    assert attributes.kernel_of(objects[keras.layers.Dense]) is variable
+    layer, einsum = objects[keras.Layer], objects[keras.layers.EinsumDense]
+    assert attributes.own_trainable(layer) == layer.weights
+    assert attributes.int4_columns(einsum) == 3
+    assert attributes.kernel_of(einsum).shape[-1] == 2  # Three columns in two bytes.
     assert attributes.history(model.outputs[0]).operation is model.layers[-1]
     assert attributes.loss_tracker(model) is model.metrics[0]
     assert attributes.own_metrics(model)() == model.metrics[:2]

@@ -236,6 +236,7 @@ def test_flags_from_a_file(tmp_path):
     assert job.returncode == 2 and "--model=transformer" in job.stderr
 
 
+@pytest.mark.slow
 def test_a_damaged_data_file_is_one_line(tmp_path):
     train = [TRAIN[0], "--model=mlp", "--epochs=1", f"--data_dir={tmp_path / 'data'}"]
     assert run(train).returncode == 0

@@ -56,7 +56,7 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("sequence_parallel", "variant"),
     [
-        pytest.param(False, "gpt2", id="whole-gpt2"),
+        pytest.param(False, "gpt2", id="whole-gpt2", marks=slow),
         pytest.param(True, "llama", id="sequence-llama"),
         pytest.param(True, "gpt2", id="sequence-gpt2", marks=slow),
         pytest.param(False, "llama", id="whole-llama", marks=slow),

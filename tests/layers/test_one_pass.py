@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests.conftest import on_ranks
 from tfdist import layers, models, native
-from tfdist.layers import activations, losses
+from tfdist.layers import activations, losses, normalization
 
 pytestmark = pytest.mark.skipif(
     native.find_library() is None,
@@ -59,6 +59,23 @@ def test_gelu_at_its_ends():
 def test_what_is_no_number_is_seen(value):
     x = tf.constant([1.0, value, 2.0])
     assert not np.isfinite(activations._one_pass(x)[1])
+    y = normalization._one_pass(x, tf.ones(3), tf.zeros(3), 1e-3)
+    assert not np.isfinite(y).any()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layer_normalization(shape):
+    random = np.random.default_rng(0)
+    x = 3 * random.normal(size=shape) + 5
+    inputs = [np.float32(x), *np.float32(random.normal(size=(2, shape[-1])))]
+    found = with_gradients(
+        lambda *inputs: normalization._one_pass(*inputs, 1e-3), *map(tf.constant, inputs)
+    )
+    exact = with_gradients(
+        lambda x, scale, offset: normalization._normalize(x, 1e-3) * scale + offset,
+        *[tf.constant(each, tf.float64) for each in inputs],
+    )
+    assert_close(found, exact)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -97,6 +114,23 @@ def test_labels_out_of_range_are_refused(label):
         ("tfdist_gelu_gradient", {"dy": [2], "x": [3]}, r"\[2\] and \[3\]"),
         ("tfdist_cross_entropy", {"logits": [2, 3], "labels": [3]}, r"\[2\] and \[3\]"),
         ("tfdist_cross_entropy", {"logits": [], "labels": []}, "dim of classes"),
+        ("tfdist_layer_norm", {"x": [2, 3], "scale": [3], "offset": [2]}, r"\[3\], \[2\]"),
+        ("tfdist_layer_norm", {"x": [], "scale": [0], "offset": [0]}, "last dim"),
+        (
+            "tfdist_layer_norm_gradient",
+            {"dy": [2, 3], "x": [3, 2], "scale": [2], "mean": [3], "inverse": [3]},
+            r"\[2,3\] and \[3,2\]",
+        ),
+        (
+            "tfdist_layer_norm_gradient",
+            {"dy": [3, 2], "x": [3, 2], "scale": [2], "mean": [2], "inverse": [3]},
+            "Each row",
+        ),
+        (
+            "tfdist_layer_norm_gradient",
+            {"dy": [3, 2], "x": [3, 2], "scale": [3], "mean": [3], "inverse": [3]},
+            r"\[3\] and \[3,2\]",
+        ),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(name, inputs, message):
@@ -104,8 +138,9 @@ def test_shapes_that_do_not_fit_are_refused(name, inputs, message):
         key: tf.zeros(shape, tf.int32 if key == "labels" else tf.float32)
         for key, shape in inputs.items()
     }
+    epsilon = {"epsilon": 1e-3} if name == "tfdist_layer_norm" else {}
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
-        getattr(native.load(), name)(**tensors)
+        getattr(native.load(), name)(**tensors, **epsilon)
 
 
 def operations_of_a_step(policy: str, jit_compile: bool = False) -> collections.Counter:
@@ -133,6 +168,7 @@ def operations_of_a_step(policy: str, jit_compile: bool = False) -> collections.
 def test_steps_of_several_ranks_take_them(pool, policy, activations):
     for found in pool.run(operations_of_a_step, policy, timeout=120):
         assert found["TfdistGelu"] == found["TfdistGeluGradient"] == activations
+        assert found["TfdistLayerNorm"] == found["TfdistLayerNormGradient"] == 5
         assert found["TfdistCrossEntropy"] == 1
 
 

@@ -144,6 +144,7 @@ def curves():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_activations_follow_the_square_root(curves):
     # Each layer of the plain model keeps its output, 1 MiB.
@@ -230,7 +231,7 @@ def on_rank(policy, pipeline: bool, zero_stage: int = 0):
     ("policy", "pipeline", "zero_stage"),
     [
         ("every_layer", True, 0),
-        ("selective", False, 3),
+        pytest.param("selective", False, 3, marks=pytest.mark.slow),
         pytest.param("selective", True, 0, marks=pytest.mark.slow),
         pytest.param("every_layer", False, 3, marks=pytest.mark.slow),
     ],

@@ -166,6 +166,7 @@ def test_another_key_is_told(meeting, monkeypatch):
     meet(*meeting)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variables", [{"LD_PRELOAD": "x"}, {"TF_CONFIG": 1}, {"HOROVOD_": "\0"}])
 def test_the_first_rank_sets_what_engines_read_alone(variables):
     with socket.create_server(("127.0.0.1", 0)) as sock:

@@ -57,6 +57,7 @@ def check(pool, one_process, name: str) -> None:
     ids=pool_ids,
 )
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", list(APPLICATIONS))
 def test_as_one_process(pool, one_process, name):
     check(pool, one_process, name)

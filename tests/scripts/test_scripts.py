@@ -43,15 +43,13 @@ SAMPLE = {
     ("horovod", 2): [
         generative.vae,
         losses.saturated_in_a_list,
-        sequences.transformer_seq2seq,
         similarity.supervised_contrastive,
-        vision.u_net,
     ],
     ("tensorflow", 2): [
         generative.dcgan,
         loops.consistency_of_two_inputs,
         similarity.factorization_by_adam,
-        vision.captcha_ctc,
+        vision.u_net,
     ],
 }
 KINDS = [("horovod", 2), ("horovod", 3), ("tensorflow", 2), ("tensorflow", 3)]
@@ -64,7 +62,7 @@ def cases():
                 wanted = feeds_of(script)[-1]
                 if script in SAMPLE.get(kind, ()) and feed == wanted:
                     marks = ()
-                elif (kind, feed) in opposites(number, script):
+                elif (kind, feed) == chosen(number, script):
                     marks = pytest.mark.slow
                 else:
                     marks = pytest.mark.matrix
@@ -82,15 +80,10 @@ def feeds_of(script) -> list[Feed]:
     ]
 
 
-def opposites(number: int, script) -> list[tuple[tuple[str, int], Feed]]:
-    """Two cases of a script that have nothing in common, others for the next script.
-
-    So each script runs on each engine, on 2 and 3 ranks, with each feed that it takes, on batches
-    that divide and do not.
-    """
+def chosen(number: int, script) -> tuple[tuple[str, int], Feed]:
+    """The case of a script in `make test-all`: scripts take engines, ranks and feeds in turn."""
     feeds = feeds_of(script)
-    kind, feed = number % len(KINDS), number // len(KINDS) % len(feeds)
-    return [(KINDS[kind], feeds[feed]), (KINDS[-1 - kind], feeds[-1 - feed])]
+    return KINDS[number % len(KINDS)], feeds[number // len(KINDS) % len(feeds)]
 
 
 @pytest.mark.parametrize(("pool", "script", "feed"), list(cases()), indirect=["pool"])

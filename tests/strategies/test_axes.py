@@ -98,6 +98,7 @@ def test_an_axis_of_ones_own_trains_as_one_process(pool, one_process, split):
     check(pool, one_process, program, Mesh(data=2, axes={RING: 2}))
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 4))
 @pytest.mark.parametrize("zero_stage", slow_but([3], [1, 3]))
 def test_zero_on_an_axis_of_ones_own(pool, one_process, zero_stage):

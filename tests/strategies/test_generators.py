@@ -6,6 +6,7 @@ import time
 
 import keras
 import numpy as np
+import pytest
 
 from tests.conftest import on_ranks
 from tests.strategies import programs
@@ -84,6 +85,7 @@ def of_arrays(strategy):
     return losses, model.get_weights()
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2), ("tensorflow", 3))
 def test_all_ranks_draw_the_same_batches_of_a_generator(pool, one_process):
     losses, weights = one_process.run(programs.in_one_process, of_arrays)[0]

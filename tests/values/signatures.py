@@ -111,6 +111,7 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
     "run_ranks.function": lambda: len,
     "directory": lambda: "checkpoints",
     "path": lambda: "checkpoints",
+    "preset": lambda: "preset",
     "save.model": _model,
     "begin_save.model": _model,
     "restore.model": _model,
@@ -123,6 +124,7 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
 _GIVEN: dict[str, dict[str, Callable[[], Any]]] = {
     "HorovodStrategy": {"engine": LocalEngine},
     "MultiWorkerStrategy": {"engine": LocalEngine},
+    "parallelize": {"plan": dict},
 }
 
 #: Arguments that an annotation says too little of.
@@ -134,6 +136,7 @@ _KINDS: dict[str, str] = {
     "kernel_initializer": "Initializer",
     "output_initializer": "Initializer | None",
     "dtype": "Dtype | None",
+    "cls": "type | None",
     "reduction": "str",
     "VocabParallelCrossEntropy.reduction": "str | None",
     "VocabParallelCrossEntropy.name": "str | None",
@@ -180,7 +183,7 @@ LEGAL: dict[str, set[str]] = {
     "tfdist.layers.TransformerDecoderBlock.epsilon": _ZERO,
     "tfdist.layers.TransformerDecoderBlock.*_stddev": _ZERO,
     # What the model takes; nobody looks at it where the tensor axis is 1.
-    "tfdist.parallelize.parallelize.sample": {"*"},
+    "tfdist.parallelize.sample": {"*"},
     "tfdist.models.convnet.filters": {"empty list"},
     "tfdist.models.mlp.widths": {"empty list"},
     "tfdist.models.generate.prompt_tokens": {"zero"},

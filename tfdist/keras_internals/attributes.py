@@ -21,7 +21,7 @@ from tfdist.keras_internals.private import (
     nn,
 )
 
-__all__ = ["Attribute", "count_batch", "loss_variables"]
+__all__ = ["Attribute", "count_batch", "loss_variables", "variables_of_layer"]
 
 
 class Attribute:
@@ -81,8 +81,15 @@ own_losses = Attribute("_get_own_losses", keras.Layer)
 # Settable alone: the public setter changes the map of policies that other layers share.
 dtype_policy = Attribute("_dtype_policy", keras.Layer)
 # The variables: `kernel` and `embeddings` add what LoRA has learnt, and unpack quantized ones.
-kernel_of = Attribute("_kernel", keras.layers.Dense, keras.layers.EinsumDense)
+_PRODUCTS = (keras.layers.Dense, keras.layers.EinsumDense)
+kernel_of = Attribute("_kernel", *_PRODUCTS)
 table_of = Attribute("_embeddings", keras.layers.Embedding)
+# How a kernel of int4 is packed, and which of its dims are summed over.
+int4_block_size = Attribute("_int4_block_size", *_PRODUCTS)
+int4_inputs = Attribute("_orig_input_dim", keras.layers.Dense)
+int4_outputs = Attribute("_orig_output_dim", keras.layers.Dense)
+int4_columns = Attribute("_int4_unpacked_column_size", keras.layers.EinsumDense)
+quantization_axes = Attribute("_kernel_reduced_axes", keras.layers.EinsumDense)
 # Grouped attention has no public ones, and alone a gate.
 _BOTH = (keras.layers.GroupQueryAttention, keras.layers.MultiHeadAttention)
 projections = {
@@ -121,6 +128,11 @@ steps_seen = Attribute("_steps_seen", EpochIterator)
 get_iterator = Attribute("_get_iterator", TFEpochIterator)
 distributed_dataset = Attribute("_distributed_dataset", TFEpochIterator)
 data_strategy = Attribute("_distribute_strategy", TFEpochIterator)
+
+
+def variables_of_layer(layer: keras.Layer) -> list[keras.Variable]:
+    """The variables of a layer, without those of the layers inside it."""
+    return [*own_trainable(layer), *own_non_trainable(layer)]
 
 
 def loss_variables(model) -> set[int]:

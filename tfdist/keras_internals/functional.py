@@ -1,6 +1,7 @@
 """What the pipeline needs of Keras' and TensorFlow's private code, in one place.
 
-- `uninitialized_variables` and `Variable._deferred_initialize`: weights whose values come later.
+- `uninitialized_variables`, `Variable._initializer` and `_deferred_initialize`: weights whose
+  values come later.
 - `func_graph_from_py_func` and TensorFlow's statistics of operations: a layer's graph and its
   FLOPs.
 - `Graph._functions` and `AtomicFunction`: what operations of a graph call, as the branches of a
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -26,6 +28,8 @@ from tfdist.keras_internals.private import global_state
 __all__ = [
     "add_functions",
     "count_flops",
+    "defer",
+    "deferred_initializer",
     "deferred_weights",
     "functions_of",
     "initialize_weights",
@@ -62,6 +66,16 @@ def deferred_weights() -> Iterator[None]:
 def without_values(variable: keras.Variable) -> bool:
     """Whether a variable was built inside `deferred_weights` and has no value yet."""
     return variable._value is None
+
+
+def deferred_initializer(variable: keras.Variable) -> Any:
+    """What a variable without a value will be initialized with, given a shape and a dtype."""
+    return variable._initializer
+
+
+def defer(variable: keras.Variable, initializer: Callable) -> None:
+    """Has a variable without a value be initialized by another initializer."""
+    variable._initializer = initializer
 
 
 def initialize_weights(variables: Sequence[keras.Variable]) -> None:

@@ -73,6 +73,8 @@ _CALLED = (
     (EpochIterator, "_enumerate_iterator", ("self",)),
     (TensorFlowTrainer, "_assert_compile_called", ("self",)),
     (global_state, "get_global_attribute", ("name",)),
+    (saving_lib.H5IOStore, "__getitem__", ("self", "key")),
+    (saving_lib, "safe_get_h5_dataset", ("group", "name")),
     (loss_module, "apply_mask", ("sample_weight", "mask", "dtype", "reduction")),
 )
 

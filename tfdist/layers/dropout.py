@@ -9,7 +9,7 @@ from tfdist import checks
 from tfdist.collectives import Group
 from tfdist.sharding.weights import tensor_group
 
-__all__ = ["Dropout", "own_seed"]
+__all__ = ["Dropout", "drawing_apart", "own_seed"]
 
 #: Odd, and another than the one by which ranks of the data axis differ.
 _STRIDE = 0x85EBCA6B
@@ -19,6 +19,11 @@ def own_seed(seed, group: Group):
     """A drawn seed, of shape [2], moved by the rank's place in the group: each has its own."""
     offset = (group.rank * _STRIDE) % (1 << 31)
     return seed + tf.constant([0, offset], dtype=seed.dtype)
+
+
+def drawing_apart(draw, group: Group):
+    """A seed generator's `next` by which each rank has its own seeds."""
+    return lambda ordered=True: own_seed(draw(ordered), group)
 
 
 @keras.saving.register_keras_serializable(package="tfdist")

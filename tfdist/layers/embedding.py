@@ -22,7 +22,7 @@ from tfdist.layers.initializers import initializer
 from tfdist.layers.losses import takes_split_logits
 from tfdist.sharding.weights import add_split_weight, tensor_group, value_tensor
 
-__all__ = ["VocabParallelEmbedding", "VocabParallelHead", "own_rows", "stays_split"]
+__all__ = ["VocabParallelEmbedding", "VocabParallelHead", "own_ids", "own_rows", "stays_split"]
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
@@ -162,11 +162,16 @@ class VocabParallelHead(keras.layers.Layer):
 
 def own_rows(table, ids, group: Group):
     """The rows of ids [...] in this rank's range of a table, and zeros for those of others'."""
-    rows = table.shape[0]
+    ids, own = own_ids(ids, table.shape[0], group)
+    found = tf.gather(table, ids)
+    return found * tf.cast(own[..., None], found.dtype)
+
+
+def own_ids(ids, rows: int, group: Group) -> tuple:
+    """The places of ids [...] in this rank's range of `rows`, 0 for others'; and which are its own."""
     ids = tf.cast(ids, tf.int32) - group.rank * rows
     own = tf.logical_and(ids >= 0, ids < rows)
-    found = tf.gather(table, tf.where(own, ids, 0))
-    return found * tf.cast(own[..., None], found.dtype)
+    return tf.where(own, ids, 0), own
 
 
 def _logits(layer, inputs, kernel, vocabulary_size: int):

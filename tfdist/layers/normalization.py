@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.graph.custom_gradient import custom_gradient
+from tfdist.native import load, step_takes_kernels
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.weights import tensor_group, value_tensor
 
@@ -48,6 +49,12 @@ class LayerNormalization(keras.layers.LayerNormalization):
     def call(self, inputs):
         """[..., features] to the same shape."""
         wide = tf.cast(inputs, "float32") if inputs.dtype.size < 4 else inputs
+        is_whole = self.gamma is not None and self.beta is not None
+        if is_whole and wide.dtype == tf.float32 and step_takes_kernels():
+            scale, offset = (
+                tf.cast(value_tensor(each), wide.dtype) for each in (self.gamma, self.beta)
+            )
+            return tf.cast(_one_pass(wide, scale, offset, self.epsilon), self.compute_dtype)
         outputs = _normalize(wide, self.epsilon)
         if self.gamma is not None:
             outputs *= tf.cast(value_tensor(self.gamma), outputs.dtype)
@@ -64,6 +71,25 @@ class LayerNormalization(keras.layers.LayerNormalization):
         config = {**super().get_config(), "sequence_parallel": self.sequence_parallel}
         config.pop("rms_scaling", None)
         return config
+
+
+def _one_pass(inputs, scale, offset, epsilon: float):
+    """By the compiled library, with scale and offset; the input is kept, not the normalized one."""
+
+    @custom_gradient
+    def normalize(x, scale, offset):
+        y, mean, inverse = load().tfdist_layer_norm(
+            x=x, scale=scale, offset=offset, epsilon=epsilon
+        )
+
+        def gradient(dy):
+            return load().tfdist_layer_norm_gradient(
+                dy=dy, x=x, scale=scale, mean=mean, inverse=inverse
+            )
+
+        return y, gradient
+
+    return normalize(inputs, scale, offset)
 
 
 def _normalize(inputs, epsilon: float):

@@ -26,6 +26,7 @@ _HERE = Path(__file__).parent
 _SOURCES = (
     "activations.cc",
     "cross_entropy.cc",
+    "normalization.cc",
     "operations.cc",
     "peer.cc",
     "transport.cc",

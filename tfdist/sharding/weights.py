@@ -13,14 +13,17 @@ from tfdist.collectives import Group
 from tfdist.collectives.mappings import reduce_from_tensor_region
 from tfdist.context import current_strategy
 from tfdist.keras_internals.attributes import stored_shape
+from tfdist.keras_internals.functional import defer, deferred_initializer, without_values
 from tfdist.keras_internals.variables import renew
-from tfdist.sharding.layout import update_layout
+from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.sharding.parts import Slice, deep_copy
 
 __all__ = [
+    "SlicedInitializer",
     "add_split_weight",
     "axis_group",
     "check_by_entries",
+    "join_variable",
     "split_variable",
     "tensor_group",
     "value_tensor",
@@ -100,7 +103,7 @@ def add_split_weight(
     variable = layer.add_weight(
         shape=part.local_shape,
         name=name,
-        initializer=lambda _, dtype=None: deep_copy(part.slice_of(initializer(shape, dtype=dtype))),
+        initializer=SlicedInitializer(initializer, part),
         regularizer=None if regularizer is None else _SummedRegularizer(regularizer, group),
         constraint=constraint,
     )
@@ -125,7 +128,10 @@ def split_variable(layer: keras.layers.Layer, variable, dim: int, group: Group) 
     """
     check_by_entries(layer, variable.name, variable.regularizer, variable.constraint)
     part = Slice(group, dim % len(variable.shape), tuple(variable.shape))
-    renew(variable, deep_copy(part.slice_of(tf.convert_to_tensor(variable.value))))
+    if without_values(variable):
+        defer(variable, SlicedInitializer(deferred_initializer(variable), part))
+    else:
+        renew(variable, deep_copy(part.slice_of(tf.convert_to_tensor(variable.value))))
     stored_shape.set(variable, part.local_shape)
     if variable.regularizer is not None:
         variable.regularizer = _SummedRegularizer(variable.regularizer, group)
@@ -133,15 +139,50 @@ def split_variable(layer: keras.layers.Layer, variable, dim: int, group: Group) 
     return part
 
 
+def join_variable(variable) -> None:
+    """Makes a variable that `split_variable` has cut whole again, in place; every rank calls it."""
+    part = layout_of(variable).slice
+    if part is None:
+        return
+    if without_values(variable):
+        defer(variable, deferred_initializer(variable).whole)
+    else:
+        renew(variable, part.all_gather(tf.convert_to_tensor(variable.value), variable.path))
+    stored_shape.set(variable, part.shape)
+    if isinstance(variable.regularizer, _SummedRegularizer):
+        variable.regularizer = variable.regularizer.whole
+    update_layout(variable, slice=None)
+
+
+class SlicedInitializer:
+    """The initializer of a slice of an array.
+
+    Args:
+        whole: The array's; one that has a method `read_slice(part, dtype)` makes no more than that.
+        part: The slice.
+    """
+
+    def __init__(self, whole: Any, part: Slice):
+        self.whole = whole
+        self._part = part
+
+    def __call__(self, shape, dtype=None):
+        """The slice; `shape` is its shape."""
+        read = getattr(self.whole, "read_slice", None)
+        if read is not None:
+            return read(self._part, dtype)
+        return deep_copy(self._part.slice_of(self.whole(self._part.shape, dtype=dtype)))
+
+
 class _SummedRegularizer(keras.regularizers.Regularizer):
     """The penalty of the global array, of which each rank sees its slice."""
 
     def __init__(self, regularizer, group: Group):
-        self._regularizer = regularizer
+        self.whole = regularizer
         self._group = group
 
     def __call__(self, value):
-        return reduce_from_tensor_region(self._regularizer(value), self._group, name="regularizer")
+        return reduce_from_tensor_region(self.whole(value), self._group, name="regularizer")
 
 
 _BY_ENTRIES = (

@@ -110,6 +110,14 @@ class RankPool:
         if not self._processes:
             self._start()
         task = cloudpickle.dumps((function, args, kwargs))
+        try:
+            return self._answers(task, timeout)
+        except BaseException:
+            # Ranks may still answer, as after Ctrl-C: the next run would take that for its own.
+            self.close(kill=True)
+            raise
+
+    def _answers(self, task: bytes, timeout: float) -> list:
         results: dict[int, object] = {}
         failures: list[tuple[int, BaseException]] = []
         for rank, channel in enumerate(self._channels):
@@ -145,7 +153,6 @@ class RankPool:
             if failures:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if failures:
-            self.close(kill=True)
             # A rank that died is the cause of what the others raised, whoever spoke first.
             raise min(failures, key=lambda failure: not isinstance(failure[1], RankError))[1]
         return [results[rank] for rank in range(self.num_ranks)]

@@ -20,9 +20,9 @@ import tensorflow as tf
 from tfdist.collectives import Group, all_reduce
 from tfdist.keras_internals.attributes import dtype_policy, sublayers
 from tfdist.keras_internals.private import all_layers
-from tfdist.layers.dropout import own_seed
-from tfdist.parallelize.adapters import override
+from tfdist.layers.dropout import drawing_apart
 from tfdist.sharding.layout import layout_of, update_layout
+from tfdist.tensor_parallel.adapters import override
 
 __all__ = ["Check"]
 
@@ -201,11 +201,7 @@ class Check:
         for generator, where in generators.values():
             # What draws for a whole activation too must draw alike.
             if all(where):
-                override(generator, "next", _drawing_apart(generator.next, self._group))
-
-
-def _drawing_apart(stock, group: Group):
-    return lambda ordered=True: own_seed(stock(ordered), group)
+                override(generator, "next", drawing_apart(generator.next, self._group))
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,38 +13,38 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.collectives import Group, broadcast
-from tfdist.keras_internals.attributes import made_under, own_non_trainable, own_trainable
+from tfdist.keras_internals.attributes import made_under, variables_of_layer
+from tfdist.keras_internals.functional import without_values
 from tfdist.keras_internals.private import all_layers
-from tfdist.layers.dense import refuse_features
-from tfdist.parallelize.adapters import Adapter, DenseAdapter, EinsumDenseAdapter
-from tfdist.parallelize.adapters_attention import join_attention
-from tfdist.parallelize.adapters_embedding import EmbeddingAdapter, ReversibleEmbeddingAdapter
-from tfdist.parallelize.check import Check
-from tfdist.parallelize.plan import kinds_of
-from tfdist.parallelize.report import ParallelizeReport, VariableReport
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.parts import deep_copy
 from tfdist.sharding.weights import tensor_group
+from tfdist.tensor_parallel.adapters import Adapter
+from tfdist.tensor_parallel.blocks import Block, split_blocks
+from tfdist.tensor_parallel.check import Check
+from tfdist.tensor_parallel.choosing import adapter_class
+from tfdist.tensor_parallel.finding import find_plan
+from tfdist.tensor_parallel.layout_map import is_layout_map, plan_of_layout_map
+from tfdist.tensor_parallel.plan import kinds_of
+from tfdist.tensor_parallel.report import ParallelizeReport, VariableReport
 
-__all__ = ["parallelize"]
-
-#: What splits a layer; the more special before the more general.
-_ADAPTERS: tuple[type[Adapter], ...] = (
-    DenseAdapter,
-    EinsumDenseAdapter,
-    ReversibleEmbeddingAdapter,
-    EmbeddingAdapter,
-)
+__all__ = ["parallelize", "report"]
 
 
-def parallelize(model: keras.Model, plan: Mapping[str, str], *, sample=None) -> ParallelizeReport:
+def parallelize(
+    model: keras.Model, plan: Mapping[str, str] | Any | None = None, *, sample=None
+) -> keras.Model:
     """Splits a model's Dense, Embedding and attention layers over the tensor axis, in place.
 
     ```python
     with strategy.scope():
-        model = keras_hub.models.GPT2Backbone(...)
-        print(parallelize(model, plan.GPT2))
+        model = keras_hub.models.Llama3CausalLM.from_preset("llama3-local/")
+        model.backbone.enable_lora(8)
+        model = parallelize(model)
+        print(report(model))
     ```
+
+    Without a plan one is found: attention by heads, feed-forward blocks, tables of tokens.
 
     The model stays what it is to Keras: the same objects, paths and configuration. It trains,
     evaluates and predicts as on one device, and what is saved from it loads there with plain
@@ -62,25 +63,30 @@ def parallelize(model: keras.Model, plan: Mapping[str, str], *, sample=None) -> 
     A pattern that matches a kernel decides for its layer: the bias follows. After splitting, the
     model is run on a sample and compared with what it was, in its outputs and in the gradients of
     its weights, so a plan that computes something else is an error here and not a bad loss later.
-    Until then each rank holds the model whole, and for the comparison its gradients too.
+    Until then each rank holds the model whole, and for the comparison its gradients too. A model
+    whose weights are deferred (`tfdist.pipeline.deferred_weights`) has no values to compare by.
+
+    Layers with LoRA, and such as are quantized to int8 or int4, are split with what that adds to
+    them. `enable_lora` and `quantize` work on a split layer too; then every rank calls them.
 
     Without a strategy in scope, or with a tensor axis of 1, the plan is checked and nothing
-    changes.
+    changes; nor is a model split twice without a plan.
 
     Args:
         model: A built model whose optimizer has not been built.
-        plan: From regular expressions over whole variable paths (`re.fullmatch`, as in
-            `keras.distribution.LayoutMap`) to these words.
+        plan: From regular expressions over whole variable paths (`re.fullmatch`) to these words; or
+            a `keras.distribution.LayoutMap`, as KerasHub's `get_layout_map` returns it, whose data
+            axis means ZeRO stage 3. None: it is found.
         sample: What `model(sample)` takes, to compare by; the same on every rank. It builds a
             model that is not built. A functional model needs none.
 
     Returns:
-        What became of each variable; `print` shows a table.
+        The model. `report(model)` says what became of each variable.
 
     Raises:
-        ValueError: A pattern matches nothing, two match one variable, a layer cannot be split so,
-            a size does not divide, the split model computes something else, or the model is not
-            built, split already or under training. The model is then as it was.
+        ValueError: No plan is found, a pattern matches nothing, two match one variable, a layer
+            cannot be split so, a size does not divide, the split model computes something else, or
+            the model is not built, split already or under training. The model is then as it was.
     """
     checks.instance("model", model, keras.Model, "a Keras model")
     group = tensor_group()
@@ -88,25 +94,65 @@ def parallelize(model: keras.Model, plan: Mapping[str, str], *, sample=None) -> 
     if not model.built and sample is not None:
         _build(model, sample)
     _check_state(model)
+    if plan is None and any(layout_of(variable).slice for variable in model.weights):
+        return model
+    deferred = any(without_values(variable) for variable in model.weights)
     weights = list(model.weights)
-    kinds = kinds_of(plan, [weight.path for weight in weights])
+    found = _plan(model, plan)
+    kinds = kinds_of(found, [weight.path for weight in weights])
     adapters = _adapters(model, kinds)
     by_layer = {id(adapter.layer): adapter for adapter in adapters}
-    joins = [join_attention(layer, by_layer) for layer in all_layers(model)]
+    blocks = list(split_blocks(all_layers(model), by_layer))
     if group is not None and adapters:
         for adapter in adapters:
             adapter.check(group)
-        _start_alike(model, group)
-        with _constants_moved(model), _all_or_nothing(model):
-            check = Check(model, sample, group)
-            for adapter in adapters:
-                adapter.apply(group)
-            for join in joins:
-                if join is not None:
-                    join(group)
-            check.compare([adapter.layer for adapter in adapters])
+        for block in blocks:
+            block.check(group)
+        if deferred:
+            with _all_or_nothing(model):
+                _apply(adapters, blocks, group)
+            for block in blocks:
+                block.mark_inside(group)
+        else:
+            _start_alike(model, group)
+            with _constants_moved(model), _all_or_nothing(model):
+                check = Check(model, sample, group)
+                _apply(adapters, blocks, group)
+                check.compare([adapter.layer for adapter in adapters])
         _forget_traces(model)
-    return _report(weights, kinds, adapters, group)
+    _reports[model] = _report(weights, kinds, adapters, group)
+    return model
+
+
+#: What `parallelize` did to the models that there are.
+_reports: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def report(model: keras.Model) -> ParallelizeReport:
+    """What `parallelize` did to each variable of a model; `print` shows a table.
+
+    Raises:
+        ValueError: The model was not given to `parallelize`.
+    """
+    checks.instance("model", model, keras.Model, "a Keras model")
+    if model not in _reports:
+        raise ValueError(
+            f"Reports are of models that `parallelize` was called on. Received: `{model.name}`."
+        )
+    return _reports[model]
+
+
+def _plan(model: keras.Model, plan) -> Mapping[str, str]:
+    if plan is None:
+        return find_plan(model)
+    return plan_of_layout_map(model, plan) if is_layout_map(plan) else plan
+
+
+def _apply(adapters: Sequence[Adapter], blocks: Sequence[Block], group: Group) -> None:
+    for adapter in adapters:
+        adapter.apply(group)
+    for block in blocks:
+        block.apply(group)
 
 
 def _check_scope(model: keras.Model) -> None:
@@ -149,7 +195,7 @@ def _adapters(model: keras.Model, kinds: Mapping[str, str]) -> list[Adapter]:
     """How each layer is split of which the plan speaks."""
     adapters = []
     for layer in all_layers(model):
-        own = [*own_trainable(layer), *own_non_trainable(layer)]
+        own = variables_of_layer(layer)
         said = {v.path: kinds[v.path] for v in own if v.path in kinds}
         if not set(said.values()) - {"replicate"}:
             continue
@@ -165,21 +211,21 @@ def _adapters(model: keras.Model, kinds: Mapping[str, str]) -> list[Adapter]:
 
 def _adapter(layer, said: Mapping[str, str]) -> Adapter:
     """How one layer is split, with all that the plan says of its variables."""
-    fitting = [adapter for adapter in _ADAPTERS if isinstance(layer, adapter.stock)]
-    if not fitting:
+    kind_of_adapter = adapter_class(layer)
+    if kind_of_adapter is None:
         path, kind = next((path, kind) for path, kind in said.items() if kind != "replicate")
         raise ValueError(
             "A plan splits Dense, EinsumDense and Embedding layers, and attention through those "
             f"inside it. Received: {kind!r} for `{path}` of a {type(layer).__name__}."
         )
-    refuse_features(layer)
-    mains = [variable.path for variable in fitting[0].main(layer)]
+    _refuse_activity_regularizer(layer)
+    mains = [variable.path for variable in kind_of_adapter.main(layer)]
     kind = next((said[path] for path in mains if path in said), "replicate")
     if kind == "replicate":
         raise ValueError(
             f"A layer is split by what a plan says of `{mains[0]}`. Received: {dict(said)}."
         )
-    adapter = fitting[0](layer, kind)
+    adapter = kind_of_adapter(layer, kind)
     split = {part.variable.path for part in adapter.parts}
     for path, word in said.items():
         if word != kind and not (word == "replicate" and path not in split):
@@ -188,6 +234,14 @@ def _adapter(layer, said: Mapping[str, str]) -> Adapter:
                 f"{word!r} for `{path}`."
             )
     return adapter
+
+
+def _refuse_activity_regularizer(layer) -> None:
+    if layer.activity_regularizer is not None:
+        raise ValueError(
+            "An activity regularizer works on outputs that one rank holds whole. Received: "
+            f"{layer.activity_regularizer!r} in `{layer.path}`. Say 'replicate' of it."
+        )
 
 
 def _start_alike(model: keras.Model, group: Group) -> None:

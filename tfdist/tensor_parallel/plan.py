@@ -42,7 +42,8 @@ def check_plan(plan: Mapping[str, str]) -> None:
         TypeError: It is no mapping.
         ValueError: A key is no text, or a word is unknown.
     """
-    checks.instance("plan", plan, Mapping, "a dict from patterns to words")
+    meaning = "a dict from patterns to words, or a LayoutMap of Keras"
+    checks.instance("plan", plan, Mapping, meaning)
     for pattern, kind in plan.items():
         if not isinstance(pattern, str):
             raise checks.refuse("plan", plan, f"a dict from patterns, which {pattern!r} is not")

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import keras
 import numpy as np
 
-from tests.parallelize import parallel_programs as programs
+from tests.tensor_parallel import parallel_programs as programs
 
 
 def parallelize(*args, **kwargs):
     """tfdist's, imported where it is called: some processes that look at this file cannot."""
-    from tfdist.parallelize import parallelize as split
+    from tfdist.tensor_parallel import parallelize as split
 
     return split(*args, **kwargs)
 
@@ -54,13 +54,6 @@ def with_convolution():
 
 def with_softmax():
     return stack(dense(4, "up", activation="softmax"), dense(4, "down"))
-
-
-def with_lora():
-    model = programs.mlp()
-    model.get_layer("up").kernel_regularizer = None
-    model.get_layer("up").enable_lora(2)
-    return model
 
 
 def regularized():
@@ -106,7 +99,6 @@ ANYWHERE = {
     ),
     "a layer of one's own": Case(with_own_dense, {"own/kernel": "column"}, ("`OwnDense`", "`own`")),
     "softmax": Case(with_softmax, {"up/kernel": "column"}, ("`softmax`", "`up`", "vocabulary")),
-    "lora": Case(with_lora, {"up/kernel": "column"}, ("lora_rank=2", "`up`")),
     "a regularizer of the whole": Case(regularized, UP_DOWN, ("kernel of `up`", "Orthogonal")),
     "only the bias": Case(programs.mlp, {"up/bias": "column"}, ("`up/kernel`",)),
     "two words": Case(

@@ -12,9 +12,15 @@ import tensorflow as tf
 
 def parallelize(*args, **kwargs):
     """tfdist's, imported where it is called: some processes that look at this file cannot."""
-    from tfdist.parallelize import parallelize as split
+    from tfdist.tensor_parallel import parallelize as split
 
     return split(*args, **kwargs)
+
+
+def report_on(model):
+    from tfdist.tensor_parallel import report
+
+    return report(model)
 
 
 def layout_of(variable):
@@ -197,7 +203,7 @@ def hidden_states():
 
 def cases() -> dict:
     """By name: what builds the model, the plan, the data and the loss."""
-    from tfdist.parallelize import plan
+    from tfdist.tensor_parallel import plan
 
     entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     return {
@@ -224,7 +230,8 @@ def made(name: str, mesh: dict | None, *, split_loss: bool = False, optimizer: s
         model = build()
         if not model.built:
             model(x[:2])
-        report = parallelize(model, plan, sample=first(x, 2))
+        parallelize(model, plan, sample=first(x, 2))
+        report = report_on(model)
         if split_loss:
             loss = layers.VocabParallelCrossEntropy(VOCABULARY)
         rule = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=1.0)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from tests.conftest import on_ranks
-from tests.parallelize import parallel_programs as programs
-from tests.parallelize import parallel_refusals as refusals
 from tests.strategies.observing import without_tfdist
-from tfdist.parallelize import parallelize
-from tfdist.parallelize import plan as plans
-from tfdist.parallelize.report import VariableReport
+from tests.tensor_parallel import parallel_programs as programs
+from tests.tensor_parallel import parallel_refusals as refusals
+from tfdist.tensor_parallel import parallelize
+from tfdist.tensor_parallel import plan as plans
+from tfdist.tensor_parallel.report import VariableReport
 
 TWO = {"data": 1, "tensor": 2}
 HUB = ("gpt2", "gpt2_lm", "llama", "qwen3")
@@ -160,7 +160,8 @@ def test_without_a_strategy_nothing_changes():
     keras.utils.set_random_seed(1)
     model = programs.transformer()
     before = [value.copy() for value in model.get_weights()]
-    report = parallelize(model, programs.TRANSFORMER)
+    assert parallelize(model, programs.TRANSFORMER) is model
+    report = programs.report_on(model)
     for value, expected in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(value, expected)
     assert report.tensor == 1

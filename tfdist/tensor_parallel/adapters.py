@@ -1,0 +1,256 @@
+"""Stock Keras layers, split over the tensor axis in place.
+
+A layer keeps its identity, its class and its configuration, so a graph, a subclassed model and a
+file see the layer that they know. What changes is what the instance holds and does: its variables
+become this rank's slices, and `call` is overridden on the instance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import keras
+import tensorflow as tf
+
+from tfdist.collectives import Group, broadcast
+from tfdist.collectives.mappings import copy_to_tensor_region
+from tfdist.keras_internals.attributes import variables_of_layer
+from tfdist.keras_internals.functional import without_values
+from tfdist.sharding.layout import update_layout
+from tfdist.sharding.weights import check_by_entries, join_variable, split_variable
+
+__all__ = [
+    "Adapter",
+    "Entrance",
+    "LayerView",
+    "Part",
+    "computes_as",
+    "local_attributes",
+    "override",
+]
+
+
+def override(thing, name: str, value) -> None:
+    """Overrides a method or an attribute of one object, past what Keras does at assignments."""
+    vars(thing)[name] = value
+
+
+@contextlib.contextmanager
+def local_attributes(thing, attributes: dict[str, Any]) -> Iterator[None]:
+    """Inside, attributes of an object have this rank's values: its configuration keeps the global."""
+    own = vars(thing)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            own.pop(name, None)
+        own.update(before)
+
+
+class LayerView:
+    """A layer with other values of some attributes, for methods of Keras' that are called on it.
+
+    What such a method leaves behind for the backward pass sees these values too.
+
+    Args:
+        layer: The layer.
+        attributes: The other values.
+    """
+
+    def __init__(self, layer: keras.layers.Layer, attributes: Mapping[str, Any]):
+        self._layer = layer
+        vars(self).update(attributes)
+
+    def __getattr__(self, name: str) -> Any:
+        method = inspect.getattr_static(type(self._layer), name, None)
+        if inspect.isfunction(method):
+            return types.MethodType(method, self)
+        return getattr(self._layer, name)
+
+
+@dataclasses.dataclass
+class Part:
+    """A variable of a layer, and how it is split.
+
+    Attributes:
+        variable: The variable.
+        axis: The dim that is split.
+        what: What that dim counts, for messages; None where it may be padded.
+        where: The path of the layer that the user knows it by.
+    """
+
+    variable: keras.Variable
+    axis: int
+    what: str | None
+    where: str
+
+    def check(self, group: Group) -> None:
+        """Raises where the dim does not divide by the group.
+
+        Raises:
+            ValueError: It does not.
+        """
+        size = self.variable.shape[self.axis]
+        if self.what is not None and size % group.size:
+            raise ValueError(
+                f"{self.what} divides by the tensor axis. Received: {self.what}={size} in "
+                f"`{self.where}` with tensor={group.size}."
+            )
+
+
+class Entrance:
+    """Where inputs enter the part of a model that is split: once for all layers that take them.
+
+    The gradients of a tensor that several layers of a block take, as query, key and value do, are
+    then summed over the ranks in one collective.
+    """
+
+    def __init__(self) -> None:
+        self._entered: dict[Any, tuple] | None = None
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Inside, a tensor enters once."""
+        before, self._entered = self._entered, {}
+        try:
+            yield
+        finally:
+            self._entered = before
+
+    @property
+    def is_open(self) -> bool:
+        """Whether several layers share what enters."""
+        return self._entered is not None
+
+    def enter(self, tensor, group: Group, name: str):
+        """`copy_to_tensor_region`, or what it gave for this tensor before."""
+        if self._entered is None:
+            return copy_to_tensor_region(tensor, group, name=name)
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        key = id(tensor), id(graph)
+        if key not in self._entered:
+            inside = copy_to_tensor_region(tensor, group, name=name)
+            self._entered[key] = (tensor, inside)
+        return self._entered[key][1]
+
+
+def computes_as(layer: keras.layers.Layer, stock: Any) -> bool:
+    """Whether what a layer computes is what a class of Keras does."""
+    return type(layer).call is stock.call
+
+
+class Adapter:
+    """How one layer is split.
+
+    Attributes:
+        layer: The layer.
+        kind: What the plan says of it.
+        parts: The variables that are split; its others stay whole.
+        partial: Whole variables of which each rank computes a part of the gradient.
+        entrance: Where its inputs enter; blocks share one among their layers.
+        counted: What the dims that are split count, where the layer's block knows, as "num_heads".
+        where: The path of the layer that the user knows it by.
+    """
+
+    stock: ClassVar[type]
+    kinds: ClassVar[tuple[str, ...]]
+
+    def __init__(self, layer: keras.layers.Layer, kind: str):
+        name = type(layer).__name__
+        if kind not in self.kinds:
+            raise ValueError(
+                f"Of layers of class {name} a plan says "
+                f"{' or '.join(map(repr, (*self.kinds, 'replicate')))}. Received: {kind!r} for "
+                f"`{layer.path}`."
+            )
+        if not computes_as(layer, self.stock):
+            raise ValueError(
+                f"What `{name}` computes with its weights is its own, so it cannot be split. "
+                f"Received: {kind!r} for `{layer.path}`. Split the layers inside it, or say "
+                "'replicate'."
+            )
+        self.layer = layer
+        self.kind = kind
+        self.entrance = Entrance()
+        self.counted: str | None = None
+        self.where = layer.path
+        self.parts: list[Part] = []
+        self.partial: list[keras.Variable] = []
+        self.describe()
+        for part in self.parts:
+            variable = part.variable
+            check_by_entries(layer, variable.name, variable.regularizer, variable.constraint)
+
+    @staticmethod
+    def main(layer) -> list:
+        """The variables by which a plan says what becomes of the layer."""
+        raise NotImplementedError
+
+    def describe(self) -> None:
+        """Says which variables, as the layer has them now, are split and how: `parts`, `partial`.
+
+        Raises:
+            ValueError: One cannot be.
+        """
+        raise NotImplementedError
+
+    def check(self, group: Group) -> None:
+        """Raises where a dim does not divide by the group.
+
+        Raises:
+            ValueError: It does not.
+        """
+        for part in self.parts:
+            part.check(group)
+
+    def apply(self, group: Group) -> None:
+        """Cuts the variables, and overrides what the layer computes."""
+        self._cut(group)
+        override(self.layer, "call", self._call(group))
+        override(self.layer, "quantized_call", self._quantized_call(group))
+        for name in ("enable_lora", "quantize"):
+            override(self.layer, name, self._on_the_whole(getattr(self.layer, name), group))
+
+    def _cut(self, group: Group) -> None:
+        for part in self.parts:
+            split_variable(self.layer, part.variable, part.axis, group)
+        for variable in self.partial:
+            update_layout(variable, partial_over=group)
+
+    def _on_the_whole(self, method: Callable, group: Group) -> Callable:
+        """A method of Keras' that makes variables out of whole ones; every rank calls it."""
+
+        def call(*args, **kwargs):
+            known = {id(variable) for variable in variables_of_layer(self.layer)}
+            for part in self.parts:
+                join_variable(part.variable)
+            for variable in self.partial:
+                update_layout(variable, partial_over=None)
+            try:
+                return method(*args, **kwargs)
+            finally:
+                for variable in variables_of_layer(self.layer):
+                    if id(variable) not in known and not without_values(variable):
+                        # Ranks may have drawn other numbers.
+                        variable.assign(broadcast(variable.value, group, name="parallelize/values"))
+                self.describe()
+                self.check(group)
+                self._cut(group)
+
+        return call
+
+    def _call(self, group: Group) -> Callable:
+        raise NotImplementedError
+
+    def _quantized_call(self, group: Group) -> Callable:
+        raise NotImplementedError
+
+    def _part(self, variable, axis: int, what: str | None) -> Part:
+        return Part(variable, axis, what, self.where)

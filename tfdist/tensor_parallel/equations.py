@@ -1,0 +1,32 @@
+"""The equations of EinsumDense layers: inputs, kernel and outputs, a label for each dim."""
+
+from __future__ import annotations
+
+__all__ = ["equation_of_a", "position", "terms"]
+
+
+def terms(equation: str) -> tuple[str, str, str]:
+    """The labels of inputs, kernel and outputs."""
+    left, outputs = equation.replace(" ", "").split("->")
+    inputs, kernel = left.split(",")
+    return inputs, kernel, outputs
+
+
+def equation_of_a(equation: str) -> str | None:
+    """From inputs and LoRA's A to what B is multiplied with; None where no equation says that.
+
+    A's last dim is the rank in place of the kernel's last, and B makes the latter of it: so that is
+    the last of the outputs.
+    """
+    inputs, kernel, outputs = terms(equation)
+    if not outputs.endswith(kernel[-1]):
+        return None
+    rank = next(label for label in "rzyxwvu" if label not in equation)
+    return f"{inputs},{kernel[:-1]}{rank}->{outputs[:-1]}{rank}"
+
+
+def position(term: str, label: str) -> int:
+    """Where a label stands, counted from the end that no ellipsis stands at."""
+    if term.endswith("..."):
+        return term.index(label)
+    return term.index(label) - len(term)

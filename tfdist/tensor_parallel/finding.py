@@ -1,0 +1,177 @@
+"""Finds a plan by a model's structure: attention, feed-forward blocks, embeddings.
+
+What is looked for is what transformers of any make have: a layer with projections of query, key,
+value and output; layers inside one block of which some widen and one narrows again; a table of
+tokens. A plan that is found is compared with the whole model like any other.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+import keras
+
+from tfdist import checks
+from tfdist.keras_internals.attributes import (
+    history,
+    int4_inputs,
+    int4_outputs,
+    kernel_of,
+    sublayers,
+    table_of,
+    variables_of_layer,
+)
+from tfdist.keras_internals.private import all_layers
+from tfdist.tensor_parallel.adapters import computes_as
+from tfdist.tensor_parallel.adapters_dense import DenseAdapter, EinsumDenseAdapter
+from tfdist.tensor_parallel.blocks import projections
+from tfdist.tensor_parallel.choosing import adapter_class
+from tfdist.tensor_parallel.equations import terms
+
+__all__ = ["find_plan"]
+
+#: A variable that no rule meets is an error if it is this part of the model or more.
+_LARGE = 0.1
+#: Layers that stay whole: convolutions, as of patches, tables of positions, and banks of experts.
+_WHOLE = re.compile(r".*(Conv|Position|Expert|Moe|MoE).*")
+
+
+def find_plan(model: keras.Model) -> dict[str, str]:
+    """A plan for a model's transformer blocks, embeddings and head.
+
+    Args:
+        model: A built model.
+
+    Returns:
+        From patterns of paths to words, as `parallelize` takes it.
+
+    Raises:
+        ValueError: Nothing can be split, or a large variable is met by no rule.
+    """
+    checks.instance("model", model, keras.Model, "a Keras model")
+    if not model.built:
+        raise ValueError(f"A plan is found for a built model. Received: `{model.name}`, not built.")
+    kinds: dict[int, tuple[keras.layers.Layer, str]] = {}
+    for layer in all_layers(model):
+        roles = projections(layer)
+        if roles:
+            for part, kind in _attention(layer, roles):
+                kinds.setdefault(id(part), (part, kind))
+        elif not isinstance(layer, keras.Model):
+            for part, kind in _feed_forward(layer):
+                kinds.setdefault(id(part), (part, kind))
+    for layer in _tables(model):
+        kinds.setdefault(id(layer), (layer, "vocabulary"))
+    if not any(kind != "replicate" for _, kind in kinds.values()):
+        raise ValueError(
+            f"No attention, feed-forward block or table of tokens was found in `{model.name}`. Give "
+            "a plan: parallelize(model, {'.*/kernel': 'column', ...})."
+        )
+    _check_large(model, kinds)
+    return {
+        re.escape(variable.path): kind
+        for layer, kind in kinds.values()
+        if kind != "replicate"
+        for variable in _main(layer)
+    }
+
+
+def _main(layer) -> list:
+    adapter = adapter_class(layer)
+    return [] if adapter is None else adapter.main(layer)
+
+
+def _attention(layer, roles) -> Iterator[tuple]:
+    key_heads = [
+        value
+        for name, value in vars(layer).items()
+        if name.lstrip("_") == "num_key_value_heads" and isinstance(value, int)
+    ]
+    for role, part in roles.items():
+        if role == "output":
+            yield part, "row"
+        elif role in ("key", "value") and key_heads == [1]:
+            yield part, "replicate"  # One head that all queries share: each rank has it.
+        else:
+            yield part, "column"
+
+
+def _feed_forward(layer) -> Iterator[tuple]:
+    """Of the products directly inside a layer: those that widen by columns, what narrows by rows."""
+    parts = [x for x in sublayers(layer) if _is_product(x)]
+    sizes = [_sizes(part) for part in parts]
+    for place, (inputs, outputs) in enumerate(sizes):
+        ups = [
+            x for x, size in zip(parts[:place], sizes, strict=False) if size == (outputs, inputs)
+        ]
+        if ups and (inputs, outputs) not in sizes[place + 1 :]:
+            if inputs != outputs and sizes.count((inputs, outputs)) > 1:
+                continue  # Which of them narrows what was widened cannot be told.
+            yield parts[place], "row"
+            for up in ups:
+                yield up, "column"
+
+
+def _is_product(layer) -> bool:
+    adapter = adapter_class(layer)
+    if adapter not in (DenseAdapter, EinsumDenseAdapter):
+        return False
+    return layer.built and computes_as(layer, adapter.stock)
+
+
+def _sizes(layer) -> tuple[int, int]:
+    """How many inputs and outputs a product has."""
+    if isinstance(layer, keras.layers.Dense):
+        if layer.quantization_mode == "int4":
+            return int4_inputs(layer), int4_outputs(layer)
+        return tuple(kernel_of(layer).shape)
+    _, labels, outputs = terms(layer.equation)
+    shape = kernel_of(layer).shape
+    if layer.quantization_mode == "int4":
+        shape = layer.original_kernel_shape
+    sizes = dict(zip(labels, shape, strict=True))
+    into = math.prod(size for label, size in sizes.items() if label in outputs)
+    return math.prod(shape) // into, into
+
+
+def _tables(model: keras.Model) -> Iterator[keras.layers.Layer]:
+    """Tables of tokens, and a last layer that makes logits of as many classes."""
+    vocabularies = set()
+    least = _LARGE * _size_of(model)
+    for layer in all_layers(model):
+        if not layer.built or not isinstance(layer, keras.layers.Embedding):
+            continue
+        is_large = math.prod(table_of(layer).shape) >= least
+        if isinstance(layer, keras.layers.ReversibleEmbedding) or is_large:
+            vocabularies.add(layer.input_dim)
+            yield layer
+    for tensor in getattr(model, "outputs", None) or []:
+        last = history(tensor).operation
+        if isinstance(last, keras.layers.Dense) and last.units in vocabularies:
+            yield last
+
+
+def _size_of(model) -> int:
+    return sum(math.prod(variable.shape) for variable in model.weights) or 1
+
+
+def _check_large(model: keras.Model, kinds) -> None:
+    """Raises for a large variable that no rule meets.
+
+    Raises:
+        ValueError: There is one.
+    """
+    whole = _size_of(model)
+    for layer in all_layers(model):
+        if id(layer) in kinds or _WHOLE.fullmatch(type(layer).__name__):
+            continue
+        for variable in variables_of_layer(layer):
+            if math.prod(variable.shape) > _LARGE * whole and len(variable.shape) > 1:
+                raise ValueError(
+                    "No rule says how a large variable is split. Received: "
+                    f"`{variable.path}` of shape {tuple(variable.shape)} in a "
+                    f"{type(layer).__name__}, {math.prod(variable.shape) / whole:.0%} of "
+                    f"`{model.name}`. Give a plan that names it, if only as 'replicate'."
+                )
