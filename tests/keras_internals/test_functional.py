@@ -8,13 +8,11 @@ import keras
 import pytest
 import tensorflow as tf
 from keras.src.backend.common import global_state, variables
-from keras.src.models.functional import Functional
 from tensorflow.python.eager import context
 from tensorflow.python.framework import func_graph, ops
 
 from tfdist.keras_internals.functional import (
     deferred_weights,
-    nodes_in_order,
     not_inlined,
     trace_graph,
 )
@@ -37,16 +35,6 @@ def test_functions_take_what_they_took(owner, name, parameters):
     assert hasattr(owner, name), f"{owner.__name__}.{name} has moved: see keras_graph.py"
     found = list(inspect.signature(getattr(owner, name)).parameters)
     assert found[: len(parameters)] == parameters
-
-
-def test_functional_models_know_their_nodes():
-    inputs = keras.Input((2,))
-    model = keras.Model(inputs, keras.layers.Dense(3, name="only")(inputs))
-    assert isinstance(model, Functional)
-    (node,) = nodes_in_order(model)
-    assert node.operation.name == "only"
-    assert node.input_tensors == [inputs]
-    assert node.outputs == model.outputs
 
 
 def test_deferred_variables_are_off_keras_list():

@@ -76,6 +76,8 @@ stored_shape = Attribute("_shape", keras.Variable)
 own_trainable = Attribute("_trainable_variables", keras.Layer)
 own_non_trainable = Attribute("_non_trainable_variables", keras.Layer)
 sublayers = Attribute("_layers", keras.Layer)
+# A method. `losses` has those of the layers inside, and regularizers.
+own_losses = Attribute("_get_own_losses", keras.Layer)
 # Settable alone: the public setter changes the map of policies that other layers share.
 dtype_policy = Attribute("_dtype_policy", keras.Layer)
 # The variables: `kernel` and `embeddings` add what LoRA has learnt, and unpack quantized ones.

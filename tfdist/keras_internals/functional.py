@@ -1,7 +1,7 @@
 """What the pipeline needs of Keras' and TensorFlow's private code, in one place.
 
-- `Function._nodes_by_depth`: the order in which a functional model runs, and what feeds what.
-- `uninitialized_variables`, `Variable._initializer` and `_deferred_initialize`: weights whose values come later.
+- `uninitialized_variables`, `Variable._initializer` and `_deferred_initialize`: weights whose
+  values come later.
 - `func_graph_from_py_func` and TensorFlow's statistics of operations: a layer's graph and its
   FLOPs.
 - `Graph._functions` and `AtomicFunction`: what operations of a graph call, as the branches of a
@@ -23,7 +23,7 @@ from tensorflow.python.eager.polymorphic_function.atomic_function import AtomicF
 from tensorflow.python.framework import func_graph, ops
 from tensorflow.python.profiler.internal import flops_registry  # noqa: F401  Registers FLOPs.
 
-from tfdist.keras_internals.private import Functional, global_state
+from tfdist.keras_internals.private import global_state
 
 __all__ = [
     "add_functions",
@@ -33,7 +33,6 @@ __all__ = [
     "deferred_weights",
     "functions_of",
     "initialize_weights",
-    "nodes_in_order",
     "not_inlined",
     "trace_graph",
     "without_values",
@@ -84,31 +83,6 @@ def initialize_weights(variables: Sequence[keras.Variable]) -> None:
     for variable in variables:
         if without_values(variable):
             variable._deferred_initialize()
-
-
-def nodes_in_order(model: keras.Model) -> list:
-    """The calls of a functional model in the order in which they run, inputs left out.
-
-    Raises:
-        ValueError: The model is not functional.
-    """
-    if isinstance(model, keras.Sequential):
-        if not model.built:
-            raise ValueError(
-                f"The model `{model.name}` has no input shape yet: begin it with a keras.Input."
-            )
-        model = model._functional
-    if not isinstance(model, Functional):
-        raise ValueError(
-            "A pipeline is cut out of a list of layers, a Sequential or a functional model, whose "
-            f"parts can be seen. Received: `{model.name}` of type {type(model).__name__}."
-        )
-    return [
-        node
-        for depth in sorted(model._nodes_by_depth, reverse=True)
-        for node in model._nodes_by_depth[depth]
-        if not node.is_input
-    ]
 
 
 def trace_graph(function: Callable, specs: Sequence[tf.TensorSpec]) -> func_graph.FuncGraph:

@@ -64,6 +64,8 @@ def all_layers(model: keras.Layer, **options) -> list[keras.Layer]:
 #: Functions that are called, or overridden on an instance, and their first parameters.
 _CALLED = (
     (keras.Layer, "_flatten_layers", ("self", "include_self", "recursive")),
+    (Functional, "_standardize_inputs", ("self", "inputs")),
+    (Node, "__init__", ("self", "operation", "call_args", "call_kwargs", "outputs")),
     (keras.Variable, "_initialize", ("self", "value")),
     (keras.Variable, "_direct_assign", ("self", "value")),
     (keras.Variable, "_maybe_autocast", ("self", "value")),

@@ -1,126 +1,184 @@
-"""A model as a chain: links with one tensor between each and the next."""
+"""A model as a chain: links, with the tensors that lead from each to the next."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import keras
 import tensorflow as tf
 
 from tfdist import checks
-from tfdist.keras_internals.functional import (
-    count_flops,
-    deferred_weights,
-    nodes_in_order,
-    trace_graph,
-    without_values,
-)
-from tfdist.keras_internals.private import get_keras_mask
+from tfdist.keras_internals.calls import Call, calls_of, flat_inputs, model_of
+from tfdist.keras_internals.functional import deferred_weights
+from tfdist.keras_internals.private import all_layers, get_keras_mask
+from tfdist.pipeline.cuts import Step, order, places
+from tfdist.pipeline.link import Link
+from tfdist.pipeline.probabilities import activation_of, logits_of
+from tfdist.pipeline.shapes import RowShape, rows_of_inputs
 
-__all__ = ["Chain", "Link"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Link:
-    """A part of the chain that is not cut.
-
-    Attributes:
-        name: Its layers' names.
-        model: From the tensor before it to the one after it.
-        layers: Its layers. One that is used twice, as a tied embedding is, may be in two links.
-    """
-
-    name: str
-    model: keras.Model
-    layers: tuple[keras.layers.Layer, ...]
-
-    @property
-    def variables(self) -> list[keras.Variable]:
-        """The variables of its layers, each once."""
-        return list({id(v): v for layer in self.layers for v in layer.variables}.values())
-
-    @property
-    def trainable_variables(self) -> list[keras.Variable]:
-        """Those of them that are trained."""
-        return [variable for variable in self.variables if variable.trainable]
-
-    @property
-    def parameters(self) -> int:
-        """The number of trainable numbers, this rank's slice of split ones."""
-        return sum(
-            tf.TensorShape(variable.shape).num_elements() for variable in self.trainable_variables
-        )
+__all__ = ["Chain"]
 
 
 class Chain:
     """The links of a functional model, in order.
 
     A functional model can be cut wherever just one tensor leads from what ran before to what runs
-    after: between the layers of a plain stack, and around each block with a shortcut. A tensor that
-    carries a Keras mask, as that of an `Embedding(mask_zero=True)` does, counts as two.
+    after: between the layers of a plain stack, and around each block with a shortcut. Besides it
+    there may be tensors that blocks share, as an encoder's output: `tfdist.pipeline.cuts` says which.
+    The model's own inputs do not count, since all ranks have them, nor do outputs that wait for the
+    end. Models that the model calls are looked into, as the backbone of a task is. There is no cut at
+    a tensor with a Keras mask, as that of an `Embedding(mask_zero=True)`.
 
     Args:
-        model: A Sequential or functional model with one input and one output; or a list that
-            begins with a `keras.Input`, of layers that are called one after the other.
-        input_shape: The shape of one row of its inputs, where the model leaves some of it open.
+        model: A Sequential or functional model; or a list that begins with a `keras.Input`, of layers
+            that are called one after the other.
+        input_shape: The shape of one row of its inputs, where the model leaves some of it open: for
+            several inputs one shape that all with open sizes have, a dict by their names, or a list.
+
+    Attributes:
+        model: The model.
+        links: The links.
+        inputs: The numbers of the model's inputs.
+        outputs: Those of its outputs.
+        executed: The layers in the order in which the model itself calls them.
+        activations: By number of an output the softmax or sigmoid that it is, if it is one.
 
     Raises:
-        ValueError: The model has several inputs or outputs, or is no such model.
+        ValueError: The model is no such model.
     """
 
-    def __init__(self, model: keras.Model | Sequence, input_shape: Sequence[int] | None = None):
-        row = checks.integers(
-            "input_shape", input_shape, minimum=1, none=True, optional=True, empty=True
-        )
+    def __init__(
+        self,
+        model: keras.Model | Sequence,
+        input_shape: Sequence | Mapping | None = None,
+    ):
         if not isinstance(model, keras.Model):
             model = _stack(model)
-        nodes = nodes_in_order(model)
-        if len(model.inputs) != 1 or len(model.outputs) != 1:
-            raise ValueError(
-                "A pipeline takes a model with one input and one output. Received: "
-                f"`{model.name}` with {len(model.inputs)} inputs, {len(model.outputs)} outputs."
-            )
-        open_row = tuple(model.inputs[0].shape[1:])
-        if row is not None and not _fits(row, open_row):
-            raise checks.refuse("input_shape", input_shape, f"the shape of a row, {open_row}")
+        calls, outputs = calls_of(model)
         self.model = model
-        self.links = _links(nodes, model.inputs[0], model.outputs[0])
-        self._row = open_row if row is None else row
+        self._rows = rows_of_inputs(model.inputs, input_shape)
+        numbers: dict[int, int] = {}
+        for tensor in [*model.inputs, *(made for call in calls for made in call.makes)]:
+            numbers.setdefault(id(tensor), len(numbers))
+        self._calls, self._numbers = calls, numbers
+        self.inputs = tuple(numbers[id(tensor)] for tensor in model.inputs)
+        self.outputs = tuple(numbers[id(tensor)] for tensor in outputs)
+        self.activations = {
+            self._number(tensor): activation
+            for call in calls
+            if (activation := activation_of(call)) is not None
+            for tensor in call.makes
+            if self._number(tensor) in self.outputs
+        }
+        self.executed = [c.operation for c in calls if isinstance(c.operation, keras.Layer)]
+        self.links = self._make_links()
         self._flops: dict[int, list[int]] = {}
+        self._shapes: dict[tuple, dict[int, RowShape]] = {}
 
     def __len__(self) -> int:
         return len(self.links)
 
-    def as_outputs(self, tensor):
-        """The output in the form in which the model returns it: alone, or in a dict."""
-        if isinstance(self.model, keras.Sequential) or isinstance(self.model.output, list | tuple):
-            return tensor  # Keras returns a list of one tensor as the tensor.
-        return keras.tree.pack_sequence_as(self.model.output, [tensor])
+    def flat_inputs(self, x) -> dict[int, tf.Tensor]:
+        """The inputs of the model by number, cast to its dtypes.
+
+        Args:
+            x: Tensors in the form in which the model takes them: one, a dict, a list or a tuple.
+
+        Raises:
+            ValueError: They are not the inputs of this model.
+        """
+        return dict(zip(self.inputs, flat_inputs(self.model, x), strict=True))
+
+    def as_outputs(self, tensors: Sequence):
+        """The outputs in the form in which the model returns them: one, a dict, a list or a tuple."""
+        if isinstance(self.model, keras.Sequential):
+            return tensors[0]
+        packed = keras.tree.pack_sequence_as(self.model.output, list(tensors))
+        # Keras returns a list of one tensor as the tensor.
+        return packed[0] if isinstance(packed, list | tuple) and len(packed) == 1 else packed
+
+    def packed(
+        self, tensors: Mapping[int, tf.Tensor], specs: Mapping[int, tf.TensorSpec]
+    ) -> dict[int, tf.Tensor]:
+        """What goes from a stage to the next in the place of some tensors, by number.
+
+        Args:
+            tensors: The tensors.
+            specs: What the next stage takes those to be like that it gets.
+
+        Raises:
+            ValueError: One has another shape, since its layer says that it would have that.
+        """
+        found = {}
+        for number, spec in specs.items():
+            tensor = tensors[number]
+            next(link for link in self.links if number in link.makes).check_shape(
+                tensor, spec.shape
+            )
+            if number in self.activations:
+                tensor = logits_of(tensor, self.activations[number])
+            found[number] = tf.cast(tensor, spec.dtype)
+        return found
+
+    def unpacked(self, tensors: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
+        """The tensors in whose place others have arrived, by number."""
+        return {
+            number: self.activations[number](tensor) if number in self.activations else tensor
+            for number, tensor in tensors.items()
+        }
+
+    def before(self, place: int) -> tuple[int, ...]:
+        """The tensors that lead to a link from those before it, but the inputs of the model."""
+        return self.links[place - 1].after if place else ()
 
     def specs(
-        self, rows: int | None = None, row_shape: Sequence[int | None] | None = None, dtype=None
-    ) -> list[tf.TensorSpec]:
-        """What each link begins with, and what the last one ends with.
+        self, rows: int | None = None, inputs: Sequence[tf.TensorSpec] | None = None
+    ) -> dict[int, tf.TensorSpec]:
+        """What the inputs are like, and the tensors that lead from link to link, by number.
 
         Args:
             rows: How many rows.
-            row_shape: The shape of a row of the inputs, in place of that of the chain.
-            dtype: Their dtype, likewise.
+            inputs: What a row of each input is like, in place of what the chain knows of it.
         """
-        shape = self._row if row_shape is None else tuple(row_shape)
-        tensor = keras.KerasTensor((rows, *shape), dtype or self.model.inputs[0].dtype)
-        found = [tf.TensorSpec(tensor.shape, tensor.dtype)]
+        shapes = self._rows if inputs is None else [tuple(spec.shape) for spec in inputs]
+        tensors = {
+            number: keras.KerasTensor((rows, *shape), own.dtype)
+            for number, shape, own in zip(self.inputs, shapes, self.model.inputs, strict=True)
+        }
         for link in self.links:
-            tensor = link.model.compute_output_spec(tensor)
-            found.append(tf.TensorSpec(tensor.shape, tensor.dtype))
+            made = link.model.compute_output_spec(link.arguments(tensors))
+            tensors |= zip(link.makes, keras.tree.flatten(made), strict=True)
+        return {n: tf.TensorSpec(tensor.shape, tensor.dtype) for n, tensor in tensors.items()}
+
+    def row_shapes(self, inputs: Sequence[tf.Tensor]) -> dict[int, RowShape]:
+        """The shapes of the tensors that lead from link to link, by number, for any number of rows.
+
+        Args:
+            inputs: A batch's inputs in the order of the model's.
+        """
+        key = tuple(tuple(tensor.shape[1:]) for tensor in inputs)
+        if key not in self._shapes:
+            rows = [tf.TensorSpec(tensor.shape[1:], tensor.dtype) for tensor in inputs]
+            two, three = self.specs(2, rows), self.specs(3, rows)
+            self._shapes[key] = {n: RowShape.of(spec, three[n]) for n, spec in two.items()}
+        return self._shapes[key]
+
+    def with_gradient(self) -> set[int]:
+        """The tensors that have a gradient: floating-point ones that trained weights lead to."""
+        found: set[int] = set()
+        for call in self._calls:
+            if any(self._number(tensor) in found for tensor in call.reads) or _is_trained(call):
+                found |= {self._number(t) for t in call.makes if tf.as_dtype(t.dtype).is_floating}
         return found
 
     @functools.cached_property
     def has_known_shapes(self) -> bool:
         """Whether only the number of rows of the tensors between the links is open."""
-        return None not in self._row and not any(None in s.shape[1:] for s in self.specs())
+        return all(None not in row for row in self._rows) and not any(
+            None in spec.shape[1:] for spec in self.specs().values()
+        )
 
     def flops(self, rows: int = 1) -> list[int]:
         """The floating-point operations of each link's forward pass.
@@ -134,10 +192,7 @@ class Chain:
         if rows not in self._flops:
             self.check_known_shapes("FLOPs can be counted")
             specs = self.specs(rows)
-            self._flops[rows] = [
-                count_flops(_forward_graph(link, spec))
-                for link, spec in zip(self.links, specs, strict=False)
-            ]
+            self._flops[rows] = [link.flops(specs) for link in self.links]
         return self._flops[rows]
 
     def check_known_shapes(self, what: str) -> None:
@@ -151,9 +206,11 @@ class Chain:
         """
         if self.has_known_shapes:
             return
+        specs = self.specs()
         name, spec = next(
             (link.name, spec)
-            for link, spec in zip(self.links, self.specs(), strict=False)
+            for link in self.links
+            for spec in [*link.arguments(specs), *(specs[number] for number in link.makes)]
             if None in spec.shape[1:]
         )
         raise ValueError(
@@ -162,12 +219,71 @@ class Chain:
             "share out the layers by cost='parameters'."
         )
 
+    def _number(self, tensor: keras.KerasTensor) -> int:
+        return self._numbers[id(tensor)]
 
-def _fits(shape: Sequence[int | None], row: Sequence[int | None]) -> bool:
-    """Whether a shape says nothing else than another does, in which dims may be open."""
-    return len(shape) == len(row) and all(
-        size == known or known is None for size, known in zip(shape, row, strict=True)
-    )
+    def _make_links(self) -> list[Link]:
+        """Cuts the calls, put into an order of few tensors at a time, wherever there is a cut."""
+        steps = [
+            Step(
+                tuple(n for n in map(self._number, call.reads) if n not in self.inputs),
+                tuple(map(self._number, call.makes)),
+            )
+            for call in self._calls
+        ]
+        sequence = order(steps, self.outputs)
+        masked = {
+            self._number(tensor)
+            for call in self._calls
+            for tensor in call.makes
+            if get_keras_mask(tensor) is not None
+        }
+        found = places([steps[place] for place in sequence], set(self.outputs), masked)
+        links: list[Link] = []
+        waiting: list[Call] = []
+        why = ""
+        for place, lies in zip(sequence, found, strict=True):
+            waiting.append(self._calls[place])
+            if lies.is_cut:
+                links.append(self._link(waiting, lies.live, why))
+                waiting, why = [], ""
+            elif not why:
+                why = self._why_whole(lies.live, masked)
+        if links:
+            # Layers of models inside that lead to no output: they are saved and loaded with the rest.
+            idle = _idle_layers(self.model, links)
+            links[-1] = dataclasses.replace(links[-1], layers=(*links[-1].layers, *idle))
+        return links
+
+    def _why_whole(self, live: tuple[int, ...], masked: set[int]) -> str:
+        """Why there is no cut where these tensors lead on."""
+        makers = {self._number(t): c.operation.name for c in self._calls for t in c.makes}
+        for number in live:
+            if number in masked:
+                return f"what `{makers[number]}` makes has a Keras mask"
+        names = list(dict.fromkeys(f"`{makers[number]}`" for number in live))
+        return f"what {' and '.join(names)} make leads on side by side"
+
+    def _link(self, calls: list[Call], live: tuple[int, ...], why: str) -> Link:
+        made = {self._number(tensor): tensor for call in calls for tensor in call.makes}
+        read = {self._number(tensor): tensor for call in calls for tensor in call.reads}
+        read = {number: tensor for number, tensor in read.items() if number not in made}
+        ends = {number: made[number] for number in live if number in made}
+        with deferred_weights():
+            model = model_of(calls, list(read.values()), list(ends.values()))
+        layers = [call.operation for call in calls if isinstance(call.operation, keras.Layer)]
+        if len(calls) == 1 and isinstance(calls[0].operation, keras.Model):
+            why = "it is a model that does more than its graph says"
+        return Link(
+            " + ".join(dict.fromkeys(call.operation.name for call in calls)),
+            model,
+            tuple(dict.fromkeys(layers)),
+            tuple(read),
+            tuple(number for number in read if number in self.inputs),
+            tuple(ends),
+            live,
+            why,
+        )
 
 
 def _stack(layers: Sequence) -> keras.Model:
@@ -186,44 +302,17 @@ def _stack(layers: Sequence) -> keras.Model:
         return keras.Model(inputs, tensor)
 
 
-def _links(nodes: list, begin: keras.KerasTensor, end: keras.KerasTensor) -> list[Link]:
-    last_use = {
-        id(tensor): place for place, node in enumerate(nodes) for tensor in node.input_tensors
-    }
-    links: list[Link] = []
-    waiting: list = []
-    live: dict[int, keras.KerasTensor] = {id(begin): begin}
-    before = begin
-    for place, node in enumerate(nodes):
-        waiting.append(node.operation)
-        live |= {id(tensor): tensor for tensor in node.outputs}
-        live = {
-            key: tensor
-            for key, tensor in live.items()
-            if last_use.get(key, -1) > place or tensor is end
-        }
-        if len(live) == 1:
-            (after,) = live.values()
-            if after is not end and get_keras_mask(after) is not None:
-                continue  # A mask is a second tensor that leads on.
-            links.append(_link(waiting, before, after))
-            waiting, before = [], after
-    return links
+def _idle_layers(model: keras.Model, links: list[Link]) -> list[keras.layers.Layer]:
+    """The layers with weights that no link has, the outermost of each."""
+    held = {id(variable) for link in links for variable in link.variables}
+    idle: list[keras.layers.Layer] = []
+    for layer in all_layers(model, include_self=False):
+        variables = {id(variable) for variable in layer.variables}
+        if variables and not variables & held:
+            idle.append(layer)
+            held |= variables
+    return idle
 
 
-def _link(operations: list, before: keras.KerasTensor, after: keras.KerasTensor) -> Link:
-    layers = [part for part in operations if isinstance(part, keras.layers.Layer)]
-    with deferred_weights():
-        model = keras.Model(before, after)
-    names = dict.fromkeys(part.name for part in operations)
-    return Link(" + ".join(names), model, tuple(dict.fromkeys(layers)))
-
-
-def _forward_graph(link: Link, spec: tf.TensorSpec) -> tf.Graph:
-    def forward(x):
-        lacking = [variable for variable in link.variables if without_values(variable)]
-        zeros = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in lacking]
-        with keras.StatelessScope(zeros, initialize_variables=False):
-            return link.model(x, training=False)
-
-    return trace_graph(forward, [spec])
+def _is_trained(call: Call) -> bool:
+    return isinstance(call.operation, keras.Layer) and bool(call.operation.trainable_variables)

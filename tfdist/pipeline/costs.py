@@ -13,7 +13,8 @@ from tfdist import checks
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
 from tfdist.keras_internals.functional import trace_graph, without_values
-from tfdist.pipeline.chain import Chain, Link
+from tfdist.pipeline.chain import Chain
+from tfdist.pipeline.link import Link
 
 __all__ = ["bytes_of", "kept_bytes", "link_costs", "measure_seconds", "training_graph"]
 
@@ -85,33 +86,36 @@ def measure_seconds(
     repeats = checks.integer("repeats", repeats, minimum=1, maximum=_MOST_REPEATS)
     chain.check_known_shapes("links can be timed")
     specs = chain.specs(rows)
-    found = [_seconds(link, spec, repeats) for link, spec in zip(chain.links, specs, strict=False)]
+    found = [_seconds(link, link.arguments(specs), repeats) for link in chain.links]
     if group is None or group.size == 1:
         return found
     every = all_gather_object(found, group, name="pipeline/costs")
     return [statistics.fmean(seconds) for seconds in zip(*every, strict=True)]
 
 
-def training_graph(link: Link, spec: tf.TensorSpec) -> tuple[tf.Graph, tf.Tensor, int]:
+def training_graph(
+    link: Link, specs: Sequence[tf.TensorSpec]
+) -> tuple[tf.Graph, list[tf.Tensor], int]:
     """The graph of a forward and a backward pass through a link, which nothing runs.
 
     Args:
         link: The link.
-        spec: What it begins with.
+        specs: What it reads.
 
     Returns:
-        The graph, what the link begins with, and how many operations the forward pass has.
+        The graph, what the link reads, and how many operations the forward pass has.
     """
     marks: dict = {}
 
-    def step(x, *values):
-        gradients = _forward_and_backward(link, x, values, marks)
-        marks["x"] = x
+    def step(*tensors):
+        read, values = tensors[: len(specs)], tensors[len(specs) :]
+        gradients = _forward_and_backward(link, read, values, marks)
+        marks["read"] = list(read)
         return gradients
 
     values = [tf.TensorSpec(v.shape, v.dtype) for v in _lacking(link)]
-    graph = trace_graph(step, [spec, *values])
-    return graph, marks["x"], marks["forward"]
+    graph = trace_graph(step, [*specs, *values])
+    return graph, marks["read"], marks["forward"]
 
 
 def kept_bytes(graph: tf.Graph, backward: int) -> int:
@@ -142,25 +146,29 @@ def _lacking(link: Link) -> list[keras.Variable]:
     return [variable for variable in link.variables if without_values(variable)]
 
 
-def _forward_and_backward(link: Link, x: tf.Tensor, values: Sequence, marks: dict) -> list:
+def _forward_and_backward(link: Link, x: Sequence, values: Sequence, marks: dict) -> list:
     """The gradients of a link's inputs and weights; `values` are of those weights without."""
     with tf.GradientTape() as tape:
-        sources = [source for source in (x, *values) if source.dtype.is_floating]
+        sources = [source for source in (*x, *values) if source.dtype.is_floating]
         tape.watch(sources)
         # What the link changes, as moving averages, stays as it was.
         with keras.StatelessScope(
             list(zip(_lacking(link), values, strict=True)), initialize_variables=False
         ):
-            y = link.model(x, training=True)
+            y = link.model(list(x), training=True)
     there = [v.value for v in link.trainable_variables if not without_values(v)]
     marks["forward"] = len(tf.compat.v1.get_default_graph().get_operations())
-    gradients = tape.gradient(y, [*sources, *there])
+    # Of an integer nothing has a gradient.
+    made = [tensor for tensor in keras.tree.flatten(y) if tensor.dtype.is_floating]
+    gradients = tape.gradient(made, [*sources, *there]) if made else []
     return [gradient for gradient in gradients if gradient is not None]
 
 
-def _seconds(link: Link, spec: tf.TensorSpec, repeats: int) -> float:
-    draw = tf.random.normal if spec.dtype.is_floating else tf.zeros
-    x = draw(spec.shape, dtype=spec.dtype)
+def _seconds(link: Link, specs: Sequence[tf.TensorSpec], repeats: int) -> float:
+    x = [
+        (tf.random.normal if spec.dtype.is_floating else tf.zeros)(spec.shape, dtype=spec.dtype)
+        for spec in specs
+    ]
     values = [tf.zeros(variable.shape, variable.dtype) for variable in _lacking(link)]
     step = tf.function(lambda x, values: _forward_and_backward(link, x, values, {}))
     times = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -12,6 +12,7 @@ from tfdist.collectives.raw import receive_tensor, send_tensor
 from tfdist.graph.dependence import mark_independent
 from tfdist.graph.split import Part
 from tfdist.pipeline.schedules import Action, Kind, Schedule
+from tfdist.pipeline.shapes import RowShape
 from tfdist.pipeline.stage import StageProgram
 
 __all__ = ["Route", "run_forward", "run_schedule"]
@@ -23,24 +24,33 @@ class Route:
 
     Attributes:
         group: The pipeline axis; its rank and size are this rank's place and the number of ranks.
-        shapes: By stage, what its inputs are like but for the rows: shape and dtype.
+        shapes: By number, what the tensors between stages are like.
+        leads: By stage, the numbers of the tensors that it gets from the one before.
     """
 
     group: Group
-    shapes: Mapping[int, tf.TensorSpec]
+    shapes: Mapping[int, RowShape]
+    leads: Sequence[Sequence[int]]
 
-    def send(self, tensor: tf.Tensor, to_stage: int, name: str) -> None:
-        """Sends outputs or a gradient to the rank of a stage."""
-        send_tensor(tensor, self.group, to_stage % self.group.size, name=name)
+    def send(self, tensors: Mapping[int, tf.Tensor], to_stage: int, name: str) -> None:
+        """Sends tensors, or their gradients, to the rank of a stage."""
+        for number, tensor in tensors.items():
+            to = to_stage % self.group.size
+            send_tensor(tensor, self.group, to, name=f"{name}/{number}")
 
-    def receive(self, stage: int, rows, from_stage: int, name: str, after: Sequence) -> tf.Tensor:
-        """The inputs of `stage`, or what has their shape, from the rank of another stage."""
-        spec = self.shapes[stage]
+    def receive(
+        self, numbers: Iterable[int], rows, from_stage: int, name: str, after: Sequence
+    ) -> dict[int, tf.Tensor]:
+        """Tensors, or what has their shapes, from the rank of a stage."""
         source = from_stage % self.group.size
+        found = {}
         with tf.control_dependencies(list(after)):
-            return receive_tensor(
-                [rows, *spec.shape[1:]], spec.dtype, self.group, source, name=name
-            )
+            for number in numbers:
+                shape = self.shapes[number]
+                found[number] = receive_tensor(
+                    shape.at(rows), shape.dtype, self.group, source, name=f"{name}/{number}"
+                )
+        return found
 
     def is_here(self, stage: int) -> bool:
         """Whether a stage lies on this rank."""
@@ -64,7 +74,7 @@ def run_schedule(
     schedule: Schedule,
     programs: Mapping[int, StageProgram],
     route: Route,
-    inputs: Callable[[int], tf.Tensor],
+    inputs: Callable[[int], Mapping[int, tf.Tensor]],
     batch: Callable[[int], Sequence[tf.Tensor]],
     rows,
     *,
@@ -76,7 +86,7 @@ def run_schedule(
         schedule: The schedule.
         programs: The programs of this rank's stages.
         route: The way to the other ranks.
-        inputs: From a micro-batch to what the first stage gets of it.
+        inputs: From a micro-batch to its inputs, by number.
         batch: From a micro-batch to what the loss needs of it.
         rows: The number of rows of a micro-batch: an int or an int32 scalar.
         timed: Whether begins and ends are taken down.
@@ -95,16 +105,17 @@ def run_schedule(
         program = programs[stage]
         tensors = known.setdefault((stage, microbatch), {})
         if action.kind is Kind.FORWARD:
-            tensors[program.x] = (
-                inputs(microbatch)
-                if stage == 0
-                else _passed_on(known, route, programs, action, rows, ends[-2])
-            )
+            of = inputs(microbatch)
+            tensors |= {name: of[number] for number, name in program.inputs.items()}
+            if program.x:
+                passed = _passed_on(known, route, programs, action, rows, ends[-2])
+                tensors |= {name: passed[number] for number, name in program.x.items()}
             tensors |= zip(program.batch, batch(microbatch) if stage == last else (), strict=True)
             part: Part = program.forward
         elif action.kind is Kind.BACKWARD:
-            if program.dy is not None:
-                tensors[program.dy] = _passed_on(known, route, programs, action, rows, ends[-2])
+            if program.dy:
+                passed = _passed_on(known, route, programs, action, rows, ends[-2])
+                tensors |= {name: passed[number] for number, name in program.dy.items()}
             part = program.backward
         else:
             part = program.weights or program.backward
@@ -125,10 +136,11 @@ def run_schedule(
                 times.append(tf.stack([began, tf.timestamp()]))
         tensors |= results
         out = program.y if action.kind is Kind.FORWARD else program.dx
-        if action.kind is not Kind.WEIGHT and out is not None:
+        if action.kind is not Kind.WEIGHT and out:
             to = stage + (1 if action.kind is Kind.FORWARD else -1)
             if not route.is_here(to):
-                route.send(tensors[out], to, _name(action))
+                sent = {number: tensors[name] for number, name in out.items()}
+                route.send(sent, to, _name(action))
     gradients = {
         stage: [
             _gradient(total, same_rows)
@@ -140,54 +152,59 @@ def run_schedule(
 
 
 def run_forward(
-    stages: Mapping[int, Callable[[tf.Tensor], tf.Tensor]],
+    stages: Mapping[int, Callable[[dict[int, tf.Tensor]], dict[int, tf.Tensor]]],
     num_stages: int,
     route: Route,
-    inputs: Sequence[tf.Tensor],
-) -> list[tf.Tensor]:
+    inputs: Sequence[dict[int, tf.Tensor]],
+) -> list[dict[int, tf.Tensor]]:
     """Adds a forward pass to the graph that is being built.
 
     Args:
-        stages: This rank's stages as functions.
+        stages: This rank's stages as functions of the tensors that lead up to each and the inputs
+            of the model, by number; they return those that lead on.
         num_stages: The number of stages in the chain.
         route: The way to the other ranks.
-        inputs: What the first stage gets of each micro-batch.
+        inputs: The inputs of each micro-batch, by number.
 
     Returns:
-        The outputs of the last stage for each micro-batch; none where it lies on another rank.
+        What the last stage returns for each micro-batch; none where it lies on another rank.
     """
     before: list[tf.Tensor] = []
-    passed = dict(enumerate(inputs)) if 0 in stages else {}
+    passed: list[dict[int, tf.Tensor]] = [{} for _ in inputs] if 0 in stages else []
     for stage, run in sorted(stages.items()):
-        outputs = {}
-        for microbatch, rows in enumerate(tf.shape(x)[0] for x in inputs):
+        outputs = []
+        for microbatch, of in enumerate(inputs):
+            rows = tf.shape(next(iter(of.values())))[0]
             name = f"pipeline/outputs/stage{stage}/{microbatch}"
-            if microbatch not in passed:
+            if passed:
+                x = passed[microbatch]
+            else:
                 source = f"pipeline/outputs/stage{stage - 1}/{microbatch}"
-                passed[microbatch] = route.receive(stage, rows, stage - 1, source, before[-2:-1])
+                x = route.receive(route.leads[stage], rows, stage - 1, source, before[-2:-1])
             with tf.control_dependencies(before[-1:]):
-                x = tf.identity(passed[microbatch])
+                x = {number: tf.identity(tensor) for number, tensor in (of | x).items()}
             y = run(x)
-            before.append(tf.identity(y))
-            outputs[microbatch] = y
+            with tf.control_dependencies(list(y.values())):
+                before.append(tf.no_op())
+            outputs.append(y)
             if stage < num_stages - 1 and not route.is_here(stage + 1):
                 route.send(y, stage + 1, name)
-        passed = outputs if route.is_here(stage + 1) else {}
-    last = route.is_here(num_stages - 1)
-    return list(outputs.values()) if last else []
+        passed = outputs if route.is_here(stage + 1) else []
+    return outputs if route.is_here(num_stages - 1) else []
 
 
-def _passed_on(known, route: Route, programs, action: Action, rows, after) -> tf.Tensor:
+def _passed_on(known, route: Route, programs, action: Action, rows, after) -> dict[int, tf.Tensor]:
     """What an action gets from the one before it in the chain, on whichever rank that lies."""
     forward = action.kind is Kind.FORWARD
     source = action.stage - 1 if forward else action.stage + 1
     if route.is_here(source):
-        program = programs[source]
-        return known[source, action.microbatch][program.y if forward else program.dx]
+        names = programs[source].y if forward else programs[source].dx
+        return {n: known[source, action.microbatch][name] for n, name in names.items()}
     sender = Action(action.kind, source, action.microbatch)
-    # Outputs of a stage, and the gradient for them, have the shape of the next stage's inputs.
-    like = action.stage if forward else source
-    return route.receive(like, rows, source, _name(sender), after)
+    # The gradient of a tensor has its shape.
+    program = programs[action.stage]
+    numbers = program.x if forward else program.dy
+    return route.receive(numbers, rows, source, _name(sender), after)
 
 
 def _after(before: Sequence, arguments: dict, timed: bool):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import keras
 import tensorflow as tf
@@ -20,6 +20,7 @@ from tfdist.pipeline.costs import measure_seconds
 from tfdist.pipeline.partition import Partition, make_partition
 from tfdist.pipeline.runtime import PipelineRuntime
 from tfdist.pipeline.schedules import SCHEDULES, Schedule, make_schedule
+from tfdist.pipeline.shapes import RowShape
 from tfdist.pipeline.simulation import Run, check
 
 __all__ = ["PipelineModel"]
@@ -44,9 +45,10 @@ class PipelineModel(keras.Model):
     together. Without a pipeline axis the model runs the micro-batches one after the other.
 
     Args:
-        model: A Sequential or functional model with one input and one output, or a list that
-            begins with a `keras.Input`, of layers that are called one after the other. Where it
-            was built in `deferred_weights`, or is a list, other ranks' weights take no memory.
+        model: A Sequential or functional model, or a list that begins with a `keras.Input`, of layers
+            that are called one after the other. It may have several inputs and outputs, and call other
+            models. Where it was built in `deferred_weights`, or is a list, other ranks' weights take
+            no memory.
         num_microbatches: Into how many micro-batches a rank's rows are cut; they divide by it.
         schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble".
         chunks: How many stages lie on each rank, for "interleaved" (2 by default).
@@ -55,7 +57,8 @@ class PipelineModel(keras.Model):
             "parameters", "seconds" (a forward and a backward of 8 rows through each link, by the
             clock, the mean of all ranks), or a number for each link, as of `measure_seconds`.
         input_shape: The shape of a row of the inputs, where the model leaves some of it open: for
-            the costs, and for the FLOPs in the table.
+            the costs, and for the FLOPs in the table. For several inputs one shape that all with open
+            sizes have, a dict by their names, or a list.
         timed: Whether each step takes down when each action begins and ends, for `last_run`.
         name: The model's name.
 
@@ -72,7 +75,7 @@ class PipelineModel(keras.Model):
         chunks: int | None = None,
         cut: str | Sequence[int] = "even",
         cost: str | Sequence[float] | None = None,
-        input_shape: Sequence[int] | None = None,
+        input_shape: Sequence | Mapping | None = None,
         timed: bool = False,
         name: str | None = None,
     ):
@@ -136,13 +139,19 @@ class PipelineModel(keras.Model):
         return self._runtime.chain.model.outputs
 
     @property
+    def output_names(self) -> list[str]:
+        """The names of the outputs, by which losses and metrics may be given."""
+        return self._runtime.chain.model.output_names
+
+    @property
     def metrics(self):
         """The metrics of `compile`, and those of the model itself; the same on all ranks."""
         return own_metrics(self)()
 
     def call(self, inputs, training=None):
         """The outputs of the whole chain, where it lies on this rank, or of symbolic inputs."""
-        symbolic = isinstance(inputs, keras.KerasTensor) or not tf.executing_eagerly()
+        some = keras.tree.flatten(inputs)
+        symbolic = isinstance(some[0], keras.KerasTensor) or not tf.executing_eagerly()
         if self._runtime.group.size > 1 and not symbolic:
             raise RuntimeError(
                 f"This rank holds a part of `{self.name}`, which cannot be called by itself: call "
@@ -153,7 +162,6 @@ class PipelineModel(keras.Model):
     def train_step(self, data):
         """One update from this rank's rows."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        x = _only_tensor(x)
         gradients = self._runtime.train(self, x, (y, sample_weight))
         variables = self.trainable_variables
         self.optimizer.apply_gradients([(gradients.get(id(v)), v) for v in variables])
@@ -162,11 +170,13 @@ class PipelineModel(keras.Model):
     def test_step(self, data):
         """Metrics of this rank's rows."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        x = _only_tensor(x)
         outputs, extra = self._runtime.forward(x)
-        rows = tf.shape(x)[0]
+        rows = tf.shape(tf.nest.flatten(x)[0])[0]
         if self._tfdist_role.sees_outputs:
-            y_pred = with_provenance(lambda *parts: tf.concat(parts, axis=0), *outputs)
+            y_pred = [
+                with_provenance(lambda *parts: tf.concat(parts, axis=0), *parts)
+                for parts in zip(*outputs, strict=True)
+            ]
             y_pred = self._runtime.chain.as_outputs(y_pred)
             count_batch(self, y, y_pred, sample_weight, rows)
         self._add_to_reported_loss(extra, rows)
@@ -175,19 +185,29 @@ class PipelineModel(keras.Model):
     def predict_step(self, data):
         """The outputs for this rank's rows, on all ranks of the pipeline axis."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        x = _only_tensor(x)
+        shapes = self._runtime.output_shapes(x)
         outputs, _ = self._runtime.forward(x)
-        spec = self._runtime.output_spec(x)
-        last = self._runtime.last_stage % self._runtime.group.size
-        y = tf.concat(outputs, axis=0) if self._tfdist_role.sees_outputs else None
-        shape = [tf.shape(x)[0], *spec.shape[1:]]
-        if None in spec.shape[1:]:  # The rank of the last stage tells the others.
+        rows = tf.shape(tf.nest.flatten(x)[0])[0]
+        whole = [tf.concat(parts, axis=0) for parts in zip(*outputs, strict=True)]
+        # Ranks without the last stage have none.
+        every = whole or [None] * len(shapes)
+        predicted = [
+            self._predicted(y, shape, rows, f"predictions/{place}")
+            for place, (y, shape) in enumerate(zip(every, shapes, strict=True))
+        ]
+        return self._runtime.chain.as_outputs(predicted)
+
+    def _predicted(self, y: tf.Tensor | None, like: RowShape, rows, name: str) -> tf.Tensor:
+        """An output, from the rank that has it to those that have None."""
+        group = self._runtime.group
+        last = self._runtime.last_stage % group.size
+        shape = like.at(rows)
+        if not like.is_known:  # The rank of the last stage tells the others.
             own = tf.zeros([len(shape)], tf.int32) if y is None else tf.shape(y)
-            shape = broadcast(own, self._runtime.group, last, name="predictions/shape")
+            shape = broadcast(own, group, last, name=f"{name}/shape")
         if y is None:
-            y = tf.zeros(shape, spec.dtype)
-        y = broadcast(y, self._runtime.group, last, name="predictions")
-        return self._runtime.chain.as_outputs(y)
+            y = tf.zeros(shape, like.dtype)
+        return broadcast(tf.cast(y, like.dtype), group, last, name=name)
 
     def last_run(self) -> Run:
         """When each rank of the pipeline did what in the last training step.
@@ -247,20 +267,6 @@ class PipelineModel(keras.Model):
         """Adds what layers of this rank add to the loss; the last stage counts the rows."""
         total = loss_tracker(self).total
         total.assign_add(tf.cast(extra, total.dtype) * tf.cast(rows, total.dtype))
-
-
-def _only_tensor(x) -> tf.Tensor:
-    """The inputs of a model that has one, which may be given in a list or a dict.
-
-    Raises:
-        ValueError: There are several.
-    """
-    flat = tf.nest.flatten(x)
-    if len(flat) != 1:
-        raise ValueError(
-            f"A pipeline takes a model with one input. Received: {len(flat)} tensors as inputs."
-        )
-    return flat[0]
 
 
 def _check_trained(partition: Partition) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from tabulate import tabulate
 
 from tfdist import checks
-from tfdist.pipeline.chain import Chain, Link
+from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.costs import link_costs
+from tfdist.pipeline.link import Link
 
 __all__ = ["Partition", "balance", "make_partition"]
 
@@ -147,6 +148,7 @@ def make_partition(
     num_ranks = checks.integer("num_ranks", num_ranks, minimum=1)
     chunks = checks.integer("chunks", chunks, minimum=1)
     stages = num_ranks * chunks
+    _check_length(chain, stages)
     costs = link_costs(chain, "cost", cost, ("flops", "parameters", "seconds"))
     if isinstance(cut, str) and cut == "even":
         ends = balance(costs, stages)
@@ -170,3 +172,26 @@ def make_partition(
             raise checks.refuse("cut", cut, meaning)
         ends = tuple(itertools.accumulate(lengths))
     return Partition(chain, ends, num_ranks, costs)
+
+
+def _check_length(chain: Chain, stages: int) -> None:
+    """Refuses more stages than there are links.
+
+    Raises:
+        ValueError: There are too few; it says why the longest link is whole.
+    """
+    if len(chain) >= stages:
+        return
+    why = ""
+    whole = [link for link in chain.links if link.why_whole]
+    if whole:
+        longest = max(whole, key=lambda link: len(link.layers))
+        name = longest.name if len(longest.name) < 60 else f"{longest.name[:57]}..."
+        why = (
+            f"`{name}` is one part, since {longest.why_whole}; a layer made of layers is one too. "
+        )
+    raise ValueError(
+        f"A chain of {len(chain)} parts cannot be cut into {stages} stages: each stage has at least "
+        f"one. {why}Take fewer pipeline ranks or chunks, or more layers of which one tensor leads to "
+        "the next."
+    )

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist.collectives import Group
-from tfdist.context import current_strategy
+from tfdist.context import current_step, current_strategy
 from tfdist.gradients.non_finite import guard_of
+from tfdist.graph.provenance import with_provenance
 from tfdist.keras_internals.attributes import count_batch
 from tfdist.keras_internals.functional import initialize_weights
 from tfdist.pipeline.executor import Outcome, Route, run_forward, run_schedule
 from tfdist.pipeline.partition import Partition
 from tfdist.pipeline.placement import StagePlacement
 from tfdist.pipeline.schedules import Schedule
+from tfdist.pipeline.shapes import RowShape
 from tfdist.pipeline.stage import StageProgram, trace_stage
 from tfdist.sharding.layout import layout_of
 
@@ -46,27 +48,38 @@ class PipelineRuntime:
         """The stage that sees outputs and targets."""
         return self.schedule.num_stages - 1
 
-    def train(self, model, x: tf.Tensor, batch) -> dict[int, Any]:
+    def train(self, model, x, batch) -> dict[int, Any]:
         """Adds the work of this rank for one step to the graph.
+
+        Args:
+            model: The `PipelineModel`.
+            x: The inputs of the rank's rows, in the form in which the model takes them.
+            batch: Targets and weights.
 
         Returns:
             By the id of each of this rank's trained variables, its gradient or None.
         """
         count = self.schedule.num_microbatches
-        rows = rows_of_microbatch(x, count)
+        inputs = self.chain.flat_inputs(x)
+        rows = rows_of_microbatch(next(iter(inputs.values())), count)
         static = rows if isinstance(rows, int) else None
-        specs = self._specs(x, static)
-        parts = [microbatches(t, rows, count) for t in (x, *_flat(batch))]
+        route = self._route(inputs, static)
+        given = {number: microbatches(tensor, rows, count) for number, tensor in inputs.items()}
+        parts = [microbatches(tensor, rows, count) for tensor in _flat(batch)]
+        step = current_step()
+        if step is not None and len(self.chain.outputs) > 1:
+            # What the losses of several outputs count by is made once, and not in a stage's graph.
+            _ = step.share
         with self._parameters_at_hand() as to_shards:
             programs = {
-                stage: self._program(model, stage, specs, batch, static) for stage in self.stages
+                stage: self._program(model, stage, route, batch, static) for stage in self.stages
             }
         outcome = run_schedule(
             self.schedule,
             programs,
-            Route(self.group, specs),
-            inputs=lambda microbatch: parts[0][microbatch],
-            batch=lambda microbatch: [part[microbatch] for part in parts[1:]],
+            route,
+            inputs=lambda microbatch: {n: some[microbatch] for n, some in given.items()},
+            batch=lambda microbatch: [part[microbatch] for part in parts],
             rows=rows,
             timed=self.timed,
         )
@@ -115,7 +128,7 @@ class PipelineRuntime:
         self.placement.sum_tied(found)
         return found
 
-    def forward(self, x: tf.Tensor):
+    def forward(self, x):
         """Adds a forward pass to the graph.
 
         Returns:
@@ -123,23 +136,31 @@ class PipelineRuntime:
             layers add to the loss.
         """
         count = self.schedule.num_microbatches
-        rows = tf.shape(x)[0]
+        given = self.chain.flat_inputs(x)
+        rows = tf.shape(next(iter(given.values())))[0]
         # As even as can be: there may be fewer rows than micro-batches.
         ends = rows * tf.range(count + 1) // count
-        inputs = tf.split(x, ends[1:] - ends[:-1], num=count)
+        parts = {n: tf.split(t, ends[1:] - ends[:-1], num=count) for n, t in given.items()}
+        inputs = [{n: some[place] for n, some in parts.items()} for place in range(count)]
         extra: list[tf.Tensor] = []
+        route = self._route(given, None)
 
         def stage_function(stage: int):
             links = self.partition.links(stage)
 
-            def run(tensor):
-                part = tf.shape(tensor)[0] / tf.maximum(rows, 1)
+            def run(tensors):
+                part = tf.shape(tensors[self.chain.inputs[0]])[0] / tf.maximum(rows, 1)
+                tensors = self.chain.unpacked(tensors)
+                losses: list = []
                 for link in links:
-                    tensor = link.model(tensor, training=False)
-                total = _extra_loss(links)
+                    tensors |= link(tensors, False, losses)
+                total = self._extra_loss(stage, losses)
                 if total is not None:
                     extra.append(total * tf.cast(part, total.dtype))
-                return tensor
+                if stage == self.last_stage:
+                    return {number: tensors[number] for number in self.chain.outputs}
+                leads = route.leads[stage + 1]
+                return self.chain.packed(tensors, {n: route.shapes[n].spec(None) for n in leads})
 
             return run
 
@@ -147,36 +168,46 @@ class PipelineRuntime:
             outputs = run_forward(
                 {stage: stage_function(stage) for stage in self.stages},
                 self.schedule.num_stages,
-                Route(self.group, self._specs(x, None)),
+                route,
                 inputs,
             )
-        return outputs, tf.add_n(extra) if extra else tf.constant(0.0)
+        listed = [[some[number] for number in self.chain.outputs] for some in outputs]
+        return listed, tf.add_n(extra) if extra else tf.constant(0.0)
 
-    def output_spec(self, x: tf.Tensor) -> keras.KerasTensor:
-        """What the outputs of the chain are like."""
-        tensor = keras.KerasTensor(x.shape, x.dtype.name)
-        for link in self.chain.links:
-            tensor = link.model.compute_output_spec(tensor)
-        return tensor
+    def output_shapes(self, x) -> list[RowShape]:
+        """What the outputs of the chain are like, by the number of rows.
 
-    def _specs(self, x: tf.Tensor, rows: int | None) -> dict[int, tf.TensorSpec]:
-        """What the inputs of each stage are like.
+        Raises:
+            ValueError: One has not a row for each of the batch.
+        """
+        shapes = self.chain.row_shapes(list(self.chain.flat_inputs(x).values()))
+        for tensor, number in zip(self.chain.model.outputs, self.chain.outputs, strict=True):
+            if not shapes[number].has_rows:
+                raise ValueError(
+                    "Outputs of a pipeline have a row for each of the batch. Received: the output "
+                    f"`{tensor.name}` of shape {tuple(tensor.shape)}."
+                )
+        return [shapes[number] for number in self.chain.outputs]
+
+    def _route(self, inputs: Mapping[int, tf.Tensor], rows: int | None) -> Route:
+        """The way to the other ranks for tensors as they follow from a batch's inputs.
 
         Raises:
             ValueError: A shape is not known but for the number of rows.
         """
-        between = self.chain.specs(rows, x.shape[1:], x.dtype.name)
-        specs = {}
-        for stage, begin in enumerate((0, *self.partition.ends[:-1])):
-            specs[stage] = between[begin]
-            if None in specs[stage].shape[1:]:
-                name = self.chain.links[begin - 1].name
-                what = f"outputs of `{name}`" if begin else "inputs"
-                raise ValueError(
-                    f"The {what} have the shape {tuple(specs[stage].shape)}: a rank must know what "
-                    "it gets from the stage before. Give all dims but the batch a fixed size."
-                )
-        return specs
+        shapes = self.chain.row_shapes(list(inputs.values()))
+        for tensor, number in zip(self.chain.model.inputs, self.chain.inputs, strict=True):
+            if not shapes[number].is_known:
+                which = f"input `{tensor.name}` has" if len(inputs) > 1 else "inputs have"
+                raise _unknown(which, shapes[number].spec(rows))
+        begins = (0, *self.partition.ends[:-1])
+        leads = [self.chain.before(begin) for begin in begins]
+        for begin, numbers in zip(begins, leads, strict=True):
+            for number in numbers:
+                if not shapes[number].is_known:
+                    name = self.chain.links[begin - 1].name
+                    raise _unknown(f"outputs of `{name}` have", shapes[number].spec(rows))
+        return Route(self.group, shapes, leads)
 
     def _trained(self, stage: int) -> list[keras.Variable]:
         found = {
@@ -186,36 +217,65 @@ class PipelineRuntime:
         }
         return list(found.values())
 
-    def _program(self, model, stage: int, specs, batch, rows: int | None) -> StageProgram:
-        links = self.partition.links(stage)
+    def _extra_loss(self, stage: int, losses: list) -> tf.Tensor | None:
+        """What a stage adds to the loss: what its layers have added, and regularizers of weights.
+
+        A weight that several stages hold counts on the first of them.
+        """
+        before = {id(variable) for earlier in range(stage) for variable in self._trained(earlier)}
+        for variable in self._trained(stage):
+            if variable.regularizer is not None and id(variable) not in before:
+                losses = [*losses, variable.regularizer(variable)]
+        scalars = [tf.reduce_sum(tf.convert_to_tensor(loss)) for loss in losses]
+        return tf.add_n(scalars) if scalars else None
+
+    def _program(self, model, stage: int, route: Route, batch, rows: int | None) -> StageProgram:
+        chain, links = self.chain, self.partition.links(stage)
         is_last = stage == self.last_stage
 
         def scaled(loss):
             return model.optimizer.scale_loss(loss) / self.schedule.num_microbatches
 
-        def extra_loss(rows):
-            total = _extra_loss(links)
+        def extra_loss(losses, rows):
+            total = self._extra_loss(stage, losses)
             if total is None:
                 return None
             model._add_to_reported_loss(total, rows)
             return scaled(total)
 
-        def loss(y_pred, *tensors):
-            y, sample_weight = _packed(batch, tensors)
-            outputs = self.chain.as_outputs(y_pred)
-            total = count_batch(model, y, outputs, sample_weight, tf.shape(y_pred)[0])
+        def loss(tensors, *of_batch):
+            y, sample_weight = _packed(batch, of_batch)
+            # Operations of the stage's graph, also where an output has come as it is.
+            outputs = [with_provenance(tf.identity, tensors[number]) for number in chain.outputs]
+            rows = tf.shape(tensors[with_rows[0]])[0]
+            total = count_batch(model, y, chain.as_outputs(outputs), sample_weight, rows)
             guard = guard_of(model)
             if guard is not None:
                 guard.note(total)
             return scaled(total)
 
+        read = {number for link in links for number in link.reads}
+        if is_last:
+            read |= set(chain.outputs)
+        inputs = [number for number in chain.inputs if number in read]
+        arriving = [*route.leads[stage], *inputs]
+        with_rows = [number for number in arriving if route.shapes[number].has_rows]
+        if not with_rows:
+            inputs = with_rows = [chain.inputs[0]]
         batch_specs = [tf.TensorSpec((rows, *t.shape[1:]), t.dtype) for t in _flat(batch)]
+
+        def specs(numbers):
+            return {number: route.shapes[number].spec(rows) for number in numbers}
+
         return trace_stage(
-            [link.model for link in links],
+            chain,
+            links,
             self._trained(stage),
-            specs[stage],
-            specs.get(stage + 1),
-            first=stage == 0,
+            specs(route.leads[stage]),
+            specs(inputs),
+            {} if is_last else specs(route.leads[stage + 1]),
+            with_gradient=chain.with_gradient(),
+            rows_of=with_rows[0],
             extra_loss=extra_loss,
             loss=loss if is_last else None,
             batch=batch_specs if is_last else (),
@@ -261,6 +321,13 @@ def _inner_shape(tensor: tf.Tensor) -> list:
     return [sizes[i] if size is None else size for i, size in enumerate(tensor.shape)][1:]
 
 
+def _unknown(what: str, spec: tf.TensorSpec) -> ValueError:
+    return ValueError(
+        f"The {what} the shape {tuple(spec.shape)}: a rank must know what it gets from the stage "
+        "before. Give all dims but the batch a fixed size."
+    )
+
+
 def _flat(batch) -> list[tf.Tensor]:
     """The tensors of targets and sample weights, those that are there."""
     return [tensor for tensor in tf.nest.flatten(batch) if tensor is not None]
@@ -271,13 +338,3 @@ def _packed(batch, tensors: Sequence[tf.Tensor]):
     left = iter(tensors)
     flat = [None if tensor is None else next(left) for tensor in tf.nest.flatten(batch)]
     return tf.nest.pack_sequence_as(batch, flat)
-
-
-def _extra_loss(links) -> tf.Tensor | None:
-    """What the layers of some links have just added to the loss: regularizers, `add_loss`."""
-    found: dict[int, Any] = {}
-    for link in links:
-        for layer in link.layers:
-            found |= {id(loss): loss for loss in layer.losses}
-    losses = [tf.reduce_sum(tf.convert_to_tensor(loss)) for loss in found.values()]
-    return tf.add_n(losses) if losses else None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import keras
 import tensorflow as tf
 
 from tfdist.graph.dependence import is_independent_of_batch
-from tfdist.graph.provenance import with_provenance
 from tfdist.graph.split import Part, ancestors, carve
 from tfdist.keras_internals.functional import trace_graph
+from tfdist.pipeline.chain import Chain
+from tfdist.pipeline.link import Link
 
 __all__ = ["StageProgram"]
 
@@ -20,18 +21,18 @@ __all__ = ["StageProgram"]
 class StageProgram:
     """What a rank runs of one stage for each micro-batch.
 
-    Tensors go from part to part by name. A stage's forward takes `x` and, on the last stage, what
-    belongs to the micro-batch; its backward takes `dy` too, but on the last stage.
+    Tensors go from part to part by name, and from stage to stage by the chain's numbers for them.
 
     Attributes:
         forward: The outputs, and what the backward needs of the forward.
-        backward: The gradient of the inputs; of the weights too where the two are not split.
+        backward: The gradients of the inputs; of the weights too where the two are not split.
         weights: The gradients of the weights; None where they are not split off.
-        x: The name of the inputs.
+        x: By number the names of what the stage before sends.
+        inputs: By number the names of the inputs of the model that the stage reads.
         batch: The names of the tensors of the micro-batch: targets and weights.
-        y: The name of the outputs; None on the last stage, which returns nothing.
-        dy: The name of the gradient of the outputs; None on the last stage.
-        dx: The name of the gradient of the inputs; None on the first stage.
+        y: By number the names of what the next stage gets; none on the last stage.
+        dy: By number the names of the gradients that come back for it.
+        dx: By number the names of the gradients that go back to the stage before.
         gradients: For each variable the names of its gradient's components: one, three of an
             IndexedSlices, or none.
         same_rows: For each variable whether its gradient is an IndexedSlices whose indices are those
@@ -41,23 +42,27 @@ class StageProgram:
     forward: Part
     backward: Part
     weights: Part | None
-    x: str
+    x: dict[int, str]
+    inputs: dict[int, str]
     batch: tuple[str, ...]
-    y: str | None
-    dy: str | None
-    dx: str | None
+    y: dict[int, str]
+    dy: dict[int, str]
+    dx: dict[int, str]
     gradients: tuple[tuple[str, ...], ...]
     same_rows: tuple[bool, ...]
 
 
 def trace_stage(
-    links: Sequence[keras.Model],
+    chain: Chain,
+    links: Sequence[Link],
     variables: Sequence[keras.Variable],
-    x: tf.TensorSpec,
-    y: tf.TensorSpec | None,
+    x: Mapping[int, tf.TensorSpec],
+    inputs: Mapping[int, tf.TensorSpec],
+    y: Mapping[int, tf.TensorSpec],
     *,
-    first: bool,
-    extra_loss: Callable[[tf.Tensor], tf.Tensor | None],
+    with_gradient: Collection[int],
+    rows_of: int,
+    extra_loss: Callable[[list, tf.Tensor], tf.Tensor | None],
     loss: Callable | None = None,
     batch: Sequence[tf.TensorSpec] = (),
     splits_backward: bool = False,
@@ -65,52 +70,71 @@ def trace_stage(
     """Traces a stage, and carves it.
 
     Args:
-        links: The models of its links.
+        chain: The chain.
+        links: The links of the stage.
         variables: What is trained in it.
-        x: What its inputs are like.
-        y: What its outputs are like, and so the gradient for them; None for the last stage, which
-            has a loss instead.
-        first: Whether it is the first stage, whose inputs have no gradient.
-        extra_loss: Called after the links with the number of rows; returns what the links add to
-            the loss, scaled as `loss` is, or None.
-        loss: On the last stage: from the outputs and the tensors of the micro-batch to the scalar
-            whose gradient is taken.
+        x: What the tensors are like that the stage before sends, by number.
+        inputs: The same of the inputs of the model that it reads.
+        y: The same of what it sends to the next stage; none for the last stage, which has a loss.
+        with_gradient: Those of all these for which a gradient comes back.
+        rows_of: That of `x` and `inputs` that has a row for each of the micro-batch.
+        extra_loss: Called with what the layers have added to the loss, and the number of rows;
+            returns what the stage adds, scaled as `loss` is, or None.
+        loss: On the last stage: from all tensors by number and the tensors of the micro-batch to the
+            scalar whose gradient is taken.
         batch: On the last stage: what the tensors of the micro-batch are like.
         splits_backward: Whether gradients of weights become a part of their own.
     """
     marks: dict = {}
+    taken = [number for number in x if number in with_gradient]
+    returned = [number for number in y if number in with_gradient]
 
-    def step(x, *rest):
+    def step(*given):
         graph = tf.compat.v1.get_default_graph()
+        left = iter(given)
+        tensors = {number: next(left) for number in (*x, *inputs)}
+        arrived = dict(tensors)
+        dy = {number: next(left) for number in returned}
+        rest = list(left)
         values = [variable.value for variable in variables]
         with tf.GradientTape() as tape:
             # A tape knows variables by itself, but not arrays that stand for them.
             tape.watch(values)
-            y = x
-            if x.dtype.is_floating and not first:
-                tape.watch(x)
-            source = None if first else x
+            losses: list = []
+            sources = [tensors[number] for number in taken]
+            tape.watch(sources)
+            tensors = chain.unpacked(tensors)
             for link in links:
-                y = link(y, training=True)
-                if source is None and y.dtype.is_floating:
-                    # The first stage has no gradient to send on; what leads back to its first
-                    # outputs is to the schedule what that gradient is elsewhere.
-                    tape.watch(y)
-                    source = y
-            # An operation of this graph, also where the links hand on what they got.
-            y = with_provenance(tf.identity, y)
-            extra = extra_loss(tf.shape(x)[0])
+                made = link(tensors, True, losses)
+                tensors |= made
+                if not sources:
+                    # This stage has no gradient to send on; what leads back to its first outputs is
+                    # to the schedule what that gradient is elsewhere.
+                    sources = [tensor for tensor in made.values() if tensor.dtype.is_floating]
+                    tape.watch(sources)
+            # Operations of this graph, also where the links hand on what they got.
+            sent = {n: tf.identity(tensor) for n, tensor in chain.packed(tensors, y).items()}
+            extra = extra_loss(losses, tf.shape(arrived[rows_of])[0])
+            targets = [sent[number] for number in returned]
+            seeds = list(dy.values())
             if loss is not None:
-                total = loss(y, *rest)
+                total = loss(tensors, *rest)
                 targets = [total if extra is None else total + extra]
                 seeds = [tf.ones_like(targets[0])]
-            else:
-                targets = [y] + ([] if extra is None else [extra])
-                seeds = [rest[0]] + ([] if extra is None else [tf.ones_like(extra)])
+            elif extra is not None:
+                targets, seeds = [*targets, extra], [*seeds, tf.ones_like(extra)]
         marks["forward"] = set(graph.get_operations())
-        dx, *gradients = tape.gradient(targets, [source, *values], output_gradients=seeds)
-        # Operations of the backward pass, also where TensorFlow hands on what was there before.
-        dx = None if dx is None else tf.identity(dx)
+        found = [None] * (len(sources) + len(values))
+        if targets:
+            found = tape.gradient(targets, [*sources, *values], output_gradients=seeds)
+        back, gradients = found[: len(sources)], found[len(sources) :]
+        # Operations of the backward pass, also where TensorFlow hands on what was there before. The
+        # stage before waits for each gradient, also where nothing leads to it.
+        back = [
+            tf.zeros_like(source) if each is None and taken else each
+            for source, each in zip(sources, back, strict=True)
+        ]
+        back = [tf.identity(tf.convert_to_tensor(each)) for each in back if each is not None]
         marks["gradients"] = [
             [tf.identity(part) for part in tf.nest.flatten(each, expand_composites=True)]
             if each is not None
@@ -122,40 +146,42 @@ def trace_stage(
             for each in gradients
         )
         marks["all"] = set(graph.get_operations())
-        marks.update(x=x, rest=rest, y=y, dx=dx)
+        marks.update(arrived=arrived, sent=sent, dy=dy, rest=rest, back=back)
 
-    dy = () if y is None else (y,)
-    graph = trace_graph(step, [x, *dy, *batch])
-    inputs = {tensor.op for tensor in graph.inputs}
-    forward = marks["forward"] - inputs
-    backward = marks["all"] - marks["forward"] - inputs
+    likes = [*x.values(), *inputs.values(), *(y[number] for number in returned), *batch]
+    graph = trace_graph(step, likes)
+    given = {tensor.op for tensor in graph.inputs}
+    forward = marks["forward"] - given
+    backward = marks["all"] - marks["forward"] - given
     # The gradient of a loop, as an LSTM has one, adds to the loop where it is to keep its activations.
     late = ancestors([tensor for each in forward for tensor in each.inputs], backward)
     forward, backward = forward | late, backward - late
-    leads_back = ancestors([] if marks["dx"] is None else [marks["dx"]], backward)
+    leads_back = ancestors(marks["back"], backward)
     components = marks["gradients"]
     flat = [tensor for some in components for tensor in some]
     to_weights = ancestors(flat, backward)
-    sent = [] if first or marks["dx"] is None else [marks["dx"]]
-    kept = [] if y is None else [marks["y"]]
+    dx = dict(zip(taken, marks["back"], strict=True)) if taken else {}
+    kept = list(marks["sent"].values())
     groups: list[set]
     outputs: list[list[tf.Tensor]]
     if splits_backward:
         groups = [forward, leads_back, to_weights - leads_back]
-        outputs = [kept, sent, flat]
+        outputs = [kept, list(dx.values()), flat]
     else:
         groups = [forward, leads_back | to_weights]
-        outputs = [kept, sent + flat]
+        outputs = [kept, [*dx.values(), *flat]]
     parts = carve(graph, groups, outputs)
+    arrived = marks["arrived"]
     return StageProgram(
         forward=parts[0],
         backward=parts[1],
         weights=parts[2] if splits_backward else None,
-        x=marks["x"].name,
-        batch=tuple(t.name for t in marks["rest"][len(dy) :]),
-        y=kept[0].name if kept else None,
-        dy=marks["rest"][0].name if dy else None,
-        dx=sent[0].name if sent else None,
+        x={number: arrived[number].name for number in x},
+        inputs={number: arrived[number].name for number in inputs},
+        batch=tuple(tensor.name for tensor in marks["rest"]),
+        y={number: tensor.name for number, tensor in marks["sent"].items()},
+        dy={number: tensor.name for number, tensor in marks["dy"].items()},
+        dx={number: tensor.name for number, tensor in dx.items()},
         gradients=tuple(tuple(t.name for t in some) for some in components),
         same_rows=marks["same_rows"],
     )

@@ -9,7 +9,7 @@ sent is kept, so no collective runs twice: gradients are those without, up to ro
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import keras
 import tensorflow as tf
@@ -34,7 +34,7 @@ def recompute(
     budget: float | None = None,
     costs: str | Sequence[float] = "flops",
     rows: int = 1,
-    input_shape: Sequence[int] | None = None,
+    input_shape: Sequence | Mapping | None = None,
 ):
     """Has training steps recompute activations of a layer or a model, in place.
 
@@ -58,7 +58,8 @@ def recompute(
         budget: Bytes of activations, for `rows` rows.
         costs: For "budget": "flops", "seconds" (measured), or a number for each part.
         rows: For how many rows "budget" and "optimal" count bytes.
-        input_shape: For them, the shape of a row where the model leaves some of it open.
+        input_shape: For them, the shape of a row where the model leaves some of it open, as for
+            `PipelineModel`.
 
     Returns:
         `target`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -60,7 +60,7 @@ def choose_segments(
     budget: float | None,
     costs: str | Sequence[float],
     rows: int,
-    input_shape: Sequence[int] | None,
+    input_shape: Sequence | Mapping | None,
 ) -> list[tuple[keras.layers.Layer, keras.layers.Layer]]:
     """The first and the last layer of each run that is recomputed.
 
@@ -81,12 +81,15 @@ def choose_segments(
         runs = smallest(known) if budget is None else cheapest_within(known, budget)
     # The backward pass begins in the last run, whose activations are all there then. A run begins
     # and ends with layers that are called once.
-    uses = Counter(id(layer) for link in chain.links for layer in link.layers)
+    uses = Counter(map(id, chain.executed))
     found = []
     for begin, end in runs:
-        layers = [layer for link in chain.links[begin:end] for layer in link.layers]
-        once = [layer for layer in layers if uses[id(layer)] == 1]
-        if end < count and once:
+        layers = {id(layer) for link in chain.links[begin:end] for layer in link.layers}
+        places = [p for p, layer in enumerate(chain.executed) if id(layer) in layers]
+        # The model may call others in between, where its branches run side by side.
+        alone = places == list(range(places[0], places[-1] + 1)) if places else False
+        once = [chain.executed[place] for place in places if uses[id(chain.executed[place])] == 1]
+        if end < count and once and alone:
             found.append((once[0], once[-1]))
     return found
 
@@ -225,8 +228,15 @@ def _costs_of(chain: Chain, costs: str | Sequence[float], rows: int) -> Costs:
     forward = link_costs(chain, "costs", costs, ("flops", "seconds"))
     chain.check_known_shapes("activations can be counted")
     inputs, inside = [], []
-    for link, spec in zip(chain.links, chain.specs(rows), strict=False):
-        graph, begin, backward = training_graph(link, spec)
-        inputs.append(float(bytes_of(begin)))
+    specs = chain.specs(rows)
+    for link in chain.links:
+        graph, read, backward = training_graph(link, link.arguments(specs))
+        # What the model was given stands anyway.
+        own = [
+            tensor
+            for number, tensor in zip(link.reads, read, strict=True)
+            if number not in chain.inputs or link is chain.links[0]
+        ]
+        inputs.append(float(sum(map(bytes_of, own))))
         inside.append(float(kept_bytes(graph, backward)))
     return Costs(inputs, inside, forward)
