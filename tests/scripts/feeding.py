@@ -11,7 +11,19 @@ import tensorflow as tf
 
 from tests.strategies.programs import Result, finish, scope, start
 
-__all__ = ["EVEN", "ORDERS", "UNEVEN", "Feed", "Result", "adam", "rng", "run", "scope", "sgd", "start"]
+__all__ = [
+    "EVEN",
+    "ORDERS",
+    "UNEVEN",
+    "Feed",
+    "Result",
+    "adam",
+    "rng",
+    "run",
+    "scope",
+    "sgd",
+    "start",
+]
 
 #: Orders of the rows of a batch.
 ORDERS = {

@@ -12,18 +12,23 @@ from tests.scripts.families import FAMILIES, train_family
 from tests.scripts.feeding import Feed
 
 EVEN, UNEVEN = Feed("numpy", 12, 4), Feed("numpy", 15, 5)
+#: Biases of XLNet's attention have gradients of hardly more than rounding, of which Adam makes steps of
+#: full size.
+BY_SGD = ["XLNet"]
 QUICK = [("GPT2", "adam", UNEVEN), ("Bert", "sgd", UNEVEN)]
 
 
 def cases():
     for kind in (("horovod", 2), ("tensorflow", 2)):
         for name in FAMILIES:
-            for optimizer in ("sgd", "adam"):
+            for optimizer in ("sgd",) if name in BY_SGD else ("sgd", "adam"):
                 for feed in (EVEN, UNEVEN):
                     marks = [pytest.mark.matrix]
                     if kind[0] == "horovod" and (name, optimizer, feed) in QUICK:
                         marks = []
-                    elif (kind[0], optimizer, feed) == ("horovod", "adam", UNEVEN):
+                    elif (kind[0], feed) == ("horovod", UNEVEN) and (
+                        optimizer == ("sgd" if name in BY_SGD else "adam")
+                    ):
                         marks = [pytest.mark.slow]
                     case = f"{pool_ids(kind)}-{name}-{optimizer}-{feed}"
                     yield pytest.param(kind, name, optimizer, feed, marks=marks, id=case)
