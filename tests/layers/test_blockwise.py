@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.layers import blockwise_attention
+from tfdist.layers import ParallelMultiHeadAttention, attention, blockwise_attention
 from tfdist.layers.blockwise import (
     Visibility,
     attend_block,
     attention_gradients,
     attention_parts,
     merge,
+    passes,
 )
+from tfdist.layers.blockwise import attention as blockwise
 from tfdist.layers.blockwise.passes import Settings
+from tfdist.recompute import recompute
 
 _TOLERANCE = 1e-5
 
@@ -81,9 +81,7 @@ def results(attention, query, key, value, of_out, of_lse):
 
 
 def assert_same(found, expected, tolerance=_TOLERANCE):
-    for name, one, other in zip(
-        ("out", "lse", "dq", "dk", "dv"), found, expected, strict=True
-    ):
+    for name, one, other in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=True):
         np.testing.assert_allclose(
             np.asarray(tf.cast(one, tf.float64)),
             np.asarray(tf.cast(other, tf.float64)),
@@ -277,6 +275,24 @@ def test_parts_of_the_keys_merge():
     assert_same(found, expected)
 
 
+def test_without_folding(monkeypatch):
+    """As on GPUs, whose products may round their factors."""
+    monkeypatch.setattr(passes, "_products_are_exact", lambda dtype: False)
+    compare(tensors(2, 4, 21, 8, key_heads=2, value_size=5), block_size=8, causal=True)
+
+
+def test_compiled_by_xla():
+    data = tensors(2, 2, 21, 8)
+
+    def blockwise(query, key, value):
+        return blockwise_attention(
+            query, key, value, causal=True, mask=_mask(2, 1, 1, 21), block_size=8, return_lse=True
+        )
+
+    compiled = tf.function(lambda *data: results(blockwise, *data), jit_compile=True)
+    assert_same(compiled(*data), results(blockwise, *data))
+
+
 def test_merging_nothing_with_nothing():
     out, lse = merge(*[(tf.zeros([2, 3]), tf.fill([2, 1], float("-inf")))] * 2)
     assert not np.any(out) and np.all(np.isneginf(lse))
@@ -316,3 +332,41 @@ def test_errors(changes, error, words):
     parts = [arguments.pop(name) for name in ("query", "key", "value")]
     with pytest.raises(error, match=words):
         blockwise_attention(*parts, **arguments)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["heads", "grouped"])
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+def test_long_sequences_of_the_attention_layer(heads, masked, recomputed, monkeypatch):
+    """By blocks or not, the layer computes the same, also for what sees nothing."""
+    keras.utils.set_random_seed(0)
+    layer = ParallelMultiHeadAttention(
+        heads[0], 8, num_key_value_heads=heads[1], causal=True, rotary_base=100.0, dropout=0.5
+    )
+    inputs = tf.random.normal([2, 21, 16])
+    mask = np.random.default_rng(0).random((2, 21, 21)) < 0.6
+    mask[:, 3] = False
+    layer.build(inputs.shape)
+    if recomputed:
+        recompute(layer, "selective")
+
+    def run(training):
+        @tf.function
+        def step():
+            with tf.GradientTape() as tape:
+                y = layer(inputs, attention_mask=mask if masked else None, training=training)
+                loss = tf.reduce_sum(tf.sin(y))
+            return y, *tape.gradient(loss, layer.trainable_variables)
+
+        types = {o.type for o in step.get_concrete_function().graph.get_operations()}
+        return step(), any("While" in name for name in types)
+
+    expected, in_blocks = run(False)
+    assert not in_blocks
+    monkeypatch.setattr(attention, "_LONG", 21)
+    monkeypatch.setattr(blockwise, "_CAUSAL_BLOCK", (8, 8))
+    found, in_blocks = run(False)
+    assert in_blocks
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    assert not run(True)[1], "Attention weights are dropped."

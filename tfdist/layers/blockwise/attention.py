@@ -77,7 +77,9 @@ def blockwise_attention(
     settings = Settings(
         1 / math.sqrt(query.shape[-1]) if scale is None else scale, soft_cap, rows, columns
     )
-    seen = Visibility(causal, _offset(query, key, causal, query_offset), _checked_mask(mask, query, key))
+    seen = Visibility(
+        causal, _offset(query, key, causal, query_offset), _checked_mask(mask, query, key)
+    )
 
     @custom_gradient
     def attend(query, key, value):
@@ -89,9 +91,7 @@ def blockwise_attention(
             delta = tf.reduce_sum(of_out * tf.cast(out, lse.dtype), axis=-1, keepdims=True)
             # A row that sees nothing has no gradient, whatever comes for its -inf.
             delta -= tf.where(tf.math.is_inf(lse), tf.zeros_like(lse), of_lse[..., None])
-            found = attention_gradients(
-                query, key, value, of_out, lse, delta, seen, settings
-            )
+            found = attention_gradients(query, key, value, of_out, lse, delta, seen, settings)
             inputs = (query, key, value)
             return [tf.cast(dx, x.dtype) for dx, x in zip(found, inputs, strict=True)]
 
@@ -125,8 +125,7 @@ def _check_tensors(query, key, value) -> None:
     batches = [tensor.shape[:1] for tensor in (key, value)]
     if not same_time or not all(query.shape[:1].is_compatible_with(batch) for batch in batches):
         raise ValueError(
-            "All have one batch (dim 0), and keys and values one time (dim 2). Received: "
-            f"{shapes}."
+            f"All have one batch (dim 0), and keys and values one time (dim 2). Received: {shapes}."
         )
 
 

@@ -11,7 +11,14 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-__all__ = ["LOWEST", "attend_block", "block_gradients", "merge"]
+__all__ = [
+    "LOWEST",
+    "attend_block",
+    "block_gradients",
+    "finite",
+    "gradients_of_products",
+    "merge",
+]
 
 #: What is added to a score that does not count. Finite, so that a row of them has no NaN, and far
 #: below any score. It leaves room for a score beside it.
@@ -86,15 +93,44 @@ def block_gradients(
     Returns:
         This block's addend to the gradients of the (scaled) query, the key and the value.
     """
-    scores, slope = _scores(query, key, bias, soft_cap)
-    weights = tf.exp(scores - tf.where(tf.math.is_inf(lse), tf.zeros_like(lse), lse))
+    scores, slope = _scores(query, key, None, soft_cap)
+    exponents = scores - finite(lse)
+    weight_gradient = tf.matmul(gradient, value, transpose_b=True) - delta
+    return gradients_of_products(
+        query, key, gradient, exponents, weight_gradient, bias=bias, slope=slope
+    )
+
+
+def gradients_of_products(
+    query, key, gradient, exponents, weight_gradient, *, bias=None, slope=None
+):
+    """The second half of `block_gradients`.
+
+    Args:
+        query: As there.
+        key: As there.
+        gradient: As there.
+        exponents: Scores less `lse`, of shape [..., rows, columns].
+        weight_gradient: `gradient` times the values less `delta`, of that shape.
+        bias: As there.
+        slope: None, or that of the cap at each score.
+
+    Returns:
+        As there.
+    """
+    weights = tf.exp(exponents if bias is None else exponents + bias)
     value_gradient = tf.matmul(weights, gradient, transpose_a=True)
-    score_gradient = weights * (tf.matmul(gradient, value, transpose_b=True) - delta)
+    score_gradient = weights * weight_gradient
     if slope is not None:
         score_gradient *= slope
     query_gradient = tf.matmul(score_gradient, key)
     key_gradient = tf.matmul(score_gradient, query, transpose_a=True)
     return query_gradient, key_gradient, value_gradient
+
+
+def finite(lse):
+    """0 for rows that see nothing, all of whose scores are far below."""
+    return tf.where(tf.math.is_inf(lse), tf.zeros_like(lse), lse)
 
 
 def _scores(query, key, bias, soft_cap: float | None):

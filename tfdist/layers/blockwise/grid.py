@@ -61,19 +61,18 @@ class Cut:
         """Whether it is known that no block is filled up."""
         return isinstance(self.length, int) and self.number * self.size == self.length
 
-    def blocks(self, tensor, axis: int, groups: int | None = None) -> tf.TensorArray:
+    def blocks(self, tensor, groups: int | None = None) -> tf.TensorArray:
         """The blocks of a tensor of shape [batch, heads, length, size].
 
         Args:
             tensor: The tensor.
-            axis: 2.
             groups: None, or G: the heads of one of G groups follow each other as rows.
 
         Returns:
             Tensors of shape [batch, heads, block, size], or [batch, G, heads / G * block, size].
         """
         batch, heads, size = size_of(tensor, 0), tensor.shape[1], tensor.shape[3]
-        tensor = self.filled(tensor, axis)
+        tensor = self.filled(tensor, 2)
         groups = groups or heads
         shape = [batch, groups, heads // groups, self.number, self.size, size]
         tensor = tf.transpose(tf.reshape(tensor, shape), [3, 0, 1, 2, 4, 5])
@@ -159,12 +158,12 @@ class Grid:
         return tf.where(visible, tf.zeros([], self._dtype), tf.cast(LOWEST, self._dtype))
 
     def _masked(self, visible, begin, first, repeats: int):
-        mask = self._mask
-        if mask.shape[3] != 1:
-            mask = mask[..., begin : begin + self.rows.size, :]
-        if mask.shape[4] != 1:
-            mask = mask[..., first : first + self.columns.size]
-        visible = tf.logical_and(mask, visible)
+        start, shape = [0] * 5, [size_of(self._mask, axis) for axis in range(5)]
+        if self._mask.shape[3] != 1:
+            start[3], shape[3] = begin, self.rows.size
+        if self._mask.shape[4] != 1:
+            start[4], shape[4] = first, self.columns.size
+        visible = tf.logical_and(tf.slice(self._mask, start, shape), visible)
         if repeats == 1:
             return visible[:, :, 0]
         if visible.shape[2] == 1 and visible.shape[3] == 1:

@@ -6,11 +6,18 @@ TensorFlow would begin all of them at once, and their scores would stand togethe
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfdist.layers.blockwise.blocks import attend_block, block_gradients, merge
+from tfdist.layers.blockwise.blocks import (
+    attend_block,
+    block_gradients,
+    finite,
+    gradients_of_products,
+    merge,
+)
 from tfdist.layers.blockwise.grid import Cut, Grid, Visibility, size_of
 
 __all__ = ["Settings", "attention_gradients", "attention_parts"]
@@ -48,8 +55,8 @@ def attention_parts(query, key, value, seen: Visibility, settings: Settings):
         are of these keys alone: `merge` puts results for several sets of keys together.
     """
     grid, groups, dtype = _grid(query, key, seen, settings)
-    queries = grid.rows.blocks(query, 2, groups)
-    keys, values = grid.columns.blocks(key, 2), grid.columns.blocks(value, 2)
+    queries = grid.rows.blocks(query, groups)
+    keys, values = grid.columns.blocks(key), grid.columns.blocks(value)
 
     def row(i, outs, lses):
         scaled = tf.cast(queries.read(i), dtype) * settings.scale
@@ -102,47 +109,70 @@ def attention_gradients(
         query's is the sum of what each set gives.
     """
     grid, groups, dtype = _grid(query, key, seen, settings)
-    queries, gradients = (grid.rows.blocks(x, 2, groups) for x in (query, gradient))
-    lses, deltas = (grid.rows.blocks(tf.cast(x, dtype), 2, groups) for x in (lse, delta))
-    keys, values = grid.columns.blocks(key, 2), grid.columns.blocks(value, 2)
+    query, key, value, gradient, lse, delta = (
+        tf.cast(tensor, dtype) for tensor in (query, key, value, gradient, lse, delta)
+    )
+    query *= settings.scale
+    # By block: query and gradient; key. Then what the products of a pair are made of.
+    rows, columns = [query, gradient], [key]
+    if settings.soft_cap is None and _products_are_exact(dtype):
+        compute = _folded_pair
+        ones = tf.ones_like(key[..., :1])
+        rows += [tf.concat([query, -finite(lse)], -1), tf.concat([gradient, -delta], -1)]
+        columns += [tf.concat([key, ones], -1), tf.concat([value, ones], -1)]
+    else:
+        compute = functools.partial(_pair, soft_cap=settings.soft_cap)
+        rows += [lse, delta]
+        columns += [value]
+    row_blocks = [grid.rows.blocks(tensor, groups) for tensor in rows]
+    column_blocks = [grid.columns.blocks(tensor) for tensor in columns]
 
     def column(j, query_gradients, key_gradients, value_gradients):
-        key, value = tf.cast(keys.read(j), dtype), tf.cast(values.read(j), dtype)
+        of_column = [blocks.read(j) for blocks in column_blocks]
 
         def pair(i, query_gradients, key_gradient, value_gradient):
-            scaled = tf.cast(queries.read(i), dtype) * settings.scale
+            of_row = [blocks.read(i) for blocks in row_blocks]
             of_query, of_key, of_value = _with_bias(
-                grid.bias(i, j),
-                lambda bias: block_gradients(
-                    scaled,
-                    key,
-                    value,
-                    tf.cast(gradients.read(i), dtype),
-                    lses.read(i),
-                    deltas.read(i),
-                    bias=bias,
-                    soft_cap=settings.soft_cap,
-                ),
+                grid.bias(i, j), lambda bias: compute(of_row, of_column, bias)
             )
             query_gradients = query_gradients.write(i, query_gradients.read(i) + of_query)
             return query_gradients, key_gradient + of_key, value_gradient + of_value
 
+        zeros = tf.zeros_like(of_column[0])
+        of_values = zeros if size == value_size else tf.zeros_like(of_column[-1][..., :value_size])
         query_gradients, of_key, of_value = _loop(
-            grid.first_row(j),
-            grid.rows.number,
-            pair,
-            (query_gradients, tf.zeros_like(key), tf.zeros_like(value)),
+            grid.first_row(j), grid.rows.number, pair, (query_gradients, zeros, of_values)
         )
         return query_gradients, key_gradients.write(j, of_key), value_gradients.write(j, of_value)
 
-    begin = grid.rows.blocks(tf.zeros_like(query, dtype), 2, groups)
+    size, value_size = query.shape[-1], value.shape[-1]
+    begin = grid.rows.blocks(tf.zeros_like(query), groups)
     empty = [tf.TensorArray(dtype, grid.columns.number) for _ in range(2)]
     of_queries, of_keys, of_values = _loop(0, grid.columns.number, column, (begin, *empty))
     batch, heads = size_of(query, 0), query.shape[1]
-    size, value_size = query.shape[-1], value.shape[-1]
     of_query = grid.rows.joined(of_queries, batch, heads, groups, size) * settings.scale
     of_key = grid.columns.joined(of_keys, batch, groups, groups, size)
     return of_query, of_key, grid.columns.joined(of_values, batch, groups, groups, value_size)
+
+
+def _pair(of_row, of_column, bias, soft_cap):
+    query, gradient, lse, delta = of_row
+    key, value = of_column
+    return block_gradients(query, key, value, gradient, lse, delta, bias=bias, soft_cap=soft_cap)
+
+
+def _folded_pair(of_row, of_column, bias):
+    """With `lse` and `delta` as one more feature of products: two passes less over all scores."""
+    query, gradient, query_and_lse, gradient_and_delta = of_row
+    key, key_and_one, value_and_one = of_column
+    exponents = tf.matmul(query_and_lse, key_and_one, transpose_b=True)
+    weight_gradient = tf.matmul(gradient_and_delta, value_and_one, transpose_b=True)
+    return gradients_of_products(query, key, gradient, exponents, weight_gradient, bias=bias)
+
+
+def _products_are_exact(dtype) -> bool:
+    """Whether products keep the precision of their factors: not where GPUs take TensorFloat-32."""
+    return dtype == tf.float64 or not tf.config.list_logical_devices("GPU")
 
 
 def _grid(query, key, seen: Visibility, settings: Settings):
