@@ -15,7 +15,7 @@ from tfdist.layers.blockwise.passes import Settings, attention_gradients, attent
 __all__ = ["blockwise_attention"]
 
 #: The most queries and keys of a block, by measurement (`tfdist.benchmarks.blockwise_attention`):
-#: wide blocks are faster, and blocks of causal attention compute what is not seen.
+#: wide blocks are faster, and small ones can be left out where nothing of them is seen.
 _BLOCK, _CAUSAL_BLOCK = (256, 1024), (256, 256)
 
 
@@ -73,13 +73,13 @@ def blockwise_attention(
     checks.boolean("return_lse", return_lse)
     scale = checks.number("scale", scale, optional=True)
     soft_cap = checks.number("soft_cap", soft_cap, above=0, optional=True)
-    rows, columns = _block_sizes(block_size, causal)
+    mask = _checked_mask(mask, query, key)
+    by_query = causal or (mask is not None and mask.shape[2] != 1)
+    rows, columns = _block_sizes(block_size, _CAUSAL_BLOCK if by_query else _BLOCK)
     settings = Settings(
         1 / math.sqrt(query.shape[-1]) if scale is None else scale, soft_cap, rows, columns
     )
-    seen = Visibility(
-        causal, _offset(query, key, causal, query_offset), _checked_mask(mask, query, key)
-    )
+    seen = Visibility(causal, _offset(query, key, causal, query_offset), mask)
 
     @custom_gradient
     def attend(query, key, value):
@@ -129,9 +129,9 @@ def _check_tensors(query, key, value) -> None:
         )
 
 
-def _block_sizes(block_size, causal: bool) -> tuple[int, int]:
+def _block_sizes(block_size, default: tuple[int, int]) -> tuple[int, int]:
     if block_size is None:
-        return _CAUSAL_BLOCK if causal else _BLOCK
+        return default
     sizes = (block_size, block_size) if not isinstance(block_size, (tuple, list)) else block_size
     if len(sizes) != 2:
         raise checks.refuse("block_size", block_size, "an int, or two: of queries and of keys")

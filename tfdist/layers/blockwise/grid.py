@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -125,53 +126,66 @@ class Grid:
         first = column * self.columns.size - self._seen.query_offset
         return _clip(first // self.rows.size, self.rows.number)
 
-    def bias(self, row, column):
-        """What is added to scores of a pair.
+    def with_bias(self, row, column, compute: Callable, nothing: Callable):
+        """Calls `compute` with what is added to the scores of a pair; None where all is seen.
 
-        Returns:
-            None where all is seen; a pair of whether not all is seen, and of a function that makes
-            the bias.
+        Where only the graph knows what is seen, it decides there. A pair of which the mask leaves
+        nothing gives `nothing()`, and costs nothing: so causal masks and sliding windows do.
         """
-        seen = self._seen
         begin, first = row * self.rows.size, column * self.columns.size
-        needed: Any = self._mask is not None
-        if seen.causal and needed is not True:
-            needed = first + self.columns.size - 1 > begin + seen.query_offset
-        if not self.columns.is_exact and needed is not True:
-            needed = _either(needed, first + self.columns.size > self.columns.length)
-        if needed is False:
-            return None
-        return needed, lambda: self._bias(begin, first)
-
-    def _bias(self, begin, first):
-        columns = first + tf.range(self.columns.size)
-        visible = columns[None, :] < self.columns.length
+        if self._mask is not None:
+            visible = self._masked(begin, first)
+            return tf.cond(
+                tf.reduce_any(visible),
+                lambda: compute(self._bias(self._by_group(visible))),
+                nothing,
+            )
+        partly: Any = False
         if self._seen.causal:
-            rows = begin + tf.range(self.rows.size) + self._seen.query_offset
-            visible = tf.logical_and(visible, columns[None, :] <= rows[:, None])
+            partly = first + self.columns.size - 1 > begin + self._seen.query_offset
+        if not self.columns.is_exact and partly is not True:
+            partly = _either(partly, first + self.columns.size > self.columns.length)
+        if isinstance(partly, bool):
+            return compute(self._unmasked_bias(begin, first) if partly else None)
+        return tf.cond(
+            partly, lambda: compute(self._unmasked_bias(begin, first)), lambda: compute(None)
+        )
+
+    def _unmasked_bias(self, begin, first):
+        visible = self._unmasked(begin, first)
         repeats = self._heads // self._groups
-        if self._mask is None:
-            if repeats > 1 and self._seen.causal:
-                visible = tf.tile(visible, [repeats, 1])
-        else:
-            visible = self._masked(visible, begin, first, repeats)
+        return self._bias(tf.tile(visible, [repeats, 1]) if self._seen.causal else visible)
+
+    def _bias(self, visible):
         return tf.where(visible, tf.zeros([], self._dtype), tf.cast(LOWEST, self._dtype))
 
-    def _masked(self, visible, begin, first, repeats: int):
+    def _unmasked(self, begin, first):
+        """What is seen but for the mask: [rows or 1, columns]."""
+        columns = first + tf.range(self.columns.size)
+        visible = columns[None, :] < self.columns.length
+        if not self._seen.causal:
+            return visible
+        rows = begin + tf.range(self.rows.size) + self._seen.query_offset
+        return tf.logical_and(visible, columns[None, :] <= rows[:, None])
+
+    def _masked(self, begin, first):
+        """What is seen: [batch or 1, groups or 1, heads of a group or 1, rows or 1, columns]."""
         start, shape = [0] * 5, [size_of(self._mask, axis) for axis in range(5)]
         if self._mask.shape[3] != 1:
             start[3], shape[3] = begin, self.rows.size
         if self._mask.shape[4] != 1:
             start[4], shape[4] = first, self.columns.size
-        visible = tf.logical_and(tf.slice(self._mask, start, shape), visible)
-        if repeats == 1:
-            return visible[:, :, 0]
-        if visible.shape[2] == 1 and visible.shape[3] == 1:
+        return tf.logical_and(tf.slice(self._mask, start, shape), self._unmasked(begin, first))
+
+    def _by_group(self, visible):
+        """The same as [batch or 1, groups or 1, heads of a group * rows or 1, columns]."""
+        repeats = self._heads // self._groups
+        if repeats == 1 or (visible.shape[2] == 1 and visible.shape[3] == 1):
             return visible[:, :, 0]
         batch, groups = size_of(visible, 0), visible.shape[1]
-        shape = [batch, groups, repeats, self.rows.size, self.columns.size]
-        visible = tf.broadcast_to(visible, shape)
-        return tf.reshape(visible, [batch, groups, repeats * self.rows.size, self.columns.size])
+        shape = [batch, groups, repeats * self.rows.size, self.columns.size]
+        whole = tf.broadcast_to(visible, [*shape[:2], repeats, self.rows.size, shape[3]])
+        return tf.reshape(whole, shape)
 
     def _prepared(self, mask):
         """The mask as [batch or 1, groups or 1, heads of a group or 1, queries or 1, keys or 1]."""

@@ -63,11 +63,13 @@ def attention_parts(query, key, value, seen: Visibility, settings: Settings):
 
         def pair(j, *found):
             key, value = tf.cast(keys.read(j), dtype), tf.cast(values.read(j), dtype)
-            again = _with_bias(
-                grid.bias(i, j),
+            again = grid.with_bias(
+                i,
+                j,
                 lambda bias: attend_block(
                     scaled, key, value, bias=bias, soft_cap=settings.soft_cap
                 ),
+                lambda: _nothing(scaled, value.shape[-1]),
             )
             return merge(found, again) if found else again
 
@@ -129,19 +131,24 @@ def attention_gradients(
 
     def column(j, query_gradients, key_gradients, value_gradients):
         of_column = [blocks.read(j) for blocks in column_blocks]
+        key, value = of_column[0], of_column[-1][..., :value_size]
 
         def pair(i, query_gradients, key_gradient, value_gradient):
             of_row = [blocks.read(i) for blocks in row_blocks]
-            of_query, of_key, of_value = _with_bias(
-                grid.bias(i, j), lambda bias: compute(of_row, of_column, bias)
+            of_query, of_key, of_value = grid.with_bias(
+                i,
+                j,
+                lambda bias: compute(of_row, of_column, bias),
+                lambda: (tf.zeros_like(of_row[0]), tf.zeros_like(key), tf.zeros_like(value)),
             )
             query_gradients = query_gradients.write(i, query_gradients.read(i) + of_query)
             return query_gradients, key_gradient + of_key, value_gradient + of_value
 
-        zeros = tf.zeros_like(of_column[0])
-        of_values = zeros if size == value_size else tf.zeros_like(of_column[-1][..., :value_size])
         query_gradients, of_key, of_value = _loop(
-            grid.first_row(j), grid.rows.number, pair, (query_gradients, zeros, of_values)
+            grid.first_row(j),
+            grid.rows.number,
+            pair,
+            (query_gradients, tf.zeros_like(key), tf.zeros_like(value)),
         )
         return query_gradients, key_gradients.write(j, of_key), value_gradients.write(j, of_value)
 
@@ -189,16 +196,6 @@ def _nothing(query, value_size: int):
     lse = tf.fill(tf.shape(out), tf.constant(float("-inf"), query.dtype))
     lse.set_shape(out.shape)
     return tf.repeat(out, value_size, axis=-1), lse
-
-
-def _with_bias(bias, compute):
-    """Calls with the bias, where there is one: decided in the graph where only that knows."""
-    if bias is None:
-        return compute(None)
-    needed, make = bias
-    if needed is True:
-        return compute(make())
-    return tf.cond(needed, lambda: compute(make()), lambda: compute(None))
 
 
 def _loop(begin, end, body, carried: tuple) -> Any:
