@@ -26,7 +26,15 @@ from tfdist.keras_internals.attributes import kernel_of
 from tfdist.layers.embedding import stays_split
 from tfdist.sharding.weights import check_by_entries, split_variable, value_tensor
 
-__all__ = ["Adapter", "DenseAdapter", "EinsumDenseAdapter", "Part", "columns", "override"]
+__all__ = [
+    "Adapter",
+    "DenseAdapter",
+    "EinsumDenseAdapter",
+    "Part",
+    "columns",
+    "override",
+    "same_dtype",
+]
 
 
 def override(thing, name: str, value) -> None:
@@ -255,8 +263,14 @@ class EinsumDenseAdapter(Adapter):
 
 def columns(inputs, kernel, group: Group, name: str):
     """`ops.matmul(inputs, kernel)` with this rank's columns, in the dtype that Keras takes."""
+    inputs, kernel = same_dtype(inputs, kernel)
+    return column_parallel_matmul(inputs, kernel, group, name=name)
+
+
+def same_dtype(inputs, kernel) -> tuple:
+    """Both in the dtype that Keras multiplies them in."""
     dtype = keras.backend.result_type(inputs.dtype, kernel.dtype)
-    return column_parallel_matmul(tf.cast(inputs, dtype), tf.cast(kernel, dtype), group, name=name)
+    return tf.cast(inputs, dtype), tf.cast(kernel, dtype)
 
 
 def _finish(layer, outputs):

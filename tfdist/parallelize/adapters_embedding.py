@@ -12,8 +12,8 @@ from tfdist.collectives import Group
 from tfdist.collectives.mappings import gather_from_tensor_region, reduce_from_tensor_region
 from tfdist.keras_internals.attributes import table_of
 from tfdist.keras_internals.private import set_keras_mask
-from tfdist.layers.embedding import own_rows, stays_split
-from tfdist.parallelize.adapters import Adapter, Part, columns
+from tfdist.layers.embedding import own_rows, split_logits, stays_split
+from tfdist.parallelize.adapters import Adapter, Part, same_dtype
 from tfdist.sharding.weights import value_tensor
 
 __all__ = ["EmbeddingAdapter", "ReversibleEmbeddingAdapter"]
@@ -89,7 +89,8 @@ def _reversed(layer, inputs, group: Group):
     if layer.reverse_dtype is not None:
         inputs = ops.cast(inputs, layer.reverse_dtype)
         kernel = ops.cast(kernel, layer.reverse_dtype)
-    logits = columns(inputs, kernel, group, f"{layer.path}/logits")
+    inputs, kernel = same_dtype(inputs, kernel)
+    logits = split_logits(layer, inputs, kernel, group, name=f"{layer.path}/logits")
     if layer.logit_soft_cap is not None:
         logits = ops.tanh(logits / layer.logit_soft_cap) * layer.logit_soft_cap
     if stays_split(layer):
