@@ -81,8 +81,7 @@ def _without_it(value, rows: tf.Tensor):
     if not is_batch:
         return value
     # Rows of samples only are cut off: a layer may make several of one sample.
-    some = tf.where(rows == 0, 0, tf.shape(value)[0])
-    return with_provenance(lambda part: part[:some], value)
+    return with_provenance(lambda part: part[: tf.where(rows == 0, 0, tf.shape(part)[0])], value)
 
 
 def _compile_loss(original, self, y_true, y_pred, sample_weight=None):

@@ -1,4 +1,4 @@
-"""What Keras reads off a tensor besides its values: its mask, and the logits it was computed from.
+"""What is read off a tensor besides its values: its mask, and the logits it was computed from.
 
 A cross-entropy of probabilities loses precision where they saturate, so Keras looks behind them: it
 takes the tensor's `_keras_logits` where an activation of Keras left them, and else, in a graph, the
@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from tfdist.graph.products import note_source
 from tfdist.keras_internals.attributes import keras_logits
 from tfdist.keras_internals.private import get_keras_mask, set_keras_mask
 
@@ -44,6 +45,7 @@ def with_provenance(
         moved_logits = function(*logits)
     if moved_logits is not None:
         keras_logits.set(moved, moved_logits)
+    note_source(moved, function, *tensors)
     masks = [get_keras_mask(tensor) for tensor in tensors] if mask else [None]
     if all(found is not None for found in masks):
         set_keras_mask(moved, function(*masks))

@@ -97,6 +97,8 @@ projections = {
     for part in ("query", "key", "value", "gate", "output")
 }
 attention_core = Attribute("_compute_attention", *_BOTH)
+# Grouped attention notes it for its core, and others are told.
+returns_scores = Attribute("_return_attention_scores", keras.layers.GroupQueryAttention)
 
 # Of tensors. Which call made a symbolic one, and the logits that an activation has left.
 history = Attribute("_keras_history", Node)

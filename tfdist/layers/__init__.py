@@ -4,6 +4,7 @@ Where the tensor axis is 1 or there is no strategy, each is its ordinary Keras s
 """
 
 from tfdist.layers.attention import ParallelMultiHeadAttention
+from tfdist.layers.blockwise import blockwise_attention
 from tfdist.layers.dense import ColumnParallelDense, RowParallelDense
 from tfdist.layers.dropout import Dropout
 from tfdist.layers.embedding import VocabParallelEmbedding, VocabParallelHead
@@ -24,4 +25,5 @@ __all__ = [
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",
     "VocabParallelHead",
+    "blockwise_attention",
 ]

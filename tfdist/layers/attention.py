@@ -8,12 +8,17 @@ import keras
 import tensorflow as tf
 
 from tfdist import checks
+from tfdist.layers.blockwise import blockwise_attention
 from tfdist.layers.dense import ColumnParallelDense, RowParallelDense, check_divides
 from tfdist.layers.dropout import Dropout
 from tfdist.layers.initializers import again, initializer
 from tfdist.sharding.weights import tensor_group
 
 __all__ = ["ParallelMultiHeadAttention"]
+
+
+#: From this length on attention goes block by block, which is faster then, and takes less memory.
+_LONG = 1024
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
@@ -24,6 +29,9 @@ class ParallelMultiHeadAttention(keras.layers.Layer):
     of the heads' outputs is split by rows. With fewer key/value heads than query heads this is
     grouped-query attention (Ainslie et al. 2023); the unit that is split is a key/value head and
     its queries.
+
+    Sequences of 1,024 tokens and more are attended to block by block (see `blockwise_attention`), where
+    their length is known and no attention weights are dropped.
 
     The columns of the fused kernel stand by key/value head: its queries, its key, its value.
 
@@ -122,7 +130,8 @@ class ParallelMultiHeadAttention(keras.layers.Layer):
         Args:
             inputs: Shape [batch, time, features].
             attention_mask: None, or bool of shape [batch, time, time]: whether a position (dim 1)
-                may see another (dim 2), beside what `causal` says.
+                may see another (dim 2), beside what `causal` says. One that sees nothing attends to
+                zeros.
             training: Whether attention weights are dropped.
 
         Returns:
@@ -140,13 +149,20 @@ class ParallelMultiHeadAttention(keras.layers.Layer):
         key, value = tf.squeeze(key, 0), tf.squeeze(value, 0)
         if self.rotary_base is not None:
             query, key = _rotate(query, self.rotary_base), _rotate(key, self.rotary_base)
-        query = tf.reshape(query, [queries * batch, heads, time, size])
-        if queries > 1:
-            repeat = [queries, 1, 1, 1]
-            key, value = tf.tile(key, repeat), tf.tile(value, repeat)
-        attended = self._attend(query, key, value, attention_mask, training)
-        attended = tf.reshape(attended, [queries, batch, heads, time, size])
-        attended = tf.transpose(attended, [1, 3, 2, 0, 4])
+        if isinstance(time, int) and time >= _LONG and not (training and self.dropout):
+            query = tf.transpose(query, [1, 2, 0, 3, 4])
+            query = tf.reshape(query, [batch, heads * queries, time, size])
+            mask = None if attention_mask is None else tf.convert_to_tensor(attention_mask)[:, None]
+            attended = blockwise_attention(query, key, value, causal=self.causal, mask=mask)
+            attended = tf.transpose(attended, [0, 2, 1, 3])
+        else:
+            query = tf.reshape(query, [queries * batch, heads, time, size])
+            if queries > 1:
+                repeat = [queries, 1, 1, 1]
+                key, value = tf.tile(key, repeat), tf.tile(value, repeat)
+            attended = self._attend(query, key, value, attention_mask, training)
+            attended = tf.reshape(attended, [queries, batch, heads, time, size])
+            attended = tf.transpose(attended, [1, 3, 2, 0, 4])
         attended = tf.reshape(attended, [batch, time, heads * queries * size])
         attended = tf.ensure_shape(attended, [None, self._time(inputs), heads * queries * size])
         return self.output_dense(attended)
@@ -154,14 +170,19 @@ class ParallelMultiHeadAttention(keras.layers.Layer):
     def _attend(self, query, key, value, attention_mask, training):
         """From queries, keys and values of shape [.., heads, time, size] to what is attended to.
 
-        A method of its own for `recompute(..., "selective")`.
+        A method of its own for `recompute(..., "selective")`, which leaves attention by blocks as it
+        is: that recomputes its scores of itself.
         """
         query *= 1.0 / math.sqrt(self.key_dim)
         scores = tf.matmul(query, key, transpose_b=True)
         scores = self._mask(scores, attention_mask, self._queries)
         weights = tf.cast(tf.nn.softmax(_wide(scores)), value.dtype)
         weights = self.attention_dropout(weights, training=training)
-        return tf.matmul(weights, value)
+        attended = tf.matmul(weights, value)
+        if attention_mask is None:
+            return attended
+        highest = tf.reduce_max(scores, axis=-1, keepdims=True)
+        return tf.where(highest > scores.dtype.min / 8, attended, tf.zeros_like(attended))
 
     def _time(self, inputs) -> int | None:
         time = inputs.shape[1]
@@ -170,7 +191,7 @@ class ParallelMultiHeadAttention(keras.layers.Layer):
         return time * self.qkv._group.size
 
     def _mask(self, scores, attention_mask, queries: int):
-        # Far below any score, and finite: a row that sees nothing becomes uniform, not NaN.
+        # Far below any score, and finite: a row that sees nothing is not NaN.
         lowest = scores.dtype.min / 2
         if self.causal:
             time = tf.shape(scores)[-1]

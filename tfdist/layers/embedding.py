@@ -11,6 +11,8 @@ from tfdist import checks
 from tfdist.collectives import Group
 from tfdist.collectives.mappings import (
     column_parallel_matmul,
+    copy_to_tensor_region,
+    gather_from_sequence_region,
     gather_from_tensor_region,
     linear,
     reduce_from_tensor_region,
@@ -22,7 +24,14 @@ from tfdist.layers.initializers import initializer
 from tfdist.layers.losses import takes_split_logits
 from tfdist.sharding.weights import add_split_weight, tensor_group, value_tensor
 
-__all__ = ["VocabParallelEmbedding", "VocabParallelHead", "own_ids", "own_rows", "stays_split"]
+__all__ = [
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
+    "own_ids",
+    "own_rows",
+    "split_logits",
+    "stays_split",
+]
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
@@ -179,9 +188,7 @@ def _logits(layer, inputs, kernel, vocabulary_size: int):
     if group is None:
         return linear(inputs, kernel)
     axis = 1 if layer.sequence_parallel else None
-    logits = column_parallel_matmul(
-        inputs, kernel, group, sequence_axis=axis, name=f"{layer.name}/logits"
-    )
+    logits = split_logits(layer, inputs, kernel, group, axis, name=f"{layer.name}/logits")
     if stays_split(layer):
         return logits
     return gather_from_tensor_region(logits, group, name=f"{layer.name}/logits")[
@@ -189,10 +196,32 @@ def _logits(layer, inputs, kernel, vocabulary_size: int):
     ]
 
 
+def split_logits(
+    layer, inputs, kernel, group: Group, sequence_axis: int | None = None, *, name: str
+):
+    """This rank's columns of the logits, as `column_parallel_matmul` gives them.
+
+    Where the loss takes them in chunks, it finds a product of its own behind them.
+    """
+    if getattr(getattr(_model_under_way(), "loss", None), "chunk_size", None) is None or not (
+        stays_split(layer)
+    ):
+        return column_parallel_matmul(inputs, kernel, group, sequence_axis=sequence_axis, name=name)
+    if sequence_axis is None:
+        inputs = copy_to_tensor_region(inputs, group, name=name)
+    else:
+        inputs = gather_from_sequence_region(inputs, group, sequence_axis, name=name)
+    return linear(inputs, kernel)
+
+
+def _model_under_way():
+    step: Any = getattr(tf.distribute.get_replica_context(), "step", None)
+    return getattr(step, "model", None)
+
+
 def stays_split(layer) -> bool:
     """Whether this is the last layer of a model under way whose loss takes split logits."""
-    step: Any = getattr(tf.distribute.get_replica_context(), "step", None)
-    model = getattr(step, "model", None)
+    model = _model_under_way()
     outputs = getattr(model, "outputs", None) or []
     return (
         len(outputs) == 1 and history(outputs[0]).operation is layer and takes_split_logits(model)

@@ -8,7 +8,9 @@ import tensorflow as tf
 from tfdist import checks
 from tfdist.collectives import Group, all_reduce
 from tfdist.graph.custom_gradient import custom_gradient
+from tfdist.graph.products import product_behind
 from tfdist.keras_internals.attributes import compile_metrics
+from tfdist.layers.chunked_loss import chunked_cross_entropy
 from tfdist.native import load, step_takes_kernels
 from tfdist.sharding.weights import tensor_group
 
@@ -26,11 +28,21 @@ class VocabParallelCrossEntropy(keras.losses.Loss):
     of each token, never the logits. The padding of a vocabulary that does not divide counts for
     nothing. On whole logits this is `keras.losses.SparseCategoricalCrossentropy`.
 
+    With `chunk_size` the logits never stand as a whole, neither forward nor backward, where they are
+    the model's last product: of `VocabParallelHead`, of a `Dense` without bias and activation, or of an
+    embedding in reverse, with its soft cap (`VocabParallelEmbedding`, `keras.layers.ReversibleEmbedding`
+    and so the causal models of KerasHub). The loss then takes the hidden states and the table that
+    they are made of, and computes its value and both gradients so many tokens at a time. The
+    backward pass makes the logits again: a third more products for that one layer. This is so in
+    steps that run as a graph, and where nothing else, as a metric, looks at the outputs. Everywhere
+    else the loss is the same, of logits as they are.
+
     Args:
         vocabulary_size: The global number of classes, without padding.
         reduction: As for `keras.losses.Loss`.
         name: The loss's name.
         dtype: As for `keras.losses.Loss`.
+        chunk_size: None, or of how many tokens at most logits stand at once.
 
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
     """
@@ -41,12 +53,15 @@ class VocabParallelCrossEntropy(keras.losses.Loss):
         reduction="sum_over_batch_size",
         name="vocab_parallel_cross_entropy",
         dtype=None,
+        *,
+        chunk_size: int | None = None,
     ):
         vocabulary_size = checks.integer("vocabulary_size", vocabulary_size, minimum=1)
         checks.text("name", name, optional=True)
         checks.one_of("reduction", reduction, _REDUCTIONS, optional=True)
         super().__init__(name=name, reduction=reduction, dtype=_check_dtype(dtype))
         self.vocabulary_size = vocabulary_size
+        self.chunk_size = checks.integer("chunk_size", chunk_size, minimum=1, optional=True)
         self._group = tensor_group()
 
     def call(self, y_true, y_pred):
@@ -59,11 +74,22 @@ class VocabParallelCrossEntropy(keras.losses.Loss):
         logits = tf.convert_to_tensor(y_pred)
         if labels.shape.rank == logits.shape.rank and labels.shape[-1] == 1:
             labels = tf.squeeze(labels, -1)
+        product = None if self.chunk_size is None else product_behind(logits)
         if logits.dtype.size < 4:
             logits = tf.cast(logits, tf.float32)
         size = self._group.size if self._group is not None else 1
         share = -(-self.vocabulary_size // size)
-        if logits.shape[-1] == self.vocabulary_size:
+        is_whole = logits.shape[-1] == self.vocabulary_size
+        is_split = self._group is not None and logits.shape[-1] == share
+        if product is not None and product.columns == logits.shape[-1] and (is_whole or is_split):
+            return chunked_cross_entropy(
+                product,
+                labels,
+                self.chunk_size,
+                None if is_whole else self._group,
+                self.vocabulary_size,
+            )
+        if is_whole:
             if logits.dtype == tf.float32 and step_takes_kernels():
                 return _one_pass(logits, labels)
             return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
@@ -77,7 +103,11 @@ class VocabParallelCrossEntropy(keras.losses.Loss):
 
     def get_config(self):
         """The configuration, the same on any mesh."""
-        return {**super().get_config(), "vocabulary_size": self.vocabulary_size}
+        return {
+            **super().get_config(),
+            "vocabulary_size": self.vocabulary_size,
+            "chunk_size": self.chunk_size,
+        }
 
 
 def _check_dtype(dtype):

@@ -26,7 +26,7 @@ from tfdist.tensor_parallel.quantized import (
     quantized_sizes,
 )
 
-__all__ = ["DenseAdapter", "EinsumDenseAdapter", "columns"]
+__all__ = ["DenseAdapter", "EinsumDenseAdapter", "columns", "same_dtype"]
 
 
 class _ProductAdapter(Adapter):
@@ -239,8 +239,14 @@ class EinsumDenseAdapter(_ProductAdapter):
 
 def columns(inputs, kernel, group: Group, name: str):
     """`ops.matmul(inputs, kernel)` with this rank's columns, in the dtype that Keras takes."""
+    inputs, kernel = same_dtype(inputs, kernel)
+    return column_parallel_matmul(inputs, kernel, group, name=name)
+
+
+def same_dtype(inputs, kernel) -> tuple:
+    """Both in the dtype that Keras multiplies them in."""
     dtype = keras.backend.result_type(inputs.dtype, kernel.dtype)
-    return column_parallel_matmul(tf.cast(inputs, dtype), tf.cast(kernel, dtype), group, name=name)
+    return tf.cast(inputs, dtype), tf.cast(kernel, dtype)
 
 
 def _finish(layer, outputs):

@@ -12,11 +12,11 @@ from tfdist.collectives import Group
 from tfdist.collectives.mappings import gather_from_tensor_region, reduce_from_tensor_region
 from tfdist.keras_internals.attributes import table_of
 from tfdist.keras_internals.private import set_keras_mask
-from tfdist.layers.embedding import own_ids, own_rows, stays_split
+from tfdist.layers.embedding import own_ids, own_rows, split_logits, stays_split
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.weights import value_tensor
 from tfdist.tensor_parallel.adapters import Adapter
-from tfdist.tensor_parallel.adapters_dense import columns
+from tfdist.tensor_parallel.adapters_dense import same_dtype
 
 __all__ = ["EmbeddingAdapter", "ReversibleEmbeddingAdapter"]
 
@@ -145,7 +145,8 @@ def _logits(layer, inputs, group: Group):
     if layer.reverse_dtype is not None:
         inputs = ops.cast(inputs, layer.reverse_dtype)
         kernel = ops.cast(kernel, layer.reverse_dtype)
-    logits = columns(inputs, kernel, group, f"{layer.path}/logits")
+    inputs, kernel = same_dtype(inputs, kernel)
+    logits = split_logits(layer, inputs, kernel, group, name=f"{layer.path}/logits")
     if layer.logit_soft_cap is not None:
         logits = ops.tanh(logits / layer.logit_soft_cap) * layer.logit_soft_cap
     return logits
