@@ -18,7 +18,7 @@ def train(mesh: dict | None, chunk_size: int | None, rows: int, policy="float32"
         chunk_size: That of the loss; None for Keras' own loss.
         rows: Of the data, in batches of 4.
         policy: The dtypes of layers.
-        options: For the GPT, or `hub` for the GPT-2 of KerasHub, by a plan.
+        options: For the GPT, or `hub` for the GPT-2 of KerasHub.
     """
     from tfdist import layers
     from tfdist.layers import losses
@@ -46,7 +46,9 @@ def train(mesh: dict | None, chunk_size: int | None, rows: int, policy="float32"
                 model, x = hub_model(x)
             else:
                 model = build(VOCABULARY, **options)
-            model.compile(keras.optimizers.SGD(0.3, momentum=0.9), loss)
+            # Of itself a task of KerasHub has a metric, which takes whole logits.
+            optimizer = keras.optimizers.SGD(0.3, momentum=0.9)
+            model.compile(optimizer, loss, weighted_metrics=None)
         history = model.fit(
             x, y, sample_weight=weights, batch_size=4, epochs=2, verbose=0, shuffle=False
         )
@@ -62,10 +64,10 @@ def train(mesh: dict | None, chunk_size: int | None, rows: int, policy="float32"
 
 
 def hub_model(x):
-    """The GPT-2 of KerasHub with its head, split by a plan, and its inputs."""
+    """The GPT-2 of KerasHub with its head, split, and its inputs."""
     import keras_hub
 
-    from tfdist.parallelize import GPT2, parallelize
+    from tfdist.tensor_parallel import parallelize
 
     backbone = keras_hub.models.GPT2Backbone(
         vocabulary_size=VOCABULARY,
@@ -77,7 +79,7 @@ def hub_model(x):
         dropout=0.0,
     )
     model = keras_hub.models.GPT2CausalLM(backbone=backbone, preprocessor=None, compile=False)
-    parallelize(model, GPT2)
+    parallelize(model)
     return model, {"token_ids": x, "padding_mask": np.ones_like(x)}
 
 

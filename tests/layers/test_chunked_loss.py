@@ -58,7 +58,8 @@ def step(embedding, loss, labels, *, jit_compile=False, dense=None, between=None
             value = loss(labels, logits, sample_weight=weights)
         variables = (embedding if dense is None else dense).trainable_variables
         # An embedding that is called in reverse alone has no gradient for its other table.
-        return value, *tape.gradient(value, [hidden, *variables], unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        found = tape.gradient(value, [hidden, *variables])
+        return value, *(0.0 if each is None else each for each in found)
 
     hidden = tf.random.stateless_normal([*labels.shape, _WIDTH], (0, 1))
     weights = tf.random.stateless_uniform(labels.shape, (2, 3))

@@ -10,6 +10,7 @@ import numpy as np
 from tests.scripts import families
 from tests.scripts.families import LENGTH, WORDS, classifier, rows_for
 from tests.scripts.feeding import Feed
+from tfdist.tensor_parallel import blockwise
 
 __all__ = ["DECODERS", "generated", "train"]
 
@@ -39,6 +40,7 @@ _SHARED_KEYS = {"SharedKeys": families.FAMILIES["Gemma"] | {"num_key_value_heads
 _FAMILIES = families.FAMILIES | _SHARED_KEYS
 _CLASSES = families._CLASSES | {"SharedKeys": "Gemma"}
 STEPS, ROWS = 10, 6
+FEW = blockwise._FEW
 
 
 def scope(options: dict | None):
@@ -106,14 +108,25 @@ def train(
     quantize=None,
     tensor: int = 2,
     order: str = "given",
+    in_blocks: bool = False,
 ):
     """Ten steps of SGD, with the rows of the batch in one of `ORDERS`.
+
+    Args:
+        name: The family.
+        options: The mesh and what a strategy takes; None for plain KerasHub.
+        lora: None, or whether LoRA comes "before" or "after" the split.
+        quantize: None, or the mode of the base.
+        tensor: For how many tensor ranks heads are to divide.
+        order: Of the rows.
+        in_blocks: Whether split attention goes by blocks, however short the sequences are.
 
     Returns:
         The losses, and the weights by place and path.
     """
     keras.backend.clear_session()
     keras.utils.set_random_seed(5)
+    blockwise._FEW = 0 if in_blocks else FEW
     mesh = (options or {}).get("mesh", {})
     with scope(options):
         if name in DECODERS:

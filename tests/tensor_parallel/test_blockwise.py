@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 from tfdist.layers.blockwise import attention as blockwise
-from tfdist.tensor_parallel import blockwise as switch
 from tfdist.recompute import recompute
+from tfdist.tensor_parallel import blockwise as switch
 
 TIME, WIDTH = 21, 16
 

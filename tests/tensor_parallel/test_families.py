@@ -61,6 +61,14 @@ def test_split(pool, one_process, name):
 
 
 @on_ranks(("horovod", 2))
+@pytest.mark.parametrize("name", slow_but(["Gemma2"], ["GPT2", "Gemma2", "Llama", "Phi3", "Qwen3"]))
+def test_split_attends_by_blocks(pool, one_process, name):
+    (right,) = one_process.run(families.train, name, timeout=240)
+    for losses, _ in pool.run(families.train, name, TENSOR, in_blocks=True, timeout=240):
+        assert losses == pytest.approx(right[0], rel=1e-5)
+
+
+@on_ranks(("horovod", 2))
 @pytest.mark.parametrize("lora", slow_but(["after"], ["before", "after"]))
 @pytest.mark.parametrize("name", slow_but(["GPT2"], families.DECODERS))
 def test_split_with_lora(pool, one_process, name, lora):

@@ -58,7 +58,7 @@ def note_source(made: tf.Tensor, function: Callable, *tensors: tf.Tensor) -> Non
 def product_behind(tensor) -> Product | None:
     """The product that made a tensor of a graph; None where there is none, or it cannot be seen.
 
-    It is seen through casts to wider types, identities, reshapes that keep the last dim, and what
+    It is seen through casts to wider types, identities, checks of shapes, reshapes that keep the last dim, and what
     `note_source` was told of.
     """
     if not tf.is_symbolic_tensor(tensor) or not tensor.shape.rank:
@@ -73,7 +73,7 @@ def product_behind(tensor) -> Product | None:
         source = operation.inputs[0]
         wider = source.dtype.is_floating and source.dtype.size <= tensor.dtype.size
         return product_behind(source) if wider else None
-    if operation.type == "Identity":
+    if operation.type in ("Identity", "EnsureShape"):
         return product_behind(operation.inputs[0])
     if operation.type == "Reshape":
         return _reshaped(product_behind(operation.inputs[0]), tensor)

@@ -20,6 +20,7 @@ from tfdist.layers.dropout import drawing_apart
 from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.sharding.weights import split_variable
 from tfdist.tensor_parallel.adapters import Adapter, Entrance, Part, local_attributes, override
+from tfdist.tensor_parallel.blockwise import use_blockwise
 
 __all__ = ["Block", "InsideAdapter", "projections", "split_blocks"]
 
@@ -150,6 +151,7 @@ class Block:
             override(self.layer, "call", self._call(attributes, group))
         if self._is_attention:
             self._slice_slopes(group)
+            use_blockwise(self.layer)
 
     def mark_inside(self, group: Group) -> None:
         """Marks what a comparison would: weights of heads, and dropout that differs by rank."""
