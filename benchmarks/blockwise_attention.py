@@ -73,13 +73,13 @@ def step_seconds(variant: tuple[str, bool]) -> float:
 
 def peak_bytes(variant: tuple[str, bool]) -> int:
     """What a first step adds to this process's peak of resident memory."""
-    import resource
+    from tfdist.benchmarks.peers.serving import memory
 
     # A small step first: what TensorFlow loads then belongs to neither.
     prepare((next(iter(CASES)), variant[1]))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = memory("VmRSS")
     prepare(variant)
-    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    return memory("VmHWM") - before
 
 
 def measure(rounds: int, cases) -> list[Ratio]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 
+from tests.memory import peak_above
 from tests.tensor_parallel.families import causal_lm, scope, whole
 
 __all__ = [
@@ -133,21 +134,13 @@ def memory_of_loading(folder: str, options: dict, dtype: str) -> tuple[int, int,
 
     keras.backend.clear_session()
     gc.collect()
-    before = _status("VmRSS")
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # The peak is what is there now.
     with scope(options):
-        model = tfdist.load_preset(folder, keras_hub.models.Backbone, dtype=dtype)
-    grown = _status("VmHWM") - before
+        grown, model = peak_above(
+            lambda: tfdist.load_preset(folder, keras_hub.models.Backbone, dtype=dtype)
+        )
     sizes = [tfdist.sharding.layout.global_shape(variable) for variable in model.weights]
     width = 2 if dtype == "bfloat16" else 4
     largest = max(int(np.prod(size)) for size in sizes) * width
     values = [stored_value(variable) for variable in model.weights]
     held = sum(int(np.prod(value.shape)) * value.dtype.size for value in values)
     return grown, held, largest
-
-
-def _status(name: str) -> int:
-    with open("/proc/self/status") as file:
-        line = next(line for line in file if line.startswith(name))
-    return int(line.split()[1]) * 1024

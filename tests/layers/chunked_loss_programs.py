@@ -6,6 +6,7 @@ import keras
 import numpy as np
 
 from tests.layers.gpt_programs import build, scope, whole
+from tests.memory import peak_above
 
 VOCABULARY, TIME = 61, 16
 
@@ -85,8 +86,6 @@ def hub_model(x):
 
 def peak_bytes(chunk_size: int | None) -> int:
     """What a step adds to the peak of this process's memory: 2,048 tokens of 32,768 classes."""
-    import resource
-
     from tfdist import layers
 
     size = 32768
@@ -99,6 +98,4 @@ def peak_bytes(chunk_size: int | None) -> int:
     model.compile(
         "sgd", layers.VocabParallelCrossEntropy(size, chunk_size=chunk_size), jit_compile=False
     )
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    model.fit(tokens, tokens, batch_size=8, verbose=0)
-    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    return peak_above(lambda: model.fit(tokens, tokens, batch_size=8, verbose=0))[0]

@@ -228,9 +228,9 @@ def test_half_precision_on_ranks(pool, one_process):
 
 @pytest.mark.slow
 def test_takes_less_memory():
-    """All logits are 256 MiB, and their gradients as much."""
+    """All logits are 256 MiB, in whose place TensorFlow puts their gradients."""
     peaks = []
     for chunk_size in (64, None):
         with RankPool(1, "local", threads=1) as process:
             peaks.append(process.run(programs.peak_bytes, chunk_size, timeout=240)[0])
-    assert peaks[0] < 64 * 2**20 < 512 * 2**20 < peaks[1], peaks
+    assert peaks[0] < 32 * 2**20 < 256 * 2**20 < peaks[1], peaks
