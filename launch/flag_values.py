@@ -48,12 +48,12 @@ class UsageError(TfdistError):
 class FlagDefiner:
     """absl's `DEFINE_` functions, for the flags of one program.
 
-    Args:
+    Attributes:
         values: The program's flags.
     """
 
     def __init__(self, values: flags.FlagValues):
-        self._values = values
+        self.values = values
         self.boolean = functools.partial(flags.DEFINE_boolean, flag_values=values)
         self.enum = functools.partial(flags.DEFINE_enum, flag_values=values)
         self.float = functools.partial(flags.DEFINE_float, flag_values=values)
@@ -63,8 +63,8 @@ class FlagDefiner:
 
     def repeated(self, name: str, text: str) -> flags.FlagHolder:
         """Defines a text that may be given more than once; the help says so in a few words."""
-        holder = flags.DEFINE_multi_string(name, None, text, flag_values=self._values)
-        self._values[name].help = f"{text}; may be repeated"
+        holder = flags.DEFINE_multi_string(name, None, text, flag_values=self.values)
+        self.values[name].help = f"{text}; may be repeated"
         return holder
 
 

@@ -1,54 +1,21 @@
-"""The flags of `tfdist-train` that lay the ranks out: the mesh, and the pipeline's schedule."""
+"""The flags that lay the ranks of a training out: the mesh, and the pipeline's schedule."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from tfdist.launch.flag_values import MOST_RANKS, UsageError, as_given, refuse, refuse_ignored
-from tfdist.launch.tasks import DEFINE, VALUES
+from tfdist.launch.flag_values import (
+    MOST_RANKS,
+    FlagDefiner,
+    UsageError,
+    as_given,
+    refuse,
+    refuse_ignored,
+)
 from tfdist.mesh import DEFAULT_ORDER, Mesh
 from tfdist.pipeline.schedules import SCHEDULES, check_schedule
 
-__all__ = ["MESH", "ZERO", "Layout", "chosen_layout"]
-
-_DATA = DEFINE.integer(
-    "data",
-    -1,
-    "Ranks of the data axis; -1: all that remain",
-    lower_bound=-1,
-    upper_bound=MOST_RANKS,
-)
-_TENSOR = DEFINE.integer(
-    "tensor",
-    1,
-    "Ranks of the tensor axis, which split layers",
-    lower_bound=1,
-    upper_bound=MOST_RANKS,
-)
-_PIPELINE = DEFINE.integer(
-    "pipeline",
-    1,
-    "Ranks of the pipeline axis, which hold the stages",
-    lower_bound=1,
-    upper_bound=MOST_RANKS,
-)
-_ORDER = DEFINE.list(
-    "mesh_order", list(DEFAULT_ORDER), "Mesh axes, the one with the farthest ranks first"
-)
-_MICROBATCHES = DEFINE.integer(
-    "num_microbatches", None, "Micro-batches of a pipeline [4 per stage]", lower_bound=1
-)
-_SCHEDULE = DEFINE.enum("schedule", "1f1b", list(SCHEDULES), "Pipeline schedule")
-_CHUNKS = DEFINE.integer("chunks", None, "Stages per rank, for interleaved [2]", lower_bound=1)
-ZERO = DEFINE.integer(
-    "zero_stage",
-    0,
-    "Shards: 1 optimizer state, 2 gradients, 3 parameters",
-    lower_bound=0,
-    upper_bound=3,
-)
-
-MESH = (_DATA, _TENSOR, _PIPELINE, _ORDER, _MICROBATCHES, _SCHEDULE, _CHUNKS)
+__all__ = ["Layout", "MeshFlags"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,29 +62,84 @@ class Layout:
         return given
 
 
-def chosen_layout() -> Layout:
-    """What the flags say; a `UsageError` where they do not go together."""
-    if _PIPELINE.value == 1:
-        refuse_ignored(
-            VALUES, (_MICROBATCHES, _SCHEDULE, _CHUNKS), "is for a pipeline", "--pipeline=1"
+class MeshFlags:
+    """The flags of a program that say how its ranks are laid out.
+
+    Args:
+        define: Defines them.
+
+    Attributes:
+        zero: The flag of the ZeRO stage.
+        mesh: The others.
+    """
+
+    def __init__(self, define: FlagDefiner):
+        self._values = define.values
+        self._data = define.integer(
+            "data",
+            -1,
+            "Ranks of the data axis; -1: all that remain",
+            lower_bound=-1,
+            upper_bound=MOST_RANKS,
         )
-    if _DATA.value != -1 and _DATA.value < 1:
-        raise refuse("data", _DATA.value, "at least 1, or -1 for all that remain")
-    microbatches = _MICROBATCHES.value or (4 * _PIPELINE.value if _PIPELINE.value > 1 else 1)
-    try:
-        mesh = Mesh(
-            data=_DATA.value,
-            pipeline=_PIPELINE.value,
-            tensor=_TENSOR.value,
-            order=tuple(_ORDER.value),
+        self._tensor = define.integer(
+            "tensor",
+            1,
+            "Ranks of the tensor axis, which split layers",
+            lower_bound=1,
+            upper_bound=MOST_RANKS,
         )
-        check_schedule(_SCHEDULE.value, _PIPELINE.value, microbatches, _CHUNKS.value)
-    except ValueError as error:
-        raise UsageError(f"{as_given(VALUES, MESH)}: {error}") from error
-    return Layout(
-        mesh,
-        num_microbatches=microbatches,
-        schedule=_SCHEDULE.value,
-        chunks=_CHUNKS.value,
-        zero_stage=ZERO.value,
-    )
+        self._pipeline = define.integer(
+            "pipeline",
+            1,
+            "Ranks of the pipeline axis, which hold the stages",
+            lower_bound=1,
+            upper_bound=MOST_RANKS,
+        )
+        self._order = define.list(
+            "mesh_order", list(DEFAULT_ORDER), "Mesh axes, the one with the farthest ranks first"
+        )
+        self._microbatches = define.integer(
+            "num_microbatches", None, "Micro-batches of a pipeline [4 per stage]", lower_bound=1
+        )
+        self._schedule = define.enum("schedule", "1f1b", list(SCHEDULES), "Pipeline schedule")
+        self._chunks = define.integer(
+            "chunks", None, "Stages per rank, for interleaved [2]", lower_bound=1
+        )
+        self.zero = define.integer(
+            "zero_stage",
+            0,
+            "Shards: 1 optimizer state, 2 gradients, 3 parameters",
+            lower_bound=0,
+            upper_bound=3,
+        )
+        of_pipelines = (self._microbatches, self._schedule, self._chunks)
+        self.mesh = (self._data, self._tensor, self._pipeline, self._order, *of_pipelines)
+
+    def layout(self) -> Layout:
+        """What the flags say.
+
+        Raises:
+            UsageError: They do not go together.
+        """
+        data, pipeline = self._data.value, self._pipeline.value
+        schedule, chunks = self._schedule.value, self._chunks.value
+        if pipeline == 1:
+            of_pipelines = (self._microbatches, self._schedule, self._chunks)
+            refuse_ignored(self._values, of_pipelines, "is for a pipeline", "--pipeline=1")
+        if data != -1 and data < 1:
+            raise refuse("data", data, "at least 1, or -1 for all that remain")
+        microbatches = self._microbatches.value or (4 * pipeline if pipeline > 1 else 1)
+        order = tuple(self._order.value)
+        try:
+            mesh = Mesh(data=data, pipeline=pipeline, tensor=self._tensor.value, order=order)
+            check_schedule(schedule, pipeline, microbatches, chunks)
+        except ValueError as error:
+            raise UsageError(f"{as_given(self._values, self.mesh)}: {error}") from error
+        return Layout(
+            mesh,
+            num_microbatches=microbatches,
+            schedule=schedule,
+            chunks=chunks,
+            zero_stage=self.zero.value,
+        )

@@ -12,28 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import time
 from typing import Any
 
-from tfdist.checkpoint import directory_lock
-from tfdist.checks import LARGEST
-from tfdist.launch import command, world
-from tfdist.launch.flag_values import YEAR, folder, refuse, refuse_ignored
+from tfdist.launch import command
+from tfdist.launch.checkpoint_flags import CheckpointFlags
+from tfdist.launch.flag_values import refuse_ignored
 from tfdist.launch.images import Images
 from tfdist.launch.language import Language
-from tfdist.launch.mesh_flags import MESH, ZERO, Layout, chosen_layout
+from tfdist.launch.mesh_flags import Layout, MeshFlags
 from tfdist.launch.tasks import DEFINE, VALUES, Data, Settings, Task
-from tfdist.launch.world import STRATEGY
-from tfdist.runtime.directories import checked_directory, is_address
+from tfdist.launch.world import World, WorldFlags
 from tfdist.runtime.rendezvous import MEANT_RANKS
 
 __all__ = ["PROGRAM", "run"]
-
-#: Variables that tell a process its rank.
-_RANKS = ("HOROVOD_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK")
 
 _TASKS: tuple[Task, ...] = (Images(), Language())
 
@@ -73,9 +67,7 @@ _SEED = DEFINE.integer(
     "seed", 0, "Seed of weights and data order", lower_bound=0, upper_bound=2**32 - 1
 )
 _DATA_DIR = DEFINE.string("data_dir", None, "Folder of the data sets")
-_WORKDIR = DEFINE.string("workdir", None, "Folder of the checkpoints; resumes from the last")
-_SAVE_EVERY = DEFINE.string("save_every", "auto", "Save interval: 100 (steps), 60s, or auto")
-_KEEP = DEFINE.integer("keep", 2, "Checkpoints to keep", lower_bound=1)
+_CHECKPOINTS = CheckpointFlags(DEFINE)
 _ELASTIC = DEFINE.enum(
     "elastic", "keep", ["keep", "scale"], "Global batch and rate when the number of ranks changes"
 )
@@ -85,6 +77,8 @@ _THREADS = DEFINE.integer(
 _VERBOSE = DEFINE.integer(
     "verbose", 2, "0: silent, 1: progress bar, 2: one line per epoch", lower_bound=0, upper_bound=2
 )
+_MESH = MeshFlags(DEFINE)
+_WORLD = WorldFlags(DEFINE, _MESH)
 
 
 def run() -> None:
@@ -93,11 +87,11 @@ def run() -> None:
 
 
 def _check(_: list[str]) -> tuple[Task, Settings, dict[str, Any]]:
-    return (*_choose_task(), _save_intervals())
+    return (*_choose_task(), _CHECKPOINTS.options(is_tpu=_WORLD.is_tpu))
 
 
 def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
-    task, settings, intervals = checked
+    task, settings, saving = checked
     # TensorFlow takes seconds to import, which a bad flag need not wait for; and it is talkative.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     import keras
@@ -108,7 +102,7 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
     # --- Ranks ---------------------------------------------------------------------------------
     if _THREADS.value:
         tf.config.threading.set_intra_op_parallelism_threads(_THREADS.value)
-    on = world.make_world(settings.layout)
+    on = _WORLD.make(settings.layout)
     replicas, batch_size = _replicas_and_batch(task, settings.layout, on)
     settings = dataclasses.replace(
         settings, batch_size=batch_size, whole_batches=on.is_tpu, is_chief=on.is_chief
@@ -136,9 +130,7 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
         callbacks.append(keras.callbacks.TerminateOnNaN())
     else:
         callbacks.append(tfdist.monitoring.TerminateOnNonFinite())
-    if _WORKDIR.value is not None:
-        options = {**intervals, "keep_last": _KEEP.value, "batch_size": batch_size}
-        callbacks.append(tfdist.checkpoint.Checkpointer(_WORKDIR.value, **options))
+    callbacks += _CHECKPOINTS.callbacks(saving, batch_size)
 
     # --- Training ------------------------------------------------------------------------------
     try:
@@ -151,7 +143,7 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
             shuffle=False,
         )
     except tfdist.checkpoint.CheckpointError as error:
-        raise command.UsageError(f"--workdir={_WORKDIR.value}: {error}") from error
+        raise command.UsageError(f"--workdir={_CHECKPOINTS.workdir}: {error}") from error
     except FloatingPointError as error:
         raise command.Failure(str(error)) from error
     except tf.errors.DataLossError as error:
@@ -183,17 +175,17 @@ def _choose_task() -> tuple[Task, Settings]:
         epochs=_EPOCHS.value or task.epochs,
         learning_rate=_LEARNING_RATE.value or task.learning_rate,
         seed=_SEED.value,
-        layout=chosen_layout(),
+        layout=_MESH.layout(),
         data_dir=_DATA_DIR.value,
     )
     if _SCALING.value == "none":
         refuse_ignored(VALUES, (_WARMUP,), "is for --lr_scaling", "--lr_scaling=none")
-    world.check_flags(settings.layout)
+    _WORLD.check(settings.layout)
     task.check(settings)
     return task, settings
 
 
-def _replicas_and_batch(task: Task, layout: Layout, on: world.World) -> tuple[int, int]:
+def _replicas_and_batch(task: Task, layout: Layout, on: World) -> tuple[int, int]:
     """The replicas that the learning rate is scaled for, and the global batch.
 
     An elastic job may run on more or fewer ranks than it was meant for, by `tfdist-run -np`.
@@ -219,64 +211,10 @@ def _replicas_and_batch(task: Task, layout: Layout, on: world.World) -> tuple[in
     return data, batch_size * data // meant
 
 
-def _save_intervals() -> dict[str, Any]:
-    """`--save_every` as arguments of `Checkpointer`."""
-    found = re.fullmatch(r"(auto)|([1-9]\d*)|(\d+(?:\.\d+)?)s", _SAVE_EVERY.value, re.ASCII)
-    if found is None:
-        raise command.UsageError(
-            "--save_every must be a number of steps, a time such as 60s, or auto. "
-            f"Received: --save_every={_SAVE_EVERY.value}."
-        )
-    auto, steps, seconds = found.groups()
-    if (steps and int(steps) > LARGEST) or (seconds and not 0 < float(seconds) <= YEAR):
-        raise refuse(
-            "save_every",
-            _SAVE_EVERY.value,
-            f"at most {LARGEST:,} steps, or more than 0 and at most {YEAR:,} seconds",
-        )
-    if _WORKDIR.value is None:
-        refuse_ignored(VALUES, (_SAVE_EVERY, _KEEP), "needs --workdir", "alone")
-    else:
-        _check_workdir(_WORKDIR.value)
-    if auto:
-        return {"every": "auto"}
-    return {"every_steps": int(steps)} if steps else {"every_seconds": float(seconds)}
-
-
 def _record_of(message: str) -> str:
     """Which record of a file TensorFlow found damaged, of all that it says of its graph."""
     found = re.search(r"[\w ]*\b(corrupted|truncated) record[^\n\[]*", message)
     return found[0].strip() if found else " ".join(message.split())[:200]
-
-
-def _check_workdir(path: str) -> None:
-    """Refuses what is no place for checkpoints, and a folder that another job saves into."""
-    try:
-        place = checked_directory(path, "--workdir")
-    except ValueError as error:
-        raise command.UsageError(str(error)) from error
-    if not is_address(place):
-        folder("workdir", place)
-    if STRATEGY.value == "tpu":
-        raise command.UsageError(
-            f"--workdir is not for a TPU. Received: --workdir={path} --strategy=tpu."
-        )
-    if not _may_be_chief():
-        return
-    owner = directory_lock.holder_of(place)
-    if owner is not None:
-        raise command.UsageError(f"--workdir={path}: {directory_lock.in_use(place, owner)}")
-
-
-def _may_be_chief() -> bool:
-    """Whether this is the process that will hold the lock; of others, the lock is its own job's."""
-    if "TF_CONFIG" in os.environ:
-        try:
-            return json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0
-        except (ValueError, TypeError, KeyError):
-            return False  # The strategy says what is wrong with it.
-    ranks = [os.environ[name] for name in _RANKS if name in os.environ]
-    return not ranks or ranks[0] == "0"
 
 
 def _build(task: Task, settings: Settings, data: Data):
@@ -339,11 +277,15 @@ PROGRAM = command.Program(
     folded={
         "for gpt": [flag.name for flag in Language.flags],
         "for the steps": [
-            flag.name for flag in (_SEED, _SCALING, _WARMUP, world.STEPS_PER_EXECUTION)
+            flag.name for flag in (_SEED, _SCALING, _WARMUP, _WORLD.steps_per_execution)
         ],
-        "for checkpoints": [_SAVE_EVERY.name, _KEEP.name, _ELASTIC.name],
-        "for memory and links": [_RECOMPUTE.name, ZERO.name, world.COMMUNICATION_DTYPE.name],
-        "for the ranks": [flag.name for flag in (*MESH, _THREADS, *world.FLAGS)],
+        "for checkpoints": [
+            flag.name for flag in (_CHECKPOINTS.save_every, _CHECKPOINTS.keep, _ELASTIC)
+        ],
+        "for memory and links": [
+            flag.name for flag in (_RECOMPUTE, _MESH.zero, _WORLD.communication_dtype)
+        ],
+        "for the ranks": [flag.name for flag in (*_MESH.mesh, _THREADS, *_WORLD.of_ranks)],
     },
 )
 

@@ -5,48 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from tfdist.launch.flag_values import YEAR, UsageError, as_given, refuse_ignored
-from tfdist.launch.mesh_flags import MESH, ZERO, Layout
-from tfdist.launch.tasks import DEFINE, VALUES
+from tfdist.launch.flag_values import YEAR, FlagDefiner, UsageError, as_given, refuse_ignored
+from tfdist.launch.mesh_flags import Layout, MeshFlags
 
 if TYPE_CHECKING:
     import tensorflow as tf
 
-__all__ = [
-    "COMMUNICATION_DTYPE",
-    "FLAGS",
-    "STEPS_PER_EXECUTION",
-    "STRATEGY",
-    "World",
-    "check_flags",
-    "make_world",
-]
-
-STRATEGY = DEFINE.enum(
-    "strategy",
-    "auto",
-    ["auto", "horovod", "multi_worker", "local", "tpu"],
-    "Strategy; auto: by how the ranks were started",
-)
-_TPU = DEFINE.string("tpu", "local", "Name or address of the TPU; local: this machine's")
-STEPS_PER_EXECUTION = DEFINE.integer(
-    "steps_per_execution",
-    1,
-    "Steps per call of Keras [1; TPU: 32]",
-    lower_bound=1,
-    upper_bound=1 << 20,
-)
-_WATCHDOG = DEFINE.float(
-    "watchdog_seconds",
-    600.0,
-    "Seconds until a stuck job ends; 0: never",
-    lower_bound=0.0,
-    upper_bound=YEAR,
-)
-COMMUNICATION_DTYPE = DEFINE.enum(
-    "communication_dtype", "own", ["own", "bfloat16", "float16"], "Dtype that gradients are sent in"
-)
-FLAGS = (STRATEGY, _TPU, _WATCHDOG)
+__all__ = ["World", "WorldFlags"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,66 +37,121 @@ class World:
     steps_per_execution: int
 
 
-def check_flags(layout: Layout) -> None:
-    """Refuses flags that do not go together."""
-    if STRATEGY.value != "tpu":
-        refuse_ignored(VALUES, (_TPU,), "is for --strategy=tpu", f"--strategy={STRATEGY.value}")
-        return
-    refuse_ignored(VALUES, (_WATCHDOG, COMMUNICATION_DTYPE), "is for ranks", "--strategy=tpu")
-    if layout.tensor > 1 or layout.pipeline > 1 or layout.zero_stage:
-        given = as_given(VALUES, (*MESH, ZERO))
-        raise UsageError(f"A TPU's cores are data-parallel. Received: --strategy=tpu {given}.")
+class WorldFlags:
+    """The flags of a program that say what it runs on.
 
+    Args:
+        define: Defines them.
+        mesh: How the ranks are laid out.
 
-def make_world(layout: Layout) -> World:
-    """Meets the other ranks, or starts the TPU; a `UsageError` if the flags do not fit these."""
-    if STRATEGY.value == "tpu":
+    Attributes:
+        steps_per_execution: The flag of the steps in one call.
+        communication_dtype: The flag of the dtype that gradients are sent in.
+        of_ranks: The others.
+    """
+
+    def __init__(self, define: FlagDefiner, mesh: MeshFlags):
+        self._values, self._mesh = define.values, mesh
+        self._strategy = define.enum(
+            "strategy",
+            "auto",
+            ["auto", "horovod", "multi_worker", "local", "tpu"],
+            "Strategy; auto: by how the ranks were started",
+        )
+        self._tpu = define.string(
+            "tpu", "local", "Name or address of the TPU; local: this machine's"
+        )
+        self.steps_per_execution = define.integer(
+            "steps_per_execution",
+            1,
+            "Steps per call of Keras [1; TPU: 32]",
+            lower_bound=1,
+            upper_bound=1 << 20,
+        )
+        self._watchdog = define.float(
+            "watchdog_seconds",
+            600.0,
+            "Seconds until a stuck job ends; 0: never",
+            lower_bound=0.0,
+            upper_bound=YEAR,
+        )
+        self.communication_dtype = define.enum(
+            "communication_dtype",
+            "own",
+            ["own", "bfloat16", "float16"],
+            "Dtype that gradients are sent in",
+        )
+        self.of_ranks = (self._strategy, self._tpu, self._watchdog)
+
+    @property
+    def is_tpu(self) -> bool:
+        """Whether a TPU is asked for."""
+        return self._strategy.value == "tpu"
+
+    def check(self, layout: Layout) -> None:
+        """Refuses flags that do not go together."""
+        if not self.is_tpu:
+            received = f"--strategy={self._strategy.value}"
+            refuse_ignored(self._values, (self._tpu,), "is for --strategy=tpu", received)
+            return
+        for_ranks = (self._watchdog, self.communication_dtype)
+        refuse_ignored(self._values, for_ranks, "is for ranks", "--strategy=tpu")
+        if layout.tensor > 1 or layout.pipeline > 1 or layout.zero_stage:
+            given = as_given(self._values, (*self._mesh.mesh, self._mesh.zero))
+            raise UsageError(f"A TPU's cores are data-parallel. Received: --strategy=tpu {given}.")
+
+    def make(self, layout: Layout) -> World:
+        """Meets the other ranks, or starts the TPU; a `UsageError` if the flags do not fit these."""
+        if self.is_tpu:
+            return self._make_tpu()
+        strategy = self._make_ranks(layout)
+        mesh = strategy.mesh
+        axes = [f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1]
+        replicas = len(mesh.group(*mesh.row_axes))
+        shown = f", {' x '.join(axes)}" if replicas != mesh.size else ""
+        return World(
+            strategy,
+            mesh.size,
+            replicas,
+            strategy.is_chief,
+            f"{mesh.size} rank(s) of {type(strategy).__name__}{shown}",
+            False,
+            self.steps_per_execution.value,
+        )
+
+    def _make_tpu(self) -> World:
         from tfdist.strategies import tpu
         from tfdist.strategies.tpu import NoTPUError
 
         try:
-            strategy = tpu(_TPU.value)
+            strategy = tpu(self._tpu.value)
         except NoTPUError as error:
             raise UsageError(
                 f"--strategy=tpu: {error} Leave --strategy out to train without one."
             ) from error
         cores = strategy.num_replicas_in_sync
-        steps = STEPS_PER_EXECUTION.value if STEPS_PER_EXECUTION.present else 32
+        steps = self.steps_per_execution
+        steps = steps.value if steps.present else 32
         return World(strategy, cores, cores, True, f"{cores} core(s) of a TPU", True, steps)
-    strategy = _ranks(layout)
-    mesh = strategy.mesh
-    axes = [f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1]
-    replicas = len(mesh.group(*mesh.row_axes))
-    shown = f", {' x '.join(axes)}" if replicas != mesh.size else ""
-    return World(
-        strategy,
-        mesh.size,
-        replicas,
-        strategy.is_chief,
-        f"{mesh.size} rank(s) of {type(strategy).__name__}{shown}",
-        False,
-        STEPS_PER_EXECUTION.value,
-    )
 
+    def _make_ranks(self, layout: Layout) -> Any:
+        from tfdist import strategies
 
-def _ranks(layout: Layout) -> Any:
-    from tfdist import strategies
-
-    kinds = {
-        "horovod": strategies.HorovodStrategy,
-        "multi_worker": strategies.MultiWorkerStrategy,
-        "local": strategies.LocalStrategy,
-    }
-    make = kinds.get(STRATEGY.value, strategies.auto)
-    try:
-        return make(
-            layout.mesh,
-            zero_stage=layout.zero_stage,
-            communication_dtype=None
-            if COMMUNICATION_DTYPE.value == "own"
-            else COMMUNICATION_DTYPE.value,
-            watchdog_seconds=_WATCHDOG.value,
-        )
-    except (ValueError, ImportError) as error:
-        given = as_given(VALUES, (STRATEGY, *MESH, ZERO)) or f"--strategy={STRATEGY.value}"
-        raise UsageError(f"{given}: {error}") from error
+        kinds = {
+            "horovod": strategies.HorovodStrategy,
+            "multi_worker": strategies.MultiWorkerStrategy,
+            "local": strategies.LocalStrategy,
+        }
+        make = kinds.get(self._strategy.value, strategies.auto)
+        dtype = self.communication_dtype.value
+        try:
+            return make(
+                layout.mesh,
+                zero_stage=layout.zero_stage,
+                communication_dtype=None if dtype == "own" else dtype,
+                watchdog_seconds=self._watchdog.value,
+            )
+        except (ValueError, ImportError) as error:
+            shown = (self._strategy, *self._mesh.mesh, self._mesh.zero)
+            given = as_given(self._values, shown) or f"--strategy={self._strategy.value}"
+            raise UsageError(f"{given}: {error}") from error

@@ -1,0 +1,111 @@
+"""The flags of checkpoints: where, how often, how many."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from typing import Any
+
+from tfdist.checkpoint import directory_lock
+from tfdist.checks import LARGEST
+from tfdist.launch.flag_values import YEAR, FlagDefiner, UsageError, folder, refuse, refuse_ignored
+from tfdist.runtime.directories import checked_directory, is_address
+
+__all__ = ["CheckpointFlags"]
+
+#: Variables that tell a process its rank.
+_RANKS = ("HOROVOD_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK")
+
+
+class CheckpointFlags:
+    """The flags of a program that saves checkpoints.
+
+    Args:
+        define: Defines them.
+
+    Attributes:
+        save_every: The flag of the interval.
+        keep: The flag of how many are kept.
+    """
+
+    def __init__(self, define: FlagDefiner):
+        self._values = define.values
+        self._workdir = define.string(
+            "workdir", None, "Folder of the checkpoints; resumes from the last"
+        )
+        self.save_every = define.string(
+            "save_every", "auto", "Save interval: 100 (steps), 60s, or auto"
+        )
+        self.keep = define.integer("keep", 2, "Checkpoints to keep", lower_bound=1)
+
+    @property
+    def workdir(self) -> str | None:
+        """The folder; None where none is saved."""
+        return self._workdir.value
+
+    def options(self, *, is_tpu: bool) -> dict[str, Any]:
+        """The interval and how many are kept, as arguments of `Checkpointer`.
+
+        Raises:
+            UsageError: A value is none, or the folder cannot be used.
+        """
+        given = self.save_every.value
+        found = re.fullmatch(r"(auto)|([1-9]\d*)|(\d+(?:\.\d+)?)s", given, re.ASCII)
+        if found is None:
+            raise UsageError(
+                "--save_every must be a number of steps, a time such as 60s, or auto. "
+                f"Received: --save_every={given}."
+            )
+        auto, steps, seconds = found.groups()
+        if (steps and int(steps) > LARGEST) or (seconds and not 0 < float(seconds) <= YEAR):
+            raise refuse(
+                "save_every",
+                given,
+                f"at most {LARGEST:,} steps, or more than 0 and at most {YEAR:,} seconds",
+            )
+        if self.workdir is None:
+            refuse_ignored(self._values, (self.save_every, self.keep), "needs --workdir", "alone")
+        else:
+            _check_workdir(self.workdir, is_tpu)
+        options: dict[str, Any] = {"keep_last": self.keep.value}
+        if auto:
+            return {"every": "auto", **options}
+        interval = {"every_steps": int(steps)} if steps else {"every_seconds": float(seconds)}
+        return {**interval, **options}
+
+    def callbacks(self, options: dict[str, Any], batch_size: int) -> list:
+        """The callback that saves and resumes; none without a folder."""
+        if self.workdir is None:
+            return []
+        from tfdist.checkpoint import Checkpointer
+
+        return [Checkpointer(self.workdir, **options, batch_size=batch_size)]
+
+
+def _check_workdir(path: str, is_tpu: bool) -> None:
+    """Refuses what is no place for checkpoints, and a folder that another job saves into."""
+    try:
+        place = checked_directory(path, "--workdir")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if not is_address(place):
+        folder("workdir", place)
+    if is_tpu:
+        raise UsageError(f"--workdir is not for a TPU. Received: --workdir={path} --strategy=tpu.")
+    if not _may_be_chief():
+        return
+    owner = directory_lock.holder_of(place)
+    if owner is not None:
+        raise UsageError(f"--workdir={path}: {directory_lock.in_use(place, owner)}")
+
+
+def _may_be_chief() -> bool:
+    """Whether this is the process that will hold the lock; of others, the lock is its own job's."""
+    if "TF_CONFIG" in os.environ:
+        try:
+            return json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0
+        except (ValueError, TypeError, KeyError):
+            return False  # The strategy says what is wrong with it.
+    ranks = [os.environ[name] for name in _RANKS if name in os.environ]
+    return not ranks or ranks[0] == "0"
