@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from tfdist.launch.fitting import warmup_cosine
 from tfdist.launch.flag_values import UsageError, input_file
 from tfdist.launch.tasks import DEFINE, Data, Settings, Task
 
@@ -152,12 +153,7 @@ class Language(Task):
 
     def schedule(self, rate: float, steps: int):
         """Up from zero in a twentieth of the steps, then a cosine down to a tenth of the rate."""
-        import keras
-
-        warmup = max(steps // 20, 1)
-        return keras.optimizers.schedules.CosineDecay(
-            0.0, max(steps - warmup, 1), alpha=0.1, warmup_target=rate, warmup_steps=warmup
-        )
+        return warmup_cosine(rate, steps)
 
     def compile(self, model, rate, **options) -> None:
         """AdamW and a loss that takes logits as they are split; no metric, which would not."""

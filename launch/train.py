@@ -13,12 +13,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
-import time
 from typing import Any
 
 from tfdist.launch import command
 from tfdist.launch.checkpoint_flags import CheckpointFlags
+from tfdist.launch.fitting import record_of, speed_callback
 from tfdist.launch.flag_values import refuse_ignored
 from tfdist.launch.images import Images
 from tfdist.launch.language import Language
@@ -125,7 +124,7 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
         model = _build(task, settings, data)
         task.compile(model, rate, steps_per_execution=min(on.steps_per_execution, data.steps))
 
-    callbacks = [speed := _speed_callback(data.items)]
+    callbacks = [speed := speed_callback(data.items)]
     if on.is_tpu:
         callbacks.append(keras.callbacks.TerminateOnNaN())
     else:
@@ -148,7 +147,7 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
         raise command.Failure(str(error)) from error
     except tf.errors.DataLossError as error:
         raise command.UsageError(
-            f"--dataset={settings.dataset}: a file is damaged: {_record_of(error.message)}."
+            f"--dataset={settings.dataset}: a file is damaged: {record_of(error.message)}."
         ) from error
     last = {name: values[-1] for name, values in history.history.items()}
     shown = task.show(model)
@@ -211,12 +210,6 @@ def _replicas_and_batch(task: Task, layout: Layout, on: World) -> tuple[int, int
     return data, batch_size * data // meant
 
 
-def _record_of(message: str) -> str:
-    """Which record of a file TensorFlow found damaged, of all that it says of its graph."""
-    found = re.search(r"[\w ]*\b(corrupted|truncated) record[^\n\[]*", message)
-    return found[0].strip() if found else " ".join(message.split())[:200]
-
-
 def _build(task: Task, settings: Settings, data: Data):
     """The model, with recompute and in a pipeline where those are asked for."""
     from tfdist.pipeline import PipelineModel, deferred_weights
@@ -245,27 +238,6 @@ def _build(task: Task, settings: Settings, data: Data):
     if model.distribute_strategy.is_chief:
         print(model.partition.table())
     return model
-
-
-def _speed_callback(num_items: int):
-    import keras
-
-    class Speed(keras.callbacks.Callback):
-        """Items of training per second, over the epochs after the first, which builds the graph."""
-
-        items_per_second = 0.0
-
-        def on_epoch_begin(self, epoch, logs=None):
-            self._begun, self._ended = time.perf_counter(), None
-
-        def on_test_begin(self, logs=None):
-            self._ended = time.perf_counter()
-
-        def on_epoch_end(self, epoch, logs=None):
-            speed = num_items / ((self._ended or time.perf_counter()) - self._begun)
-            self.items_per_second = speed if epoch < 2 else max(speed, self.items_per_second)
-
-    return Speed()
 
 
 PROGRAM = command.Program(

@@ -21,21 +21,34 @@ def dearest(costs, ends):
     return max(sum(costs[begin:end]) for begin, end in zip(begins, ends, strict=True))
 
 
+def untrained(trained, ends):
+    """How many stages have nothing to train."""
+    begins = (0, *ends[:-1])
+    return sum(
+        not any(trained[begin:end])
+        for begin, end in zip(begins, ends, strict=True)
+        if trained is not None
+    )
+
+
 def test_balance_is_as_good_as_the_best_of_all_cuts():
     random = np.random.default_rng(0)
     for links, stages in itertools.product(range(1, 9), range(1, 5)):
         if stages > links:
             continue
         costs = random.integers(0, 20, links).tolist()
-        ends = balance(costs, stages)
-        assert len(ends) == stages
-        assert ends[-1] == links
-        assert list(ends) == sorted(set(ends))
-        best = min(
-            dearest(costs, (*cut, links))
-            for cut in itertools.combinations(range(1, links), stages - 1)
-        )
-        assert dearest(costs, ends) == best
+        trained = (random.random(links) < 0.5).tolist()
+        for of_links in (None, trained):
+            ends = balance(costs, stages, of_links)
+            assert len(ends) == stages
+            assert ends[-1] == links
+            assert list(ends) == sorted(set(ends))
+            best = min(
+                (untrained(of_links, ends), dearest(costs, ends))
+                for cut in itertools.combinations(range(1, links), stages - 1)
+                for ends in [(*cut, links)]
+            )
+            assert (untrained(of_links, ends), dearest(costs, ends)) == best
 
 
 def dense_stack(layers=4):

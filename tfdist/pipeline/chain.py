@@ -315,4 +315,6 @@ def _idle_layers(model: keras.Model, links: list[Link]) -> list[keras.layers.Lay
 
 
 def _is_trained(call: Call) -> bool:
-    return isinstance(call.operation, keras.Layer) and bool(call.operation.trainable_variables)
+    """Whether a model trains weights of this call: Keras asks the weights, not the layers inside."""
+    layer = call.operation
+    return isinstance(layer, keras.Layer) and any(v.trainable for v in layer.variables)

@@ -78,12 +78,16 @@ class Partition:
         )
 
 
-def balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
+def balance(
+    costs: Sequence[float], num_stages: int, trained: Sequence[bool] | None = None
+) -> tuple[int, ...]:
     """Cuts a chain so that the dearest stage is as cheap as can be.
 
     Args:
         costs: What each link costs.
         num_stages: How many stages, each of at least one link.
+        trained: Whether each link has weights to train: as few stages as can be have no such link.
+            None: all have some.
 
     Returns:
         For each stage the place after its last link.
@@ -103,18 +107,26 @@ def balance(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
     if any(cost < 0 for cost in costs):
         raise ValueError(f"Costs are not negative. Received: {list(costs)}.")
     sums = [0.0, *itertools.accumulate(costs)]
-    # best[n] for the number of stages so far: (the dearest stage, where the last one begins).
-    best = [(sums[n], 0) if n else (float("inf"), 0) for n in range(links + 1)]
-    cuts = [[begin for _, begin in best]]
-    for stage in range(1, num_stages):
-        best = [
-            min(
-                ((max(best[begin][0], sums[n] - sums[begin]), begin) for begin in range(stage, n)),
-                default=(float("inf"), 0),
-            )
-            for n in range(links + 1)
-        ]
-        cuts.append([begin for _, begin in best])
+    lacking = [0, *itertools.accumulate(trained)] if trained is not None else [*range(links + 1)]
+
+    def stage(begin: int, end: int) -> tuple[int, float]:
+        return int(lacking[end] == lacking[begin]), sums[end] - sums[begin]
+
+    # best[n] for the number of stages so far: (how many of them have nothing to train, the dearest
+    # stage, where the last one begins).
+    none = (links, float("inf"), 0)
+    best = [(*stage(0, n), 0) if n else none for n in range(links + 1)]
+    cuts = [[0] * (links + 1)]
+    for number in range(1, num_stages):
+        found = [none] * (links + 1)
+        for n in range(links + 1):
+            for begin in range(number, n):
+                untrained, cost = stage(begin, n)
+                before = best[begin]
+                way = (before[0] + untrained, max(before[1], cost), begin)
+                found[n] = min(found[n], way)
+        best = found
+        cuts.append([way[-1] for way in best])
     ends = [links]
     for begins in reversed(cuts[1:]):
         ends.append(begins[ends[-1]])
@@ -151,7 +163,9 @@ def make_partition(
     _check_length(chain, stages)
     costs = link_costs(chain, "cost", cost, ("flops", "parameters", "seconds"))
     if isinstance(cut, str) and cut == "even":
-        ends = balance(costs, stages)
+        # Of a model with adapters some parts have nothing to train, as the last, the head.
+        trained = [bool(link.trainable_variables) for link in chain.links]
+        ends = balance(costs, stages, trained)
     elif isinstance(cut, str) and cut == "cyclic":
         if len(chain) != stages:
             raise ValueError(
