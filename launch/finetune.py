@@ -43,6 +43,13 @@ _LORA = _DEFINE.integer(
 _QUANTIZE = _DEFINE.enum(
     "quantize", "none", ["none", "int8", "int4"], "Quantization of the frozen weights"
 )
+_BLOCK_SIZE = _DEFINE.integer(
+    "block_size",
+    128,
+    "Inputs that share a scale, of int4",
+    lower_bound=1,
+    upper_bound=_MOST,
+)
 _DTYPE = _DEFINE.enum(
     "dtype",
     "own",
@@ -116,6 +123,10 @@ def _check(_: list[str]) -> tuple[Layout, dict[str, Any]]:
         raise UsageError(
             "--quantize leaves nothing to train without adapters: add --lora_rank. Received: "
             f"--quantize={_QUANTIZE.value} --lora_rank=0."
+        )
+    if _QUANTIZE.value != "int4":
+        refuse_ignored(
+            _VALUES, (_BLOCK_SIZE,), "is for --quantize=int4", f"--quantize={_QUANTIZE.value}"
         )
     if _OUTPUT.value is not None:
         folder("output", _OUTPUT.value)
@@ -264,6 +275,8 @@ def _windows(tokenizer, batch_size: int) -> _Windows:
 
 def _load():
     """The task, with its base quantized and adapters in place where those are asked for."""
+    import keras
+
     import tfdist
 
     options = {} if _DTYPE.value == "own" else {"dtype": _DTYPE.value}
@@ -271,7 +284,14 @@ def _load():
         task = tfdist.load_preset(_PRESET.value, preprocessor=None, compile=False, **options)
         backbone = task.backbone
         if _QUANTIZE.value != "none":
-            backbone.quantize(_QUANTIZE.value)
+            # Not the embeddings: in reverse, quantized ones pass Keras' gradients on wrongly.
+            products = (keras.layers.Dense, keras.layers.EinsumDense)
+            config = None
+            if _QUANTIZE.value == "int4":
+                config = keras.quantizers.Int4QuantizationConfig(block_size=_BLOCK_SIZE.value)
+            backbone.quantize(
+                _QUANTIZE.value, config=config, filters=lambda layer: isinstance(layer, products)
+            )
         if _LORA.value:
             backbone.enable_lora(_LORA.value)
     except (ValueError, TypeError, OSError) as error:
@@ -345,7 +365,8 @@ PROGRAM = command.Program(
     check=_check,
     folded={
         "for the steps": [
-            flag.name for flag in (_SEED, _LOSS_CHUNK, _DTYPE, _WORLD.steps_per_execution)
+            flag.name
+            for flag in (_SEED, _LOSS_CHUNK, _BLOCK_SIZE, _DTYPE, _WORLD.steps_per_execution)
         ],
         "for checkpoints": [_CHECKPOINTS.save_every.name, _CHECKPOINTS.keep.name],
         "for memory and links": [_MESH.zero.name, _WORLD.communication_dtype.name],

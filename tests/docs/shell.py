@@ -24,7 +24,7 @@ _SMALL = {
     "convnet": "--epochs=1",
 }
 #: What only has its flags checked, as it takes minutes: a build, environments and benchmarks.
-_LONG = ("tfdist-install-horovod", "tfdist-bench")
+_LONG = ("tfdist-install-horovod", "tfdist-bench", "tfdist-finetune")
 #: Checks a command line as the program does, and does nothing else.
 _PARSE = """
 import importlib, sys
@@ -36,6 +36,7 @@ found = getattr(importlib.import_module(module), name)
 _PROGRAMS = {
     "tfdist-run": ("tfdist.launch.run", "PROGRAM", False),
     "tfdist-train": ("tfdist.launch.train", "PROGRAM", False),
+    "tfdist-finetune": ("tfdist.launch.finetune", "PROGRAM", False),
     "tfdist-install-horovod": ("tfdist.launch.install_horovod", "PROGRAM", False),
     "tfdist-schedule": ("tfdist.launch.schedule", "PROGRAM", False),
     "tfdist-launch": ("tfdist.launch.cluster.main", "PROGRAMS", True),
@@ -64,6 +65,9 @@ def sandbox(folder: Path) -> Path:
     """A folder with what documents' commands find beside them: a script, a text, hosts, examples."""
     shutil.copy(Path(__file__).with_name("train.py"), folder / "train.py")
     (folder / "small.txt").write_text("What the model of this test reads, again and again. " * 20)
+    preset = folder / "gpt2-small"  # As far as the flags are checked.
+    preset.mkdir()
+    (preset / "config.json").write_text("{}")
     hosts = folder / "hosts.sh"
     hosts.write_text("#!/bin/sh\necho localhost:2\n")
     hosts.chmod(0o755)

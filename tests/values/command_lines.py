@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 from collections.abc import Iterator
+from pathlib import Path
 
 from absl import flags
 
@@ -21,6 +22,7 @@ __all__ = ["COMPANIONS", "LEGAL", "BadLine", "bad_lines", "base_of", "programs",
 #: What a command line has beside the flag that is tried, so that it would be right.
 _BASES: dict[str, tuple[list[str], list[str]]] = {
     "tfdist-run": (["--np=2"], ["--", "true"]),
+    "tfdist-finetune": ([f"--preset={Path(__file__).with_name('preset')}"], []),
     "tfdist-launch slurm": (["--np=2"], ["--", "true"]),
     "tfdist-launch kubernetes": (["--np=2", "--image=train:1"], ["--", "true"]),
 }
@@ -43,6 +45,14 @@ COMPANIONS: dict[tuple[str, str], list[str]] = {
         for name in ("layers", "width", "heads", "seq_length", "dropout", "sample")
     },
     ("tfdist-train", "sequence_parallel"): ["--model=gpt"],
+    **{("tfdist-finetune", name): ["--pipeline=2"] for name in ("num_microbatches", "schedule")},
+    ("tfdist-finetune", "chunks"): ["--pipeline=2", "--schedule=interleaved"],
+    ("tfdist-finetune", "tpu"): ["--strategy=tpu"],
+    ("tfdist-finetune", "save_every"): ["--workdir=checkpoints"],
+    ("tfdist-finetune", "keep"): ["--workdir=checkpoints"],
+    ("tfdist-finetune", "quantize"): ["--lora_rank=8"],
+    ("tfdist-finetune", "block_size"): ["--lora_rank=8", "--quantize=int4"],
+    ("tfdist-finetune", "data_dir"): ["--dataset=tfds:imdb_reviews"],
     ("tfdist-schedule", "chunks"): ["--schedule=interleaved"],
     ("tfdist-launch slurm", "gpu_type"): ["--gpu"],
     ("tfdist-launch kubernetes", "gpu_resource"): ["--gpu"],
@@ -95,6 +105,8 @@ _MEANINGS: dict[str, dict[str, str]] = {
     },
     "path to read": {"folder": "folder", "missing": "no-such-file", "in a file": "file/file"},
     "folder": {"root": "/", "roots": "//", "file": "file", "in a file": "file/inside"},
+    "preset": {"missing": "no-such-folder", "file": "file", "no preset": "folder"},
+    "text": {"missing file": "text:no-such-file", "word": "books", "no name": "tfds:"},
     "address": {"no bucket": "gs://", "no scheme": "nosuch://x", "http": "http://host/x"},
     "word": {
         "blank inside": "a b",
@@ -134,6 +146,13 @@ _MEANING_OF: dict[tuple[str, str], str] = {
     ("tfdist-train", "workdir"): "folder",
     ("tfdist-train", "save_every"): "interval",
     ("tfdist-train", "mesh_order"): "axes",
+    ("tfdist-finetune", "preset"): "preset",
+    ("tfdist-finetune", "dataset"): "text",
+    ("tfdist-finetune", "data_dir"): "folder",
+    ("tfdist-finetune", "workdir"): "folder",
+    ("tfdist-finetune", "output"): "folder",
+    ("tfdist-finetune", "save_every"): "interval",
+    ("tfdist-finetune", "mesh_order"): "axes",
     ("tfdist-schedule", "picture"): "path to write",
     ("tfdist-schedule", "trace"): "path to write",
     ("tfdist-install-horovod", "cache_dir"): "folder",
@@ -187,6 +206,14 @@ LEGAL: dict[tuple[str, str], set[str]] = {
     ("tfdist-train", "warmup_epochs"): {"zero"},
     ("tfdist-train", "watchdog_seconds"): {"zero"},
     ("tfdist-train", "zero_stage"): {"zero"},
+    ("tfdist-finetune", "data"): {"minus one"},
+    **{
+        ("tfdist-finetune", name): {"zero"}
+        for name in (
+            *("lora_rank", "loss_chunk", "seed", "threads", "verbose", "watchdog_seconds"),
+            "zero_stage",
+        )
+    },
     ("tfdist-launch slurm", "max_restarts"): {"zero"},
     ("tfdist-launch kubernetes", "max_restarts"): {"zero"},
     ("tfdist-launch kubernetes", "run_as_user"): {"zero"},

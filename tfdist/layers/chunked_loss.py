@@ -57,21 +57,27 @@ def chunked_cross_entropy(
         split = _Split(group, first, min(max(vocabulary_size - first, 0), share))
     rows = tf.reshape(product.rows, [-1, product.features])
     flat = tf.reshape(labels, [-1])
-    number = tf.maximum(1, -(-tf.size(flat) // chunk_size))
-    losses = _cross_entropy(rows, product, flat, number, chunk_size, split)
+    tokens = flat.shape[0] if flat.shape[0] is not None else tf.size(flat)
+    # As many chunks as it takes, all of one size, so that little is filled up with zeros.
+    at_least_one = max if isinstance(tokens, int) else tf.maximum
+    number = at_least_one(1, -(-tokens // chunk_size))
+    size = at_least_one(1, -(-tokens // number))
+    losses = _cross_entropy(rows, product, flat, number, size, split)
     return tf.ensure_shape(tf.reshape(losses, tf.shape(labels)), labels.shape)
 
 
-def _cross_entropy(rows, product: Product, labels, number, chunk_size: int, split: _Split | None):
+def _cross_entropy(rows, product: Product, labels, number, size, split: _Split | None):
     wide = tf.float64 if rows.dtype == tf.float64 else tf.float32
 
     def chunks(tensor):
         """The chunks, the last of which is filled up with zeros."""
-        lacking = number * chunk_size - tf.shape(tensor)[0]
-        shape = [number, chunk_size, *tensor.shape[1:]]
-        tensor = tf.reshape(tf.pad(tensor, [[0, lacking], *[[0, 0]] * (len(shape) - 2)]), shape)
+        lacking = number * size - tf.shape(tensor)[0]
+        inner = tensor.shape[1:]
+        tensor = tf.pad(tensor, [[0, lacking], *[[0, 0]] * len(inner)])
+        tensor = tf.reshape(tensor, [number, size, *inner])
+        own = [size if isinstance(size, int) else None, *inner]
         return tf.TensorArray(
-            tensor.dtype, number, clear_after_read=False, element_shape=shape[1:]
+            tensor.dtype, number, clear_after_read=False, element_shape=own
         ).unstack(tensor)
 
     def joined(found: tf.TensorArray, like):

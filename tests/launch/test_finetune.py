@@ -1,0 +1,171 @@
+"""`tfdist-finetune` as users start it: alone and on ranks, from a preset that the example makes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+keras_hub = pytest.importorskip("keras_hub")
+
+BIN = Path(sys.executable).parent
+EXAMPLE = Path(__file__).parents[2] / "examples" / "make_preset.py"
+RUN = [str(BIN / "tfdist-run"), "-np=2"]
+
+
+def run(command, timeout=200):
+    environment = {
+        **os.environ,
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env=environment, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def preset(tmp_path_factory) -> str:
+    folder = str(tmp_path_factory.mktemp("made") / "preset")
+    sizes = ["--steps=40", "--width=32", "--layers=2", "--seq_length=32", "--vocabulary=400"]
+    job = run([sys.executable, str(EXAMPLE), f"--output={folder}", *sizes])
+    assert job.returncode == 0, job.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> str:
+    """A text with characters of several bytes, of which the cut may go through one."""
+    file = tmp_path_factory.mktemp("text") / "text"
+    file.write_text("Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. ☃\n" * 200)
+    return f"--dataset=text:{file}"
+
+
+def program(preset: str, text: str) -> list[str]:
+    sizes = ["--seq_length=32", "--threads=1", "--learning_rate=0.01", "--batch_size=8"]
+    return [str(BIN / "tfdist-finetune"), f"--preset={preset}", text, *sizes]
+
+
+def perplexities(job) -> tuple[float, float, str]:
+    """Before and after, and where it ran."""
+    assert job.returncode == 0, job.stdout[-3000:] + job.stderr[-3000:]
+    found = re.findall(
+        r"Validation loss [\d.]+, perplexity ([\d.]+) before and ([\d.]+) after, .* tokens/s on (.*)\.",
+        job.stdout,
+    )
+    assert len(found) == 1, job.stdout[-3000:]
+    return float(found[0][0]), float(found[0][1]), found[0][2]
+
+
+LAYOUTS = {
+    "tensor": ["--tensor=2", "--lora_rank=4"],
+    "zero": ["--zero_stage=3", "--lora_rank=4"],
+    "pipeline": ["--pipeline=2", "--lora_rank=4"],
+    "int8": ["--tensor=2", "--lora_rank=4", "--quantize=int8"],
+    "int4": ["--zero_stage=3", "--lora_rank=4", "--quantize=int4"],
+    "int4 in blocks": ["--tensor=2", "--lora_rank=4", "--quantize=int4", "--block_size=16"],
+    "whole": ["--tensor=2"],
+    "logits": ["--tensor=2", "--lora_rank=4", "--loss_chunk=0"],
+}
+QUICK = "tensor"
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[] if name == QUICK else pytest.mark.slow, id=name)
+        for name in LAYOUTS
+    ],
+)
+def test_ranks_learn_what_one_process_learns(preset, text, layout, tmp_path):
+    flags = LAYOUTS[layout]
+    alone = run([*program(preset, text), *(flag for flag in flags if "=2" not in flag)])
+    before, after, where = perplexities(alone)
+    assert where == "1 rank(s) of LocalStrategy"
+    assert after < 0.98 * before
+    ranks = perplexities(run([*RUN, "--", *program(preset, text), *flags]))
+    assert ranks[:2] == pytest.approx((before, after), rel=2e-3)
+    assert ranks[2].startswith("2 rank(s)")
+
+
+def test_the_adapter_is_one_of_plain_keras_hub(preset, text, tmp_path):
+    output = tmp_path / "tuned"
+    flags = ["--tensor=2", "--lora_rank=4", "--prompt=Zwölf", f"--output={output}"]
+    job = run([*RUN, "--", *program(preset, text), *flags])
+    _, after, _ = perplexities(job)
+    assert "Zwölf" in job.stdout
+    model = keras_hub.models.CausalLM.from_preset(preset)
+    model.backbone.enable_lora(4)
+    model.backbone.load_lora_weights(str(output / "adapter.lora.h5"))
+    model.preprocessor.sequence_length = 32
+    words = Path(text.partition("text:")[2]).read_text()[-2000:]
+    tokens = np.array(model.preprocessor.tokenizer(words))
+    rows = tokens[: len(tokens) // 33 * 33].reshape(-1, 33)
+    x = {"token_ids": rows[:, :-1], "padding_mask": np.ones_like(rows[:, :-1])}
+    model.preprocessor = None
+    loss = model.evaluate(x, rows[:, 1:], verbose=0)[0]
+    assert np.exp(loss) == pytest.approx(after, rel=0.2)
+
+
+@pytest.mark.slow
+def test_a_whole_model_is_saved_as_a_preset(preset, text, tmp_path):
+    job = run([*RUN, "--", *program(preset, text), "--tensor=2", f"--output={tmp_path / 'new'}"])
+    _, after, _ = perplexities(job)
+    again = run([*program(str(tmp_path / "new"), text), "--epochs=1"])
+    assert perplexities(again)[0] == pytest.approx(after, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_training_goes_on_in_its_workdir(preset, text, tmp_path):
+    flags = [f"--workdir={tmp_path / 'work'}", "--lora_rank=4", "--tensor=2"]
+    perplexities(run([*RUN, "--", *program(preset, text), *flags]))
+    job = run([*RUN, "--", *program(preset, text), *flags, "--epochs=2"])
+    _, after, _ = perplexities(job)
+    assert "Epoch 2/2" in job.stdout and "Epoch 1/2" not in job.stdout
+    whole = run([*RUN, "--", *program(preset, text), "--lora_rank=4", "--tensor=2", "--epochs=2"])
+    # The schedule of a run of two epochs differs, in the first.
+    assert after == pytest.approx(perplexities(whole)[1], rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "--preset must be the folder"),
+        (["--preset=/nowhere"], "--preset=/nowhere, which is no folder"),
+        (["--preset=/tmp"], "a folder without config.json"),
+        (["--dataset=books"], "--dataset=books"),
+        (["--dataset=text:/nowhere"], "--dataset=/nowhere does not exist"),
+        (["--data_dir=/tmp"], "--data_dir is for --dataset=tfds:NAME"),
+        (["--quantize=int8"], "add --lora_rank"),
+        (["--block_size=8", "--lora_rank=4"], "--block_size is for --quantize=int4"),
+        (["--pipeline=2", "--prompt=a"], "--prompt needs the whole model"),
+        (["--strategy=tpu"], "for ranks"),
+        (["--batch_size=0"], "batch_size"),
+        (["--output=/"], "--output"),
+    ],
+)
+def test_a_bad_flag_is_one_line(preset, flags, words):
+    given = [] if not flags or flags[0].startswith("--preset") else [f"--preset={preset}"]
+    job = run([str(BIN / "tfdist-finetune"), *given, *flags], timeout=60)
+    assert job.returncode == 2
+    assert words in job.stderr and len(job.stderr.strip().splitlines()) == 1, job.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--seq_length=100000", "--batch_size=1"], "--seq_length"),
+        (["--batch_size=5000"], "--batch_size=5000"),
+        (["--dataset=text:/bin/true"], "no UTF-8 text"),
+    ],
+)
+def test_what_is_known_later_is_one_line(preset, text, flags, words):
+    job = run([*program(preset, text), *flags])
+    assert job.returncode == 2, job.stderr
+    assert words in job.stderr.strip().splitlines()[-1], job.stderr
