@@ -25,7 +25,7 @@ def check_source(source: str) -> None:
         UsageError: It names nothing that can be read.
     """
     if source.startswith(_FILE):
-        input_file("dataset", source.removeprefix(_FILE))
+        input_file("dataset", source.removeprefix(_FILE), _FILE)
     elif source != "pydoc" and not (source.startswith(_TFDS) and source.removeprefix(_TFDS)):
         raise UsageError(
             "--dataset must be text:FILE, tfds:NAME or tfds:NAME/FEATURE, or pydoc. Received: "

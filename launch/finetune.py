@@ -119,6 +119,8 @@ def _check(_: list[str]) -> tuple[Layout, dict[str, Any]]:
         refuse_ignored(
             _VALUES, (_DATA_DIR,), "is for --dataset=tfds:NAME", f"--dataset={_DATASET.value}"
         )
+    elif _DATA_DIR.value is not None:
+        folder("data_dir", _DATA_DIR.value)
     if _QUANTIZE.value != "none" and not _LORA.value:
         raise UsageError(
             "--quantize leaves nothing to train without adapters: add --lora_rank. Received: "

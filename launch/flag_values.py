@@ -141,16 +141,17 @@ def folder(flag: str, path: str) -> None:
         raise UsageError(f"--{flag}={path} cannot be written: {found} is not a folder.")
 
 
-def input_file(flag: str, path: str) -> None:
-    """Checks the path of a file that can be read."""
+def input_file(flag: str, path: str, prefix: str = "") -> None:
+    """Checks the path of a file that can be read; in the flag a prefix may stand before it."""
+    given = f"--{flag}={prefix}{path}"
     found = os.path.expanduser(path)
     mode = _mode(flag, path, found)
     if mode is None:
-        raise UsageError(f"--{flag}={path} does not exist.")
+        raise UsageError(f"{given} does not exist.")
     if mode != stat.S_IFREG:
-        raise UsageError(f"--{flag}={path} is not a file.")
+        raise UsageError(f"{given} is not a file.")
     if not os.access(found, os.R_OK):
-        raise UsageError(f"--{flag}={path} cannot be read: permission denied.")
+        raise UsageError(f"{given} cannot be read: permission denied.")
 
 
 def output_file(flag: str, path: str, endings: Sequence[str] = ()) -> None:

@@ -75,7 +75,7 @@ class Language(Task):
                 f"--data_dir={settings.data_dir} --model={settings.model}."
             )
         if settings.dataset.startswith("text:"):
-            input_file("dataset", settings.dataset.removeprefix("text:"))
+            input_file("dataset", settings.dataset.removeprefix("text:"), "text:")
         self._check_size(settings)
         _check_divides("width", _WIDTH.value, "heads", _HEADS.value)
         _check_divides("heads", _HEADS.value, "tensor", settings.layout.tensor)

@@ -140,7 +140,7 @@ def test_a_training_goes_on_in_its_workdir(preset, text, tmp_path):
         (["--preset=/nowhere"], "--preset=/nowhere, which is no folder"),
         (["--preset=/tmp"], "a folder without config.json"),
         (["--dataset=books"], "--dataset=books"),
-        (["--dataset=text:/nowhere"], "--dataset=/nowhere does not exist"),
+        (["--dataset=text:/nowhere"], "--dataset=text:/nowhere does not exist"),
         (["--data_dir=/tmp"], "--data_dir is for --dataset=tfds:NAME"),
         (["--quantize=int8"], "add --lora_rank"),
         (["--block_size=8", "--lora_rank=4"], "--block_size is for --quantize=int4"),
