@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tests.layers.gpt_programs import scope, whole
 from tests.scripts.families import _CLASSES, FAMILIES, LENGTH, WORDS, classifier, rows_for
+from tests.scripts.feeding import Feed
 
 STEPS, BATCH, CLASSES = 10, 4, 3
 
@@ -234,8 +235,12 @@ def train(
     recompute: str | None = None,
     parallelize: bool = False,
     weighted: bool = False,
+    order: str = "given",
 ) -> Outcome:
-    """Ten steps, each an epoch; `pipeline` are the arguments of a PipelineModel."""
+    """Ten steps, each an epoch, with the rows of a batch in one of `ORDERS`.
+
+    `pipeline` are the arguments of a PipelineModel.
+    """
     import tfdist
     from tfdist.pipeline import PipelineModel, deferred_weights
 
@@ -253,7 +258,7 @@ def train(
                 with deferred_weights():
                     model = build(kind)
             if parallelize:
-                tfdist.parallelize.parallelize(model, tfdist.parallelize.GPT2)
+                tfdist.parallelize(model)
             if recompute is not None:
                 tfdist.recompute.recompute(model, recompute)
             if pipeline is not None:
@@ -271,6 +276,7 @@ def train(
     parts: tuple = (x, y)
     if weighted:
         parts += (np.random.default_rng(1).uniform(0.5, 2, STEPS * BATCH).astype("float32"),)
+    parts = Feed("data", STEPS * BATCH, BATCH, order).arranged(parts)
     data = tf.data.Dataset.from_tensor_slices(parts)
     # KerasHub's models know the number of rows, the others do not.
     data = data.batch(BATCH, drop_remainder=kind not in HAND_MADE)

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tests.conftest import on_ranks, slow_but
 from tests.pipeline import several
+from tests.scripts.feeding import ORDERS
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.costs import measure_seconds
 from tfdist.pipeline.partition import make_partition
@@ -27,7 +28,23 @@ def expected(pool, kind, **options):
     return pool.run(several.train, None, kind, **options, timeout=300)[0]
 
 
-def compare(one, many):
+def apart(one, other) -> float:
+    """The largest difference of weights and predictions."""
+    pairs = zip(
+        tf.nest.flatten((one.weights, one.predictions)),
+        tf.nest.flatten((other.weights, other.predictions)),
+        strict=True,
+    )
+    return max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs)
+
+
+def compare(one, many, others):
+    """Ranks against one process; `others` makes its outcomes for other orders of the rows."""
+    allowed = 1e-5
+    if any(apart(rank, one) > allowed for rank in many):
+        # Rounding grows in some of KerasHub's models: so much another order changes in one process.
+        allowed += 3 * max(apart(other, one) for other in others())
+        assert allowed < 1e-3
     for rank in many:
         assert rank.history.keys() == one.history.keys()
         for name, right in one.history.items():
@@ -38,13 +55,8 @@ def compare(one, many):
             np.testing.assert_allclose(rank.evaluation[name], right, rtol=1e-4, err_msg=name)
         tf.nest.assert_same_structure(rank.predictions, one.predictions)
         assert type(rank.predictions) is type(one.predictions)
-        for found, right in zip(
-            *map(tf.nest.flatten, (rank.predictions, one.predictions)), strict=True
-        ):
-            np.testing.assert_allclose(found, right, atol=1e-5, rtol=1e-4)
         assert rank.own_variables < len(one.weights)
-        for found, right in zip(rank.weights, one.weights, strict=True):
-            np.testing.assert_allclose(found, right, atol=1e-5)
+        assert apart(rank, one) <= allowed
 
 
 def check(pool, one_process, mesh, kind, *, pipeline, **options):
@@ -53,7 +65,8 @@ def check(pool, one_process, mesh, kind, *, pipeline, **options):
     }
     one = expected(one_process, kind, **plain)
     many = pool.run(several.train, mesh, kind, pipeline=pipeline, **options, timeout=480)
-    compare(one, many)
+    orders = [order for order in ORDERS if order != "given"]
+    compare(one, many, lambda: [expected(one_process, kind, **plain, order=o) for o in orders])
     return many
 
 
@@ -121,17 +134,22 @@ def test_with_weights_of_samples_and_another_optimizer(pool, one_process, kind):
 @on_ranks(("horovod", 2))
 @pytest.mark.parametrize("kind", ["GPT2-lm", "two_out", "T5"])
 def test_in_mixed_precision(pool, one_process, kind):
-    one = expected(one_process, kind, policy="mixed_bfloat16")
-    many = pool.run(
-        several.train, {"pipeline": 2}, kind, pipeline={}, policy="mixed_bfloat16", timeout=480
-    )
+    policy = {"policy": "mixed_bfloat16"}
+    one, *others = (expected(one_process, kind, **policy, order=order) for order in ORDERS)
+    noise = max(relative(other.history["loss"], one.history["loss"]) for other in others)
+    many = pool.run(several.train, {"pipeline": 2}, kind, pipeline={}, **policy, timeout=480)
     for rank in many:
         # Gradients of two micro-batches are summed in float32, and each is rounded to bfloat16.
-        np.testing.assert_allclose(rank.history["loss"], one.history["loss"], rtol=5e-3)
+        assert relative(rank.history["loss"], one.history["loss"]) <= max(5e-3, 3 * noise)
+
+
+def relative(found, right) -> float:
+    """The largest relative difference."""
+    return float(np.max(np.abs(np.array(found) / np.array(right) - 1)))
 
 
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("kind", slow_but(["GPT2-lm"], ["GPT2-lm", "nested", "two_out"]))
+@pytest.mark.parametrize("kind", slow_but(["GPT2-lm"], ["GPT2-lm", "two_in", "two_out"]))
 def test_what_is_saved_is_the_whole_model(pool, one_process, tmp_path, kind):
     folder = str(tmp_path)
     first, second = pool.run(several.save, {"pipeline": 2}, kind, folder, timeout=200)
