@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.conftest import on_ranks
+from tests.conftest import on_ranks, slow_but
 from tests.layers import chunked_loss_programs as programs
 from tfdist import layers
 from tfdist.layers import losses
@@ -201,8 +201,8 @@ _MESHES = {
 }
 
 
-@on_ranks(("horovod", 2), ("tensorflow", 2))
-@pytest.mark.parametrize("mesh", _MESHES)
+@on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
+@pytest.mark.parametrize("mesh", slow_but(["zero-3", "hub by tensor"], list(_MESHES)))
 def test_on_ranks(pool, one_process, mesh):
     """Of 9 rows in batches of 4 the last leaves a rank without any."""
     axes, options = _MESHES[mesh]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.conftest import slow_but
 from tfdist.layers.blockwise import attention as blockwise
 from tfdist.recompute import recompute
 from tfdist.tensor_parallel import blockwise as switch
@@ -164,7 +165,7 @@ _HUB = {
 }
 
 
-@pytest.mark.parametrize("name", _HUB)
+@pytest.mark.parametrize("name", slow_but(["gemma 2", "llama", "qwen"], list(_HUB)))
 def test_attention_of_keras_hub(name):
     assert_unchanged(_HUB[name](), attention_mask=decoder_mask())
 
