@@ -90,7 +90,8 @@ def measure(rounds: int, cases) -> list[Ratio]:
             variants = [(case, True), (case, False)]
             seconds = variants_in_turn(process, variants, prepare, step_seconds, rounds)
             name = f"{case}: blocks / Keras"
-            found.append(Ratio(name, *seconds.values(), CASES[case][-1]))
+            own, other = (seconds[variant] for variant in variants)
+            found.append(Ratio(name, own, other, CASES[case][-1]))
             print(found[-1].row(), flush=True)
     return found
 

@@ -113,9 +113,9 @@ def _documents(source: str, data_dir: str | None) -> tuple[Iterable[str], Iterab
     found = builder.info.features
     feature = feature or "text"
     if feature not in found or str(found[feature].dtype) != "object":
-        texts = [key for key in found if str(found[key].dtype) == "object"]
+        named = [key for key in found if str(found[key].dtype) == "object"]
         raise UsageError(
-            f"--dataset={source}: it has no text `{feature}`. Name one: tfds:{name}/FEATURE, of {texts}."
+            f"--dataset={source}: it has no text `{feature}`. Name one: tfds:{name}/FEATURE, of {named}."
         )
 
     def texts(data) -> Iterator[str]:

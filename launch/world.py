@@ -130,8 +130,8 @@ class WorldFlags:
                 f"--strategy=tpu: {error} Leave --strategy out to train without one."
             ) from error
         cores = strategy.num_replicas_in_sync
-        steps = self.steps_per_execution
-        steps = steps.value if steps.present else 32
+        given = self.steps_per_execution
+        steps = given.value if given.present else 32
         return World(strategy, cores, cores, True, f"{cores} core(s) of a TPU", True, steps)
 
     def _make_ranks(self, layout: Layout) -> Any:

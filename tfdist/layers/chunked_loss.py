@@ -96,7 +96,7 @@ def _cross_entropy(rows, product: Product, labels, number, size, split: _Split |
         empty = [tf.TensorArray(wide, number) for _ in range(1 if split is None else 3)]
         _, *found = _loop(number, forward, (0, *empty))
         parts = [joined(part, labels) for part in found]
-        losses, lse = (parts[0], None) if split is None else _over_ranks(*parts, split)
+        losses, lse = (parts[0], None) if split is None else _over_ranks(parts, split)
 
         def backward(of_losses):
             weights = chunks(of_losses)
@@ -158,8 +158,9 @@ def _statistics(logits, labels, split: _Split | None) -> list:
     return [highest, total, of_label]
 
 
-def _over_ranks(highest, total, of_label, split: _Split) -> tuple:
+def _over_ranks(parts: list, split: _Split) -> tuple:
     """The losses, and the log-sum-exp over all classes."""
+    highest, total, of_label = parts
     over_all = all_reduce(highest, split.group, "max", name="loss/maximum")
     sums = tf.stack([total * tf.exp(highest - over_all), of_label])
     total, of_label = tf.unstack(all_reduce(sums, split.group, name="loss/sums"))

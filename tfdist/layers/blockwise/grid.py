@@ -170,12 +170,13 @@ class Grid:
 
     def _masked(self, begin, first):
         """What is seen: [batch or 1, groups or 1, heads of a group or 1, rows or 1, columns]."""
-        start, shape = [0] * 5, [size_of(self._mask, axis) for axis in range(5)]
-        if self._mask.shape[3] != 1:
+        mask: Any = self._mask
+        start, shape = [0] * 5, [size_of(mask, axis) for axis in range(5)]
+        if mask.shape[3] != 1:
             start[3], shape[3] = begin, self.rows.size
-        if self._mask.shape[4] != 1:
+        if mask.shape[4] != 1:
             start[4], shape[4] = first, self.columns.size
-        return tf.logical_and(tf.slice(self._mask, start, shape), self._unmasked(begin, first))
+        return tf.logical_and(tf.slice(mask, start, shape), self._unmasked(begin, first))
 
     def _by_group(self, visible):
         """The same as [batch or 1, groups or 1, heads of a group * rows or 1, columns]."""
