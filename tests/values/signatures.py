@@ -93,6 +93,10 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
     "strategy": tfdist.strategies.LocalStrategy,
     "replicas": lambda: 2,
     "prompt_tokens": lambda: [1, 2],
+    **{
+        f"blockwise_attention.{name}": lambda: np.zeros([1, 2, 4, 8], np.float32)
+        for name in ("query", "key", "value")
+    },
     "generate.model": _gpt,
     "make_schedule.name": lambda: "1f1b",
     "load.name": lambda: "digits",
@@ -140,6 +144,8 @@ _KINDS: dict[str, str] = {
     "reduction": "str",
     "VocabParallelCrossEntropy.reduction": "str | None",
     "VocabParallelCrossEntropy.name": "str | None",
+    "blockwise_attention.mask": "None",
+    "blockwise_attention.query_offset": "None",
     "testing.engine.mesh": "Mesh | None",
     "testing.strategy.mesh": "Mesh | None",
 }
@@ -180,6 +186,9 @@ LEGAL: dict[str, set[str]] = {
     "tfdist.datasets.loading.rank_split.index": {"zero"},
     "tfdist.datasets.loading.rank_split.split": _ANY_NAME,
     "tfdist.layers.Dropout.rate": _ZERO,
+    "tfdist.layers.blockwise_attention.scale": {*_ZERO, "minus one", "minus half"},
+    # Of shape [], for all scores alike.
+    "tfdist.layers.blockwise_attention.mask": {"true"},
     "tfdist.layers.TransformerDecoderBlock.epsilon": _ZERO,
     "tfdist.layers.TransformerDecoderBlock.*_stddev": _ZERO,
     # What the model takes; nobody looks at it where the tensor axis is 1.

@@ -152,7 +152,7 @@ class ParallelMultiHeadAttention(keras.layers.Layer):
         if isinstance(time, int) and time >= _LONG and not (training and self.dropout):
             query = tf.transpose(query, [1, 2, 0, 3, 4])
             query = tf.reshape(query, [batch, heads * queries, time, size])
-            mask = None if attention_mask is None else tf.convert_to_tensor(attention_mask)[:, None]
+            mask = None if attention_mask is None else tf.cast(attention_mask, tf.bool)[:, None]
             attended = blockwise_attention(query, key, value, causal=self.causal, mask=mask)
             attended = tf.transpose(attended, [0, 2, 1, 3])
         else:

@@ -25,7 +25,7 @@ def blockwise_attention(
     value,
     *,
     causal: bool = False,
-    query_offset=None,
+    query_offset: int | tf.Tensor | None = None,
     mask=None,
     scale: float | None = None,
     soft_cap: float | None = None,
@@ -67,8 +67,10 @@ def blockwise_attention(
     Source: Rabe & Staats 2021, "Self-attention Does Not Need O(n^2) Memory"; Dao 2023,
     "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning".
     """
-    query, key, value = (tf.convert_to_tensor(tensor) for tensor in (query, key, value))
-    _check_tensors(query, key, value)
+    query, key, value = (
+        _heads(name, tensor) for name, tensor in (("query", query), ("key", key), ("value", value))
+    )
+    _check_shapes(query, key, value)
     causal = checks.boolean("causal", causal)
     checks.boolean("return_lse", return_lse)
     scale = checks.number("scale", scale, optional=True)
@@ -102,17 +104,24 @@ def blockwise_attention(
     return (out, tf.ensure_shape(lse, query.shape[:-1])) if return_lse else out
 
 
-def _check_tensors(query, key, value) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not tensor.dtype.is_floating:
-            raise TypeError(
-                f"`{name}` is of a floating dtype. Received: {tensor.dtype.name}. Cast it first."
-            )
-        if tensor.shape.rank != 4 or None in (tensor.shape[1], tensor.shape[3]):
-            raise ValueError(
-                f"`{name}` has the shape [batch, heads, time, size], with heads and size known. "
-                f"Received: {tensor.shape}."
-            )
+def _tensor(name: str, value, meaning: str) -> tf.Tensor:
+    try:
+        return tf.convert_to_tensor(value)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise checks.refuse(name, value, meaning, TypeError) from error
+
+
+def _heads(name: str, value) -> tf.Tensor:
+    meaning = "a floating tensor [batch, heads, time, size] with heads and size known"
+    tensor = _tensor(name, value, meaning)
+    if not tensor.dtype.is_floating:
+        raise checks.refuse(name, value, meaning, TypeError)
+    if tensor.shape.rank != 4 or None in (tensor.shape[1], tensor.shape[3]):
+        raise checks.refuse(name, value, f"{meaning}, and not of shape {tensor.shape}")
+    return tensor
+
+
+def _check_shapes(query, key, value) -> None:
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
         raise ValueError(
@@ -132,10 +141,12 @@ def _check_tensors(query, key, value) -> None:
 def _block_sizes(block_size, default: tuple[int, int]) -> tuple[int, int]:
     if block_size is None:
         return default
-    sizes = (block_size, block_size) if not isinstance(block_size, (tuple, list)) else block_size
-    if len(sizes) != 2:
-        raise checks.refuse("block_size", block_size, "an int, or two: of queries and of keys")
-    rows, columns = (checks.integer("block_size", size, minimum=1) for size in sizes)
+    sizes = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
+    try:
+        rows, columns = checks.integers("block_size", sizes, minimum=1)
+    except ValueError as error:
+        meaning = "an int of at least 1, or two: of queries and of keys"
+        raise checks.refuse("block_size", block_size, meaning) from error
     return rows, columns
 
 
@@ -158,17 +169,17 @@ def _checked_mask(mask, query, key):
     """The mask with four dims."""
     if mask is None:
         return None
-    mask = tf.cast(tf.convert_to_tensor(mask), tf.bool)
+    meaning = "a bool tensor broadcastable to [batch, heads, time, key_time], or None"
+    given, mask = mask, _tensor("mask", mask, meaning)
+    if mask.dtype != tf.bool:
+        raise checks.refuse("mask", given, meaning, TypeError)
     scores = tf.TensorShape([*query.shape[:3], key.shape[2]])
     rank = mask.shape.rank
     fits = rank is not None and rank <= 4
     for dim, whole in zip(reversed(mask.shape), reversed(scores), strict=False) if fits else ():
         fits = fits and (dim in (1, None) or whole in (dim, None))
     if not fits:
-        raise ValueError(
-            "`mask` is broadcastable to [batch, heads, time, key_time]. Received: a mask of shape "
-            f"{mask.shape} for {scores}."
-        )
+        raise checks.refuse("mask", given, f"{meaning}, and fits {scores}; it is {mask.shape}")
     for _ in range(4 - rank):
         mask = mask[None]
     return mask
