@@ -11,7 +11,14 @@ from __future__ import annotations
 
 import sys
 
-from tfdist.benchmarks.measuring import HEADER, Ratio, parser, variants_in_turn, write_json
+from tfdist.benchmarks.measuring import (
+    HEADER,
+    Ratio,
+    parser,
+    peak_above,
+    variants_in_turn,
+    write_json,
+)
 from tfdist.testing import RankPool
 
 #: By case: batch, heads, tokens, causal, and the most that a step may take of Keras'.
@@ -73,13 +80,9 @@ def step_seconds(variant: tuple[str, bool]) -> float:
 
 def peak_bytes(variant: tuple[str, bool]) -> int:
     """What a first step adds to this process's peak of resident memory."""
-    from tfdist.benchmarks.peers.serving import memory
-
     # A small step first: what TensorFlow loads then belongs to neither.
     prepare((next(iter(CASES)), variant[1]))
-    before = memory("VmRSS")
-    prepare(variant)
-    return memory("VmHWM") - before
+    return peak_above(lambda: prepare(variant))[0]
 
 
 def measure(rounds: int, cases) -> list[Ratio]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -68,13 +69,11 @@ def read_tokens(source: str, tokenizer: Any, data_dir: str | None) -> tuple[np.n
 def _decoded(part: bytes) -> str:
     """The text of bytes whose ends may be parts of a character."""
     begin = next((i for i, byte in enumerate(part[:4]) if byte & 0xC0 != 0x80), 0)
-    for end in range(len(part), max(len(part) - 4, 0), -1):
-        try:
-            return part[begin:end].decode()
-        except UnicodeDecodeError as error:
-            if error.start < end - 4:
-                raise ValueError(f"The file is no UTF-8 text: {error.reason}.") from error
-    return part[begin:].decode()
+    try:
+        # It waits for the rest of a character at the end.
+        return codecs.getincrementaldecoder("utf-8")().decode(part[begin:])
+    except UnicodeDecodeError as error:
+        raise ValueError(f"The file is no UTF-8 text: {error.reason}.") from error
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -91,25 +90,22 @@ def _pieces(text: str) -> Iterator[str]:
 
 def _documents(source: str, data_dir: str | None) -> tuple[Iterable[str], Iterable[str]]:
     """The documents of the training split, and of the validation or test split."""
-    import tensorflow_datasets as tfds
+    from tfdist.datasets.loading import open_builder, prepare_builder
+    from tfdist.datasets.preparing import import_tfds
 
     name, _, feature = source.removeprefix(_TFDS).partition("/")
     try:
-        builder = tfds.builder(name, data_dir=data_dir)
-        builder.download_and_prepare()
-        splits = builder.info.splits
-        if "train" not in splits:
-            raise UsageError(f"--dataset={source}: it has no split `train`, only {list(splits)}.")
-        tested = next((split for split in ("validation", "test") if split in splits), None)
-        names = ["train", tested]
-        if tested is None:
-            names = [f"train[:-{_VALIDATION}%]", f"train[-{_VALIDATION}%:]"]
-        first, second = (builder.as_dataset(split=split) for split in names)
-    except UsageError:
-        raise
-    except Exception as error:
-        # Whatever TFDS, its reader of a data set's own code and its downloads raise.
-        raise UsageError(f"--dataset={source}: {' '.join(str(error).split())[:300]}") from error
+        builder = open_builder(name, data_dir)
+        prepare_builder(builder, name, download=True)
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise UsageError(f"--dataset={source}: {error}") from error
+    splits = builder.info.splits
+    if "train" not in splits:
+        raise UsageError(f"--dataset={source}: it has no split `train`, only {list(splits)}.")
+    tested = next((split for split in ("validation", "test") if split in splits), None)
+    names = ["train", tested]
+    if tested is None:
+        names = [f"train[:-{_VALIDATION}%]", f"train[-{_VALIDATION}%:]"]
     found = builder.info.features
     feature = feature or "text"
     if feature not in found or str(found[feature].dtype) != "object":
@@ -119,10 +115,11 @@ def _documents(source: str, data_dir: str | None) -> tuple[Iterable[str], Iterab
         )
 
     def texts(data) -> Iterator[str]:
-        for example in tfds.as_numpy(data):
+        for example in import_tfds().as_numpy(data):
             yield example[feature].decode(errors="replace")
 
-    return texts(first), texts(second)
+    first, second = (texts(builder.as_dataset(split=split)) for split in names)
+    return first, second
 
 
 def _tokens(texts: Iterable[str], tokenizer, end: int | None) -> np.ndarray:

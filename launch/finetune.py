@@ -21,7 +21,7 @@ from tfdist.launch import command
 from tfdist.launch.checkpoint_flags import CheckpointFlags
 from tfdist.launch.command import UsageError
 from tfdist.launch.corpus import check_source, read_tokens
-from tfdist.launch.fitting import record_of, speed_callback, warmup_cosine
+from tfdist.launch.fitting import expected_errors, speed_callback, warmup_cosine
 from tfdist.launch.flag_values import FlagDefiner, folder, refuse_ignored
 from tfdist.launch.mesh_flags import Layout, MeshFlags
 from tfdist.launch.world import World, WorldFlags
@@ -186,7 +186,7 @@ def _main(checked: tuple[Layout, dict[str, Any]]) -> None:
     speed = speed_callback(windows.steps * batch_size * _SEQ_LENGTH.value)
     callbacks = [speed, tfdist.monitoring.TerminateOnNonFinite()]
     callbacks += _CHECKPOINTS.callbacks(saving, batch_size)
-    try:
+    with expected_errors(_CHECKPOINTS.workdir, _DATASET.value):
         before = model.evaluate(windows.validation, verbose=0)
         history = model.fit(
             windows.train,
@@ -196,14 +196,6 @@ def _main(checked: tuple[Layout, dict[str, Any]]) -> None:
             verbose=_VERBOSE.value,
             shuffle=False,
         )
-    except tfdist.checkpoint.CheckpointError as error:
-        raise UsageError(f"--workdir={_CHECKPOINTS.workdir}: {error}") from error
-    except FloatingPointError as error:
-        raise command.Failure(str(error)) from error
-    except tf.errors.DataLossError as error:
-        raise UsageError(
-            f"--dataset={_DATASET.value}: a file is damaged: {record_of(error.message)}."
-        ) from error
 
     # --- Result --------------------------------------------------------------------------------
     task.preprocessor = preprocessor

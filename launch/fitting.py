@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
+from collections.abc import Iterator
 
-__all__ = ["record_of", "speed_callback", "warmup_cosine"]
+from tfdist.launch.command import Failure, UsageError
+
+__all__ = ["expected_errors", "speed_callback", "warmup_cosine"]
 
 
 def warmup_cosine(rate: float, steps: int):
@@ -18,7 +22,26 @@ def warmup_cosine(rate: float, steps: int):
     )
 
 
-def record_of(message: str) -> str:
+@contextlib.contextmanager
+def expected_errors(workdir: str | None, dataset: str) -> Iterator[None]:
+    """Says in one line what can be expected to fail in `fit`: checkpoints, the loss, the data."""
+    import tensorflow as tf
+
+    from tfdist.checkpoint import CheckpointError
+
+    try:
+        yield
+    except CheckpointError as error:
+        raise UsageError(f"--workdir={workdir}: {error}") from error
+    except FloatingPointError as error:
+        raise Failure(str(error)) from error
+    except tf.errors.DataLossError as error:
+        raise UsageError(
+            f"--dataset={dataset}: a file is damaged: {_record_of(error.message)}."
+        ) from error
+
+
+def _record_of(message: str) -> str:
     """Which record of a file TensorFlow found damaged, of all that it says of its graph."""
     found = re.search(r"[\w ]*\b(corrupted|truncated) record[^\n\[]*", message)
     return found[0].strip() if found else " ".join(message.split())[:200]

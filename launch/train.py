@@ -17,7 +17,7 @@ from typing import Any
 
 from tfdist.launch import command
 from tfdist.launch.checkpoint_flags import CheckpointFlags
-from tfdist.launch.fitting import record_of, speed_callback
+from tfdist.launch.fitting import expected_errors, speed_callback
 from tfdist.launch.flag_values import refuse_ignored
 from tfdist.launch.images import Images
 from tfdist.launch.language import Language
@@ -132,7 +132,7 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
     callbacks += _CHECKPOINTS.callbacks(saving, batch_size)
 
     # --- Training ------------------------------------------------------------------------------
-    try:
+    with expected_errors(_CHECKPOINTS.workdir, settings.dataset):
         history = model.fit(
             data.train,
             validation_data=data.validation,
@@ -141,14 +141,6 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
             verbose=_VERBOSE.value,
             shuffle=False,
         )
-    except tfdist.checkpoint.CheckpointError as error:
-        raise command.UsageError(f"--workdir={_CHECKPOINTS.workdir}: {error}") from error
-    except FloatingPointError as error:
-        raise command.Failure(str(error)) from error
-    except tf.errors.DataLossError as error:
-        raise command.UsageError(
-            f"--dataset={settings.dataset}: a file is damaged: {record_of(error.message)}."
-        ) from error
     last = {name: values[-1] for name, values in history.history.items()}
     shown = task.show(model)
     if on.is_chief:

@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.launch.processes import BIN, run
+
 keras_hub = pytest.importorskip("keras_hub")
 
-BIN = Path(sys.executable).parent
 EXAMPLE = Path(__file__).parents[2] / "examples" / "make_preset.py"
-RUN = [str(BIN / "tfdist-run"), "-np=2"]
-
-
-def run(command, timeout=200):
-    environment = {
-        **os.environ,
-        "PATH": f"{BIN}:{os.environ['PATH']}",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, env=environment, check=False
-    )
+RUN = [os.path.join(BIN, "tfdist-run"), "-np=2"]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +37,7 @@ def text(tmp_path_factory) -> str:
 
 def program(preset: str, text: str) -> list[str]:
     sizes = ["--seq_length=32", "--threads=1", "--learning_rate=0.01", "--batch_size=8"]
-    return [str(BIN / "tfdist-finetune"), f"--preset={preset}", text, *sizes]
+    return [os.path.join(BIN, "tfdist-finetune"), f"--preset={preset}", text, *sizes]
 
 
 def perplexities(job) -> tuple[float, float, str]:
@@ -147,7 +135,7 @@ def test_a_training_goes_on_in_its_workdir(preset, text, tmp_path):
 )
 def test_a_bad_flag_is_one_line(preset, flags, words):
     given = [] if not flags or flags[0].startswith("--preset") else [f"--preset={preset}"]
-    job = run([str(BIN / "tfdist-finetune"), *given, *flags], timeout=60)
+    job = run([os.path.join(BIN, "tfdist-finetune"), *given, *flags], timeout=60)
     assert job.returncode == 2
     assert words in job.stderr and len(job.stderr.strip().splitlines()) == 1, job.stderr
 
@@ -160,6 +148,8 @@ def test_a_bad_flag_is_one_line(preset, flags, words):
         ),
         pytest.param(["--batch_size=5000"], "--batch_size=5000", marks=pytest.mark.slow),
         (["--dataset=text:/bin/true"], "no UTF-8 text"),
+        (["--dataset=tfds:digits"], "it has no text `text`"),
+        (["--dataset=tfds:digitz"], "Did you mean 'digits'?"),
     ],
 )
 def test_what_is_known_later_is_one_line(preset, text, flags, words):

@@ -7,24 +7,12 @@ import math
 import os
 import re
 import subprocess
-import sys
 
 import pytest
 
-BIN = os.path.dirname(sys.executable)
+from tests.launch.processes import BIN, run
+
 TRAIN = [os.path.join(BIN, "tfdist-train"), "--epochs=2", "--model=mlp"]
-
-
-def run(command, timeout=150):
-    environment = {
-        **os.environ,
-        "PATH": f"{BIN}:{os.environ['PATH']}",
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, env=environment, check=False
-    )
 
 
 def last_word(job) -> tuple[float, str]:

@@ -6,7 +6,8 @@ import keras
 import numpy as np
 
 from tests.layers.gpt_programs import build, scope, whole
-from tests.memory import peak_above
+from tests.tensor_parallel.parallel_programs import gpt2
+from tfdist.benchmarks.measuring import peak_above
 
 VOCABULARY, TIME = 61, 16
 
@@ -66,20 +67,9 @@ def train(mesh: dict | None, chunk_size: int | None, rows: int, policy="float32"
 
 def hub_model(x):
     """The GPT-2 of KerasHub with its head, split, and its inputs."""
-    import keras_hub
-
     from tfdist.tensor_parallel import parallelize
 
-    backbone = keras_hub.models.GPT2Backbone(
-        vocabulary_size=VOCABULARY,
-        num_layers=1,
-        num_heads=4,
-        hidden_dim=8,
-        intermediate_dim=16,
-        max_sequence_length=TIME,
-        dropout=0.0,
-    )
-    model = keras_hub.models.GPT2CausalLM(backbone=backbone, preprocessor=None, compile=False)
+    model = gpt2(True, VOCABULARY, TIME)
     parallelize(model)
     return model, {"token_ids": x, "padding_mask": np.ones_like(x)}
 

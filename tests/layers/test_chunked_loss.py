@@ -181,11 +181,11 @@ def test_saved_with_its_chunk_size():
         layers.VocabParallelCrossEntropy(7, chunk_size=0)
 
 
-def test_plain_models_of_keras_hub(taken):
+def test_plain_models_of_keras_hub(one_process):
     """Nothing but the loss is tfdist's."""
     pytest.importorskip("keras_hub")
-    expected, _ = programs.train(None, None, 10, hub=True)
-    found, columns = programs.train(None, 5, 10, hub=True)
+    expected, _ = one_process.run(programs.train, None, None, 10, timeout=240, hub=True)[0]
+    found, columns = one_process.run(programs.train, None, 5, 10, timeout=240, hub=True)[0]
     assert columns == {programs.VOCABULARY}
     assert_same(found, expected, 1e-5)
 

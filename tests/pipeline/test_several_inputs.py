@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tests.conftest import on_ranks, slow_but
 from tests.pipeline import several
+from tests.scripts.comparing import TIMES, apart
 from tests.scripts.feeding import ORDERS
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.costs import measure_seconds
@@ -28,22 +29,17 @@ def expected(pool, kind, **options):
     return pool.run(several.train, None, kind, **options, timeout=300)[0]
 
 
-def apart(one, other) -> float:
+def outcome_apart(one, other) -> float:
     """The largest difference of weights and predictions."""
-    pairs = zip(
-        tf.nest.flatten((one.weights, one.predictions)),
-        tf.nest.flatten((other.weights, other.predictions)),
-        strict=True,
-    )
-    return max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in pairs)
+    return apart((one.weights, one.predictions), (other.weights, other.predictions))
 
 
 def compare(one, many, others):
     """Ranks against one process; `others` makes its outcomes for other orders of the rows."""
     allowed = 1e-5
-    if any(apart(rank, one) > allowed for rank in many):
+    if any(outcome_apart(rank, one) > allowed for rank in many):
         # Rounding grows in some of KerasHub's models: so much another order changes in one process.
-        allowed += 3 * max(apart(other, one) for other in others())
+        allowed += TIMES * max(outcome_apart(other, one) for other in others())
         assert allowed < 1e-3
     for rank in many:
         assert rank.history.keys() == one.history.keys()
@@ -56,7 +52,7 @@ def compare(one, many, others):
         tf.nest.assert_same_structure(rank.predictions, one.predictions)
         assert type(rank.predictions) is type(one.predictions)
         assert rank.own_variables < len(one.weights)
-        assert apart(rank, one) <= allowed
+        assert outcome_apart(rank, one) <= allowed
 
 
 def check(pool, one_process, mesh, kind, *, pipeline, **options):
@@ -141,7 +137,8 @@ def test_in_mixed_precision(pool, one_process, kind):
     (alone,) = one_process.run(several.train, {"data": 1}, kind, **options)
     for rank in pool.run(several.train, {"pipeline": 2}, kind, **options):
         assert relative(rank.history["loss"], alone.history["loss"]) <= 1e-3
-        assert relative(rank.history["loss"], plain) <= 2**-7
+        rounding = relative(alone.history["loss"], plain)
+        assert relative(rank.history["loss"], plain) <= max(5e-3, rounding + 1e-3)
 
 
 def relative(found, right) -> float:
@@ -150,11 +147,12 @@ def relative(found, right) -> float:
 
 
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("kind", slow_but(["GPT2-lm"], ["GPT2-lm", "two_in", "two_out"]))
+@pytest.mark.parametrize("kind", slow_but(["GPT2-lm"], ["GPT2-lm", "nested", "two_in", "two_out"]))
 def test_what_is_saved_is_the_whole_model(pool, one_process, tmp_path, kind):
     folder = str(tmp_path)
     first, second = pool.run(several.save, {"pipeline": 2}, kind, folder, timeout=200)
-    alone = one_process.run(several.load, None, kind, folder)
+    # Keras cannot load a file of one of its own models either in which a model inside shares a table.
+    alone = [] if kind == "nested" else one_process.run(several.load, None, kind, folder)
     for others in (second, *alone, *pool.run(several.load, {"pipeline": 2}, kind, folder)):
         assert len(others) == len(first)
         for found, right in zip(others, first, strict=True):

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tests.scripts.feeding import ORDERS, Feed, Result
 from tests.strategies import programs
 
-__all__ = ["check", "differences", "noise", "reference"]
+__all__ = ["TIMES", "apart", "check", "differences", "noise", "reference"]
 
 TOLERANCE, TIMES = 1e-5, 3
 
@@ -34,10 +34,15 @@ def numbers(result: Result) -> list[np.ndarray]:
     return [np.asarray(value, "float64") for value in tf.nest.flatten(parts)]
 
 
+def apart(one, other) -> float:
+    """The largest difference of two nests of arrays."""
+    pairs = zip(tf.nest.flatten(one), tf.nest.flatten(other), strict=True)
+    return max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)), initial=0)) for a, b in pairs)
+
+
 def differences(result: Result, expected: Result) -> float:
     """The largest difference of weights, logs and evaluation."""
-    pairs = zip(numbers(result), numbers(expected), strict=True)
-    return max(float(np.max(np.abs(one - two), initial=0)) for one, two in pairs)
+    return apart(numbers(result), numbers(expected))
 
 
 @functools.cache

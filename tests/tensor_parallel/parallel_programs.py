@@ -130,16 +130,16 @@ TRANSFORMER = {
 }
 
 
-def gpt2(causal_lm: bool = False):
+def gpt2(causal_lm: bool = False, vocabulary: int = VOCABULARY, time: int = TIME):
     import keras_hub
 
     backbone = keras_hub.models.GPT2Backbone(
-        vocabulary_size=VOCABULARY,
+        vocabulary_size=vocabulary,
         num_layers=2,
         num_heads=4,
         hidden_dim=8,
         intermediate_dim=16,
-        max_sequence_length=TIME,
+        max_sequence_length=time,
         dropout=0.0,
     )
     if causal_lm:

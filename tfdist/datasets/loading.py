@@ -67,26 +67,9 @@ def load(
     _check_set(name, split, data_dir, download)
     tfds = import_tfds()
     checks.instance("read_config", read_config, tfds.ReadConfig, "a tfds.ReadConfig", optional=True)
-    builder = _builder(name, data_dir)
+    builder = open_builder(name, data_dir)
     scale = 1.0 / _max_value(name, builder.info)
-    where = f"data_dir={os.fspath(builder.data_dir_root)!r}"
-    # TFDS' check alone would log a warning where nothing is there yet.
-    if not (builder.data_path.exists() and builder.is_prepared()):
-        if not download:
-            raise ValueError(
-                f"The data set {name!r} is not prepared in {where}. Pass `download=True`, or the "
-                "data_dir that holds it."
-            )
-        try:
-            prepare(builder)
-        except ImportError:
-            raise
-        except Exception as error:
-            raise RuntimeError(
-                f"The data set {name!r} cannot be prepared in {where}: {one_line(error)}. Prepare "
-                "it where the network is at hand and copy the folder, or load 'digits', which "
-                "needs no download."
-            ) from error
+    prepare_builder(builder, name, download=download)
     dataset = _read(builder, name, split, read_config or _default_read_config())
 
     def normalize(image, label):
@@ -243,7 +226,13 @@ def _check_set(name: str, split: Any, data_dir: str | os.PathLike | None, downlo
 _default_read_config = read_config
 
 
-def _builder(name: str, data_dir: str | os.PathLike | None) -> tfds.core.DatasetBuilder:
+def open_builder(name: str, data_dir: str | os.PathLike | None) -> tfds.core.DatasetBuilder:
+    """The builder of a data set, whose files need not be there yet.
+
+    Raises:
+        ImportError: TFDS is not installed.
+        ValueError: There is no such data set, or it cannot be opened.
+    """
     tfds = import_tfds()
     from tfdist.datasets import digits  # noqa: F401  (registers "digits" with TFDS)
 
@@ -259,6 +248,35 @@ def _builder(name: str, data_dir: str | os.PathLike | None) -> tfds.core.Dataset
     except Exception as error:
         raise ValueError(
             f"The data set {name!r} cannot be opened in data_dir={root!r}: {one_line(error)}."
+        ) from error
+
+
+def prepare_builder(builder: tfds.core.DatasetBuilder, name: str, *, download: bool) -> None:
+    """Makes a data set's files where they are not there; of several processes one does.
+
+    Raises:
+        ImportError: The data set needs a library that is not installed.
+        ValueError: They are not there, and are not to be made.
+        RuntimeError: They cannot be made.
+    """
+    # TFDS' check alone would log a warning where nothing is there yet.
+    if builder.data_path.exists() and builder.is_prepared():
+        return
+    where = f"data_dir={os.fspath(builder.data_dir_root)!r}"
+    if not download:
+        raise ValueError(
+            f"The data set {name!r} is not prepared in {where}. Pass `download=True`, or the "
+            "data_dir that holds it."
+        )
+    try:
+        prepare(builder)
+    except ImportError:
+        raise
+    except Exception as error:
+        raise RuntimeError(
+            f"The data set {name!r} cannot be prepared in {where}: {one_line(error)}. Prepare "
+            "it where the network is at hand and copy the folder, or load 'digits', which "
+            "needs no download."
         ) from error
 
 
