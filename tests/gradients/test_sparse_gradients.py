@@ -124,9 +124,9 @@ def train(strategy, optimizer: str, way: str = "plain", where: str = "data", bat
             programs.cross_entropy(),
             run_eagerly=where == "eager",
         )
-    if optimizer == "schedule_free":
-        # In one process Keras would build it while it traces, and begin anew in each step.
-        model.optimizer.build(model.trainable_variables)
+        if optimizer == "schedule_free":
+            # In one process Keras would build it while it traces, and begin anew in each step.
+            model.optimizer.build(model.trainable_variables)
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch)
     history = model.fit(data, epochs=3, verbose=0)
     predictions = model.predict(x, batch_size=batch, verbose=0)
