@@ -31,6 +31,8 @@ __all__ = [
     "role_of",
     "strategy_of",
     "weighted",
+    "with_global_gradient",
+    "with_local_gradient",
 ]
 
 
@@ -283,24 +285,53 @@ def current_step() -> KerasStep | None:
 
 
 def weighted(collective: Callable, tensor, step: KerasStep | None):
-    """A collective, with a gradient that is right where ranks have unequal shares.
+    """A collective among ranks with other rows, with the gradient that one process has.
 
-    The step's objective is the sum over ranks of share times local loss, but each rank derives
-    its local loss and multiplies by its share at the end. What flows back through a collective
-    comes from all ranks' losses: it must be summed with each rank's share, and be divided by this
-    rank's, which is multiplied in again later.
+    Args:
+        collective: From a tensor to a tensor, with the gradient of the sum of all ranks' losses.
+        tensor: This rank's.
+        step: The Keras step under way, if there is one.
     """
     if step is None or step.is_even:
         return collective(tensor)
+    return with_global_gradient(collective(with_local_gradient(tensor, step)), step)
+
+
+def with_global_gradient(tensor, step: KerasStep | None):
+    """The tensor as it is; behind it flow gradients of the global loss, not of this rank's.
+
+    The loss of a step is the sum over ranks of share times local loss, but each rank derives its
+    local loss, and its share is multiplied in at the end (`GradientPath.weigh`). What ranks compute
+    of each other's rows has gradients from several ranks' losses: those have to be weighed before
+    they meet. So such a computation begins with `with_local_gradient` and ends with this.
+
+    Args:
+        tensor: What comes out of the computation, of this rank's rows.
+        step: The Keras step under way. Without one, gradients are of the sum of all losses anyway.
+    """
+    if step is None:
+        return tensor
 
     def times_share(dy):
         return tf.math.multiply_no_nan(dy, tf.cast(step.share, dy.dtype))
 
+    return _with_gradient(tf.convert_to_tensor(tensor), times_share)
+
+
+def with_local_gradient(tensor, step: KerasStep | None):
+    """The tensor as it is; before it flow gradients of this rank's loss: see `with_global_gradient`.
+
+    Args:
+        tensor: What goes into the computation, of this rank's rows.
+        step: The Keras step under way, if there is one.
+    """
+    if step is None:
+        return tensor
+
     def over_share(dy):
         return tf.math.divide_no_nan(dy, tf.cast(step.share, dy.dtype))
 
-    own = _with_gradient(tf.convert_to_tensor(tensor), over_share)
-    return _with_gradient(collective(own), times_share)
+    return _with_gradient(tf.convert_to_tensor(tensor), over_share)
 
 
 def _with_gradient(tensor: tf.Tensor, gradient: Callable) -> tf.Tensor:

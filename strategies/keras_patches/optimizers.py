@@ -58,8 +58,8 @@ def _prepare(optimizer, variables) -> None:
     check_elementwise(optimizer)
     for variable in variables:
         layout = layout_of(variable)
-        if layout.state is None:
-            group = strategy.group(*layout.gradient_axes(strategy.mesh))
+        group = strategy.group(*layout.gradient_axes(strategy.mesh))
+        if layout.state is None and group.size > 1:
             state = layout.flat or FlatShard(group, tuple(variable.shape))
             update_layout(variable, state=state)
 

@@ -13,6 +13,7 @@ from tfdist.keras_internals.private import (
     in_stateless_scope,
     set_keras_mask,
 )
+from tfdist.sharding.layout import begin_layout
 from tfdist.strategies.keras_patches.hub import install_hub
 from tfdist.zero.sharded_variable import (
     ShardedVariable,
@@ -28,10 +29,12 @@ __all__ = ["PATCHES", "call_gathered"]
 def _add_weight(original, self, *args, **kwargs):
     variable = original(self, *args, **kwargs)
     strategy = current_strategy()
+    layout = begin_layout(variable)
     if strategy is not None:
         install_hub()
-        if strategy.zero_stage == 3 and variable.trainable:
-            shard_variable(variable, strategy.gradient_group)
+        group = strategy.group(*layout.gradient_axes(strategy.mesh))
+        if strategy.zero_stage == 3 and variable.trainable and group.size > 1:
+            shard_variable(variable, group)
     return variable
 
 

@@ -121,6 +121,93 @@ def test_experts_are_data_to_a_dense_model(pool, one_process, zero_stage):
     check(pool, one_process, program, Mesh(data=1, expert=2), zero_stage=zero_stage)
 
 
+class ComputedForOthers(keras.layers.Layer):
+    """Y = X W, of which each rank of an axis of rows computes some columns, for the rows of all."""
+
+    def __init__(self, units: int, axis: str, **options):
+        super().__init__(**options)
+        self.units, self.axis = units, axis
+
+    def build(self, input_shape):
+        from tfdist.sharding.weights import add_split_weight, axis_group
+
+        self._group = axis_group(self.axis) if tf.distribute.has_strategy() else None
+        self.kernel = add_split_weight(
+            self,
+            (input_shape[-1], self.units),
+            1,
+            self._group,
+            name="kernel",
+            initializer="glorot_uniform",
+            regularizer=keras.regularizers.L2(0.1),
+        )
+
+    def call(self, inputs):
+        from tfdist.collectives import all_gather
+        from tfdist.context import current_replica, with_global_gradient, with_local_gradient
+
+        if self._group is None:
+            return tf.matmul(inputs, self.kernel)
+        replica = current_replica()
+        step = None if replica is None else replica.step
+        own = tf.shape(inputs)[:1]
+        sizes = all_gather(own, self._group)
+        rows = all_gather(with_local_gradient(inputs, step), self._group, uneven=True)
+        columns = all_gather(tf.matmul(rows, self.kernel), self._group, axis=1)
+        start = tf.reduce_sum(sizes[: self._group.rank])
+        mine = columns[start : start + own[0]]
+        mine.set_shape([inputs.shape[0], self.units])
+        return with_global_gradient(mine, step)
+
+    def compute_output_shape(self, input_shape):
+        return (*input_shape[:-1], self.units)
+
+
+def train_for_others(strategy, *, rows: int = 11, optimizer: str = "sgd", **options):
+    """Twenty steps; the global weights."""
+    start()
+    chance = np.random.default_rng(0)
+    x = chance.normal(size=(rows, FEATURES)).astype("float32")
+    y = chance.integers(0, 3, rows)
+    with scope(strategy):
+        stack = [
+            keras.Input((FEATURES,)),
+            keras.layers.Dense(HIDDEN, activation="tanh"),
+            ComputedForOthers(HIDDEN, "expert", name="hidden"),
+            keras.layers.LayerNormalization(),
+            keras.layers.Dense(3),
+        ]
+        model = keras.Sequential(stack)
+        rule = keras.optimizers.get(
+            {"class_name": optimizer, "config": {"learning_rate": 0.05, **options}}
+        )
+        model.compile(rule, programs.cross_entropy(), metrics=["accuracy"])
+    history = model.fit(x, y, batch_size=5, epochs=7, shuffle=False, verbose=0).history
+    if strategy is None:
+        return history, [np.asarray(weight) for weight in model.weights]
+    from tfdist.sharding import whole_value
+
+    return history, [whole_value(weight).numpy() for weight in model.weights]
+
+
+@on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
+@pytest.mark.parametrize("zero_stage", slow_but([0], [0, 1, 2, 3]))
+def test_a_weight_split_over_ranks_with_other_rows(pool, one_process, zero_stage):
+    mesh = Mesh(data=1, expert=-1)
+    check(pool, one_process, train_for_others, mesh, zero_stage=zero_stage)
+
+
+@on_ranks(("horovod", 4))
+@pytest.mark.parametrize("zero_stage", slow_but([3], [0, 1, 2, 3]))
+@pytest.mark.parametrize(
+    "options", slow_but([{"global_clipnorm": 0.1}], [{"global_clipnorm": 0.1}, {"clipnorm": 0.05}])
+)
+def test_a_weight_split_over_some_of_them(pool, one_process, zero_stage, options):
+    # Of 11 rows in batches of 5 the last has one row: three ranks of four have none.
+    program = functools.partial(train_for_others, optimizer="adam", **options)
+    check(pool, one_process, program, Mesh(data=2, expert=2), 2e-5, zero_stage=zero_stage)
+
+
 TOKENS = 6
 
 

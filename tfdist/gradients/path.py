@@ -18,8 +18,6 @@ import contextlib
 import enum
 from collections.abc import Iterator, Sequence
 
-import tensorflow as tf
-
 from tfdist.collectives import Group
 from tfdist.collectives.gradient_options import GradientOptions
 from tfdist.context import ReplicaContext, current_replica
@@ -98,7 +96,11 @@ class GradientPath:
         # Those of parameters that lie flat were weighed and reduced as they came. What Keras takes for
         # new values of variables, and not for gradients, is left alone.
         found = [
-            own if layout.flat is not None or _overwrites(variable) else new
+            own
+            if layout.flat is not None
+            or layout.has_global_gradient(self._strategy.mesh)
+            or _overwrites(variable)
+            else new
             for own, new, layout, variable in pairs
         ]
         self.variables = [
@@ -117,32 +119,27 @@ class GradientPath:
         if self.state is not State.LOCAL:
             return list(gradients)
         self.state = State.GLOBAL
-        options = self.options
-        reduction = "sum" if self._replica.step is None else "mean"
+        options, mesh = self.options, self._strategy.mesh
         keep_rows = needs_rows(self._optimizer)
-        gradients = sum_partial_gradients(gradients, self._layouts, options)
-        # Those of parameters that lie flat were reduced as they came.
-        shards = [layout.state if layout.flat is None else None for layout in self._layouts]
-        if any(layout.state is not None for layout in self._layouts):
-            return reduce_scatter_gradients(
-                gradients, shards, reduction, options, keep_rows=keep_rows
-            )
-        found = list(gradients)
-        every = self._strategy.gradient_group
-        mesh = self._strategy.mesh
-        places: dict[Group, list[int]] = {}
+        found = sum_partial_gradients(gradients, self._layouts, options)
+        places: dict[tuple[Group, str], list[int]] = {}
         for place, layout in enumerate(self._layouts):
+            # Those of parameters that lie flat were reduced as they came.
             if layout.flat is None:
                 group = self._strategy.group(*layout.gradient_axes(mesh))
-                places.setdefault(group, []).append(place)
-        for group, some in places.items():
-            reduced = reduce_gradients(
-                [found[place] for place in some], group, reduction, options, keep_rows=keep_rows
-            )
-            # A mean is one over all ranks, also where some of them hold other slices.
-            part = 1.0 if reduction == "sum" else group.size / every.size
+                how = group, layout.reduction(mesh, self._replica.step)
+                places.setdefault(how, []).append(place)
+        for (group, reduction), some in places.items():
+            wanted = [found[place] for place in some]
+            shards = [self._layouts[place].state for place in some]
+            if any(shard is not None for shard in shards):
+                reduced = reduce_scatter_gradients(
+                    wanted, shards, reduction, options, keep_rows=keep_rows
+                )
+            else:
+                reduced = reduce_gradients(wanted, group, reduction, options, keep_rows=keep_rows)
             for place, gradient in zip(some, reduced, strict=True):
-                found[place] = gradient if part == 1.0 else _scaled(gradient, part)
+                found[place] = gradient
         return found
 
     def is_spread(self) -> bool:
@@ -158,15 +155,6 @@ class GradientPath:
 def _overwrites(variable) -> bool:
     """Whether what stands for a variable's gradient is its new value."""
     return bool(getattr(variable, "overwrite_with_gradient", False))
-
-
-def _scaled(gradient, factor: float):
-    if gradient is None:
-        return None
-    if isinstance(gradient, tf.IndexedSlices):
-        values = gradient.values * tf.cast(factor, gradient.dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)
 
 
 def current_path() -> GradientPath | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -20,8 +22,10 @@ from tfdist.sharding.parts import FlatShard, Slice
 __all__ = [
     "Stage",
     "VariableLayout",
+    "begin_layout",
     "global_shape",
     "layout_of",
+    "of_the_next_variable",
     "replicated_variables",
     "sum_over_parts",
     "update_layout",
@@ -91,6 +95,23 @@ class VariableLayout:
         split = () if self.slice is None else self.slice.group.axes
         return tuple(axis for axis in mesh.gradient_axes if axis not in split)
 
+    def has_global_gradient(self, mesh: Mesh) -> bool:
+        """Whether a rank's gradient is of the global loss, not of its own: see `tfdist.context`.
+
+        Where ranks that split a variable have other rows or tokens, each computes for the others.
+        """
+        split = () if self.slice is None else self.slice.group.axes
+        return any(axis in mesh.gradient_axes for axis in split)
+
+    def reduction(self, mesh: Mesh, step: Any) -> str:
+        """By which reduction over the ranks of `gradient_axes` the gradient becomes that of the step.
+
+        Args:
+            mesh: The mesh.
+            step: The Keras step under way, or None.
+        """
+        return "sum" if step is None or self.has_global_gradient(mesh) else "mean"
+
     def replicated_axes(self, mesh: Mesh) -> tuple[str, ...]:
         """The mesh axes along which all ranks hold the same part."""
         parts = (self.slice, self.flat, self.stage)
@@ -140,6 +161,33 @@ def update_layout(variable, **changes: Any) -> VariableLayout:
     layout = dataclasses.replace(layout_of(variable), **changes)
     setattr(variable, _ATTRIBUTE, layout)
     return layout
+
+
+class _Next(threading.local):
+    layout: VariableLayout | None = None
+
+
+_next = _Next()
+
+
+@contextlib.contextmanager
+def of_the_next_variable(layout: VariableLayout) -> Iterator[None]:
+    """Inside, variables that a layer makes begin with this layout.
+
+    What is done to a variable as soon as it is made, as ZeRO-3 does, depends on its layout.
+    """
+    before, _next.layout = _next.layout, layout
+    try:
+        yield
+    finally:
+        _next.layout = before
+
+
+def begin_layout(variable) -> VariableLayout:
+    """Gives a variable that was just made the layout that was announced, if one was."""
+    if _next.layout is not None:
+        setattr(variable, _ATTRIBUTE, _next.layout)
+    return layout_of(variable)
 
 
 def global_shape(variable) -> tuple[int, ...]:

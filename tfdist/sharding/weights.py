@@ -9,13 +9,18 @@ import keras
 import tensorflow as tf
 
 from tfdist import checks
-from tfdist.collectives import Group
+from tfdist.collectives import Group, all_reduce
 from tfdist.collectives.mappings import reduce_from_tensor_region
-from tfdist.context import current_strategy
+from tfdist.context import current_step, current_strategy, with_global_gradient
 from tfdist.keras_internals.attributes import stored_shape
 from tfdist.keras_internals.functional import defer, deferred_initializer, without_values
 from tfdist.keras_internals.variables import renew
-from tfdist.sharding.layout import layout_of, update_layout
+from tfdist.sharding.layout import (
+    VariableLayout,
+    layout_of,
+    of_the_next_variable,
+    update_layout,
+)
 from tfdist.sharding.parts import Slice, deep_copy
 
 __all__ = [
@@ -100,15 +105,14 @@ def add_split_weight(
     part = Slice(group, dim % len(shape), tuple(shape))
     initializer = keras.initializers.get(initializer)
     regularizer = keras.regularizers.get(regularizer)
-    variable = layer.add_weight(
-        shape=part.local_shape,
-        name=name,
-        initializer=SlicedInitializer(initializer, part),
-        regularizer=None if regularizer is None else _SummedRegularizer(regularizer, group),
-        constraint=constraint,
-    )
-    update_layout(variable, slice=part)
-    return variable
+    with of_the_next_variable(VariableLayout(slice=part)):
+        return layer.add_weight(
+            shape=part.local_shape,
+            name=name,
+            initializer=SlicedInitializer(initializer, part),
+            regularizer=None if regularizer is None else _SummedRegularizer(regularizer, part),
+            constraint=constraint,
+        )
 
 
 def split_variable(layer: keras.layers.Layer, variable, dim: int, group: Group) -> Slice:
@@ -134,7 +138,7 @@ def split_variable(layer: keras.layers.Layer, variable, dim: int, group: Group) 
         renew(variable, deep_copy(part.slice_of(tf.convert_to_tensor(variable.value))))
     stored_shape.set(variable, part.local_shape)
     if variable.regularizer is not None:
-        variable.regularizer = _SummedRegularizer(variable.regularizer, group)
+        variable.regularizer = _SummedRegularizer(variable.regularizer, part)
     update_layout(variable, slice=part)
     return part
 
@@ -177,12 +181,20 @@ class SlicedInitializer:
 class _SummedRegularizer(keras.regularizers.Regularizer):
     """The penalty of the global array, of which each rank sees its slice."""
 
-    def __init__(self, regularizer, group: Group):
+    def __init__(self, regularizer, part: Slice):
         self.whole = regularizer
-        self._group = group
+        self._part = part
 
     def __call__(self, value):
-        return reduce_from_tensor_region(self.whole(value), self._group, name="regularizer")
+        penalty = self.whole(value)
+        strategy = current_strategy()
+        if strategy is None or not VariableLayout(slice=self._part).has_global_gradient(
+            strategy.mesh
+        ):
+            return reduce_from_tensor_region(penalty, self._part.group, name="regularizer")
+        # The other ranks have losses of their own, each with this penalty in it.
+        summed = all_reduce(penalty, self._part.group, name="regularizer")
+        return with_global_gradient(summed, current_step())
 
 
 _BY_ENTRIES = (

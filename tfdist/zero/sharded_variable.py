@@ -176,7 +176,7 @@ def is_given(variable: ShardedVariable) -> bool:
 def read_arrays(variables: Sequence[ShardedVariable], name: str) -> list[tf.Tensor]:
     """The arrays, in one collective for each dtype; without a gradient."""
     own = [tf.convert_to_tensor(variable._own) for variable in variables]
-    return _by_dtype(all_gather_arrays, own, [_shard_of(v) for v in variables], name)
+    return _packed(all_gather_arrays, own, [_shard_of(v) for v in variables], name)
 
 
 def gather_arrays(
@@ -206,7 +206,7 @@ def gather_arrays(
                 on_reduced([getattr(shard, "values", shard) for shard in shards])
             return shards
 
-        return _by_dtype(all_gather_arrays, own, cuts, name), gradient
+        return _packed(all_gather_arrays, own, cuts, name), gradient
 
     return list(collect(*[tf.convert_to_tensor(variable._own) for variable in variables]))
 
@@ -222,36 +222,39 @@ def shard_gradients(variables: Sequence[ShardedVariable], gradients: Sequence, n
         name: What the variables serve, for messages.
     """
     cuts = [_shard_of(variable) for variable in variables]
-    step = current_step()
-    reduction = "sum" if step is None else "mean"
-    found = weigh_gradients(gradients, step)
-    dense = []
-    for place, gradient in enumerate(found):
-        if isinstance(gradient, tf.IndexedSlices):
+    step, strategy = current_step(), current_strategy()
+    options = GradientOptions() if strategy is None else strategy.gradient_options
+    found: list = list(gradients)
+    places: dict[str, list[int]] = {}
+    for place, variable in enumerate(variables):
+        reduction = "sum"
+        if strategy is None or not layout_of(variable).has_global_gradient(strategy.mesh):
+            (found[place],) = weigh_gradients([found[place]], step)
+            reduction = "sum" if step is None else "mean"
+        if isinstance(found[place], tf.IndexedSlices):
             what = f"{name}/gradients/{place}"
-            rows = reduce_rows(gradient, cuts[place].group, reduction, what)
+            rows = reduce_rows(found[place], cuts[place].group, reduction, what)
             found[place] = shard_of_rows(rows, cuts[place])
         else:
-            dense.append(place)
+            places.setdefault(reduction, []).append(place)
+    for reduction, some in places.items():
+        arrays = [tf.convert_to_tensor(found[place]) for place in some]
 
-    strategy = current_strategy()
-    options = GradientOptions() if strategy is None else strategy.gradient_options
+        def reduce(arrays, shards, name, reduction=reduction):
+            return reduce_scatter_arrays(arrays, shards, reduction, options, name)
 
-    def reduce(arrays, shards, name):
-        return reduce_scatter_arrays(arrays, shards, reduction, options, name)
-
-    arrays = [tf.convert_to_tensor(found[place]) for place in dense]
-    shards = _by_dtype(reduce, arrays, [cuts[place] for place in dense], f"{name}/gradients")
-    for place, shard in zip(dense, shards, strict=True):
-        found[place] = shard
+        shards = _packed(reduce, arrays, [cuts[place] for place in some], f"{name}/gradients")
+        for place, shard in zip(some, shards, strict=True):
+            found[place] = shard
     return found
 
 
-def _by_dtype(run, tensors: Sequence, shards: Sequence[FlatShard], name: str) -> list:
-    """Calls `run` for the tensors of each dtype; what it returns, in the order given."""
+def _packed(run, tensors: Sequence, shards: Sequence[FlatShard], name: str) -> list:
+    """Calls `run` for the tensors of each dtype and group; what it returns, in the order given."""
     found: list = [None] * len(tensors)
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
+    kinds = [(tensor.dtype, cut.group) for tensor, cut in zip(tensors, shards, strict=True)]
+    for kind in dict.fromkeys(kinds):
+        places = [place for place, other in enumerate(kinds) if other == kind]
         results = run([tensors[p] for p in places], [shards[p] for p in places], name)
         for place, result in zip(places, results, strict=True):
             found[place] = result

@@ -86,9 +86,12 @@ def all_gather_parameters(views: Sequence[LocalShard], options: GradientOptions)
         views: The shards.
         options: How gradients travel; parameters do in buckets of the same size.
     """
-    whole = [(place, view.variable) for place, view in enumerate(views)]
+    found: list[Sequence[int]] = []
+    for group in dict.fromkeys(view.shard.group for view in views):
+        whole = [(p, view.variable) for p, view in enumerate(views) if view.shard.group == group]
+        found += buckets(whole, options.bucket_bytes)
     assigned: list[list] = []
-    for number, bucket in enumerate(buckets(whole, options.bucket_bytes)):
+    for number, bucket in enumerate(found):
         some = [views[place] for place in bucket]
         # The old parameters of a bucket go before the new ones of the next but one come.
         gone = assigned[-MAX_IN_FLIGHT_SHARDED] if number >= MAX_IN_FLIGHT_SHARDED else []
