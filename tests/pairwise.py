@@ -1,7 +1,7 @@
 """Which cases of a long matrix `make test-all` runs; `make test-matrix` runs the others.
 
-Of three parameters or more, the cases together hold each pair of values; of two, each value. Faults
-that need three certain values at once are rare (Kuhn, Wallace and Gallo 2004, "Software Fault
+Of three parameters or more that vary, the cases together hold each pair of values; of two, each
+value. Faults that need three certain values at once are rare (Kuhn, Wallace and Gallo 2004, "Software Fault
 Interactions and Implications for Software Testing").
 """
 
@@ -20,8 +20,11 @@ def choose(cases: Sequence[Mapping[str, str]], covered: Iterable[Mapping[str, st
         cases: For each case the value of each parameter, by name.
         covered: Cases that run anyway.
     """
-    parts = [_parts(case) for case in cases]
-    missing = set().union(*parts) - set().union(*map(_parts, covered))
+    covered = list(covered)
+    every = [*cases, *covered]
+    varied = [name for name in every[0] if len({case[name] for case in every}) > 1] if every else []
+    parts = [_parts(case, varied) for case in cases]
+    missing = set().union(*parts) - set().union(*[_parts(case, varied) for case in covered])
     chosen = []
     while missing:
         best = max(range(len(cases)), key=lambda number: len(parts[number] & missing))
@@ -30,7 +33,7 @@ def choose(cases: Sequence[Mapping[str, str]], covered: Iterable[Mapping[str, st
     return sorted(chosen)
 
 
-def _parts(case: Mapping[str, str]) -> set:
-    """What a case covers: pairs of values, or single ones where there are fewer than three."""
-    values = sorted(case.items())
+def _parts(case: Mapping[str, str], varied: Iterable[str]) -> set:
+    """What a case covers: pairs of values, or single ones where fewer than three parameters vary."""
+    values = sorted((name, case[name]) for name in varied)
     return set(itertools.combinations(values, 2 if len(values) > 2 else 1))

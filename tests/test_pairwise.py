@@ -31,5 +31,13 @@ def test_of_two_parameters_each_value_is_there():
     assert len(chosen) == 6
 
 
+def test_a_parameter_with_one_value_does_not_count():
+    cases = [{"pool": "a", "script": script, "lora": lora} for script in "uvwxyz" for lora in "ba"]
+    chosen = [cases[number] for number in choose(cases, [cases[0]])]
+    assert {case["script"] for case in chosen} == set("vwxyz")
+    assert {case["lora"] for case in chosen} | {"b"} == set("ba")
+    assert len(chosen) <= 6
+
+
 def test_what_runs_anyway_is_not_chosen_again():
     assert choose(CASES, CASES) == choose([], []) == []
