@@ -38,10 +38,13 @@ demo: setup ## Trains the ConvNet on the digits, on two ranks
 test: setup ## The tests but the long matrices
 	$(PY) -m pytest -q -m "not slow and not matrix" $(TESTS)
 
-test-all: setup ## All tests, hours of them on 2 cores
+test-all: setup ## All tests; of long matrices each value of each parameter; hours on 2 cores
 	$(PY) -m pytest -q -m "not matrix" $(TESTS)
 
-test-matrix: setup ## The scripts and families of other people's in all combinations
+test-pairs: setup ## Of long matrices each pair of values
+	$(PY) -m pytest -q -m "slow and not matrix" --strength=2 $(TESTS)
+
+test-matrix: setup ## All that test-all leaves out: a day on 2 cores
 	$(PY) -m pytest -q -m matrix $(TESTS)
 
 lint: setup ## Looks for mistakes, for what `make format` would change, and at the floors
@@ -68,4 +71,4 @@ clean: ## Removes what builds and tests leave; the environment stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
 	find . \( -path ./$(VENV) -o -path ./$(PEERS) \) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
-.PHONY: help setup demo test test-all test-matrix lint format typecheck benchmark peers clean
+.PHONY: help setup demo test test-all test-pairs test-matrix lint format typecheck benchmark peers clean

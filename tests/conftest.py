@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests import pairwise
+from tests import covering
 from tfdist.testing import RankPool
 
 _pools: dict[tuple[str, int], RankPool] = {}
@@ -20,6 +20,16 @@ def pool_ids(kind: tuple[str, int]) -> str:
 
 #: A test with no more slow cases than these runs all of them in `make test-all`.
 SMALL_MATRIX = 4
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--strength",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="Of the slow cases of a matrix: each value of each parameter, or each pair of values [1]",
+    )
 
 
 def on_ranks(*kinds: tuple[str, int], slow: Sequence[tuple[str, int]] = ()):
@@ -74,14 +84,14 @@ def _pool(engine: str, num_ranks: int) -> RankPool:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Long matrices are thinned out; tests on the same ranks run one after the other."""
     functions = collections.defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and item.get_closest_marker("matrix") is None:
             functions[item.path, item.originalname].append(item)
     for cases in functions.values():
-        _thin_out(cases)
+        _thin_out(cases, config.getoption("strength"))
 
     def kind(item):
         params = getattr(item, "callspec", None)
@@ -91,13 +101,13 @@ def pytest_collection_modifyitems(items):
     items.sort(key=kind)
 
 
-def _thin_out(cases) -> None:
+def _thin_out(cases, strength: int) -> None:
     """Of the slow cases of one test, those that add little become cases of the matrix alone."""
     slow = [case for case in cases if case.get_closest_marker("slow") is not None]
     quick = [_values(case) for case in cases if case not in slow]
     if len(slow) <= SMALL_MATRIX:
         return
-    chosen = pairwise.choose([_values(case) for case in slow], quick)
+    chosen = covering.choose([_values(case) for case in slow], quick, strength)
     for number, case in enumerate(slow):
         if number not in chosen:
             case.add_marker(pytest.mark.matrix)
