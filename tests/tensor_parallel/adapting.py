@@ -108,27 +108,44 @@ def _twice():
 
 def _as_a_vocabulary():
     model = llama()
-    parallelize(model, {".*feedforward_output_dense/kernel": "vocabulary", ".*norm/scale": "column"})
+    parallelize(
+        model, {".*feedforward_output_dense/kernel": "vocabulary", ".*norm/scale": "column"}
+    )
 
 
-_MODES = ("int8 or int4", "`transformer_layer_0/", "Say 'replicate' of it, or quantize it otherwise")
+_MODES = (
+    "int8 or int4",
+    "`transformer_layer_0/",
+    "Say 'replicate' of it, or quantize it otherwise",
+)
 _DIVIDES = ("divides by the tensor axis", "with tensor=2", "Take a smaller tensor axis, or a plan")
 _IN_LAYER = "in `transformer_layer_0/"
 
 #: By name: what is done on ranks of tensor=2, and what the message holds: the layer, and the way out.
 REFUSED: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     **{
-        f"{mode} {'after' if after else 'before'}": (_quantized(mode, after=after), (f"'{mode}'", *_MODES))
+        f"{mode} {'after' if after else 'before'}": (
+            _quantized(mode, after=after),
+            (f"'{mode}'", *_MODES),
+        )
         for mode in ("float8", "gptq", "awq")
         for after in (False, True)
     },
     "blocks that do not divide": (
         _quantized("int4", block_size=3),
-        ("16 inputs and block_size=3", f"{_IN_LAYER}feedforward_output_dense`", "a block_size that"),
+        (
+            "16 inputs and block_size=3",
+            f"{_IN_LAYER}feedforward_output_dense`",
+            "a block_size that",
+        ),
     ),
     "blocks that do not divide, after": (
         _quantized("int4", block_size=3, after=True),
-        ("16 inputs and block_size=3", f"{_IN_LAYER}feedforward_output_dense`", "a block_size that"),
+        (
+            "16 inputs and block_size=3",
+            f"{_IN_LAYER}feedforward_output_dense`",
+            "a block_size that",
+        ),
     ),
     "one block for two ranks": (
         _quantized("int4", block_size=8),

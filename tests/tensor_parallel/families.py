@@ -95,9 +95,7 @@ def blocks_of_four():
     return keras.quantizers.Int4QuantizationConfig(block_size=4)
 
 
-def changed(
-    model, name: str, tensor: int, lora: str | None, quantize: str | None, rank: int = 2
-):
+def changed(model, name: str, tensor: int, lora: str | None, quantize: str | None, rank: int = 2):
     """A model as it is fine-tuned: quantized, with LoRA, and split where there are tensor ranks."""
     import tfdist
 

@@ -12,15 +12,15 @@ from tests.tensor_parallel.parallel_programs import mlp, parallelize
 __all__ = ["REFUSED", "own_rules", "refused", "train"]
 
 
-def device_mesh(data: int = 1, model: int = 2):
+def device_mesh(*more: str):
     """A device mesh of Keras': its devices are any things, since tfdist asks for its names alone."""
-    names = ("batch", "model")
-    return keras.distribution.DeviceMesh((data, model), names, devices=range(data * model))
+    names = ("batch", "model", *more)
+    return keras.distribution.DeviceMesh((1, 2, *[1] * len(more)), names, devices=range(2))
 
 
 def on_mesh(rules: dict[str, tuple]):
     """A map of Keras'."""
-    found = keras.distribution.LayoutMap(device_mesh())
+    found = keras.distribution.LayoutMap(device_mesh("expert"))
     for pattern, axes in rules.items():
         found[pattern] = axes
     return found

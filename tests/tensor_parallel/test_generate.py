@@ -16,7 +16,9 @@ slow = pytest.mark.slow
 
 
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("options", [TENSOR, pytest.param(ZERO, marks=slow)], ids=["tensor", "zero"])
+@pytest.mark.parametrize(
+    "options", [TENSOR, pytest.param(ZERO, marks=slow)], ids=["tensor", "zero"]
+)
 @pytest.mark.parametrize("name", slow_but(["Llama"], families.DECODERS))
 def test_generate(pool, one_process, name, options):
     (right,) = one_process.run(families.generated, name, timeout=240)
@@ -27,7 +29,9 @@ def test_generate(pool, one_process, name, options):
 
 
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("options", [TENSOR, pytest.param(ZERO, marks=slow)], ids=["tensor", "zero"])
+@pytest.mark.parametrize(
+    "options", [TENSOR, pytest.param(ZERO, marks=slow)], ids=["tensor", "zero"]
+)
 def test_samplers_without_a_seed_draw_alike(pool, options):
     """Each process starts Keras' unseeded samplers elsewhere."""
     first, second = pool.run(generating.unseeded, options, timeout=240)
@@ -36,7 +40,9 @@ def test_samplers_without_a_seed_draw_alike(pool, options):
 
 
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("options", [TENSOR, pytest.param(ZERO, marks=slow)], ids=["tensor", "zero"])
+@pytest.mark.parametrize(
+    "options", [TENSOR, pytest.param(ZERO, marks=slow)], ids=["tensor", "zero"]
+)
 def test_other_prompts_on_a_rank_are_refused(pool, options):
     for message in pool.run(generating.other_prompts, options, timeout=240):
         assert "same prompts" in message and "on ranks [1] than on rank 0" in message, message

@@ -31,7 +31,9 @@ def check(pool, one_process, name, options):
 
 
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("name", slow_but(["Llama"], ["Llama", "Llama3", "Gemma", "Gemma2", "Qwen"]))
+@pytest.mark.parametrize(
+    "name", slow_but(["Llama"], ["Llama", "Llama3", "Gemma", "Gemma2", "Qwen"])
+)
 def test_maps_of_keras_hub(pool, one_process, name):
     check(pool, one_process, name, TENSOR)
 
