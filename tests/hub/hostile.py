@@ -23,7 +23,10 @@ def _cut(name: str) -> Callable[[Path], None]:
 
 
 def _written(name: str, content: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_text(content) and None
+    def write(folder: Path) -> None:
+        (folder / name).write_text(content)
+
+    return write
 
 
 def _configured(**changes) -> Callable[[Path], None]:

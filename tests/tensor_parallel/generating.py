@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -50,7 +52,7 @@ def odd_prompts(options: dict | None = None) -> dict:
         "one empty": (_asked(short, []), None),
         "no tokenizer to end with": (_asked(short), "auto"),
     }
-    found = {}
+    found: dict[str, Any] = {}
     for name, (prompts, stops) in cases.items():
         try:
             found[name] = np.array(model.generate(prompts, stop_token_ids=stops)["token_ids"])

@@ -34,11 +34,11 @@ def _parts(weights: Path) -> list[Path]:
             f"{str(weights)!r} says no files of weights: it has no `weight_map`. {_REMEDY}"
         )
     names = {
-        name
+        str(name)
         for place in places.values()
         for name in (place if isinstance(place, list) else [place])
     }
-    files = [weights.parent / str(name) for name in sorted(names)]
+    files = [weights.parent / name for name in sorted(names)]
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ValueError(

@@ -93,8 +93,9 @@ def _called(meaning: str) -> str:
 def _check_zero(path: str) -> None:
     strategy = current_strategy()
     # On one data rank there is nothing to split, and a strategy has no stage.
-    alone = strategy is None or strategy.gradient_group.size == 1
-    if not alone and strategy.zero_stage != 3:
+    if strategy is None or strategy.gradient_group.size == 1:
+        return
+    if strategy.zero_stage != 3:
         raise ValueError(
             f"The LayoutMap splits `{path}` over the data axis as well, which is ZeRO stage 3. "
             f"Received: a strategy with zero_stage={strategy.zero_stage}. Make it with zero_stage=3, "
