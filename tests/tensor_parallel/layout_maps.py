@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 
+from tests.scripts.feeding import ORDERS
 from tests.tensor_parallel import families
 from tests.tensor_parallel.families import causal_lm, scope, whole
 from tests.tensor_parallel.parallel_programs import mlp, parallelize
@@ -34,8 +35,10 @@ def hub_map(name: str):
     return getattr(keras_hub.models, f"{prefix}Backbone").get_layout_map(device_mesh())
 
 
-def train(name: str, options: dict | None, by_map: bool) -> tuple[list, dict, dict]:
-    """Four steps; the losses, the weights, and the dims that are split, by path."""
+def train(
+    name: str, options: dict | None, by_map: bool, order: str = "given"
+) -> tuple[list, dict, dict]:
+    """Four steps, with the rows in one of `ORDERS`; losses, weights, and the dims that are split."""
     from tfdist.tensor_parallel import report
 
     keras.backend.clear_session()
@@ -46,6 +49,7 @@ def train(name: str, options: dict | None, by_map: bool) -> tuple[list, dict, di
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer=keras.optimizers.SGD(0.05), loss=loss, weighted_metrics=None)
     ids = np.random.default_rng(0).integers(1, families.WORDS, (5, families.LENGTH)).astype("int32")
+    ids = ids[ORDERS[order](np.arange(5))]
     x, y = {"token_ids": ids, "padding_mask": np.ones_like(ids)}, np.roll(ids, -1, axis=1)
     history = model.fit(x, y, batch_size=5, epochs=4, verbose=0, shuffle=False)
     split = {row.path: row.axis for row in report(model).variables}
