@@ -6,7 +6,6 @@ import contextlib
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tests.scripts import families
 from tests.scripts.families import LENGTH, WORDS, classifier, rows_for
@@ -201,12 +200,9 @@ def generated(name: str, options: dict | None = None, tensor: int = 2) -> dict[s
             keras_hub.samplers.BeamSampler(num_beams=2),
         ):
             model.compile(sampler=sampler)
-            try:
-                tokens = model.generate(inputs, stop_token_ids=None)["token_ids"]
-            except tf.errors.InvalidArgumentError as error:
-                # KerasHub's Gemma 3 has no beams: it slices a mask of rows as if it had their number.
-                if (name, type(sampler).__name__) != ("Gemma3", "BeamSampler"):
-                    raise
-                tokens = type(error).__name__
+            if (name, type(sampler).__name__) == ("Gemma3", "BeamSampler"):
+                # On one process too KerasHub raises: it slices a mask of rows as if of beams.
+                continue
+            tokens = model.generate(inputs, stop_token_ids=None)["token_ids"]
             found[type(sampler).__name__] = np.array(tokens)
     return found
