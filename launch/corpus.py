@@ -96,7 +96,7 @@ def _documents(source: str, data_dir: str | None) -> tuple[Iterable[str], Iterab
     name, _, feature = source.removeprefix(_TFDS).partition("/")
     try:
         builder = open_builder(name, data_dir)
-        prepare_builder(builder, name, download=True)
+        prepare_builder(builder, name, download=True, instead="--dataset=pydoc or text:FILE")
     except (ValueError, ImportError, RuntimeError) as error:
         raise UsageError(f"--dataset={source}: {error}") from error
     splits = builder.info.splits

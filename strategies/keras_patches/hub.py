@@ -1,4 +1,4 @@
-"""KerasHub: its files of models whose variables are split, and the balance losses of its experts.
+"""KerasHub: files of models whose variables are split, balance losses of experts, texts of ranks.
 
 KerasHub need not be installed, and may be imported late: its methods are wrapped when the first
 weights of one of its models are made.
@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfdist.context import current_replica
 from tfdist.keras_internals.patching import Patch, apply_patches
+from tfdist.strategies.keras_patches.generating import generate_alike
 from tfdist.strategies.keras_patches.reading import reading_parts
 from tfdist.strategies.keras_patches.saving import write_once, write_some_once
 from tfdist.strategies.keras_patches.splits import split_variables
@@ -86,6 +87,7 @@ def patches_of(models) -> tuple[Patch, ...]:
         Patch(models.Backbone, "load_lora_weights", ("self", "filepath"), _load_adapter),
         Patch(models.Backbone, "save_to_preset", ("self", "preset_dir"), write_once),
         Patch(models.Task, "save_to_preset", ("self", "preset_dir"), write_once),
+        Patch(models.CausalLM, "generate", ("self", "inputs", "max_length"), generate_alike),
     )
 
 

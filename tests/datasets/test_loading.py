@@ -315,6 +315,7 @@ def test_set_that_cannot_be_downloaded(tmp_path, monkeypatch):
         load("mnist", "train", data_dir=tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert "ConnectionError" in str(caught.value)
+    assert "'digits'" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -50,6 +50,18 @@ def test_ranks_read_what_they_keep(pool, one_process, tmp_path, name, dtype, par
         assert held < (0.7 if options else 1.01) * bytes_alone
 
 
+@pytest.mark.slow
+@on_ranks(("horovod", 2))
+@pytest.mark.parametrize("options", [TENSOR, ZERO], ids=["tensor", "zero"])
+def test_kerashub_itself_loads_in_the_scope(pool, one_process, tmp_path, options):
+    folder = str(tmp_path / "preset")
+    one_process.run(programs.make_preset, "Llama", folder, "float32", timeout=120)
+    ((right, _),) = one_process.run(programs.loaded_by_hub, folder, None, timeout=120)
+    for before, after in pool.run(programs.loaded_by_hub, folder, options, timeout=120):
+        np.testing.assert_allclose(before, right, atol=1e-5 * np.abs(right).max())
+        np.testing.assert_allclose(after, right, atol=1e-5 * np.abs(right).max())
+
+
 @on_ranks(("horovod", 2))
 @pytest.mark.parametrize("options", [TENSOR, pytest.param(ZERO, marks=pytest.mark.slow)])
 def test_a_saved_preset_is_plain(pool, one_process, tmp_path, options):

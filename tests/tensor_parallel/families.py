@@ -54,6 +54,17 @@ def scope(options: dict | None):
     return strategy(Mesh(**options.pop("mesh", {})), **options).scope()
 
 
+@contextlib.contextmanager
+def policy(dtype: str):
+    """Inside, models are made under a policy of Keras'."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(dtype)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
 def configuration(name: str, tensor: int) -> dict:
     """With heads for four tensor ranks where it takes them."""
     found = dict(_FAMILIES[name])
@@ -84,7 +95,7 @@ def blocks_of_four():
     return keras.quantizers.Int4QuantizationConfig(block_size=4)
 
 
-def changed(model, name: str, tensor: int, lora: str | None, quantize: str | None):
+def changed(model, name: str, tensor: int, lora: str | None, quantize: str | None, rank: int = 2):
     """A model as it is fine-tuned: quantized, with LoRA, and split where there are tensor ranks."""
     import tfdist
 
@@ -93,11 +104,11 @@ def changed(model, name: str, tensor: int, lora: str | None, quantize: str | Non
         config = blocks_of_four() if quantize == "int4" else None
         backbone.quantize(quantize, config=config)
     if lora == "before":
-        backbone.enable_lora(2)
+        backbone.enable_lora(rank)
     if tensor > 1:
         tfdist.parallelize(model)
     if lora == "after":
-        backbone.enable_lora(2)
+        backbone.enable_lora(rank)
     return model
 
 
@@ -109,6 +120,9 @@ def train(
     tensor: int = 2,
     order: str = "given",
     in_blocks: bool = False,
+    rank: int = 2,
+    rows: int = ROWS,
+    dtype: str = "float32",
 ):
     """Ten steps of SGD, with the rows of the batch in one of `ORDERS`.
 
@@ -120,6 +134,9 @@ def train(
         tensor: For how many tensor ranks heads are to divide.
         order: Of the rows.
         in_blocks: Whether split attention goes by blocks, however short the sequences are.
+        rank: Of LoRA.
+        rows: Of the batch.
+        dtype: The policy that the model is made under; it stays Keras' own for others.
 
     Returns:
         The losses, and the weights by place and path.
@@ -130,20 +147,21 @@ def train(
     mesh = (options or {}).get("mesh", {})
     with scope(options):
         if name in DECODERS:
-            model = causal_lm(name, tensor)
+            with policy(dtype):
+                model = causal_lm(name, tensor)
             random = np.random.default_rng(0)
-            ids = random.integers(1, WORDS, (ROWS, LENGTH)).astype("int32")
-            mask = (np.arange(LENGTH) < random.integers(3, LENGTH + 1, ROWS)[:, None]).astype(
+            ids = random.integers(1, WORDS, (rows, LENGTH)).astype("int32")
+            mask = (np.arange(LENGTH) < random.integers(3, LENGTH + 1, rows)[:, None]).astype(
                 "int32"
             )
             x, y = {"token_ids": ids, "padding_mask": mask}, np.roll(ids, -1, axis=1)
         else:
             model = classifier(name)
-            x, y = rows_for(name, ROWS), np.random.default_rng(0).integers(0, 3, ROWS)
-        changed(model, name, mesh.get("tensor", 1), lora, quantize)
+            x, y = rows_for(name, rows), np.random.default_rng(0).integers(0, 3, rows)
+        changed(model, name, mesh.get("tensor", 1), lora, quantize, rank)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer=keras.optimizers.SGD(0.05), loss=loss, weighted_metrics=None)
-    data = Feed("data", ROWS, ROWS, order).batches(x, y).repeat()
+    data = Feed("data", rows, rows, order).batches(x, y).repeat()
     history = model.fit(data, steps_per_epoch=1, epochs=STEPS, verbose=0)
     return history.history["loss"], whole(model.weights)
 
@@ -164,6 +182,10 @@ def generated(name: str, options: dict | None = None, tensor: int = 2) -> dict[s
     mesh = (options or {}).get("mesh", {})
     prompts = np.zeros((2, 12), "int32")
     prompts[:, :3] = [[3, 4, 5], [7, 8, 2]]
+    inputs = {"token_ids": prompts, "padding_mask": prompts > 0}
+    if name == "Gemma3":
+        # Without any, KerasHub joins the None that it returns for the images of batches.
+        inputs["images"] = np.zeros((2, 0, 1, 1, 3), "float32")
     found = {}
     with scope(options):
         model = causal_lm(name, tensor, length=12)
@@ -178,7 +200,9 @@ def generated(name: str, options: dict | None = None, tensor: int = 2) -> dict[s
             keras_hub.samplers.BeamSampler(num_beams=2),
         ):
             model.compile(sampler=sampler)
-            inputs = {"token_ids": prompts, "padding_mask": (prompts > 0).astype("int32")}
+            if (name, type(sampler).__name__) == ("Gemma3", "BeamSampler"):
+                # On one process too KerasHub raises: it slices a mask of rows as if of beams.
+                continue
             tokens = model.generate(inputs, stop_token_ids=None)["token_ids"]
             found[type(sampler).__name__] = np.array(tokens)
     return found

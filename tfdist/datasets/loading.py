@@ -69,7 +69,7 @@ def load(
     checks.instance("read_config", read_config, tfds.ReadConfig, "a tfds.ReadConfig", optional=True)
     builder = open_builder(name, data_dir)
     scale = 1.0 / _max_value(name, builder.info)
-    prepare_builder(builder, name, download=download)
+    prepare_builder(builder, name, download=download, instead="'digits'")
     dataset = _read(builder, name, split, read_config or _default_read_config())
 
     def normalize(image, label):
@@ -251,8 +251,16 @@ def open_builder(name: str, data_dir: str | os.PathLike | None) -> tfds.core.Dat
         ) from error
 
 
-def prepare_builder(builder: tfds.core.DatasetBuilder, name: str, *, download: bool) -> None:
+def prepare_builder(
+    builder: tfds.core.DatasetBuilder, name: str, *, download: bool, instead: str
+) -> None:
     """Makes a data set's files where they are not there; of several processes one does.
+
+    Args:
+        builder: Its builder.
+        name: What the user calls it.
+        download: Whether its files may be made.
+        instead: What of the same kind needs no download, for the message.
 
     Raises:
         ImportError: The data set needs a library that is not installed.
@@ -275,8 +283,8 @@ def prepare_builder(builder: tfds.core.DatasetBuilder, name: str, *, download: b
     except Exception as error:
         raise RuntimeError(
             f"The data set {name!r} cannot be prepared in {where}: {one_line(error)}. Prepare "
-            "it where the network is at hand and copy the folder, or load 'digits', which "
-            "needs no download."
+            "it where the network is at hand and copy the folder, or take one that needs no "
+            f"download: {instead}."
         ) from error
 
 

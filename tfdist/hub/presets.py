@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import keras
 
 from tfdist import checks
 from tfdist.context import current_strategy
+from tfdist.hub.files import check_files
 from tfdist.keras_internals.functional import deferred_weights, initialize_weights
 from tfdist.tensor_parallel import parallelize
+from tfdist.tensor_parallel.adapters import override
 from tfdist.tensor_parallel.layout_map import is_layout_map
 from tfdist.tensor_parallel.plan import check_plan
 
@@ -23,6 +26,8 @@ __all__ = ["load_preset"]
 _WEIGHTS = ("model.weights.h5", "model.weights.json")
 _TASK_WEIGHTS = "task.weights.h5"
 _CONFIG = "config.json"
+#: Of what Keras says of a model with other weights, this many letters are shown.
+_LONGEST = 400
 
 
 def load_preset(
@@ -55,7 +60,8 @@ def load_preset(
 
     Raises:
         ImportError: KerasHub is not installed.
-        ValueError: The folder holds no preset, or what `parallelize` raises.
+        ValueError: The folder holds no preset, a file of it is missing or broken, its weights are
+            those of another model, or what `parallelize` raises.
     """
     folder = Path(checks.path("preset", preset))
     if cls is not None and not (inspect.isclass(cls) and hasattr(cls, "from_preset")):
@@ -69,30 +75,62 @@ def load_preset(
             f"`save_to_preset` makes it. Received: {str(preset)!r}. Others are loaded by KerasHub's "
             "`from_preset` and saved by `save_to_preset` once."
         )
+    check_files(folder / _CONFIG, weights)
     models = _hub().models
     cls = models.CausalLM if cls is None else cls
     strategy = current_strategy()
     if strategy is None:
-        return cls.from_preset(str(folder), **kwargs)
+        with _one_line_errors(folder):
+            return cls.from_preset(str(folder), **kwargs)
     is_task = issubclass(cls, models.Task)
     # An optimizer's variables cannot be deferred.
     compiles = is_task and kwargs.pop("compile", True)
     if is_task:
         kwargs["compile"] = False
-    with deferred_weights():
+    with _one_line_errors(folder), deferred_weights():
         model = cls.from_preset(str(folder), load_weights=False, **kwargs)
     mesh = strategy.mesh
     if strategy.group(*mesh.weight_axes).size > 1:
         parallelize(model, plan)
     backbone = getattr(model, "backbone", model)
-    if backbone is not model and (folder / _TASK_WEIGHTS).is_file():
-        model.load_task_weights(str(folder / _TASK_WEIGHTS))
-    backbone.load_weights(str(weights))
+    with _one_line_errors(folder):
+        if backbone is not model and (folder / _TASK_WEIGHTS).is_file():
+            model.load_task_weights(str(folder / _TASK_WEIGHTS))
+        backbone.load_weights(str(weights))
     if strategy.group(*mesh.stage_axes).size == 1:
         initialize_weights(model.variables)
+    elif is_task:
+        override(model, "generate", _refuse_to_generate(model.name))
     if compiles:
         model.compile()
     return model
+
+
+def _refuse_to_generate(name: str) -> Callable:
+    """In place of `generate`, until a `PipelineModel` is made of the model."""
+
+    def generate(*args, **kwargs):
+        raise ValueError(
+            f"`generate` needs weights that have values. Received: `{name}`, loaded on a pipeline axis, "
+            "where a rank reads those of its stages when `tfdist.pipeline.PipelineModel` is made of the "
+            "model. Make one, or load the preset without a pipeline axis."
+        )
+
+    return generate
+
+
+@contextlib.contextmanager
+def _one_line_errors(folder: Path) -> Iterator[None]:
+    """Errors name the preset, and say in one line what Keras says in many."""
+    try:
+        yield
+    except (KeyError, OSError, ValueError) as error:
+        words = " ".join(str(error).split())
+        words = words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..."
+        raise ValueError(
+            f"The preset {str(folder)!r} cannot be loaded. Its files are those of one model, as "
+            f"`save_to_preset` writes them. Received: {words}"
+        ) from error
 
 
 def _hub():

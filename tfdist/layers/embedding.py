@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 import tensorflow as tf
 
@@ -18,6 +16,7 @@ from tfdist.collectives.mappings import (
     reduce_from_tensor_region,
     reduce_scatter_to_sequence_region,
 )
+from tfdist.context import current_step
 from tfdist.keras_internals.attributes import history, table_of
 from tfdist.layers.dense import check_divides
 from tfdist.layers.initializers import initializer
@@ -215,8 +214,8 @@ def split_logits(
 
 
 def _model_under_way():
-    step: Any = getattr(tf.distribute.get_replica_context(), "step", None)
-    return getattr(step, "model", None)
+    step = current_step()
+    return None if step is None else step.model
 
 
 def stays_split(layer) -> bool:

@@ -17,12 +17,14 @@ from typing import Any, ClassVar
 import keras
 import tensorflow as tf
 
+from tfdist import checks
 from tfdist.collectives import Group, broadcast
 from tfdist.collectives.mappings import copy_to_tensor_region
 from tfdist.keras_internals.attributes import variables_of_layer
 from tfdist.keras_internals.functional import without_values
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.weights import check_by_entries, join_variable, split_variable
+from tfdist.tensor_parallel.quantized import check_mode
 
 __all__ = [
     "Adapter",
@@ -99,9 +101,11 @@ class Part:
         """
         size = self.variable.shape[self.axis]
         if self.what is not None and size % group.size:
+            received = f"{self.what}={size}" if self.what.isidentifier() else f"{size}"
             raise ValueError(
-                f"{self.what} divides by the tensor axis. Received: {self.what}={size} in "
-                f"`{self.where}` with tensor={group.size}."
+                f"{self.what} divides by the tensor axis. Received: {received} in "
+                f"`{self.where}` with tensor={group.size}. Take a smaller tensor axis, or a plan that "
+                "leaves this layer whole."
             )
 
 
@@ -215,8 +219,10 @@ class Adapter:
         self._cut(group)
         override(self.layer, "call", self._call(group))
         override(self.layer, "quantized_call", self._quantized_call(group))
-        for name in ("enable_lora", "quantize"):
-            override(self.layer, name, self._on_the_whole(getattr(self.layer, name), group))
+        enable_lora = self._on_the_whole(self.layer.enable_lora, group)
+        override(self.layer, "enable_lora", self._checking_the_rank(enable_lora))
+        quantize = self._on_the_whole(self.layer.quantize, group)
+        override(self.layer, "quantize", self._checking_the_mode(quantize))
 
     def _cut(self, group: Group) -> None:
         for part in self.parts:
@@ -245,6 +251,29 @@ class Adapter:
                 self._cut(group)
 
         return call
+
+    def _checking_the_rank(self, stock: Callable) -> Callable:
+        """Refuses before anything has changed."""
+
+        def enable_lora(rank, *args, **kwargs):
+            rank = checks.integer("rank", rank, minimum=1)
+            if self.layer.lora_enabled:
+                raise ValueError(
+                    f"A layer gets LoRA once. Received: rank={rank} for `{self.layer.path}`, which has "
+                    f"LoRA of rank {self.layer.lora_rank}. Make the model anew for another rank."
+                )
+            return stock(rank, *args, **kwargs)
+
+        return enable_lora
+
+    def _checking_the_mode(self, stock: Callable) -> Callable:
+        """Refuses before anything has changed."""
+
+        def quantize(mode=None, *args, **kwargs):
+            check_mode(self.layer, mode or getattr(kwargs.get("config"), "mode", None))
+            return stock(mode, *args, **kwargs)
+
+        return quantize
 
     def _call(self, group: Group) -> Callable:
         raise NotImplementedError

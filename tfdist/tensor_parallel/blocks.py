@@ -21,6 +21,7 @@ from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.sharding.weights import split_variable
 from tfdist.tensor_parallel.adapters import Adapter, Entrance, Part, local_attributes, override
 from tfdist.tensor_parallel.blockwise import use_blockwise
+from tfdist.tensor_parallel.quantized import check_mode
 
 __all__ = ["Block", "InsideAdapter", "projections", "split_blocks"]
 
@@ -65,6 +66,7 @@ class InsideAdapter(Adapter):
 
     def describe(self) -> None:
         """All that is trained."""
+        check_mode(self.layer, self.layer.quantization_mode)
         self.partial = [variable for variable in own_trainable(self.layer) if variable.trainable]
 
     def _call(self, group: Group) -> Callable:
@@ -226,11 +228,16 @@ def _takes_cache(call: Callable) -> bool:
 
 
 def _of_own_cache(cache, heads: int, group: Group):
-    """This rank's heads of a cache of keys and values, of shape [batch, 2, time, heads, size].
+    """This rank's heads of a cache of keys and values.
 
+    It is one tensor of shape [batch, 2, time, heads, size], or a pair of [batch, time, heads, size].
     A model begins with a cache of zeros for all heads; what attention returns has this rank's.
     """
-    return cache[..., : heads // group.size, :] if cache.shape[-2] == heads else cache
+
+    def own(part):
+        return part[..., : heads // group.size, :] if part.shape[-2] == heads else part
+
+    return keras.tree.map_structure(own, cache)
 
 
 def _named(layer, pattern: re.Pattern) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import keras
 
@@ -30,7 +30,7 @@ from tfdist.tensor_parallel.blocks import projections
 from tfdist.tensor_parallel.choosing import adapter_class
 from tfdist.tensor_parallel.equations import terms
 
-__all__ = ["find_plan"]
+__all__ = ["attention_kinds", "check_large", "find_plan"]
 
 #: A variable that no rule meets is an error if it is this part of the model or more.
 _LARGE = 0.1
@@ -57,7 +57,7 @@ def find_plan(model: keras.Model) -> dict[str, str]:
     for layer in all_layers(model):
         roles = projections(layer)
         if roles:
-            for part, kind in _attention(layer, roles):
+            for part, kind in attention_kinds(layer, roles):
                 kinds.setdefault(id(part), (part, kind))
         elif not isinstance(layer, keras.Model):
             for part, kind in _feed_forward(layer):
@@ -69,7 +69,7 @@ def find_plan(model: keras.Model) -> dict[str, str]:
             f"No attention, feed-forward block or table of tokens was found in `{model.name}`. Give "
             "a plan: parallelize(model, {'.*/kernel': 'column', ...})."
         )
-    _check_large(model, kinds)
+    check_large(model, kinds, "Give a plan that names it, if only as 'replicate'.")
     return {
         re.escape(variable.path): kind
         for layer, kind in kinds.values()
@@ -83,7 +83,13 @@ def _main(layer) -> list:
     return [] if adapter is None else adapter.main(layer)
 
 
-def _attention(layer, roles) -> Iterator[tuple]:
+def attention_kinds(layer, roles) -> Iterator[tuple]:
+    """The projections of an attention layer, each with the word that splits its heads.
+
+    Args:
+        layer: The attention layer.
+        roles: Its `projections`.
+    """
     key_heads = [
         value
         for name, value in vars(layer).items()
@@ -157,15 +163,20 @@ def _size_of(model) -> int:
     return sum(math.prod(variable.shape) for variable in model.weights) or 1
 
 
-def _check_large(model: keras.Model, kinds) -> None:
+def check_large(model: keras.Model, met: Container[int], advice: str) -> None:
     """Raises for a large variable that no rule meets.
+
+    Args:
+        model: The model.
+        met: The ids of layers that a rule meets.
+        advice: What to do about such a variable, a sentence.
 
     Raises:
         ValueError: There is one.
     """
     whole = _size_of(model)
     for layer in all_layers(model):
-        if id(layer) in kinds or _WHOLE.fullmatch(type(layer).__name__):
+        if id(layer) in met or _WHOLE.fullmatch(type(layer).__name__):
             continue
         for variable in variables_of_layer(layer):
             if math.prod(variable.shape) > _LARGE * whole and len(variable.shape) > 1:
@@ -173,5 +184,5 @@ def _check_large(model: keras.Model, kinds) -> None:
                     "No rule says how a large variable is split. Received: "
                     f"`{variable.path}` of shape {tuple(variable.shape)} in a "
                     f"{type(layer).__name__}, {math.prod(variable.shape) / whole:.0%} of "
-                    f"`{model.name}`. Give a plan that names it, if only as 'replicate'."
+                    f"`{model.name}`. {advice}"
                 )

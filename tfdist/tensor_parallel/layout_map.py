@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import keras
 
 from tfdist.context import current_strategy
 from tfdist.keras_internals.attributes import variables_of_layer
 from tfdist.keras_internals.private import all_layers
+from tfdist.tensor_parallel.blocks import projections
 from tfdist.tensor_parallel.equations import terms
+from tfdist.tensor_parallel.finding import attention_kinds, check_large
+from tfdist.tensor_parallel.plan import paths_matched
 
 __all__ = ["is_layout_map", "plan_of_layout_map"]
 
@@ -26,7 +30,12 @@ def plan_of_layout_map(model: keras.Model, layout_map) -> dict[str, str]:
     """What a `LayoutMap` says of a model's variables, in the words of a plan.
 
     A dim on the axis "model" is split over the tensor axis. A dim on the axis "batch" or "data" says
-    that the variable is split over the data ranks too, which is ZeRO stage 3.
+    that the variable is split over the data ranks too, which is ZeRO stage 3. The sizes of the map's
+    device mesh do not count; those of the strategy's mesh do.
+
+    To Keras a layout is where values lie, and whatever it says, the results are the same. Here
+    queries, keys and values are split by heads along whichever dim the map has on the model axis:
+    KerasHub's maps of Llama and Qwen name the dim of the inputs.
 
     Args:
         model: The model.
@@ -34,14 +43,26 @@ def plan_of_layout_map(model: keras.Model, layout_map) -> dict[str, str]:
 
     Raises:
         ValueError: It names another axis or a dim that cannot be split, or the data axis where the
-            strategy's `zero_stage` is not 3.
+            strategy's `zero_stage` is not 3; a rule matches nothing, or none a large variable.
     """
+    paths = [weight.path for weight in model.weights]
+    for pattern in layout_map:
+        paths_matched(pattern, paths)
+    layers = all_layers(model)
+    heads = {
+        id(part): kind
+        for layer in layers
+        for part, kind in attention_kinds(layer, projections(layer))
+        if kind != "row"
+    }
     plan: dict[str, str] = {}
-    for layer in all_layers(model):
+    met = set()
+    for layer in layers:
         for variable in variables_of_layer(layer):
             layout = layout_map[variable.path]
             if layout is None:
                 continue
+            met.add(id(layer))
             dims = {}
             for dim, axis in enumerate(layout.axes):
                 if axis is not None:
@@ -49,9 +70,10 @@ def plan_of_layout_map(model: keras.Model, layout_map) -> dict[str, str]:
             if "rows" in dims:
                 _check_zero(variable.path)
             if "weights" in dims:
-                kind = _kind(layer, variable, dims["weights"])
+                kind = _kind(layer, variable, dims["weights"], heads)
                 if kind is not None:
                     plan[re.escape(variable.path)] = kind
+    check_large(model, met, "Give the map a rule for it, if only one of None for each dim.")
     return plan
 
 
@@ -70,7 +92,10 @@ def _called(meaning: str) -> str:
 
 def _check_zero(path: str) -> None:
     strategy = current_strategy()
-    if strategy is not None and strategy.zero_stage != 3:
+    # On one data rank there is nothing to split, and a strategy has no stage.
+    if strategy is None or strategy.gradient_group.size == 1:
+        return
+    if strategy.zero_stage != 3:
         raise ValueError(
             f"The LayoutMap splits `{path}` over the data axis as well, which is ZeRO stage 3. "
             f"Received: a strategy with zero_stage={strategy.zero_stage}. Make it with zero_stage=3, "
@@ -78,20 +103,21 @@ def _check_zero(path: str) -> None:
         )
 
 
-def _kind(layer, variable, dim: int) -> str | None:
-    """The word for a variable whose dim is on the model axis; None for a bias, which follows."""
+def _kind(layer, variable, dim: int, heads: Mapping[int, str]) -> str | None:
+    """The word for a variable whose dim is on the model axis; None for one that follows a kernel."""
+    is_product = isinstance(layer, (keras.layers.Dense, keras.layers.EinsumDense))
+    if is_product and variable.name != "kernel":
+        return None
+    if id(layer) in heads:
+        return heads[id(layer)]
     if isinstance(layer, keras.layers.Embedding):
         rows = 1 if variable.name == "reverse_embeddings" else 0
         if dim == rows:
             return "vocabulary"
     elif isinstance(layer, keras.layers.Dense):
-        if len(variable.shape) == 1:
-            return None
         return "row" if dim == 0 else "column"
     elif isinstance(layer, keras.layers.EinsumDense):
         inputs, kernel, outputs = terms(layer.equation)
-        if len(variable.shape) < len(kernel):
-            return None
         if kernel[dim] in outputs and kernel[dim] not in inputs:
             return "column"
         if kernel[dim] in inputs and kernel[dim] not in outputs:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from tfdist import checks
 
-__all__ = ["GPT2", "KINDS", "LLAMA", "check_plan", "kinds_of"]
+__all__ = ["GPT2", "KINDS", "LLAMA", "check_plan", "kinds_of", "paths_matched"]
 
 #: What a plan says of a variable.
 KINDS = ("column", "row", "vocabulary", "replicate")
@@ -71,10 +71,7 @@ def kinds_of(plan: Mapping[str, str], paths: Sequence[str]) -> dict[str, str]:
     check_plan(plan)
     found: dict[str, tuple[str, str]] = {}
     for pattern, kind in plan.items():
-        matched = [path for path in dict.fromkeys(paths) if _matches(pattern, path)]
-        if not matched:
-            raise ValueError(_no_match(pattern, paths))
-        for path in matched:
+        for path in paths_matched(pattern, paths):
             if path in found:
                 raise ValueError(
                     f"At most one pattern of a plan matches a variable. Received: {pattern!r} and "
@@ -82,6 +79,18 @@ def kinds_of(plan: Mapping[str, str], paths: Sequence[str]) -> dict[str, str]:
                 )
             found[path] = (pattern, kind)
     return {path: kind for path, (_, kind) in found.items()}
+
+
+def paths_matched(pattern: str, paths: Sequence[str]) -> list[str]:
+    """The paths that a pattern matches whole.
+
+    Raises:
+        ValueError: There is none, or the pattern is no regular expression.
+    """
+    matched = [path for path in dict.fromkeys(paths) if _matches(pattern, path)]
+    if not matched:
+        raise ValueError(_no_match(pattern, paths))
+    return matched
 
 
 def _matches(pattern: str, path: str) -> bool:

@@ -26,9 +26,26 @@ from tfdist.keras_internals.attributes import (
 )
 from tfdist.tensor_parallel.equations import terms
 
-__all__ = ["quantized_axes", "quantized_row_attributes", "quantized_sizes"]
+__all__ = ["check_mode", "quantized_axes", "quantized_row_attributes", "quantized_sizes"]
 
 _MODES = ("int8", "int4")
+
+
+def check_mode(layer, mode: str | None) -> None:
+    """Raises where a layer that is split is quantized in a way that slices of it do not have.
+
+    Args:
+        layer: The layer.
+        mode: Keras' word for it; None where the layer is not quantized.
+
+    Raises:
+        ValueError: It is neither int8 nor int4.
+    """
+    if mode is not None and mode not in _MODES:
+        raise ValueError(
+            f"A layer that is split is quantized to int8 or int4. Received: {mode!r} in "
+            f"`{layer.path}`. Say 'replicate' of it, or quantize it otherwise."
+        )
 
 
 def quantized_axes(layer, axis: int) -> Iterator[tuple[Any, int, str | None]]:
@@ -45,11 +62,7 @@ def quantized_axes(layer, axis: int) -> Iterator[tuple[Any, int, str | None]]:
         ValueError: The layer cannot be split so.
     """
     mode = layer.quantization_mode
-    if mode not in _MODES:
-        raise ValueError(
-            f"A layer that is split is quantized to int8 or int4. Received: {mode!r} in "
-            f"`{layer.path}`. Say 'replicate' of it, or quantize it otherwise."
-        )
+    check_mode(layer, mode)
     if mode == "int8":
         yield kernel_of(layer), axis, None
         dim = _scale_dim(layer, axis)
@@ -75,9 +88,9 @@ def quantized_axes(layer, axis: int) -> Iterator[tuple[Any, int, str | None]]:
         if size % block:
             raise ValueError(
                 f"A kernel that is split by rows holds whole blocks. Received: {size} inputs and "
-                f"block_size={block} in `{layer.path}`. Take a block_size that divides them."
+                f"block_size={block} in `{layer.path}`. Take a block_size that divides them, or -1."
             )
-        what = f"The number of blocks of {block} inputs"
+        what = f"The number of blocks (block_size={block})"
         yield layer.kernel_scale, 0, what
         yield layer.kernel_zero, 0, what
 

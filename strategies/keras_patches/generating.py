@@ -1,0 +1,65 @@
+"""Ranks that make a text together take the same prompts, and draw the same tokens."""
+
+from __future__ import annotations
+
+import hashlib
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.collectives import Group, all_gather_object, broadcast
+from tfdist.context import strategy_of
+
+__all__ = ["generate_alike"]
+
+
+def generate_alike(original, self, inputs, *args, **kwargs):
+    """Wraps `keras_hub.models.CausalLM.generate`.
+
+    Ranks that hold parts of one model compute each token together. A sampler without a seed starts
+    from another number in each process, so the ranks would go on from different tokens.
+    """
+    strategy = strategy_of(self)
+    if strategy is None:
+        return original(self, inputs, *args, **kwargs)
+    mesh = strategy.mesh
+    axes = (*mesh.stage_axes, *mesh.weight_axes)
+    if strategy.zero_stage == 3:
+        axes = (*mesh.gradient_axes, *axes)
+    group = strategy.group(*axes)
+    if group.size > 1:
+        _check_alike((inputs, args, kwargs), self, group)
+        # A model that was not compiled has no sampler; `generate` itself says so.
+        for variable in getattr(getattr(self, "sampler", None), "variables", ()):
+            variable.assign(broadcast(variable.value, group, name="generate/seed"))
+    return original(self, inputs, *args, **kwargs)
+
+
+def _check_alike(asked, model, group: Group) -> None:
+    found = all_gather_object(_digest(asked), group, name="generate/inputs")
+    if len(set(found)) > 1:
+        raise ValueError(
+            "Ranks that hold parts of one model generate from the same prompts. Received: other "
+            f"arguments of `{model.name}.generate` on ranks {_others(found, group)} than on rank "
+            f"{group.ranks[0]}. Give all of them the same, prompts of all ranks in one batch."
+        )
+
+
+def _others(found: list[str], group: Group) -> list[int]:
+    pairs = zip(group.ranks, found, strict=True)
+    return [rank for rank, digest in pairs if digest != found[0]]
+
+
+def _digest(asked) -> str:
+    """A hash of texts, numbers and arrays; of a data set its structure alone counts."""
+    total = hashlib.sha256()
+    for leaf in keras.tree.flatten(asked):
+        if isinstance(leaf, tf.data.Dataset):
+            leaf = str(leaf.element_spec)
+        array = np.asarray(leaf)
+        total.update(f"{array.dtype.kind}{array.shape}".encode())
+        # Texts are objects in some arrays, whose bytes would be addresses.
+        texts = array.dtype.kind in "OSU"
+        total.update(repr(array.tolist()).encode() if texts else array.tobytes())
+    return total.hexdigest()
