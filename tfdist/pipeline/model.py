@@ -17,6 +17,7 @@ from tfdist.graph.provenance import with_provenance
 from tfdist.keras_internals.attributes import count_batch, loss_tracker, own_metrics
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.costs import measure_seconds
+from tfdist.pipeline.generation import TextGenerator
 from tfdist.pipeline.partition import Partition, make_partition
 from tfdist.pipeline.runtime import PipelineRuntime
 from tfdist.pipeline.schedules import SCHEDULES, Schedule, make_schedule
@@ -158,6 +159,52 @@ class PipelineModel(keras.Model):
                 "`predict` on all ranks."
             )
         return self._runtime.chain.model(inputs, training=training)
+
+    def compile(self, *args, sampler=None, **kwargs):
+        """As `compile` of any model.
+
+        Args:
+            *args: For Keras' `compile`.
+            sampler: How `generate` draws tokens: a name or an object of `keras_hub.samplers`. None for
+                that of the task, or the default of its family.
+            **kwargs: For Keras' `compile`.
+        """
+        super().compile(*args, **kwargs)
+        if sampler is not None:
+            self._text.use(sampler)
+
+    def generate(self, inputs, max_length=None, stop_token_ids="auto", strip_prompt=False):
+        """Text that goes on from prompts, where the chain is a language model of KerasHub.
+
+        Every rank calls it with the same prompts, and gets the same tokens: those of the whole model on
+        one rank. A rank computes its own stages, and keeps the keys and values of its own blocks.
+
+        Args:
+            inputs: Strings, where the task has a preprocessor; else token_ids and padding_mask as
+                arrays of shape [rows, tokens]. As for KerasHub's `CausalLM.generate`.
+            max_length: The number of tokens, prompts among them; for strings.
+            stop_token_ids: Tokens behind which a row ends; None for none, "auto" for the end token
+                of the preprocessor.
+            strip_prompt: Whether prompts are left out of what is returned.
+
+        Returns:
+            What KerasHub returns: strings, or a dict of token_ids and padding_mask.
+
+        Raises:
+            ValueError: The chain is another model, or one whose program cannot run by stages.
+        """
+        return self._text.generate(
+            inputs,
+            max_length=max_length,
+            stop_token_ids=stop_token_ids,
+            strip_prompt=strip_prompt,
+        )
+
+    @property
+    def _text(self) -> TextGenerator:
+        if self._runtime.text is None:
+            self._runtime.text = TextGenerator(self._runtime)
+        return self._runtime.text
 
     def train_step(self, data):
         """One update from this rank's rows."""

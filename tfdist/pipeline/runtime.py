@@ -33,6 +33,8 @@ class PipelineRuntime:
         self.schedule, self.partition, self.group = schedule, partition, group
         self.timed = timed
         self.times: tf.Variable | None = None
+        #: What generates text, made when it is first asked for.
+        self.text: Any = None
         self.chain = partition.chain
         self.placement = StagePlacement(partition, group)
         self.stages = schedule.stages_of(group.rank)
