@@ -127,7 +127,6 @@ def test_a_training_goes_on_in_its_workdir(preset, text, tmp_path):
         (["--data_dir=/tmp"], "--data_dir is for --dataset=tfds:NAME"),
         (["--quantize=int8"], "add --lora_rank"),
         (["--block_size=8", "--lora_rank=4"], "--block_size is for --quantize=int4"),
-        (["--pipeline=2", "--prompt=a"], "--prompt needs the whole model"),
         (["--strategy=tpu"], "for ranks"),
         (["--batch_size=0"], "batch_size"),
         (["--output=/"], "--output"),

@@ -288,8 +288,7 @@ def train(
     if pipeline is None:
         weights = whole(model.weights)
     else:
-        with model._whole() as chain:
-            weights = whole(chain.weights)
+        weights = whole(model.chain_model.weights)
     return Outcome(history.history, evaluation, predictions, list(weights.values()), own, stages)
 
 
@@ -308,8 +307,7 @@ def save(mesh: dict, kind: str, folder: str) -> list[np.ndarray]:
     model.fit(x, y, batch_size=BATCH, verbose=0)
     model.save(f"{folder}/model.keras")
     model.save_weights(f"{folder}/w.weights.h5")
-    with model._whole() as chain:
-        return list(whole(chain.weights).values())
+    return list(whole(model.chain_model.weights).values())
 
 
 def load(mesh: dict | None, kind: str, folder: str) -> list[np.ndarray]:
@@ -325,8 +323,7 @@ def load(mesh: dict | None, kind: str, folder: str) -> list[np.ndarray]:
     with scope(mesh):
         model = PipelineModel(build(kind), num_microbatches=2)
         model.load_weights(f"{folder}/w.weights.h5")
-    with model._whole() as chain:
-        return list(whole(chain.weights).values())
+    return list(whole(model.chain_model.weights).values())
 
 
 def refusal(mesh: dict, what: str) -> str:

@@ -45,12 +45,13 @@ class TextGenerator:
         self._task: Any = runtime.chain.model
         _check_task(self._task)
         self._sampler: Any = None
-        self._function: Callable | None = None
+        #: What was traced, and for which sampler.
+        self._traced: tuple[Any, Callable | None] = (None, None)
         self._seeds = False
 
     def use(self, sampler) -> None:
         """Takes another sampler: a name, or one of KerasHub's objects."""
-        self._sampler, self._function = _samplers().get(sampler), None
+        self._sampler = _samplers().get(sampler)
 
     def generate(self, inputs, **options):
         """As `generate` of the task; every rank calls it with the same inputs."""
@@ -61,7 +62,7 @@ class TextGenerator:
         view = self._view(sampler)
         # Past an attribute of the task itself, which may lead here.
         outputs = type(view).generate(view, inputs, **options)
-        self._function = view.generate_function
+        self._traced = (sampler, view.generate_function)
         return outputs
 
     def _view(self, sampler):
@@ -85,7 +86,7 @@ class TextGenerator:
                     vars(owner)[name] = backbone
         vars(view).update(
             sampler=sampler,
-            generate_function=self._function,
+            generate_function=self._traced[1] if self._traced[0] is sampler else None,
             generate_step=self._step(view),
             call_with_cache=self._calling(view, relay, sampler),
             _build_cache=self._seeding(view),

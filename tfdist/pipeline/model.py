@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import keras
 import tensorflow as tf
@@ -113,6 +112,9 @@ class PipelineModel(keras.Model):
         # Tracked by Keras: what this rank trains, saves and shows.
         self.stage_layers = self._runtime.own_layers
         self.built = True
+        if group.size > 1 and hasattr(chain.model, "generate"):
+            # Its own would compute with weights that are not here.
+            vars(chain.model)["generate"] = self.generate
 
     @property
     def schedule(self) -> Schedule:
@@ -170,6 +172,9 @@ class PipelineModel(keras.Model):
             **kwargs: For Keras' `compile`.
         """
         super().compile(*args, **kwargs)
+        # Layers that got LoRA since have more weights.
+        self._runtime.placement.renew()
+        self._runtime.text = None
         if sampler is not None:
             self._text.use(sampler)
 
@@ -287,28 +292,18 @@ class PipelineModel(keras.Model):
 
     def save(self, filepath, *args, **kwargs):
         """Saves the whole chain as the plain Keras model that it is; called by all ranks."""
-        with self._whole() as model:
-            model.save(filepath, *args, **kwargs)
+        self._runtime.placement.renew()
+        self.chain_model.save(filepath, *args, **kwargs)
 
     def save_weights(self, filepath, *args, **kwargs):
         """Saves the weights of the whole chain; called by all ranks."""
-        with self._whole() as model:
-            model.save_weights(filepath, *args, **kwargs)
+        self._runtime.placement.renew()
+        self.chain_model.save_weights(filepath, *args, **kwargs)
 
     def load_weights(self, filepath, *args, **kwargs):
-        """Loads the weights of the whole chain, of which each rank keeps its own."""
-        with self._whole() as model:
-            model.load_weights(filepath, *args, **kwargs)
-
-    @contextlib.contextmanager
-    def _whole(self) -> Iterator[keras.Model]:
-        """Inside, the whole chain has values on every rank."""
-        placement = self._runtime.placement
-        filled = placement.fill()
-        try:
-            yield self._runtime.chain.model
-        finally:
-            placement.empty(filled)
+        """Loads the weights of the whole chain, of which each rank reads its own."""
+        self._runtime.placement.renew()
+        self.chain_model.load_weights(filepath, *args, **kwargs)
 
     def _add_to_reported_loss(self, extra: tf.Tensor, rows) -> None:
         """Adds what layers of this rank add to the loss; the last stage counts the rows."""

@@ -14,7 +14,6 @@ from tfdist.context import current_step, current_strategy
 from tfdist.gradients.non_finite import guard_of
 from tfdist.graph.provenance import with_provenance
 from tfdist.keras_internals.attributes import count_batch
-from tfdist.keras_internals.functional import initialize_weights
 from tfdist.pipeline.executor import Outcome, Route, run_forward, run_schedule
 from tfdist.pipeline.partition import Partition
 from tfdist.pipeline.placement import StagePlacement
@@ -38,8 +37,6 @@ class PipelineRuntime:
         self.chain = partition.chain
         self.placement = StagePlacement(partition, group)
         self.stages = schedule.stages_of(group.rank)
-        initialize_weights(self.placement.own)
-        self.placement.set_layouts()
         links = [link for stage in self.stages for link in partition.links(stage)]
         self.own_layers = list(
             {id(layer): layer for link in links for layer in link.layers}.values()
