@@ -109,10 +109,7 @@ def train(
     evaluation = model.evaluate(x[:21], y[:21], batch_size=batch, verbose=0)
     predictions = model.predict(x[:13], batch_size=batch, verbose=0)
     own = len(model.variables)
-    if pipeline is None:
-        weights = whole(model.weights)
-    else:
-        weights = whole(model.chain_model.weights)
+    weights = whole((model if pipeline is None else model.chain_model).weights)
     return Outcome(
         history.history,
         list(np.ravel(evaluation)),

@@ -285,10 +285,7 @@ def train(
     evaluation = model.evaluate(*some, batch_size=BATCH, verbose=0, return_dict=True)
     predictions = model.predict(some[0], batch_size=BATCH, verbose=0)
     own = len(model.variables)
-    if pipeline is None:
-        weights = whole(model.weights)
-    else:
-        weights = whole(model.chain_model.weights)
+    weights = whole((model if pipeline is None else model.chain_model).weights)
     return Outcome(history.history, evaluation, predictions, list(weights.values()), own, stages)
 
 

@@ -22,7 +22,7 @@ from tfdist.pipeline.runtime import PipelineRuntime
 __all__ = ["TextGenerator"]
 
 #: What KerasHub's language models have, by which their program is run.
-_PROGRAM = ("generate", "generate_step", "call_with_cache", "_build_cache", "backbone")
+_PROGRAM = ("generate", "generate_step", "call_with_cache", "backbone")
 _INPUTS = {"token_ids", "padding_mask"}
 _WAY_OUT = (
     "Generate with the model on one device, or split over a tensor axis or by ZeRO stage 3: train it "
@@ -47,19 +47,19 @@ class TextGenerator:
         self._sampler: Any = None
         #: What was traced, and for which sampler.
         self._traced: tuple[Any, Callable | None] = (None, None)
-        self._seeds = False
 
     def use(self, sampler) -> None:
         """Takes another sampler: a name, or one of KerasHub's objects."""
         self._sampler = _samplers().get(sampler)
 
-    def generate(self, inputs, **options):
-        """As `generate` of the task; every rank calls it with the same inputs."""
+    def generate(self, inputs, eager: bool, **options):
+        """As `generate` of the task, maybe without a graph; every rank calls it with the same."""
         sampler = self._sampler or getattr(self._task, "sampler", None)
         if sampler is None:
             self.use(inspect.signature(self._task.compile).parameters["sampler"].default)
             sampler = self._sampler
         view = self._view(sampler)
+        view.run_eagerly = eager
         # Past an attribute of the task itself, which may lead here.
         outputs = type(view).generate(view, inputs, **options)
         self._traced = (sampler, view.generate_function)
@@ -84,51 +84,42 @@ class TextGenerator:
                     vars(owner)[name] = Outer(relay, layer)
                 elif layer is task.backbone:
                     vars(owner)[name] = backbone
+        traced_for, function = self._traced
         vars(view).update(
-            sampler=sampler,
-            generate_function=self._traced[1] if self._traced[0] is sampler else None,
-            generate_step=self._step(view),
-            call_with_cache=self._calling(view, relay, sampler),
-            _build_cache=self._seeding(view),
+            sampler=sampler, generate_function=function if traced_for is sampler else None
         )
+        vars(view)["generate_step"] = self._step(view, relay)
         view.jit_compile = False
         return view
 
-    @staticmethod
-    def _step(view):
-        # KerasHub's programs need no conversion, and errors stay as they are without one.
-        @tf.autograph.experimental.do_not_convert
-        def generate_step(inputs, stop_token_ids=None):
-            return type(view).generate_step(view, inputs, stop_token_ids=stop_token_ids)
-
-        return generate_step
-
-    def _seeding(self, view):
-        def build_cache(*args, **kwargs):
-            self._seeds = True
-            try:
-                return type(view)._build_cache(view, *args, **kwargs)
-            finally:
-                self._seeds = False
-
-        return build_cache
-
-    def _calling(self, view, relay: Relay, sampler):
+    def _step(self, view, relay: Relay):
+        """The task's program; what its passes through the layers return is alike on all ranks."""
         group = self._runtime.group
         last = self._runtime.last_stage % group.size
-        reads_hidden = isinstance(sampler, _samplers().ContrastiveSampler)
+        reads_hidden = isinstance(view.sampler, _samplers().ContrastiveSampler)
+        fills_cache = False
 
         def call_with_cache(*args, **kwargs):
+            nonlocal fills_cache
             with relay.passing():
                 logits, hidden, cache = type(view).call_with_cache(view, *args, **kwargs)
-            # Nobody reads the logits of the prompt, which are large.
-            if not self._seeds:
+            # The first pass fills the cache: nobody reads the logits of the prompt, which are large.
+            if not fills_cache:
                 logits = broadcast(logits, group, last, name="generate/logits")
             if reads_hidden:
                 hidden = broadcast(hidden, group, last, name="generate/hidden")
+            fills_cache = False
             return logits, hidden, cache
 
-        return call_with_cache
+        # KerasHub's programs need no conversion, and errors stay as they are without one.
+        @tf.autograph.experimental.do_not_convert
+        def generate_step(inputs, stop_token_ids=None):
+            nonlocal fills_cache
+            fills_cache = True
+            return type(view).generate_step(view, inputs, stop_token_ids=stop_token_ids)
+
+        vars(view)["call_with_cache"] = call_with_cache
+        return generate_step
 
 
 def _check_task(task) -> None:

@@ -198,8 +198,11 @@ class PipelineModel(keras.Model):
         Raises:
             ValueError: The chain is another model, or one whose program cannot run by stages.
         """
+        checks.integer("max_length", max_length, minimum=1, optional=True)
+        checks.boolean("strip_prompt", strip_prompt)
         return self._text.generate(
             inputs,
+            self.run_eagerly,
             max_length=max_length,
             stop_token_ids=stop_token_ids,
             strip_prompt=strip_prompt,

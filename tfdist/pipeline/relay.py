@@ -134,6 +134,7 @@ class Block:
         self._relay, self._layer = relay, layer
 
     def __call__(self, x, *args, **kwargs):
+        """Calls the block."""
         x, _ = self._relay.enter(self._layer, x)
         found = self._layer(x, *args, **kwargs)
         if not isinstance(found, tuple) or len(found) != 2:
@@ -148,6 +149,7 @@ class Idle:
     """Stands for the blocks of a rank that has none: it hands on what it gets."""
 
     def __call__(self, x, *args, **kwargs):
+        """The tensor and the cache, as they are."""
         return x, next(value for name, value in kwargs.items() if name.endswith("cache"))
 
 
@@ -158,6 +160,7 @@ class Outer:
         self._relay, self._layer = relay, layer
 
     def __call__(self, x, *args, **kwargs):
+        """Calls the layer, or makes zeros in place of what it would return."""
         x, stage = self._relay.enter(self._layer, x)
         if self._relay.is_here(stage):
             y = self._layer(x, *args, **kwargs)
