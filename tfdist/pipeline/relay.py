@@ -122,7 +122,11 @@ class Relay:
                 send_tensor(x, self.group, (stage + 1) % self.group.size, name=name)
             else:
                 source = stage % self.group.size
-                x = receive_tensor(shape_of(x), x.dtype, self.group, source, name=name)
+                # A loop would ask for what later tokens send, before it knows this one.
+                with tf.control_dependencies([x]):
+                    x = receive_tensor(
+                        shape_of(x), x.dtype, self.group, source, name=name, unused=True
+                    )
         self._at = max(self._at, to)
         return x
 
@@ -191,4 +195,6 @@ def _zeros_as_of(layer: keras.Layer, x: tf.Tensor, args: tuple, kwargs: dict) ->
     # What is not known are rows and tokens.
     known = shape_of(x)
     shape = [known[dim] if size is None else size for dim, size in enumerate(y.shape)]
-    return tf.zeros(shape, y.dtype)
+    # As the layer would, they wait for what it gets.
+    with tf.control_dependencies([x]):
+        return tf.zeros(shape, y.dtype)
