@@ -136,9 +136,6 @@ def _check(_: list[str]) -> tuple[Layout, dict[str, Any]]:
         raise UsageError("tfdist-finetune is for ranks. Received: --strategy=tpu.")
     layout = _MESH.layout()
     _WORLD.check(layout)
-    if layout.pipeline > 1:
-        received = f"--pipeline={layout.pipeline}"
-        refuse_ignored(_VALUES, (_PROMPT, _OUTPUT), "needs the whole model", received)
     return layout, _CHECKPOINTS.options(is_tpu=False)
 
 

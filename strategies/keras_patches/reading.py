@@ -51,7 +51,9 @@ def _assigning(variable, stock):
     layout, shape = layout_of(variable), global_shape(variable)
 
     def assign(value):
-        deferred = without_values(variable)
+        deferred, stage = without_values(variable), layout.stage
+        if stage is not None and not stage.is_here:
+            return value
         if not deferred and layout.slice is None and layout.flat is None:
             return stock(np.asarray(value) if isinstance(value, StoredArray) else value)
         if tuple(value.shape) != tuple(shape):

@@ -1,4 +1,4 @@
-"""Variables that a rank holds a slice of, where Keras looks at them as a whole."""
+"""Variables that a rank holds a part of or not at all, where Keras looks at them as a whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import Group, broadcast
-from tfdist.sharding.layout import VariableLayout, global_shape, layout_of
+from tfdist.sharding.layout import VariableLayout, global_shape, layout_of, whole_value
 from tfdist.sharding.parts import deep_copy
 
 __all__ = ["receive_slices", "split_variables", "standing_in", "whole_values"]
@@ -25,7 +25,7 @@ def split_variables(model: keras.Model) -> list[tuple[keras.Variable, VariableLa
     found: dict[int, tuple] = {}
     for variable in variables:
         layout = layout_of(variable)
-        if layout.flat is not None or layout.slice is not None:
+        if any(part is not None for part in (layout.flat, layout.slice, layout.stage)):
             found[id(variable)] = (variable, layout)
     return list(found.values())
 
@@ -40,8 +40,8 @@ def whole_values(
         keep: Whether this rank wants them. One that does not holds one array at a time.
     """
     found = {}
-    for variable, layout in variables:
-        whole = layout.all_gather(variable._value, "saved").numpy()
+    for variable, _ in variables:
+        whole = whole_value(variable, "saved").numpy()
         if keep:
             found[id(variable)] = whole
     return found
@@ -74,8 +74,9 @@ def standing_in(
         for variable, layout in variables:
             before.append((variable, layout, variable._value, variable._shape))
             shape = global_shape(variable)
-            value = np.zeros(shape, variable._value.dtype.as_numpy_dtype)
-            if wholes is not None:
+            if wholes is None:
+                value = np.zeros(shape, variable._value.dtype.as_numpy_dtype)
+            else:
                 value = wholes[id(variable)]
             with tf.init_scope(), tf.device("/CPU:0"):
                 variable._value = tf.Variable(value, trainable=False)

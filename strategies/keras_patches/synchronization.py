@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.collectives import all_reduce, broadcast
 from tfdist.gradients.buckets import buckets
+from tfdist.keras_internals.functional import without_values
 from tfdist.layers.states import layer_states
 from tfdist.sharding.layout import replicated_variables
 from tfdist.sharding.parts import deep_copy
@@ -53,7 +54,8 @@ def synchronize_layer_states(model: keras.Model) -> None:
     """
     strategy = model.distribute_strategy
     group = strategy.gradient_group
-    states = layer_states(model)
+    # Those of other stages have no values here.
+    states = [state for state in layer_states(model) if not without_values(state)]
     if group.size == 1 or not states:
         return
     values = [tf.cast(tf.convert_to_tensor(state.value), tf.float32) for state in states]

@@ -76,12 +76,13 @@ def test_ranks_learn_what_one_process_learns(preset, text, layout, tmp_path):
     assert ranks[2].startswith("2 rank(s)")
 
 
-def test_the_adapter_is_one_of_plain_keras_hub(preset, text, tmp_path):
+@pytest.mark.parametrize("axis", ["tensor", pytest.param("pipeline", marks=pytest.mark.slow)])
+def test_the_adapter_is_one_of_plain_keras_hub(preset, text, tmp_path, axis):
     output = tmp_path / "tuned"
-    flags = ["--tensor=2", "--lora_rank=4", "--prompt=Zwölf", f"--output={output}"]
+    flags = [f"--{axis}=2", "--lora_rank=4", "--prompt=Zwölf", f"--output={output}"]
     job = run([*RUN, "--", *program(preset, text), *flags])
     before, after, where = perplexities(job)
-    assert after < 0.98 * before and where.endswith("tensor 2")
+    assert after < 0.98 * before and f"{axis} 2" in where
     assert "Zwölf" in job.stdout
     model = keras_hub.models.CausalLM.from_preset(preset)
     model.backbone.enable_lora(4)
@@ -97,8 +98,9 @@ def test_the_adapter_is_one_of_plain_keras_hub(preset, text, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_whole_model_is_saved_as_a_preset(preset, text, tmp_path):
-    job = run([*RUN, "--", *program(preset, text), "--tensor=2", f"--output={tmp_path / 'new'}"])
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_a_whole_model_is_saved_as_a_preset(preset, text, tmp_path, axis):
+    job = run([*RUN, "--", *program(preset, text), f"--{axis}=2", f"--output={tmp_path / 'new'}"])
     _, after, _ = perplexities(job)
     again = run([*program(str(tmp_path / "new"), text), "--epochs=1"])
     assert perplexities(again)[0] == pytest.approx(after, rel=1e-3)
@@ -127,7 +129,6 @@ def test_a_training_goes_on_in_its_workdir(preset, text, tmp_path):
         (["--data_dir=/tmp"], "--data_dir is for --dataset=tfds:NAME"),
         (["--quantize=int8"], "add --lora_rank"),
         (["--block_size=8", "--lora_rank=4"], "--block_size is for --quantize=int4"),
-        (["--pipeline=2", "--prompt=a"], "--prompt needs the whole model"),
         (["--strategy=tpu"], "for ranks"),
         (["--batch_size=0"], "batch_size"),
         (["--output=/"], "--output"),

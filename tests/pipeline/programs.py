@@ -109,11 +109,7 @@ def train(
     evaluation = model.evaluate(x[:21], y[:21], batch_size=batch, verbose=0)
     predictions = model.predict(x[:13], batch_size=batch, verbose=0)
     own = len(model.variables)
-    if pipeline is None:
-        weights = whole(model.weights)
-    else:
-        with model._whole() as chain:
-            weights = whole(chain.weights)
+    weights = whole((model if pipeline is None else model.chain_model).weights)
     return Outcome(
         history.history,
         list(np.ravel(evaluation)),
@@ -141,8 +137,7 @@ def save(mesh: dict, folder: str) -> list[np.ndarray]:
         keras.callbacks.ModelCheckpoint(f"{folder}/w.weights.h5", save_weights_only=True),
     ]
     model.fit(x, y, batch_size=BATCH, verbose=0, callbacks=checkpoints)
-    with model._whole() as chain:
-        return list(whole(chain.weights).values())
+    return list(whole(model.chain_model.weights).values())
 
 
 def load(mesh: dict | None, folder: str) -> list[np.ndarray]:
@@ -156,8 +151,7 @@ def load(mesh: dict | None, folder: str) -> list[np.ndarray]:
     with scope(mesh):
         model = PipelineModel(gpt(), num_microbatches=2)
         model.load_weights(f"{folder}/w.weights.h5")
-    with model._whole() as chain:
-        return list(whole(chain.weights).values())
+    return list(whole(model.chain_model.weights).values())
 
 
 def cut_by_time(mesh: dict):

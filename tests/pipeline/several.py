@@ -285,11 +285,7 @@ def train(
     evaluation = model.evaluate(*some, batch_size=BATCH, verbose=0, return_dict=True)
     predictions = model.predict(some[0], batch_size=BATCH, verbose=0)
     own = len(model.variables)
-    if pipeline is None:
-        weights = whole(model.weights)
-    else:
-        with model._whole() as chain:
-            weights = whole(chain.weights)
+    weights = whole((model if pipeline is None else model.chain_model).weights)
     return Outcome(history.history, evaluation, predictions, list(weights.values()), own, stages)
 
 
@@ -308,8 +304,7 @@ def save(mesh: dict, kind: str, folder: str) -> list[np.ndarray]:
     model.fit(x, y, batch_size=BATCH, verbose=0)
     model.save(f"{folder}/model.keras")
     model.save_weights(f"{folder}/w.weights.h5")
-    with model._whole() as chain:
-        return list(whole(chain.weights).values())
+    return list(whole(model.chain_model.weights).values())
 
 
 def load(mesh: dict | None, kind: str, folder: str) -> list[np.ndarray]:
@@ -325,8 +320,7 @@ def load(mesh: dict | None, kind: str, folder: str) -> list[np.ndarray]:
     with scope(mesh):
         model = PipelineModel(build(kind), num_microbatches=2)
         model.load_weights(f"{folder}/w.weights.h5")
-    with model._whole() as chain:
-        return list(whole(chain.weights).values())
+    return list(whole(model.chain_model.weights).values())
 
 
 def refusal(mesh: dict, what: str) -> str:

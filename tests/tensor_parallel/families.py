@@ -77,17 +77,19 @@ def configuration(name: str, tensor: int) -> dict:
     return found
 
 
-def causal_lm(name: str, tensor: int = 2, length: int | None = None):
-    """The task of a family that makes text."""
+def causal_lm(
+    name: str, tensor: int = 2, length: int | None = None, compiled: bool = True, **changes
+):
+    """The task of a family that makes text; `changes` are for the backbone."""
     import keras_hub
 
-    found = configuration(name, tensor)
+    found = configuration(name, tensor) | changes
     if length and "max_sequence_length" in found:
         found["max_sequence_length"] = length
     prefix = _CLASSES.get(name, name)
     backbone = getattr(keras_hub.models, f"{prefix}Backbone")(**found)
     task = getattr(keras_hub.models, f"{prefix}CausalLM")
-    return task(backbone=backbone, preprocessor=None)
+    return task(backbone=backbone, preprocessor=None, compile=compiled)
 
 
 def blocks_of_four():

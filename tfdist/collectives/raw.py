@@ -114,7 +114,7 @@ def raw_broadcast(tensor, root: int, group: Group, name: str | None):
 
 
 def _use(sent, name: str) -> None:
-    """Sees to it that what was sent is sent, also where nobody uses the sender's copy.
+    """Sees to it that a message goes, also where nobody uses the sender's copy or the receiver's.
 
     TensorFlow leaves out operations whose outputs lead to nothing, unless they are known to have
     an effect, which not all engines say of theirs. So an element is written somewhere.
@@ -201,7 +201,13 @@ def send_tensor(tensor: tf.Tensor, group: Group, to: int, *, name: str | None = 
 
 
 def receive_tensor(
-    shape: Sequence, dtype: tf.DType, group: Group, source: int, *, name: str | None = None
+    shape: Sequence,
+    dtype: tf.DType,
+    group: Group,
+    source: int,
+    *,
+    name: str | None = None,
+    unused: bool = False,
 ) -> tf.Tensor:
     """Receives a tensor from one member, which calls `send_tensor`; without a gradient.
 
@@ -211,6 +217,7 @@ def receive_tensor(
         group: The group.
         source: The sender's place in the group.
         name: What the transfer serves, for messages; the same at the sender.
+        unused: Whether it is received also where nobody uses it.
     """
     static = [size if isinstance(size, int) else None for size in shape]
     elements = tf.TensorShape(static).num_elements()
@@ -228,6 +235,8 @@ def receive_tensor(
         tf.constant(0),
         lambda after, full: engine.receive(size, wire, other, full, after),
     )
+    if unused:
+        _use(flat, f"{pair.label}/{what}")
     found = restore(tf.reshape(flat, shape))
     found.set_shape(static)
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -132,6 +133,13 @@ class Chain:
     def before(self, place: int) -> tuple[int, ...]:
         """The tensors that lead to a link from those before it, but the inputs of the model."""
         return self.links[place - 1].after if place else ()
+
+    def made_and_read(self, number: int) -> tuple[Any, int]:
+        """The layer or operation that makes a tensor, and how many calls read it."""
+        maker = next(
+            call.operation for call in self._calls if number in map(self._number, call.makes)
+        )
+        return maker, sum(number in map(self._number, call.reads) for call in self._calls)
 
     def specs(
         self, rows: int | None = None, inputs: Sequence[tf.TensorSpec] | None = None

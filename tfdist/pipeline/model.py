@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import keras
 import tensorflow as tf
@@ -17,6 +16,7 @@ from tfdist.graph.provenance import with_provenance
 from tfdist.keras_internals.attributes import count_batch, loss_tracker, own_metrics
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.costs import measure_seconds
+from tfdist.pipeline.generation import TextGenerator
 from tfdist.pipeline.partition import Partition, make_partition
 from tfdist.pipeline.runtime import PipelineRuntime
 from tfdist.pipeline.schedules import SCHEDULES, Schedule, make_schedule
@@ -112,6 +112,9 @@ class PipelineModel(keras.Model):
         # Tracked by Keras: what this rank trains, saves and shows.
         self.stage_layers = self._runtime.own_layers
         self.built = True
+        if group.size > 1 and hasattr(chain.model, "generate"):
+            # Its own would compute with weights that are not here.
+            vars(chain.model)["generate"] = self.generate
 
     @property
     def schedule(self) -> Schedule:
@@ -158,6 +161,58 @@ class PipelineModel(keras.Model):
                 "`predict` on all ranks."
             )
         return self._runtime.chain.model(inputs, training=training)
+
+    def compile(self, *args, sampler=None, **kwargs):
+        """As `compile` of any model.
+
+        Args:
+            *args: For Keras' `compile`.
+            sampler: How `generate` draws tokens: a name or an object of `keras_hub.samplers`. None for
+                that of the task, or the default of its family.
+            **kwargs: For Keras' `compile`.
+        """
+        super().compile(*args, **kwargs)
+        # Layers that got LoRA since have more weights.
+        self._runtime.placement.renew()
+        self._runtime.text = None
+        if sampler is not None:
+            self._text.use(sampler)
+
+    def generate(self, inputs, max_length=None, stop_token_ids="auto", strip_prompt=False):
+        """Text that goes on from prompts, where the chain is a language model of KerasHub.
+
+        Every rank calls it with the same prompts, and gets the same tokens: those of the whole model on
+        one rank. A rank computes its own stages, and keeps the keys and values of its own blocks.
+
+        Args:
+            inputs: Strings, where the task has a preprocessor; else token_ids and padding_mask as
+                arrays of shape [rows, tokens]. As for KerasHub's `CausalLM.generate`.
+            max_length: The number of tokens, prompts among them; for strings.
+            stop_token_ids: Tokens behind which a row ends; None for none, "auto" for the end token
+                of the preprocessor.
+            strip_prompt: Whether prompts are left out of what is returned.
+
+        Returns:
+            What KerasHub returns: strings, or a dict of token_ids and padding_mask.
+
+        Raises:
+            ValueError: The chain is another model, or one whose program cannot run by stages.
+        """
+        checks.integer("max_length", max_length, minimum=1, optional=True)
+        checks.boolean("strip_prompt", strip_prompt)
+        return self._text.generate(
+            inputs,
+            self.run_eagerly,
+            max_length=max_length,
+            stop_token_ids=stop_token_ids,
+            strip_prompt=strip_prompt,
+        )
+
+    @property
+    def _text(self) -> TextGenerator:
+        if self._runtime.text is None:
+            self._runtime.text = TextGenerator(self._runtime)
+        return self._runtime.text
 
     def train_step(self, data):
         """One update from this rank's rows."""
@@ -240,28 +295,18 @@ class PipelineModel(keras.Model):
 
     def save(self, filepath, *args, **kwargs):
         """Saves the whole chain as the plain Keras model that it is; called by all ranks."""
-        with self._whole() as model:
-            model.save(filepath, *args, **kwargs)
+        self._runtime.placement.renew()
+        self.chain_model.save(filepath, *args, **kwargs)
 
     def save_weights(self, filepath, *args, **kwargs):
         """Saves the weights of the whole chain; called by all ranks."""
-        with self._whole() as model:
-            model.save_weights(filepath, *args, **kwargs)
+        self._runtime.placement.renew()
+        self.chain_model.save_weights(filepath, *args, **kwargs)
 
     def load_weights(self, filepath, *args, **kwargs):
-        """Loads the weights of the whole chain, of which each rank keeps its own."""
-        with self._whole() as model:
-            model.load_weights(filepath, *args, **kwargs)
-
-    @contextlib.contextmanager
-    def _whole(self) -> Iterator[keras.Model]:
-        """Inside, the whole chain has values on every rank."""
-        placement = self._runtime.placement
-        filled = placement.fill()
-        try:
-            yield self._runtime.chain.model
-        finally:
-            placement.empty(filled)
+        """Loads the weights of the whole chain, of which each rank reads its own."""
+        self._runtime.placement.renew()
+        self.chain_model.load_weights(filepath, *args, **kwargs)
 
     def _add_to_reported_loss(self, extra: tf.Tensor, rows) -> None:
         """Adds what layers of this rank add to the loss; the last stage counts the rows."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.collectives import Group, all_reduce, broadcast
-from tfdist.keras_internals.attributes import stored_value
-from tfdist.keras_internals.functional import without_values
-from tfdist.keras_internals.variables import renew
+from tfdist.collectives import Group, all_reduce
+from tfdist.keras_internals.functional import defer, initialize_weights, without_values
 from tfdist.pipeline.partition import Partition
 from tfdist.sharding.layout import Stage, update_layout
 
@@ -27,17 +24,30 @@ class StagePlacement:
     """
 
     def __init__(self, partition: Partition, group: Group):
-        self.group = group
+        self.group, self._partition = group, partition
         self._variables: dict[int, keras.Variable] = {}
         self._ranks: dict[int, list[int]] = {}
-        for stage in range(partition.num_stages):
-            rank = stage % partition.num_ranks
-            for link in partition.links(stage):
+        self.renew()
+
+    def renew(self) -> None:
+        """Looks again which variables there are, as layers get more by LoRA, and places them."""
+        self._variables, self._ranks = {}, {}
+        for stage in range(self._partition.num_stages):
+            rank = stage % self._partition.num_ranks
+            for link in self._partition.links(stage):
                 for variable in link.variables:
                     self._variables[id(variable)] = variable
                     ranks = self._ranks.setdefault(id(variable), [])
                     if rank not in ranks:
                         ranks.append(rank)
+        initialize_weights(self.own)
+        if self.group.size == 1:
+            return
+        for key, variable in self._variables.items():
+            update_layout(variable, stage=Stage(self.group, tuple(self._ranks[key])))
+            if self.group.rank not in self._ranks[key] and without_values(variable):
+                # Where a layer is traced for shapes, none is to be read from a file or drawn.
+                defer(variable, keras.initializers.Zeros())
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -48,14 +58,6 @@ class StagePlacement:
     def own(self) -> list[keras.Variable]:
         """Those of this rank."""
         return [v for key, v in self._variables.items() if self.group.rank in self._ranks[key]]
-
-    def set_layouts(self) -> None:
-        """Notes in the layouts of this rank's variables that they lie on a stage."""
-        if self.group.size == 1:
-            return
-        for variable in self.own:
-            first = self._ranks[id(variable)][0]
-            update_layout(variable, stage=Stage(self.group, self.group.rank == first))
 
     def sum_tied(self, gradients: dict[int, Any]) -> None:
         """Adds up the gradients of variables that several ranks hold, in place.
@@ -82,30 +84,3 @@ class StagePlacement:
             total = all_reduce(dense, group, name=f"tied/{variable.name}")
             if holds:
                 gradients[key] = total
-
-    def fill(self) -> list[keras.Variable]:
-        """Gives this rank the values of all variables; all ranks of the axis call it.
-
-        Returns:
-            Those that had none, for `empty`.
-        """
-        filled = []
-        for key, variable in self._variables.items():
-            root = self._ranks[key][0]
-            lacks = self.group.rank not in self._ranks[key]
-            if lacks:
-                renew(variable, tf.zeros(variable.shape, variable.dtype))
-                filled.append(variable)
-            value = broadcast(
-                tf.convert_to_tensor(variable.value), self.group, root, name="stage-variable"
-            )
-            if lacks:
-                variable.assign(value)
-        return filled
-
-    @staticmethod
-    def empty(variables: Sequence[keras.Variable]) -> None:
-        """Takes the values away again."""
-        for variable in variables:
-            if not without_values(variable):
-                stored_value.set(variable, None)

@@ -14,7 +14,6 @@ from tfdist.context import current_step, current_strategy
 from tfdist.gradients.non_finite import guard_of
 from tfdist.graph.provenance import with_provenance
 from tfdist.keras_internals.attributes import count_batch
-from tfdist.keras_internals.functional import initialize_weights
 from tfdist.pipeline.executor import Outcome, Route, run_forward, run_schedule
 from tfdist.pipeline.partition import Partition
 from tfdist.pipeline.placement import StagePlacement
@@ -33,11 +32,11 @@ class PipelineRuntime:
         self.schedule, self.partition, self.group = schedule, partition, group
         self.timed = timed
         self.times: tf.Variable | None = None
+        #: What generates text, made when it is first asked for.
+        self.text: Any = None
         self.chain = partition.chain
         self.placement = StagePlacement(partition, group)
         self.stages = schedule.stages_of(group.rank)
-        initialize_weights(self.placement.own)
-        self.placement.set_layouts()
         links = [link for stage in self.stages for link in partition.links(stage)]
         self.own_layers = list(
             {id(layer): layer for link in links for layer in link.layers}.values()

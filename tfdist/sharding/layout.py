@@ -13,9 +13,9 @@ import keras
 import tensorflow as tf
 
 from tfdist import checks
-from tfdist.collectives import Group, all_reduce
+from tfdist.collectives import Group, all_reduce, broadcast
 from tfdist.context import DistributedStrategy, strategy_of
-from tfdist.keras_internals.attributes import stored_value
+from tfdist.keras_internals.attributes import stored_dtype, stored_value
 from tfdist.mesh import Mesh
 from tfdist.sharding.parts import FlatShard, Slice
 
@@ -41,12 +41,21 @@ class Stage:
 
     Attributes:
         group: The ranks of the pipeline.
-        counts: Whether this rank's copy is the one that sums over all variables count: a tied
-            weight lies on several ranks.
+        holders: The places in it of those that hold the variable: a tied weight lies on several.
     """
 
     group: Group
-    counts: bool
+    holders: tuple[int, ...]
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank holds it."""
+        return self.group.rank in self.holders
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's copy is the one that sums over all variables count."""
+        return self.group.rank == self.holders[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +207,8 @@ def global_shape(variable) -> tuple[int, ...]:
 def whole_value(variable, name: str = "shard"):
     """The global array that a variable is or is a part of; every rank calls this.
 
+    Of a pipeline's `chain_model`, also those call it that do not hold the variable.
+
     Args:
         variable: A Keras variable.
         name: What the value serves, for messages.
@@ -208,8 +219,13 @@ def whole_value(variable, name: str = "shard"):
     checks.instance("variable", variable, keras.Variable, "a Keras variable")
     checks.text("name", name)
     layout = layout_of(variable)
-    value = stored_value(variable) if layout.flat is not None else variable.value
-    return layout.all_gather(tf.convert_to_tensor(value), name)
+    stage = layout.stage
+    if stage is not None and not stage.is_here:
+        whole = tf.zeros(global_shape(variable), stored_dtype(variable))
+    else:
+        value = stored_value(variable) if layout.flat is not None else variable.value
+        whole = layout.all_gather(tf.convert_to_tensor(value), name)
+    return whole if stage is None else broadcast(whole, stage.group, stage.holders[0], name=name)
 
 
 def replicated_variables(model: keras.Model) -> list[tuple[Any, tuple[str, ...]]]:

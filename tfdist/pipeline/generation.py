@@ -1,0 +1,153 @@
+"""Text by stages: a language model of KerasHub generates where each rank has some of its blocks.
+
+Every rank runs the task's own program, `generate_step`, on a view of the task that has this rank's
+blocks alone. So its cache of keys and values is of these blocks, and samplers are KerasHub's. What one
+stage makes goes to the next as in training, and the last one tells all ranks the logits of each token;
+from the same logits and seeds all ranks draw the same tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.collectives import broadcast
+from tfdist.pipeline.relay import Block, Idle, Outer, Relay
+from tfdist.pipeline.runtime import PipelineRuntime
+
+__all__ = ["TextGenerator"]
+
+#: What KerasHub's language models have, by which their program is run.
+_PROGRAM = ("generate", "generate_step", "call_with_cache", "backbone")
+_INPUTS = {"token_ids", "padding_mask"}
+_WAY_OUT = (
+    "Generate with the model on one device, or split over a tensor axis or by ZeRO stage 3: train it "
+    "there, or save it by `save_to_preset` and load that."
+)
+
+
+class TextGenerator:
+    """Has a task of KerasHub generate by stages.
+
+    Args:
+        runtime: What a rank knows of the pipeline.
+
+    Raises:
+        ValueError: The model is no such task, or its program is another.
+    """
+
+    def __init__(self, runtime: PipelineRuntime):
+        self._runtime = runtime
+        self._task: Any = runtime.chain.model
+        _check_task(self._task)
+        self._sampler: Any = None
+        #: What was traced, and for which sampler.
+        self._traced: tuple[Any, Callable | None] = (None, None)
+
+    def use(self, sampler) -> None:
+        """Takes another sampler: a name, or one of KerasHub's objects."""
+        self._sampler = _samplers().get(sampler)
+
+    def generate(self, inputs, eager: bool, **options):
+        """As `generate` of the task, maybe without a graph; every rank calls it with the same."""
+        sampler = self._sampler or getattr(self._task, "sampler", None)
+        if sampler is None:
+            self.use(inspect.signature(self._task.compile).parameters["sampler"].default)
+            sampler = self._sampler
+        view = self._view(sampler)
+        view.run_eagerly = eager
+        # Past an attribute of the task itself, which may lead here.
+        outputs = type(view).generate(view, inputs, **options)
+        self._traced = (sampler, view.generate_function)
+        return outputs
+
+    def _view(self, sampler):
+        """The task as this rank runs it."""
+        task, runtime = self._task, self._runtime
+        relay = Relay(runtime.chain, runtime.partition, runtime.group, _WAY_OUT)
+        backbone = _copy(task.backbone)
+        blocks: list = [
+            Block(relay, block)
+            for block in task.backbone.transformer_layers
+            if relay.is_here(relay.stage_of_block(block))
+        ]
+        own = blocks or [Idle()]
+        vars(backbone).update(transformer_layers=own, num_layers=len(own))
+        view = _copy(task)
+        for owner in (backbone, view):
+            for name, layer in list(vars(owner).items()):
+                if relay.is_outer(layer):
+                    vars(owner)[name] = Outer(relay, layer)
+                elif layer is task.backbone:
+                    vars(owner)[name] = backbone
+        traced_for, function = self._traced
+        vars(view).update(
+            sampler=sampler, generate_function=function if traced_for is sampler else None
+        )
+        vars(view)["generate_step"] = self._step(view, relay)
+        view.jit_compile = False
+        return view
+
+    def _step(self, view, relay: Relay):
+        """The task's program; what its passes through the layers return is alike on all ranks."""
+        group = self._runtime.group
+        last = self._runtime.last_stage % group.size
+        reads_hidden = isinstance(view.sampler, _samplers().ContrastiveSampler)
+        fills_cache = False
+
+        def call_with_cache(*args, **kwargs):
+            nonlocal fills_cache
+            with relay.passing():
+                logits, hidden, cache = type(view).call_with_cache(view, *args, **kwargs)
+            # The first pass fills the cache: nobody reads the logits of the prompt, which are large.
+            if not fills_cache:
+                logits = broadcast(logits, group, last, name="generate/logits")
+            if reads_hidden:
+                hidden = broadcast(hidden, group, last, name="generate/hidden")
+            fills_cache = False
+            return logits, hidden, cache
+
+        # KerasHub's programs need no conversion, and errors stay as they are without one.
+        @tf.autograph.experimental.do_not_convert
+        def generate_step(inputs, stop_token_ids=None):
+            nonlocal fills_cache
+            fills_cache = True
+            return type(view).generate_step(view, inputs, stop_token_ids=stop_token_ids)
+
+        vars(view)["call_with_cache"] = call_with_cache
+        return generate_step
+
+
+def _check_task(task) -> None:
+    missing = [name for name in _PROGRAM if not hasattr(task, name)]
+    if missing:
+        raise ValueError(
+            "Pipelines generate with language models of KerasHub. Received: "
+            f"`{task.name}` of type {type(task).__name__}, which has no `{missing[0]}`. {_WAY_OUT}"
+        )
+    inputs = task.input
+    blocks: Sequence | None = getattr(task.backbone, "transformer_layers", None)
+    known = isinstance(inputs, dict) and set(inputs) == _INPUTS
+    if not known or blocks is None or getattr(task.backbone, "num_layers", None) != len(blocks):
+        raise ValueError(
+            "Pipelines generate with language models that take token_ids and padding_mask, and have "
+            f"one list of transformer_layers. Received: a {type(task).__name__}. {_WAY_OUT}"
+        )
+
+
+def _copy(model: keras.Model):
+    """The same object to all that looks at it, with attributes of its own."""
+    new = object.__new__(type(model))
+    vars(new).update(vars(model))
+    return new
+
+
+def _samplers():
+    # Whoever has a task of KerasHub has imported it.
+    import keras_hub
+
+    return keras_hub.samplers
