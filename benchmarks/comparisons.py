@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["COMPARISONS", "SIZES", "Comparison", "Job"]
+__all__ = ["COMPARISONS", "SIZES", "UNUSED", "Comparison", "Job"]
 
 #: Of the models and their global batches. The large ones are where the parameters' memory counts most,
 #: the tiny ones are to try whether all runs.
@@ -21,6 +21,19 @@ SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
             "batch": 16,
         },
         "convnet": {"side": 32, "classes": 10, "batch": 64},
+        # GPT-2 small. `rank` is that of adapters; `prompt` and `written` are tokens of generation.
+        "gpt2": {
+            "layers": 12,
+            "width": 768,
+            "heads": 12,
+            "tokens": 128,
+            "positions": 1024,
+            "vocabulary": 50_257,
+            "batch": 4,
+            "rank": 8,
+            "prompt": 16,
+            "written": 64,
+        },
     },
     "large": {
         "gpt": {
@@ -36,6 +49,18 @@ SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "tiny": {
         "gpt": {"layers": 2, "width": 32, "heads": 2, "tokens": 16, "vocabulary": 64, "batch": 8},
         "convnet": {"side": 8, "classes": 10, "batch": 8},
+        "gpt2": {
+            "layers": 2,
+            "width": 32,
+            "heads": 2,
+            "tokens": 16,
+            "positions": 32,
+            "vocabulary": 63,
+            "batch": 4,
+            "rank": 2,
+            "prompt": 4,
+            "written": 8,
+        },
     },
 }
 
@@ -70,7 +95,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Two jobs that train the same model.
+    """Two jobs that run the same model.
 
     Attributes:
         name: What `--only` calls it.
@@ -89,7 +114,7 @@ class Comparison:
 
 #: Keras imports these where they happen to be installed, for what training does not use: 95 MiB that
 #: the others' environments have no chance to spend.
-_UNUSED = ("matplotlib", "scipy", "sklearn")
+UNUSED = ("matplotlib", "scipy", "sklearn")
 
 
 def _ours(
@@ -103,7 +128,7 @@ def _ours(
         ranks,
         threads,
         options={"engine": engine, **options},
-        without=_UNUSED,
+        without=UNUSED,
     )
 
 

@@ -36,11 +36,20 @@ ENVIRONMENTS = {
         "psutil>=5.9",
         "pyyaml>=6",
     ),
-    "torch": ("torch==2.13.0", "numpy>=2.0"),
+    "torch": ("torch==2.13.0", "numpy>=2.0", "transformers==5.24.0", "peft==0.21.2"),
 }
 #: Those whose environment has Horovod.
 _WITH_HOROVOD = ("tf_keras",)
-_NAMED = ("tensorflow", "keras", "tf_keras", "horovod", "torch")
+_NAMED = (
+    "tensorflow",
+    "keras",
+    "tf_keras",
+    "keras_hub",
+    "horovod",
+    "torch",
+    "transformers",
+    "peft",
+)
 
 
 def run(arguments: list[str] | None = None) -> None:

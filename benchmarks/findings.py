@@ -36,8 +36,9 @@ class Side:
         processor: By round, the processor time of a step on the rank that uses most.
         imported: The bytes that a rank's process had before it built anything.
         peak: The most bytes that a rank's process had (VmHWM).
-        first_loss: The mean loss of the first steps.
+        first_loss: The mean loss of the first steps; None where nothing is trained.
         last_loss: That of the last round.
+        trained: How many parameters are trained; None in findings of before this was noted.
     """
 
     title: str
@@ -46,8 +47,9 @@ class Side:
     processor: list[float]
     imported: int
     peak: int
-    first_loss: float
-    last_loss: float
+    first_loss: float | None
+    last_loss: float | None
+    trained: int | None = None
 
     @property
     def growth(self) -> int:

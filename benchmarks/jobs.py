@@ -43,13 +43,13 @@ class Block:
     Attributes:
         seconds: The median time of a step, on the slowest rank.
         processor: The processor time of a step, on the rank that uses most.
-        loss: The mean loss over ranks and steps.
+        loss: The mean loss over ranks and steps; None where nothing is trained.
         peak: The most bytes that a rank's process has had so far.
     """
 
     seconds: float
     processor: float
-    loss: float
+    loss: float | None
     peak: int
 
 
@@ -64,7 +64,8 @@ class RunningJob:
         timeout: How long the start, or a block, may take in seconds.
 
     Attributes:
-        parameters: How many are trained, over all ranks.
+        parameters: How many the model has, over all ranks, without adapters.
+        trained: How many are trained.
         imported: The bytes that a rank's process had before it built anything; the most of all.
 
     Raises:
@@ -79,7 +80,7 @@ class RunningJob:
         self._timeout = timeout
         self._processes: list[subprocess.Popen[bytes]] = []
         self._resources = contextlib.ExitStack()
-        self.parameters = self.imported = 0
+        self.parameters = self.trained = self.imported = 0
 
     def __enter__(self) -> RunningJob:
         try:
@@ -89,6 +90,7 @@ class RunningJob:
             self.__exit__()
             raise
         self.parameters = max(answer["parameters"] for answer in ready)
+        self.trained = max(answer["trained"] for answer in ready)
         self.imported = max(answer["imported"] for answer in ready)
         self._signal(signal.SIGSTOP)
         return self
@@ -129,7 +131,7 @@ class RunningJob:
         return Block(
             max(answer["seconds"] for answer in answers),
             max(answer["processor"] for answer in answers),
-            statistics.mean(losses),
+            statistics.mean(losses) if losses else None,
             max(answer["peak"] for answer in answers),
         )
 

@@ -142,7 +142,7 @@ def compare(
             own.append(running.block(_WARM_UP))
         if jobs[0].parameters != jobs[1].parameters:
             raise JobError(
-                f"The models differ: {sides[0].title} trains {jobs[0].parameters:,} parameters, "
+                f"The models differ: {sides[0].title} has {jobs[0].parameters:,} parameters, "
                 f"{sides[1].title} {jobs[1].parameters:,}."
             )
         for number in range(rounds):
@@ -162,10 +162,11 @@ def compare(
 
 def _side(job: Job, running: RunningJob, blocks: list[Block], peers: Path) -> Side:
     first, *turns = blocks
-    if not turns[-1].loss < first.loss:
+    last = turns[-1]
+    if first.loss is not None and last.loss is not None and not last.loss < first.loss:
         raise JobError(
             f"{job.title} does not learn: its loss was {first.loss:.4f} at first, "
-            f"{turns[-1].loss:.4f} at last."
+            f"{last.loss:.4f} at last."
         )
     return Side(
         title=job.title,
@@ -173,9 +174,10 @@ def _side(job: Job, running: RunningJob, blocks: list[Block], peers: Path) -> Si
         seconds=[block.seconds for block in turns],
         processor=[block.processor for block in turns],
         imported=running.imported,
-        peak=turns[-1].peak,
+        peak=last.peak,
         first_loss=first.loss,
-        last_loss=turns[-1].loss,
+        last_loss=last.loss,
+        trained=running.trained,
     )
 
 

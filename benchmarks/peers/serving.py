@@ -20,7 +20,7 @@ class Settings:
 
     Attributes:
         program: The module of this folder.
-        model: "gpt" or "convnet".
+        model: "gpt", "gpt2" or "convnet".
         sizes: Of the model and its global batch.
         rank: Which rank this is.
         ranks: How many there are.
@@ -46,7 +46,7 @@ class Steps:
     Attributes:
         begins: When each began.
         used: The seconds of processor time that the process had used by then, in all its threads.
-        loss: The mean loss of all; None for a rank that does not see it.
+        loss: The mean loss of all; None for a rank that does not see it, or where nothing is trained.
     """
 
     begins: list[float] = dataclasses.field(default_factory=list)
@@ -73,10 +73,12 @@ class Training(Protocol):
     """A model that is being trained.
 
     Attributes:
-        parameters: How many are trained, over all ranks.
+        parameters: How many the model has, over all ranks, without adapters.
+        trained: How many are trained.
     """
 
     parameters: int
+    trained: int
 
     def block(self, steps: int) -> Steps:
         """Trains some steps more."""
@@ -87,7 +89,7 @@ def global_batch(settings: Settings) -> tuple[np.ndarray, np.ndarray]:
     """The batch that every step trains on: what can be learned within some steps."""
     sizes = settings.sizes
     random = np.random.default_rng(0)
-    if settings.model == "gpt":
+    if settings.model != "convnet":
         shape = sizes["batch"], sizes["tokens"]
         tokens = random.integers(0, sizes["vocabulary"], shape, "int32")
         return tokens, (7 * tokens + 3) % sizes["vocabulary"]
@@ -120,11 +122,20 @@ class FitTraining:
         model: The compiled model.
         data: Its data set, which does not end.
         clock: Makes a callback that calls a function when a step begins.
-        parameters: How many it trains.
+        parameters: How many it has, over all ranks, without adapters.
+        trained: How many are trained; None for all.
     """
 
-    def __init__(self, model, data, clock: Callable[[Callable], Any], parameters: int):
+    def __init__(
+        self,
+        model,
+        data,
+        clock: Callable[[Callable], Any],
+        parameters: int,
+        trained: int | None = None,
+    ):
         self.parameters = parameters
+        self.trained = parameters if trained is None else trained
         self._model, self._data, self._clock = model, data, clock
 
     def block(self, steps: int) -> Steps:

@@ -35,7 +35,7 @@ def main() -> None:
     def tell(**answer: Any) -> None:
         answers.write(json.dumps(answer) + "\n")
 
-    tell(parameters=training.parameters, imported=imported)
+    tell(parameters=training.parameters, trained=training.trained, imported=imported)
     for line in sys.stdin:
         block = training.block(int(line))
         tell(

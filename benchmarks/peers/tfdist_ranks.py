@@ -12,7 +12,7 @@ from tfdist.pipeline import PipelineModel, deferred_weights
 
 from .serving import FitTraining, Settings, Training, global_batch
 
-_STRATEGIES = {
+STRATEGIES = {
     "horovod": strategies.HorovodStrategy,
     "tensorflow": strategies.MultiWorkerStrategy,
     "local": strategies.LocalStrategy,
@@ -28,7 +28,7 @@ def prepare(settings: Settings) -> Training:
     pipeline = options.pop("pipeline", None)
     mesh = tfdist.Mesh(**options.pop("mesh", {}))
     keras.utils.set_random_seed(0)
-    strategy = _STRATEGIES[engine](mesh, **options)
+    strategy = STRATEGIES[engine](mesh, **options)
     with strategy.scope():
         if pipeline is None:
             model = _model(settings, tied=True)

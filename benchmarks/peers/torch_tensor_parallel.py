@@ -8,13 +8,19 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
-    loss_parallel,
     parallelize_module,
 )
 
 from .serving import Settings, Training
-from .torch_models import GPT, loss_of
-from .torch_training import StepTraining, count, make_optimizer, meet, whole_batch
+from .torch_models import GPT
+from .torch_training import (
+    StepTraining,
+    count,
+    make_optimizer,
+    meet,
+    split_loss_step,
+    whole_batch,
+)
 
 
 def prepare(settings: Settings) -> Training:
@@ -39,13 +45,5 @@ def prepare(settings: Settings) -> Training:
     head, embedding = model.get_submodule("head"), model.get_submodule("embedding")
     head.weight = embedding.weight
     optimizer = make_optimizer(model.parameters())
-
-    def step():
-        optimizer.zero_grad(set_to_none=True)
-        with loss_parallel():
-            loss = loss_of(model(inputs), labels)
-            loss.backward()
-        optimizer.step()
-        return loss.detach().full_tensor()
-
+    step = split_loss_step(model, optimizer, inputs, labels)
     return StepTraining(step, count(model))

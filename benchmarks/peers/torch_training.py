@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 from .serving import LEAD, Settings, Steps, global_batch, own_rows
 from .torch_models import GPT, ConvNet, loss_of
@@ -38,12 +39,21 @@ def whole_batch(settings: Settings):
 
 def make_optimizer(parameters: Iterable):
     """Adam, with the constant that Keras has, in one kernel."""
+    return torch.optim.Adam(_groups(parameters), lr=1e-3, eps=1e-7, fused=True)
+
+
+def make_decaying_optimizer(model):
+    """AdamW of what a model trains, with the constants that Keras has, in one kernel."""
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    return torch.optim.AdamW(_groups(trained), lr=1e-3, eps=1e-7, weight_decay=0.004, fused=True)
+
+
+def _groups(parameters: Iterable) -> list[dict]:
+    """The parameters by kind, since one kernel takes tensors of one kind."""
     split: dict[bool, list] = {True: [], False: []}
     for parameter in parameters:
         split[isinstance(parameter, DTensor)].append(parameter)
-    # One kernel takes tensors of one kind.
-    groups = [{"params": group} for group in split.values() if group]
-    return torch.optim.Adam(groups, lr=1e-3, eps=1e-7, fused=True)
+    return [{"params": group} for group in split.values() if group]
 
 
 def plain_step(model, optimizer, inputs, labels) -> Callable:
@@ -59,16 +69,32 @@ def plain_step(model, optimizer, inputs, labels) -> Callable:
     return step
 
 
+def split_loss_step(model, optimizer, inputs, labels) -> Callable:
+    """The same where the logits are split over the vocabulary."""
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        with loss_parallel():
+            loss = loss_of(model(inputs), labels)
+            loss.backward()
+        optimizer.step()
+        return loss.detach().full_tensor()
+
+    return step
+
+
 class StepTraining:
     """A model whose steps a function makes.
 
     Args:
         step: Makes a step; returns its loss, or None where this rank does not see it.
-        parameters: How many are trained, over all ranks.
+        parameters: How many the model has, over all ranks, without adapters.
+        trained: How many are trained; None for all.
     """
 
-    def __init__(self, step: Callable, parameters: int):
+    def __init__(self, step: Callable, parameters: int, trained: int | None = None):
         self.parameters = parameters
+        self.trained = parameters if trained is None else trained
         self._step = step
 
     def block(self, steps: int) -> Steps:

@@ -183,3 +183,33 @@ def test_the_report_says_what_is_held(pool, stage):
         assert rows["gradients"]["planned"] <= 4 * (shares if stage else elements)
         # At least what the hidden layer gives for this rank's rows.
         assert rows["peak of a step beside"]["measured"] > 6000 * 16 * 4
+
+
+def reduced_layers() -> set[str]:
+    """The layers whose gradients are reduced in a step of a model of which one is frozen."""
+    import tensorflow as tf
+
+    from tfdist.testing import strategy
+
+    keras.backend.clear_session()
+    with strategy(zero_stage=3).scope():
+        model = keras.Sequential(
+            [keras.Input((4,))] + [keras.layers.Dense(4, name=name) for name in "abc"]
+        )
+        model.get_layer("b").trainable = False
+
+    @tf.function
+    def gradients(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x))
+        return tape.gradient(loss, model.trainable_variables)
+
+    graph = gradients.get_concrete_function(tf.ones([2, 4])).graph
+    # In names of operations a slash is spelled otherwise.
+    names = [operation.name for operation in graph.get_operations()]
+    return {name for name in "abc" if any(f">{name}>gradients" in found for found in names)}
+
+
+@on_ranks(("horovod", 2))
+def test_gradients_of_frozen_parameters_do_not_travel(pool):
+    assert pool.run(reduced_layers, timeout=60) == [{"a", "c"}] * 2

@@ -20,6 +20,7 @@ from tfdist.sharding.weights import value_tensor
 from tfdist.tensor_parallel.adapters import Adapter, LayerView, override
 from tfdist.tensor_parallel.equations import equation_of_a, position, terms
 from tfdist.tensor_parallel.lora import add_lora, lora_axes
+from tfdist.tensor_parallel.prefill import dropped_logits, drops_logits
 from tfdist.tensor_parallel.quantized import (
     quantized_axes,
     quantized_row_attributes,
@@ -89,6 +90,8 @@ class _ProductAdapter(Adapter):
         plain = layer.activation in (None, keras.activations.linear)
         if plain and stays_split(layer):
             return outputs
+        if drops_logits():
+            return dropped_logits(outputs, layer.units)
         outputs = gather_from_tensor_region(outputs, group, name=layer.path)[..., : layer.units]
         return outputs if plain else layer.activation(outputs)
 

@@ -17,6 +17,7 @@ from tfdist.sharding.layout import layout_of
 from tfdist.sharding.weights import value_tensor
 from tfdist.tensor_parallel.adapters import Adapter
 from tfdist.tensor_parallel.adapters_dense import same_dtype
+from tfdist.tensor_parallel.prefill import dropped_logits, drops_logits
 
 __all__ = ["EmbeddingAdapter", "ReversibleEmbeddingAdapter"]
 
@@ -130,6 +131,8 @@ class ReversibleEmbeddingAdapter(EmbeddingAdapter):
         layer = self.layer
         if stays_split(layer):
             return logits
+        if drops_logits():
+            return dropped_logits(logits, layer.input_dim)
         logits = gather_from_tensor_region(logits, group, name=f"{layer.path}/logits")
         return logits[..., : layer.input_dim]
 

@@ -9,8 +9,8 @@ whole each rank computes a part of the gradient.
 from __future__ import annotations
 
 import tensorflow as tf
-from keras import ops
 
+from tfdist.collectives.mappings import linear
 from tfdist.sharding.weights import value_tensor
 
 __all__ = ["add_lora", "lora_axes"]
@@ -44,5 +44,6 @@ def add_lora(layer, outputs, through_a):
     if not layer.lora_enabled:
         return outputs
     a, b = value_tensor(layer.lora_kernel_a), value_tensor(layer.lora_kernel_b)
-    term = ops.matmul(through_a(a), b)
+    rows = tf.convert_to_tensor(through_a(a))
+    term = linear(rows, tf.cast(b, rows.dtype))
     return outputs + tf.cast((layer.lora_alpha / layer.lora_rank) * term, outputs.dtype)

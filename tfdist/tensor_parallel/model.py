@@ -26,6 +26,7 @@ from tfdist.tensor_parallel.choosing import adapter_class
 from tfdist.tensor_parallel.finding import find_plan
 from tfdist.tensor_parallel.layout_map import is_layout_map, plan_of_layout_map
 from tfdist.tensor_parallel.plan import kinds_of
+from tfdist.tensor_parallel.prefill import drop_logits_of_prefill
 from tfdist.tensor_parallel.report import ParallelizeReport, VariableReport
 
 __all__ = ["parallelize", "report"]
@@ -119,6 +120,7 @@ def parallelize(
                 check = Check(model, sample, group)
                 _apply(adapters, blocks, group)
                 check.compare([adapter.layer for adapter in adapters])
+        drop_logits_of_prefill(model)
         _forget_traces(model)
     _reports[model] = _report(weights, kinds, adapters, group)
     return model

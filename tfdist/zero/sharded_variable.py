@@ -187,6 +187,9 @@ def gather_arrays(
 ) -> list[tf.Tensor]:
     """The arrays; their gradients are reduced as the strategy reduces those of any parameter.
 
+    Those that are frozen when this is called have no gradient: a collective is run whether or not
+    anything takes its result, and so would be the products that it is given.
+
     Args:
         variables: The variables.
         name: What they serve, for messages.
@@ -195,16 +198,19 @@ def gather_arrays(
         on_reduced: Called with the gradients of the shards.
     """
     cuts = [_shard_of(variable) for variable in variables]
+    trained = [place for place, variable in enumerate(variables) if variable.trainable]
 
     @custom_gradient
     def collect(*own):
         def gradient(*upstream):
             if on_gradient is not None:
                 on_gradient()
-            shards = shard_gradients(variables, upstream, name)
+            wanted = [upstream[place] for place in trained]
+            shards = shard_gradients([variables[place] for place in trained], wanted, name)
             if on_reduced is not None:
                 on_reduced([getattr(shard, "values", shard) for shard in shards])
-            return shards
+            by_place = dict(zip(trained, shards, strict=True))
+            return [by_place.get(place) for place in range(len(variables))]
 
         return _packed(all_gather_arrays, own, cuts, name), gradient
 

@@ -1,0 +1,164 @@
+"""Fine-tuning a GPT-2 of KerasHub by LoRA: beside plain KerasHub, and beside transformers and peft.
+
+    make peers                          # PyTorch, transformers and peft, in .peers/torch
+    python -m tfdist.benchmarks.fine_tuning [--only=zero] [--rounds=7] [--json=fine_tuning.json]
+
+The model is as large as GPT-2 small, with random weights and adapters on the projections of query and
+value; nothing is downloaded. The jobs take turns as those of `tfdist-bench training` do.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tabulate import tabulate
+
+from tfdist.benchmarks import findings
+from tfdist.benchmarks.comparisons import SIZES, UNUSED, Comparison, Job
+from tfdist.benchmarks.findings import Finding
+from tfdist.benchmarks.jobs import JobError
+from tfdist.benchmarks.measuring import parser, write_between
+from tfdist.benchmarks.training import compare
+
+__all__ = ["NAMES", "comparisons", "table"]
+
+MODEL = "gpt2"
+#: Of the time that one process takes to write, so that ranks write 0.9 of its tokens a second.
+GENERATE_LIMIT = 1 / 0.9
+#: What `--only` may be.
+NAMES = ("one-process", "generate", "tensor", "zero")
+_MARK = "benchmarks.fine_tuning"
+
+
+def comparisons(engine: str) -> Mapping[str, Comparison]:
+    """What is compared, by name.
+
+    Args:
+        engine: Of tfdist's ranks.
+    """
+    tensor = _ours("tensor parallel", engine, "training", mesh={"tensor": 2}, zero_stage=0)
+    writing = _ours("tensor parallel", engine, "generate", mesh={"tensor": 2}, zero_stage=0)
+    zero = _ours("ZeRO-3", engine, "training", mesh={}, zero_stage=3)
+    sides = {
+        "one-process": (tensor, _plain("training"), 1.0),
+        "generate": (writing, _plain("generate"), GENERATE_LIMIT),
+        "tensor": (tensor, _peft("DTensor", "torch_lora_tensor_parallel"), 0.8),
+        "zero": (zero, _peft("FSDP2", "torch_lora_fully_sharded"), 0.8),
+    }
+    return {name: Comparison(name, MODEL, *sides[name]) for name in NAMES}
+
+
+def _ours(title: str, engine: str, measure: str, **options) -> Job:
+    return Job(
+        f"tfdist, {title}",
+        "hub_tfdist",
+        None,
+        engine,
+        options={"engine": engine, "measure": measure, **options},
+        without=UNUSED,
+    )
+
+
+def _plain(measure: str) -> Job:
+    return Job(
+        "plain KerasHub, one process",
+        "hub_plain",
+        None,
+        "local",
+        ranks=1,
+        threads=2,
+        # Keras' default on TensorFlow.
+        options={"measure": measure, "jit_compile": True},
+        without=UNUSED,
+    )
+
+
+def _peft(title: str, program: str) -> Job:
+    return Job(f"transformers and peft, {title}", program, "torch", "torch")
+
+
+def table(found: Sequence[Finding], sizes: Mapping[str, int]) -> str:
+    """Tables of times, of what ranks use, of what is trained, and of tokens that are written.
+
+    Args:
+        found: What was measured.
+        sizes: Of the model.
+    """
+    trained = [
+        (f"`{each.name}`", each.parameters, each.ours.trained, each.theirs.trained)
+        for each in found
+    ]
+    parts = [findings.table(found)]
+    parts.append(
+        tabulate(
+            trained,
+            ("", "frozen and trained, without adapters", "this trains", "other trains"),
+            tablefmt="pipe",
+            intfmt=",",
+        )
+    )
+    written = sizes["batch"] * sizes["written"]
+    rates = [
+        (
+            *(
+                f"{written / statistics.median(side.seconds):.1f}"
+                for side in (each.ours, each.theirs)
+            ),
+            f"{1 / each.ratio:.2f}",
+            f"{1 / max(each.ratios):.2f} to {1 / min(each.ratios):.2f}",
+            f"{1 / each.limit:.2f}",
+        )
+        for each in found
+        if each.name == "generate"
+    ]
+    if rates:
+        head = ("this, tokens a second", "other, tokens a second", "ratio", "spread", "at least")
+        parts.append(tabulate(rates, head, tablefmt="pipe", disable_numparse=True))
+    return "\n\n".join(parts)
+
+
+def main() -> int:
+    """Prints the tables; exit code 1 where a ratio is above its limit or a job fails."""
+    flags = parser(__doc__, NAMES)
+    flags.set_defaults(rounds=7)
+    flags.add_argument("--steps", type=int, default=2, help="Of each turn.")
+    flags.add_argument("--sizes", choices=["full", "tiny"], default="full", help="Of the model.")
+    flags.add_argument("--peers", default=".peers", help="What `make peers` made.")
+    flags.add_argument("--document", help="A document to put the tables into.")
+    options = flags.parse_args()
+    found: list[Finding] = []
+    failed = False
+    for name, comparison in comparisons(options.engine).items():
+        if options.only not in (None, name):
+            continue
+        try:
+            measured = compare(
+                comparison,
+                sizes=options.sizes,
+                peers=Path(options.peers),
+                rounds=options.rounds,
+                steps=options.steps,
+                timeout=600.0,
+            )
+        except JobError as error:
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+            failed = True
+            continue
+        found.append(measured)
+        failed |= measured.is_over
+        print(measured.row(), flush=True)
+        if options.json:  # After each, so that nothing is lost when it is stopped.
+            findings.write(Path(options.json), found)
+    if found:
+        tables = table(found, SIZES[options.sizes][MODEL])
+        print(f"\n{tables}")
+        if options.document:
+            write_between(options.document, _MARK, tables)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""The prefill of generation: a prompt's keys and values, without the logits of its tokens.
+
+A causal model of KerasHub fills its cache by a call whose logits it drops. In one process TensorFlow
+then computes none. On ranks they would be computed and joined: a collective is run whether or not
+anything takes its result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+import keras
+import tensorflow as tf
+
+from tfdist.tensor_parallel.adapters import override
+
+__all__ = ["drop_logits_of_prefill", "dropped_logits", "drops_logits"]
+
+#: The method of KerasHub's causal models that fills the cache; each drops the logits.
+_FILLS_CACHE = "_build_cache"
+
+
+class _Local(threading.local):
+    drops = False
+
+
+_local = _Local()
+
+
+def drops_logits() -> bool:
+    """Whether the logits that are computed now are dropped."""
+    return _local.drops
+
+
+def dropped_logits(logits, vocabulary_size: int):
+    """What stands for joined logits that are dropped: whoever did take them would see NaN.
+
+    Args:
+        logits: This rank's, of shape [..., any].
+        vocabulary_size: The last dim of joined ones.
+    """
+    shape = tf.concat([tf.shape(logits)[:-1], [vocabulary_size]], axis=0)
+    nothing = tf.fill(shape, tf.constant(float("nan"), logits.dtype))
+    return tf.ensure_shape(nothing, [*logits.shape[:-1], vocabulary_size])
+
+
+def drop_logits_of_prefill(model: keras.Model) -> None:
+    """Has a split model of KerasHub fill its cache without joined logits; others stay as they are."""
+    stock = getattr(model, _FILLS_CACHE, None)
+    if callable(stock):
+        override(model, _FILLS_CACHE, _without_logits(stock))
+
+
+def _without_logits(stock: Callable) -> Callable:
+    def fill_cache(*args, **kwargs):
+        with _dropping():
+            return stock(*args, **kwargs)
+
+    return fill_cache
+
+
+@contextlib.contextmanager
+def _dropping() -> Iterator[None]:
+    before, _local.drops = _local.drops, True
+    try:
+        yield
+    finally:
+        _local.drops = before
