@@ -74,7 +74,7 @@ def test_on_meshes_of_two_axes(pool, one_process, preset, name, options):
 @pytest.mark.slow
 @on_ranks(("horovod", 4))
 def test_four_stages(pool, one_process, preset):
-    check(pool, one_process, preset("Llama3"), {"mesh": {"pipeline": 4}})
+    check(pool, one_process, preset("Llama"), {"mesh": {"pipeline": 4}})
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from tfdist.collectives import Group, all_reduce
 from tfdist.keras_internals.functional import defer, initialize_weights, without_values
 from tfdist.pipeline.partition import Partition
 from tfdist.sharding.layout import Stage, update_layout
+from tfdist.sharding.weights import SlicedInitializer
 
 __all__ = ["StagePlacement"]
 
@@ -44,10 +45,14 @@ class StagePlacement:
         if self.group.size == 1:
             return
         for key, variable in self._variables.items():
-            update_layout(variable, stage=Stage(self.group, tuple(self._ranks[key])))
+            layout = update_layout(variable, stage=Stage(self.group, tuple(self._ranks[key])))
             if self.group.rank not in self._ranks[key] and without_values(variable):
                 # Where a layer is traced for shapes, none is to be read from a file or drawn.
-                defer(variable, keras.initializers.Zeros())
+                zeros = keras.initializers.Zeros()
+                defer(
+                    variable,
+                    zeros if layout.slice is None else SlicedInitializer(zeros, layout.slice),
+                )
 
     @property
     def variables(self) -> list[keras.Variable]:
