@@ -37,8 +37,8 @@ from tfdist.layers.experts.permutation import (
 )
 from tfdist.layers.experts.router import SCORES, Routing, route
 from tfdist.layers.experts.usage import ExpertUsage
+from tfdist.layers.feed_forward import ACTIVATIONS, ParallelMLP
 from tfdist.layers.initializers import initializer
-from tfdist.layers.transformer import ParallelMLP
 from tfdist.sharding.experts import check_experts, expert_group
 from tfdist.sharding.layout import global_shape, update_layout
 from tfdist.sharding.weights import tensor_group, value_tensor
@@ -162,7 +162,7 @@ class MixtureOfExperts(keras.layers.Layer):
             "bias_update_steps": checks.integer("bias_update_steps", bias_update_steps, minimum=1),
             "sequence_parallel": checks.boolean("sequence_parallel", sequence_parallel),
         }
-        if shared_hidden_dim is not None and activation not in ("swiglu", "gelu"):
+        if shared_hidden_dim is not None and activation not in ACTIVATIONS:
             raise ValueError(
                 'A shared network has activation="swiglu" or "gelu". Received: '
                 f"activation={activation!r}, shared_hidden_dim={shared_hidden_dim}."
