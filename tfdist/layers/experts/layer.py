@@ -16,11 +16,11 @@ from tfdist.collectives.mappings import (
     reduce_from_tensor_region,
     reduce_scatter_to_sequence_region,
 )
-from tfdist.context import current_replica, with_global_gradient, with_local_gradient
+from tfdist.context import current_replica
 from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.layers.dense import check_divides
 from tfdist.layers.experts.balancing import BiasState
-from tfdist.layers.experts.exchange import Exchange
+from tfdist.layers.experts.dispatch import are_there, through_experts
 from tfdist.layers.experts.losses import (
     Tokens,
     balance_loss,
@@ -29,12 +29,7 @@ from tfdist.layers.experts.losses import (
     router_z_loss,
 )
 from tfdist.layers.experts.network import ExpertNetworks
-from tfdist.layers.experts.permutation import (
-    capacity_of,
-    combine,
-    gather_rows,
-    sort_by_expert,
-)
+from tfdist.layers.experts.permutation import capacity_of, sort_by_expert
 from tfdist.layers.experts.router import SCORES, Routing, route
 from tfdist.layers.experts.usage import ExpertUsage
 from tfdist.layers.feed_forward import ACTIVATIONS, ParallelMLP
@@ -277,7 +272,7 @@ class MixtureOfExperts(keras.layers.Layer):
         permutation = sort_by_expert(
             routing.experts,
             self.num_experts,
-            is_there=_are_there(),
+            is_there=are_there(),
             capacity=capacity,
             gates=gates,
         )
@@ -287,16 +282,9 @@ class MixtureOfExperts(keras.layers.Layer):
             if not self._config["sequence_parallel"]:
                 tokens = copy_to_tensor_region(tokens, self._tensor, name=f"{self.name}/tokens")
             gates = copy_to_tensor_region(gates, self._tensor, name=f"{self.name}/gates")
-        if self._group is None:
-            rows = gather_rows(tokens, permutation)
-            return combine(self._networks(rows, permutation.counts), gates, permutation)
-        replica = current_replica()
-        step = None if replica is None else replica.step
-        tokens, gates = with_local_gradient(tokens, step), with_local_gradient(gates, step)
-        exchange = Exchange(permutation.counts, self._group, self.name)
-        rows = exchange.dispatch(gather_rows(tokens, permutation))
-        rows = exchange.collect(self._networks(rows, exchange.counts))
-        return with_global_gradient(combine(rows, gates, permutation), step)
+        return through_experts(
+            tokens, gates, permutation, self._networks, self._group, self.name
+        )
 
     def _balance(self, routing: Routing, inputs: tf.Tensor, mask, training: bool) -> None:
         """Adds the losses, and updates the bias."""
@@ -324,7 +312,7 @@ class MixtureOfExperts(keras.layers.Layer):
 
     def _tokens(self, inputs: tf.Tensor, mask) -> Tokens:
         """Those tokens of the inputs that count."""
-        there = _are_there()
+        there = are_there()
         number = tf.reduce_prod(tf.shape(inputs)[:-1])
         counted = None if mask is None else tf.reshape(tf.cast(mask, tf.bool), [-1])
         if there is not None:
@@ -338,7 +326,7 @@ class MixtureOfExperts(keras.layers.Layer):
             minlength=self.num_experts,
             maxlength=self.num_experts,
         )
-        there = _are_there()
+        there = are_there()
         if there is not None:
             chosen = tf.where(there, chosen, 0)
         dropped = tf.reduce_sum(chosen) - tf.reduce_sum(permutation.counts)
@@ -373,14 +361,6 @@ class MixtureOfExperts(keras.layers.Layer):
             "output_initializer": self.output_initializer and serialize(self.output_initializer),
             "router_initializer": serialize(self.router_initializer),
         }
-
-
-def _are_there() -> tf.Tensor | None:
-    """Whether the rows that are computed now are some of the batch; None where all are."""
-    replica = current_replica()
-    if replica is None or replica.has_padding is None:
-        return None
-    return tf.logical_not(replica.has_padding)
 
 
 def _with_gradient_over(tensor: tf.Tensor, divisor: int) -> tf.Tensor:
