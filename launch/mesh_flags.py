@@ -126,7 +126,14 @@ class MeshFlags:
             upper_bound=3,
         )
         of_pipelines = (self._microbatches, self._schedule, self._chunks)
-        self.mesh = (self._data, self._expert, self._tensor, self._pipeline, self._order, *of_pipelines)
+        self.mesh = (
+            self._data,
+            self._expert,
+            self._tensor,
+            self._pipeline,
+            self._order,
+            *of_pipelines,
+        )
 
     def layout(self) -> Layout:
         """What the flags say.

@@ -128,7 +128,9 @@ def train(
             "gradient_accumulation_steps": accumulate,
             "global_clipnorm": clip,
         }
-        model.compile(type(rule).from_config(config), programs.cross_entropy(), metrics=["accuracy"])
+        model.compile(
+            type(rule).from_config(config), programs.cross_entropy(), metrics=["accuracy"]
+        )
     history = model.fit(x, y, batch_size=batch, epochs=epochs, shuffle=False, verbose=0).history
     history["evaluation"] = model.evaluate(x, y, batch_size=batch, verbose=0)
     return history, whole_weights(model, strategy)

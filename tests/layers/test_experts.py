@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
+import numpy as np
 import pytest
 
 from tests.conftest import on_ranks, slow_but
-from tests.layers.expert_programs import program
-from tests.strategies.test_axes import check
+from tests.layers import expert_programs
+from tests.strategies.programs import in_one_process
+from tests.strategies.test_axes import on_mesh
 from tfdist import Mesh
 
 MESHES_OF_TWO = {
@@ -16,8 +20,20 @@ MESHES_OF_TWO = {
 }
 MESHES_OF_FOUR = {
     "expert": Mesh(data=1, expert=4),
-    "data x expert": Mesh(data=2, expert=2),
-    "expert x tensor": Mesh(data=1, expert=2, tensor=2),
+    "data-expert": Mesh(data=2, expert=2),
+    "expert-tensor": Mesh(data=1, expert=2, tensor=2),
+}
+PIPELINE = {"micro_batches": 2, "balance_over": "sequence"}
+#: Of all tokens alike, which go to the same experts: some have none, on some ranks or on all.
+ONE_WAY = {"same": True, "balance_loss": 0.0, "top_k": 1, "score_first": False}
+VARIANTS = {
+    "sequence": {"balance_over": "sequence", "balance_loss": 0.1},
+    "sigmoid": {"scores": "sigmoid", "gate_scale": 2.0, "bias_rate": 0.02},
+    "accumulated": {"accumulate": 2, "bias_update_steps": 2, "bias_rate": 0.02, "rows": 20},
+    "after": {"score_first": False, "shared_hidden_dim": 6, "shared_gate": True},
+    "recomputed": {"recomputed": True, "bias_rate": 0.02},
+    "one-way": ONE_WAY,
+    "all": {"top_k": 4, "activation": "gelu", "use_bias": True},
 }
 
 
@@ -28,16 +44,52 @@ def meshes(which: dict, quick: list[str]) -> list:
     ]
 
 
+@functools.cache
+def reference(one_process, options: tuple):
+    found = one_process.run(in_one_process, expert_programs.program(**dict(options)), timeout=600)
+    return found[0]
+
+
+def check(pool, one_process, mesh: Mesh, *, ours: dict | None = None, zero_stage=0, **options):
+    """Compares the logs and all weights with those of one process; `ours` is for the ranks alone."""
+    history, weights = reference(one_process, tuple(sorted(options.items())))
+    program = expert_programs.program(**options, **(ours or {}))
+    for found, own in pool.run(on_mesh, program, mesh, {"zero_stage": zero_stage}, timeout=600):
+        for name, values in history.items():
+            np.testing.assert_allclose(found[name], values, rtol=1e-5, atol=1e-5, err_msg=name)
+        for place, (one, other) in enumerate(zip(own, weights, strict=True)):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5, err_msg=str(place))
+
+
 @on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
 @pytest.mark.parametrize("mesh", meshes(MESHES_OF_TWO, ["expert"]))
 @pytest.mark.parametrize("zero_stage", slow_but([0], [0, 1, 3]))
 def test_as_a_dense_loop(pool, one_process, mesh, zero_stage):
     # Of 11 rows in batches of 5 the last has one row: a rank has none.
-    check(pool, one_process, program(bias_rate=0.01), mesh, zero_stage=zero_stage)
+    check(pool, one_process, mesh, zero_stage=zero_stage, bias_rate=0.01)
+
+
+@on_ranks(("horovod", 2))
+@pytest.mark.parametrize("variant", slow_but(["recomputed"], list(VARIANTS)))
+def test_variants(pool, one_process, variant):
+    options = dict(VARIANTS[variant])
+    ours = {"recomputed": options.pop("recomputed", False)}
+    check(pool, one_process, Mesh(data=1, expert=2), ours=ours, **options)
 
 
 @on_ranks(("horovod", 4), slow=[("tensorflow", 4)])
-@pytest.mark.parametrize("mesh", meshes(MESHES_OF_FOUR, ["expert x tensor"]))
+@pytest.mark.parametrize("mesh", meshes(MESHES_OF_FOUR, ["expert-tensor"]))
 @pytest.mark.parametrize("zero_stage", slow_but([0], [0, 1, 3]))
 def test_on_two_axes(pool, one_process, mesh, zero_stage):
-    check(pool, one_process, program(use_bias=True), mesh, zero_stage=zero_stage)
+    check(pool, one_process, mesh, zero_stage=zero_stage, use_bias=True, bias_rate=0.01)
+
+
+@pytest.mark.slow
+@on_ranks(("horovod", 4))
+@pytest.mark.parametrize("zero_stage", [0, 1])
+def test_in_a_pipeline(pool, one_process, zero_stage):
+    mesh = Mesh(data=1, expert=2, pipeline=2)
+    options = {"rows": 16, "batch": 8, "epochs": 10, "bias_rate": 0.02}
+    sequence = {"balance_over": "sequence"}
+    ours = {"micro_batches": 2}
+    check(pool, one_process, mesh, ours=ours, zero_stage=zero_stage, **options, **sequence)

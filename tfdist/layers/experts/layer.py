@@ -282,9 +282,7 @@ class MixtureOfExperts(keras.layers.Layer):
             if not self._config["sequence_parallel"]:
                 tokens = copy_to_tensor_region(tokens, self._tensor, name=f"{self.name}/tokens")
             gates = copy_to_tensor_region(gates, self._tensor, name=f"{self.name}/gates")
-        return through_experts(
-            tokens, gates, permutation, self._networks, self._group, self.name
-        )
+        return through_experts(tokens, gates, permutation, self._networks, self._group, self.name)
 
     def _balance(self, routing: Routing, inputs: tf.Tensor, mask, training: bool) -> None:
         """Adds the losses, and updates the bias."""

@@ -54,7 +54,9 @@ class Tokens:
         if step is not None and not self.is_masked:
             # All sequences of a batch are as long: a rank's share of tokens is that of its rows.
             return tf.math.divide_no_nan(sums, total)
-        refuse_microbatches(replica, self.layer, "a mask and a balance loss or z-loss over the batch")
+        refuse_microbatches(
+            replica, self.layer, "a mask and a balance loss or z-loss over the batch"
+        )
         every = all_reduce(total, replica.strategy.gradient_group, name=f"{self.layer}/tokens")
         share = 1.0 if step is None else tf.cast(step.share, sums.dtype)
         return tf.math.divide_no_nan(sums, every * share)
