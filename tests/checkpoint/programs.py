@@ -59,9 +59,7 @@ def trained_and_saved(mesh: dict | None, folder: str, experts: bool = False) -> 
     return checkpoint.save(folder, model, step=STEPS, state={"epoch": 1})
 
 
-def restored(
-    mesh: dict | None, paths: dict[str, str], folder: str, experts: bool = False
-) -> dict:
+def restored(mesh: dict | None, paths: dict[str, str], folder: str, experts: bool = False) -> dict:
     """For each checkpoint: where it was saved again, and the losses of further steps."""
     from tfdist import checkpoint
 

@@ -37,7 +37,11 @@ class DenseLoop(MixtureOfExperts):
         if config["normalize_gates"]:
             gates /= tf.reduce_sum(gates, axis=-1, keepdims=True)
         gates *= config["gate_scale"]
-        weights = {weight.name: weight.value for weight in self.trainable_variables}
+        weights = {
+            weight.name: weight.value
+            for weight in self.trainable_variables
+            if "/shared/" not in weight.path
+        }
         total = tf.zeros_like(tokens)
         for number in range(experts):
             total += gates[:, number, None] * self._expert(tokens, number, weights)
@@ -113,7 +117,7 @@ def train(
     same: bool = False,
     accumulate: int | None = None,
     optimizer: str = "sgd",
-    clip: float | None = None,
+    biases_only: bool = False,
     **options,
 ):
     """Twenty steps of SGD; the logs, and all weights of the whole model."""
@@ -126,12 +130,16 @@ def train(
             **rule.get_config(),
             "learning_rate": rate,
             "gradient_accumulation_steps": accumulate,
-            "global_clipnorm": clip,
         }
         model.compile(
             type(rule).from_config(config), programs.cross_entropy(), metrics=["accuracy"]
         )
     history = model.fit(x, y, batch_size=batch, epochs=epochs, shuffle=False, verbose=0).history
+    if biases_only:
+        biases = [np.array(w) for w in model.weights if w.name == "expert_bias"]
+        model.evaluate(x, y, batch_size=batch, verbose=0)
+        after = [np.array(w) for w in model.weights if w.name == "expert_bias"]
+        return history, [biases, after]
     history["evaluation"] = model.evaluate(x, y, batch_size=batch, verbose=0)
     return history, whole_weights(model, strategy)
 

@@ -93,3 +93,100 @@ def test_in_a_pipeline(pool, one_process, zero_stage):
     sequence = {"balance_over": "sequence"}
     ours = {"micro_batches": 2}
     check(pool, one_process, mesh, ours=ours, zero_stage=zero_stage, **options, **sequence)
+
+
+def refusals(mesh: Mesh) -> list[str]:
+    """What is said where experts do not fit a mesh, its pipeline or the optimizer."""
+    from tfdist.layers import MixtureOfExperts
+    from tfdist.testing import strategy
+
+    found = []
+    with strategy(mesh).scope():
+        for sizes in ((3, 8), (4, 7)):
+            try:
+                MixtureOfExperts(*sizes, name="experts")
+            except ValueError as error:
+                found.append(str(error))
+    for options in (
+        {"micro_batches": 2, "rows": 4, "batch": 4},
+        {"bias_rate": 0.1, "bias_update_steps": 3, "balance_loss": 0.0},
+    ):
+        try:
+            expert_programs.train(strategy(mesh), **options)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+@on_ranks(("horovod", 2))
+def test_what_does_not_fit_is_refused_by_name(pool):
+    for found in pool.run(refusals, Mesh(data=1, expert=2), timeout=300):
+        assert "`experts` with expert=2" in found[0] and "num_experts=3" in found[0]
+        assert '`experts` has balance_over="batch"' in found[1]
+        assert "bias_update_steps=3 in `experts`" in found[2]
+
+
+def kept_alike(mesh: Mesh):
+    """The bias of each layer as this rank has it, which an evaluation does not move."""
+    from tfdist.testing import strategy
+
+    _, (before, after) = expert_programs.train(
+        strategy(mesh), bias_rate=0.02, rows=7, batch=5, epochs=2, biases_only=True
+    )
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one, other)
+    return after
+
+
+@on_ranks(("horovod", 2))
+def test_the_bias_is_the_same_on_all_ranks(pool):
+    first, *others = pool.run(kept_alike, Mesh(data=1, expert=2), timeout=300)
+    assert any(np.any(bias) for bias in first)
+    for other in others:
+        for one, two in zip(first, other, strict=True):
+            np.testing.assert_array_equal(one, two)
+
+
+def test_a_permutation_there_and_back():
+    import tensorflow as tf
+
+    from tfdist.layers.experts.permutation import combine, gather_rows, sort_by_expert
+
+    chance = np.random.default_rng(0)
+    tokens = tf.constant(chance.normal(size=(12, 4)).astype("float32"))
+    experts = tf.constant(chance.integers(0, 3, (12, 2)), tf.int32)
+    gates = tf.fill([12, 2], 0.5)
+    for options in ({}, {"is_there": tf.constant(True)}, {"capacity": tf.constant(99)}):
+        permutation = sort_by_expert(experts, 5, gates=gates, **options)
+        with tf.GradientTape() as tape:
+            tape.watch(tokens)
+            back = combine(gather_rows(tokens, permutation), gates, permutation)
+            loss = tf.reduce_sum(back * back)
+        np.testing.assert_allclose(back, tokens, rtol=1e-6)
+        np.testing.assert_allclose(tape.gradient(loss, tokens), 2 * tokens, rtol=1e-6)
+    # Each of 5 experts takes 2 rows at most, those with the largest gates.
+    gates = tf.constant(chance.random((12, 2)).astype("float32"))
+    permutation = sort_by_expert(experts, 5, capacity=tf.constant(2), gates=gates)
+    for expert in range(5):
+        chosen = experts.numpy() == expert
+        kept = permutation.kept.numpy() & chosen
+        assert kept.sum() == min(2, chosen.sum()) == permutation.counts[expert]
+        if 0 < kept.sum() < chosen.sum():
+            assert gates.numpy()[kept].min() >= gates.numpy()[chosen & ~kept].max()
+    # A rank without rows.
+    permutation = sort_by_expert(experts, 5, is_there=tf.constant(False))
+    rows = gather_rows(tokens, permutation)
+    assert rows.shape == (0, 4)
+    np.testing.assert_array_equal(combine(rows, gates, permutation), np.zeros((12, 4)))
+
+
+def test_load_logs():
+    from tfdist.monitoring.expert_load import load_logs
+
+    counts = {
+        "one": np.array([6.0, 2.0, 0.0, 0.0, 1.0]),
+        "two": np.array([2.0, 2.0, 2.0, 2.0, 0.0]),
+    }
+    logs = load_logs(counts)
+    assert logs == {"expert_load": 2.0, "expert_max_violation": 2.0, "expert_dropped": 1 / 16}
+    assert load_logs({}) == {}

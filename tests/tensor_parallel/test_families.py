@@ -62,7 +62,9 @@ def test_split(pool, one_process, name):
 
 
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("name", slow_but(["Mixtral"], ["Mixtral", "QwenMoe", "Qwen3Moe", "GptOss"]))
+@pytest.mark.parametrize(
+    "name", slow_but(["Mixtral"], ["Mixtral", "QwenMoe", "Qwen3Moe", "GptOss"])
+)
 @pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_experts_are_spread(pool, one_process, name, zero_stage):
     # Plain KerasHub computes all experts for all tokens.

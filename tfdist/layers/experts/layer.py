@@ -239,7 +239,8 @@ class MixtureOfExperts(keras.layers.Layer):
         width = inputs.shape[-1]
         tokens = tf.reshape(whole, [-1, width])
         routing = self._route(tf.reshape(to_router, [-1, width]))
-        self._balance(routing, whole, mask, bool(training))
+        if training or _is_counted():
+            self._balance(routing, whole, mask, bool(training))
         y = self._outputs(tokens, routing, bool(training))
         y = tf.ensure_shape(tf.reshape(y, tf.shape(whole)), whole.shape)
         if sequence_parallel:
@@ -359,6 +360,12 @@ class MixtureOfExperts(keras.layers.Layer):
             "output_initializer": self.output_initializer and serialize(self.output_initializer),
             "router_initializer": serialize(self.router_initializer),
         }
+
+
+def _is_counted() -> bool:
+    """Whether a loss that a layer adds now may be part of another: not in a prediction on ranks."""
+    replica = current_replica()
+    return replica is None or replica.step is not None
 
 
 def _with_gradient_over(tensor: tf.Tensor, divisor: int) -> tf.Tensor:
