@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -31,7 +31,7 @@ def model_on(mesh: dict | None, experts: bool = False):
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
-    sizes = {"num_layers": 4, **(EXPERTS if experts else {})}
+    sizes: dict[str, Any] = {"num_layers": 4, **(EXPERTS if experts else {})}
     with scope(mesh):
         if mesh is not None and mesh.get("pipeline", 1) > 1:
             with deferred_weights():

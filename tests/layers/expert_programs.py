@@ -11,6 +11,7 @@ import tensorflow as tf
 from tests.strategies import programs
 from tests.strategies.programs import scope, start
 from tfdist.layers import MixtureOfExperts
+from tfdist.layers.experts.balancing import BiasState
 
 EXPERTS, WIDTH, HIDDEN, TOKENS = 4, 8, 12, 6
 
@@ -19,7 +20,7 @@ EXPERTS, WIDTH, HIDDEN, TOKENS = 4, 8, 12, 6
 class DenseLoop(MixtureOfExperts):
     """Every expert computes every token, in one process; router and losses by their definitions."""
 
-    def call(self, inputs, training=None):
+    def call(self, inputs, mask=None, training=None):
         config, experts, top_k = self._config, self.num_experts, self.top_k
         tokens = tf.reshape(inputs, [-1, inputs.shape[-1]])
         logits = tf.matmul(tokens, self.router_kernel.value)
@@ -27,7 +28,7 @@ class DenseLoop(MixtureOfExperts):
         scores = score(logits)
         choice = scores if config["score_first"] else logits
         if config["bias_rate"]:
-            choice = choice + self._bias_state.bias.value
+            choice = choice + self._state().bias.value
         _, chosen = tf.math.top_k(choice, top_k)
         is_chosen = tf.reduce_sum(tf.one_hot(chosen, experts), axis=1)
         if config["score_first"]:
@@ -54,11 +55,16 @@ class DenseLoop(MixtureOfExperts):
         z = tf.reduce_mean(tf.square(tf.reduce_logsumexp(logits, axis=-1)))
         self.add_loss(config["z_loss"] * z)
         if training and config["bias_rate"]:
-            self._bias_state.update(tf.reduce_sum(is_chosen, axis=0))
+            self._state().update(tf.reduce_sum(is_chosen, axis=0))
         outputs = tf.reshape(total, tf.shape(inputs))
         if config["shared_hidden_dim"] is not None:
             outputs += self._shared_outputs(inputs)
         return outputs
+
+    def _state(self) -> BiasState:
+        if self._bias_state is None:
+            raise ValueError("This layer has no bias.")
+        return self._bias_state
 
     def _expert(self, tokens, number: int, weights):
         def product(x, name):
@@ -154,7 +160,7 @@ def whole_weights(model, strategy) -> list[np.ndarray]:
     from tfdist.collectives.objects import all_gather_object
 
     own = {weight.path: whole_value(weight).numpy() for weight in model.weights}
-    every = {}
+    every: dict[str, np.ndarray] = {}
     for found in all_gather_object(own, strategy.group()):
         every |= found
     return [every[weight.path] for weight in model.chain_model.weights]

@@ -45,12 +45,11 @@ def expert_part(shape: Sequence[int], unit_dim: int | None) -> Slice | NestedSli
         The part; None where a rank holds the whole.
     """
     shape = tuple(shape)
-    experts, units = expert_group(), None if unit_dim is None else tensor_group()
-    if experts is None:
-        return None if units is None else Slice(units, unit_dim, shape)
-    outer = Slice(experts, 0, shape)
-    if units is None:
+    strategy, experts, units = current_strategy(), expert_group(), tensor_group()
+    outer = None if experts is None else Slice(experts, 0, shape)
+    if units is None or unit_dim is None or strategy is None:
         return outer
-    strategy = current_strategy()
+    if outer is None:
+        return Slice(units, unit_dim, shape)
     inner = Slice(units, unit_dim, outer.local_shape)
     return NestedSlice(outer, inner, strategy.group(EXPERT_AXIS, TENSOR_AXIS))

@@ -106,8 +106,8 @@ def parallelize(
     deferred = any(without_values(variable) for variable in model.weights)
     weights = list(model.weights)
     experts = find_experts(model)
-    for block in experts:
-        block.check(expert_group())
+    for bank in experts:
+        bank.check(expert_group())
     found = _plan(model, plan)
     kinds = kinds_of(found, [weight.path for weight in weights])
     adapters = _adapters(model, kinds)

@@ -230,12 +230,12 @@ class MixtureOfExperts(keras.layers.Layer):
             mask: Which of them count in losses and counts: bool, [batch, ...]; None for all.
             training: Whether counts and bias are updated.
         """
-        sequence_parallel = self._tensor is not None and self._config["sequence_parallel"]
+        split = self._tensor if self._config["sequence_parallel"] else None
         whole = to_router = inputs
-        if sequence_parallel:
-            whole = gather_from_sequence_region(inputs, self._tensor, name=self.name)
+        if split is not None:
+            whole = gather_from_sequence_region(inputs, split, name=self.name)
             # Each tensor rank computes all of the router, and gradients of the ranks are summed.
-            to_router = _with_gradient_over(whole, self._tensor.size)
+            to_router = _with_gradient_over(whole, split.size)
         width = inputs.shape[-1]
         tokens = tf.reshape(whole, [-1, width])
         routing = self._route(tf.reshape(to_router, [-1, width]))
@@ -243,8 +243,8 @@ class MixtureOfExperts(keras.layers.Layer):
             self._balance(routing, whole, mask, bool(training))
         y = self._outputs(tokens, routing, bool(training))
         y = tf.ensure_shape(tf.reshape(y, tf.shape(whole)), whole.shape)
-        if sequence_parallel:
-            y = reduce_scatter_to_sequence_region(y, self._tensor, name=f"{self.name}/outputs")
+        if split is not None:
+            y = reduce_scatter_to_sequence_region(y, split, name=f"{self.name}/outputs")
         elif self._tensor is not None:
             y = reduce_from_tensor_region(y, self._tensor, name=f"{self.name}/outputs")
         if self._config["shared_hidden_dim"] is None:

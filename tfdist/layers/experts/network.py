@@ -47,6 +47,7 @@ class ExpertNetworks:
         self._use_bias = use_bias
         self._initializers = (kernel_initializer, output_initializer or again(kernel_initializer))
         self._tensor: Group | None = None
+        self._width = 0
 
     def add_weights(self, layer: keras.layers.Layer, width: int) -> None:
         """Adds this rank's part of the weights to a layer.
@@ -55,7 +56,7 @@ class ExpertNetworks:
             layer: The layer.
             width: The size of a token.
         """
-        self._tensor = tensor_group()
+        self._tensor, self._width = tensor_group(), width
         experts, hidden = self._sizes
         first, second = self._initializers
 
@@ -82,9 +83,8 @@ class ExpertNetworks:
     def num_parameters(self) -> int:
         """The number of parameters of all experts together."""
         experts, hidden = self._sizes
-        width = self._output_kernel.shape[2]
-        products = (len(self._kernels) + 1) * hidden * width
-        biases = len(self._biases) * hidden + width if self._use_bias else 0
+        products = (len(self._kernels) + 1) * hidden * self._width
+        biases = len(self._biases) * hidden + self._width if self._use_bias else 0
         return experts * (products + biases)
 
     def __call__(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
