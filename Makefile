@@ -6,7 +6,7 @@ VENV = .venv
 PEERS = .peers
 NP = 2
 DEMO_FLAGS = --model=convnet --dataset=digits --strategy=auto
-BENCHMARKS = data_parallel tensor_parallel pipeline_parallel zero recompute checkpoint blockwise_attention fine_tuning
+BENCHMARKS = data_parallel tensor_parallel pipeline_parallel zero recompute checkpoint blockwise_attention fine_tuning experts
 TESTS = tests
 
 PY = $(VENV)/bin/python

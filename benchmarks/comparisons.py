@@ -206,6 +206,15 @@ _GPT_ONLY = {
     ),
     "pipeline-gpipe": _pipeline("gpipe", "GPipe"),
     "pipeline-1f1b": _pipeline("1f1b", "1F1B"),
+    "experts": (
+        _ours(
+            "8 experts on 2 ranks",
+            mesh={"data": 1, "expert": 2},
+            experts={"num_experts": 8, "top_k": 2, "experts": {"balance_loss": 0.0}},
+        ),
+        _torch("8 experts on 2 ranks, all-to-all", "torch_experts", experts=8, top_k=2),
+        1.0,
+    ),
     "fsdp": (_ours("ZeRO-3", zero_stage=3), _torch("FSDP2", "torch_fully_sharded"), 1.0),
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from tfdist.launch.fitting import warmup_cosine
-from tfdist.launch.flag_values import UsageError, input_file
+from tfdist.launch.flag_values import UsageError, input_file, refuse_ignored
 from tfdist.launch.tasks import DEFINE, Data, Settings, Task
 
 __all__ = ["Language"]
@@ -26,6 +26,12 @@ _SEQ_LENGTH = DEFINE.integer(
 _DROPOUT = DEFINE.float("dropout", 0.0, "Dropout rate", lower_bound=0.0, upper_bound=0.99)
 _SEQUENCE_PARALLEL = DEFINE.boolean(
     "sequence_parallel", False, "Splits norms and dropout over --tensor too"
+)
+_EXPERTS = DEFINE.integer(
+    "experts", None, "Feed-forward networks per block", lower_bound=1, upper_bound=100_000
+)
+_TOP_K = DEFINE.integer(
+    "top_k", 2, "Of these, how many a token goes through", lower_bound=1, upper_bound=1000
 )
 _SAMPLE = DEFINE.integer(
     "sample", 0, "Bytes to generate after training", lower_bound=0, upper_bound=_MOST
@@ -54,6 +60,8 @@ class Language(Task):
         _SEQ_LENGTH,
         _DROPOUT,
         _SEQUENCE_PARALLEL,
+        _EXPERTS,
+        _TOP_K,
         _SAMPLE,
     )
 
@@ -79,15 +87,33 @@ class Language(Task):
         self._check_size(settings)
         _check_divides("width", _WIDTH.value, "heads", _HEADS.value)
         _check_divides("heads", _HEADS.value, "tensor", settings.layout.tensor)
+        self._check_experts(settings)
         if _SEQUENCE_PARALLEL.value:
             _check_divides("seq_length", _SEQ_LENGTH.value, "tensor", settings.layout.tensor)
 
+    def _check_experts(self, settings: Settings) -> None:
+        experts, expert = _EXPERTS.value, settings.layout.expert
+        if experts is None:
+            if expert > 1:
+                raise UsageError(
+                    "--expert divides the experts of a model. Received: "
+                    f"--expert={expert}, and no --experts."
+                )
+            refuse_ignored(DEFINE.values, (_TOP_K,), "is for --experts", "no --experts")
+            return
+        _check_divides("experts", experts, "expert", expert)
+        if _TOP_K.value > experts:
+            raise UsageError(
+                f"--top_k is at most --experts. Received: --top_k={_TOP_K.value} --experts={experts}."
+            )
+
     def _check_size(self, settings: Settings) -> None:
-        parameters = 12 * _LAYERS.value * _WIDTH.value**2
+        parameters = (4 + 8 * (_EXPERTS.value or 1)) * _LAYERS.value * _WIDTH.value**2
         if parameters > _MOST_PARAMETERS:
             raise UsageError(
                 f"A model has at most {_MOST_PARAMETERS:,} parameters. Received: "
-                f"--layers={_LAYERS.value} --width={_WIDTH.value}, which is {parameters:,}."
+                f"--layers={_LAYERS.value} --width={_WIDTH.value}"
+                f"{f' --experts={_EXPERTS.value}' if _EXPERTS.value else ''}, which is {parameters:,}."
             )
         tokens = settings.batch_size * _SEQ_LENGTH.value
         if tokens > _MOST_TOKENS:
@@ -149,7 +175,19 @@ class Language(Task):
             positions="rotary",
             dropout=_DROPOUT.value,
             sequence_parallel=_SEQUENCE_PARALLEL.value,
+            num_experts=_EXPERTS.value,
+            top_k=_TOP_K.value,
+            # Of each sequence, so that a pipeline's micro-batches change nothing.
+            experts={"balance_over": "sequence"} if _EXPERTS.value else None,
         )
+
+    def callbacks(self) -> list:
+        """How evenly experts are used, where there are some."""
+        if _EXPERTS.value is None:
+            return []
+        from tfdist.monitoring import ExpertLoad
+
+        return [ExpertLoad(verbose=True)]
 
     def schedule(self, rate: float, steps: int):
         """Up from zero in a twentieth of the steps, then a cosine down to a tenth of the rate."""

@@ -42,6 +42,11 @@ class Layout:
         return self.mesh.shape["pipeline"]
 
     @property
+    def expert(self) -> int:
+        """The size of the expert axis."""
+        return self.mesh.shape["expert"]
+
+    @property
     def tensor(self) -> int:
         """The size of the tensor axis."""
         return self.mesh.shape["tensor"]
@@ -82,6 +87,13 @@ class MeshFlags:
             lower_bound=-1,
             upper_bound=MOST_RANKS,
         )
+        self._expert = define.integer(
+            "expert",
+            1,
+            "Ranks of the expert axis, which divide experts and rows",
+            lower_bound=1,
+            upper_bound=MOST_RANKS,
+        )
         self._tensor = define.integer(
             "tensor",
             1,
@@ -114,7 +126,14 @@ class MeshFlags:
             upper_bound=3,
         )
         of_pipelines = (self._microbatches, self._schedule, self._chunks)
-        self.mesh = (self._data, self._tensor, self._pipeline, self._order, *of_pipelines)
+        self.mesh = (
+            self._data,
+            self._expert,
+            self._tensor,
+            self._pipeline,
+            self._order,
+            *of_pipelines,
+        )
 
     def layout(self) -> Layout:
         """What the flags say.
@@ -132,7 +151,13 @@ class MeshFlags:
         microbatches = self._microbatches.value or (4 * pipeline if pipeline > 1 else 1)
         order = tuple(self._order.value)
         try:
-            mesh = Mesh(data=data, pipeline=pipeline, tensor=self._tensor.value, order=order)
+            mesh = Mesh(
+                data=data,
+                expert=self._expert.value,
+                pipeline=pipeline,
+                tensor=self._tensor.value,
+                order=order,
+            )
             check_schedule(schedule, pipeline, microbatches, chunks)
         except ValueError as error:
             raise UsageError(f"{as_given(self._values, self.mesh)}: {error}") from error

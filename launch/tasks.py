@@ -114,6 +114,10 @@ class Task(abc.ABC):
     def compile(self, model: keras.Model, rate, **options) -> None:
         """Gives the model an optimizer of that rate, a loss, metrics, and other options."""
 
+    def callbacks(self) -> list:
+        """Callbacks of the task's own."""
+        return []
+
     @abc.abstractmethod
     def verdict(self, logs: Mapping[str, float]) -> str:
         """Says how good the model is, from what `fit` logged in the last epoch."""

@@ -124,7 +124,7 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
         model = _build(task, settings, data)
         task.compile(model, rate, steps_per_execution=min(on.steps_per_execution, data.steps))
 
-    callbacks = [speed := speed_callback(data.items)]
+    callbacks = [speed := speed_callback(data.items), *task.callbacks()]
     if on.is_tpu:
         callbacks.append(keras.callbacks.TerminateOnNaN())
     else:

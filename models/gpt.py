@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import keras
 
@@ -26,6 +28,9 @@ def gpt(
     dropout: float = 0.0,
     use_bias: bool = True,
     sequence_parallel: bool = False,
+    num_experts: int | None = None,
+    top_k: int = 2,
+    experts: Mapping[str, Any] | None = None,
     name: str = "gpt",
 ) -> keras.Model:
     """Returns a decoder in the manner of GPT-2: token ids to logits of the next token.
@@ -49,6 +54,10 @@ def gpt(
         use_bias: Whether products have a bias.
         sequence_parallel: Whether normalizations and dropout run on a slice of the sequence on
             each tensor rank, which then divides by the tensor axis.
+        num_experts: The number of networks in each feed-forward part, split over the expert axis: see
+            `tfdist.layers.MixtureOfExperts`. None for one that all tokens go through.
+        top_k: How many of them a token goes through.
+        experts: What else that layer takes, as `{"balance_over": "sequence"}`.
         name: The model's name.
 
     Returns:
@@ -72,7 +81,11 @@ def gpt(
     checks.number("dropout", dropout, minimum=0, maximum=1)
     checks.boolean("use_bias", use_bias)
     checks.boolean("sequence_parallel", sequence_parallel)
+    checks.integer("num_experts", num_experts, minimum=1, optional=True)
+    top_k = checks.integer("top_k", top_k, minimum=1)
+    checks.instance("experts", experts, Mapping, "a dict of arguments", optional=True)
     checks.text("name", name)
+    of_experts = experts if num_experts is None else {"top_k": top_k, **(experts or {})}
     stddev = 0.02
 
     def normal(width=stddev):
@@ -107,6 +120,8 @@ def gpt(
             sequence_parallel=sequence_parallel,
             initializer_stddev=stddev,
             output_stddev=stddev / math.sqrt(2 * num_layers),
+            num_experts=num_experts,
+            experts=of_experts,
             name=f"block_{number}",
         )(x)
     x = layers.LayerNormalization(

@@ -1,6 +1,17 @@
 """tfdist's Keras callbacks, in one place."""
 
 from tfdist.checkpoint import Checkpointer
-from tfdist.monitoring import MemoryReporter, TerminateOnNonFinite, VerifyModelSync
+from tfdist.monitoring import (
+    ExpertLoad,
+    MemoryReporter,
+    TerminateOnNonFinite,
+    VerifyModelSync,
+)
 
-__all__ = ["Checkpointer", "MemoryReporter", "TerminateOnNonFinite", "VerifyModelSync"]
+__all__ = [
+    "Checkpointer",
+    "ExpertLoad",
+    "MemoryReporter",
+    "TerminateOnNonFinite",
+    "VerifyModelSync",
+]

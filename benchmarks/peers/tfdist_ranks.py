@@ -27,11 +27,12 @@ def prepare(settings: Settings) -> Training:
     tf.config.threading.set_inter_op_parallelism_threads(_operations_at_once(engine, settings))
     pipeline = options.pop("pipeline", None)
     mesh = tfdist.Mesh(**options.pop("mesh", {}))
+    experts = options.pop("experts", {})
     keras.utils.set_random_seed(0)
     strategy = STRATEGIES[engine](mesh, **options)
     with strategy.scope():
         if pipeline is None:
-            model = _model(settings, tied=True)
+            model = _model(settings, tied=True, **experts)
         else:
             with deferred_weights():
                 model = _model(settings, tied=False)
@@ -53,7 +54,7 @@ def _operations_at_once(engine: str, settings: Settings) -> int:
     return 2 if engine == "tensorflow" or in_pipeline or is_one_gpt else 1
 
 
-def _model(settings: Settings, tied: bool) -> keras.Model:
+def _model(settings: Settings, tied: bool, **experts) -> keras.Model:
     sizes = settings.sizes
     if settings.model == "gpt":
         return models.gpt(
@@ -63,6 +64,7 @@ def _model(settings: Settings, tied: bool) -> keras.Model:
             num_heads=sizes["heads"],
             max_length=sizes["tokens"],
             tied_head=tied,
+            **experts,
         )
     side = sizes["side"]
     model = models.convnet((side, side, 3), sizes["classes"])

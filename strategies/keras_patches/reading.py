@@ -12,7 +12,7 @@ from tfdist.keras_internals.attributes import stored_shape, stored_value
 from tfdist.keras_internals.functional import defer, without_values
 from tfdist.keras_internals.stored import StoredArray, arrays_on_demand
 from tfdist.sharding.layout import global_shape, layout_of
-from tfdist.sharding.parts import Slice, deep_copy
+from tfdist.sharding.parts import NestedSlice, Slice, deep_copy
 from tfdist.sharding.weights import SlicedInitializer
 from tfdist.strategies.keras_patches.splits import split_variables
 
@@ -76,13 +76,11 @@ def _assigning(variable, stock):
     return assign
 
 
-def _slice(value, part: Slice) -> np.ndarray:
+def _slice(value, part: Slice | NestedSlice) -> np.ndarray:
     if not isinstance(value, StoredArray) or part.padding:
         return part.slice_of(np.asarray(value))
-    begin = part.group.rank * part.share
-    index = [slice(None)] * len(part.shape)
-    index[part.dim] = slice(begin, begin + part.share)
-    return value.read(tuple(index))
+    sizes = zip(part.origin, part.local_shape, strict=True)
+    return value.read(tuple(slice(begin, begin + size) for begin, size in sizes))
 
 
 class _FromFile:
@@ -94,6 +92,6 @@ class _FromFile:
     def __call__(self, shape, dtype=None):
         return tf.cast(np.asarray(self._value), dtype or "float32")
 
-    def read_slice(self, part: Slice, dtype=None):
+    def read_slice(self, part: Slice | NestedSlice, dtype=None):
         """The slice of the value."""
         return tf.cast(_slice(self._value, part), dtype or "float32")

@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 import tfdist
-from tests.checkpoint.resume_programs import BATCH, build_gpt, build_perceptron
+from tests.checkpoint.resume_programs import BATCH, build_experts, build_gpt, build_perceptron
 from tfdist.checkpoint.manifest import Manifest
 from tfdist.checkpoint.storage import Storage
 
@@ -76,7 +76,8 @@ mock.patch.object(Manifest, "write", killing(Manifest.write, "manifest")).start(
 
 keras.utils.set_random_seed(3)
 with strategy.scope():
-    builder = build_perceptron if kind == "perceptron" else build_gpt
+    builders = {"perceptron": build_perceptron, "gpt": build_gpt, "experts": build_experts}
+    builder = builders[kind]
     model, data = builder(rows=BATCHES * BATCH)
 saver = tfdist.checkpoint.Checkpointer(folder / "saved", every_steps=3, keep_last=3)
 model.fit(

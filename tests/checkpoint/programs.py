@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -17,20 +17,28 @@ if TYPE_CHECKING:
 STEPS = 3
 
 
-def model_on(mesh: dict | None):
+#: What a GPT with experts has beside the sizes of the others.
+EXPERTS = {
+    "num_experts": 4,
+    "experts": {"bias_rate": 0.01, "balance_over": "sequence", "z_loss": 0.01},
+}
+
+
+def model_on(mesh: dict | None, experts: bool = False):
     """A GPT on a mesh, with a built optimizer, and the data that it learns."""
     from tfdist import layers
     from tfdist.pipeline import PipelineModel, deferred_weights
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
+    sizes: dict[str, Any] = {"num_layers": 4, **(EXPERTS if experts else {})}
     with scope(mesh):
         if mesh is not None and mesh.get("pipeline", 1) > 1:
             with deferred_weights():
-                model = build(num_layers=4)
+                model = build(**sizes)
             model = PipelineModel(model, num_microbatches=2)
         else:
-            model = build(num_layers=4)
+            model = build(**sizes)
         optimizer = keras.optimizers.AdamW(3e-3, weight_decay=0.1, global_clipnorm=1.0)
         model.compile(optimizer, layers.VocabParallelCrossEntropy(61))
         optimizer.build(model.trainable_variables)
@@ -42,20 +50,20 @@ def losses_of(model, data) -> list[float]:
     return history.history["loss"]
 
 
-def trained_and_saved(mesh: dict | None, folder: str) -> str:
+def trained_and_saved(mesh: dict | None, folder: str, experts: bool = False) -> str:
     """The path of a checkpoint of some steps of training."""
     from tfdist import checkpoint
 
-    model, data = model_on(mesh)
+    model, data = model_on(mesh, experts)
     losses_of(model, data)
     return checkpoint.save(folder, model, step=STEPS, state={"epoch": 1})
 
 
-def restored(mesh: dict | None, paths: dict[str, str], folder: str) -> dict:
+def restored(mesh: dict | None, paths: dict[str, str], folder: str, experts: bool = False) -> dict:
     """For each checkpoint: where it was saved again, and the losses of further steps."""
     from tfdist import checkpoint
 
-    model, data = model_on(mesh)
+    model, data = model_on(mesh, experts)
     found = {}
     for name, path in paths.items():
         manifest = checkpoint.restore(path, model)

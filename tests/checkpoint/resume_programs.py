@@ -40,6 +40,15 @@ def gpt(mesh: dict | None):
         return build_gpt()
 
 
+def experts(mesh: dict | None):
+    with scope(mesh):
+        return build_experts()
+
+
+def build_experts(rows: int = BATCHES * BATCH):
+    return build_gpt(rows, num_experts=4, experts={"bias_rate": 0.01})
+
+
 def build_perceptron(rows: int = BATCHES * BATCH):
     """Has all that one step leaves to the next: random masks, moving averages, moments, a scale."""
     model = keras.Sequential(
@@ -62,14 +71,14 @@ def build_perceptron(rows: int = BATCHES * BATCH):
     return model, (random.normal(size=(rows, 9)).astype("float32"), random.integers(0, 5, rows))
 
 
-def build_gpt(rows: int = BATCHES * BATCH):
+def build_gpt(rows: int = BATCHES * BATCH, **sizes):
     from tfdist import layers
     from tfdist.pipeline import PipelineModel, deferred_weights
 
     mesh = getattr(tf.distribute.get_strategy(), "mesh", None)
     pipeline = mesh is not None and mesh.shape["pipeline"] > 1
     with deferred_weights() if pipeline else contextlib.nullcontext():
-        model = build(num_layers=4 if pipeline else 1, dropout=0.1)
+        model = build(num_layers=4 if pipeline else 1, dropout=0.1, **sizes)
     if pipeline:
         model = PipelineModel(model, num_microbatches=2)
     optimizer = keras.optimizers.AdamW(3e-3, weight_decay=0.1, global_clipnorm=1.0)

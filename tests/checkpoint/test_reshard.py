@@ -16,21 +16,33 @@ MESHES = {
     "zero": {"data": 4, "zero_stage": 3},
 }
 
+#: Of a GPT with experts.
+MESHES_OF_EXPERTS = {
+    "expert": {"data": 1, "expert": 4},
+    "data": {"data": 4, "zero_stage": 3},
+    "expert-tensor": {"data": 1, "expert": 2, "tensor": 2, "zero_stage": 1},
+    "expert-pipeline": {"data": 1, "expert": 2, "pipeline": 2},
+    "expert-zero": {"data": 2, "expert": 2, "zero_stage": 3},
+}
 
-def check(pool, one_process, folder, sources, targets):
+
+def check(pool, one_process, folder, sources, targets, experts: bool = False):
     """Saves on each of some meshes, restores on each of others."""
+    meshes = MESHES_OF_EXPERTS if experts else MESHES
     paths = {}
     for name in sources:
-        where, mesh = (one_process, None) if name == "one" else (pool, MESHES[name])
-        paths[name] = where.run(programs.trained_and_saved, mesh, f"{folder}/{name}", timeout=240)[
-            0
-        ]
+        where, mesh = (one_process, None) if name == "one" else (pool, meshes[name])
+        paths[name] = where.run(
+            programs.trained_and_saved, mesh, f"{folder}/{name}", experts, timeout=240
+        )[0]
     right = {name: programs.arrays_of(path) for name, path in paths.items()}
-    losses = one_process.run(programs.restored, None, paths, f"{folder}/on-one", timeout=300)[0]
+    losses = one_process.run(
+        programs.restored, None, paths, f"{folder}/on-one", experts, timeout=300
+    )[0]
     for target in targets:
-        where, mesh = (one_process, None) if target == "one" else (pool, MESHES[target])
+        where, mesh = (one_process, None) if target == "one" else (pool, meshes[target])
         for found in where.run(
-            programs.restored, mesh, paths, f"{folder}/on-{target}", timeout=400
+            programs.restored, mesh, paths, f"{folder}/on-{target}", experts, timeout=400
         ):
             for name, (again, more) in found.items():
                 np.testing.assert_allclose(more, losses[name][1], rtol=1e-4)
@@ -59,3 +71,11 @@ def test_a_pipeline_goes_on_from_shards(pool, one_process, tmp_path):
 def test_from_any_mesh_to_any_other(pool, one_process, tmp_path):
     every = ["one", *MESHES]
     check(pool, one_process, tmp_path, every, every)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@on_ranks(("horovod", 4))
+def test_experts_from_any_mesh_to_any_other(pool, one_process, tmp_path):
+    every = ["one", *MESHES_OF_EXPERTS]
+    check(pool, one_process, tmp_path, every, every, experts=True)

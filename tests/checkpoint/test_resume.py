@@ -65,6 +65,14 @@ def test_shards(pool, tmp_path):
 
 
 @pytest.mark.slow
+@on_ranks(("horovod", 2), ("tensorflow", 2))
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_experts(pool, tmp_path, zero_stage):
+    mesh = {"data": 1, "expert": 2, "zero_stage": zero_stage}
+    check(pool, tmp_path, mesh, [7], build_model=resume_programs.experts)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @on_ranks(("horovod", 4), ("tensorflow", 4))
 @pytest.mark.parametrize(

@@ -68,6 +68,8 @@ def policy(dtype: str):
 def configuration(name: str, tensor: int) -> dict:
     """With heads for four tensor ranks where it takes them."""
     found = dict(_FAMILIES[name])
+    if "num_experts" in found:
+        found["num_experts"] = 4
     if tensor == 4:
         wanted = {"num_heads": 4, "num_attention_heads": 4, "num_query_heads": 8}
         if name not in _SHARED_KEYS:
@@ -160,7 +162,8 @@ def train(
         else:
             model = classifier(name)
             x, y = rows_for(name, rows), np.random.default_rng(0).integers(0, 3, rows)
-        changed(model, name, mesh.get("tensor", 1), lora, quantize, rank)
+        most = max(mesh.get("tensor", 1), mesh.get("expert", 1))
+        changed(model, name, most, lora, quantize, rank)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
         model.compile(optimizer=keras.optimizers.SGD(0.05), loss=loss, weighted_metrics=None)
     data = Feed("data", rows, rows, order).batches(x, y).repeat()

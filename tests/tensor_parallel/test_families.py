@@ -67,6 +67,17 @@ def test_split(pool, one_process, name):
 
 
 @on_ranks(("horovod", 2))
+@pytest.mark.parametrize(
+    "name", slow_but(["Mixtral"], ["Mixtral", "QwenMoe", "Qwen3Moe", "GptOss"])
+)
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_experts_are_spread(pool, one_process, name, zero_stage):
+    # Plain KerasHub computes all experts for all tokens.
+    options = {"mesh": {"data": 1, "expert": 2}, "zero_stage": zero_stage}
+    check(pool, one_process, name, options)
+
+
+@on_ranks(("horovod", 2))
 @pytest.mark.parametrize("name", slow_but(["Gemma2"], ["GPT2", "Gemma2", "Llama", "Phi3", "Qwen3"]))
 def test_split_attends_by_blocks(pool, one_process, name):
     (right,) = one_process.run(families.train, name, timeout=240)

@@ -45,6 +45,9 @@ COMPANIONS: dict[tuple[str, str], list[str]] = {
         for name in ("layers", "width", "heads", "seq_length", "dropout", "sample")
     },
     ("tfdist-train", "sequence_parallel"): ["--model=gpt"],
+    ("tfdist-train", "experts"): ["--model=gpt"],
+    ("tfdist-train", "top_k"): ["--model=gpt", "--experts=1000"],
+    ("tfdist-train", "expert"): ["--model=gpt", "--experts=8"],
     **{("tfdist-finetune", name): ["--pipeline=2"] for name in ("num_microbatches", "schedule")},
     ("tfdist-finetune", "chunks"): ["--pipeline=2", "--schedule=interleaved"],
     ("tfdist-finetune", "tpu"): ["--strategy=tpu"],

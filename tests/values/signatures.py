@@ -139,6 +139,7 @@ _KINDS: dict[str, str] = {
     "initializer": "Initializer",
     "kernel_initializer": "Initializer",
     "output_initializer": "Initializer | None",
+    "router_initializer": "Initializer",
     "dtype": "Dtype | None",
     "cls": "type | None",
     "reduction": "str",
@@ -152,6 +153,7 @@ _KINDS: dict[str, str] = {
 
 _ANY_NAME = {"number as text", "word"}
 _ZERO = {"zero", "zero point"}
+_WEIGHTS = ("balance_loss", "z_loss", "bias_rate")
 #: Values that are right though the annotation does not say so, by the names of `EVERY`; a star in an
 #: argument's name stands for anything. All else in `EVERY` has to be refused.
 LEGAL: dict[str, set[str]] = {
@@ -186,6 +188,7 @@ LEGAL: dict[str, set[str]] = {
     "tfdist.datasets.loading.rank_split.index": {"zero"},
     "tfdist.datasets.loading.rank_split.split": _ANY_NAME,
     "tfdist.layers.Dropout.rate": _ZERO,
+    **{f"tfdist.layers.MixtureOfExperts.{name}": _ZERO for name in _WEIGHTS},
     "tfdist.layers.blockwise_attention.scale": {*_ZERO, "minus one", "minus half"},
     # Of shape [], for all scores alike.
     "tfdist.layers.blockwise_attention.mask": {"true"},

@@ -1,7 +1,7 @@
 """Which parts of a global array lie in what a rank holds of it.
 
-A global array is the same on any mesh; what a rank holds is the whole, a slice along one axis (tensor
-parallel), or a flat shard of either (ZeRO). Each is a few boxes of the global array.
+A global array is the same on any mesh; what a rank holds is the whole, a slice along one dim (tensor
+parallel) or two (experts of split layers), or a flat shard of either (ZeRO). Each is a few boxes of the global array.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from tfdist.sharding.layout import layout_of
-from tfdist.sharding.parts import Slice
+from tfdist.sharding.parts import NestedSlice, Slice
 
 __all__ = ["Entry", "ArrayShard", "boxes", "shards_of"]
 
@@ -99,15 +99,17 @@ def shards_of(variable: keras.Variable) -> list[ArrayShard]:
     return found
 
 
-def _shard_of_slice(part: Slice, local: Box, run: tuple[int, int] | None) -> list[ArrayShard]:
+def _shard_of_slice(
+    part: Slice | NestedSlice, local: Box, run: tuple[int, int] | None
+) -> list[ArrayShard]:
     """The shard that a box of a slice is, without the slice's padding; none if that is all."""
-    offset = part.group.rank * part.share
-    dim, size = part.dim, part.shape[part.dim]
-    begin, end = (min(offset + edge, size) for edge in (local[dim].start, local[dim].stop))
-    if end <= begin:
-        return []
-    box, inside = list(local), [slice(0, each.stop - each.start) for each in local]
-    box[dim], inside[dim] = slice(begin, end), slice(0, end - begin)
+    box, inside = [], []
+    for origin, size, edges in zip(part.origin, part.shape, local, strict=True):
+        begin, end = (min(origin + edge, size) for edge in (edges.start, edges.stop))
+        if end <= begin:
+            return []
+        box.append(slice(begin, end))
+        inside.append(slice(0, end - begin))
     shape = tuple(each.stop - each.start for each in local)
     return [ArrayShard(tuple(box), run, shape, tuple(inside))]
 

@@ -17,6 +17,7 @@ from tfdist.hub.files import check_files
 from tfdist.keras_internals.functional import deferred_weights, initialize_weights
 from tfdist.tensor_parallel import parallelize
 from tfdist.tensor_parallel.adapters import override
+from tfdist.tensor_parallel.experts import find_experts
 from tfdist.tensor_parallel.layout_map import is_layout_map
 from tfdist.tensor_parallel.plan import check_plan
 
@@ -47,8 +48,8 @@ def load_preset(
 
     `model.save_to_preset`, called by every rank, saves one that plain KerasHub loads.
 
-    The model is that of `cls.from_preset(preset)`. On a tensor axis it is split by `parallelize`; a
-    rank reads its slices from the files, one weight at a time. Under ZeRO stage 3 it reads a weight
+    The model is that of `cls.from_preset(preset)`. On a tensor axis it is split by `parallelize`, and
+    so are experts on theirs; a rank reads its slices from the files, one weight at a time. Under ZeRO stage 3 it reads a weight
     whole, and keeps its shard. On a pipeline axis the model has no values yet: `PipelineModel` reads
     those of this rank's stages. Without a strategy in scope this is `from_preset`.
 
@@ -90,7 +91,7 @@ def load_preset(
     with _one_line_errors(folder), deferred_weights():
         model = cls.from_preset(str(folder), load_weights=False, **kwargs)
     mesh = strategy.mesh
-    if strategy.group(*mesh.weight_axes).size > 1:
+    if strategy.group(*mesh.weight_axes).size > 1 or find_experts(model):
         parallelize(model, plan)
     backbone = getattr(model, "backbone", model)
     with _one_line_errors(folder):

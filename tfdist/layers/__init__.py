@@ -8,15 +8,18 @@ from tfdist.layers.blockwise import blockwise_attention
 from tfdist.layers.dense import ColumnParallelDense, RowParallelDense
 from tfdist.layers.dropout import Dropout
 from tfdist.layers.embedding import VocabParallelEmbedding, VocabParallelHead
+from tfdist.layers.experts import MixtureOfExperts
+from tfdist.layers.feed_forward import ParallelMLP
 from tfdist.layers.losses import VocabParallelCrossEntropy
 from tfdist.layers.normalization import LayerNormalization
 from tfdist.layers.positions import PositionEmbedding
-from tfdist.layers.transformer import ParallelMLP, TransformerDecoderBlock
+from tfdist.layers.transformer import TransformerDecoderBlock
 
 __all__ = [
     "ColumnParallelDense",
     "Dropout",
     "LayerNormalization",
+    "MixtureOfExperts",
     "ParallelMLP",
     "ParallelMultiHeadAttention",
     "PositionEmbedding",

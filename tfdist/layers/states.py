@@ -6,6 +6,7 @@ import keras
 
 from tfdist.keras_internals.attributes import own_non_trainable
 from tfdist.keras_internals.private import all_layers
+from tfdist.layers.experts import MixtureOfExperts
 
 __all__ = ["layer_states"]
 
@@ -28,6 +29,7 @@ def layer_states(model: keras.Model, *, of_own_rows: bool = False) -> list[keras
 
 
 def _is_same_on_all_ranks(layer: keras.Layer) -> bool:
-    # The second follows its kernel.
-    synchronized = isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
-    return synchronized or isinstance(layer, keras.layers.SpectralNormalization)
+    # The first counts all ranks' tokens, the second follows its kernel.
+    if isinstance(layer, MixtureOfExperts | keras.layers.SpectralNormalization):
+        return True
+    return isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized

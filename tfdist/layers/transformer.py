@@ -1,143 +1,20 @@
-"""The feed-forward part of a transformer block, and the block."""
+"""A transformer block."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfdist import checks
-from tfdist.collectives.mappings import column_parallel_matmul, linear
-from tfdist.layers.activations import gelu
 from tfdist.layers.attention import ParallelMultiHeadAttention
-from tfdist.layers.dense import RowParallelDense, check_divides
 from tfdist.layers.dropout import Dropout
-from tfdist.layers.initializers import again, initializer
+from tfdist.layers.experts import MixtureOfExperts
+from tfdist.layers.feed_forward import ACTIVATIONS, ParallelMLP
 from tfdist.layers.normalization import LayerNormalization
-from tfdist.sharding.weights import add_split_weight, tensor_group, value_tensor
 
-__all__ = ["ParallelMLP", "TransformerDecoderBlock"]
-
-_ACTIVATIONS = ("gelu", "swiglu")
-
-
-@keras.saving.register_keras_serializable(package="tfdist")
-class ParallelMLP(keras.layers.Layer):
-    """Two products with a nonlinearity between, the hidden units split over the tensor axis.
-
-    `gelu` is the tanh approximation, as in GPT-2; `swiglu` multiplies a gate, through SiLU, with
-    a second product (Shazeer 2020), both computed as one.
-
-    Args:
-        hidden_dim: The global number of hidden units; it divides by the tensor axis.
-        activation: "gelu" or "swiglu".
-        use_bias: Whether the products have a bias.
-        sequence_parallel: Whether input and output are this tensor rank's slice of dim 1.
-        kernel_initializer: Of the first product's kernels.
-        output_initializer: Of the second's; None for the same.
-        **kwargs: As for `keras.layers.Layer`.
-    """
-
-    def __init__(
-        self,
-        hidden_dim: int,
-        *,
-        activation: str = "gelu",
-        use_bias: bool = True,
-        sequence_parallel: bool = False,
-        kernel_initializer="glorot_uniform",
-        output_initializer=None,
-        **kwargs,
-    ):
-        super().__init__(**kwargs)
-        self.hidden_dim = hidden_dim = checks.integer("hidden_dim", hidden_dim, minimum=1)
-        self.activation = checks.one_of("activation", activation, _ACTIVATIONS)
-        self.use_bias = checks.boolean("use_bias", use_bias)
-        self.sequence_parallel = checks.boolean("sequence_parallel", sequence_parallel)
-        self.kernel_initializer = initializer("kernel_initializer", kernel_initializer)
-        self.output_initializer = initializer(
-            "output_initializer", output_initializer, optional=True
-        )
-        self._group = tensor_group()
-        check_divides("hidden_dim", hidden_dim, self._group, self)
-
-    def build(self, input_shape):
-        """Adds this rank's share of the hidden units."""
-        features = input_shape[-1]
-        parts = ("gate", "up") if self.activation == "swiglu" else ("hidden",)
-        self._kernels, self._biases = [], []
-        for number, part in enumerate(parts):
-            initializer = self.kernel_initializer if number == 0 else again(self.kernel_initializer)
-            self._kernels.append(
-                add_split_weight(
-                    self,
-                    (features, self.hidden_dim),
-                    1,
-                    self._group,
-                    name=f"{part}_kernel",
-                    initializer=initializer,
-                )
-            )
-            if self.use_bias:
-                self._biases.append(
-                    add_split_weight(
-                        self,
-                        (self.hidden_dim,),
-                        0,
-                        self._group,
-                        name=f"{part}_bias",
-                        initializer="zeros",
-                    )
-                )
-        self.output_dense = RowParallelDense(
-            features,
-            use_bias=self.use_bias,
-            sequence_parallel=self.sequence_parallel,
-            kernel_initializer=self.output_initializer or again(self.kernel_initializer),
-            dtype=self.dtype_policy,
-            name="mlp_output",
-        )
-        share = self.hidden_dim // (self._group.size if self._group else 1)
-        self.output_dense.build((*input_shape[:-1], share))
-        self.built = True
-
-    def call(self, inputs):
-        """[batch, time, features] to the same shape."""
-        kernels = [value_tensor(kernel) for kernel in self._kernels]
-        kernel = kernels[0] if len(kernels) == 1 else tf.concat(kernels, axis=1)
-        biases = [value_tensor(bias) for bias in self._biases]
-        bias = tf.concat(biases, axis=0) if biases else None
-        if self._group is None:
-            hidden = linear(inputs, kernel, bias)
-        else:
-            axis = 1 if self.sequence_parallel else None
-            hidden = column_parallel_matmul(
-                inputs, kernel, self._group, axis, bias=bias, name=self.name
-            )
-        if self.activation == "swiglu":
-            gate, up = tf.split(hidden, 2, axis=-1)
-            hidden = tf.nn.silu(gate) * up
-        else:
-            hidden = gelu(hidden)
-        return self.output_dense(hidden)
-
-    def compute_output_shape(self, input_shape):
-        """That of the input."""
-        return input_shape
-
-    def get_config(self):
-        """The configuration, the same on any mesh."""
-        serialize = keras.initializers.serialize
-        return {
-            **super().get_config(),
-            "hidden_dim": self.hidden_dim,
-            "activation": self.activation,
-            "use_bias": self.use_bias,
-            "sequence_parallel": self.sequence_parallel,
-            "kernel_initializer": serialize(self.kernel_initializer),
-            "output_initializer": self.output_initializer and serialize(self.output_initializer),
-        }
+__all__ = ["TransformerDecoderBlock"]
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
@@ -159,6 +36,9 @@ class TransformerDecoderBlock(keras.layers.Layer):
         sequence_parallel: Whether input and output are this tensor rank's slice of dim 1.
         initializer_stddev: Kernels are drawn from a normal distribution of this width.
         output_stddev: Those that add to the residual stream from one of this; None for the same.
+        num_experts: The number of networks of the feed-forward part, of which a token goes through
+            some: see `MixtureOfExperts`. None for one that all tokens go through.
+        experts: What else that layer takes, as `top_k`.
         **kwargs: As for `keras.layers.Layer`.
     """
 
@@ -176,16 +56,24 @@ class TransformerDecoderBlock(keras.layers.Layer):
         sequence_parallel: bool = False,
         initializer_stddev: float = 0.02,
         output_stddev: float | None = None,
+        num_experts: int | None = None,
+        experts: Mapping[str, Any] | None = None,
         **kwargs,
     ):
         super().__init__(**kwargs)
+        checks.instance("experts", experts, Mapping, "a dict of arguments", optional=True)
+        if experts and num_experts is None:
+            raise ValueError(
+                "`experts` says what a number of experts is like. Received: "
+                f"experts={dict(experts)!r}, num_experts=None."
+            )
         self._config: dict[str, Any] = {
             "num_heads": checks.integer("num_heads", num_heads, minimum=1),
             "hidden_dim": checks.integer("hidden_dim", hidden_dim, minimum=1),
             "num_key_value_heads": checks.integer(
                 "num_key_value_heads", num_key_value_heads, minimum=1, optional=True
             ),
-            "activation": checks.one_of("activation", activation, _ACTIVATIONS),
+            "activation": checks.one_of("activation", activation, ACTIVATIONS),
             "dropout": checks.number("dropout", dropout, minimum=0, maximum=1),
             "use_bias": checks.boolean("use_bias", use_bias),
             "rotary_base": checks.number("rotary_base", rotary_base, above=0, optional=True),
@@ -197,6 +85,8 @@ class TransformerDecoderBlock(keras.layers.Layer):
             "output_stddev": checks.number(
                 "output_stddev", output_stddev, minimum=0, optional=True
             ),
+            "num_experts": checks.integer("num_experts", num_experts, minimum=1, optional=True),
+            "experts": None if experts is None else dict(experts),
         }
 
     def build(self, input_shape):
@@ -244,13 +134,21 @@ class TransformerDecoderBlock(keras.layers.Layer):
             **initializers(),
         )
         self.mlp_norm = norm("mlp_norm")
-        self.mlp = ParallelMLP(
-            config["hidden_dim"],
-            activation=config["activation"],
-            name="mlp",
-            **products,
-            **initializers(),
-        )
+        feed_forward = {"activation": config["activation"], "name": "mlp"}
+        if config["num_experts"] is None:
+            self.mlp = ParallelMLP(
+                config["hidden_dim"], **feed_forward, **products, **initializers()
+            )
+        else:
+            self.mlp = MixtureOfExperts(
+                config["num_experts"],
+                config["hidden_dim"],
+                router_initializer=normal(config["initializer_stddev"]),
+                **feed_forward,
+                **products,
+                **initializers(),
+                **(config["experts"] or {}),
+            )
         self.dropout = Dropout(config["dropout"], split=split, name="dropout", **policy)
         for part in (self.attention_norm, self.attention, self.mlp_norm, self.mlp):
             part.build(input_shape)
@@ -260,7 +158,9 @@ class TransformerDecoderBlock(keras.layers.Layer):
         """[batch, time, width] to the same shape."""
         x = self.attention(self.attention_norm(inputs), training=training)
         x = inputs + self.dropout(x, training=training)
-        y = self.mlp(self.mlp_norm(x))
+        x_norm = self.mlp_norm(x)
+        is_mixture = self._config["num_experts"] is not None
+        y = self.mlp(x_norm, training=training) if is_mixture else self.mlp(x_norm)
         return x + self.dropout(y, training=training)
 
     def compute_output_shape(self, input_shape):
@@ -269,4 +169,6 @@ class TransformerDecoderBlock(keras.layers.Layer):
 
     def get_config(self):
         """The configuration, the same on any mesh."""
-        return {**super().get_config(), **self._config}
+        experts = self._config["experts"]
+        config = {**self._config, "experts": None if experts is None else dict(experts)}
+        return {**super().get_config(), **config}

@@ -1,7 +1,15 @@
 """Watching a run: the watchdog and its heartbeats, memory in use, and whether ranks still agree."""
 
+from tfdist.monitoring.expert_load import ExpertLoad, parameter_counts
 from tfdist.monitoring.memory_report import MemoryReporter, memory_report
 from tfdist.monitoring.model_sync import VerifyModelSync
 from tfdist.monitoring.non_finite import TerminateOnNonFinite
 
-__all__ = ["MemoryReporter", "TerminateOnNonFinite", "VerifyModelSync", "memory_report"]
+__all__ = [
+    "ExpertLoad",
+    "MemoryReporter",
+    "TerminateOnNonFinite",
+    "VerifyModelSync",
+    "memory_report",
+    "parameter_counts",
+]

@@ -17,7 +17,7 @@ from tfdist.collectives import Group, all_reduce, broadcast
 from tfdist.context import DistributedStrategy, strategy_of
 from tfdist.keras_internals.attributes import stored_dtype, stored_value
 from tfdist.mesh import Mesh
-from tfdist.sharding.parts import FlatShard, Slice
+from tfdist.sharding.parts import FlatShard, NestedSlice, Slice
 
 __all__ = [
     "Stage",
@@ -66,8 +66,8 @@ class VariableLayout:
     over all ranks that have other rows or tokens.
 
     Attributes:
-        slice: The slice along a dim that the variable is, as in tensor parallelism. None: all dims
-            are whole.
+        slice: The slice along a dim that the variable is, as in tensor parallelism, or along two.
+            None: all dims are whole.
         flat: The flat shard of the array, or of its slice, that the variable's value is (ZeRO-3, and
             optimizer state under ZeRO). None: the value has the array's dims.
         state: Of a parameter that is whole itself: the flat shard of it for which this rank has the
@@ -78,7 +78,7 @@ class VariableLayout:
             on a slice of the sequence are such.
     """
 
-    slice: Slice | None = None
+    slice: Slice | NestedSlice | None = None
     flat: FlatShard | None = None
     state: FlatShard | None = None
     stage: Stage | None = None

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.collectives import Group, all_gather
 
-__all__ = ["FlatShard", "Slice", "deep_copy"]
+__all__ = ["FlatShard", "NestedSlice", "Slice", "deep_copy"]
 
 
 def deep_copy(part):
@@ -48,6 +48,17 @@ class Slice:
         return (*self.shape[: self.dim], self.share, *self.shape[self.dim + 1 :])
 
     @property
+    def origin(self) -> tuple[int, ...]:
+        """Where this rank's slice begins in the global array, by dim."""
+        begin = self.group.rank * self.share
+        return tuple(begin if dim == self.dim else 0 for dim in range(len(self.shape)))
+
+    @property
+    def levels(self) -> tuple[Slice, ...]:
+        """The slices that lead from the global array to this one."""
+        return (self,)
+
+    @property
     def padding(self) -> int:
         """How many entries along `dim` all slices have beyond the global array."""
         return self.share * self.group.size - self.shape[self.dim]
@@ -77,6 +88,66 @@ class Slice:
         if not self.padding:
             return array
         return tf.slice(array, [0] * len(self.shape), self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class NestedSlice:
+    """A slice along one dim of a slice along another.
+
+    So lie the weights of experts whose hidden units are split as well: each rank of the one axis has
+    some of the experts, and each rank of the other some of the units of these.
+
+    Attributes:
+        outer: The slice of the global array.
+        inner: The slice of that slice.
+        group: The ranks of both axes.
+    """
+
+    outer: Slice
+    inner: Slice
+    group: Group
+
+    @property
+    def dim(self) -> int:
+        """The dim that the inner slice is along."""
+        return self.inner.dim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the global array."""
+        return self.outer.shape
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's part."""
+        return self.inner.local_shape
+
+    @property
+    def origin(self) -> tuple[int, ...]:
+        """Where this rank's part begins in the global array, by dim."""
+        return tuple(map(sum, zip(self.outer.origin, self.inner.origin, strict=True)))
+
+    @property
+    def levels(self) -> tuple[Slice, ...]:
+        """The slices that lead from the global array to this part."""
+        return self.outer, self.inner
+
+    @property
+    def padding(self) -> int:
+        """Whether parts have entries beyond the global array: more than 0 where they do."""
+        return self.outer.padding + self.inner.padding
+
+    def slice_of(self, array):
+        """This rank's part of a global array, a NumPy array or a tensor.
+
+        Raises:
+            ValueError: The array has another shape.
+        """
+        return self.inner.slice_of(self.outer.slice_of(array))
+
+    def all_gather(self, local, name: str = "shard"):
+        """The global array; every member of the group calls this with its own part."""
+        return self.outer.all_gather(self.inner.all_gather(local, name), name)
 
 
 @dataclasses.dataclass(frozen=True)

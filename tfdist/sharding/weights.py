@@ -21,13 +21,15 @@ from tfdist.sharding.layout import (
     of_the_next_variable,
     update_layout,
 )
-from tfdist.sharding.parts import Slice, deep_copy
+from tfdist.sharding.parts import NestedSlice, Slice, deep_copy
 
 __all__ = [
     "SlicedInitializer",
     "add_split_weight",
+    "add_weight_part",
     "axis_group",
     "check_by_entries",
+    "cut_variable",
     "join_variable",
     "split_variable",
     "tensor_group",
@@ -93,7 +95,36 @@ def add_split_weight(
     dim = checks.integer("dim", dim, minimum=-len(shape), maximum=len(shape) - 1)
     checks.instance("group", group, Group, "a Group, as of `strategy.group()`", optional=True)
     checks.text("name", name)
-    if group is None:
+    part = None if group is None else Slice(group, dim % len(shape), shape)
+    return add_weight_part(
+        layer,
+        shape,
+        part,
+        name=name,
+        initializer=initializer,
+        regularizer=regularizer,
+        constraint=constraint,
+    )
+
+
+def add_weight_part(
+    layer: keras.layers.Layer,
+    shape: Sequence[int],
+    part: Slice | NestedSlice | None,
+    *,
+    name: str,
+    initializer: Any,
+    regularizer: Any = None,
+    constraint: Any = None,
+):
+    """`layer.add_weight`, of which this rank holds a part; None for the whole.
+
+    The other arguments are those of `add_split_weight`.
+
+    Raises:
+        ValueError: The regularizer or the constraint looks at the array as a whole.
+    """
+    if part is None:
         return layer.add_weight(
             shape=shape,
             name=name,
@@ -102,7 +133,6 @@ def add_split_weight(
             constraint=constraint,
         )
     check_by_entries(layer, name, regularizer, constraint)
-    part = Slice(group, dim % len(shape), tuple(shape))
     initializer = keras.initializers.get(initializer)
     regularizer = keras.regularizers.get(regularizer)
     with of_the_next_variable(VariableLayout(slice=part)):
@@ -130,8 +160,18 @@ def split_variable(layer: keras.layers.Layer, variable, dim: int, group: Group) 
     Raises:
         ValueError: Its regularizer or its constraint looks at the array as a whole.
     """
-    check_by_entries(layer, variable.name, variable.regularizer, variable.constraint)
     part = Slice(group, dim % len(variable.shape), tuple(variable.shape))
+    cut_variable(layer, variable, part)
+    return part
+
+
+def cut_variable(layer: keras.layers.Layer, variable, part: Slice | NestedSlice) -> None:
+    """Cuts a variable that a layer has already to this rank's part of it, in place.
+
+    Raises:
+        ValueError: Its regularizer or its constraint looks at the array as a whole.
+    """
+    check_by_entries(layer, variable.name, variable.regularizer, variable.constraint)
     if without_values(variable):
         defer(variable, SlicedInitializer(deferred_initializer(variable), part))
     else:
@@ -140,7 +180,6 @@ def split_variable(layer: keras.layers.Layer, variable, dim: int, group: Group) 
     if variable.regularizer is not None:
         variable.regularizer = _SummedRegularizer(variable.regularizer, part)
     update_layout(variable, slice=part)
-    return part
 
 
 def join_variable(variable) -> None:
@@ -166,7 +205,7 @@ class SlicedInitializer:
         part: The slice.
     """
 
-    def __init__(self, whole: Any, part: Slice):
+    def __init__(self, whole: Any, part: Slice | NestedSlice):
         self.whole = whole
         self._part = part
 
@@ -181,20 +220,23 @@ class SlicedInitializer:
 class _SummedRegularizer(keras.regularizers.Regularizer):
     """The penalty of the global array, of which each rank sees its slice."""
 
-    def __init__(self, regularizer, part: Slice):
+    def __init__(self, regularizer, part: Slice | NestedSlice):
         self.whole = regularizer
         self._part = part
 
     def __call__(self, value):
         penalty = self.whole(value)
         strategy = current_strategy()
-        if strategy is None or not VariableLayout(slice=self._part).has_global_gradient(
-            strategy.mesh
-        ):
-            return reduce_from_tensor_region(penalty, self._part.group, name="regularizer")
-        # The other ranks have losses of their own, each with this penalty in it.
-        summed = all_reduce(penalty, self._part.group, name="regularizer")
-        return with_global_gradient(summed, current_step())
+        rows = () if strategy is None else strategy.mesh.gradient_axes
+        of_others = False
+        for level in reversed(self._part.levels):
+            if any(axis in rows for axis in level.group.axes):
+                # The other ranks have losses of their own, each with this penalty in it.
+                penalty = all_reduce(penalty, level.group, name="regularizer")
+                of_others = True
+            else:
+                penalty = reduce_from_tensor_region(penalty, level.group, name="regularizer")
+        return with_global_gradient(penalty, current_step()) if of_others else penalty
 
 
 _BY_ENTRIES = (

@@ -1,4 +1,4 @@
-"""`parallelize`: any Keras model, split over the tensor axis by a plan."""
+"""`parallelize`: any Keras model, split over the tensor axis by a plan, and its experts over theirs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tfdist.collectives import Group, broadcast
 from tfdist.keras_internals.attributes import made_under, variables_of_layer
 from tfdist.keras_internals.functional import without_values
 from tfdist.keras_internals.private import all_layers
+from tfdist.sharding.experts import expert_group
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.parts import deep_copy
 from tfdist.sharding.weights import tensor_group
@@ -23,6 +24,7 @@ from tfdist.tensor_parallel.adapters import Adapter
 from tfdist.tensor_parallel.blocks import Block, split_blocks
 from tfdist.tensor_parallel.check import Check
 from tfdist.tensor_parallel.choosing import adapter_class
+from tfdist.tensor_parallel.experts import find_experts, spread_experts
 from tfdist.tensor_parallel.finding import find_plan
 from tfdist.tensor_parallel.layout_map import is_layout_map, plan_of_layout_map
 from tfdist.tensor_parallel.plan import kinds_of
@@ -67,11 +69,16 @@ def parallelize(
     Until then each rank holds the model whole, and for the comparison its gradients too. A model
     whose weights are deferred (`tfdist.pipeline.deferred_weights`) has no values to compare by.
 
+    The experts of KerasHub's models (Mixtral, Qwen-MoE, Qwen3-MoE, Qwen3.5-MoE, GPT-OSS, Gemma 4) are
+    computed sparsely then, each token by the experts that were chosen for it, which KerasHub does
+    not. That is so on one rank too; with an expert axis each of its ranks holds a part of them. No
+    plan speaks of them.
+
     Layers with LoRA, and such as are quantized to int8 or int4, are split with what that adds to
     them. `enable_lora` and `quantize` work on a split layer too; then every rank calls them.
 
     Without a strategy in scope, or with a tensor axis of 1, the plan is checked and nothing
-    changes; nor is a model split twice without a plan.
+    changes but experts; nor is a model split twice without a plan.
 
     Args:
         model: A built model whose optimizer has not been built.
@@ -99,6 +106,9 @@ def parallelize(
         return model
     deferred = any(without_values(variable) for variable in model.weights)
     weights = list(model.weights)
+    experts = find_experts(model)
+    for bank in experts:
+        bank.check(expert_group())
     found = _plan(model, plan)
     kinds = kinds_of(found, [weight.path for weight in weights])
     adapters = _adapters(model, kinds)
@@ -121,6 +131,9 @@ def parallelize(
                 _apply(adapters, blocks, group)
                 check.compare([adapter.layer for adapter in adapters])
         drop_logits_of_prefill(model)
+    with _all_or_nothing(model):
+        spread_experts(experts)
+    if experts or (group is not None and adapters):
         _forget_traces(model)
     _reports[model] = _report(weights, kinds, adapters, group)
     return model

@@ -1,0 +1,116 @@
+"""How evenly a model's experts are used, in the logs; and how many of its parameters a token meets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import keras
+import numpy as np
+
+from tfdist import checks
+from tfdist.collectives.objects import all_gather_object
+from tfdist.context import DistributedStrategy, strategy_of
+from tfdist.keras_internals.private import all_layers
+from tfdist.layers.experts import MixtureOfExperts
+from tfdist.layers.experts.usage import usages_of
+from tfdist.sharding.layout import global_shape
+
+__all__ = ["ExpertLoad", "load_logs", "parameter_counts"]
+
+
+class ExpertLoad(keras.callbacks.Callback):
+    """Adds to the logs of each epoch how evenly the experts of all layers were used.
+
+    It counts the training tokens of all ranks:
+
+    - `expert_load`: the tokens of the busiest expert of a layer over the mean of its experts,
+      averaged over layers; 1 is even.
+    - `expert_max_violation`: by what share of the mean the busiest expert of any layer is above it
+      (MaxVio of Wang et al. 2024); 0 is even.
+    - `expert_dropped`: the share of choices that were dropped; 0 without a capacity factor.
+
+    Args:
+        verbose: Whether the chief prints at the start how many parameters the model has, and how many
+            a token meets.
+
+    Raises:
+        ValueError: `verbose` is no truth value.
+    """
+
+    def __init__(self, verbose: bool = False):
+        super().__init__()
+        self._verbose = checks.boolean("verbose", verbose)
+
+    def on_train_begin(self, logs=None):
+        """Begins to count."""
+        for usage in usages_of(self.model).values():
+            usage.take()
+        counts = parameter_counts(self.model)
+        strategy = strategy_of(self.model)
+        if self._verbose and (strategy is None or strategy.is_chief):
+            print(f"A token meets {counts['active']:,} of {counts['total']:,} parameters.")
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Reads the counts of all ranks, and begins anew."""
+        own = {path: usage.take() for path, usage in usages_of(self.model).items()}
+        if logs is not None:
+            logs |= load_logs(_of_all_ranks(own, strategy_of(self.model)))
+
+
+def load_logs(counts: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """What is logged of counts of choices.
+
+    Args:
+        counts: By layer, how often each expert was chosen; at the end how many choices were dropped.
+
+    Returns:
+        By name; nothing where nothing was counted.
+    """
+    busiest, chosen, dropped = [], 0.0, 0.0
+    for each in counts.values():
+        total = float(each[:-1].sum())
+        if total:
+            busiest.append(float(each[:-1].max()) * (len(each) - 1) / total)
+            chosen, dropped = chosen + total, dropped + float(each[-1])
+    if not busiest:
+        return {}
+    return {
+        "expert_load": float(np.mean(busiest)),
+        "expert_max_violation": max(busiest) - 1,
+        "expert_dropped": dropped / chosen,
+    }
+
+
+def _of_all_ranks(own: dict, strategy: DistributedStrategy | None) -> dict[str, np.ndarray]:
+    if strategy is None or strategy.mesh.size == 1:
+        return own
+    mesh = strategy.mesh
+    group = strategy.group(*mesh.gradient_axes, *mesh.stage_axes)
+    found: dict[str, np.ndarray] = {}
+    for counts in all_gather_object(own, group, name="expert-load"):
+        for path, each in counts.items():
+            found[path] = found.get(path, 0) + each
+    return found
+
+
+def parameter_counts(model: keras.Model) -> dict[str, int]:
+    """How many trained parameters a model has, and how many of them one token meets.
+
+    Of a pipeline they are those of this rank's stages.
+
+    Args:
+        model: A built model.
+
+    Returns:
+        "total" and "active": the latter count `top_k` of the experts of each layer.
+    """
+    checks.instance("model", model, keras.Model, "a Keras model")
+    weights = {id(weight): weight for weight in model.trainable_variables}
+    total = sum(math.prod(global_shape(weight)) for weight in weights.values())
+    idle = 0
+    for layer in all_layers(model):
+        if isinstance(layer, MixtureOfExperts):
+            found = layer.num_parameters
+            idle += found["total"] - found["active"]
+    return {"total": total, "active": total - idle}

@@ -1,0 +1,55 @@
+"""Where the weights of experts lie: the experts over one axis, the hidden units of each over another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tfdist.collectives import Group
+from tfdist.context import current_strategy
+from tfdist.sharding.parts import NestedSlice, Slice
+from tfdist.sharding.weights import TENSOR_AXIS, axis_group, tensor_group
+
+__all__ = ["check_experts", "expert_group", "expert_part"]
+
+#: The axis whose ranks hold other experts, and other rows.
+EXPERT_AXIS = "expert"
+
+
+def expert_group() -> Group | None:
+    """The ranks along the expert axis of the strategy in scope, or None where there is one rank."""
+    return axis_group(EXPERT_AXIS)
+
+
+def check_experts(num_experts: int, group: Group | None, layer) -> None:
+    """Raises where the experts of a layer cannot be divided among ranks.
+
+    Raises:
+        ValueError: Their number does not divide by the expert axis.
+    """
+    if group is not None and num_experts % group.size:
+        raise ValueError(
+            f"num_experts divides by the {EXPERT_AXIS} axis. Received: num_experts={num_experts} "
+            f"in `{layer.name}` with {EXPERT_AXIS}={group.size}."
+        )
+
+
+def expert_part(shape: Sequence[int], unit_dim: int | None) -> Slice | NestedSlice | None:
+    """What part of an array of all experts' weights a rank holds, under the strategy in scope.
+
+    Args:
+        shape: The shape of the global array; its dim 0 counts experts.
+        unit_dim: The dim that counts hidden units, split over the tensor axis; None where the
+            weights are of no single units.
+
+    Returns:
+        The part; None where a rank holds the whole.
+    """
+    shape = tuple(shape)
+    strategy, experts, units = current_strategy(), expert_group(), tensor_group()
+    outer = None if experts is None else Slice(experts, 0, shape)
+    if units is None or unit_dim is None or strategy is None:
+        return outer
+    if outer is None:
+        return Slice(units, unit_dim, shape)
+    inner = Slice(units, unit_dim, outer.local_shape)
+    return NestedSlice(outer, inner, strategy.group(EXPERT_AXIS, TENSOR_AXIS))

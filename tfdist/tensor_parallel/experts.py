@@ -1,0 +1,208 @@
+"""KerasHub's blocks of experts: computed sparsely, and spread over the expert axis, in place.
+
+KerasHub computes every expert for every token and multiplies most results by zero. Here a token goes
+through the experts that its router chose, on the rank that holds them. Layers, weights and
+configuration stay KerasHub's, so what is saved loads into plain KerasHub.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
+
+from tfdist.collectives import Group, broadcast
+from tfdist.keras_internals.functional import without_values
+from tfdist.keras_internals.private import all_layers
+from tfdist.layers.experts.dispatch import are_there, through_experts
+from tfdist.layers.experts.permutation import sort_by_expert
+from tfdist.sharding.experts import check_experts, expert_group
+from tfdist.sharding.parts import Slice
+from tfdist.sharding.weights import cut_variable
+from tfdist.tensor_parallel.adapters import override
+from tfdist.tensor_parallel.banks import BANKS, Bank
+
+__all__ = ["ExpertBlock", "find_experts", "spread_experts"]
+
+#: By the class of a block, the attributes of its router and its bank, and of what else it has.
+_BLOCKS = {
+    "MixtralSparseMoeBlock": ("_sparse_feedforward_gate_dense", "expert_bank", None),
+    "QwenSparseMoeBlock": (
+        "_sparse_feedforward_gate_dense",
+        "expert_bank",
+        ("shared_expert_dense", "shared_expert_gate_dense"),
+    ),
+    "Qwen3SparseMoeBlock": ("_sparse_feedforward_gate_dense", "expert_bank", None),
+    "Qwen3_5MoeSparseMoeBlock": (
+        "_router_gate",
+        "expert_bank",
+        ("shared_expert", "_shared_expert_gate"),
+    ),
+    "GptOssSparseMoeBlock": ("router", "experts", None),
+    "Gemma4TextDecoderBlock": ("moe_router", "moe_expert_bank", None),
+}
+#: How blocks name the weight of their balance loss.
+_COEFFICIENTS = ("router_aux_loss_coef", "router_aux_loss_coefficient")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertBlock:
+    """A layer of KerasHub's with a router and a bank of experts.
+
+    Attributes:
+        layer: The layer.
+        router: Its router.
+        bank: Its experts, and what they make of rows.
+        shared: What all tokens go through, and its gate, or None.
+    """
+
+    layer: keras.layers.Layer
+    router: keras.layers.Layer
+    bank: Bank
+    shared: tuple[keras.layers.Layer, keras.layers.Layer] | None
+
+    def check(self, group: Group | None) -> None:
+        """Raises where the experts do not divide by the expert axis.
+
+        Raises:
+            ValueError: They do not.
+        """
+        check_experts(self.bank.num_experts, group, self.bank.layer)
+
+    def apply(self, group: Group | None) -> None:
+        """Cuts the experts' weights, and overrides what the layer computes."""
+        if group is not None:
+            for variable in self.bank.variables:
+                cut_variable(self.bank.layer, variable, Slice(group, 0, tuple(variable.shape)))
+        if type(self.layer).__name__.startswith("Gemma4"):
+            override(self.bank.layer, "call", self._weighed(group))
+        elif type(self.layer).__name__.startswith("GptOss"):
+            override(self.layer, "call", self._scored(group))
+        else:
+            override(self.layer, "call", self._routed(group))
+
+    def _through(self, tokens, experts, gates, group: Group | None):
+        bank = self.bank
+        permutation = sort_by_expert(experts, bank.num_experts, is_there=are_there())
+        gates = tf.cast(gates, tf.float32)
+        return through_experts(tokens, gates, permutation, bank, group, bank.layer.path)
+
+    def _routed(self, group: Group | None) -> Callable:
+        """As Mixtral's and Qwen's blocks compute it."""
+        layer, top_k = self.layer, self.layer.top_k
+        module = sys.modules[type(layer).__module__]
+        normalize = getattr(layer, "norm_top_k_prob", True)
+        weight = next(getattr(layer, name) for name in _COEFFICIENTS if hasattr(layer, name))
+
+        def call(hidden_states, attention_mask=None, training=None):
+            tokens = tf.reshape(hidden_states, [-1, hidden_states.shape[-1]])
+            logits = self.router(tokens)
+            gates, experts = tf.math.top_k(keras.ops.softmax(logits, axis=-1), k=top_k)
+            if normalize:
+                gates /= tf.reduce_sum(gates, axis=-1, keepdims=True)
+            y = self._through(tokens, experts, gates, group)
+            if self.shared is not None:
+                shared, gate = self.shared
+                y += shared(tokens) * keras.ops.sigmoid(gate(tokens))
+            if training:
+                # KerasHub's own, which is made one of all ranks' tokens.
+                balance = module.compute_load_balancing_loss(
+                    router_logits=logits,
+                    num_experts=self.bank.num_experts,
+                    top_k=top_k,
+                    attention_mask=attention_mask,
+                )
+                layer.add_loss(weight * balance)
+            return tf.reshape(y, tf.shape(hidden_states)), logits
+
+        return call
+
+    def _scored(self, group: Group | None) -> Callable:
+        """As GPT-OSS, whose router gives scores that are zero but for the experts chosen."""
+        top_k = self.layer.top_k
+
+        def call(hidden_states):
+            tokens = tf.reshape(hidden_states, [-1, hidden_states.shape[-1]])
+            scores = self.router(tokens)
+            gates, experts = tf.math.top_k(scores, k=top_k)
+            y = self._through(tokens, experts, gates, group)
+            return tf.reshape(y, tf.shape(hidden_states)), scores
+
+        return call
+
+    def _weighed(self, group: Group | None) -> Callable:
+        """As the bank of Gemma 4, which gets such scores."""
+        top_k = self.router.num_experts_per_token
+
+        def call(x, dispatch_weights):
+            gates, experts = tf.math.top_k(dispatch_weights, k=top_k)
+            return self._through(x, experts, gates, group)
+
+        return call
+
+
+def find_experts(model: keras.Model) -> list[ExpertBlock]:
+    """The blocks of experts of a model that compute as KerasHub's do, those that are sparse left out."""
+    found = []
+    for layer in all_layers(model):
+        names = _BLOCKS.get(type(layer).__name__)
+        if names is None or not type(layer).__module__.startswith("keras_hub."):
+            continue
+        router, bank, shared = names
+        experts = getattr(layer, bank, None)
+        if experts is None or "call" in vars(layer) or "call" in vars(experts):
+            continue
+        if getattr(layer, "router_jitter_noise", 0):
+            continue  # It draws numbers of its own, for a router that then is another one.
+        kind = BANKS[type(experts).__name__]
+        both = None if shared is None else tuple(getattr(layer, name) for name in shared)
+        found.append(ExpertBlock(layer, getattr(layer, router), kind(experts), both))
+    return found
+
+
+def spread_experts(blocks: Sequence[ExpertBlock]) -> None:
+    """Makes blocks sparse, each rank of the expert axis with its experts; every rank calls this.
+
+    Each is then compared with what it was, on a few made-up tokens.
+
+    Raises:
+        ValueError: One computes something else than before.
+    """
+    group = expert_group()
+    for block in blocks:
+        variables = block.bank.variables
+        deferred = any(without_values(variable) for variable in variables)
+        if deferred:
+            block.apply(group)
+            continue
+        if group is not None:
+            for variable in variables:
+                variable.assign(broadcast(variable.value, group, name="parallelize/experts"))
+        tokens = _made_up_tokens(block)
+        before = _outputs(block, tokens)
+        block.apply(group)
+        off = float(tf.norm(_outputs(block, tokens) - before))
+        if not off <= 1e-3 * float(tf.norm(before)):
+            raise ValueError(
+                f"The sparse `{block.layer.path}` computes something else than KerasHub's. Received: "
+                f"outputs that differ by {off:.2e} of {float(tf.norm(before)):.2e}."
+            )
+
+
+def _made_up_tokens(block: ExpertBlock) -> tf.Tensor:
+    width = block.bank.width
+    tokens = tf.random.stateless_normal([1, 8, width], seed=[0, 1])
+    return tf.cast(tokens, block.layer.compute_dtype)
+
+
+def _outputs(block: ExpertBlock, tokens: tf.Tensor) -> tf.Tensor:
+    if "dispatch_weights" in inspect.signature(block.bank.layer.call).parameters:
+        scores = block.router(tokens)
+        found = block.bank.layer(tf.reshape(tokens, [-1, tokens.shape[-1]]), scores)
+    else:
+        found = block.layer(tokens)[0]
+    return tf.cast(found, tf.float32)
