@@ -77,9 +77,8 @@ def _assigning(variable, stock):
 def _slice(value, part: Slice) -> np.ndarray:
     if not isinstance(value, StoredArray) or part.padding:
         return part.slice_of(np.asarray(value))
-    begin = part.group.rank * part.share
     index = [slice(None)] * len(part.shape)
-    index[part.dim] = slice(begin, begin + part.share)
+    index[part.dim] = slice(part.begin, part.begin + part.share)
     return value.read(tuple(index))
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests.conftest import on_ranks, slow_but
 from tests.strategies import programs
-from tfdist.gradients.sparse import needs_rows
+from tfdist.sharding.updates import needs_rows
 from tfdist.layers import VocabParallelEmbedding
 from tfdist.mesh import Mesh
 from tfdist.pipeline import PipelineModel

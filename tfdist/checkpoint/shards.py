@@ -101,9 +101,8 @@ def shards_of(variable: keras.Variable) -> list[ArrayShard]:
 
 def _shard_of_slice(part: Slice, local: Box, run: tuple[int, int] | None) -> list[ArrayShard]:
     """The shard that a box of a slice is, without the slice's padding; none if that is all."""
-    offset = part.group.rank * part.share
     dim, size = part.dim, part.shape[part.dim]
-    begin, end = (min(offset + edge, size) for edge in (local[dim].start, local[dim].stop))
+    begin, end = (min(part.begin + edge, size) for edge in (local[dim].start, local[dim].stop))
     if end <= begin:
         return []
     box, inside = list(local), [slice(0, each.stop - each.start) for each in local]

@@ -24,23 +24,37 @@ def deep_copy(part):
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """An equal slice of a global array along one dim.
+    """A slice of a global array along one dim.
 
     Attributes:
         group: The ranks that hold the slices, in order.
         dim: The dim that is split.
         shape: The shape of the global array. Where its size along `dim` does not divide, the last
-            slices are padded with zeros.
+            of equal slices are padded with zeros.
+        sizes: The size of each rank's slice along `dim`, which may be 0; they sum to the array's.
+            None: all slices are equal.
     """
 
     group: Group
     dim: int
     shape: tuple[int, ...]
+    sizes: tuple[int, ...] | None = None
+
+    def size_of(self, rank: int) -> int:
+        """The size along `dim` of the slice of the rank at a place of the group."""
+        if self.sizes is not None:
+            return self.sizes[rank]
+        return math.ceil(self.shape[self.dim] / self.group.size)
 
     @property
     def share(self) -> int:
-        """The size of a slice along `dim`."""
-        return math.ceil(self.shape[self.dim] / self.group.size)
+        """The size of this rank's slice along `dim`."""
+        return self.size_of(self.group.rank)
+
+    @property
+    def begin(self) -> int:
+        """Where this rank's slice begins along `dim`; with padding that may be beyond the array."""
+        return sum(self.size_of(rank) for rank in range(self.group.rank))
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -50,7 +64,7 @@ class Slice:
     @property
     def padding(self) -> int:
         """How many entries along `dim` all slices have beyond the global array."""
-        return self.share * self.group.size - self.shape[self.dim]
+        return sum(map(self.size_of, range(self.group.size))) - self.shape[self.dim]
 
     def slice_of(self, array):
         """This rank's slice of a global array, a NumPy array or a tensor.
@@ -66,14 +80,16 @@ class Slice:
             ends = [(0, self.padding if dim == self.dim else 0) for dim in range(array.ndim)]
             pad = np.pad if isinstance(array, np.ndarray) else tf.pad
             array = pad(array, ends)
-        begin = self.group.rank * self.share
         index = [slice(None)] * len(self.shape)
-        index[self.dim] = slice(begin, begin + self.share)
+        index[self.dim] = slice(self.begin, self.begin + self.share)
         return array[tuple(index)]
 
     def all_gather(self, local, name: str = "shard"):
         """The global array; every member of the group calls this with its own slice."""
-        array = all_gather(local, self.group, self.dim, name=name)
+        uneven = self.sizes is not None
+        array = all_gather(local, self.group, self.dim, uneven=uneven, name=name)
+        if uneven:
+            return tf.ensure_shape(array, self.shape)
         if not self.padding:
             return array
         return tf.slice(array, [0] * len(self.shape), self.shape)

@@ -70,6 +70,7 @@ def add_split_weight(
     initializer: Any,
     regularizer: Any = None,
     constraint: Any = None,
+    sizes: Sequence[int] | None = None,
 ):
     """`layer.add_weight`, of which this rank holds its slice along `dim`.
 
@@ -84,9 +85,11 @@ def add_split_weight(
         initializer: For the global array.
         regularizer: A sum over entries, as L1 and L2 are.
         constraint: On the variable's entries one by one.
+        sizes: The size of each rank's slice along `dim`; None for equal ones.
 
     Raises:
-        ValueError: The regularizer or the constraint looks at the array as a whole.
+        ValueError: The regularizer or the constraint looks at the array as a whole, or the sizes do
+            not sum to the array's.
     """
     checks.instance("layer", layer, keras.layers.Layer, "a Keras layer")
     shape = tuple(checks.integers("shape", shape, minimum=1))
@@ -102,7 +105,10 @@ def add_split_weight(
             constraint=constraint,
         )
     check_by_entries(layer, name, regularizer, constraint)
-    part = Slice(group, dim % len(shape), tuple(shape))
+    sizes = checks.integers("sizes", sizes, minimum=0, optional=True)
+    if sizes is not None and (len(sizes) != group.size or sum(sizes) != shape[dim]):
+        raise checks.refuse("sizes", sizes, f"a size for each rank, {shape[dim]} in all")
+    part = Slice(group, dim % len(shape), tuple(shape), sizes)
     initializer = keras.initializers.get(initializer)
     regularizer = keras.regularizers.get(regularizer)
     with of_the_next_variable(VariableLayout(slice=part)):
