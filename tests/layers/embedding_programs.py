@@ -132,11 +132,11 @@ def train(strategy, *, placement=None, optimizer="sgd", rows=41, is_weighted=Tru
     try:
         with scope(strategy):
             model = build(placement, is_weighted)
-            rule = keras.optimizers.get(
-                {"class_name": optimizer, "config": {"learning_rate": 0.05, **options}}
-            )
+            # Adam and Lion turn gradients of rounding into steps of a size of their own.
+            rate = 0.05 if optimizer in ("sgd", "adagrad") else 0.005
+            config = {"learning_rate": rate, **options}
             model.compile(
-                rule,
+                keras.optimizers.get({"class_name": optimizer, "config": config}),
                 keras.losses.BinaryCrossentropy(from_logits=True),
                 metrics=["accuracy"],
                 run_eagerly=eager,
@@ -147,3 +147,223 @@ def train(strategy, *, placement=None, optimizer="sgd", rows=41, is_weighted=Tru
     evaluation = model.evaluate(x, y, batch_size=7, verbose=0)
     predictions = model.predict(x, batch_size=7, verbose=0)
     return fitted.history, evaluation, predictions, weights_of(model)
+
+
+def features_of(placement: str) -> list:
+    """Two features of one table, and one of another, which is a bag of any size."""
+    from tfdist.layers import FeatureConfig, TableConfig
+
+    places, made = placement.split(), initializers()
+    users = TableConfig("users", USERS, WIDTH, made["users"], "mean", places[0])
+    items = TableConfig("items", ITEMS, NARROW, made["items"], "sum", places[1])
+    return [
+        FeatureConfig("user", users),
+        FeatureConfig("friends", users),
+        FeatureConfig("history", items),
+    ]
+
+
+def lookups(strategy, placement: str, form: str, first: int = 0, last: int = 13):
+    """The vectors of rows `first` to `last`, and the gradients of the tables, by a call of one's own."""
+    import tensorflow as tf
+
+    from tfdist.layers import ShardedEmbedding
+    from tfdist.sharding import whole_value
+
+    start()
+    chance = np.random.default_rng(3)
+    bags = [chance.integers(0, ITEMS, size) for size in chance.integers(0, 4, 13)]
+    weights = [chance.uniform(0.5, 2.0, len(bag)).astype("float32") for bag in bags]
+    friends = chance.integers(0, USERS, (13, 2, 3))
+    user = chance.integers(0, USERS, 13)
+    place = slice(first, last)
+    if strategy is not None:
+        parts = np.array_split(np.arange(first, last), strategy.row_group.size)
+        mine = parts[strategy.row_group.rank]
+        place = slice(mine[0], mine[-1] + 1) if len(mine) else slice(0, 0)
+    history = in_form([bag.astype("int32") for bag in bags[place]], form, PADDING)
+    importance = in_form(weights[place], form, 0.0)
+    with scope(strategy):
+        features = features_of(placement)
+        if form == "dense":
+            from tfdist.layers import FeatureConfig
+
+            features[-1] = FeatureConfig("history", features[-1].table, PADDING)
+        layer = ShardedEmbedding(features, name="tables")
+        tables = layer.tables
+
+        def call(user, friends, history, importance):
+            with tf.GradientTape() as tape:
+                ids = {"user": user, "friends": friends, "history": history}
+                found = layer(ids, weights={"history": importance})
+                loss = tf.add_n([tf.reduce_sum(part**3) for part in found.values()])
+            return found, tape.gradient(loss, [table.value for table in tables.values()])
+
+        run = (
+            tf.function(call)
+            if strategy is None
+            else tf.function(lambda *given: strategy.run(call, given))
+        )
+        found, gradients = run(
+            tf.constant(user[place]), tf.constant(friends[place]), history, importance
+        )
+        whole = {}
+        for (name, table), gradient in zip(tables.items(), gradients, strict=True):
+            from tfdist.sharding import layout_of
+
+            layout = layout_of(table)
+            whole[name] = np.asarray(layout.all_gather(tf.convert_to_tensor(gradient)))
+            whole[f"{name} value"] = whole_value(table).numpy()
+    return {name: np.asarray(part) for name, part in found.items()}, whole
+
+
+def in_form(bags: list, form: str, padding):
+    """Bags as a ragged, a sparse or a dense tensor."""
+    import tensorflow as tf
+
+    flat = np.concatenate([*bags, np.zeros(0, np.asarray(padding).dtype.type)]).astype(
+        "int32" if padding == PADDING else "float32"
+    )
+    ragged = tf.RaggedTensor.from_row_lengths(flat, [len(bag) for bag in bags])
+    if form == "ragged":
+        return ragged
+    if form == "sparse":
+        return ragged.to_sparse()
+    return ragged.to_tensor(padding, [len(bags), 3])
+
+
+def refusal(strategy, where: str, run_eagerly: bool = False) -> tuple[str, float]:
+    """What `fit` says of an id that is outside of its vocabulary; and a sum over ranks after it."""
+    import tensorflow as tf
+
+    from tfdist.collectives import all_reduce
+
+    start()
+    x, y = data(20)
+    x["history"][17, 3] = {"above": ITEMS, "below": -7}[where]
+    with scope(strategy):
+        model = build("rows columns table")
+        loss = keras.losses.BinaryCrossentropy(from_logits=True)
+        model.compile("sgd", loss, run_eagerly=run_eagerly)
+    try:
+        model.fit(x, y, batch_size=20, shuffle=False, verbose=0)
+    except tf.errors.InvalidArgumentError as error:
+        message = str(error)
+    else:
+        message = "nothing was refused"
+    after = 1.0 if strategy is None else float(all_reduce(tf.constant(1.0), strategy.row_group))
+    return message, after
+
+
+def traffic(strategy, placement: str, kind: str) -> tuple[list[int], list[int]]:
+    """The bytes that a rank sends to others in the exchanges of a step, counted and by the formula."""
+    import unittest.mock
+
+    import tensorflow as tf
+
+    from tfdist.layers import ShardedEmbedding
+
+    start()
+    group = strategy.row_group
+    chance = np.random.default_rng(group.rank)
+    user = chance.integers(0, USERS, 9)
+    friends = chance.integers(0, USERS, (9, 2, 3))
+    history = tf.ragged.constant([[1, 1, 2], [], [22], [5, 22]], dtype=tf.int32)
+    ids = {"user": user, "friends": friends, "history": history}
+    with strategy.scope():
+        layer = ShardedEmbedding(features_of(placement), name="tables")
+        tables = layer.tables
+    engine = type(group.engine.transport(group))
+    original, counted = engine.all_to_all_uneven, []
+
+    def count(self, tensor, splits, *rest):
+        away = tf.reduce_sum(splits) - splits[group.rank]
+        counted.append(int(away) * tensor.dtype.size)
+        return original(self, tensor, splits, *rest)
+
+    with unittest.mock.patch.object(engine, "all_to_all_uneven", count):
+        with tf.GradientTape() as tape:
+            loss = tf.add_n(
+                [tf.reduce_sum(v) for v in layer(ids, training=kind != "unique").values()]
+            )
+        tape.gradient(loss, [table.value for table in tables.values()])
+
+    asked = {
+        "users": np.concatenate([user, friends.ravel()]),
+        "items": history.values.numpy(),
+    }
+    if kind == "unique":
+        asked = {name: np.unique(some) for name, some in asked.items()}
+    requests = np.zeros((group.size, len(tables)), int)
+    for number, (some, placed) in enumerate(zip(asked.values(), layer._placements, strict=True)):
+        if placed.kind == "rows":
+            owners = some // -(-layer._tables[number].vocabulary_size // group.size)
+            requests[:, number] = np.bincount(owners, minlength=group.size)
+        else:
+            requests[:, number] = len(some)
+            if placed.kind == "table":
+                requests[np.arange(group.size) != placed.owner, number] = 0
+    from tfdist.collectives import all_gather
+
+    every = np.asarray(all_gather(tf.constant(requests[None]), group))  # [from, to, table]
+    widths = [
+        -(-table.embedding_dim // group.size) if placed.kind == "columns" else table.embedding_dim
+        for table, placed in zip(layer._tables, layer._placements, strict=True)
+    ]
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    ids_out = sum(4 * (len(tables) + 3 + every[group.rank, rank].sum()) for rank in others)
+    vectors_out = sum(4 * (every[rank, group.rank] * widths).sum() for rank in others)
+    gradients_out = sum(4 * (every[group.rank, rank] * widths).sum() for rank in others)
+    return counted, [int(ids_out), int(vectors_out), int(gradients_out)]
+
+
+def recommender(mesh: dict | None, placement: str, optimizer: str = "adam"):
+    """A compiled model with a built optimizer, and the data that it learns."""
+    from tests.layers.gpt_programs import scope as scope_of
+
+    start(3)
+    with scope_of(mesh):
+        model = build(placement)
+        model.compile(optimizer, keras.losses.BinaryCrossentropy(from_logits=True))
+        model.optimizer.build(model.trainable_variables)
+    return model, data(23)
+
+
+def trained_and_saved(mesh: dict | None, placement: str, folder: str):
+    """A checkpoint, and a file of Keras', after some steps; and the losses of further steps."""
+    from tfdist import checkpoint
+
+    model, (x, y) = recommender(mesh, placement)
+    model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    path = checkpoint.save(f"{folder}/saved", model, step=6)
+    model.save_weights(f"{folder}/model.weights.h5")
+    model.save(f"{folder}/model.keras")
+    more = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    return path, more.history["loss"]
+
+
+def restored(mesh: dict | None, placement: str, path: str, file: str, folder: str):
+    """Where a checkpoint was saved again, and the losses of further steps; the arrays of a file."""
+    from tfdist import checkpoint
+
+    model, (x, y) = recommender(mesh, placement)
+    checkpoint.restore(path, model)
+    again = checkpoint.save(folder, model, step=6)
+    more = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0)
+    model.load_weights(file)
+    return again, more.history["loss"], weights_of(model)
+
+
+def plain_from_file(file: str) -> tuple[np.ndarray, np.ndarray]:
+    """What a `.keras` file predicts in one process, and what plain embeddings with its tables do."""
+    keras.backend.clear_session()
+    model = keras.saving.load_model(file)
+    x, _ = data(23)
+    plain = build()
+    tables = model.get_layer("tables").tables
+    for layer in plain.layers:
+        if isinstance(layer, keras.layers.Embedding):
+            layer.set_weights([np.asarray(tables[layer.name])])
+        elif isinstance(layer, keras.layers.Dense):
+            layer.set_weights(model.get_layer(layer.name).get_weights())
+    return model.predict(x, verbose=0), plain.predict(x, verbose=0)

@@ -18,6 +18,7 @@ from tfdist.sharding.parts import FlatShard
 
 __all__ = ["reduce_rows", "shard_of_rows"]
 
+
 def reduce_rows(
     gradient: tf.IndexedSlices, group: Group, reduction: str, name: str
 ) -> tf.IndexedSlices:

@@ -53,10 +53,9 @@ class SliceDrawn(keras.initializers.Initializer):
     def read_slice(self, part: Slice, dtype=None):
         """The slice; padding is zeros. Initializers that are not known draw the array."""
         dtype = keras.backend.standardize_dtype(dtype)
-        draw = _draw_of(self.whole, part.shape) if can_slice(self.whole, part.shape, dtype) else None
-        if draw is None:
+        if not can_slice(self.whole, part.shape, dtype):
             return deep_copy(part.slice_of(self.whole(part.shape, dtype=dtype)))
-        return tf.convert_to_tensor(_fill(draw, part, dtype))
+        return tf.convert_to_tensor(_fill(self.whole, part, dtype))
 
     def get_config(self) -> dict[str, Any]:
         """That of the array's."""
@@ -77,22 +76,31 @@ def can_slice(initializer: Any, shape: tuple[int, ...], dtype: str = "float32") 
     """
     if not tf.executing_eagerly() or len(shape) != 2:
         return False
-    draw = _draw_of(initializer, shape)
-    return draw is not None and (isinstance(draw, float) or dtype == "float32")
+    if _constant_of(initializer) is not None:
+        return True
+    return dtype == "float32" and _distribution_of(initializer, shape) is not None
 
 
-def _draw_of(initializer: Any, shape: tuple[int, ...]) -> Callable | float | None:
-    """A constant, or what draws a run of the flattened array; None for initializers not known."""
+def _constant_of(initializer: Any) -> float | None:
+    """The number that an initializer fills arrays with, if it does."""
     kinds = keras.initializers
     for kind, value in ((kinds.Zeros, 0.0), (kinds.Ones, 1.0)):
         if type(initializer) is kind:
             return value
-    if type(initializer) is kinds.Constant:
-        return float(initializer.value) if isinstance(initializer.value, int | float) else None
-    found = _distribution_of(initializer, shape)
-    if found is None:
-        return None
-    kind, scale, offset = found
+    is_constant = type(initializer) is kinds.Constant
+    return (
+        float(initializer.value)
+        if is_constant and isinstance(initializer.value, int | float)
+        else None
+    )
+
+
+def _draw_of(initializer: Any, shape: tuple[int, ...]) -> Callable[[int, int], tf.Tensor]:
+    """What draws a run of the flattened array; a seed generator moves on by this, once."""
+    distribution = _distribution_of(initializer, shape)
+    if distribution is None:
+        raise ValueError(f"Slices of this initializer cannot be drawn. Received: {initializer!r}.")
+    kind, scale, offset = distribution
     seed = draw_seed(initializer.seed)
     if seed.dtype != tf.int32:
         # As Keras' `random` does for TensorFlow.
@@ -149,13 +157,15 @@ def _uniform(low: float, high: float) -> tuple[str, tf.Tensor, tf.Tensor]:
     return "uniform", tf.constant(high, tf.float32) - offset, offset
 
 
-def _fill(draw: Callable | float, part: Slice, dtype: str) -> np.ndarray:
+def _fill(initializer: Any, part: Slice, dtype: str) -> np.ndarray:
     values = np.zeros(part.local_shape, tf.as_dtype(dtype).as_numpy_dtype)
     rows, width = part.shape
     begin, size = part.begin, max(0, min(part.share, part.shape[part.dim] - part.begin))
-    if isinstance(draw, float):
-        values[tuple(slice(size) if dim == part.dim else slice(None) for dim in (0, 1))] = draw
+    constant = _constant_of(initializer)
+    if constant is not None:
+        values[(slice(size),) if part.dim == 0 else (slice(None), slice(size))] = constant
         return values
+    draw = _draw_of(initializer, part.shape)
     # Of columns all numbers are drawn, and most of them dropped.
     first, last = (begin, begin + size) if part.dim == 0 else (0, rows)
     step = max(1, _CHUNK // width)

@@ -69,19 +69,21 @@ class ShardedEmbedding(keras.layers.Layer):
         weights: A dict from names of features to the weights of their ids, in the form of the ids.
 
     Raises:
-        ValueError: There is no feature, or two have one name.
+        ValueError: Two features, or two tables, have one name.
+        TypeError: The features are no list of them.
     """
 
     def __init__(self, features: Sequence[FeatureConfig], **kwargs):
         super().__init__(**kwargs)
         # As in `keras.layers.Embedding`: vectors are cast, not tables.
         self.autocast = False
-        found = checks.sequence("features", features, "tfdist.layers.FeatureConfig")
-        if not found:
-            raise checks.refuse("features", features, "a list of at least one feature")
-        for feature in found:
-            checks.instance("features", feature, FeatureConfig, "a list of FeatureConfig")
-        self.features = tuple(found)
+        # XLA leaves assertions out.
+        self.supports_jit = False
+        is_list = isinstance(features, Sequence) and len(features) > 0
+        if not is_list or not all(isinstance(each, FeatureConfig) for each in features):
+            meaning = "a list of tfdist.layers.FeatureConfig, not empty"
+            raise checks.refuse("features", features, meaning, TypeError)
+        self.features = tuple(features)
         self._tables = tuple(tables_of(self.features))
         strategy = current_strategy()
         group = None if strategy is None else strategy.row_group
@@ -161,8 +163,13 @@ class ShardedEmbedding(keras.layers.Layer):
                 expand.append(index)
             variable = self._weights_of[table.name].value
             lookups.append(Lookup(variable, placement, joined, table.embedding_dim))
-        # What is summed over ids before it travels must not lose digits on the way.
-        wire = tf.as_dtype(self.variable_dtype) if adds_up and step is not None else dtype
+        # Gradients must not lose digits on the way, of which one process keeps them all.
+        is_trained = training is not False and (step is None or step.kind == "train")
+        wire = tf.as_dtype(self.variable_dtype) if is_trained else dtype
+        if step is not None and not step.is_even:
+            # No rank that ends for an error leaves another waiting in the collective behind it.
+            with tf.control_dependencies([step.share]):
+                error = tf.identity(error)
         found = look_up(
             lookups,
             error,
