@@ -22,13 +22,13 @@ TARGETS = [
 @pytest.mark.parametrize("zero_stage", slow_but([0], [0, 1]))
 def test_from_ranks_to_others(pool, one_process, tmp_path, zero_stage):
     mesh = {"data": -1, "zero_stage": zero_stage}
-    path, losses = pool.run(programs.trained_and_saved, mesh, MIXED, str(tmp_path), timeout=200)[0]
+    path, losses = pool.run(programs.trained_and_saved, mesh, MIXED, str(tmp_path), timeout=400)[0]
     right, file = arrays_of(path), f"{tmp_path}/model.weights.h5"
     assert right["model/tables/users"].shape == (programs.USERS, programs.WIDTH)
     for number, (target, placement) in enumerate(TARGETS):
         where = one_process if target is None else pool
         folder = f"{tmp_path}/again-{number}"
-        found = where.run(programs.restored, target, placement, path, file, folder, timeout=200)
+        found = where.run(programs.restored, target, placement, path, file, folder, timeout=400)
         for again, more, weights in found:
             np.testing.assert_allclose(more, losses, rtol=1e-5)
             arrays = arrays_of(again)

@@ -43,7 +43,7 @@ def check(pool, one_process, placement, mesh: Mesh, tolerance=1e-5, zero_stage=0
     plain = functools.partial(embedding_programs.train, **options)
     (wanted,) = one_process.run(programs.in_one_process, plain)
     sharded = functools.partial(plain, placement=placement)
-    for found in pool.run(on_mesh, sharded, mesh, {"zero_stage": zero_stage}, timeout=200):
+    for found in pool.run(on_mesh, sharded, mesh, {"zero_stage": zero_stage}, timeout=400):
         assert_close(found, wanted, tolerance)
 
 
@@ -90,7 +90,7 @@ def test_mixed_precision(pool, one_process, policy, optimizer):
 def test_bags_of_any_size(pool, one_process, form, placement):
     plain = functools.partial(embedding_programs.lookups, placement=placement)
     (wanted, gradients) = one_process.run(programs.in_one_process, plain, form="ragged")[0]
-    found = pool.run(on_mesh, functools.partial(plain, form=form), Mesh(), {}, timeout=100)
+    found = pool.run(on_mesh, functools.partial(plain, form=form), Mesh(), {}, timeout=400)
     for name, value in wanted.items():
         rows = np.concatenate([vectors[name] for vectors, _ in found])
         np.testing.assert_allclose(rows, value, 1e-6, 1e-6, err_msg=name)
@@ -104,7 +104,7 @@ def test_bags_of_any_size(pool, one_process, form, placement):
 @pytest.mark.parametrize("run_eagerly", slow_but([False], [False, True]))
 def test_an_id_outside_of_its_vocabulary(pool, where, run_eagerly):
     program = functools.partial(embedding_programs.refusal, where=where, run_eagerly=run_eagerly)
-    messages = pool.run(on_mesh, program, Mesh(), {}, timeout=100)
+    messages = pool.run(on_mesh, program, Mesh(), {}, timeout=400)
     for message, ranks in messages:
         assert "history" in message and "vocabulary" in message, message
         assert ("-7" if where == "below" else "23") in message, message
@@ -116,5 +116,5 @@ def test_an_id_outside_of_its_vocabulary(pool, where, run_eagerly):
 @pytest.mark.parametrize("kind", ["rows", "unique"])
 def test_a_lookup_costs_what_the_formula_says(pool, placement, kind):
     program = functools.partial(embedding_programs.traffic, placement=placement, kind=kind)
-    for counted, formula in pool.run(on_mesh, program, Mesh(), {}, timeout=100):
+    for counted, formula in pool.run(on_mesh, program, Mesh(), {}, timeout=400):
         assert counted == formula

@@ -34,13 +34,15 @@ def train(strategy, rows: int = 250, epochs: int = 4):
 @on_ranks(("horovod", 2), slow=[("tensorflow", 3)])
 def test_trains_on_ranks_as_in_one_process(pool, one_process):
     (wanted,) = one_process.run(in_one_process, train)
-    for found in pool.run(on_mesh, Mesh(), timeout=200):
+    for found in pool.run(on_mesh, Mesh(), timeout=400):
         for own, reference in zip(found, wanted, strict=True):
             np.testing.assert_allclose(own, reference, rtol=1e-5, atol=1e-5)
 
 
 def test_is_the_model_of_naumov_and_others():
-    model = models.dlrm(2, [5, 6], embedding_dim=3, bottom_widths=(), top_widths=(), bag_sizes=[1, 2])
+    model = models.dlrm(
+        2, [5, 6], embedding_dim=3, bottom_widths=(), top_widths=(), bag_sizes=[1, 2]
+    )
     x, ids = np.array([[1.0, -2.0]], np.float32), (np.array([[4]]), np.array([[1, -1]]))
     weights = {w.path: np.asarray(w) for w in model.weights}
     bottom = np.maximum(x @ weights["bottom_0/kernel"] + weights["bottom_0/bias"], 0)[0]
@@ -53,7 +55,7 @@ def test_is_the_model_of_naumov_and_others():
 
 def test_learns_the_rule_of_its_data():
     start()
-    inputs, clicks, floor = make_clicks(16_000, 4, SIZES, strength=3.0)
+    inputs, clicks, _ = make_clicks(16_000, 4, SIZES, strength=3.0)
     others, other_clicks, other_floor = make_clicks(4_000, 4, SIZES, seed=1, strength=3.0)
     model = models.dlrm(4, SIZES, embedding_dim=8, bottom_widths=(32,), top_widths=(64, 32))
     loss = keras.losses.BinaryCrossentropy(from_logits=True)
