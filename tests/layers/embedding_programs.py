@@ -167,8 +167,9 @@ def lookups(strategy, placement: str, form: str, first: int = 0, last: int = 13)
     """The vectors of rows `first` to `last`, and the gradients of the tables, by a call of one's own."""
     import tensorflow as tf
 
-    from tfdist.layers import ShardedEmbedding
+    from tfdist.layers import FeatureConfig, ShardedEmbedding
     from tfdist.sharding import whole_value
+    from tfdist.sharding.layout import layout_of
 
     start()
     chance = np.random.default_rng(3)
@@ -186,8 +187,6 @@ def lookups(strategy, placement: str, form: str, first: int = 0, last: int = 13)
     with scope(strategy):
         features = features_of(placement)
         if form == "dense":
-            from tfdist.layers import FeatureConfig
-
             features[-1] = FeatureConfig("history", features[-1].table, PADDING)
         layer = ShardedEmbedding(features, name="tables")
         tables = layer.tables
@@ -209,8 +208,6 @@ def lookups(strategy, placement: str, form: str, first: int = 0, last: int = 13)
         )
         whole = {}
         for (name, table), gradient in zip(tables.items(), gradients, strict=True):
-            from tfdist.sharding import layout_of
-
             layout = layout_of(table)
             whole[name] = np.asarray(layout.all_gather(tf.convert_to_tensor(gradient)))
             whole[f"{name} value"] = whole_value(table).numpy()

@@ -39,7 +39,7 @@ def error_of(
         worst = tf.reduce_max(tf.where(is_bad, some, some.dtype.min))
         bad.append(tf.cast(worst, tf.int64))
         some = tf.where(is_bad, tf.zeros_like(some), some)
-        good.append(some if size > tf.int32.max else tf.cast(some, tf.int32))
+        good.append(tf.cast(some, tf.int64 if size > tf.int32.max else tf.int32))
     first = tf.argmax(tf.cast(tf.stack(codes) > 0, tf.int32))
     code, worst = tf.gather(codes, first), tf.gather(bad, first)
     halves = tf.bitcast(tf.where(code > 0, worst, tf.zeros_like(worst)), tf.int32)

@@ -84,7 +84,7 @@ def placement_report(
     group: Group | None,
     itemsize: int,
 ) -> str:
-    """A table: of each embedding table where it lies, and its MiB on the ranks.
+    """A table: of each embedding table where it lies, its MiB, and those on each rank in the end.
 
     Args:
         tables: The tables.
@@ -107,5 +107,9 @@ def placement_report(
     rows.append(("all", "", "", "", sum(totals), max(totals)))
     mib = [(*row[:4], *(f"{size / 2**20:.3f}" for size in row[4:])) for row in rows]
     titles = ("table", "rows", "width", "lies", "MiB", "MiB on the fullest rank")
-    align = ("left", "right", "right", "left", "right", "right")
-    return tabulate.tabulate(mib, titles, disable_numparse=True, colalign=align)
+    sides = ("left", "right", "right", "left", "right", "right")
+    table = tabulate.tabulate(
+        mib, titles, disable_numparse=True, colalign=sides, headersalign=sides
+    )
+    each = ", ".join(f"{total / 2**20:.3f}" for total in totals)
+    return f"{table}\nMiB by rank: {each}"
