@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 
+import numpy as np
 import pytest
 
 from tfdist.collectives import Group
@@ -60,4 +61,4 @@ def test_names_are_there_once(names, tables):
 def test_inputs_are_called_by_the_names_of_features():
     layer = ShardedEmbedding([FeatureConfig("user", TableConfig("users", 4, 2))], name="tables")
     with pytest.raises(ValueError, match="`inputs` of `tables` are a dict .* Received: "):
-        layer({"item": [1]})
+        layer({"item": np.array([1])})
