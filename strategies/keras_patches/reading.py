@@ -77,9 +77,7 @@ def _assigning(variable, stock):
 def _slice(value, part: Slice) -> np.ndarray:
     if not isinstance(value, StoredArray) or part.padding:
         return part.slice_of(np.asarray(value))
-    index = [slice(None)] * len(part.shape)
-    index[part.dim] = slice(part.begin, part.begin + part.share)
-    return value.read(tuple(index))
+    return part.read(value)
 
 
 class _FromFile:

@@ -101,8 +101,10 @@ def shards_of(variable: keras.Variable) -> list[ArrayShard]:
 
 def _shard_of_slice(part: Slice, local: Box, run: tuple[int, int] | None) -> list[ArrayShard]:
     """The shard that a box of a slice is, without the slice's padding; none if that is all."""
-    dim, size = part.dim, part.shape[part.dim]
-    begin, end = (min(part.begin + edge, size) for edge in (local[dim].start, local[dim].stop))
+    dim = part.dim
+    # Where the slice ends, or the array.
+    last = min(part.begin + part.size, part.shape[dim])
+    begin, end = (min(part.begin + edge, last) for edge in (local[dim].start, local[dim].stop))
     if end <= begin:
         return []
     box, inside = list(local), [slice(0, each.stop - each.start) for each in local]

@@ -160,7 +160,7 @@ def _uniform(low: float, high: float) -> tuple[str, tf.Tensor, tf.Tensor]:
 def _fill(initializer: Any, part: Slice, dtype: str) -> np.ndarray:
     values = np.zeros(part.local_shape, tf.as_dtype(dtype).as_numpy_dtype)
     rows, width = part.shape
-    begin, size = part.begin, max(0, min(part.share, part.shape[part.dim] - part.begin))
+    begin, size = part.begin, max(0, min(part.size, part.shape[part.dim] - part.begin))
     constant = _constant_of(initializer)
     if constant is not None:
         values[(slice(size),) if part.dim == 0 else (slice(None), slice(size))] = constant

@@ -31,8 +31,9 @@ class Slice:
         dim: The dim that is split.
         shape: The shape of the global array. Where its size along `dim` does not divide, the last
             of equal slices are padded with zeros.
-        sizes: The size of each rank's slice along `dim`, which may be 0; they sum to the array's.
-            None: all slices are equal.
+        sizes: The size of each rank's slice along `dim`; they sum to the array's. Where it is 0, the
+            rank holds one entry of padding: Keras takes arrays without entries for vectors. None:
+            all slices are equal.
     """
 
     group: Group
@@ -41,15 +42,20 @@ class Slice:
     sizes: tuple[int, ...] | None = None
 
     def size_of(self, rank: int) -> int:
-        """The size along `dim` of the slice of the rank at a place of the group."""
+        """The size along `dim` of the slice of the rank at a place of the group, 0 for none."""
         if self.sizes is not None:
             return self.sizes[rank]
         return math.ceil(self.shape[self.dim] / self.group.size)
 
     @property
-    def share(self) -> int:
-        """The size of this rank's slice along `dim`."""
+    def size(self) -> int:
+        """The size of this rank's slice along `dim`, 0 for none."""
         return self.size_of(self.group.rank)
+
+    @property
+    def share(self) -> int:
+        """The size along `dim` of what this rank holds."""
+        return self.size if self.sizes is None else max(self.size, 1)
 
     @property
     def begin(self) -> int:
@@ -58,8 +64,11 @@ class Slice:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of a slice."""
-        return (*self.shape[: self.dim], self.share, *self.shape[self.dim + 1 :])
+        """The shape of what this rank holds."""
+        return self._with_size(self.share)
+
+    def _with_size(self, size: int) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
     @property
     def padding(self) -> int:
@@ -80,13 +89,23 @@ class Slice:
             ends = [(0, self.padding if dim == self.dim else 0) for dim in range(array.ndim)]
             pad = np.pad if isinstance(array, np.ndarray) else tf.pad
             array = pad(array, ends)
+        return self.read(array)
+
+    def read(self, array):
+        """This rank's slice of an array that has the padding; only that part of it is read."""
         index = [slice(None)] * len(self.shape)
-        index[self.dim] = slice(self.begin, self.begin + self.share)
-        return array[tuple(index)]
+        index[self.dim] = slice(self.begin, self.begin + self.size)
+        part = array[tuple(index)]
+        if self.size == self.share:
+            return part
+        one = np.zeros(self.local_shape, part.dtype if isinstance(part, np.ndarray) else None)
+        return one if isinstance(part, np.ndarray) else tf.cast(one, part.dtype)
 
     def all_gather(self, local, name: str = "shard"):
         """The global array; every member of the group calls this with its own slice."""
         uneven = self.sizes is not None
+        if uneven:
+            local = tf.slice(local, [0] * len(self.shape), self._with_size(self.size))
         array = all_gather(local, self.group, self.dim, uneven=uneven, name=name)
         if uneven:
             return tf.ensure_shape(array, self.shape)
