@@ -34,6 +34,14 @@ SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
             "prompt": 16,
             "written": 64,
         },
+        "dlrm": {
+            "tables": 26,
+            "vocabulary": 50_000,
+            "width": 32,
+            "dense": 13,
+            "hidden": 128,
+            "batch": 2048,
+        },
     },
     "large": {
         "gpt": {
@@ -45,6 +53,14 @@ SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
             "batch": 8,
         },
         "convnet": {"side": 64, "classes": 10, "batch": 64},
+        "dlrm": {
+            "tables": 26,
+            "vocabulary": 500_000,
+            "width": 32,
+            "dense": 13,
+            "hidden": 512,
+            "batch": 8192,
+        },
     },
     "tiny": {
         "gpt": {"layers": 2, "width": 32, "heads": 2, "tokens": 16, "vocabulary": 64, "batch": 8},
@@ -60,6 +76,14 @@ SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
             "rank": 2,
             "prompt": 4,
             "written": 8,
+        },
+        "dlrm": {
+            "tables": 3,
+            "vocabulary": 50,
+            "width": 4,
+            "dense": 3,
+            "hidden": 8,
+            "batch": 8,
         },
     },
 }
@@ -196,6 +220,12 @@ def _pipeline(ours: str, theirs: str) -> tuple[Job, Job, float]:
     )
 
 
+#: Each rank holds a part of the tables; the others hold all, and gather each other's sparse gradients.
+_DLRM_ONLY = {
+    "horovod": (_ours("sharded embeddings"), _HOROVOD, 0.6),
+    "one-process": (_ours("sharded embeddings"), _ONE_PROCESS, 1.0),
+}
+
 _GPT_ONLY = {
     "horovod-stock": (_DATA, _horovod(stock=True), 0.75),
     "mirrored-stock": (_DATA, _mirrored(stock=True), 0.85),
@@ -221,6 +251,10 @@ _GPT_ONLY = {
 #: All of them, by name.
 COMPARISONS: Mapping[str, Comparison] = {
     f"{model}-{name}": Comparison(f"{model}-{name}", model, *sides)
-    for model, found in (("gpt", _BOTH_MODELS | _GPT_ONLY), ("convnet", _BOTH_MODELS))
+    for model, found in (
+        ("gpt", _BOTH_MODELS | _GPT_ONLY),
+        ("convnet", _BOTH_MODELS),
+        ("dlrm", _DLRM_ONLY),
+    )
     for name, sides in found.items()
 }

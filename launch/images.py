@@ -31,6 +31,11 @@ class Images(Task):
                 f"--dataset={settings.dataset} is a text, which only --model=gpt learns from. "
                 f"Received: --model={settings.model}."
             )
+        if settings.dataset == "clicks":
+            raise UsageError(
+                "--dataset=clicks is what --model=dlrm learns from. Received: "
+                f"--model={settings.model}."
+            )
         if _NAME.fullmatch(settings.dataset) is None:
             raise refuse(
                 "dataset", settings.dataset, "digits, or the name of a set of TensorFlow Datasets"

@@ -4,7 +4,7 @@
     tfdist-run -np 2 -- tfdist-train --model=gpt --tensor=2 --epochs=1
     tfdist-run -np 8 -- tfdist-train --model=gpt --pipeline=2 --tensor=2 --data=2
 
-What is particular to images or to text stands in a module of its own; here is what all have in
+What is particular to images, text or clicks stands in a module of its own; here is what all have in
 common.
 """
 
@@ -22,30 +22,33 @@ from tfdist.launch.flag_values import refuse_ignored
 from tfdist.launch.images import Images
 from tfdist.launch.language import Language
 from tfdist.launch.mesh_flags import Layout, MeshFlags
+from tfdist.launch.recommendation import Recommendation
 from tfdist.launch.tasks import DEFINE, VALUES, Data, Settings, Task
 from tfdist.launch.world import World, WorldFlags
 from tfdist.runtime.rendezvous import MEANT_RANKS
 
 __all__ = ["PROGRAM", "run"]
 
-_TASKS: tuple[Task, ...] = (Images(), Language())
+_TASKS: tuple[Task, ...] = (Images(), Language(), Recommendation())
 
 _MODEL = DEFINE.enum(
     "model", "convnet", [model for task in _TASKS for model in task.models], "Model to train"
 )
-_DATASET = DEFINE.string("dataset", None, "digits or a TFDS data set; gpt: pydoc or text:FILE")
+_DATASET = DEFINE.string(
+    "dataset", None, "digits or a TFDS data set; gpt: pydoc or text:FILE; dlrm: clicks"
+)
 _BATCH_SIZE = DEFINE.integer(
     "batch_size",
     None,
-    "Samples per step on all ranks [128; gpt: 4]",
+    "Samples per step on all ranks [128; gpt: 4; dlrm: 256]",
     lower_bound=1,
     upper_bound=1 << 20,
 )
-_EPOCHS = DEFINE.integer("epochs", None, "Epochs to train [15; gpt: 5]", lower_bound=1)
+_EPOCHS = DEFINE.integer("epochs", None, "Epochs to train [15; gpt, dlrm: 5]", lower_bound=1)
 _LEARNING_RATE = DEFINE.float(
     "learning_rate",
     None,
-    "Learning rate of one rank [0.001; gpt: 0.003]",
+    "Learning rate of one rank [0.001; gpt: 0.003; dlrm: 0.002]",
     lower_bound=1e-9,
     upper_bound=1000.0,
 )

@@ -5,8 +5,9 @@ if __name__ != "tfdist.models":
 
 
 from tfdist.models.convnet import convnet
+from tfdist.models.dlrm import dlrm
 from tfdist.models.generation import generate
 from tfdist.models.gpt import gpt
 from tfdist.models.mlp import mlp
 
-__all__ = ["convnet", "generate", "gpt", "mlp"]
+__all__ = ["convnet", "dlrm", "generate", "gpt", "mlp"]

@@ -6,7 +6,7 @@ import horovod.tensorflow.keras as hvd
 import tensorflow as tf
 import tf_keras
 
-from .keras_models import clock, count, limit_threads, make_loss, make_model
+from .keras_models import clock, count, limit_threads, make_loss, make_model, make_optimizer
 from .serving import FitTraining, Settings, Training, own_rows
 
 
@@ -16,7 +16,8 @@ def prepare(settings: Settings) -> Training:
     hvd.init()
     tf_keras.utils.set_random_seed(0)  # The same weights on all ranks.
     model = make_model(settings)
-    optimizer = hvd.DistributedOptimizer(tf_keras.optimizers.Adam(1e-3))
-    model.compile(optimizer, make_loss())
+    # Sparse gradients of embeddings are gathered, as by default.
+    optimizer = hvd.DistributedOptimizer(make_optimizer(settings))
+    model.compile(optimizer, make_loss(settings))
     data = tf.data.Dataset.from_tensors(own_rows(settings)).repeat()
     return FitTraining(model, data, clock, count(model))

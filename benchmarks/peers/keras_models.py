@@ -1,4 +1,4 @@
-"""The GPT and the ConvNet of tfdist.models, written for tf_keras."""
+"""The GPT, the ConvNet and the DLRM of tfdist.models, written for tf_keras."""
 
 from __future__ import annotations
 
@@ -122,9 +122,42 @@ def convnet(sizes: Mapping[str, int]) -> tf_keras.Model:
     return model
 
 
+def dlrm(sizes: Mapping[str, int]) -> tf_keras.Model:
+    """A recommender: a bottom perceptron, embeddings, the products of all pairs, a top perceptron."""
+    layers, width, hidden = tf_keras.layers, sizes["width"], sizes["hidden"]
+    dense = x = layers.Input((sizes["dense"],), name="dense")
+    for units in (hidden, width):
+        x = layers.Dense(units, activation="relu")(x)
+    ids, vectors = {}, [x]
+    limit = sizes["vocabulary"] ** -0.5
+    for number in range(sizes["tables"]):
+        name = f"id_{number}"
+        ids[name] = layers.Input((1,), dtype="int32", name=name)
+        uniform = tf_keras.initializers.RandomUniform(-limit, limit)
+        table = layers.Embedding(sizes["vocabulary"], width, embeddings_initializer=uniform)
+        vectors.append(table(ids[name])[:, 0])
+    y = layers.Concatenate()([x, _Pairs()(vectors)])
+    for units in (2 * hidden, hidden):
+        y = layers.Dense(units, activation="relu")(y)
+    return tf_keras.Model({"dense": dense, **ids}, layers.Dense(1)(y))
+
+
+class _Pairs(tf_keras.layers.Layer):
+    """The dot products of all pairs of several vectors [rows, width]: [rows, pairs]."""
+
+    def call(self, vectors):
+        """Takes a list of vectors."""
+        stacked, count = tf.stack(vectors, axis=1), len(vectors)
+        products = tf.reshape(tf.matmul(stacked, stacked, transpose_b=True), [-1, count * count])
+        places = [row * count + column for row in range(count) for column in range(row)]
+        return tf.gather(products, places, axis=1)
+
+
 def make_model(settings: Settings) -> tf_keras.Model:
     """The model, built, not compiled."""
     sizes = settings.sizes
+    if settings.model == "dlrm":
+        return dlrm(sizes)
     if settings.model == "convnet":
         return convnet(sizes)
     model = GPT(sizes, stock=settings.options["stock"])
@@ -132,8 +165,17 @@ def make_model(settings: Settings) -> tf_keras.Model:
     return model
 
 
-def make_loss():
+def make_optimizer(settings: Settings):
+    """Adam; plain gradient descent for the DLRM, as its authors have it."""
+    if settings.model == "dlrm":
+        return tf_keras.optimizers.SGD(0.1)
+    return tf_keras.optimizers.Adam(1e-3)
+
+
+def make_loss(settings: Settings):
     """The cross-entropy."""
+    if settings.model == "dlrm":
+        return tf_keras.losses.BinaryCrossentropy(from_logits=True)
     return tf_keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 

@@ -16,7 +16,7 @@ def prepare(settings: Settings) -> Training:
     tf_keras.utils.set_random_seed(0)
     with strategy.scope():
         model = make_model(settings)
-        model.compile(tf_keras.optimizers.Adam(1e-3), make_loss())
+        model.compile(tf_keras.optimizers.Adam(1e-3), make_loss(settings))
     # Each worker brings its own rows, so that nothing has to be split.
     data = strategy.distribute_datasets_from_function(
         lambda _: tf.data.Dataset.from_tensors(own_rows(settings)).repeat()

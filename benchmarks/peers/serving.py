@@ -20,7 +20,7 @@ class Settings:
 
     Attributes:
         program: The module of this folder.
-        model: "gpt", "gpt2" or "convnet".
+        model: "gpt", "gpt2", "convnet" or "dlrm".
         sizes: Of the model and its global batch.
         rank: Which rank this is.
         ranks: How many there are.
@@ -85,10 +85,21 @@ class Training(Protocol):
         ...
 
 
-def global_batch(settings: Settings) -> tuple[np.ndarray, np.ndarray]:
-    """The batch that every step trains on: what can be learned within some steps."""
+def global_batch(settings: Settings) -> tuple[Any, np.ndarray]:
+    """The batch that every step trains on: what can be learned within some steps.
+
+    That of "dlrm" has a dict of inputs; ids follow a power law, as those of users and items do.
+    """
     sizes = settings.sizes
     random = np.random.default_rng(0)
+    if settings.model == "dlrm":
+        rows, vocabulary = sizes["batch"], sizes["vocabulary"]
+        inputs = {"dense": random.normal(size=(rows, sizes["dense"])).astype("float32")}
+        weights = np.arange(1, vocabulary + 1) ** -1.05
+        for table in range(sizes["tables"]):
+            ids = random.choice(vocabulary, (rows, 1), p=weights / weights.sum())
+            inputs[f"id_{table}"] = random.permutation(vocabulary)[ids].astype("int32")
+        return inputs, (inputs["dense"][:, :1] > 0).astype("float32")
     if settings.model != "convnet":
         shape = sizes["batch"], sizes["tokens"]
         tokens = random.integers(0, sizes["vocabulary"], shape, "int32")
@@ -98,11 +109,13 @@ def global_batch(settings: Settings) -> tuple[np.ndarray, np.ndarray]:
     return images, random.integers(0, sizes["classes"], sizes["batch"], "int32")
 
 
-def own_rows(settings: Settings) -> tuple[np.ndarray, np.ndarray]:
+def own_rows(settings: Settings) -> tuple[Any, np.ndarray]:
     """This rank's rows of the batch, where all ranks are data parallel."""
     rows = settings.sizes["batch"] // settings.ranks
     mine = slice(settings.rank * rows, (settings.rank + 1) * rows)
     inputs, labels = global_batch(settings)
+    if isinstance(inputs, dict):
+        return {name: part[mine] for name, part in inputs.items()}, labels[mine]
     return inputs[mine], labels[mine]
 
 

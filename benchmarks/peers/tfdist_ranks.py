@@ -37,7 +37,7 @@ def prepare(settings: Settings) -> Training:
             with deferred_weights():
                 model = _model(settings, tied=False)
             model = PipelineModel(model, **pipeline)
-        model.compile("adam", _loss(settings))
+        model.compile(_optimizer(settings), _loss(settings))
     data = tf.data.Dataset.from_tensors(global_batch(settings)).repeat()
     return FitTraining(model, data, _clock, _parameters(model, strategy))
 
@@ -66,6 +66,14 @@ def _model(settings: Settings, tied: bool, **experts) -> keras.Model:
             tied_head=tied,
             **experts,
         )
+    if settings.model == "dlrm":
+        return models.dlrm(
+            sizes["dense"],
+            [sizes["vocabulary"]] * sizes["tables"],
+            embedding_dim=sizes["width"],
+            bottom_widths=(sizes["hidden"],),
+            top_widths=(2 * sizes["hidden"], sizes["hidden"]),
+        )
     side = sizes["side"]
     model = models.convnet((side, side, 3), sizes["classes"])
     for layer in model.layers:
@@ -84,7 +92,13 @@ def _parameters(model: keras.Model, strategy) -> int:
     return int(whole) // tf.float32.size
 
 
+def _optimizer(settings: Settings):
+    return keras.optimizers.SGD(0.1) if settings.model == "dlrm" else "adam"
+
+
 def _loss(settings: Settings):
+    if settings.model == "dlrm":
+        return keras.losses.BinaryCrossentropy(from_logits=True)
     if settings.model == "gpt":
         return layers.VocabParallelCrossEntropy(settings.sizes["vocabulary"])
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)

@@ -79,8 +79,7 @@ def _assigning(variable, stock):
 def _slice(value, part: Slice | NestedSlice) -> np.ndarray:
     if not isinstance(value, StoredArray) or part.padding:
         return part.slice_of(np.asarray(value))
-    sizes = zip(part.origin, part.local_shape, strict=True)
-    return value.read(tuple(slice(begin, begin + size) for begin, size in sizes))
+    return part.read(value)
 
 
 class _FromFile:

@@ -18,7 +18,13 @@ import keras
 import tensorflow as tf
 
 import tfdist
-from tests.checkpoint.resume_programs import BATCH, build_experts, build_gpt, build_perceptron
+from tests.checkpoint.resume_programs import (
+    BATCH,
+    build_experts,
+    build_gpt,
+    build_perceptron,
+    build_recommender,
+)
 from tfdist.checkpoint.manifest import Manifest
 from tfdist.checkpoint.storage import Storage
 
@@ -76,9 +82,13 @@ mock.patch.object(Manifest, "write", killing(Manifest.write, "manifest")).start(
 
 keras.utils.set_random_seed(3)
 with strategy.scope():
-    builders = {"perceptron": build_perceptron, "gpt": build_gpt, "experts": build_experts}
-    builder = builders[kind]
-    model, data = builder(rows=BATCHES * BATCH)
+    builders = {
+        "perceptron": build_perceptron,
+        "gpt": build_gpt,
+        "recommender": build_recommender,
+        "experts": build_experts,
+    }
+    model, data = builders[kind](rows=BATCHES * BATCH)
 saver = tfdist.checkpoint.Checkpointer(folder / "saved", every_steps=3, keep_last=3)
 model.fit(
     *data, batch_size=BATCH, epochs=EPOCHS, shuffle=True, verbose=0, callbacks=[saver, Kill()]

@@ -86,6 +86,15 @@ def build_gpt(rows: int = BATCHES * BATCH, **sizes):
     return model, text(rows, 61)
 
 
+def build_recommender(rows: int = BATCHES * BATCH):
+    """Tables that lie in parts on the ranks, by rows, by columns and whole."""
+    from tests.layers import embedding_programs
+
+    model = embedding_programs.build("rows columns table")
+    model.compile("adam", keras.losses.BinaryCrossentropy(from_logits=True), metrics=["accuracy"])
+    return model, embedding_programs.data(rows - 5)
+
+
 def fed(kind: str, data) -> dict:
     """The data as `fit` is given them."""
     if kind == "arrays":

@@ -25,6 +25,7 @@ LAYOUTS = {
     "pipeline": ("gpt", 2, {"data": 1, "pipeline": 2}),
     "zero": ("gpt", 4, {"zero_stage": 3}),
     "experts": ("experts", 2, {"data": 1, "expert": 2}),
+    "tables": ("recommender", 2, {}),
 }
 
 
@@ -117,6 +118,14 @@ def whole(tmp_path_factory):
 def test_killed_in_the_middle(tmp_path, whole):
     kills = [(11, "mid-step", 1), (41, "manifest", 0)]
     check_killed("horovod", "data", tmp_path, whole, kills)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_tables_go_on_where_they_were(tmp_path):
+    kills = [(7, "step", 1), (23, "save", 0), (44, "mid-step", 1)]
+    whole = never_killed("horovod", "tables", tmp_path)
+    check_killed("horovod", "tables", tmp_path, whole, kills)
 
 
 @pytest.mark.slow

@@ -11,11 +11,11 @@ import tensorflow as tf
 
 from tests.conftest import on_ranks, slow_but
 from tests.strategies import programs
-from tfdist.gradients.sparse import needs_rows
 from tfdist.layers import VocabParallelEmbedding
 from tfdist.mesh import Mesh
 from tfdist.pipeline import PipelineModel
 from tfdist.recompute import recompute
+from tfdist.sharding.updates import needs_rows
 from tfdist.testing import strategy
 
 #: More ids in a batch than the table has rows, and a table that two ranks do not share evenly.

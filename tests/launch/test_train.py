@@ -50,6 +50,16 @@ def test_under_horovodrun(data_dir):
 
 
 @pytest.mark.slow
+def test_the_recommender_comes_near_the_best_there_is():
+    runner = [os.path.join(BIN, "tfdist-run"), "-np=2", "--"]
+    job = run([*runner, TRAIN[0], "--model=dlrm", "--threads=1"])
+    assert last_word(job)[1].startswith("2 rank(s) of")
+    found = re.search(r"and loss ([\d.]+), of at best ([\d.]+), on", job.stdout)
+    assert found is not None and "table_0" in job.stdout, job.stdout[-3000:]
+    assert float(found[2]) < float(found[1]) < 0.6, found[0]  # A coin has 0.693.
+
+
+@pytest.mark.slow
 def test_gpt_on_two_ranks_reaches_what_one_process_reaches(tmp_path):
     text = b"The quick brown fox jumps over the lazy dog. " * 400
     (tmp_path / "text").write_bytes(text)

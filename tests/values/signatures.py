@@ -98,6 +98,9 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
         for name in ("query", "key", "value")
     },
     "generate.model": _gpt,
+    "ShardedEmbedding.features": lambda: [
+        tfdist.layers.FeatureConfig("id", tfdist.layers.TableConfig("table", 4, 2))
+    ],
     "make_schedule.name": lambda: "1f1b",
     "load.name": lambda: "digits",
     "load_for_rank.name": lambda: "digits",
@@ -184,6 +187,7 @@ LEGAL: dict[str, set[str]] = {
     "tfdist.collectives.broadcast.root": {"zero"},
     "tfdist.collectives.*_object.value": {"*"},
     "tfdist.collectives.broadcast_object.root": {"zero"},
+    "tfdist.datasets.make_clicks.rule_seed": {"zero"},
     "tfdist.datasets.*.data_dir": {"newline", *_ANY_NAME},
     "tfdist.datasets.loading.rank_split.index": {"zero"},
     "tfdist.datasets.loading.rank_split.split": _ANY_NAME,
@@ -197,6 +201,7 @@ LEGAL: dict[str, set[str]] = {
     # What the model takes; nobody looks at it where the tensor axis is 1.
     "tfdist.parallelize.sample": {"*"},
     "tfdist.models.convnet.filters": {"empty list"},
+    "tfdist.models.dlrm.*_widths": {"empty list"},
     "tfdist.models.mlp.widths": {"empty list"},
     "tfdist.models.generate.prompt_tokens": {"zero"},
     "tfdist.models.generate.num_tokens": {"zero"},

@@ -17,7 +17,10 @@ PROGRAM = Path(__file__).with_name("limited_memory.py")
 MEBIBYTES = 384
 
 
-def run(stage: int) -> subprocess.CompletedProcess:
+def run(
+    how: int | str, program: Path = PROGRAM, mebibytes: int = MEBIBYTES
+) -> subprocess.CompletedProcess:
+    """Runs a program on four ranks, under a limit of memory for each."""
     skip_without("horovod")
     command = [
         os.path.join(os.path.dirname(sys.executable), "tfdist-run"),
@@ -25,9 +28,9 @@ def run(stage: int) -> subprocess.CompletedProcess:
         "--engine=horovod",
         "--",
         sys.executable,
-        str(PROGRAM),
-        str(stage),
-        str(MEBIBYTES),
+        str(program),
+        str(how),
+        str(mebibytes),
     ]
     environment = {
         **os.environ,

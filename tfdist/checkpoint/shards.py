@@ -104,8 +104,12 @@ def _shard_of_slice(
 ) -> list[ArrayShard]:
     """The shard that a box of a slice is, without the slice's padding; none if that is all."""
     box, inside = [], []
-    for origin, size, edges in zip(part.origin, part.shape, local, strict=True):
-        begin, end = (min(origin + edge, size) for edge in (edges.start, edges.stop))
+    for origin, extent, size, edges in zip(
+        part.origin, part.extent, part.shape, local, strict=True
+    ):
+        # Where the slice ends, or the array.
+        last = min(origin + extent, size)
+        begin, end = (min(origin + edge, last) for edge in (edges.start, edges.stop))
         if end <= begin:
             return []
         box.append(slice(begin, end))

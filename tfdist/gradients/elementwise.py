@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import keras
 
-__all__ = ["check_elementwise", "is_elementwise", "unwrapped"]
+from tfdist.sharding.updates import unwrapped
+
+__all__ = ["check_elementwise", "is_elementwise"]
 
 _ELEMENTWISE = (
     keras.optimizers.SGD,
@@ -38,13 +40,6 @@ def is_elementwise(optimizer) -> bool:
         if isinstance(optimizer, kind) and type(optimizer).update_step is kind.update_step:
             return True
     return False
-
-
-def unwrapped(optimizer):
-    """The optimizer that updates, without the loss scales around it."""
-    while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizer = optimizer.inner_optimizer
-    return optimizer
 
 
 def check_elementwise(optimizer) -> None:

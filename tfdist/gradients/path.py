@@ -24,8 +24,8 @@ from tfdist.context import ReplicaContext, current_replica
 from tfdist.gradients.clipping import clip_spread_gradients
 from tfdist.gradients.reduce import reduce_gradients, sum_partial_gradients, weigh_gradients
 from tfdist.gradients.reduce_scatter import reduce_scatter_gradients
-from tfdist.gradients.sparse import needs_rows
 from tfdist.sharding.layout import VariableLayout, layout_of
+from tfdist.sharding.updates import needs_rows
 
 __all__ = ["GradientPath", "State", "current_path"]
 

@@ -10,35 +10,13 @@ from __future__ import annotations
 
 import math
 
-import keras
 import tensorflow as tf
 
 from tfdist.collectives import Group, all_gather
-from tfdist.gradients.elementwise import unwrapped
 from tfdist.graph.dependence import is_independent_of_batch
 from tfdist.sharding.parts import FlatShard
 
-__all__ = ["needs_rows", "reduce_rows", "shard_of_rows"]
-
-#: Optimizers to which a sparse gradient is the dense one that it adds up to.
-_OF_SUMS = (keras.optimizers.SGD, keras.optimizers.Lion)
-
-
-def needs_rows(optimizer) -> bool:
-    """Whether an optimizer's update depends on the rows of a sparse gradient, and not on their sum.
-
-    Keras clips rows one by one, and takes the norm over them. Where it accumulates gradients it adds
-    rows up itself.
-    """
-    optimizer = unwrapped(optimizer)
-    if optimizer.gradient_accumulation_steps:
-        return False
-    if optimizer.clipnorm or optimizer.global_clipnorm or optimizer.clipvalue:
-        return True
-    return not any(
-        isinstance(optimizer, kind) and type(optimizer).update_step is kind.update_step
-        for kind in _OF_SUMS
-    )
+__all__ = ["reduce_rows", "shard_of_rows"]
 
 
 def reduce_rows(

@@ -19,7 +19,8 @@ from keras.src.ops.node import Node
 from keras.src.ops.operation import Operation
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, SeedGenerator
+from keras.src.random import seed_generator
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, SeedGenerator, draw_seed
 from keras.src.saving import saving_lib
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
@@ -45,6 +46,7 @@ __all__ = [
     "TensorFlowTrainer",
     "all_layers",
     "check_signatures",
+    "draw_seed",
     "get_keras_mask",
     "global_state",
     "in_stateless_scope",
@@ -73,6 +75,7 @@ _CALLED = (
     (EpochIterator, "_enumerate_iterator", ("self",)),
     (TensorFlowTrainer, "_assert_compile_called", ("self",)),
     (global_state, "get_global_attribute", ("name",)),
+    (seed_generator, "draw_seed", ("seed",)),
     (saving_lib.H5IOStore, "__getitem__", ("self", "key")),
     (saving_lib, "safe_get_h5_dataset", ("group", "name")),
     (loss_module, "apply_mask", ("sample_weight", "mask", "dtype", "reduction")),

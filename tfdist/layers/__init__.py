@@ -1,6 +1,7 @@
-"""Keras layers that split themselves over the tensor axis of the strategy in scope.
+"""Keras layers that split themselves over the ranks of the strategy in scope.
 
-Where the tensor axis is 1 or there is no strategy, each is its ordinary Keras self.
+`ShardedEmbedding` splits its tables over the ranks that hold different rows; all others split over the
+tensor axis. Where that is one rank or there is no strategy, each is its ordinary Keras self.
 """
 
 from tfdist.layers.attention import ParallelMultiHeadAttention
@@ -13,17 +14,21 @@ from tfdist.layers.feed_forward import ParallelMLP
 from tfdist.layers.losses import VocabParallelCrossEntropy
 from tfdist.layers.normalization import LayerNormalization
 from tfdist.layers.positions import PositionEmbedding
+from tfdist.layers.sharded_embedding import FeatureConfig, ShardedEmbedding, TableConfig
 from tfdist.layers.transformer import TransformerDecoderBlock
 
 __all__ = [
     "ColumnParallelDense",
     "Dropout",
+    "FeatureConfig",
     "LayerNormalization",
     "MixtureOfExperts",
     "ParallelMLP",
     "ParallelMultiHeadAttention",
     "PositionEmbedding",
     "RowParallelDense",
+    "ShardedEmbedding",
+    "TableConfig",
     "TransformerDecoderBlock",
     "VocabParallelCrossEntropy",
     "VocabParallelEmbedding",

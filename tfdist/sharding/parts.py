@@ -24,34 +24,61 @@ def deep_copy(part):
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """An equal slice of a global array along one dim.
+    """A slice of a global array along one dim.
 
     Attributes:
         group: The ranks that hold the slices, in order.
         dim: The dim that is split.
         shape: The shape of the global array. Where its size along `dim` does not divide, the last
-            slices are padded with zeros.
+            of equal slices are padded with zeros.
+        sizes: The size of each rank's slice along `dim`; they sum to the array's. Where it is 0, the
+            rank holds one entry of padding: Keras takes arrays without entries for vectors. None:
+            all slices are equal.
     """
 
     group: Group
     dim: int
     shape: tuple[int, ...]
+    sizes: tuple[int, ...] | None = None
 
-    @property
-    def share(self) -> int:
-        """The size of a slice along `dim`."""
+    def size_of(self, rank: int) -> int:
+        """The size along `dim` of the slice of the rank at a place of the group, 0 for none."""
+        if self.sizes is not None:
+            return self.sizes[rank]
         return math.ceil(self.shape[self.dim] / self.group.size)
 
     @property
+    def size(self) -> int:
+        """The size of this rank's slice along `dim`, 0 for none."""
+        return self.size_of(self.group.rank)
+
+    @property
+    def share(self) -> int:
+        """The size along `dim` of what this rank holds."""
+        return self.size if self.sizes is None else max(self.size, 1)
+
+    @property
+    def begin(self) -> int:
+        """Where this rank's slice begins along `dim`; with padding that may be beyond the array."""
+        return sum(self.size_of(rank) for rank in range(self.group.rank))
+
+    @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of a slice."""
-        return (*self.shape[: self.dim], self.share, *self.shape[self.dim + 1 :])
+        """The shape of what this rank holds."""
+        return self._with_size(self.share)
+
+    def _with_size(self, size: int) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """The shape of this rank's slice, which may have no entries."""
+        return self._with_size(self.size)
 
     @property
     def origin(self) -> tuple[int, ...]:
         """Where this rank's slice begins in the global array, by dim."""
-        begin = self.group.rank * self.share
-        return tuple(begin if dim == self.dim else 0 for dim in range(len(self.shape)))
+        return tuple(self.begin if dim == self.dim else 0 for dim in range(len(self.shape)))
 
     @property
     def levels(self) -> tuple[Slice, ...]:
@@ -61,7 +88,7 @@ class Slice:
     @property
     def padding(self) -> int:
         """How many entries along `dim` all slices have beyond the global array."""
-        return self.share * self.group.size - self.shape[self.dim]
+        return sum(map(self.size_of, range(self.group.size))) - self.shape[self.dim]
 
     def slice_of(self, array):
         """This rank's slice of a global array, a NumPy array or a tensor.
@@ -77,14 +104,26 @@ class Slice:
             ends = [(0, self.padding if dim == self.dim else 0) for dim in range(array.ndim)]
             pad = np.pad if isinstance(array, np.ndarray) else tf.pad
             array = pad(array, ends)
-        begin = self.group.rank * self.share
+        return self.read(array)
+
+    def read(self, array):
+        """This rank's slice of an array that has the padding; only that part of it is read."""
         index = [slice(None)] * len(self.shape)
-        index[self.dim] = slice(begin, begin + self.share)
-        return array[tuple(index)]
+        index[self.dim] = slice(self.begin, self.begin + self.size)
+        part = array[tuple(index)]
+        if self.size == self.share:
+            return part
+        one = np.zeros(self.local_shape, part.dtype if isinstance(part, np.ndarray) else None)
+        return one if isinstance(part, np.ndarray) else tf.cast(one, part.dtype)
 
     def all_gather(self, local, name: str = "shard"):
         """The global array; every member of the group calls this with its own slice."""
-        array = all_gather(local, self.group, self.dim, name=name)
+        uneven = self.sizes is not None
+        if uneven:
+            local = tf.slice(local, [0] * len(self.shape), self.extent)
+        array = all_gather(local, self.group, self.dim, uneven=uneven, name=name)
+        if uneven:
+            return tf.ensure_shape(array, self.shape)
         if not self.padding:
             return array
         return tf.slice(array, [0] * len(self.shape), self.shape)
@@ -123,6 +162,11 @@ class NestedSlice:
         return self.inner.local_shape
 
     @property
+    def extent(self) -> tuple[int, ...]:
+        """That shape: parts of parts have entries."""
+        return self.local_shape
+
+    @property
     def origin(self) -> tuple[int, ...]:
         """Where this rank's part begins in the global array, by dim."""
         return tuple(map(sum, zip(self.outer.origin, self.inner.origin, strict=True)))
@@ -144,6 +188,11 @@ class NestedSlice:
             ValueError: The array has another shape.
         """
         return self.inner.slice_of(self.outer.slice_of(array))
+
+    def read(self, array):
+        """This rank's part of an array that has the padding; only that part of it is read."""
+        edges = zip(self.origin, self.extent, strict=True)
+        return array[tuple(slice(begin, begin + size) for begin, size in edges)]
 
     def all_gather(self, local, name: str = "shard"):
         """The global array; every member of the group calls this with its own part."""

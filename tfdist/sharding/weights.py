@@ -72,6 +72,7 @@ def add_split_weight(
     initializer: Any,
     regularizer: Any = None,
     constraint: Any = None,
+    sizes: Sequence[int] | None = None,
 ):
     """`layer.add_weight`, of which this rank holds its slice along `dim`.
 
@@ -86,16 +87,23 @@ def add_split_weight(
         initializer: For the global array.
         regularizer: A sum over entries, as L1 and L2 are.
         constraint: On the variable's entries one by one.
+        sizes: The size of each rank's slice along `dim`; None for equal ones.
 
     Raises:
-        ValueError: The regularizer or the constraint looks at the array as a whole.
+        ValueError: The regularizer or the constraint looks at the array as a whole, or the sizes do
+            not sum to the array's.
     """
     checks.instance("layer", layer, keras.layers.Layer, "a Keras layer")
     shape = tuple(checks.integers("shape", shape, minimum=1))
     dim = checks.integer("dim", dim, minimum=-len(shape), maximum=len(shape) - 1)
     checks.instance("group", group, Group, "a Group, as of `strategy.group()`", optional=True)
     checks.text("name", name)
-    part = None if group is None else Slice(group, dim % len(shape), shape)
+    sizes = checks.integers("sizes", sizes, minimum=0, optional=True)
+    if sizes is not None and (
+        group is None or len(sizes) != group.size or sum(sizes) != shape[dim]
+    ):
+        raise checks.refuse("sizes", sizes, f"a size for each rank, {shape[dim]} in all")
+    part = None if group is None else Slice(group, dim % len(shape), shape, sizes)
     return add_weight_part(
         layer,
         shape,
