@@ -143,14 +143,21 @@ class _Counting:
 def _update_mean(original, self, values, sample_weight=None):
     """A step's scalar, such as its loss, counts by the share of samples that it is the mean of.
 
-    Summed over ranks the scalar then counts once a step, as in a single process.
+    Summed over ranks the scalar then counts once a step, as in a single process. What is one number
+    a row is a mean over the tokens that this rank has of it, and counts by their number.
     """
     step = current_step()
-    if step is not None and not step.is_even and sample_weight is None:
-        values = tf.convert_to_tensor(values)
-        if values.shape.rank == 0:
-            sample_weight = step.share * step.group.size
-            values = tf.where(step.rows > 0, values, tf.zeros_like(values))
+    if step is None or step.is_even:
+        return original(self, values, sample_weight)
+    values = tf.convert_to_tensor(values)
+    if values.shape.rank == 0 and sample_weight is None:
+        sample_weight = step.share * step.group.size
+        values = tf.where(step.rows > 0, values, tf.zeros_like(values))
+    elif values.shape.rank in (0, 1) and step.tokens is not None:
+        weights = tf.cast(1.0 if sample_weight is None else sample_weight, tf.float32)
+        # Other vectors have an entry for each token, which counts as one.
+        is_of_rows = values.shape.rank == 0 or tf.equal(tf.size(values), step.rows)
+        sample_weight = weights * tf.where(is_of_rows, step.tokens_to_mean, 1.0)
     return original(self, values, sample_weight)
 
 

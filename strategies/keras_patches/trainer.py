@@ -187,7 +187,7 @@ def _own_rows(model, batch):
     start, end = row_range(rows, group.size, group.rank)
     own = tf.nest.map_structure(lambda part: None if part is None else part[start:end], batch)
     tokens = strategy.token_group
-    return own if tokens.size == 1 else own_tokens(own, tokens.size, tokens.rank)
+    return own if tokens.size == 1 else own_tokens(own, tokens.size, tokens.rank, even=True)
 
 
 def _maybe_symbolic_build(original, self, iterator=None, data_batch=None):
