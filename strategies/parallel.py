@@ -288,7 +288,10 @@ class _ParallelExtended(OneDeviceExtended):
     def _call_for_each_replica(self, fn, args, kwargs):
         step = getattr(self._local, "step", None)
         group = self._parallel.token_group
-        tokens = None if group.size == 1 else agreed_split((args, kwargs), group)
+        tokens = None
+        if group.size > 1:
+            # Other functions, and `predict`, may get eager tensors, whose sizes are this rank's alone.
+            tokens = agreed_split((args, kwargs), group, sizes_agree=step is not None)
         if step is not None:
             step.tokens = tokens
         with tf.device(self._device), ReplicaContext(self._parallel, step, tokens):

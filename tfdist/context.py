@@ -316,16 +316,22 @@ def current_tokens() -> TokenSplit | None:
     return replica.tokens
 
 
-def weighted(collective: Callable, tensor, step: KerasStep | None):
+def weighted(collective: Callable, tensors, step: KerasStep | None):
     """A collective, with a gradient that is right where ranks have unequal shares.
 
     The step's objective is the sum over ranks of share times local loss, but each rank derives
     its local loss and multiplies by its share at the end. What flows back through a collective
     comes from all ranks' losses: it must be summed with each rank's share, and be divided by this
     rank's, which is multiplied in again later.
+
+    Args:
+        collective: From one tensor, or as many as there are, to one.
+        tensors: A tensor, or a tuple of some.
+        step: The Keras step under way, or None.
     """
+    several = tensors if isinstance(tensors, tuple) else (tensors,)
     if step is None or step.is_even:
-        return collective(tensor)
+        return collective(*several)
 
     def times_share(dy):
         return tf.math.multiply_no_nan(dy, tf.cast(step.share, dy.dtype))
@@ -333,8 +339,8 @@ def weighted(collective: Callable, tensor, step: KerasStep | None):
     def over_share(dy):
         return tf.math.divide_no_nan(dy, tf.cast(step.share, dy.dtype))
 
-    own = _with_gradient(tf.convert_to_tensor(tensor), over_share)
-    return _with_gradient(collective(own), times_share)
+    own = [_with_gradient(tf.convert_to_tensor(tensor), over_share) for tensor in several]
+    return _with_gradient(collective(*own), times_share)
 
 
 def _with_gradient(tensor: tf.Tensor, gradient: Callable) -> tf.Tensor:

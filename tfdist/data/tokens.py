@@ -171,15 +171,14 @@ def _checked(part, split: TokenSplit, even: bool):
         return tf.identity(part)
 
 
-def agreed_split(values, group: Group) -> TokenSplit | None:
+def agreed_split(values, group: Group, *, sizes_agree: bool) -> TokenSplit | None:
     """How the sequences are split of which ranks hold the given parts.
-
-    A size that is known to a graph is taken to be that of every rank. That is so of what `own_tokens`
-    makes; a graph that was made for a rank's own eager tensor fails in the run.
 
     Args:
         values: A nest of tensors; the first with two dims or more has this rank's tokens as dim 1.
         group: The ranks of the context axis. All call this.
+        sizes_agree: Whether a size that is known to a graph is that of every rank, as it is of what
+            `own_tokens` makes. Where it is not, as of a rank's own eager tensor, the run fails.
 
     Returns:
         The split; None if no tensor has tokens.
@@ -190,8 +189,8 @@ def agreed_split(values, group: Group) -> TokenSplit | None:
     else:
         return None
     total = all_reduce(tf.shape(part)[1], group, name="tokens")
-    count = None if tf.executing_eagerly() else part.shape[1]
-    if count is None:
+    count = part.shape[1]
+    if count is None or tf.executing_eagerly() or not sizes_agree:
         return TokenSplit(group.size, group.rank, total)
     split = TokenSplit(group.size, group.rank, group.size * count)
     said = (

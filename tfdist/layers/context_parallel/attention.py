@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.collectives import Group
+from tfdist.context import current_step, weighted
 from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.graph.rematerialize import keep
 from tfdist.layers.context_parallel.gathered import gathered_forward, gathered_gradients
@@ -63,12 +66,10 @@ def context_attention(
     keys, pairs = _masks(mask, tokens, name)
     query, key, value = (padded(tensor, whole, 2) for tensor in (query, key, value))
     if kind == "ulysses":
-        found = ulysses(
-            query,
-            key,
-            value,
-            tokens,
-            group,
+        attend = functools.partial(
+            ulysses,
+            tokens=tokens,
+            group=group,
             causal=causal,
             keys=keys,
             pairs=pairs,
@@ -77,11 +78,13 @@ def context_attention(
         )
     else:
         work = Pairs(tokens, causal, Masks(tokens, group, causal, keys, pairs, name), scale)
-        found = _by_pairs(query, key, value, work, group, kind, name)
+        attend = _by_pairs(work, group, kind, name)
+    found = weighted(attend, (query, key, value), current_step())
     return tf.ensure_shape(found if tokens.is_even else found[:, :, :count], given)
 
 
-def _by_pairs(query, key, value, pairs: Pairs, group: Group, kind: str, name: str):
+def _by_pairs(pairs: Pairs, group: Group, kind: str, name: str) -> Callable:
+    """From query, key and value to the output."""
     forward, backward = _BY_PAIRS[kind]
 
     @custom_gradient
@@ -100,7 +103,7 @@ def _by_pairs(query, key, value, pairs: Pairs, group: Group, kind: str, name: st
 
         return out, gradient
 
-    return attend(query, key, value)
+    return attend
 
 
 def _masks(mask: Any, tokens: TokenSplit, name: str) -> tuple:
