@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from tfdist.launch.fitting import warmup_cosine
-from tfdist.launch.flag_values import UsageError, input_file
-from tfdist.launch.tasks import DEFINE, Data, Settings, Task
+from tfdist.launch.flag_values import UsageError, input_file, refuse_ignored
+from tfdist.launch.mesh_flags import Layout
+from tfdist.launch.tasks import DEFINE, VALUES, Data, Settings, Task
 
 __all__ = ["Language"]
 
@@ -26,6 +27,12 @@ _SEQ_LENGTH = DEFINE.integer(
 _DROPOUT = DEFINE.float("dropout", 0.0, "Dropout rate", lower_bound=0.0, upper_bound=0.99)
 _SEQUENCE_PARALLEL = DEFINE.boolean(
     "sequence_parallel", False, "Splits norms and dropout over --tensor too"
+)
+_CONTEXT_ATTENTION = DEFINE.enum(
+    "context_attention",
+    "ring",
+    ["ring", "all_gather", "ulysses"],
+    "How attention spans --context",
 )
 _SAMPLE = DEFINE.integer(
     "sample", 0, "Bytes to generate after training", lower_bound=0, upper_bound=_MOST
@@ -54,6 +61,7 @@ class Language(Task):
         _SEQ_LENGTH,
         _DROPOUT,
         _SEQUENCE_PARALLEL,
+        _CONTEXT_ATTENTION,
         _SAMPLE,
     )
 
@@ -81,6 +89,42 @@ class Language(Task):
         _check_divides("heads", _HEADS.value, "tensor", settings.layout.tensor)
         if _SEQUENCE_PARALLEL.value:
             _check_divides("seq_length", _SEQ_LENGTH.value, "tensor", settings.layout.tensor)
+        self._check_context(settings.layout)
+
+    def _check_context(self, layout: Layout) -> None:
+        context, length = layout.context, _SEQ_LENGTH.value
+        given = f"--context={context}"
+        if context == 1:
+            refuse_ignored(VALUES, (_CONTEXT_ATTENTION,), "is for a context axis", given)
+            return
+        if _DROPOUT.value:
+            raise UsageError(
+                "On a context axis no rank holds attention weights as a whole to drop some. Received: "
+                f"{given} --dropout={_DROPOUT.value}; leave --dropout out."
+            )
+        if _SEQUENCE_PARALLEL.value and layout.tensor > 1:
+            raise UsageError(
+                "A context axis splits all activations already: leave --sequence_parallel out. "
+                f"Received: {given} --sequence_parallel --tensor={layout.tensor}."
+            )
+        if layout.pipeline > 1 and length % (2 * context):
+            raise UsageError(
+                "In a pipeline --seq_length must be a multiple of twice --context. Received: "
+                f"--seq_length={length} {given} --pipeline={layout.pipeline}."
+            )
+        chunk = -(-length // (2 * context))
+        if (context - 1) * chunk >= length:
+            raise UsageError(
+                f"Each rank of the context axis has a token at least. Received: --seq_length={length} "
+                f"{given}."
+            )
+        heads = _HEADS.value // layout.tensor
+        if _CONTEXT_ATTENTION.value == "ulysses" and heads % context:
+            raise UsageError(
+                "--context_attention=ulysses gives each rank of the context axis as many heads: --heads "
+                f"must be a multiple of --tensor times --context. Received: --heads={_HEADS.value} "
+                f"--tensor={layout.tensor} {given}; or take ring."
+            )
 
     def _check_size(self, settings: Settings) -> None:
         parameters = 12 * _LAYERS.value * _WIDTH.value**2
@@ -149,6 +193,7 @@ class Language(Task):
             positions="rotary",
             dropout=_DROPOUT.value,
             sequence_parallel=_SEQUENCE_PARALLEL.value,
+            context_attention=_CONTEXT_ATTENTION.value,
         )
 
     def schedule(self, rate: float, steps: int):

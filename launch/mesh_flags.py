@@ -46,6 +46,11 @@ class Layout:
         """The size of the tensor axis."""
         return self.mesh.shape["tensor"]
 
+    @property
+    def context(self) -> int:
+        """The size of the context axis."""
+        return self.mesh.shape["context"]
+
     def batch_size(self, given: int | None, default: int, data: int) -> int:
         """The samples of a step, over all ranks; in a pipeline they divide into micro-batches.
 
@@ -89,6 +94,13 @@ class MeshFlags:
             lower_bound=1,
             upper_bound=MOST_RANKS,
         )
+        self._context = define.integer(
+            "context",
+            1,
+            "Ranks of the context axis, which split sequences",
+            lower_bound=1,
+            upper_bound=MOST_RANKS,
+        )
         self._pipeline = define.integer(
             "pipeline",
             1,
@@ -114,7 +126,8 @@ class MeshFlags:
             upper_bound=3,
         )
         of_pipelines = (self._microbatches, self._schedule, self._chunks)
-        self.mesh = (self._data, self._tensor, self._pipeline, self._order, *of_pipelines)
+        axes = (self._data, self._tensor, self._context, self._pipeline)
+        self.mesh = (*axes, self._order, *of_pipelines)
 
     def layout(self) -> Layout:
         """What the flags say.
@@ -132,7 +145,13 @@ class MeshFlags:
         microbatches = self._microbatches.value or (4 * pipeline if pipeline > 1 else 1)
         order = tuple(self._order.value)
         try:
-            mesh = Mesh(data=data, pipeline=pipeline, tensor=self._tensor.value, order=order)
+            mesh = Mesh(
+                data=data,
+                context=self._context.value,
+                pipeline=pipeline,
+                tensor=self._tensor.value,
+                order=order,
+            )
             check_schedule(schedule, pipeline, microbatches, chunks)
         except ValueError as error:
             raise UsageError(f"{as_given(self._values, self.mesh)}: {error}") from error

@@ -149,7 +149,9 @@ def _update_mean(original, self, values, sample_weight=None):
     step = current_step()
     if step is None or step.is_even:
         return original(self, values, sample_weight)
-    is_scalar = len(values.shape) == 0 if hasattr(values, "shape") else not tf.nest.is_nested(values)
+    is_scalar = (
+        len(values.shape) == 0 if hasattr(values, "shape") else not tf.nest.is_nested(values)
+    )
     if is_scalar and sample_weight is None:
         values = tf.convert_to_tensor(values)
         sample_weight = step.share * step.group.size

@@ -24,6 +24,7 @@ LAYOUTS = {
     "tensor": ("gpt", 2, {"data": 1, "tensor": 2}),
     "pipeline": ("gpt", 2, {"data": 1, "pipeline": 2}),
     "zero": ("gpt", 4, {"zero_stage": 3}),
+    "context": ("gpt", 2, {"data": 1, "context": 2}),
 }
 
 

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.layers.gpt_programs import make_optimizer, scope, whole
+from tests.layers.gpt_programs import scope, whole
 
 
 def tensors(batch=2, heads=4, key_heads=4, time=16, size=8, seed=0, dtype="float32"):
@@ -113,10 +113,22 @@ def text(rows: int, time: int):
     return tokens[:, :-1].astype("int32"), follows
 
 
-def train(mesh: dict | None, *, time=16, rows=14, epochs=5, weighted=False, pipeline=0, **options):
+def train(
+    mesh: dict | None,
+    *,
+    time=16,
+    rows=14,
+    epochs=5,
+    weighted=False,
+    pipeline=0,
+    policy_of_recompute=None,
+    accumulate=None,
+    **options,
+):
     """Twenty steps of SGD: weights, losses, evaluation and predictions."""
     from tfdist import layers, models
     from tfdist.pipeline import PipelineModel
+    from tfdist.recompute import recompute
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
@@ -130,12 +142,20 @@ def train(mesh: dict | None, *, time=16, rows=14, epochs=5, weighted=False, pipe
         with scope(mesh):
             defaults = {"num_layers": 2, "width": 16, "num_heads": 4, "max_length": time}
             model = models.gpt(VOCABULARY, **{**defaults, **options})
+            if policy_of_recompute:
+                recompute(model, policy_of_recompute)
             if pipeline:
                 model = PipelineModel(model, num_microbatches=pipeline)
             model.compile(
-                make_optimizer("sgd"),
+                keras.optimizers.SGD(
+                    0.3,
+                    momentum=0.9,
+                    global_clipnorm=1.0,
+                    gradient_accumulation_steps=accumulate,
+                ),
                 layers.VocabParallelCrossEntropy(VOCABULARY),
-                metrics=["accuracy"] if not (mesh or {}).get("tensor") else None,
+                # Logits split over the tensor axis go to no metric.
+                metrics=None if (mesh or {}).get("tensor") else ["accuracy"],
             )
         history = model.fit(
             x, y, sample_weight=weights, batch_size=4, epochs=epochs, shuffle=False, verbose=0
@@ -145,3 +165,84 @@ def train(mesh: dict | None, *, time=16, rows=14, epochs=5, weighted=False, pipe
     finally:
         keras.config.set_dtype_policy("float32")
     return history, [*whole(model.weights).values(), predictions]
+
+
+def refusals() -> dict[str, str]:
+    """What is said where something cannot be done on a context axis."""
+    from tfdist import Mesh, layers, models
+    from tfdist.testing import strategy
+
+    parallel = strategy(Mesh(data=1, context=-1))
+    found = {}
+
+    def note(what: str, function) -> None:
+        try:
+            with parallel.scope():
+                function()
+        except (ValueError, tf.errors.InvalidArgumentError) as error:
+            found[what] = str(error)
+        else:
+            found[what] = "nothing was refused"
+
+    def attention(**options):
+        return layers.ParallelMultiHeadAttention(3, 4, name="attention", **options)
+
+    def compiled(*more, **options):
+        model = models.gpt(VOCABULARY, num_layers=1, width=8, num_heads=2, **options)
+        if more:
+            model = keras.Sequential([keras.Input((None, 4)), *more])
+        model.compile("sgd", layers.VocabParallelCrossEntropy(VOCABULARY))
+        return model
+
+    note("dropout", lambda: attention(dropout=0.1))
+    note("ulysses", lambda: attention(context_attention="ulysses"))
+    note("short", lambda: compiled().fit(*text(2, 1), verbose=0))
+    note("batch", lambda: compiled().train_on_batch(*text(2, 5)))
+    note("positions", lambda: compiled(max_length=8).fit(*text(2, 12), verbose=0))
+    mixes = keras.layers.Conv1D(VOCABULARY, 3, padding="same", name="mixes")
+    note("mixes", lambda: compiled(mixes).fit(np.zeros((2, 8, 4)), np.zeros((2, 8)), verbose=0))
+    return found
+
+
+def called(mesh: dict | None):
+    """Logits of a model that is called by itself."""
+    from tfdist import models
+
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    with scope(mesh):
+        model = models.gpt(VOCABULARY, num_layers=1, width=8, num_heads=2, max_length=16)
+    x, _ = text(2, 5)
+    tokens = models.generate(model, x[0], 6, temperature=0)
+    return np.concatenate([np.ravel(model(x)), tokens])
+
+
+def own_loop(mesh: dict | None):
+    """Weights and outputs of a loop of one's own, with sequences of several lengths."""
+    from tfdist import models
+
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    with scope(mesh):
+        strategy = tf.distribute.get_strategy()
+        model = models.gpt(VOCABULARY, num_layers=1, width=8, num_heads=2, max_length=16)
+        optimizer = keras.optimizers.SGD(0.3)
+        optimizer.build(model.trainable_variables)
+    counts = []
+
+    def step(batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, model(x, training=True))
+            # Gradients of ranks are summed, so each counts its tokens by those of all.
+            loss = tf.reduce_sum(losses) / counts[-1]
+        values = [variable.value for variable in model.trainable_variables]
+        gradients = tape.gradient(loss, values)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    for time in (8, 13, 5):
+        counts.append(3 * time)
+        data = tf.data.Dataset.from_tensors(text(3, time))
+        for batch in strategy.experimental_distribute_dataset(data):
+            tf.function(strategy.run)(step, args=(batch,))
+    return np.concatenate([np.ravel(value) for value in whole(model.weights).values()])

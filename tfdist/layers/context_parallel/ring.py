@@ -29,8 +29,10 @@ def ring_forward(query, key, value, pairs: Pairs, group: Group, name: str):
     Returns:
         The output and the log-sum-exp; see `attention_parts`.
     """
+    travel = _Travel(key, value, group, f"{name}/keys")
     found = None
-    for source, key, value in _travelling(key, value, group, f"{name}/keys", lambda: found):
+    for _ in range(group.size):
+        source, key, value = travel.next(found)
         found = pairs.attend(query, key, value, source, found)
     return found
 
@@ -50,74 +52,69 @@ def ring_gradients(rows, key, value, pairs: Pairs, group: Group, name: str):
         name: As there.
     """
     size = key.shape[-1]
+    travel = _Travel(key, value, group, f"{name}/keys")
     of_query = own = moving = None
     sent: list[tf.Tensor] = []
-    step = 0
-    for source, key, value in _travelling(key, value, group, f"{name}/keys", lambda: of_query):
+    for step in range(group.size):
+        source, key, value = travel.next(of_query)
         of_rows, *of_columns = pairs.gradients(rows, key, value, source)
         found = tf.concat(of_columns, axis=-1)
         of_query = of_rows if of_query is None else of_query + of_rows
-        if own is None:
+        if step == 0:
             own = found
-        else:
-            if moving is not None:
-                found += moving
-            moving = _pass_on(found, group, f"{name}/gradients/{step}", sent)
-        step += 1
+            continue
+        if moving is not None:
+            found += moving
+        passed, moving = _pass_on(found, group, f"{name}/gradients/{step}")
+        sent.append(passed)
     with tf.control_dependencies(sent):
         own += moving
     return of_query, own[..., :size], own[..., size:]
 
 
-def _travelling(key, value, group: Group, name: str, so_far):
-    """Keys and values of one rank after the other, those of this rank first.
+class _Travel:
+    """The keys and values of one rank after the other, as they come by; those of this rank first.
 
-    The next are on their way while the caller computes with these. It begins with the next when it is
-    done with these, so that no more than two sets stand at once.
+    The next are on their way while the caller computes with these.
 
     Args:
         key: This rank's keys.
         value: Its values.
         group: The ranks.
         name: For messages.
-        so_far: Returns what the caller has computed so far, a nest.
-
-    Yields:
-        The place of the rank that they are of, the keys and the values.
     """
-    size = key.shape[-1]
-    here = tf.concat([key, value], axis=-1)
-    for step in range(group.size):
-        after: list = []
-        if step:
-            after = [tensor for tensor in tf.nest.flatten(so_far()) if tensor is not None]
-        arrived = here
-        if step + 1 < group.size:
-            sent: list[tf.Tensor] = []
-            coming = _pass_on(here, group, f"{name}/{step}", sent)
+
+    def __init__(self, key, value, group: Group, name: str):
+        self._size = key.shape[-1]
+        self._here = tf.concat([key, value], axis=-1)
+        self._group, self._name, self._step = group, name, 0
+
+    def next(self, so_far) -> tuple:
+        """The place of the rank that they are of, the keys and the values.
+
+        Args:
+            so_far: A nest of what is computed with those before, or None. These come when that is
+                there, so that no more than two sets stand at once.
+        """
+        step, here, size = self._step, self._here, self._size
+        if step + 1 < self._group.size:
             # What was sent, so that nothing takes the sending for something that leads nowhere.
-            (arrived,) = sent
-        with tf.control_dependencies(after):
-            now = tf.identity(arrived)
-        yield (group.rank - step) % group.size, now[..., :size], now[..., size:]
-        if step + 1 < group.size:
-            here = coming
+            here, self._here = _pass_on(here, self._group, f"{self._name}/{step}")
+        self._step += 1
+        with tf.control_dependencies([t for t in tf.nest.flatten(so_far) if t is not None]):
+            here = tf.identity(here)
+        return (self._group.rank - step) % self._group.size, here[..., :size], here[..., size:]
 
 
-def _pass_on(tensor: tf.Tensor, group: Group, name: str, sent: list) -> tf.Tensor:
-    """Sends a tensor to the next rank; returns the one of the rank before."""
-
-    def send():
-        sent.append(send_tensor(tensor, group, (group.rank + 1) % group.size, name=name))
+def _pass_on(tensor: tf.Tensor, group: Group, name: str) -> tuple[tf.Tensor, tf.Tensor]:
+    """Sends a tensor to the next rank, which returns it; and receives the one of the rank before."""
+    after, before = ((group.rank + step) % group.size for step in (1, -1))
 
     def receive():
-        before = (group.rank - 1) % group.size
         return receive_tensor(shape_of(tensor), tensor.dtype, group, before, name=name)
 
     # Where an engine has no messages of its own, an eager one waits for the other rank.
     if group.rank % 2 and tf.executing_eagerly():
-        found = receive()
-        send()
-        return found
-    send()
-    return receive()
+        arrived = receive()
+        return send_tensor(tensor, group, after, name=name), arrived
+    return send_tensor(tensor, group, after, name=name), receive()
