@@ -20,6 +20,7 @@ from tfdist.gradients.non_finite import guard_of
 from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import TensorFlowTrainer, all_layers
 from tfdist.monitoring.memory_report import parameter_bytes
+from tfdist.pipeline import PipelineModel
 from tfdist.strategies.keras_patches.agreement import check_agreement
 from tfdist.strategies.keras_patches.callbacks import (
     callbacks_of_rank,
@@ -45,7 +46,9 @@ def _parallel_strategy(model):
     if strategy is None or strategy.mesh.size == 1:
         return None
     if strategy.token_group.size > 1:
-        check_tokenwise(model, all_layers(model))
+        # A rank of a pipeline holds some of the layers, and refuses as the others do.
+        whole = model.chain_model if isinstance(model, PipelineModel) else model
+        check_tokenwise(whole, all_layers(whole))
     return strategy
 
 

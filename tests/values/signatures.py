@@ -157,6 +157,7 @@ _ZERO = {"zero", "zero point"}
 LEGAL: dict[str, set[str]] = {
     "*.name": _ANY_NAME,
     "*.dropout": _ZERO,
+    "*.attention_dropout": _ZERO,
     "*.verbose": {"zero"},
     "*.seed": {"zero"},
     "*.shuffle_seed": {"zero"},

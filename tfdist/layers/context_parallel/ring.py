@@ -93,16 +93,16 @@ class _Travel:
         """The place of the rank that they are of, the keys and the values.
 
         Args:
-            so_far: A nest of what is computed with those before, or None. These come when that is
-                there, so that no more than two sets stand at once.
+            so_far: A nest of what is computed with those before, or None. These come, and the next are
+                asked for, when that is there, so that no more than two sets stand at once.
         """
-        step, here, size = self._step, self._here, self._size
-        if step + 1 < self._group.size:
-            # What was sent, so that nothing takes the sending for something that leads nowhere.
-            here, self._here = _pass_on(here, self._group, f"{self._name}/{step}")
+        step, size = self._step, self._size
         self._step += 1
         with tf.control_dependencies([t for t in tf.nest.flatten(so_far) if t is not None]):
-            here = tf.identity(here)
+            here = tf.identity(self._here)
+            if self._step < self._group.size:
+                # What was sent, so that nothing takes the sending for something that leads nowhere.
+                here, self._here = _pass_on(here, self._group, f"{self._name}/{step}")
         return (self._group.rank - step) % self._group.size, here[..., :size], here[..., size:]
 
 
