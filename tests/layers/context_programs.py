@@ -125,7 +125,10 @@ def train(
     accumulate=None,
     **options,
 ):
-    """Twenty steps of SGD: weights, losses, evaluation and predictions."""
+    """Twenty steps of SGD: logs, evaluation; weights by their paths, and predictions by "".
+
+    In a pipeline, the weights of this rank's stages.
+    """
     from tfdist import layers, models
     from tfdist.pipeline import PipelineModel
     from tfdist.recompute import recompute
@@ -164,7 +167,8 @@ def train(
         predictions = model.predict(x, batch_size=4, verbose=0)
     finally:
         keras.config.set_dtype_policy("float32")
-    return history, [*whole(model.weights).values(), predictions]
+    values = zip(model.weights, whole(model.weights).values(), strict=True)
+    return history, {**{variable.path: value for variable, value in values}, "": predictions}
 
 
 def refusals() -> dict[str, str]:

@@ -78,8 +78,10 @@ def check_training(pool, one_process, mesh, tolerance=1e-5, on_ranks_only=None, 
         for name, values in logs.items():
             right = np.resize(history[name], np.shape(values))
             np.testing.assert_allclose(values, right, rtol=tolerance, atol=tolerance, err_msg=name)
-        for one, right in zip(own, weights, strict=True):
-            np.testing.assert_allclose(one, right, rtol=tolerance, atol=tolerance)
+        for name, value in own.items():
+            np.testing.assert_allclose(
+                value, weights[name], rtol=tolerance, atol=tolerance, err_msg=name
+            )
 
 
 TWO = {"data": 1, "context": 2}

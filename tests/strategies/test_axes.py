@@ -189,9 +189,7 @@ def refusal_of_a_fixed_length() -> str:
 
     mesh = Mesh(data=1, context=-1)
     with strategy(mesh).scope():
-        model = keras.Sequential(
-            [keras.Input((5, 2)), keras.layers.Dense(1)], name="stack"
-        )
+        model = keras.Sequential([keras.Input((5, 2)), keras.layers.Dense(1)], name="stack")
         model.compile("sgd", "mse")
     try:
         model.fit(np.zeros((2, 5, 2)), np.zeros((2, 5, 1)), verbose=0)

@@ -5,6 +5,8 @@ Source: Llama team 2024, "The Llama 3 Herd of Models", section 3.3.2.
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 from tfdist.collectives import Group
@@ -19,33 +21,35 @@ def gathered_forward(query, key, value, pairs: Pairs, group: Group, name: str):
     found = None
     whole = _gathered(key, value, group, name)
     for source in range(group.size):
-        key, value = _of(whole, source, key.shape[-1], found)
+        key, value = _of(whole, source, found)
         found = pairs.attend(query, key, value, source, found)
     return found
 
 
 def gathered_gradients(rows, key, value, pairs: Pairs, group: Group, name: str):
     """As `ring_gradients`; keys and values are gathered anew, so that none are kept."""
-    size = key.shape[-1]
     whole = _gathered(key, value, group, name)
-    of_query, of_columns = None, []
+    of_query: Any = None
+    of_columns: list = []
     for source in range(group.size):
-        key, value = _of(whole, source, size, of_query)
+        key, value = _of(whole, source, of_query)
         of_rows, *found = pairs.gradients(rows, key, value, source)
         of_query = of_rows if of_query is None else of_query + of_rows
-        of_columns.append(tf.concat(found, axis=-1))
-    own = raw_reduce_scatter(tf.stack(of_columns), group, "sum", f"{name}/gradients")[0]
-    return of_query, own[..., :size], own[..., size:]
+        of_columns.append(tf.stack(found))
+    every = tf.stack(of_columns)
+    of_key, of_value = tf.unstack(
+        raw_reduce_scatter(every, group, "sum", f"{name}/gradients")[0], num=2
+    )
+    return of_query, of_key, of_value
 
 
 def _gathered(key, value, group: Group, name: str) -> tf.Tensor:
-    both = tf.concat([key, value], axis=-1)[None]
-    return raw_all_gather(both, group, False, f"{name}/keys")
+    # Along dim 0, so that what is taken of it is no copy.
+    return raw_all_gather(tf.stack([key, value])[None], group, False, f"{name}/keys")
 
 
-def _of(whole, source: int, size: int, so_far):
+def _of(whole, source: int, so_far) -> list[tf.Tensor]:
     """The keys and values of a rank, once what is computed with others is there."""
     after = [tensor for tensor in tf.nest.flatten(so_far) if tensor is not None]
     with tf.control_dependencies(after):
-        found = tf.identity(whole[source])
-    return found[..., :size], found[..., size:]
+        return tf.unstack(tf.identity(whole[source]), num=2)

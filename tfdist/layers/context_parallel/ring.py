@@ -6,6 +6,8 @@ Context"; Brandon et al. 2023, "Striped Attention", on equal work for causal att
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 from tfdist.collectives import Group
@@ -51,25 +53,25 @@ def ring_gradients(rows, key, value, pairs: Pairs, group: Group, name: str):
         group: As there.
         name: As there.
     """
-    size = key.shape[-1]
     travel = _Travel(key, value, group, f"{name}/keys")
-    of_query = own = moving = None
-    sent: list[tf.Tensor] = []
+    of_query: Any = None
+    own: list = []
+    moving: list = []
+    sent: list = []
     for step in range(group.size):
         source, key, value = travel.next(of_query)
-        of_rows, *of_columns = pairs.gradients(rows, key, value, source)
-        found = tf.concat(of_columns, axis=-1)
+        of_rows, *found = pairs.gradients(rows, key, value, source)
         of_query = of_rows if of_query is None else of_query + of_rows
         if step == 0:
             own = found
             continue
-        if moving is not None:
-            found += moving
+        if moving:
+            found = [one + other for one, other in zip(found, moving, strict=True)]
         passed, moving = _pass_on(found, group, f"{name}/gradients/{step}")
-        sent.append(passed)
+        sent += passed
     with tf.control_dependencies(sent):
-        own += moving
-    return of_query, own[..., :size], own[..., size:]
+        of_key, of_value = (one + other for one, other in zip(own, moving, strict=True))
+    return of_query, of_key, of_value
 
 
 class _Travel:
@@ -85,8 +87,7 @@ class _Travel:
     """
 
     def __init__(self, key, value, group: Group, name: str):
-        self._size = key.shape[-1]
-        self._here = tf.concat([key, value], axis=-1)
+        self._here = [key, value]
         self._group, self._name, self._step = group, name, 0
 
     def next(self, so_far) -> tuple:
@@ -96,25 +97,34 @@ class _Travel:
             so_far: A nest of what is computed with those before, or None. These come, and the next are
                 asked for, when that is there, so that no more than two sets stand at once.
         """
-        step, size = self._step, self._size
+        step = self._step
         self._step += 1
         with tf.control_dependencies([t for t in tf.nest.flatten(so_far) if t is not None]):
-            here = tf.identity(self._here)
+            here = [tf.identity(tensor) for tensor in self._here]
             if self._step < self._group.size:
                 # What was sent, so that nothing takes the sending for something that leads nowhere.
                 here, self._here = _pass_on(here, self._group, f"{self._name}/{step}")
-        return (self._group.rank - step) % self._group.size, here[..., :size], here[..., size:]
+        return (self._group.rank - step) % self._group.size, *here
 
 
-def _pass_on(tensor: tf.Tensor, group: Group, name: str) -> tuple[tf.Tensor, tf.Tensor]:
-    """Sends a tensor to the next rank, which returns it; and receives the one of the rank before."""
+def _pass_on(tensors: list, group: Group, name: str) -> tuple[list, list]:
+    """Sends tensors to the next rank, and returns them; and what the rank before sends."""
     after, before = ((group.rank + step) % group.size for step in (1, -1))
 
+    def send():
+        return [
+            send_tensor(tensor, group, after, name=f"{name}/{number}")
+            for number, tensor in enumerate(tensors)
+        ]
+
     def receive():
-        return receive_tensor(shape_of(tensor), tensor.dtype, group, before, name=name)
+        return [
+            receive_tensor(shape_of(like), like.dtype, group, before, name=f"{name}/{number}")
+            for number, like in enumerate(tensors)
+        ]
 
     # Where an engine has no messages of its own, an eager one waits for the other rank.
     if group.rank % 2 and tf.executing_eagerly():
         arrived = receive()
-        return send_tensor(tensor, group, after, name=name), arrived
-    return send_tensor(tensor, group, after, name=name), receive()
+        return send(), arrived
+    return send(), receive()
