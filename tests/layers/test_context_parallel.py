@@ -145,22 +145,22 @@ def test_what_a_context_axis_cannot_do_is_refused_by_name(pool):
         "positions": "at most max_length=8 positions",
         "mixes": "`mixes` (Conv1D)",
     }
-    for messages in pool.run(programs.refusals, timeout=200):
+    for messages in pool.run(programs.refusals, timeout=250):
         for what, words in said.items():
             assert words in messages[what], messages[what]
 
 
 @on_ranks(("horovod", 2))
 def test_outside_of_a_step_sequences_are_whole(pool, one_process):
-    right = one_process.run(programs.called, None, timeout=100)[0]
-    for found in pool.run(programs.called, TWO, timeout=100):
+    right = one_process.run(programs.called, None, timeout=250)[0]
+    for found in pool.run(programs.called, TWO, timeout=250):
         np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)
 
 
 @on_ranks(("horovod", 2))
 def test_a_step_of_ones_own(pool, one_process):
-    right = one_process.run(programs.own_loop, None, timeout=100)[0]
-    for found in pool.run(programs.own_loop, TWO, timeout=100):
+    right = one_process.run(programs.own_loop, None, timeout=250)[0]
+    for found in pool.run(programs.own_loop, TWO, timeout=250):
         np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)
 
 

@@ -64,6 +64,7 @@ def context_attention(
     given = query.shape
     count = tf.shape(query)[2]
     keys, pairs = _masks(mask, tokens, name)
+    attend: Callable
     query, key, value = (padded(tensor, whole, 2) for tensor in (query, key, value))
     if kind == "ulysses":
         attend = functools.partial(
