@@ -163,6 +163,7 @@ def _update_mean(original, self, values, sample_weight=None):
 
 def _by_tokens(values, sample_weight, step: KerasStep):
     """Values of rows or of their tokens, and weights by which they count as the mean over all ranks."""
+    values = tf.convert_to_tensor(values)
     rank = len(values.shape)
     # A vector with an entry for each token counts each as one.
     is_of_rows = rank == 0 or tf.equal(tf.shape(values)[0], step.rows)

@@ -174,7 +174,7 @@ def _test_on_batch(original, self, x, y=None, sample_weight=None, *args, **kwarg
 
 
 def _own_rows(model, batch):
-    """This rank's rows of a batch; the whole batch on all ranks where it does not divide.
+    """This rank's rows and tokens of a batch; all rows on all ranks where they do not divide.
 
     Both give the single process's update. A graph is made for the shapes that it is given, and
     takes those to be the same on all ranks, so rows are never split unevenly here.
@@ -185,10 +185,10 @@ def _own_rows(model, batch):
     strategy.extended.batch_logs_read.assign(True)
     group = strategy.row_group
     rows = tf.nest.flatten(batch[0])[0].shape[0]
-    if rows % group.size:
-        return batch
-    start, end = row_range(rows, group.size, group.rank)
-    own = tf.nest.map_structure(lambda part: None if part is None else part[start:end], batch)
+    own = batch
+    if rows % group.size == 0:
+        start, end = row_range(rows, group.size, group.rank)
+        own = tf.nest.map_structure(lambda part: None if part is None else part[start:end], batch)
     tokens = strategy.token_group
     return own if tokens.size == 1 else own_tokens(own, tokens.size, tokens.rank, even=True)
 

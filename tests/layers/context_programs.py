@@ -250,3 +250,20 @@ def own_loop(mesh: dict | None):
         for batch in strategy.experimental_distribute_dataset(data):
             tf.function(strategy.run)(step, args=(batch,))
     return np.concatenate([np.ravel(value) for value in whole(model.weights).values()])
+
+
+def on_batches(mesh: dict | None):
+    """Losses and weights of steps by `train_on_batch`, with rows that do not divide."""
+    from tfdist import layers, models
+
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    with scope(mesh):
+        model = models.gpt(VOCABULARY, num_layers=1, width=8, num_heads=2, max_length=16)
+        model.compile(keras.optimizers.SGD(0.3), layers.VocabParallelCrossEntropy(VOCABULARY))
+    losses = []
+    for rows in (3, 4):
+        model.reset_metrics()
+        losses.append(float(model.train_on_batch(*text(rows, 8))))
+    losses.append(float(model.test_on_batch(*text(3, 8))))
+    return np.concatenate([losses, *(np.ravel(value) for value in whole(model.weights).values())])

@@ -164,6 +164,14 @@ def test_a_step_of_ones_own(pool, one_process):
         np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
+@on_ranks(("horovod", 4))
+def test_batches_by_themselves(pool, one_process):
+    right = one_process.run(programs.on_batches, None, timeout=250)[0]
+    for found in pool.run(programs.on_batches, MESHES["data"], timeout=250):
+        np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)
+
+
 def limited(ranks: int) -> subprocess.CompletedProcess:
     """A GPT on a long sequence, where a rank may take as much memory as a third of it needs."""
     skip_without("horovod")
