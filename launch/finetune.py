@@ -136,6 +136,11 @@ def _check(_: list[str]) -> tuple[Layout, dict[str, Any]]:
         raise UsageError("tfdist-finetune is for ranks. Received: --strategy=tpu.")
     layout = _MESH.layout()
     _WORLD.check(layout)
+    if layout.context > 1:
+        raise UsageError(
+            "The layers of KerasHub's models know no context axis: leave --context out, or train "
+            f"--model=gpt with tfdist-train. Received: --context={layout.context}."
+        )
     return layout, _CHECKPOINTS.options(is_tpu=False)
 
 

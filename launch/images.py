@@ -48,6 +48,12 @@ class Images(Task):
                 "split over ranks. Take --model=gpt, or leave --tensor out."
             )
 
+        if settings.layout.context > 1:
+            raise UsageError(
+                f"--context={settings.layout.context}: images are no sequences. Take --model=gpt, or "
+                "leave --context out."
+            )
+
     def load(self, settings: Settings) -> Data:
         """Reads a data set of `tfdist.data`."""
         from tfdist import datasets

@@ -6,6 +6,7 @@ import math
 
 from tfdist.launch.fitting import warmup_cosine
 from tfdist.launch.flag_values import UsageError, input_file, refuse_ignored
+from tfdist.launch.mesh_flags import Layout
 from tfdist.launch.tasks import DEFINE, Data, Settings, Task
 
 __all__ = ["Language"]
@@ -32,6 +33,12 @@ _EXPERTS = DEFINE.integer(
 )
 _TOP_K = DEFINE.integer(
     "top_k", 2, "Of these, how many a token goes through", lower_bound=1, upper_bound=1000
+)
+_CONTEXT_ATTENTION = DEFINE.enum(
+    "context_attention",
+    "ring",
+    ["ring", "all_gather", "ulysses"],
+    "How attention spans --context",
 )
 _SAMPLE = DEFINE.integer(
     "sample", 0, "Bytes to generate after training", lower_bound=0, upper_bound=_MOST
@@ -62,6 +69,7 @@ class Language(Task):
         _SEQUENCE_PARALLEL,
         _EXPERTS,
         _TOP_K,
+        _CONTEXT_ATTENTION,
         _SAMPLE,
     )
 
@@ -90,6 +98,42 @@ class Language(Task):
         self._check_experts(settings)
         if _SEQUENCE_PARALLEL.value:
             _check_divides("seq_length", _SEQ_LENGTH.value, "tensor", settings.layout.tensor)
+        self._check_context(settings.layout)
+
+    def _check_context(self, layout: Layout) -> None:
+        context, length = layout.context, _SEQ_LENGTH.value
+        given = f"--context={context}"
+        if context == 1:
+            refuse_ignored(DEFINE.values, (_CONTEXT_ATTENTION,), "is for a context axis", given)
+            return
+        if _DROPOUT.value:
+            raise UsageError(
+                "On a context axis no rank holds attention weights as a whole to drop some. Received: "
+                f"{given} --dropout={_DROPOUT.value}; leave --dropout out."
+            )
+        if _SEQUENCE_PARALLEL.value and layout.tensor > 1:
+            raise UsageError(
+                "A context axis splits all activations already: leave --sequence_parallel out. "
+                f"Received: {given} --sequence_parallel --tensor={layout.tensor}."
+            )
+        if layout.pipeline > 1 and length % (2 * context):
+            raise UsageError(
+                "In a pipeline --seq_length must be a multiple of twice --context. Received: "
+                f"--seq_length={length} {given} --pipeline={layout.pipeline}."
+            )
+        chunk = -(-length // (2 * context))
+        if (context - 1) * chunk >= length:
+            raise UsageError(
+                f"Each rank of the context axis has a token at least. Received: --seq_length={length} "
+                f"{given}."
+            )
+        heads = _HEADS.value // layout.tensor
+        if _CONTEXT_ATTENTION.value == "ulysses" and heads % context:
+            raise UsageError(
+                "--context_attention=ulysses gives each rank of the context axis as many heads: --heads "
+                f"must be a multiple of --tensor times --context. Received: --heads={_HEADS.value} "
+                f"--tensor={layout.tensor} {given}; or take ring."
+            )
 
     def _check_experts(self, settings: Settings) -> None:
         experts, expert = _EXPERTS.value, settings.layout.expert
@@ -179,6 +223,7 @@ class Language(Task):
             top_k=_TOP_K.value,
             # Of each sequence, so that a pipeline's micro-batches change nothing.
             experts={"balance_over": "sequence"} if _EXPERTS.value else None,
+            context_attention=_CONTEXT_ATTENTION.value,
         )
 
     def callbacks(self) -> list:

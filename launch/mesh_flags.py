@@ -51,6 +51,11 @@ class Layout:
         """The size of the tensor axis."""
         return self.mesh.shape["tensor"]
 
+    @property
+    def context(self) -> int:
+        """The size of the context axis."""
+        return self.mesh.shape["context"]
+
     def batch_size(self, given: int | None, default: int, data: int) -> int:
         """The samples of a step, over all ranks; in a pipeline they divide into micro-batches.
 
@@ -101,6 +106,13 @@ class MeshFlags:
             lower_bound=1,
             upper_bound=MOST_RANKS,
         )
+        self._context = define.integer(
+            "context",
+            1,
+            "Ranks of the context axis, which split sequences",
+            lower_bound=1,
+            upper_bound=MOST_RANKS,
+        )
         self._pipeline = define.integer(
             "pipeline",
             1,
@@ -126,14 +138,8 @@ class MeshFlags:
             upper_bound=3,
         )
         of_pipelines = (self._microbatches, self._schedule, self._chunks)
-        self.mesh = (
-            self._data,
-            self._expert,
-            self._tensor,
-            self._pipeline,
-            self._order,
-            *of_pipelines,
-        )
+        axes = (self._data, self._expert, self._tensor, self._context, self._pipeline)
+        self.mesh = (*axes, self._order, *of_pipelines)
 
     def layout(self) -> Layout:
         """What the flags say.
@@ -154,6 +160,7 @@ class MeshFlags:
             mesh = Mesh(
                 data=data,
                 expert=self._expert.value,
+                context=self._context.value,
                 pipeline=pipeline,
                 tensor=self._tensor.value,
                 order=order,

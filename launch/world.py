@@ -96,7 +96,8 @@ class WorldFlags:
             return
         for_ranks = (self._watchdog, self.communication_dtype)
         refuse_ignored(self._values, for_ranks, "is for ranks", "--strategy=tpu")
-        if layout.tensor > 1 or layout.pipeline > 1 or layout.zero_stage:
+        split = max(layout.tensor, layout.context, layout.pipeline) > 1
+        if split or layout.zero_stage:
             given = as_given(self._values, (*self._mesh.mesh, self._mesh.zero))
             raise UsageError(f"A TPU's cores are data-parallel. Received: --strategy=tpu {given}.")
 

@@ -26,11 +26,13 @@ def gpt(
     positions: str = "learned",
     tied_head: bool = True,
     dropout: float = 0.0,
+    attention_dropout: float | None = None,
     use_bias: bool = True,
     sequence_parallel: bool = False,
     num_experts: int | None = None,
     top_k: int = 2,
     experts: Mapping[str, Any] | None = None,
+    context_attention: str = "ring",
     name: str = "gpt",
 ) -> keras.Model:
     """Returns a decoder in the manner of GPT-2: token ids to logits of the next token.
@@ -51,6 +53,7 @@ def gpt(
         positions: "learned" or "rotary".
         tied_head: Whether the head is the embedding, transposed.
         dropout: The share of activations that is dropped.
+        attention_dropout: The share of attention weights that is; None for `dropout`.
         use_bias: Whether products have a bias.
         sequence_parallel: Whether normalizations and dropout run on a slice of the sequence on
             each tensor rank, which then divides by the tensor axis.
@@ -58,6 +61,8 @@ def gpt(
             `tfdist.layers.MixtureOfExperts`. None for one that all tokens go through.
         top_k: How many of them a token goes through.
         experts: What else that layer takes, as `{"balance_over": "sequence"}`.
+        context_attention: How attention spans the ranks of a context axis: "ring", "all_gather" or
+            "ulysses"; see `tfdist.layers.ParallelMultiHeadAttention`.
         name: The model's name.
 
     Returns:
@@ -79,11 +84,13 @@ def gpt(
     checks.one_of("positions", positions, ("learned", "rotary"))
     checks.boolean("tied_head", tied_head)
     checks.number("dropout", dropout, minimum=0, maximum=1)
+    checks.number("attention_dropout", attention_dropout, minimum=0, maximum=1, optional=True)
     checks.boolean("use_bias", use_bias)
     checks.boolean("sequence_parallel", sequence_parallel)
     checks.integer("num_experts", num_experts, minimum=1, optional=True)
     top_k = checks.integer("top_k", top_k, minimum=1)
     checks.instance("experts", experts, Mapping, "a dict of arguments", optional=True)
+    checks.one_of("context_attention", context_attention, layers.context_parallel.KINDS)
     checks.text("name", name)
     of_experts = experts if num_experts is None else {"top_k": top_k, **(experts or {})}
     stddev = 0.02
@@ -115,9 +122,11 @@ def gpt(
             num_key_value_heads=num_key_value_heads,
             activation=activation,
             dropout=dropout,
+            attention_dropout=attention_dropout,
             use_bias=use_bias,
             rotary_base=10_000.0 if positions == "rotary" else None,
             sequence_parallel=sequence_parallel,
+            context_attention=context_attention,
             initializer_stddev=stddev,
             output_stddev=stddev / math.sqrt(2 * num_layers),
             num_experts=num_experts,

@@ -24,13 +24,14 @@ from tfdist.context import (
     current_replica,
 )
 from tfdist.data.sharding import equal_steps, is_per_rank, mark_per_rank, shard_batches
-from tfdist.data.tokens import shard_tokens
+from tfdist.data.tokens import agreed_split, shard_tokens
 from tfdist.mesh import Mesh
 from tfdist.monitoring.watchdog import Watchdog, startup_guard
 from tfdist.runtime.schedulers import started_by_scheduler
 from tfdist.strategies import keras_patches
 from tfdist.strategies.keras_patches.steps import count_rows, run_keras_step
 from tfdist.strategies.randomness import share_random_state
+from tfdist.token_split import TokenSplit
 from tfdist.zero.unshard import gathered_for_step
 
 __all__ = ["WATCHDOG_SECONDS", "ParallelStrategy", "check_options", "meeting", "notice_one_rank"]
@@ -286,7 +287,14 @@ class _ParallelExtended(OneDeviceExtended):
 
     def _call_for_each_replica(self, fn, args, kwargs):
         step = getattr(self._local, "step", None)
-        with tf.device(self._device), ReplicaContext(self._parallel, step):
+        group = self._parallel.token_group
+        tokens = None
+        if group.size > 1:
+            # Other functions, and `predict`, may get eager tensors, whose sizes are this rank's alone.
+            tokens = agreed_split((args, kwargs), group, sizes_agree=step is not None)
+        if step is not None:
+            step.tokens = tokens
+        with tf.device(self._device), ReplicaContext(self._parallel, step, tokens):
             if step is None:
                 return fn(*args, **kwargs)
             return run_keras_step(step, fn, *args, **kwargs)
@@ -382,7 +390,9 @@ def _gather_outputs(rows, strategy: ParallelStrategy):
         )
     if rows.shape.rank == 0:
         rows = rows[None]
-    if strategy.token_group.size > 1:
-        rows = all_gather(rows, strategy.token_group, 1, name="predictions/tokens")
+    tokens = strategy.token_group
+    if tokens.size > 1:
+        rows = all_gather(rows, tokens, 1, uneven=True, name="predictions/tokens")
+        rows = TokenSplit(tokens.size, tokens.rank, tf.shape(rows)[1]).in_order(rows)
     # Keras hands `predict` eager batches, so a known shape is this rank's alone.
     return all_gather(rows, strategy.row_group, uneven=True, name="predictions")

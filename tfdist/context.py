@@ -19,6 +19,7 @@ from tfdist.collectives.engine import Engine
 from tfdist.collectives.gradient_options import GradientOptions
 from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.mesh import Mesh
+from tfdist.token_split import TokenSplit
 
 __all__ = [
     "DistributedStrategy",
@@ -28,6 +29,7 @@ __all__ = [
     "current_replica",
     "current_step",
     "current_strategy",
+    "current_tokens",
     "role_of",
     "strategy_of",
     "weighted",
@@ -121,31 +123,36 @@ class KerasStep:
         rows: This rank's number of samples: an int where all ranks have equally many by shape,
             else an int32 scalar tensor.
         group: The ranks that have other samples, or other tokens of the same.
+        tokens: How ranks divide the sequences; None where each has them whole.
     """
 
     model: Any
     kind: str
     rows: int | tf.Tensor
     group: Group
+    tokens: TokenSplit | None = None
 
     @property
     def is_even(self) -> bool:
-        """Whether all ranks are known to have equally many samples."""
-        return isinstance(self.rows, int)
+        """Whether all ranks are known to have equally many samples, and tokens of each."""
+        return isinstance(self.rows, int) and (self.tokens is None or self.tokens.is_even)
 
     @functools.cached_property
     def share(self) -> tf.Tensor:
-        """This rank's part of the samples of the step: a float32 scalar."""
+        """This rank's part of the samples of the step, or of their tokens: a float32 scalar."""
         if self.is_even:
             return tf.constant(1.0 / self.group.size)
-        return tf.cast(self.rows, tf.float32) / tf.cast(self.total_rows, tf.float32)
+        own = self.rows if self.tokens is None else self.rows * self.tokens.count()
+        total = all_reduce(own, self.group, name="batch-size")
+        return tf.cast(own, tf.float32) / tf.cast(total, tf.float32)
 
-    @functools.cached_property
-    def total_rows(self) -> tf.Tensor:
-        """The number of samples of the step over all ranks: an int32 scalar."""
-        if self.is_even:
-            return tf.constant(self.rows * self.group.size)
-        return all_reduce(self.rows, self.group, name="batch-size")
+    @property
+    def tokens_to_mean(self) -> tf.Tensor | float:
+        """This rank's number of tokens of a sequence, over the mean of the ranks that share it."""
+        if self.tokens is None or self.tokens.is_even:
+            return 1.0
+        mean = tf.cast(self.tokens.total, tf.float32) / self.tokens.parts
+        return tf.cast(self.tokens.count(), tf.float32) / mean
 
     def share_of(self, local: tf.Tensor) -> tf.Tensor:
         """What `local / (global sum of local)` is, over `share`: 1 where samples count alike.
@@ -167,12 +174,20 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             an update, where they are global already.
         has_padding: Whether what is computed now is of a row that is not there, since this rank has
             none: a bool tensor. None where nothing is padded.
+        tokens: How ranks divide the sequences that the function was given; None where each has them
+            whole, or where it was given none.
     """
 
-    def __init__(self, strategy: DistributedStrategy, step: KerasStep | None):
+    def __init__(
+        self,
+        strategy: DistributedStrategy,
+        step: KerasStep | None,
+        tokens: TokenSplit | None = None,
+    ):
         group = strategy.row_group
         super().__init__(strategy, replica_id_in_sync_group=group.rank)
         self.step = step
+        self.tokens = tokens
         self.gradient_paths: list = []
         self.sums_gradients = True
         self.has_padding: tf.Tensor | None = None
@@ -284,17 +299,39 @@ def current_step() -> KerasStep | None:
     return replica.step if replica is not None else None
 
 
-def weighted(collective: Callable, tensor, step: KerasStep | None):
-    """A collective among ranks with other rows, with the gradient that one process has.
+def current_tokens() -> TokenSplit | None:
+    """How ranks divide the sequences that are computed with; None where each has them whole.
+
+    They are whole outside of `strategy.run`, as in a call of a model by itself.
+
+    Raises:
+        RuntimeError: A function runs on ranks of a context axis that was given no sequences.
+    """
+    replica = current_replica()
+    if replica is None or replica.strategy.token_group.size == 1:
+        return None
+    if replica.tokens is None:
+        raise RuntimeError(
+            "On a context axis a function gets its part of the sequences as an argument: "
+            "`strategy.run(function, args=(batch,))`, with a batch of a distributed data set."
+        )
+    return replica.tokens
+
+
+def weighted(collective: Callable, tensors, step: KerasStep | None):
+    """A collective among ranks with other rows or tokens, with the gradient that one process has.
 
     Args:
-        collective: From a tensor to a tensor, with the gradient of the sum of all ranks' losses.
-        tensor: This rank's.
+        collective: From a tensor, or from as many as there are, to one; with the gradient of the sum
+            of all ranks' losses.
+        tensors: A tensor of this rank, or a tuple of some.
         step: The Keras step under way, if there is one.
     """
+    several = tensors if isinstance(tensors, tuple) else (tensors,)
     if step is None or step.is_even:
-        return collective(tensor)
-    return with_global_gradient(collective(with_local_gradient(tensor, step)), step)
+        return collective(*several)
+    own = [with_local_gradient(tensor, step) for tensor in several]
+    return with_global_gradient(collective(*own), step)
 
 
 def with_global_gradient(tensor, step: KerasStep | None):

@@ -177,6 +177,11 @@ class Mesh:
         return self._that_divide("weights")
 
     @property
+    def message_axes(self) -> tuple[str, ...]:
+        """The axes along which a rank sends messages to single others: stages, and a ring's ranks."""
+        return self._that_divide("layers", "tokens")
+
+    @property
     def gradient_axes(self) -> tuple[str, ...]:
         """The axes over which the gradients of a variable are summed that all ranks hold."""
         return self._that_divide("rows", "tokens")

@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import Group, all_reduce, broadcast
-from tfdist.context import current_step, role_of, strategy_of
+from tfdist.context import KerasStep, current_step, role_of, strategy_of
 from tfdist.keras_internals.attributes import loss_variables
 from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import TensorFlowTrainer, in_stateless_scope
@@ -143,15 +143,36 @@ class _Counting:
 def _update_mean(original, self, values, sample_weight=None):
     """A step's scalar, such as its loss, counts by the share of samples that it is the mean of.
 
-    Summed over ranks the scalar then counts once a step, as in a single process.
+    Summed over ranks the scalar then counts once a step, as in a single process. Keras counts a row
+    by its mean over tokens, and so a rank's mean over those that it has counts by their number.
     """
     step = current_step()
-    if step is not None and not step.is_even and sample_weight is None:
+    if step is None or step.is_even:
+        return original(self, values, sample_weight)
+    is_scalar = (
+        len(values.shape) == 0 if hasattr(values, "shape") else not tf.nest.is_nested(values)
+    )
+    if is_scalar and sample_weight is None:
         values = tf.convert_to_tensor(values)
-        if values.shape.rank == 0:
-            sample_weight = step.share * step.group.size
-            values = tf.where(step.rows > 0, values, tf.zeros_like(values))
+        sample_weight = step.share * step.group.size
+        values = tf.where(step.rows > 0, values, tf.zeros_like(values))
+    elif step.tokens is not None:
+        values, sample_weight = _by_tokens(values, sample_weight, step)
     return original(self, values, sample_weight)
+
+
+def _by_tokens(values, sample_weight, step: KerasStep):
+    """Values of rows or of their tokens, and weights by which they count as the mean over all ranks."""
+    values = tf.convert_to_tensor(values)
+    rank = len(values.shape)
+    # A vector with an entry for each token counts each as one.
+    is_of_rows = rank == 0 or tf.equal(tf.shape(values)[0], step.rows)
+    factor = tf.where(is_of_rows, step.tokens_to_mean, 1.0)
+    if sample_weight is None:
+        # Without weights Keras takes no heed of a mask, which the copy does not have.
+        values = tf.identity(values)
+        return values, tf.fill(tf.shape(values)[:1], factor)
+    return values, tf.cast(sample_weight, tf.float32) * factor
 
 
 PATCHES = (

@@ -20,6 +20,7 @@ from tfdist.gradients.non_finite import guard_of
 from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import TensorFlowTrainer, all_layers
 from tfdist.monitoring.memory_report import parameter_bytes
+from tfdist.pipeline import PipelineModel
 from tfdist.strategies.keras_patches.agreement import check_agreement
 from tfdist.strategies.keras_patches.callbacks import (
     callbacks_of_rank,
@@ -45,7 +46,9 @@ def _parallel_strategy(model):
     if strategy is None or strategy.mesh.size == 1:
         return None
     if strategy.token_group.size > 1:
-        check_tokenwise(model, all_layers(model))
+        # A rank of a pipeline holds some of the layers, and refuses as the others do.
+        whole = model.chain_model if isinstance(model, PipelineModel) else model
+        check_tokenwise(whole, all_layers(whole))
     return strategy
 
 
@@ -171,7 +174,7 @@ def _test_on_batch(original, self, x, y=None, sample_weight=None, *args, **kwarg
 
 
 def _own_rows(model, batch):
-    """This rank's rows of a batch; the whole batch on all ranks where it does not divide.
+    """This rank's rows and tokens of a batch; all rows on all ranks where they do not divide.
 
     Both give the single process's update. A graph is made for the shapes that it is given, and
     takes those to be the same on all ranks, so rows are never split unevenly here.
@@ -182,12 +185,12 @@ def _own_rows(model, batch):
     strategy.extended.batch_logs_read.assign(True)
     group = strategy.row_group
     rows = tf.nest.flatten(batch[0])[0].shape[0]
-    if rows % group.size:
-        return batch
-    start, end = row_range(rows, group.size, group.rank)
-    own = tf.nest.map_structure(lambda part: None if part is None else part[start:end], batch)
+    own = batch
+    if rows % group.size == 0:
+        start, end = row_range(rows, group.size, group.rank)
+        own = tf.nest.map_structure(lambda part: None if part is None else part[start:end], batch)
     tokens = strategy.token_group
-    return own if tokens.size == 1 else own_tokens(own, tokens.size, tokens.rank)
+    return own if tokens.size == 1 else own_tokens(own, tokens.size, tokens.rank, even=True)
 
 
 def _maybe_symbolic_build(original, self, iterator=None, data_batch=None):

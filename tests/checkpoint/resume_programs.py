@@ -78,7 +78,9 @@ def build_gpt(rows: int = BATCHES * BATCH, **sizes):
     mesh = getattr(tf.distribute.get_strategy(), "mesh", None)
     pipeline = mesh is not None and mesh.shape["pipeline"] > 1
     with deferred_weights() if pipeline else contextlib.nullcontext():
-        model = build(num_layers=4 if pipeline else 1, dropout=0.1, **sizes)
+        # No rank of a context axis could drop attention weights.
+        options = {"dropout": 0.1, "attention_dropout": 0.0, **sizes}
+        model = build(num_layers=4 if pipeline else 1, **options)
     if pipeline:
         model = PipelineModel(model, num_microbatches=2)
     optimizer = keras.optimizers.AdamW(3e-3, weight_decay=0.1, global_clipnorm=1.0)

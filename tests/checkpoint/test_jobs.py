@@ -26,6 +26,7 @@ LAYOUTS = {
     "zero": ("gpt", 4, {"zero_stage": 3}),
     "experts": ("experts", 2, {"data": 1, "expert": 2}),
     "tables": ("recommender", 2, {}),
+    "context": ("gpt", 2, {"data": 1, "context": 2}),
 }
 
 

@@ -14,6 +14,7 @@ MESHES = {
     "pipeline": {"data": 1, "pipeline": 4},
     "2x2": {"data": 2, "tensor": 2},
     "zero": {"data": 4, "zero_stage": 3},
+    "context": {"data": 2, "context": 2, "zero_stage": 1},
 }
 
 #: Of a GPT with experts.
@@ -63,6 +64,12 @@ def counted(key: str, value: np.ndarray) -> np.ndarray:
 @on_ranks(("horovod", 4))
 def test_a_pipeline_goes_on_from_shards(pool, one_process, tmp_path):
     check(pool, one_process, tmp_path, ["zero"], ["one", "pipeline"])
+
+
+@pytest.mark.slow
+@on_ranks(("horovod", 4))
+def test_a_context_axis_takes_and_gives(pool, one_process, tmp_path):
+    check(pool, one_process, tmp_path, ["context", "2x2"], ["one", "context"])
 
 
 @pytest.mark.slow

@@ -71,6 +71,7 @@ def test_gpt_on_two_ranks_reaches_what_one_process_reaches(tmp_path):
     jobs = {
         "1 rank(s) of Local": run([*gpt, sample]),
         "tensor 2": run([*runner, *gpt, "--tensor=2", "--sequence_parallel", sample]),
+        "context 2": run([*runner, *gpt, "--context=2", sample]),
         "pipeline 2": run([*runner, *gpt, "--pipeline=2", "--schedule=zero-bubble"]),
     }
     losses = {}
@@ -107,6 +108,14 @@ def test_gpt_on_two_ranks_reaches_what_one_process_reaches(tmp_path):
         (["--model=gpt", "--width=130"], "--width=130 --heads=4"),
         (["--model=gpt", "--tensor=3"], "--heads=4 --tensor=3"),
         (["--model=gpt", "--tensor=0"], "tensor"),
+        (["--context=2"], "--context=2: images are no sequences"),
+        (["--model=gpt", "--context_attention=ring"], "is for a context axis"),
+        (["--model=gpt", "--context=2", "--dropout=0.1"], "--context=2 --dropout=0.1"),
+        (["--model=gpt", "--context=2", "--pipeline=2", "--seq_length=6"], "--seq_length=6"),
+        (
+            ["--model=gpt", "--context=3", "--context_attention=ulysses"],
+            "--heads=4 --tensor=1 --context=3",
+        ),
         (["--model=gpt", "--schedule=gpipe"], "--schedule is for a pipeline"),
         (["--model=gpt", "--pipeline=2", "--sample=9"], "--sample=9 --pipeline=2"),
         (["--zero_stage=4"], "zero_stage"),

@@ -36,6 +36,8 @@ COMPANIONS: dict[tuple[str, str], list[str]] = {
     ("tfdist-train", "schedule"): ["--model=gpt", "--pipeline=2"],
     ("tfdist-train", "chunks"): ["--model=gpt", "--pipeline=2", "--schedule=interleaved"],
     ("tfdist-train", "tensor"): ["--model=gpt"],
+    ("tfdist-train", "context"): ["--model=gpt"],
+    ("tfdist-train", "context_attention"): ["--model=gpt", "--context=2"],
     ("tfdist-train", "tpu"): ["--strategy=tpu"],
     ("tfdist-train", "warmup_epochs"): ["--lr_scaling=linear"],
     ("tfdist-train", "save_every"): ["--workdir=checkpoints"],

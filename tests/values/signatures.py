@@ -162,6 +162,7 @@ _WEIGHTS = ("balance_loss", "z_loss", "bias_rate")
 LEGAL: dict[str, set[str]] = {
     "*.name": _ANY_NAME,
     "*.dropout": _ZERO,
+    "*.attention_dropout": _ZERO,
     "*.verbose": {"zero"},
     "*.seed": {"zero"},
     "*.shuffle_seed": {"zero"},

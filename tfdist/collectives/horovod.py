@@ -109,7 +109,7 @@ class HorovodEngine(Engine):
 
     Args:
         mesh: The mesh; resolved here, against Horovod's world.
-        pairs_along: Mesh axes along which any two ranks may send to each other; those of stages by
+        pairs_along: Mesh axes along which any two ranks may send to each other; `mesh.message_axes` by
             default.
         deterministic: Whether each tensor is added up by itself. Horovod fuses those that come
             together into one buffer, and where in it a number lies decides which rank's comes
@@ -140,7 +140,7 @@ class HorovodEngine(Engine):
         if scheduled and not started_by_horovod():
             started = scheduled.rank, scheduled.size
         resolved = mesh.resolve(size=started[1], rank=started[0])
-        pairs_along = resolved.stage_axes if pairs_along is None else pairs_along
+        pairs_along = resolved.message_axes if pairs_along is None else pairs_along
         sets = {ranks: hvd.ProcessSet(list(ranks)) for ranks in rank_sets(resolved, pairs_along)}
         if hvd.is_initialized():
             raise RuntimeError(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from tfdist.collectives import Group, all_reduce
 from tfdist.keras_internals.private import Functional
+from tfdist.token_split import TokenSplit
 
-__all__ = ["check_tokenwise", "own_tokens", "shard_tokens"]
+__all__ = ["agreed_split", "check_tokenwise", "own_tokens", "shard_tokens"]
 
 
 #: Layers that compute each token by itself.
@@ -99,12 +101,21 @@ def shard_tokens(dataset: tf.data.Dataset, num_shards: int, index: int) -> tf.da
     return dataset.map(take)
 
 
-def own_tokens(batch, num_shards: int, index: int):
-    """This rank's positions of the sequences of a batch.
+def own_tokens(batch, num_shards: int, index: int, *, even: bool = False):
+    """This rank's positions of the sequences of a batch, in zigzag chunks (`TokenSplit`).
+
+    The sizes that are known afterwards are the same on all ranks. Where the tokens do not divide into
+    two equal chunks a rank, their number is left open.
+
+    Args:
+        batch: The batch.
+        num_shards: The number of ranks that share a sequence.
+        index: This rank's place among them.
+        even: Whether the tokens have to divide so.
 
     Raises:
-        ValueError: A component is not dense, its dim 1 is another than that of the others, or does
-            not divide.
+        ValueError: A component is not dense, its dim 1 is another than that of the others, or is too
+            short.
         InvalidArgumentError: In the run, where sizes are not known before.
     """
     sizes = {
@@ -124,14 +135,14 @@ def own_tokens(batch, num_shards: int, index: int):
         size = part.shape[1]
         if size is None:
             size = tf.shape(part)[1]
-            part = _whole(part, size, num_shards)
-        elif size % num_shards:
-            raise ValueError(
-                f"A sequence is split evenly over the {num_shards} ranks of the context axis. "
-                f"Received: {size} tokens; pad them to a multiple."
-            )
-        share = size // num_shards
-        return part[:, index * share : (index + 1) * share]
+        split = TokenSplit(num_shards, index, size)
+        part = _checked(part, split, even)
+        own = split.take(part)
+        if split.is_even:
+            return own
+        # Another rank may have another number, so this one's is not to be known to a graph.
+        open_shape = [own.shape[0], None, *own.shape[2:]]
+        return tf.raw_ops.PlaceholderWithDefault(input=own, shape=open_shape)
 
     return tf.nest.map_structure(take, batch)
 
@@ -139,10 +150,58 @@ def own_tokens(batch, num_shards: int, index: int):
 _NOT_DENSE = (tf.RaggedTensor, tf.SparseTensor)
 
 
-def _whole(part: tf.Tensor, size: tf.Tensor, num_shards: int) -> tf.Tensor:
-    message = f"A sequence is split evenly over the {num_shards} ranks of the context axis"
-    with tf.control_dependencies([tf.debugging.assert_equal(size % num_shards, 0, message)]):
+def _checked(part, split: TokenSplit, even: bool):
+    """The whole sequences, once they are known to be long enough."""
+    parts = split.parts
+    what = f"Each of the {parts} ranks of the context axis has at least one token of a sequence"
+    if even and not split.is_even:
+        raise ValueError(
+            f"A batch by itself has sequences that divide into {2 * parts} chunks, two for each of the "
+            f"{parts} ranks of the context axis; `fit`, `evaluate` and `predict` take any length. "
+            f"Received: {split.total} tokens."
+        )
+    if isinstance(split.total, int):
+        if split.lacks_ranks:
+            raise ValueError(
+                f"{what}. Received: {split.total} tokens; take a smaller `context` in the mesh."
+            )
+        return part
+    said = [what, "Received tokens:", split.total]
+    with tf.control_dependencies([tf.debugging.Assert(tf.logical_not(split.lacks_ranks), said)]):
         return tf.identity(part)
+
+
+def agreed_split(values, group: Group, *, sizes_agree: bool) -> TokenSplit | None:
+    """How the sequences are split of which ranks hold the given parts.
+
+    Args:
+        values: A nest of tensors; the first with two dims or more has this rank's tokens as dim 1.
+        group: The ranks of the context axis. All call this.
+        sizes_agree: Whether a size that is known to a graph is that of every rank, as it is of what
+            `own_tokens` makes. Where it is not, as of a rank's own eager tensor, the run fails.
+
+    Returns:
+        The split; None if no tensor has tokens.
+    """
+    for part in tf.nest.flatten(values):
+        if isinstance(part, tf.Tensor) and part.shape.rank is not None and part.shape.rank > 1:
+            break
+    else:
+        return None
+    total = all_reduce(tf.shape(part)[1], group, name="tokens")
+    count = part.shape[1]
+    if count is None or tf.executing_eagerly() or not sizes_agree:
+        return TokenSplit(group.size, group.rank, total)
+    split = TokenSplit(group.size, group.rank, group.size * count)
+    said = (
+        "A graph for tokens of a known number has as many on each rank of the context axis, in two "
+        "equal chunks. Pass it an iterator over the distributed data set, and not eager tensors; or "
+        f"pad sequences to a multiple of {2 * group.size}"
+    )
+    if not split.is_even:
+        raise ValueError(f"{said}. Received: {count} tokens on this rank.")
+    tf.debugging.assert_equal(total, split.total, said)
+    return split
 
 
 def _has_own_call(model: keras.Model) -> bool:

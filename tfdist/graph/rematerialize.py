@@ -19,13 +19,15 @@ import tensorflow as tf
 from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.graph.provenance import with_provenance
 
-__all__ = ["Region", "replace"]
+__all__ = ["Region", "keep", "replace"]
 
 #: Made of what other ranks sent, which will not be sent again.
 _NOT_AGAIN = ("Horovod", "TfdistSum")
 
 #: By graph: for the names of tensors of the forward pass, what stands for them later.
 _copies: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+#: By graph: the names of operations that do not run twice.
+_kept: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 class Region:
@@ -89,7 +91,8 @@ class Region:
         Not those with an effect, and not what came from other ranks.
         """
         found = self.graph.get_operations()[self.first : self.last]
-        return [operation for operation in found if not _has_effect(operation)]
+        kept = _kept.get(self.graph, ())
+        return [o for o in found if not _has_effect(o) and o.name not in kept]
 
     def repeat(self, operations: Sequence[tf.Operation], begin: Mapping[str, tf.Tensor]) -> None:
         """Has the backward pass take copies of what some operations make.
@@ -110,6 +113,17 @@ class Region:
         inside = [t for o in operations for t in o.outputs if t.name not in kept]
         with self.graph.as_default(), tf.control_dependencies(None):
             _replace_uses(inside, self.backward, lambda tensor: _copy(tensor, known, copies))
+
+
+def keep(tensor: tf.Tensor) -> tf.Tensor:
+    """A tensor that stands until the backward pass, also in a region.
+
+    For what is made of much that came from other ranks: all of that would have to be kept instead.
+    """
+    kept = tf.identity(tensor)
+    if tf.is_symbolic_tensor(kept):
+        _kept.setdefault(kept.graph, set()).add(kept.op.name)
+    return kept
 
 
 def replace(tensors: Sequence[tf.Tensor], others: Sequence[tf.Tensor], backward: int) -> None:

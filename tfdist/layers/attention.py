@@ -8,11 +8,18 @@ import keras
 import tensorflow as tf
 
 from tfdist import checks
+from tfdist.context import current_tokens
 from tfdist.layers.blockwise import blockwise_attention
+from tfdist.layers.context_parallel import (
+    KINDS,
+    check_attention,
+    check_whole_slices,
+    context_attention,
+)
 from tfdist.layers.dense import ColumnParallelDense, RowParallelDense, check_divides
 from tfdist.layers.dropout import Dropout
 from tfdist.layers.initializers import again, initializer
-from tfdist.sharding.weights import tensor_group
+from tfdist.sharding.weights import tensor_group, token_group
 
 __all__ = ["ParallelMultiHeadAttention"]
 
@@ -33,6 +40,13 @@ class ParallelMultiHeadAttention(keras.layers.Layer):
     Sequences of 1,024 tokens and more are attended to block by block (see `blockwise_attention`), where
     their length is known and no attention weights are dropped.
 
+    On a context axis, where each rank has other tokens, queries attend to the tokens of all ranks.
+    `context_attention` says how keys and values get there:
+
+    - "ring": they go from rank to rank, while each computes with those it has (Liu et al. 2023).
+    - "all_gather": each rank gets all of them before it begins (Llama team 2024).
+    - "ulysses": each rank gets all tokens of an equal part of the heads (Jacobs et al. 2023).
+
     The columns of the fused kernel stand by key/value head: its queries, its key, its value.
 
     Args:
@@ -44,15 +58,19 @@ class ParallelMultiHeadAttention(keras.layers.Layer):
         use_bias: Whether both products have a bias.
         rotary_base: None, or the base of rotary position embeddings (Su et al. 2021): 10000.
         sequence_parallel: Whether input and output are this tensor rank's slice of dim 1.
+        context_attention: "ring", "all_gather" or "ulysses"; of no meaning without a context axis.
         kernel_initializer: Of the fused kernel.
         output_initializer: Of the projection's kernel; None for the same.
         **kwargs: As for `keras.layers.Layer`.
 
     Raises:
-        ValueError: The heads do not divide by the key/value heads, or these by the tensor axis.
+        ValueError: The heads do not divide by the key/value heads, or these by the tensor axis; or the
+            context axis cannot compute it so.
 
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
     """
+
+    splits_tokens = True
 
     def __init__(
         self,
@@ -65,6 +83,7 @@ class ParallelMultiHeadAttention(keras.layers.Layer):
         use_bias: bool = True,
         rotary_base: float | None = None,
         sequence_parallel: bool = False,
+        context_attention: str = "ring",
         kernel_initializer="glorot_uniform",
         output_initializer=None,
         **kwargs,
@@ -81,6 +100,7 @@ class ParallelMultiHeadAttention(keras.layers.Layer):
         self.use_bias = checks.boolean("use_bias", use_bias)
         self.rotary_base = checks.number("rotary_base", rotary_base, above=0, optional=True)
         self.sequence_parallel = checks.boolean("sequence_parallel", sequence_parallel)
+        self.context_attention = checks.one_of("context_attention", context_attention, KINDS)
         self.kernel_initializer = initializer("kernel_initializer", kernel_initializer)
         self.output_initializer = initializer(
             "output_initializer", output_initializer, optional=True
@@ -97,6 +117,10 @@ class ParallelMultiHeadAttention(keras.layers.Layer):
             raise ValueError(f"Rotary positions want an even key_dim. Received: {key_dim}.")
         self._queries = num_heads // self.num_key_value_heads
         self._local_heads = self.num_key_value_heads // (group.size if group else 1)
+        self._tokens_group = token_group()
+        check_whole_slices(self, self.sequence_parallel)
+        heads = self._local_heads
+        check_attention(self, self.context_attention, heads * self._queries, heads, self.dropout)
 
     def build(self, input_shape):
         """Builds the two products."""
@@ -129,15 +153,17 @@ class ParallelMultiHeadAttention(keras.layers.Layer):
 
         Args:
             inputs: Shape [batch, time, features].
-            attention_mask: None, or bool of shape [batch, time, time]: whether a position (dim 1)
-                may see another (dim 2), beside what `causal` says. One that sees nothing attends to
-                zeros.
+            attention_mask: None, or bool of shape [batch, time, time] or [batch, 1, time]: whether a
+                position (dim 1) may see another (dim 2), beside what `causal` says. One that sees
+                nothing attends to zeros. On a context axis, dim 2 of the first has the tokens of the
+                whole sequence, as an input of the model gives it, and that of the second this rank's.
             training: Whether attention weights are dropped.
 
         Returns:
             A tensor of the shape of the inputs.
         """
         heads, queries, size = self._local_heads, self._queries, self.key_dim
+        tokens = None if self._tokens_group is None else current_tokens()
         fused = self.qkv(inputs)
         batch, time = tf.shape(fused)[0], fused.shape[1]
         time = tf.shape(fused)[1] if time is None else time
@@ -148,12 +174,13 @@ class ParallelMultiHeadAttention(keras.layers.Layer):
         query, key, value = tf.split(fused, [queries, 1, 1])
         key, value = tf.squeeze(key, 0), tf.squeeze(value, 0)
         if self.rotary_base is not None:
-            query, key = _rotate(query, self.rotary_base), _rotate(key, self.rotary_base)
-        if isinstance(time, int) and time >= _LONG and not (training and self.dropout):
+            positions = tf.range(time) if tokens is None else tokens.positions()
+            query, key = (_rotate(part, self.rotary_base, positions) for part in (query, key))
+        is_long = isinstance(time, int) and time >= _LONG and not (training and self.dropout)
+        if is_long or tokens is not None:
             query = tf.transpose(query, [1, 2, 0, 3, 4])
             query = tf.reshape(query, [batch, heads * queries, time, size])
-            mask = None if attention_mask is None else tf.cast(attention_mask, tf.bool)[:, None]
-            attended = blockwise_attention(query, key, value, causal=self.causal, mask=mask)
+            attended = self._attend_by_blocks(query, key, value, attention_mask, tokens)
             attended = tf.transpose(attended, [0, 2, 1, 3])
         else:
             query = tf.reshape(query, [queries * batch, heads, time, size])
@@ -166,6 +193,24 @@ class ParallelMultiHeadAttention(keras.layers.Layer):
         attended = tf.reshape(attended, [batch, time, heads * queries * size])
         attended = tf.ensure_shape(attended, [None, self._time(inputs), heads * queries * size])
         return self.output_dense(attended)
+
+    def _attend_by_blocks(self, query, key, value, attention_mask, tokens):
+        """As `_attend`, from queries of shape [batch, heads, time, size], without all scores at once."""
+        if tokens is None or self._tokens_group is None:
+            mask = None if attention_mask is None else tf.cast(attention_mask, tf.bool)[:, None]
+            return blockwise_attention(query, key, value, causal=self.causal, mask=mask)
+        return context_attention(
+            query,
+            key,
+            value,
+            tokens,
+            self._tokens_group,
+            kind=self.context_attention,
+            causal=self.causal,
+            mask=attention_mask,
+            scale=1.0 / math.sqrt(self.key_dim),
+            name=self.name,
+        )
 
     def _attend(self, query, key, value, attention_mask, training):
         """From queries, keys and values of shape [.., heads, time, size] to what is attended to.
@@ -219,6 +264,7 @@ class ParallelMultiHeadAttention(keras.layers.Layer):
             "use_bias": self.use_bias,
             "rotary_base": self.rotary_base,
             "sequence_parallel": self.sequence_parallel,
+            "context_attention": self.context_attention,
             "kernel_initializer": serialize(self.kernel_initializer),
             "output_initializer": self.output_initializer and serialize(self.output_initializer),
         }
@@ -228,11 +274,11 @@ def _wide(scores):
     return tf.cast(scores, tf.float32) if scores.dtype.size < 4 else scores
 
 
-def _rotate(x, base: float):
+def _rotate(x, base: float, positions):
     """Turns each pair of features (i, i + half) of [..., time, size] by its position's angle."""
-    time, half = tf.shape(x)[-2], x.shape[-1] // 2
+    half = x.shape[-1] // 2
     rates = tf.constant([base ** (-i / half) for i in range(half)], tf.float32)
-    angles = tf.cast(tf.range(time), tf.float32)[:, None] * rates
+    angles = tf.cast(positions, tf.float32)[:, None] * rates
     cosine, sine = tf.cast(tf.cos(angles), x.dtype), tf.cast(tf.sin(angles), x.dtype)
     first, second = x[..., :half], x[..., half:]
     return tf.concat([first * cosine - second * sine, second * cosine + first * sine], axis=-1)

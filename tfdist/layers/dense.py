@@ -56,6 +56,8 @@ class ColumnParallelDense(keras.layers.Dense):
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
     """
 
+    splits_tokens = True
+
     def __init__(
         self,
         units: int,
@@ -174,6 +176,8 @@ class RowParallelDense(keras.layers.Dense):
 
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
     """
+
+    splits_tokens = True
 
     def __init__(
         self,

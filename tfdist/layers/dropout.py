@@ -39,6 +39,8 @@ class Dropout(keras.layers.Dropout):
         **kwargs: As for `keras.layers.Dropout`.
     """
 
+    splits_tokens = True
+
     def __init__(self, rate: float, *, split: bool = False, **kwargs):
         super().__init__(checks.number("rate", rate, minimum=0, maximum=1), **kwargs)
         self.split = checks.boolean("split", split)

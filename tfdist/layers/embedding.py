@@ -48,6 +48,8 @@ class VocabParallelEmbedding(keras.layers.Embedding):
         **kwargs: As for `keras.layers.Embedding`.
     """
 
+    splits_tokens = True
+
     def __init__(
         self, input_dim: int, output_dim: int, *, sequence_parallel: bool = False, **kwargs
     ):
@@ -122,6 +124,8 @@ class VocabParallelHead(keras.layers.Layer):
         kernel_initializer: Of the kernel, of shape [features, vocabulary_size].
         **kwargs: As for `keras.layers.Layer`.
     """
+
+    splits_tokens = True
 
     def __init__(
         self,

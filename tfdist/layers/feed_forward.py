@@ -34,6 +34,8 @@ class ParallelMLP(keras.layers.Layer):
         **kwargs: As for `keras.layers.Layer`.
     """
 
+    splits_tokens = True
+
     def __init__(
         self,
         hidden_dim: int,

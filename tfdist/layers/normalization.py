@@ -26,6 +26,8 @@ class LayerNormalization(keras.layers.LayerNormalization):
         **kwargs: As for `keras.layers.LayerNormalization`, without `axis` and `rms_scaling`.
     """
 
+    splits_tokens = True
+
     def __init__(self, *, sequence_parallel: bool = False, **kwargs):
         if kwargs.pop("axis", -1) not in (-1, [-1], (-1,)) or kwargs.pop("rms_scaling", False):
             raise ValueError(

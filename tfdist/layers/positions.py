@@ -6,9 +6,12 @@ import keras
 import tensorflow as tf
 
 from tfdist import checks
+from tfdist.context import current_tokens
+from tfdist.layers.context_parallel import check_whole_slices
 from tfdist.layers.initializers import initializer as get_initializer
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.weights import tensor_group, value_tensor
+from tfdist.token_split import TokenSplit
 
 __all__ = ["PositionEmbedding"]
 
@@ -24,6 +27,8 @@ class PositionEmbedding(keras.layers.Layer):
         **kwargs: As for `keras.layers.Layer`.
     """
 
+    splits_tokens = True
+
     def __init__(
         self, max_length: int, *, initializer="uniform", sequence_parallel: bool = False, **kwargs
     ):
@@ -32,6 +37,7 @@ class PositionEmbedding(keras.layers.Layer):
         self.initializer = get_initializer("initializer", initializer)
         self.sequence_parallel = checks.boolean("sequence_parallel", sequence_parallel)
         self._group = tensor_group()
+        check_whole_slices(self, self.sequence_parallel)
 
     def build(self, input_shape):
         """Adds the table.
@@ -55,11 +61,21 @@ class PositionEmbedding(keras.layers.Layer):
 
     def call(self, inputs):
         """[batch, time, width] to the same shape."""
+        tokens = current_tokens()
+        if tokens is not None:
+            return inputs + self._own_vectors(tokens)
         time = tf.shape(inputs)[1] if inputs.shape[1] is None else inputs.shape[1]
         start = 0
         if self._group is not None and self.sequence_parallel:
             start = self._group.rank * time
         return inputs + value_tensor(self.table)[start : start + time]
+
+    def _own_vectors(self, tokens: TokenSplit):
+        """The vectors of this rank's tokens of a sequence."""
+        said = f"A sequence has at most max_length={self.max_length} positions in `{self.name}`"
+        tf.debugging.assert_less_equal(tokens.total, self.max_length, said)
+        # Slices, and no lookup, so that the gradient is dense.
+        return tokens.take(value_tensor(self.table), axis=0)
 
     def compute_output_shape(self, input_shape):
         """That of the input."""

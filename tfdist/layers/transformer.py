@@ -9,6 +9,7 @@ import keras
 
 from tfdist import checks
 from tfdist.layers.attention import ParallelMultiHeadAttention
+from tfdist.layers.context_parallel import KINDS
 from tfdist.layers.dropout import Dropout
 from tfdist.layers.experts import MixtureOfExperts
 from tfdist.layers.feed_forward import ACTIVATIONS, ParallelMLP
@@ -30,10 +31,12 @@ class TransformerDecoderBlock(keras.layers.Layer):
         num_key_value_heads: The global number of key/value heads; None for `num_heads`.
         activation: "gelu" or "swiglu".
         dropout: The share of activations that is dropped, in the attention and after each part.
+        attention_dropout: The share in the attention; None for `dropout`.
         use_bias: Whether products have a bias.
         rotary_base: None, or the base of rotary position embeddings.
         epsilon: Of the normalizations.
         sequence_parallel: Whether input and output are this tensor rank's slice of dim 1.
+        context_attention: As for `ParallelMultiHeadAttention`.
         initializer_stddev: Kernels are drawn from a normal distribution of this width.
         output_stddev: Those that add to the residual stream from one of this; None for the same.
         num_experts: The number of networks of the feed-forward part, of which a token goes through
@@ -41,6 +44,8 @@ class TransformerDecoderBlock(keras.layers.Layer):
         experts: What else that layer takes, as `top_k`.
         **kwargs: As for `keras.layers.Layer`.
     """
+
+    splits_tokens = True
 
     def __init__(
         self,
@@ -50,10 +55,12 @@ class TransformerDecoderBlock(keras.layers.Layer):
         num_key_value_heads: int | None = None,
         activation: str = "gelu",
         dropout: float = 0.0,
+        attention_dropout: float | None = None,
         use_bias: bool = True,
         rotary_base: float | None = None,
         epsilon: float = 1e-5,
         sequence_parallel: bool = False,
+        context_attention: str = "ring",
         initializer_stddev: float = 0.02,
         output_stddev: float | None = None,
         num_experts: int | None = None,
@@ -75,10 +82,14 @@ class TransformerDecoderBlock(keras.layers.Layer):
             ),
             "activation": checks.one_of("activation", activation, ACTIVATIONS),
             "dropout": checks.number("dropout", dropout, minimum=0, maximum=1),
+            "attention_dropout": checks.number(
+                "attention_dropout", attention_dropout, minimum=0, maximum=1, optional=True
+            ),
             "use_bias": checks.boolean("use_bias", use_bias),
             "rotary_base": checks.number("rotary_base", rotary_base, above=0, optional=True),
             "epsilon": checks.number("epsilon", epsilon, minimum=0),
             "sequence_parallel": checks.boolean("sequence_parallel", sequence_parallel),
+            "context_attention": checks.one_of("context_attention", context_attention, KINDS),
             "initializer_stddev": checks.number(
                 "initializer_stddev", initializer_stddev, minimum=0
             ),
@@ -121,14 +132,16 @@ class TransformerDecoderBlock(keras.layers.Layer):
                 epsilon=config["epsilon"], sequence_parallel=split, name=name, **policy
             )
 
+        of_attention = config["attention_dropout"]
         self.attention_norm = norm("attention_norm")
         self.attention = ParallelMultiHeadAttention(
             config["num_heads"],
             width // config["num_heads"],
             num_key_value_heads=config["num_key_value_heads"],
             causal=True,
-            dropout=config["dropout"],
+            dropout=config["dropout"] if of_attention is None else of_attention,
             rotary_base=config["rotary_base"],
+            context_attention=config["context_attention"],
             name="attention",
             **products,
             **initializers(),

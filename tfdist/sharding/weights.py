@@ -33,6 +33,7 @@ __all__ = [
     "join_variable",
     "split_variable",
     "tensor_group",
+    "token_group",
     "value_tensor",
 ]
 
@@ -51,6 +52,13 @@ def axis_group(axis: str) -> Group | None:
 def tensor_group() -> Group | None:
     """The ranks along the tensor axis of the strategy in scope, or None where there is one rank."""
     return axis_group(TENSOR_AXIS)
+
+
+def token_group() -> Group | None:
+    """The ranks that have other tokens of the same sequences, or None where there is one rank."""
+    strategy = current_strategy()
+    group = None if strategy is None else strategy.token_group
+    return None if group is None or group.size == 1 else group
 
 
 def value_tensor(variable) -> tf.Tensor:

@@ -43,7 +43,7 @@ def with_p2p(engine: Engine, pairs_along: Iterable[str] | None = None) -> Engine
 
     Args:
         engine: A running engine, by which the ranks tell their addresses.
-        pairs_along: Mesh axes along which any two ranks may send to each other; those of stages by
+        pairs_along: Mesh axes along which any two ranks may send to each other; `mesh.message_axes` by
             default.
 
     Returns:
@@ -54,7 +54,7 @@ def with_p2p(engine: Engine, pairs_along: Iterable[str] | None = None) -> Engine
     if engine.size == 1:
         return engine
     has_gpu = bool(tf.config.list_physical_devices("GPU"))
-    pairs_along = engine.mesh.stage_axes if pairs_along is None else pairs_along
+    pairs_along = engine.mesh.message_axes if pairs_along is None else pairs_along
     groups = [tuple(range(engine.size)), *rank_sets(engine.mesh, pairs_along)]
     world = engine.group()
     built = find_library() is not None and not has_gpu

@@ -12,7 +12,7 @@ from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.layers.blockwise.grid import Visibility, size_of
 from tfdist.layers.blockwise.passes import Settings, attention_gradients, attention_parts
 
-__all__ = ["blockwise_attention"]
+__all__ = ["blockwise_attention", "default_settings"]
 
 #: The most queries and keys of a block, by measurement (`tfdist.benchmarks.blockwise_attention`):
 #: wide blocks are faster, and small ones can be left out where nothing of them is seen.
@@ -77,10 +77,12 @@ def blockwise_attention(
     soft_cap = checks.number("soft_cap", soft_cap, above=0, optional=True)
     mask = _checked_mask(mask, query, key)
     by_query = causal or (mask is not None and mask.shape[2] != 1)
-    rows, columns = _block_sizes(block_size, _CAUSAL_BLOCK if by_query else _BLOCK)
-    settings = Settings(
-        1 / math.sqrt(query.shape[-1]) if scale is None else scale, soft_cap, rows, columns
-    )
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    settings = default_settings(scale, by_query=by_query)
+    if block_size is not None:
+        rows, columns = _block_sizes(block_size)
+        settings = settings._replace(rows=rows, columns=columns)
+    settings = settings._replace(soft_cap=soft_cap)
     seen = Visibility(causal, _offset(query, key, causal, query_offset), mask)
 
     @custom_gradient
@@ -138,9 +140,17 @@ def _check_shapes(query, key, value) -> None:
         )
 
 
-def _block_sizes(block_size, default: tuple[int, int]) -> tuple[int, int]:
-    if block_size is None:
-        return default
+def default_settings(scale: float, *, by_query: bool) -> Settings:
+    """Settings with blocks of sizes that were found to be fast on CPUs.
+
+    Args:
+        scale: What scores are multiplied by.
+        by_query: Whether queries see different keys.
+    """
+    return Settings(scale, None, *(_CAUSAL_BLOCK if by_query else _BLOCK))
+
+
+def _block_sizes(block_size) -> tuple[int, int]:
     sizes = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
     try:
         rows, columns = checks.integers("block_size", sizes, minimum=1)

@@ -1,0 +1,137 @@
+"""Long context: time of a step over half of one rank's, and memory of a rank over its part.
+
+    python -m tfdist.benchmarks.long_context [--rounds=15] [--only=ring_2]
+
+A GPT of 2 layers on one sequence of 4,096 tokens, one thread a rank, with the sequence split over 2 or
+4 ranks. Each rank computes its part on a core of its own, so there are to be as many cores as ranks.
+Peak memory is what a step adds to the resident memory of a rank that has made one before: activations
+and gradients, and neither weights nor the graph.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from tfdist.benchmarks.measuring import (
+    HEADER,
+    Ratio,
+    in_turn,
+    parser,
+    peak_above,
+    token_batches,
+    write_json,
+)
+from tfdist.testing import RankPool
+
+_TOKENS, _WIDTH, _VOCABULARY = 4096, 256, 512
+#: By case: how attention spans the ranks, how many there are, and the most that a step may take of one
+#: rank's, over their number.
+CASES = {
+    "ring_2": ("ring", 2, 1.15),
+    "all_gather_2": ("all_gather", 2, None),
+    "ulysses_2": ("ulysses", 2, None),
+    "ring_4": ("ring", 4, None),
+    "all_gather_4": ("all_gather", 4, None),
+    "ulysses_4": ("ulysses", 4, None),
+}
+#: The most that a step may add to a rank's memory, of one rank's: its part, and a tenth of the whole.
+_SPARE = 0.1
+
+
+def _gpt(kind: str):
+    """A GPT on this rank, compiled."""
+    import keras
+
+    from tfdist import Mesh, layers, models
+    from tfdist.testing import strategy
+
+    keras.utils.set_random_seed(0)
+    with strategy(Mesh(data=1, context=-1)).scope():
+        model = models.gpt(
+            _VOCABULARY,
+            num_layers=2,
+            width=_WIDTH,
+            num_heads=4,
+            max_length=_TOKENS,
+            context_attention=kind,
+        )
+        loss = layers.VocabParallelCrossEntropy(_VOCABULARY, chunk_size=512)
+        model.compile(keras.optimizers.SGD(0.01), loss)
+    return model
+
+
+def prepare(kind: str) -> None:
+    """Builds and warms up a GPT on this rank."""
+    from tfdist.testing import rank
+
+    model, data = _gpt(kind), token_batches(1, _TOKENS, _VOCABULARY)
+    model.fit(data, steps_per_epoch=1, verbose=0)
+    rank._state["gpt", kind] = (model, data)
+
+
+def step_seconds(kind: str) -> float:
+    """The time of a step of `fit`, the median of three."""
+    from tfdist.benchmarks.measuring import fit_step_seconds
+    from tfdist.testing import rank
+
+    model, data = rank._state["gpt", kind]
+    return fit_step_seconds(model, data, 5)
+
+
+def peak_bytes(kind: str) -> int:
+    """What a step adds to this process's peak of resident memory."""
+    from tfdist.testing import rank
+
+    prepare(kind)
+    model, data = rank._state["gpt", kind]
+    return peak_above(lambda: model.fit(data, steps_per_epoch=1, verbose=0))[0]
+
+
+def time(case: str, engine: str, rounds: int) -> Ratio:
+    """A step of a case over one rank's, divided by the number of ranks."""
+    kind, ranks, limit = CASES[case]
+    with RankPool(1, "local", threads=1) as one, RankPool(ranks, engine, threads=1) as some:
+        for pool in (some, one):
+            pool.run(prepare, kind, timeout=600)
+        own, other = in_turn([some, one], step_seconds, rounds, kind, timeout=600)
+    return Ratio(f"{case}: over 1/{ranks}", own, [seconds / ranks for seconds in other], limit)
+
+
+def memory(case: str, engine: str) -> bool:
+    """Prints what a step adds on a rank and on one rank alone; whether that is too much."""
+    kind, ranks, _ = CASES[case]
+    # The C library else keeps what a step has freed for the next.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 18)
+    with RankPool(1, "local", threads=1) as one:
+        whole = one.run(peak_bytes, kind, timeout=600)[0]
+    with RankPool(ranks, engine, threads=1) as some:
+        own = max(some.run(peak_bytes, kind, timeout=600))
+    limit = 1 / ranks + _SPARE
+    print(
+        f"{case}: a step adds {own / 2**20:,.0f} MiB to a rank, {whole / 2**20:,.0f} MiB to one alone: "
+        f"{own / whole:.2f}, at most {limit:.2f}",
+        flush=True,
+    )
+    return own / whole > limit
+
+
+def main() -> int:
+    """Prints the table; exit code 1 where a figure is above its limit."""
+    options = parser(__doc__, CASES).parse_args()
+    cases = [options.only] if options.only else list(CASES)
+    over = [memory(case, options.engine) for case in cases]
+    print(HEADER)
+    found = []
+    for case in cases:
+        if CASES[case][1] > (os.cpu_count() or 1):
+            print(f"{case}: not timed, for there are {os.cpu_count()} cores", flush=True)
+            continue
+        found.append(time(case, options.engine, options.rounds))
+        print(found[-1].row(), flush=True)
+    write_json(options.json, options.engine, found)
+    return int(any(ratio.is_over for ratio in found) or any(over))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

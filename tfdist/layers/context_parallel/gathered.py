@@ -1,0 +1,55 @@
+"""Attention to keys and values that are gathered from all ranks first.
+
+Source: Llama team 2024, "The Llama 3 Herd of Models", section 3.3.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.collectives import Group
+from tfdist.collectives.raw import raw_all_gather, raw_reduce_scatter
+from tfdist.layers.context_parallel.pairs import Pairs
+
+__all__ = ["gathered_forward", "gathered_gradients"]
+
+
+def gathered_forward(query, key, value, pairs: Pairs, group: Group, name: str):
+    """As `ring_forward`."""
+    found = None
+    whole = _gathered(key, value, group, name)
+    for source in range(group.size):
+        key, value = _of(whole, source, found)
+        found = pairs.attend(query, key, value, source, found)
+    return found
+
+
+def gathered_gradients(rows, key, value, pairs: Pairs, group: Group, name: str):
+    """As `ring_gradients`; keys and values are gathered anew, so that none are kept."""
+    whole = _gathered(key, value, group, name)
+    of_query: Any = None
+    of_columns: list = []
+    for source in range(group.size):
+        key, value = _of(whole, source, of_query)
+        of_rows, *found = pairs.gradients(rows, key, value, source)
+        of_query = of_rows if of_query is None else of_query + of_rows
+        of_columns.append(tf.stack(found))
+    every = tf.stack(of_columns)
+    of_key, of_value = tf.unstack(
+        raw_reduce_scatter(every, group, "sum", f"{name}/gradients")[0], num=2
+    )
+    return of_query, of_key, of_value
+
+
+def _gathered(key, value, group: Group, name: str) -> tf.Tensor:
+    # Along dim 0, so that what is taken of it is no copy.
+    return raw_all_gather(tf.stack([key, value])[None], group, False, f"{name}/keys")
+
+
+def _of(whole, source: int, so_far) -> list[tf.Tensor]:
+    """The keys and values of a rank, once what is computed with others is there."""
+    after = [tensor for tensor in tf.nest.flatten(so_far) if tensor is not None]
+    with tf.control_dependencies(after):
+        return tf.unstack(tf.identity(whole[source]), num=2)
