@@ -111,7 +111,11 @@ def add_split_weight(
         group is None or len(sizes) != group.size or sum(sizes) != shape[dim]
     ):
         raise checks.refuse("sizes", sizes, f"a size for each rank, {shape[dim]} in all")
-    part = None if group is None else Slice(group, dim % len(shape), shape, sizes)
+    part = (
+        None
+        if group is None
+        else Slice(group, dim % len(shape), shape, None if sizes is None else tuple(sizes))
+    )
     return add_weight_part(
         layer,
         shape,
