@@ -184,7 +184,7 @@ def _help(program: Program, *, full: bool) -> str:
             rows.append((title, " ".join(f"--{name}" for name in names)))
         rows.append(("--helpfull", "Explains these flags too"))
     width = min(shutil.get_terminal_size((80, 24)).columns, 100)
-    formatter = argparse.HelpFormatter(program.name, max_help_position=26, width=width)
+    formatter = argparse.HelpFormatter(program.name, max_help_position=22, width=width)
     formatter.add_text(program.summary)
     formatter.add_text(f"Usage: {program.usage}")
     for left, text in rows:

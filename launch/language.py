@@ -66,11 +66,11 @@ class Language(Task):
         _HEADS,
         _SEQ_LENGTH,
         _DROPOUT,
+        _SAMPLE,
         _SEQUENCE_PARALLEL,
         _EXPERTS,
         _TOP_K,
         _CONTEXT_ATTENTION,
-        _SAMPLE,
     )
 
     def check(self, settings: Settings) -> None:

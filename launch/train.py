@@ -35,7 +35,7 @@ _MODEL = DEFINE.enum(
     "model", "convnet", [model for task in _TASKS for model in task.models], "Model to train"
 )
 _DATASET = DEFINE.string(
-    "dataset", None, "digits or a TFDS data set; gpt: pydoc or text:FILE; dlrm: clicks"
+    "dataset", None, "digits or of TFDS; gpt: pydoc, text:FILE; dlrm: clicks"
 )
 _BATCH_SIZE = DEFINE.integer(
     "batch_size",
@@ -48,7 +48,7 @@ _EPOCHS = DEFINE.integer("epochs", None, "Epochs to train [15; gpt, dlrm: 5]", l
 _LEARNING_RATE = DEFINE.float(
     "learning_rate",
     None,
-    "Learning rate of one rank [0.001; gpt: 0.003; dlrm: 0.002]",
+    "Learning rate of a rank [0.001; gpt: 0.003; dlrm: 0.002]",
     lower_bound=1e-9,
     upper_bound=1000.0,
 )
