@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import keras
 import numpy as np
 
@@ -102,7 +104,10 @@ def written(folder: str, options: dict | None) -> list:
     # Others of the same model, drawn from the same seed.
     model.compile(sampler=keras_sampler(4))
     found += [model.generate("n", max_length=10, stop_token_ids=None) for _ in range(2)]
-    return found
+    # And from none, for which each rank would draw its own.
+    keras.utils.set_random_seed(os.getpid())
+    model.compile(sampler="top_k")
+    return [*found, model.generate(["n", "d"], stop_token_ids=None)]
 
 
 def keras_sampler(seed: int):
@@ -122,16 +127,17 @@ def refusal(what: str) -> str:
             layers = [keras.Input((4,)), keras.layers.Dense(4), keras.layers.Dense(2)]
             model = PipelineModel(layers, num_microbatches=2)
         else:
-            task = lm("GPT2")
+            task = causal_lm("RWKV7", num_layers=4) if what == "program" else lm("GPT2")
             if what == "reads":
-                kind = type(task)
 
-                class Reading(kind):
-                    def call_with_cache(self, token_ids, cache, cache_update_index):
-                        _ = self.backbone.transformer_layers[0].intermediate_dim
-                        return super().call_with_cache(token_ids, cache, cache_update_index)
+                def reading(self, token_ids, cache, index):
+                    _ = self.backbone.transformer_layers[0].intermediate_dim
+                    return stock.call_with_cache(self, token_ids, cache, index)
 
-                task = Reading(task.backbone, preprocessor=None)
+                stock = type(task)
+                task = type("Reading", (stock,), {"call_with_cache": reading})(
+                    task.backbone, preprocessor=None
+                )
             model = PipelineModel(task, num_microbatches=2, input_shape=(LENGTH,))
             model.compile("sgd", "mse")
         ids = np.ones((2, 6), "int32")

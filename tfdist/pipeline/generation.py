@@ -58,6 +58,10 @@ class TextGenerator:
         if sampler is None:
             self.use(inspect.signature(self._task.compile).parameters["sampler"].default)
             sampler = self._sampler
+        world = self._runtime.group.engine.group()
+        for seed in sampler.variables:
+            # One that nobody has given is drawn, by each rank another.
+            seed.assign(broadcast(seed.value, world, name="generate/seed"))
         view = self._view(sampler)
         view.run_eagerly = eager
         # Past an attribute of the task itself, which may lead here.

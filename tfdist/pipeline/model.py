@@ -200,13 +200,10 @@ class PipelineModel(keras.Model):
         """
         checks.integer("max_length", max_length, minimum=1, optional=True)
         checks.boolean("strip_prompt", strip_prompt)
-        return self._text.generate(
-            inputs,
-            self.run_eagerly,
-            max_length=max_length,
-            stop_token_ids=stop_token_ids,
-            strip_prompt=strip_prompt,
-        )
+        options = {"max_length": max_length, "stop_token_ids": stop_token_ids}
+        # Some families do not know the word.
+        options |= {"strip_prompt": True} if strip_prompt else {}
+        return self._text.generate(inputs, self.run_eagerly, **options)
 
     @property
     def _text(self) -> TextGenerator:

@@ -83,6 +83,8 @@ class Relay:
     def stage_of_block(self, block: keras.Layer) -> int:
         """The stage of a block."""
         stages = self._stages.get(id(block), [])
+        if not stages:
+            raise self.refuse(f"blocks such as `{block.name}` inside of a part that is not cut")
         if len(stages) != 1:
             raise self.refuse(f"the block `{block.name}`, which is called on {len(stages)} stages")
         return stages[0]
