@@ -157,14 +157,9 @@ def _split_cross_entropy(labels, logits, group: Group, vocabulary_size: int):
         total, of_label = tf.unstack(all_reduce(sums, group, name="loss/sums"))
 
         def gradient(dy):
-            # One pass over the probabilities; what is subtracted at the labels is an entry a row.
-            of_logits = exponentials * (dy / total)[..., None]
-            rows = tf.reshape(of_logits, [-1, share])
-            places = tf.reshape(place, [-1])
-            entries = tf.stack([tf.range(tf.size(places)), places], axis=-1)
-            at_label = tf.reshape(tf.where(own, dy, tf.zeros_like(dy)), [-1])
-            rows = tf.tensor_scatter_nd_sub(rows, entries, at_label)
-            return tf.reshape(rows, tf.shape(of_logits))
+            # -1 is no class: where the label is another rank's the row is zero.
+            hot = tf.one_hot(tf.where(own, own_labels, -1), share, dtype=exponentials.dtype)
+            return dy[..., None] * (exponentials / total[..., None] - hot)
 
         return tf.math.log(total) - of_label, gradient
 
