@@ -18,6 +18,10 @@ VARIANTS = {
         "tied_head": False,
         "use_bias": False,
     },
+    "experts": {
+        "num_experts": 4,
+        "experts": {"z_loss": 0.01, "shared_hidden_dim": 16, "shared_gate": True},
+    },
 }
 _single: dict = {}
 
@@ -60,6 +64,7 @@ slow = pytest.mark.slow
         pytest.param(True, "llama", id="sequence-llama"),
         pytest.param(True, "gpt2", id="sequence-gpt2", marks=slow),
         pytest.param(False, "llama", id="whole-llama", marks=slow),
+        pytest.param(True, "experts", id="sequence-experts", marks=slow),
     ],
 )
 def test_two_tensor_ranks(pool, one_process, sequence_parallel, variant):
@@ -70,6 +75,14 @@ def test_two_tensor_ranks(pool, one_process, sequence_parallel, variant):
 @on_ranks(("tensorflow", 4))
 def test_data_and_tensor_ranks(pool, one_process):
     check_parity(pool, one_process, SQUARE, True, "gpt2")
+
+
+@slow
+@on_ranks(("horovod", 4))
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
+def test_expert_and_tensor_ranks(pool, one_process, sequence_parallel):
+    mesh = {"data": 1, "expert": 2, "tensor": 2}
+    check_parity(pool, one_process, mesh, sequence_parallel, "experts")
 
 
 @slow

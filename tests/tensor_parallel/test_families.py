@@ -77,6 +77,12 @@ def test_experts_are_spread(pool, one_process, name, zero_stage):
     check(pool, one_process, name, options)
 
 
+@pytest.mark.slow
+@on_ranks(("horovod", 4))
+def test_experts_are_spread_and_sharded(pool, one_process):
+    check(pool, one_process, "Mixtral", {"mesh": {"data": 2, "expert": 2}, "zero_stage": 3})
+
+
 @on_ranks(("horovod", 2))
 @pytest.mark.parametrize("name", slow_but(["Gemma2"], ["GPT2", "Gemma2", "Llama", "Phi3", "Qwen3"]))
 def test_split_attends_by_blocks(pool, one_process, name):

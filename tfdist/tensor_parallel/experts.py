@@ -16,15 +16,18 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import Group, broadcast
+from tfdist.context import current_strategy
 from tfdist.keras_internals.functional import without_values
 from tfdist.keras_internals.private import all_layers
 from tfdist.layers.experts.dispatch import are_there, through_experts
 from tfdist.layers.experts.permutation import sort_by_expert
 from tfdist.sharding.experts import check_experts, expert_group
+from tfdist.sharding.layout import layout_of
 from tfdist.sharding.parts import Slice
 from tfdist.sharding.weights import cut_variable
 from tfdist.tensor_parallel.adapters import override
 from tfdist.tensor_parallel.banks import BANKS, Bank
+from tfdist.zero.sharded_variable import ShardedVariable, shard_variable, unshard_variable
 
 __all__ = ["ExpertBlock", "find_experts", "spread_experts"]
 
@@ -77,13 +80,25 @@ class ExpertBlock:
         """Cuts the experts' weights, and overrides what the layer computes."""
         if group is not None:
             for variable in self.bank.variables:
-                cut_variable(self.bank.layer, variable, Slice(group, 0, tuple(variable.shape)))
+                self._cut(variable, group)
         if type(self.layer).__name__.startswith("Gemma4"):
             override(self.bank.layer, "call", self._weighed(group))
         elif type(self.layer).__name__.startswith("GptOss"):
             override(self.layer, "call", self._scored(group))
         else:
             override(self.layer, "call", self._routed(group))
+
+    def _cut(self, variable: keras.Variable, group: Group) -> None:
+        """Cuts a variable to this rank's experts, which under ZeRO-3 fewer ranks share then."""
+        was_sharded = isinstance(variable, ShardedVariable)
+        unshard_variable(variable)
+        cut_variable(self.bank.layer, variable, Slice(group, 0, tuple(variable.shape)))
+        strategy = current_strategy()
+        if not was_sharded or strategy is None:
+            return
+        others = strategy.group(*layout_of(variable).gradient_axes(strategy.mesh))
+        if others.size > 1:
+            shard_variable(variable, others)
 
     def _through(self, tokens, experts, gates, group: Group | None):
         bank = self.bank

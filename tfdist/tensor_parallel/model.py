@@ -295,13 +295,15 @@ def _constants_moved(model: keras.Model) -> Iterator[None]:
 def _all_or_nothing(model: keras.Model) -> Iterator[None]:
     """Puts layers and variables back as they were where what is inside raises."""
     things: Sequence[Any] = [*all_layers(model), *model.variables]
-    before = [(vars(thing), dict(vars(thing))) for thing in things]
+    before = [(thing, type(thing), dict(vars(thing))) for thing in things]
     try:
         yield
     except BaseException:
-        for now, then in before:
-            now.clear()
-            now.update(then)
+        for thing, kind, then in before:
+            if type(thing) is not kind:  # A variable that ZeRO-3 shards is one of another class.
+                thing.__class__ = kind
+            vars(thing).clear()
+            vars(thing).update(then)
         raise
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "read_arrays",
     "shard_gradients",
     "shard_variable",
+    "unshard_variable",
 ]
 
 
@@ -145,6 +146,17 @@ def shard_variable(variable: keras.Variable, group: Group) -> None:
     update_layout(variable, flat=FlatShard(group, tuple(variable.shape)))
     if before is not None:
         renew(variable, before)
+
+
+def unshard_variable(variable: keras.Variable) -> None:
+    """Makes a sharded variable an ordinary one again, with the whole array; every rank calls this."""
+    if not isinstance(variable, ShardedVariable):
+        return
+    whole = None if variable._own is None else tf.convert_to_tensor(variable.value)
+    variable.__class__ = keras.Variable
+    update_layout(variable, flat=None)
+    if whole is not None:
+        renew(variable, whole)
 
 
 @contextlib.contextmanager
