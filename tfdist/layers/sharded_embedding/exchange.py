@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfdist.collectives import Group, all_to_all
 from tfdist.layers.sharded_embedding.placement import Placement
+from tfdist.sharding.parts import Slice
 
 __all__ = ["Lookup", "look_up"]
 
@@ -39,14 +40,14 @@ class Lookup:
 
         None for the places if they are those of the ids.
         """
-        part, size = self.placement.part, self.placement.part.group.size
+        size = self._part.group.size
         if self.placement.kind == "columns":
             return [self.ids] * size, None
         if self.placement.kind == "table":
             nothing = self.ids[:0]
             owner = self.placement.owner
             return [self.ids if rank == owner else nothing for rank in range(size)], None
-        share = tf.constant(part.share, self.ids.dtype)
+        share = tf.constant(self._part.share, self.ids.dtype)
         owners = tf.cast(self.ids // share, tf.int32)
         places = tf.range(tf.size(self.ids))
         order = tf.concat(tf.dynamic_partition(places, owners, size), axis=0)
@@ -67,7 +68,13 @@ class Lookup:
     @property
     def local_width(self) -> int:
         """How many entries of a row lie on a rank."""
-        return self.placement.part.share if self.placement.kind == "columns" else self.width
+        return self._part.share if self.placement.kind == "columns" else self.width
+
+    @property
+    def _part(self) -> Slice:
+        if self.placement.part is None:
+            raise ValueError("A table that lies whole on all ranks needs no exchange.")
+        return self.placement.part
 
 
 def look_up(

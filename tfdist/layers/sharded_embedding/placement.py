@@ -93,7 +93,7 @@ def placement_report(
         itemsize: The bytes of an entry.
     """
     ranks = range(1 if group is None else group.size)
-    rows = []
+    rows: list[tuple] = []
     totals = [0] * len(ranks)
     for table, placement in zip(tables, placements, strict=True):
         held = [placement.entries_of(rank, table) * itemsize for rank in ranks]
@@ -108,8 +108,8 @@ def placement_report(
     mib = [(*row[:4], *(f"{size / 2**20:.3f}" for size in row[4:])) for row in rows]
     titles = ("table", "rows", "width", "lies", "MiB", "MiB on the fullest rank")
     sides = ("left", "right", "right", "left", "right", "right")
-    table = tabulate.tabulate(
+    shown = tabulate.tabulate(
         mib, titles, disable_numparse=True, colalign=sides, headersalign=sides
     )
     each = ", ".join(f"{total / 2**20:.3f}" for total in totals)
-    return f"{table}\nMiB by rank: {each}"
+    return f"{shown}\nMiB by rank: {each}"
