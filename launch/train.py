@@ -34,9 +34,7 @@ _TASKS: tuple[Task, ...] = (Images(), Language(), Recommendation())
 _MODEL = DEFINE.enum(
     "model", "convnet", [model for task in _TASKS for model in task.models], "Model to train"
 )
-_DATASET = DEFINE.string(
-    "dataset", None, "digits or of TFDS; gpt: pydoc, text:FILE; dlrm: clicks"
-)
+_DATASET = DEFINE.string("dataset", None, "digits or of TFDS; gpt: pydoc, text:FILE; dlrm: clicks")
 _BATCH_SIZE = DEFINE.integer(
     "batch_size",
     None,
