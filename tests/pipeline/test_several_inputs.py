@@ -65,7 +65,7 @@ def check(pool, one_process, mesh, kind, *, pipeline, **options):
 
 
 @on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
-@pytest.mark.parametrize("kind", several.HAND_MADE)
+@pytest.mark.parametrize("kind", slow_but(["shared"], several.HAND_MADE))
 def test_hand_made_models(pool, one_process, kind):
     check(pool, one_process, {"pipeline": 2}, kind, pipeline={})
 
