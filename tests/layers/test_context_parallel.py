@@ -192,12 +192,12 @@ def limited(ranks: int) -> subprocess.CompletedProcess:
         "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
     }
     return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=400, check=False
+        command, env=environment, capture_output=True, text=True, timeout=800, check=False
     )
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1700)
 def test_a_sequence_that_is_too_long_for_a_rank():
     alone = limited(1)
     story = alone.stdout[-6000:] + alone.stderr[-2000:]

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.collectives import Group
 from tfdist.collectives.raw import raw_all_gather, raw_reduce_scatter
-from tfdist.layers.context_parallel.pairs import Pairs
+from tfdist.layers.context_parallel.pairs import Pairs, in_turn
 
 __all__ = ["gathered_forward", "gathered_gradients"]
 
@@ -21,8 +21,9 @@ def gathered_forward(query, key, value, pairs: Pairs, group: Group, name: str):
     found = None
     whole = _gathered(key, value, group, name)
     for source in range(group.size):
-        key, value = _of(whole, source, found)
-        found = pairs.attend(query, key, value, source, found)
+        with in_turn(found):
+            key, value = tf.unstack(whole[source], num=2)
+            found = pairs.attend(query, key, value, source, found)
     return found
 
 
@@ -32,8 +33,9 @@ def gathered_gradients(rows, key, value, pairs: Pairs, group: Group, name: str):
     of_query: Any = None
     of_columns: list = []
     for source in range(group.size):
-        key, value = _of(whole, source, of_query)
-        of_rows, *found = pairs.gradients(rows, key, value, source)
+        with in_turn(of_query):
+            key, value = tf.unstack(whole[source], num=2)
+            of_rows, *found = pairs.gradients(rows, key, value, source)
         of_query = of_rows if of_query is None else of_query + of_rows
         of_columns.append(tf.stack(found))
     every = tf.stack(of_columns)
@@ -46,10 +48,3 @@ def gathered_gradients(rows, key, value, pairs: Pairs, group: Group, name: str):
 def _gathered(key, value, group: Group, name: str) -> tf.Tensor:
     # Along dim 0, so that what is taken of it is no copy.
     return raw_all_gather(tf.stack([key, value])[None], group, False, f"{name}/keys")
-
-
-def _of(whole, source: int, so_far) -> list[tf.Tensor]:
-    """The keys and values of a rank, once what is computed with others is there."""
-    after = [tensor for tensor in tf.nest.flatten(so_far) if tensor is not None]
-    with tf.control_dependencies(after):
-        return tf.unstack(tf.identity(whole[source]), num=2)

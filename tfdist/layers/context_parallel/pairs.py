@@ -16,7 +16,16 @@ from tfdist.layers.blockwise import (
 from tfdist.layers.context_parallel.masks import Masks
 from tfdist.token_split import TokenSplit
 
-__all__ = ["Pairs"]
+__all__ = ["Pairs", "in_turn"]
+
+
+def in_turn(so_far):
+    """Inside, nothing begins before a nest of tensors is there, or None.
+
+    What is computed with one rank's keys needs nothing of another's: TensorFlow would begin with all, and
+    their blocks of queries would stand together.
+    """
+    return tf.control_dependencies([t for t in tf.nest.flatten(so_far) if t is not None])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdist.collectives import Group
 from tfdist.collectives.raw import receive_tensor, send_tensor, shape_of
-from tfdist.layers.context_parallel.pairs import Pairs
+from tfdist.layers.context_parallel.pairs import Pairs, in_turn
 
 __all__ = ["ring_forward", "ring_gradients"]
 
@@ -34,8 +34,10 @@ def ring_forward(query, key, value, pairs: Pairs, group: Group, name: str):
     travel = _Travel(key, value, group, f"{name}/keys")
     found = None
     for _ in range(group.size):
-        source, key, value = travel.next(found)
-        found = pairs.attend(query, key, value, source, found)
+        # The next keys are asked for in turn too, so that no more than two sets stand at once.
+        with in_turn(found):
+            source, key, value = travel.next()
+            found = pairs.attend(query, key, value, source, found)
     return found
 
 
@@ -59,8 +61,9 @@ def ring_gradients(rows, key, value, pairs: Pairs, group: Group, name: str):
     moving: list = []
     sent: list = []
     for step in range(group.size):
-        source, key, value = travel.next(of_query)
-        of_rows, *found = pairs.gradients(rows, key, value, source)
+        with in_turn(of_query):
+            source, key, value = travel.next()
+            of_rows, *found = pairs.gradients(rows, key, value, source)
         of_query = of_rows if of_query is None else of_query + of_rows
         if step == 0:
             own = found
@@ -90,20 +93,13 @@ class _Travel:
         self._here = [key, value]
         self._group, self._name, self._step = group, name, 0
 
-    def next(self, so_far) -> tuple:
-        """The place of the rank that they are of, the keys and the values.
-
-        Args:
-            so_far: A nest of what is computed with those before, or None. These come, and the next are
-                asked for, when that is there, so that no more than two sets stand at once.
-        """
-        step = self._step
+    def next(self) -> tuple:
+        """The place of the rank that they are of, the keys and the values."""
+        step, here = self._step, self._here
         self._step += 1
-        with tf.control_dependencies([t for t in tf.nest.flatten(so_far) if t is not None]):
-            here = [tf.identity(tensor) for tensor in self._here]
-            if self._step < self._group.size:
-                # What was sent, so that nothing takes the sending for something that leads nowhere.
-                here, self._here = _pass_on(here, self._group, f"{self._name}/{step}")
+        if self._step < self._group.size:
+            # What was sent, so that nothing takes the sending for something that leads nowhere.
+            here, self._here = _pass_on(here, self._group, f"{self._name}/{step}")
         return (self._group.rank - step) % self._group.size, *here
 
 
