@@ -51,10 +51,9 @@ def expected_bytes(mode: str, block: int | None, rank: int, tensor: int) -> floa
     return layers + table + FLOAT * width + moments
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize(
-    ("mode", "block"), slow_but([("int4", 16)], [("int8", None), ("int4", 16), ("int4", None)])
-)
+@pytest.mark.parametrize(("mode", "block"), [("int8", None), ("int4", 16), ("int4", None)])
 def test_bytes_of_a_rank(pool, one_process, mode, block):
     (alone,) = one_process.run(adapting.bytes_held, mode, block, 4, None, timeout=240)
     assert alone == pytest.approx(expected_bytes(mode, block, 4, tensor=1), rel=0.05)
