@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.conftest import on_ranks, slow_but
+from tests.conftest import on_ranks
 from tests.tensor_parallel import adapting
 
 pytest.importorskip("keras_hub")
