@@ -16,7 +16,7 @@ from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 from tfdist import checks
 from tfdist.collectives import Group, all_gather, all_reduce
 from tfdist.collectives.engine import Engine
-from tfdist.collectives.gradient_options import BUCKET_BYTES, GradientOptions
+from tfdist.compression import Compressor
 from tfdist.context import (
     DistributedStrategy,
     KerasStep,
@@ -25,6 +25,7 @@ from tfdist.context import (
 )
 from tfdist.data.sharding import equal_steps, is_per_rank, mark_per_rank, shard_batches
 from tfdist.data.tokens import agreed_split, shard_tokens
+from tfdist.gradient_options import BUCKET_BYTES, GradientOptions
 from tfdist.mesh import Mesh
 from tfdist.monitoring.watchdog import Watchdog, startup_guard
 from tfdist.runtime.schedulers import started_by_scheduler
@@ -66,6 +67,8 @@ class ParallelStrategy(DistributedStrategy):
             suits a network.
         communication_dtype: "bfloat16" or "float16", for gradients of wider dtypes to travel in: half
             the bytes, and a rounding of each. None for their own, which is as exact as one process.
+        compression: What compresses gradients between the data parallel ranks, as
+            `tfdist.compression.PowerSGD(rank=4)`, where the link is slow. See docs/slow_links.md.
         watchdog_seconds: After how long a rank that is missing at a collective, or frozen, ends
             the job; 0 for never. A rank that dies ends it at once.
         deterministic: Whether the same program on the same mesh and as many hosts gives the same
@@ -85,6 +88,7 @@ class ParallelStrategy(DistributedStrategy):
         zero_stage: int = 0,
         bucket_mib: float = BUCKET_BYTES / _MIB,
         communication_dtype: str | None = None,
+        compression: Compressor | None = None,
         watchdog_seconds: float = WATCHDOG_SECONDS,
         deterministic: bool = False,
     ):
@@ -95,6 +99,7 @@ class ParallelStrategy(DistributedStrategy):
             zero_stage=zero_stage,
             bucket_mib=bucket_mib,
             communication_dtype=communication_dtype,
+            compression=compression,
             watchdog_seconds=watchdog_seconds,
             deterministic=deterministic,
         )
@@ -107,6 +112,7 @@ class ParallelStrategy(DistributedStrategy):
         self._gradient_options = GradientOptions(
             int(bucket_mib * _MIB),
             None if communication_dtype is None else tf.as_dtype(communication_dtype),
+            compression=compression,
         )
         share_random_state(engine.group())
         super().__init__(_ParallelExtended(self))
@@ -184,6 +190,7 @@ def check_options(
     zero_stage: int = 0,
     bucket_mib: float = BUCKET_BYTES / _MIB,
     communication_dtype: str | None = None,
+    compression: Compressor | None = None,
     watchdog_seconds: float = WATCHDOG_SECONDS,
     deterministic: bool = False,
 ) -> None:
@@ -195,6 +202,7 @@ def check_options(
         zero_stage: As in `ParallelStrategy`.
         bucket_mib: As in `ParallelStrategy`.
         communication_dtype: As in `ParallelStrategy`.
+        compression: As in `ParallelStrategy`.
         watchdog_seconds: As in `ParallelStrategy`.
         deterministic: As in `ParallelStrategy`.
 
@@ -213,6 +221,14 @@ def check_options(
     checks.one_of(
         "communication_dtype", communication_dtype, ("bfloat16", "float16"), optional=True
     )
+    checks.instance(
+        "compression", compression, Compressor, "a Compressor of tfdist.compression", optional=True
+    )
+    if compression is not None and zero_stage == 3:
+        raise ValueError(
+            "ZeRO-3 keeps parameters in shards, whose gradients are summed layer by layer, and not "
+            f"compressed: take zero_stage=2. Received: zero_stage=3, compression={compression!r}."
+        )
     checks.number("watchdog_seconds", watchdog_seconds, minimum=0, maximum=checks.YEAR_SECONDS)
     checks.boolean("deterministic", deterministic)
 

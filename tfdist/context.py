@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdist.collectives import Group, all_gather, all_reduce
 from tfdist.collectives.engine import Engine
-from tfdist.collectives.gradient_options import GradientOptions
+from tfdist.gradient_options import GradientOptions
 from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.mesh import Mesh
 from tfdist.token_split import TokenSplit

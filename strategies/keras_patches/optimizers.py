@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 import keras
 
-from tfdist.collectives.gradient_options import GradientOptions
 from tfdist.context import current_replica, current_strategy
+from tfdist.gradient_options import GradientOptions
 from tfdist.gradients.elementwise import check_elementwise
 from tfdist.gradients.path import GradientPath, current_path
 from tfdist.keras_internals.patching import Patch

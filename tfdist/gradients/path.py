@@ -18,11 +18,19 @@ import contextlib
 import enum
 from collections.abc import Iterator, Sequence
 
+import tensorflow as tf
+
 from tfdist.collectives import Group
-from tfdist.collectives.gradient_options import GradientOptions
 from tfdist.context import ReplicaContext, current_replica
+from tfdist.gradient_options import GradientOptions
 from tfdist.gradients.clipping import clip_spread_gradients
-from tfdist.gradients.reduce import reduce_gradients, sum_partial_gradients, weigh_gradients
+from tfdist.gradients.compressed import compression_state, reduce_compressed
+from tfdist.gradients.reduce import (
+    reduce_gradients,
+    rows_are_fewer,
+    sum_partial_gradients,
+    weigh_gradients,
+)
 from tfdist.gradients.reduce_scatter import reduce_scatter_gradients
 from tfdist.sharding.layout import VariableLayout, layout_of
 from tfdist.sharding.updates import needs_rows
@@ -129,7 +137,8 @@ class GradientPath:
                 group = self._strategy.group(*layout.gradient_axes(mesh))
                 how = group, layout.reduction(mesh, self._replica.step)
                 places.setdefault(how, []).append(place)
-        for (group, reduction), some in places.items():
+        for (group, reduction), every in places.items():
+            some = self._reduce_compressed(found, every, group, reduction)
             wanted = [found[place] for place in some]
             shards = [self._layouts[place].state for place in some]
             if any(shard is not None for shard in shards):
@@ -140,7 +149,41 @@ class GradientPath:
                 reduced = reduce_gradients(wanted, group, reduction, options, keep_rows=keep_rows)
             for place, gradient in zip(some, reduced, strict=True):
                 found[place] = gradient
+        if options.compression is not None:
+            compression_state(self._optimizer, options.compression).end_step()
         return found
+
+    def _reduce_compressed(
+        self, found: list, places: Sequence[int], group: Group, reduction: str
+    ) -> list[int]:
+        """Reduces those of some gradients that travel compressed; returns the places of the others."""
+        compressor = self.options.compression
+        if compressor is None or group.size == 1:
+            return list(places)
+        keep_rows = needs_rows(self._optimizer)
+        some = []
+        for place in places:
+            gradient = found[place]
+            if gradient is None or not compressor.selects(tuple(self.variables[place].shape)):
+                continue
+            if isinstance(gradient, tf.IndexedSlices):
+                if keep_rows or rows_are_fewer(gradient, group):
+                    continue
+                found[place] = tf.convert_to_tensor(gradient)
+            some.append(place)
+        if some:
+            reduced = reduce_compressed(
+                [found[place] for place in some],
+                [self.variables[place] for place in some],
+                compression_state(self._optimizer, compressor),
+                group,
+                reduction,
+                self.options,
+            )
+            for place, gradient in zip(some, reduced, strict=True):
+                shard = self._layouts[place].state
+                found[place] = gradient if shard is None else shard.local_shard(gradient)
+        return [place for place in places if place not in some]
 
     def is_spread(self) -> bool:
         """Whether this rank has a part only of the model's gradients."""

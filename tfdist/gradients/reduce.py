@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist.collectives import Group, all_reduce
-from tfdist.collectives.gradient_options import GradientOptions
 from tfdist.collectives.low_precision import is_narrower, narrow_all_reduce
 from tfdist.context import KerasStep
+from tfdist.gradient_options import GradientOptions
 from tfdist.gradients.buckets import buckets
 from tfdist.gradients.sparse import reduce_rows
 from tfdist.gradients.throttle import InFlightLimit
 from tfdist.sharding.layout import VariableLayout
 
-__all__ = ["reduce_gradients", "sum_partial_gradients", "weigh_gradients"]
+__all__ = ["reduce_gradients", "rows_are_fewer", "sum_partial_gradients", "weigh_gradients"]
 
 
 def weigh_gradients(gradients: Sequence, step: KerasStep | None) -> list:
@@ -93,7 +93,7 @@ def reduce_gradients(
     dense: list[int] = []
     for index, gradient in enumerate(gradients):
         if isinstance(gradient, tf.IndexedSlices):
-            if keep_rows or _rows_are_fewer(gradient, group):
+            if keep_rows or rows_are_fewer(gradient, group):
                 reduced[index] = reduce_rows(gradient, group, reduction, f"{name}/{index}")
             else:
                 reduced[index] = tf.convert_to_tensor(gradient)
@@ -132,7 +132,7 @@ def _reduce_flat(tensors, group: Group, reduction: str, bulk: bool, dtype, name:
     ]
 
 
-def _rows_are_fewer(gradient: tf.IndexedSlices, group: Group) -> bool:
+def rows_are_fewer(gradient: tf.IndexedSlices, group: Group) -> bool:
     """Whether gathering all ranks' rows moves fewer bytes than reducing the dense gradient."""
     rows = gradient.indices.shape[0]
     table = None if gradient.dense_shape is None else tf.get_static_value(gradient.dense_shape)

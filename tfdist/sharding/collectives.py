@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist.collectives import all_gather, reduce_scatter
-from tfdist.collectives.gradient_options import GradientOptions
 from tfdist.collectives.low_precision import is_narrower, narrow_reduce_scatter
+from tfdist.gradient_options import GradientOptions
 from tfdist.sharding.parts import FlatShard, deep_copy
 
 __all__ = ["all_gather_arrays", "reduce_scatter_arrays"]

@@ -18,8 +18,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import Group
-from tfdist.collectives.gradient_options import GradientOptions
 from tfdist.context import current_step, current_strategy
+from tfdist.gradient_options import GradientOptions
 from tfdist.gradients.reduce import weigh_gradients
 from tfdist.gradients.sparse import reduce_rows, shard_of_rows
 from tfdist.graph.custom_gradient import custom_gradient

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.collectives.gradient_options import GradientOptions
+from tfdist.gradient_options import GradientOptions
 from tfdist.gradients.buckets import buckets
 from tfdist.gradients.throttle import MAX_IN_FLIGHT_SHARDED
 from tfdist.sharding.collectives import all_gather_arrays

@@ -6,6 +6,8 @@ import dataclasses
 
 import tensorflow as tf
 
+from tfdist.compression import Compressor
+
 __all__ = ["BUCKET_BYTES", "GradientOptions"]
 
 #: Large enough that a sum is mostly bytes and not messages, small enough that the first bucket
@@ -22,8 +24,10 @@ class GradientOptions:
         communication_dtype: What gradients of wider dtypes travel in; None for their own.
         by_engine: Whether all buckets but the last go through the engine's own ring, where there is
             a peer-to-peer transport beside it.
+        compression: What compresses the gradients of variables; None for nothing.
     """
 
     bucket_bytes: int = BUCKET_BYTES
     communication_dtype: tf.DType | None = None
     by_engine: bool = False
+    compression: Compressor | None = None

@@ -1,0 +1,169 @@
+"""What compression costs and saves: times and bytes, measured in the graph of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import tensorflow as tf
+
+__all__ = ["CompressionStatistics", "Meter", "exchange_began"]
+
+_MILLI = 1000.0
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressionStatistics:
+    """What was measured of the steps of a training on this rank.
+
+    Attributes:
+        whole_steps: How many steps travelled whole, without the first.
+        compressed_steps: How many travelled compressed, without the first.
+        gradient_bytes: Of the gradients that are compressed, in a step.
+        payload_bytes: Of what stands for them, in a step.
+        exposed_whole: Seconds of a whole step between the last gradient and the last sum: what the
+            backward pass does not hide of the exchange. Not a number where there was no such step.
+        exposed: The same of a compressed step, with encoding and decoding.
+        exchange: Seconds of the collectives of a compressed step, those of all buckets added up.
+        coding: Seconds of encoding and decoding, likewise.
+    """
+
+    whole_steps: int
+    compressed_steps: int
+    gradient_bytes: float
+    payload_bytes: float
+    exposed_whole: float
+    exposed: float
+    exchange: float
+    coding: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes."""
+        return self.gradient_bytes / self.payload_bytes if self.payload_bytes else float("nan")
+
+    @property
+    def saved(self) -> float:
+        """Seconds that a step is shorter; negative where it is longer."""
+        return self.exposed_whole - self.exposed
+
+    def __str__(self) -> str:
+        if not self.compressed_steps:
+            return "Compression: no step was compressed yet."
+        text = (
+            f"Compression: {_mebibytes(self.gradient_bytes)} of gradients a step as "
+            f"{_mebibytes(self.payload_bytes)} ({self.ratio:.1f} to 1); encoding and decoding "
+            f"{self.coding * _MILLI:.0f} ms, exchange {self.exchange * _MILLI:.0f} ms, exposed "
+            f"{self.exposed * _MILLI:.0f} ms"
+        )
+        if not self.whole_steps:
+            return (
+                f"{text}. Not compared: with `start_step` of 2 or more whole steps are timed too."
+            )
+        verdict = "pays" if self.saved > 0 else "does not pay"
+        return (
+            f"{text} beside {self.exposed_whole * _MILLI:.0f} ms whole. It {verdict} on this link: "
+            f"a step is {abs(self.saved) * _MILLI:.0f} ms {'shorter' if self.saved > 0 else 'longer'}."
+        )
+
+
+class Meter:
+    """Adds up what the steps of a training take, in their graphs."""
+
+    def __init__(self):
+        # Steps, seconds exposed, in buckets, and in exchanges; bytes of gradients and of payloads.
+        self._whole, self._compressed = (
+            tf.Variable(tf.zeros([6], tf.float64), trainable=False) for _ in range(2)
+        )
+        self._is_first = [tf.Variable(True, trainable=False) for _ in range(2)]
+
+    @contextlib.contextmanager
+    def step(
+        self, gradients: Sequence[tf.Tensor], *, is_compressed: bool, begins: bool
+    ) -> Iterator[MeteredStep]:
+        """Around the reduction of some of a step's gradients; `begins` with the first of them."""
+        metered = MeteredStep(gradients, begins)
+        token = _current.set(metered)
+        try:
+            yield metered
+        finally:
+            _current.reset(token)
+        found = metered.counts
+        is_first = self._is_first[is_compressed]
+        # The first such step allocates buffers, and has other ranks that still trace.
+        counts = tf.where(is_first.read_value(), tf.zeros_like(found), found)
+        total = self._compressed if is_compressed else self._whole
+        total.assign_add(counts)
+        is_first.assign(False)
+
+    def read(self) -> CompressionStatistics:
+        """What was counted so far."""
+        whole, compressed = self._whole.numpy(), self._compressed.numpy()
+        steps = max(compressed[0], 1)
+        return CompressionStatistics(
+            whole_steps=int(whole[0]),
+            compressed_steps=int(compressed[0]),
+            gradient_bytes=compressed[4] / steps,
+            payload_bytes=compressed[5] / steps,
+            exposed_whole=whole[1] / whole[0] if whole[0] else float("nan"),
+            exposed=compressed[1] / steps,
+            exchange=compressed[3] / steps,
+            coding=(compressed[2] - compressed[3]) / steps,
+        )
+
+
+class MeteredStep:
+    """What one reduction takes."""
+
+    def __init__(self, gradients: Sequence[tf.Tensor], begins: bool):
+        self._steps = tf.constant(float(begins), tf.float64)
+        self._began = _time_after(gradients)
+        self._gradient_bytes = tf.add_n([_bytes_of(gradient) for gradient in gradients])
+        self.buckets: list[tf.Tensor] = []
+        self.exchanges: list[tf.Tensor] = []
+        self.payloads: list[tf.Tensor] = []
+
+    def end(self, reduced: Sequence[tf.Tensor]) -> None:
+        """Takes the outcome."""
+        exposed = _time_after(reduced) - self._began
+        zero = tf.constant(0.0, tf.float64)
+        sums = [
+            tf.add_n(each) if each else zero
+            for each in (self.buckets, self.exchanges, [self._gradient_bytes], self.payloads)
+        ]
+        self.counts = tf.stack([self._steps, exposed, *sums])
+
+    @contextlib.contextmanager
+    def bucket(self, inputs: Sequence[tf.Tensor]) -> Iterator[Callable]:
+        """Around what is done with one bucket; the value takes what has come of it."""
+        began = _time_after(inputs)
+        yield lambda outputs: self.buckets.append(_time_after(outputs) - began)
+
+
+_current: contextvars.ContextVar[MeteredStep | None] = contextvars.ContextVar("step", default=None)
+
+
+def exchange_began(payload: tf.Tensor) -> Callable[[tf.Tensor], None]:
+    """Notes that a collective begins; what is returned is called with its outcome."""
+    metered = _current.get()
+    if metered is None:
+        return lambda outcome: None
+    began = _time_after([payload])
+    metered.payloads.append(_bytes_of(payload))
+    return lambda outcome: metered.exchanges.append(_time_after([outcome]) - began)
+
+
+def _time_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    """When the last of some tensors is there, in seconds."""
+    with tf.control_dependencies(tensors):
+        return tf.timestamp()
+
+
+def _bytes_of(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.cast(tf.size(tensor), tf.float64) * tensor.dtype.size
+
+
+def _mebibytes(count: float) -> str:
+    return f"{count / (1 << 20):,.2f} MiB"

@@ -1,0 +1,149 @@
+"""Compressed gradients: what is kept for them from step to step, and their reduction."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.collectives import Group
+from tfdist.compression import Compressor
+from tfdist.compression.meter import Meter, MeteredStep
+from tfdist.gradient_options import GradientOptions
+from tfdist.gradients.buckets import buckets
+from tfdist.gradients.reduce import reduce_gradients
+
+__all__ = ["CompressionState", "compression_state", "reduce_compressed"]
+
+RESIDUAL = "residual"
+
+
+class CompressionState:
+    """What the compression of one optimizer's gradients keeps from step to step, on this rank.
+
+    Args:
+        compressor: The compressor.
+
+    Attributes:
+        step: How many steps were taken, an int64 scalar.
+        slots: By the id of a variable, the residual of its gradient and what the compressor keeps.
+        meter: What was counted of the steps so far.
+    """
+
+    def __init__(self, compressor: Compressor):
+        self.compressor = compressor
+        self._is_under_way = False
+        with tf.init_scope():
+            self.step = keras.Variable(0, dtype="int64", trainable=False, name="compression_step")
+            self.meter = Meter()
+        self.slots: dict[int, dict[str, keras.Variable]] = {}
+
+    def slots_of(self, variable, group: Group) -> dict[str, keras.Variable]:
+        """The residual and the compressor's own variables; made where there are none yet."""
+        found = self.slots.get(id(variable))
+        if found is None:
+            with tf.init_scope():
+                found = self.slots[id(variable)] = {
+                    name: keras.Variable(value, dtype=value.dtype.name, trainable=False, name=name)
+                    for name, value in self.initial(variable, group).items()
+                }
+        return found
+
+    def begin_step(self) -> bool:
+        """Notes a reduction; whether it is the first of its step."""
+        before, self._is_under_way = self._is_under_way, True
+        return not before
+
+    def end_step(self) -> None:
+        """Counts a step."""
+        self._is_under_way = False
+        self.step.assign_add(1)
+
+    def initial(self, variable, group: Group) -> dict[str, np.ndarray]:
+        """The values with which the variables for a gradient begin."""
+        shape = tuple(variable.shape)
+        own = self.compressor.initial_state(shape, group.size)
+        return {RESIDUAL: np.zeros(shape, "float32"), **own}
+
+
+_states: weakref.WeakKeyDictionary[Any, CompressionState] = weakref.WeakKeyDictionary()
+
+
+def compression_state(optimizer, compressor: Compressor) -> CompressionState:
+    """The state of an optimizer's compression, which is made where there is none yet."""
+    if optimizer not in _states:
+        _states[optimizer] = CompressionState(compressor)
+    return _states[optimizer]
+
+
+def reduce_compressed(
+    gradients: Sequence[tf.Tensor],
+    variables: Sequence,
+    state: CompressionState,
+    group: Group,
+    reduction: str,
+    options: GradientOptions,
+) -> list[tf.Tensor]:
+    """Reduces gradients over a group; they travel compressed after the first steps.
+
+    Args:
+        gradients: Dense tensors, in the order of the variables.
+        variables: Their variables.
+        state: The state of the compression.
+        group: The ranks.
+        reduction: "sum" or "mean".
+        options: How gradients travel.
+    """
+    compressor = state.compressor
+    slots = [state.slots_of(variable, group) for variable in variables]
+    begins = state.begin_step()
+
+    def whole() -> list[tf.Tensor]:
+        with state.meter.step(gradients, is_compressed=False, begins=begins) as metered:
+            reduced = reduce_gradients(gradients, group, reduction, options)
+            metered.end(reduced)
+        return reduced
+
+    def compressed() -> list[tf.Tensor]:
+        with state.meter.step(gradients, is_compressed=True, begins=begins) as metered:
+            reduced = _in_buckets(gradients, slots, state, metered, group, options)
+            if reduction == "sum":
+                reduced = [gradient * group.size for gradient in reduced]
+            metered.end(reduced)
+        return reduced
+
+    if not compressor.start_step:
+        return compressed()
+    is_whole = tf.convert_to_tensor(state.step) < compressor.start_step
+    return tf.cond(is_whole, whole, compressed)
+
+
+def _in_buckets(
+    gradients, slots, state: CompressionState, metered: MeteredStep, group: Group, options
+) -> list:
+    """The means, of which the last layers' come first: the backward pass yields theirs first."""
+    found: list = list(gradients)
+    order = [(place, gradients[place]) for place in reversed(range(len(gradients)))]
+    for number, bucket in enumerate(buckets(order, options.bucket_bytes)):
+        some = [slots[place] for place in bucket]
+        waiting = [
+            tf.convert_to_tensor(slot[RESIDUAL])
+            + state.compressor.prepare(tf.cast(gradients[place], tf.float32), slot, group.size)
+            for place, slot in zip(bucket, some, strict=True)
+        ]
+        step = tf.convert_to_tensor(state.step)
+        with metered.bucket([gradients[place] for place in bucket]) as ended:
+            means, sent = state.compressor.exchange(
+                waiting, some, step, group, f"gradients/compressed{number}"
+            )
+            ended(means)
+        for place, slot, own, mean, part in zip(bucket, some, waiting, means, sent, strict=True):
+            slot[RESIDUAL].assign(own - part)
+            found[place] = tf.cast(
+                tf.ensure_shape(mean, gradients[place].shape), gradients[place].dtype
+            )
+    return found
