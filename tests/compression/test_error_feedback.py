@@ -57,7 +57,9 @@ def made(name: str, arguments: dict, start_step: int):
     return getattr(compression, name)(**arguments, start_step=start_step)
 
 
-def exchange(name: str, arguments: dict, start_step: int, reduction: str, in_graph: bool, bucket: int):
+def exchange(
+    name: str, arguments: dict, start_step: int, reduction: str, in_graph: bool, bucket: int
+):
     """Of each step what all got, and what is left in the end."""
     import keras
     import tensorflow as tf

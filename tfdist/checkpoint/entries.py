@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.checkpoint import format1
+from tfdist.checkpoint.compression import compression_entries
 from tfdist.checkpoint.counts import counts_of
 from tfdist.checkpoint.manifest import FORMAT, Arrays
 from tfdist.checkpoint.names import model_names, optimizer_names
@@ -19,7 +20,9 @@ from tfdist.context import DistributedStrategy, strategy_of
 from tfdist.pipeline import PipelineModel
 from tfdist.sharding.layout import global_shape, layout_of
 
-__all__ = ["arrays_of", "entries_of", "held_by"]
+__all__ = ["arrays_of", "entries_of", "held_by", "held_variables"]
+
+Named = list[tuple[keras.Variable, str]]
 
 
 def entries_of(model: keras.Model, version: int = FORMAT) -> list[Entry]:
@@ -28,16 +31,7 @@ def entries_of(model: keras.Model, version: int = FORMAT) -> list[Entry]:
     Both are built. Names are those of that `version` of the format.
     """
     strategy = strategy_of(model)
-    if isinstance(model, PipelineModel):
-        every, own = model.chain_variables
-        root = model.chain_model
-    else:
-        every = own = list(model.variables)
-        root = model
-    here = {id(variable) for variable in own}
-    names = format1.model_names(every) if version == 1 else model_names(root, every)
-    named = list(zip(every, names, strict=True))
-    held = [(v, name) for v, name in named if id(v) in here]
+    named, held = _named_variables(model, version)
     found = [(v, f"model/{name}") for v, name in held]
     if getattr(model, "optimizer", None) is not None:
         if version == 1:
@@ -60,7 +54,26 @@ def entries_of(model: keras.Model, version: int = FORMAT) -> list[Entry]:
                 _writes(variable, name, strategy),
             )
         )
-    return entries + counts_of(model, held, version)
+    return entries + counts_of(model, held, version) + compression_entries(model, held)
+
+
+def held_variables(model: keras.Model) -> Named:
+    """The variables of a model that this rank holds, with their names."""
+    return _named_variables(model, FORMAT)[1]
+
+
+def _named_variables(model: keras.Model, version: int) -> tuple[Named, Named]:
+    """All variables of a model with their names, and those that this rank holds."""
+    if isinstance(model, PipelineModel):
+        every, own = model.chain_variables
+        root = model.chain_model
+    else:
+        every = own = list(model.variables)
+        root = model
+    here = {id(variable) for variable in own}
+    names = format1.model_names(every) if version == 1 else model_names(root, every)
+    named = list(zip(every, names, strict=True))
+    return named, [(v, name) for v, name in named if id(v) in here]
 
 
 def arrays_of(entries: Sequence[Entry], world: Group) -> Arrays:

@@ -12,8 +12,9 @@ import keras
 import numpy as np
 
 from tfdist import checks
+from tfdist.checkpoint.compression import make_slots, reset_others
 from tfdist.checkpoint.directory import complete_checkpoints, latest, lost
-from tfdist.checkpoint.entries import arrays_of, entries_of
+from tfdist.checkpoint.entries import arrays_of, entries_of, held_variables
 from tfdist.checkpoint.errors import CheckpointError, OtherModelError, StorageError
 from tfdist.checkpoint.manifest import FORMAT, Array, Arrays, Manifest, step_of
 from tfdist.checkpoint.reading import Reader
@@ -73,11 +74,14 @@ def restore_checked(
         try:
             manifest = _manifest(candidate, world, check)
             version = 1 if manifest.files is None else FORMAT
+            held = held_variables(model)
+            make_slots(model, held, manifest.arrays)
             if version not in entries:
                 entries[version] = entries_of(model, version)
             strict = [entry for entry in entries[version] if entry.merge is None]
             _check_model(candidate, manifest, arrays_of(strict, world))
             _restore(candidate, entries[version], manifest, world)
+            reset_others(model, held, manifest.arrays)
         except StorageError as error:
             damages.append(str(error))
             if candidate != candidates[-1]:

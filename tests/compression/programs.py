@@ -1,0 +1,52 @@
+"""Trainings with compressed gradients."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+
+
+def train(
+    kind: str | None,
+    arguments: dict | None = None,
+    *,
+    mesh: dict | None = None,
+    zero_stage: int = 0,
+    rows: int = 50,
+    epochs: int = 4,
+    **compile_options,
+):
+    """Weights after some epochs of 5 batches, the last of 2 rows; and what compression has measured."""
+    from tfdist import compression
+    from tfdist.testing import strategy
+
+    options = {"zero_stage": zero_stage}
+    if kind is not None:
+        options["compression"] = getattr(compression, kind)(**(arguments or {}))
+    on = strategy(mesh, **options) if mesh is not None else strategy(**options)
+    return fitted(on, rows, epochs, **compile_options)
+
+
+def fitted(on, rows: int, epochs: int, *, accumulate: int | None = None, scaled: bool = False):
+    keras.utils.set_random_seed(0)
+    with on.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((24,)),
+                keras.layers.Dense(48, activation="tanh"),
+                keras.layers.Dense(40, activation="tanh"),
+                keras.layers.Dense(3),
+            ]
+        )
+        optimizer = keras.optimizers.SGD(
+            0.05, momentum=0.9, global_clipnorm=1.0, gradient_accumulation_steps=accumulate
+        )
+        if scaled:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, dynamic_growth_steps=3)
+        model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    random = np.random.default_rng(3)
+    labels = random.integers(0, 3, rows)
+    x = (random.normal(size=(rows, 24)) + labels[:, None] / 3).astype("float32")
+    history = model.fit(x, labels, batch_size=12, epochs=epochs, shuffle=False, verbose=0)
+    weights = {v.path: v.numpy() for v in model.variables}
+    return weights, history.history["loss"]

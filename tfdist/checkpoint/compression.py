@@ -1,0 +1,96 @@
+"""What the compression of gradients keeps, of each rank: residuals, and factors to begin with.
+
+It belongs to a rank and its rows, so on another mesh it begins anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+import keras
+
+from tfdist.checkpoint.manifest import Arrays
+from tfdist.checkpoint.shards import ArrayShard, Entry
+from tfdist.context import strategy_of
+from tfdist.gradients.compressed import CompressionState, compression_state
+from tfdist.sharding.layout import layout_of
+from tfdist.sharding.updates import unwrapped
+
+__all__ = ["compression_entries", "make_slots", "reset_others"]
+
+_logger = logging.getLogger("tfdist")
+_KIND = "compression"
+_STEPS = f"{_KIND}/steps"
+
+
+def compression_entries(
+    model: keras.Model, named: Sequence[tuple[keras.Variable, str]]
+) -> list[Entry]:
+    """The entries of what compression keeps on this rank; `named` are its variables, with names."""
+    state = _state_of(model)
+    if state is None:
+        return []
+    here = _here(model)
+    entries = [_entry(_STEPS, state.step, strategy_of(model).is_chief)]
+    for variable, name in named:
+        for key, slot in state.slots.get(id(variable), {}).items():
+            entries.append(_entry(f"{here}/{name}/{key}", slot, True))
+    return entries
+
+
+def make_slots(
+    model: keras.Model, named: Sequence[tuple[keras.Variable, str]], saved: Iterable[str]
+) -> None:
+    """Makes what a checkpoint has values for; the first step would make it otherwise."""
+    state, saved = _state_of(model), set(saved)
+    if state is None:
+        return
+    strategy, here = strategy_of(model), _here(model)
+    for variable, name in named:
+        group = strategy.group(*layout_of(variable).gradient_axes(strategy.mesh))
+        shape = tuple(variable.shape)
+        if f"{here}/{name}/residual" in saved and state.compressor.selects(shape):
+            state.slots_of(variable, group)
+
+
+def reset_others(
+    model: keras.Model, named: Sequence[tuple[keras.Variable, str]], saved: Arrays
+) -> None:
+    """Lets begin anew what a checkpoint has no values for, and says so."""
+    state = _state_of(model)
+    if state is None:
+        return
+    strategy, here = strategy_of(model), _here(model)
+    lacks = _STEPS in saved and not any(name.startswith(f"{here}/") for name in saved)
+    for variable, name in named:
+        group = strategy.group(*layout_of(variable).gradient_axes(strategy.mesh))
+        for key, slot in state.slots.get(id(variable), {}).items():
+            if f"{here}/{name}/{key}" not in saved:
+                slot.assign(state.initial(variable, group)[key])
+    if lacks and strategy.is_chief:
+        _logger.warning(
+            "The checkpoint is of another mesh: the residuals of compressed gradients begin at zero."
+        )
+
+
+def _state_of(model: keras.Model) -> CompressionState | None:
+    strategy, optimizer = strategy_of(model), getattr(model, "optimizer", None)
+    if strategy is None or optimizer is None or strategy.gradient_options.compression is None:
+        return None
+    return compression_state(unwrapped(optimizer), strategy.gradient_options.compression)
+
+
+def _here(model: keras.Model) -> str:
+    """What names of this rank's arrays begin with: they are of one place in one mesh."""
+    mesh = strategy_of(model).mesh
+    axes = "-".join(f"{axis}{size}" for axis, size in mesh.shape.items() if size > 1)
+    return f"{_KIND}/{axes}/rank{mesh.rank}"
+
+
+def _entry(name: str, variable: keras.Variable, writes: bool) -> Entry:
+    shape = tuple(variable.shape)
+    inside = tuple(slice(0, size) for size in shape)
+    shard = ArrayShard(inside, None, shape, inside)
+    # With `merge`, it may be missing in a checkpoint.
+    return Entry(name, shape, variable.dtype, variable, (shard,), writes, lambda found: found)
