@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import keras
@@ -11,6 +12,7 @@ from tfdist.checkpoint import Checkpointer
 from tfdist.collectives import all_reduce
 from tfdist.collectives.objects import broadcast_object
 from tfdist.context import role_of
+from tfdist.monitoring.compression import compression_statistics
 from tfdist.strategies.keras_patches.splits import receive_slices
 from tfdist.strategies.keras_patches.synchronization import (
     broadcast_variables,
@@ -18,6 +20,8 @@ from tfdist.strategies.keras_patches.synchronization import (
 )
 
 __all__ = ["callbacks_of_rank", "check_callbacks", "reads_batch_logs"]
+
+_logger = logging.getLogger("tfdist")
 
 #: They only write what they are shown, so other ranks than the chief can do without.
 _WRITERS = (
@@ -179,6 +183,11 @@ class _AgreeLast(keras.callbacks.Callback):
         stop = tf.constant(bool(self.model.stop_training))
         stop = all_reduce(stop, self._strategy.group(), "max", name="stop-training")
         self.model.stop_training = bool(stop)
+
+    def on_train_end(self, logs=None):
+        found = compression_statistics(self.model) if self._strategy.is_chief else None
+        if found is not None and found.compressed_steps:
+            _logger.log(logging.INFO if found.saved > 0 else logging.WARNING, "%s", found)
 
     def on_train_begin(self, logs=None):
         group = self._strategy.group()

@@ -10,7 +10,6 @@ def train(
     kind: str | None,
     arguments: dict | None = None,
     *,
-    mesh: dict | None = None,
     zero_stage: int = 0,
     rows: int = 50,
     epochs: int = 4,
@@ -23,8 +22,7 @@ def train(
     options = {"zero_stage": zero_stage}
     if kind is not None:
         options["compression"] = getattr(compression, kind)(**(arguments or {}))
-    on = strategy(mesh, **options) if mesh is not None else strategy(**options)
-    return fitted(on, rows, epochs, **compile_options)
+    return fitted(strategy(**options), rows, epochs, **compile_options)
 
 
 def fitted(on, rows: int, epochs: int, *, accumulate: int | None = None, scaled: bool = False):
@@ -48,5 +46,4 @@ def fitted(on, rows: int, epochs: int, *, accumulate: int | None = None, scaled:
     labels = random.integers(0, 3, rows)
     x = (random.normal(size=(rows, 24)) + labels[:, None] / 3).astype("float32")
     history = model.fit(x, labels, batch_size=12, epochs=epochs, shuffle=False, verbose=0)
-    weights = {v.path: v.numpy() for v in model.variables}
-    return weights, history.history["loss"]
+    return [variable.numpy() for variable in model.variables], history.history["loss"]

@@ -96,7 +96,7 @@ def exchange(
     return chosen, results, residuals, means, sent, state.meter.read()
 
 
-@on_ranks(("horovod", 2), ("horovod", 3), ("tensorflow", 2))
+@on_ranks(("horovod", 3), slow=[("horovod", 2), ("tensorflow", 2)])
 @pytest.mark.parametrize("name", COMPRESSORS)
 def test_nothing_is_lost(pool, name):
     kind, arguments = COMPRESSORS[name]

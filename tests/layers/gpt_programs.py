@@ -35,15 +35,21 @@ def text(rows: int, vocabulary: int, seed: int = 0):
 
 
 def scope(mesh: dict | None):
-    """The scope of a strategy over this rank's engine, or none; `mesh` may have a zero_stage."""
+    """The scope of a strategy over this rank's engine, or none.
+
+    `mesh` may have a zero_stage, and a compression.
+    """
     if mesh is None:
         return contextlib.nullcontext()
     from tfdist import Mesh
     from tfdist.testing import strategy
 
     axes = dict(mesh)
-    stage = axes.pop("zero_stage", 0)
-    return strategy(Mesh(**axes), zero_stage=stage).scope()
+    options = {
+        "zero_stage": axes.pop("zero_stage", 0),
+        "compression": axes.pop("compression", None),
+    }
+    return strategy(Mesh(**axes), **options).scope()
 
 
 def build(vocabulary: int = 61, **options):

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import checks
-from tfdist.collectives import Group, all_gather, all_reduce
+from tfdist.collectives import Group
 from tfdist.compression.packing import exchange_packed
 
 __all__ = ["Compressor"]
@@ -136,12 +136,10 @@ class Compressor(abc.ABC):
         # A row of what each rank sends.
         leaves = [tf.convert_to_tensor(leaf)[None] for leaf in tf.nest.flatten(payloads)]
         if self.is_linear:
-            rows = exchange_packed(
-                leaves, lambda x, what: all_reduce(x, group, "mean", name=what), name
-            )
+            rows = exchange_packed("mean", leaves, group, name)
             sums = tf.nest.pack_sequence_as(payloads, [row[0] for row in rows])
             return [self.decompress(p, s) for p, s in zip(sums, shapes, strict=True)], own
-        rows = exchange_packed(leaves, lambda x, what: all_gather(x, group, name=what), name)
+        rows = exchange_packed("all_gather", leaves, group, name)
         totals: list = [None] * len(tensors)
         for rank in range(group.size):
             theirs = tf.nest.pack_sequence_as(payloads, [row[rank] for row in rows])

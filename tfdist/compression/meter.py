@@ -21,8 +21,8 @@ class CompressionStatistics:
     Attributes:
         whole_steps: How many steps travelled whole, without the first.
         compressed_steps: How many travelled compressed, without the first.
-        gradient_bytes: Of the gradients that are compressed, in a step.
-        payload_bytes: Of what stands for them, in a step.
+        gradient_bytes: What a rank would send in a step of the gradients that are compressed.
+        payload_bytes: What it sends for them.
         exposed_whole: Seconds of a whole step between the last gradient and the last sum: what the
             backward pass does not hide of the exchange. Not a number where there was no such step.
         exposed: The same of a compressed step, with encoding and decoding.
@@ -81,10 +81,15 @@ class Meter:
 
     @contextlib.contextmanager
     def step(
-        self, gradients: Sequence[tf.Tensor], *, is_compressed: bool, begins: bool
+        self,
+        gradients: Sequence[tf.Tensor],
+        num_ranks: int,
+        *,
+        is_compressed: bool,
+        begins: bool,
     ) -> Iterator[MeteredStep]:
         """Around the reduction of some of a step's gradients; `begins` with the first of them."""
-        metered = MeteredStep(gradients, begins)
+        metered = MeteredStep(gradients, num_ranks, begins)
         token = _current.set(metered)
         try:
             yield metered
@@ -117,10 +122,11 @@ class Meter:
 class MeteredStep:
     """What one reduction takes."""
 
-    def __init__(self, gradients: Sequence[tf.Tensor], begins: bool):
+    def __init__(self, gradients: Sequence[tf.Tensor], num_ranks: int, begins: bool):
         self._steps = tf.constant(float(begins), tf.float64)
         self._began = _time_after(gradients)
-        self._gradient_bytes = tf.add_n([_bytes_of(gradient) for gradient in gradients])
+        total = tf.add_n([_bytes_of(gradient) for gradient in gradients])
+        self._gradient_bytes = total * sends_of_all_reduce(num_ranks)
         self.buckets: list[tf.Tensor] = []
         self.exchanges: list[tf.Tensor] = []
         self.payloads: list[tf.Tensor] = []
@@ -145,13 +151,23 @@ class MeteredStep:
 _current: contextvars.ContextVar[MeteredStep | None] = contextvars.ContextVar("step", default=None)
 
 
-def exchange_began(payload: tf.Tensor) -> Callable[[tf.Tensor], None]:
-    """Notes that a collective begins; what is returned is called with its outcome."""
+def sends_of_all_reduce(num_ranks: int) -> float:
+    """How often each rank sends the bytes of what is summed."""
+    return 2 * (num_ranks - 1) / num_ranks
+
+
+def exchange_began(payload: tf.Tensor, sends: float) -> Callable[[tf.Tensor], None]:
+    """Notes that a collective begins; what is returned is called with its outcome.
+
+    Args:
+        payload: What this rank gives to it.
+        sends: How often it sends the bytes of that.
+    """
     metered = _current.get()
     if metered is None:
         return lambda outcome: None
     began = _time_after([payload])
-    metered.payloads.append(_bytes_of(payload))
+    metered.payloads.append(_bytes_of(payload) * sends)
     return lambda outcome: metered.exchanges.append(_time_after([outcome]) - began)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import checks
-from tfdist.collectives import Group, all_reduce
+from tfdist.collectives import Group
 from tfdist.compression.compressor import Compressor, State
 from tfdist.compression.packing import exchange_packed
 
@@ -98,11 +98,8 @@ class PowerSGD(Compressor):
         """See `Compressor.exchange`."""
 
         def mean(factors: list, what: str) -> list:
-            rows = exchange_packed(
-                [factor[None] for factor in factors],
-                lambda x, which: all_reduce(x, group, "mean", name=which),
-                f"{name}/{what}",
-            )
+            ones = [factor[None] for factor in factors]
+            rows = exchange_packed("mean", ones, group, f"{name}/{what}")
             return [row[0] for row in rows]
 
         pairs = list(zip(tensors, states, strict=True))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.collectives import Group, all_gather, all_to_all
+from tfdist.collectives import Group
 from tfdist.compression.compressor import MIN_ELEMENTS, Compressor, State
 from tfdist.compression.packing import exchange_packed
 
@@ -85,9 +85,7 @@ class BlockCompressor(Compressor):
         own = [
             _whole(self.decode(payload), shape) for payload, shape in zip(sent, shapes, strict=True)
         ]
-        received = self._exchange(
-            sent, lambda x, what: all_to_all(x, group, name=what), f"{name}/parts"
-        )
+        received = _exchange("all_to_all", sent, group, f"{name}/parts")
         means = [
             tf.reduce_mean(self.decode(payload), axis=0)
             + tf.convert_to_tensor(state["mean_residual"])
@@ -97,9 +95,7 @@ class BlockCompressor(Compressor):
         encoded = [self.encode(mean[None], seed) for mean, seed in zip(means, seeds, strict=True)]
         for mean, payload, state in zip(means, encoded, states, strict=True):
             state["mean_residual"].assign(mean - self.decode(payload)[0])
-        gathered = self._exchange(
-            encoded, lambda x, what: all_gather(x, group, name=what), f"{name}/means"
-        )
+        gathered = _exchange("all_gather", encoded, group, f"{name}/means")
         reduced = [
             _whole(self.decode(payload), shape)
             for payload, shape in zip(gathered, shapes, strict=True)
@@ -113,10 +109,10 @@ class BlockCompressor(Compressor):
         padded = tf.pad(flat, [[0, -size % (count * self.block)]])
         return tf.reshape(padded, [count, -1, self.block])
 
-    @staticmethod
-    def _exchange(payloads: list[dict[str, tf.Tensor]], exchange, name: str) -> list[dict]:
-        rows = exchange_packed(tf.nest.flatten(payloads), exchange, name)
-        return tf.nest.pack_sequence_as(payloads, rows)
+
+def _exchange(collective: str, payloads: list[dict], group: Group, name: str) -> list[dict]:
+    rows = exchange_packed(collective, tf.nest.flatten(payloads), group, name)
+    return tf.nest.pack_sequence_as(payloads, rows)
 
 
 def _whole(parts: tf.Tensor, shape: tuple[int, ...]) -> tf.Tensor:

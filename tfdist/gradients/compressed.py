@@ -103,13 +103,13 @@ def reduce_compressed(
     begins = state.begin_step()
 
     def whole() -> list[tf.Tensor]:
-        with state.meter.step(gradients, is_compressed=False, begins=begins) as metered:
+        with state.meter.step(gradients, group.size, is_compressed=False, begins=begins) as metered:
             reduced = reduce_gradients(gradients, group, reduction, options)
             metered.end(reduced)
         return reduced
 
     def compressed() -> list[tf.Tensor]:
-        with state.meter.step(gradients, is_compressed=True, begins=begins) as metered:
+        with state.meter.step(gradients, group.size, is_compressed=True, begins=begins) as metered:
             reduced = _in_buckets(gradients, slots, state, metered, group, options)
             if reduction == "sum":
                 reduced = [gradient * group.size for gradient in reduced]

@@ -1,5 +1,6 @@
 """Watching a run: the watchdog and its heartbeats, memory in use, and whether ranks still agree."""
 
+from tfdist.monitoring.compression import compression_statistics
 from tfdist.monitoring.expert_load import ExpertLoad, parameter_counts
 from tfdist.monitoring.memory_report import MemoryReporter, memory_report
 from tfdist.monitoring.model_sync import VerifyModelSync
@@ -10,6 +11,7 @@ __all__ = [
     "MemoryReporter",
     "TerminateOnNonFinite",
     "VerifyModelSync",
+    "compression_statistics",
     "memory_report",
     "parameter_counts",
 ]
