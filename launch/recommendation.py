@@ -10,7 +10,7 @@ __all__ = ["Recommendation"]
 _DENSE = 8
 #: Of each table. The largest are cut by rows; the others lie whole on a rank.
 _VOCABULARIES = (20_000, 5_000, 2_000, 500, 100, 20)
-_TRAIN, _TEST = 50_000, 10_000
+_TRAIN, _TEST = 400_000, 10_000
 
 
 class Recommendation(Task):
@@ -19,7 +19,7 @@ class Recommendation(Task):
     models = ("dlrm",)
     dataset = "clicks"
     batch_size = 256
-    epochs = 5
+    epochs = 1
     learning_rate = 2e-3
     item = "samples"
 

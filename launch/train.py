@@ -42,7 +42,7 @@ _BATCH_SIZE = DEFINE.integer(
     lower_bound=1,
     upper_bound=1 << 20,
 )
-_EPOCHS = DEFINE.integer("epochs", None, "Epochs to train [15; gpt, dlrm: 5]", lower_bound=1)
+_EPOCHS = DEFINE.integer("epochs", None, "Epochs to train [15; gpt: 5; dlrm: 1]", lower_bound=1)
 _LEARNING_RATE = DEFINE.float(
     "learning_rate",
     None,

@@ -79,8 +79,10 @@ def check_training(pool, one_process, mesh, tolerance=1e-5, on_ranks_only=None, 
             right = np.resize(history[name], np.shape(values))
             np.testing.assert_allclose(values, right, rtol=tolerance, atol=tolerance, err_msg=name)
         for name, value in own.items():
+            # In parts of the largest entry: what is near zero is a difference of such.
+            largest = max(1.0, float(np.abs(weights[name]).max()))
             np.testing.assert_allclose(
-                value, weights[name], rtol=tolerance, atol=tolerance, err_msg=name
+                value, weights[name], rtol=0, atol=tolerance * largest, err_msg=name
             )
 
 
