@@ -365,7 +365,11 @@ PROGRAM = command.Program(
             for flag in (_SEED, _LOSS_CHUNK, _BLOCK_SIZE, _DTYPE, _WORLD.steps_per_execution)
         ],
         "for checkpoints": [_CHECKPOINTS.save_every.name, _CHECKPOINTS.keep.name],
-        "for memory and links": [_MESH.zero.name, _WORLD.communication_dtype.name],
+        "for memory and links": [
+            _MESH.zero.name,
+            _WORLD.communication_dtype.name,
+            _WORLD.compression.name,
+        ],
         "for the ranks": [flag.name for flag in (*_MESH.mesh, _THREADS, *_WORLD.of_ranks)],
     },
 )

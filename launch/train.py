@@ -145,6 +145,9 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
     last = {name: values[-1] for name, values in history.history.items()}
     shown = task.show(model)
     if on.is_chief:
+        cost = None if on.is_tpu else tfdist.monitoring.compression_statistics(model)
+        if cost is not None and cost.saved > 0:  # Where it does not pay, `fit` has said so.
+            print(cost)
         if shown is not None:
             print(f"{settings.model} writes:\n{shown}")
         print(f"{task.verdict(last)}; {speed.items_per_second:,.0f} {task.item}/s on {on.words}.")
@@ -248,7 +251,8 @@ PROGRAM = command.Program(
             flag.name for flag in (_CHECKPOINTS.save_every, _CHECKPOINTS.keep, _ELASTIC)
         ],
         "for memory and links": [
-            flag.name for flag in (_RECOMPUTE, _MESH.zero, _WORLD.communication_dtype)
+            flag.name
+            for flag in (_RECOMPUTE, _MESH.zero, _WORLD.communication_dtype, _WORLD.compression)
         ],
         "for the ranks": [flag.name for flag in (*_MESH.mesh, _THREADS, *_WORLD.of_ranks)],
     },

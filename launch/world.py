@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from tfdist.launch.compression_flag import check_compression, make_compressor
 from tfdist.launch.flag_values import YEAR, FlagDefiner, UsageError, as_given, refuse_ignored
 from tfdist.launch.mesh_flags import Layout, MeshFlags
 
@@ -47,6 +48,7 @@ class WorldFlags:
     Attributes:
         steps_per_execution: The flag of the steps in one call.
         communication_dtype: The flag of the dtype that gradients are sent in.
+        compression: The flag of what compresses them.
         of_ranks: The others.
     """
 
@@ -81,6 +83,9 @@ class WorldFlags:
             ["own", "bfloat16", "float16"],
             "Dtype that gradients are sent in",
         )
+        self.compression = define.string(
+            "compression", "none", "powersgd[:RANK], topk[:RATIO], onebit, int8 or int4"
+        )
         self.of_ranks = (self._strategy, self._tpu, self._watchdog)
 
     @property
@@ -90,11 +95,17 @@ class WorldFlags:
 
     def check(self, layout: Layout) -> None:
         """Refuses flags that do not go together."""
+        check_compression(self.compression.name, self.compression.value)
+        if self.compression.value != "none" and layout.zero_stage == 3:
+            raise UsageError(
+                "--compression is for --zero_stage=0 to 2: ZeRO-3 sums gradients layer by layer. Received: "
+                f"--compression={self.compression.value} --zero_stage=3."
+            )
         if not self.is_tpu:
             received = f"--strategy={self._strategy.value}"
             refuse_ignored(self._values, (self._tpu,), "is for --strategy=tpu", received)
             return
-        for_ranks = (self._watchdog, self.communication_dtype)
+        for_ranks = (self._watchdog, self.communication_dtype, self.compression)
         refuse_ignored(self._values, for_ranks, "is for ranks", "--strategy=tpu")
         split = max(layout.tensor, layout.context, layout.pipeline) > 1
         if split or layout.zero_stage:
@@ -150,6 +161,7 @@ class WorldFlags:
                 layout.mesh,
                 zero_stage=layout.zero_stage,
                 communication_dtype=None if dtype == "own" else dtype,
+                compression=make_compressor(self.compression.value),
                 watchdog_seconds=self._watchdog.value,
             )
         except (ValueError, ImportError) as error:

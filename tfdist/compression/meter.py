@@ -7,16 +7,19 @@ import contextvars
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import tensorflow as tf
 
 __all__ = ["CompressionStatistics", "Meter", "exchange_began"]
 
 _MILLI = 1000.0
+#: Of how many steps the medians are.
+_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class CompressionStatistics:
-    """What was measured of the steps of a training on this rank.
+    """What was measured of the steps of a training on this rank; times are medians.
 
     Attributes:
         whole_steps: How many steps travelled whole, without the first.
@@ -70,14 +73,13 @@ class CompressionStatistics:
 
 
 class Meter:
-    """Adds up what the steps of a training take, in their graphs."""
+    """Keeps what the last steps of a training took, as their graphs have measured it."""
 
     def __init__(self):
-        # Steps, seconds exposed, in buckets, and in exchanges; bytes of gradients and of payloads.
-        self._whole, self._compressed = (
-            tf.Variable(tf.zeros([6], tf.float64), trainable=False) for _ in range(2)
-        )
-        self._is_first = [tf.Variable(True, trainable=False) for _ in range(2)]
+        # A row for each of the last steps: seconds exposed, in buckets, and in exchanges; bytes of
+        # gradients, and of payloads. And how many steps there were.
+        self._rows = [tf.Variable(tf.zeros([_ROWS, 5], tf.float64), trainable=False) for _ in "wc"]
+        self._steps = [tf.Variable(0, dtype=tf.int64, trainable=False) for _ in "wc"]
 
     @contextlib.contextmanager
     def step(
@@ -89,41 +91,48 @@ class Meter:
         begins: bool,
     ) -> Iterator[MeteredStep]:
         """Around the reduction of some of a step's gradients; `begins` with the first of them."""
-        metered = MeteredStep(gradients, num_ranks, begins)
+        metered = MeteredStep(gradients, num_ranks)
         token = _current.set(metered)
         try:
             yield metered
         finally:
             _current.reset(token)
-        found = metered.counts
-        is_first = self._is_first[is_compressed]
-        # The first such step allocates buffers, and has other ranks that still trace.
-        counts = tf.where(is_first.read_value(), tf.zeros_like(found), found)
-        total = self._compressed if is_compressed else self._whole
-        total.assign_add(counts)
-        is_first.assign(False)
+        rows, steps = self._rows[is_compressed], self._steps[is_compressed]
+        if begins:
+            steps.assign_add(1)
+        place = (steps.read_value() - 1) % _ROWS
+        before = tf.zeros([5], tf.float64) if begins else rows.read_value()[place]
+        rows.scatter_nd_update([[place]], (before + metered.counts)[None])
 
     def read(self) -> CompressionStatistics:
-        """What was counted so far."""
-        whole, compressed = self._whole.numpy(), self._compressed.numpy()
-        steps = max(compressed[0], 1)
-        return CompressionStatistics(
-            whole_steps=int(whole[0]),
-            compressed_steps=int(compressed[0]),
-            gradient_bytes=compressed[4] / steps,
-            payload_bytes=compressed[5] / steps,
-            exposed_whole=whole[1] / whole[0] if whole[0] else float("nan"),
-            exposed=compressed[1] / steps,
-            exchange=compressed[3] / steps,
-            coding=(compressed[2] - compressed[3]) / steps,
+        """The medians of the last steps, without the first, which allocates."""
+        (whole, whole_steps), (compressed, compressed_steps) = (
+            _median(rows.numpy(), int(steps.numpy()))
+            for rows, steps in zip(self._rows, self._steps, strict=True)
         )
+        return CompressionStatistics(
+            whole_steps=whole_steps,
+            compressed_steps=compressed_steps,
+            gradient_bytes=float(compressed[3]),
+            payload_bytes=float(compressed[4]),
+            exposed_whole=float(whole[0]),
+            exposed=float(compressed[0]),
+            exchange=float(compressed[2]),
+            coding=float(compressed[1] - compressed[2]),
+        )
+
+
+def _median(rows: np.ndarray, steps: int) -> tuple[np.ndarray, int]:
+    """Of each column over the rows that were written; and how many steps count."""
+    rows = rows[1:steps] if steps <= _ROWS else rows
+    median = np.median(rows, axis=0) if len(rows) else np.full(rows.shape[1], np.nan)
+    return median, max(steps - 1, 0)
 
 
 class MeteredStep:
     """What one reduction takes."""
 
-    def __init__(self, gradients: Sequence[tf.Tensor], num_ranks: int, begins: bool):
-        self._steps = tf.constant(float(begins), tf.float64)
+    def __init__(self, gradients: Sequence[tf.Tensor], num_ranks: int):
         self._began = _time_after(gradients)
         total = tf.add_n([_bytes_of(gradient) for gradient in gradients])
         self._gradient_bytes = total * sends_of_all_reduce(num_ranks)
@@ -139,7 +148,7 @@ class MeteredStep:
             tf.add_n(each) if each else zero
             for each in (self.buckets, self.exchanges, [self._gradient_bytes], self.payloads)
         ]
-        self.counts = tf.stack([self._steps, exposed, *sums])
+        self.counts = tf.stack([exposed, *sums])
 
     @contextlib.contextmanager
     def bucket(self, inputs: Sequence[tf.Tensor]) -> Iterator[Callable]:

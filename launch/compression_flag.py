@@ -1,0 +1,52 @@
+"""`--compression`: what compresses gradients, as `powersgd:4`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tfdist.launch.flag_values import refuse
+
+__all__ = ["check_compression", "make_compressor"]
+
+#: By name, the class of `tfdist.compression`, and what may stand behind a colon: the name of its
+#: argument, and its type.
+_KINDS: dict[str, tuple[str, tuple[str, type] | None]] = {
+    "powersgd": ("PowerSGD", ("rank", int)),
+    "topk": ("TopK", ("ratio", float)),
+    "onebit": ("OneBit", None),
+    "int8": ("Int8", None),
+    "int4": ("Int4", None),
+}
+_MEANING = "none, powersgd[:RANK], topk[:RATIO], onebit, int8 or int4"
+_MOST = 1 << 16
+
+
+def check_compression(flag: str, value: str) -> None:
+    """Refuses what no compressor is named by, or has no such argument; imports none of them."""
+    if value == "none":
+        return
+    name, colon, given = value.partition(":")
+    if name not in _KINDS or (colon and _KINDS[name][1] is None):
+        raise refuse(flag, value, _MEANING)
+    if colon:
+        argument, kind = _KINDS[name][1]
+        try:
+            number = kind(given)
+        except ValueError:
+            raise refuse(flag, value, _MEANING) from None
+        if not math.isfinite(number) or not 0 < number <= (_MOST if kind is int else 1):
+            most = f"from 1 to {_MOST:,}" if kind is int else "above 0 and at most 1"
+            raise refuse(flag, value, f"{_MEANING}, with a {argument} {most}")
+
+
+def make_compressor(value: str) -> Any:
+    """The compressor that a checked value names; None for none."""
+    if value == "none":
+        return None
+    from tfdist import compression
+
+    name, colon, given = value.partition(":")
+    kind, argument = _KINDS[name]
+    arguments = {argument[0]: argument[1](given)} if colon and argument is not None else {}
+    return getattr(compression, kind)(**arguments)
