@@ -46,7 +46,7 @@ def main() -> int:
             SCRIPTS / "tfdist-run", f"--engine={options.engine}", "-np=2", "-H", "host1:1,host2:1",
             "--", sys.executable, "-m", "tfdist.benchmarks.slow_links",
             *(f"--{name}={getattr(options, name)}" for name in ("ways", "size", "rows", "steps", "rounds")),
-            environment=environment,
+            environment=environment, seconds=3600,
         )  # fmt: skip
     lines = [line.partition("{") for line in done.stdout.splitlines() if '"seconds"' in line]
     if done.returncode or not lines:
