@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.context import current_replica
 from tfdist.keras_internals.patching import Patch
-from tfdist.native import has_kernels, load
+from tfdist.native import has_kernels, load, step_takes_kernels
 from tfdist.zero.update import LocalShard
 
 __all__ = ["PATCHES"]
@@ -31,41 +31,26 @@ def _adam_step(original, self, gradient, variable, learning_rate):
     ]
     parameter, *moments = values
     dtype = parameter.dtype
-    is_part = isinstance(parameter, LocalShard) and dtype in _OWN_DTYPES and has_kernels()
+    is_part = isinstance(parameter, LocalShard)
+    if dtype not in _OWN_DTYPES or not (has_kernels() if is_part else step_takes_kernels()):
+        return original(self, gradient, variable, learning_rate)
     if not is_part and not isinstance(parameter, tf.Variable):
         return original(self, gradient, variable, learning_rate)
-    m, v = (moment.handle for moment in moments)
     step = tf.cast(self.iterations + 1, dtype)
-    betas = [tf.constant(beta, dtype) for beta in (self.beta_1, self.beta_2)]
-    powers = [tf.pow(beta, step) for beta in betas]
-    rate, epsilon = tf.cast(learning_rate, dtype), tf.constant(self.epsilon, dtype)
-    gradient = tf.cast(gradient, dtype)
+    powers = [tf.pow(tf.constant(beta, dtype), step) for beta in (self.beta_1, self.beta_2)]
+    arguments = {
+        **{name: moment.handle for name, moment in zip("mv", moments, strict=True)},
+        "gradient": tf.cast(gradient, dtype),
+        "rate": tf.cast(learning_rate, dtype) * tf.sqrt(1 - powers[1]) / (1 - powers[0]),
+        "decay_1": tf.constant(1 - self.beta_1, dtype),
+        "decay_2": tf.constant(1 - self.beta_2, dtype),
+        "epsilon": tf.constant(self.epsilon, dtype),
+    }
     if is_part:
-        # ZeRO's view of this rank's part of a parameter is no variable, which TensorFlow's kernel wants.
-        updated = load().tfdist_adam(
-            part=parameter.value,
-            m=m,
-            v=v,
-            gradient=gradient,
-            rate=rate * tf.sqrt(1 - powers[1]) / (1 - powers[0]),
-            beta_1=betas[0],
-            beta_2=betas[1],
-            epsilon=epsilon,
-        )
-        parameter.assign(updated)
+        # ZeRO's view of this rank's part of a parameter is no variable.
+        parameter.assign(load().tfdist_adam(part=parameter.value, **arguments))
     else:
-        tf.raw_ops.ResourceApplyAdam(
-            var=parameter.handle,
-            m=m,
-            v=v,
-            beta1_power=powers[0],
-            beta2_power=powers[1],
-            lr=rate,
-            beta1=betas[0],
-            beta2=betas[1],
-            epsilon=epsilon,
-            grad=gradient,
-        )
+        load().tfdist_adam_variable(variable=parameter.handle, **arguments)
     return None
 
 
