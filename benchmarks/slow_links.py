@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from typing import Any
 
 __all__ = ["SIZES", "main"]
 
 #: Of the GPT: the large one has 91 million parameters.
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "large": {"num_layers": 12, "width": 768, "num_heads": 12, "vocabulary": 8192},
     "small": {"num_layers": 4, "width": 256, "num_heads": 4, "vocabulary": 512},
 }
@@ -71,7 +72,7 @@ def _measure(engine, way: str, options) -> tuple[list[float], list[float]]:
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = models.gpt(vocabulary, max_length=_TOKENS, **sizes)
-        model.compile(_optimizer(way), layers.VocabParallelCrossEntropy(vocabulary))
+        model.compile(keras.optimizers.Adam(1e-4), layers.VocabParallelCrossEntropy(vocabulary))
     rows = options.rows * strategy.row_group.size
     text = np.random.default_rng(0).integers(0, vocabulary, (rows, _TOKENS + 1)).astype("int32")
     marks: list[tuple[float, int]] = []
@@ -102,7 +103,7 @@ def _strategy(engine, way: str):
     """A strategy over the same ranks, whose gradients travel in that way."""
     from tfdist.strategies.parallel import ParallelStrategy
 
-    options = {"watchdog_seconds": 0}
+    options: dict[str, Any] = {"watchdog_seconds": 0}
     if way in ("bfloat16", "float16"):
         return ParallelStrategy(engine, communication_dtype=way, **options)
     compressor = _compressor(way)
@@ -125,13 +126,6 @@ def _compressor(way: str):
         "int4": lambda: compression.Int4(start_step=2),
     }
     return make[name]()
-
-
-def _optimizer(way: str):
-    import keras
-
-    del way
-    return keras.optimizers.Adam(1e-4)
 
 
 if __name__ == "__main__":

@@ -27,10 +27,11 @@ def check_compression(flag: str, value: str) -> None:
     if value == "none":
         return
     name, colon, given = value.partition(":")
-    if name not in _KINDS or (colon and _KINDS[name][1] is None):
+    expected = _KINDS[name][1] if name in _KINDS else None
+    if name not in _KINDS or (colon and expected is None):
         raise refuse(flag, value, _MEANING)
-    if colon:
-        argument, kind = _KINDS[name][1]
+    if colon and expected is not None:
+        argument, kind = expected
         try:
             number = kind(given)
         except ValueError:

@@ -24,6 +24,7 @@ _ROOMS = (
     "checkpoint",
     "collectives",
     "compat",
+    "compression",
     "datasets",
     "hub",
     "layers",

@@ -12,7 +12,7 @@ import keras
 
 from tfdist.checkpoint.manifest import Arrays
 from tfdist.checkpoint.shards import ArrayShard, Entry
-from tfdist.context import strategy_of
+from tfdist.context import DistributedStrategy, strategy_of
 from tfdist.gradients.compressed import CompressionState, compression_state
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.updates import unwrapped
@@ -28,11 +28,11 @@ def compression_entries(
     model: keras.Model, named: Sequence[tuple[keras.Variable, str]]
 ) -> list[Entry]:
     """The entries of what compression keeps on this rank; `named` are its variables, with names."""
-    state = _state_of(model)
-    if state is None:
+    strategy, state = strategy_of(model), _state_of(model)
+    if strategy is None or state is None:
         return []
-    here = _here(model)
-    entries = [_entry(_STEPS, state.step, strategy_of(model).is_chief)]
+    here = _here(strategy)
+    entries = [_entry(_STEPS, state.step, strategy.is_chief)]
     for variable, name in named:
         for key, slot in state.slots.get(id(variable), {}).items():
             entries.append(_entry(f"{here}/{name}/{key}", slot, True))
@@ -43,10 +43,10 @@ def make_slots(
     model: keras.Model, named: Sequence[tuple[keras.Variable, str]], saved: Iterable[str]
 ) -> None:
     """Makes what a checkpoint has values for; the first step would make it otherwise."""
-    state, saved = _state_of(model), set(saved)
-    if state is None:
+    strategy, state, saved = strategy_of(model), _state_of(model), set(saved)
+    if strategy is None or state is None:
         return
-    strategy, here = strategy_of(model), _here(model)
+    here = _here(strategy)
     for variable, name in named:
         group = strategy.group(*layout_of(variable).gradient_axes(strategy.mesh))
         shape = tuple(variable.shape)
@@ -58,10 +58,10 @@ def reset_others(
     model: keras.Model, named: Sequence[tuple[keras.Variable, str]], saved: Arrays
 ) -> None:
     """Lets begin anew what a checkpoint has no values for, and says so."""
-    state = _state_of(model)
-    if state is None:
+    strategy, state = strategy_of(model), _state_of(model)
+    if strategy is None or state is None:
         return
-    strategy, here = strategy_of(model), _here(model)
+    here = _here(strategy)
     lacks = _STEPS in saved and not any(name.startswith(f"{here}/") for name in saved)
     for variable, name in named:
         group = strategy.group(*layout_of(variable).gradient_axes(strategy.mesh))
@@ -81,9 +81,9 @@ def _state_of(model: keras.Model) -> CompressionState | None:
     return compression_state(unwrapped(optimizer), strategy.gradient_options.compression)
 
 
-def _here(model: keras.Model) -> str:
+def _here(strategy: DistributedStrategy) -> str:
     """What names of this rank's arrays begin with: they are of one place in one mesh."""
-    mesh = strategy_of(model).mesh
+    mesh = strategy.mesh
     axes = "-".join(f"{axis}{size}" for axis, size in mesh.shape.items() if size > 1)
     return f"{_KIND}/{axes}/rank{mesh.rank}"
 
