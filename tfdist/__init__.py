@@ -30,6 +30,7 @@ _ROOMS = (
     "learning_rate",
     "models",
     "monitoring",
+    "optimizers",
     "pipeline",
     "recompute",
     "sharding",

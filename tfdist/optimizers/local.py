@@ -1,0 +1,404 @@
+"""What local SGD, SlowMo and DiLoCo have in common: local steps, and a sync every so many of them.
+
+Each rank of the data axis holds parameters x_i, and all hold the same global parameters x, those of the
+last sync. A step updates x_i by the rank's own gradient and its own state of the inner optimizer. At a
+sync the pseudo-gradients x - x_i are averaged, an outer step makes new global parameters of x and the
+average d, and all ranks go on from these:
+
+    d = mean over ranks of (x - x_i)        global minus local: it points uphill, as a gradient does
+    x = outer step of (x, d)
+    x_i = x
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import checks
+from tfdist.collectives.engine import Engine
+from tfdist.context import DistributedStrategy, current_replica, current_strategy
+from tfdist.gradients.reduce import reduce_gradients
+from tfdist.layers.states import average_states, layer_states
+from tfdist.local_steps import LocalSteps, optimizers_in
+from tfdist.optimizers.hosts import ranks_in_step
+from tfdist.sharding.layout import layout_of, update_layout
+
+__all__ = ["LocalOptimizer"]
+
+
+@dataclasses.dataclass
+class _Held:
+    """What an optimizer keeps; in an object of its own, since Keras and TensorFlow wrap attributes.
+
+    Attributes:
+        steps: The number of steps since the last sync.
+        slots: By name, a variable for each trained one.
+        strategy: The strategy that it works under.
+        ranks: By the id of an engine, what `in_step` returns.
+        begun_outside: Whether `apply` leaves it to its caller to begin and to end steps.
+    """
+
+    steps: Any = None
+    slots: dict[str, list] = dataclasses.field(default_factory=dict)
+    strategy: DistributedStrategy | None = None
+    ranks: dict[int, frozenset[int]] = dataclasses.field(default_factory=dict)
+    begun_outside: bool = False
+
+
+class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
+    """The base of `LocalSGD`, `SlowMo` and `DiLoCo`.
+
+    Args:
+        inner: The optimizer of the local steps, or its name.
+        sync_every: The number of steps from one sync to the next.
+        within: Which ranks still reduce gradients at every step, and train as one: None for those
+            alone that share a model (over the tensor, pipeline, expert and context axes), "host" for
+            all whose models lie on the same hosts, or the name of an axis of one's own.
+        name: The optimizer's name.
+
+    Raises:
+        TypeError: `inner` is no optimizer.
+        ValueError: An argument is out of its range, or `inner` cannot be used so.
+    """
+
+    def __init__(
+        self,
+        inner: keras.optimizers.Optimizer | str,
+        sync_every: int,
+        *,
+        within: str | None = None,
+        name: str | None = None,
+    ):
+        inner = _checked_inner(inner)
+        checks.integer("sync_every", sync_every, minimum=1)
+        checks.text("within", within, optional=True)
+        checks.text("name", name, optional=True)
+        super().__init__(learning_rate=0.0, name=name)
+        self.inner_optimizer = inner
+        self.sync_every, self.within = int(sync_every), within
+        self._held = _Held()
+
+    # -- what subclasses say ------------------------------------------------------------------------
+
+    #: The names of the outer optimizer's variables, one for each parameter.
+    outer_slots: tuple[str, ...] = ()
+
+    @abc.abstractmethod
+    def outer_step(self, values, delta, slots: Sequence, shared: Sequence):
+        """New global parameters.
+
+        Args:
+            values: The global parameters of the last sync: a tensor.
+            delta: The average over ranks of those minus the local ones.
+            slots: The outer optimizer's variables for it, which this method updates.
+            shared: The means over ranks of what `shared_scalars` returned.
+        """
+
+    def shared_scalars(self) -> list:
+        """Scalars of this rank whose mean over ranks an outer step needs."""
+        return []
+
+    # -- variables ----------------------------------------------------------------------------------
+
+    def build(self, variables) -> None:
+        """Makes the inner optimizer's variables, the global parameters and the outer state."""
+        if self.built:
+            return
+        variables = list(variables)
+        self._held.strategy = strategy = current_strategy()
+        if strategy is not None:
+            _check_layouts(strategy, variables)
+        if not self.inner_optimizer.built:
+            self.inner_optimizer.build(variables)
+        self._held.steps = self.add_variable(
+            shape=(), dtype="int64", initializer="zeros", name="local_steps"
+        )
+        for slot in ("global", *self.outer_slots, *self._more_slots()):
+            self._held.slots[slot] = [
+                self.add_variable_from_reference(variable, name=slot) for variable in variables
+            ]
+        super().build(variables)
+        if strategy is not None:
+            self._mark(strategy, [*variables, *self.inner_optimizer.variables])
+            self._mark(strategy, [v for slot in self._more_slots() for v in self._held.slots[slot]])
+
+    def _more_slots(self) -> tuple[str, ...]:
+        """Slots of what is this rank's alone."""
+        return ()
+
+    def mark_local(self, variables: Sequence) -> None:
+        """Notes that other variables, as those of a loss scale, are this rank's alone."""
+        if self._held.strategy is not None:
+            self._mark(self._held.strategy, variables)
+
+    def _mark(self, strategy: DistributedStrategy, variables: Sequence) -> None:
+        for variable in variables:
+            update_layout(variable, local_over=strategy.mesh.replica_axes)
+
+    @property
+    def variables(self) -> list:
+        """The outer optimizer's variables, and the inner one's."""
+        return self._variables + self.inner_optimizer.variables
+
+    @property
+    def global_variables(self) -> list[tuple[Any, Any]]:
+        """Each trained variable with that of the global parameters, once they are made."""
+        return list(zip(self._trainable_variables, self._held.slots.get("global", ()), strict=True))
+
+    # -- steps --------------------------------------------------------------------------------------
+
+    def in_step(self, engine: Engine) -> frozenset[int]:
+        """See `LocalSteps`."""
+        found = self._held.ranks.get(id(engine))
+        if found is None:
+            found = self._held.ranks[id(engine)] = ranks_in_step(engine, self.within)
+        return found
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether ranks have stepped since they last met. Eager only."""
+        return self.built and int(self._held.steps) > 0
+
+    @contextlib.contextmanager
+    def begun_outside(self) -> Iterator[None]:
+        """Inside, `apply` leaves `begin_step` and `end_step` to the caller."""
+        before, self._held.begun_outside = self._held.begun_outside, True
+        try:
+            yield
+        finally:
+            self._held.begun_outside = before
+
+    def apply(self, grads, trainable_variables=None) -> None:
+        """A local step, and a sync where it is time.
+
+        Args:
+            grads: This rank's gradients, in the order of the variables.
+            trainable_variables: The variables; those that it was built with by default.
+        """
+        grads = list(grads)
+        if not grads:
+            return
+        if not self.built:
+            self.build(self._given(trainable_variables))
+        if not self._held.begun_outside:
+            self.begin_step()
+        self._apply_inner(grads, trainable_variables)
+        if not self._held.begun_outside:
+            self.end_step()
+
+    def _given(self, trainable_variables) -> list:
+        if trainable_variables is None:
+            raise ValueError(
+                "An optimizer that is not built is given the variables of its gradients: "
+                "`optimizer.apply(gradients, variables)`."
+            )
+        return list(trainable_variables)
+
+    def _apply_inner(self, grads: list, trainable_variables) -> None:
+        replica = current_replica()
+        if replica is None:
+            self.inner_optimizer.apply(grads, trainable_variables)
+            return
+        ranks = self.in_step(replica.strategy.engine)
+        step = replica.step
+        if step is not None and step.in_step != ranks:
+            raise ValueError(
+                "A model holds its optimizers as attributes, so that its losses are those of the rows "
+                f"that they step with. Received: `{step.model.name}`, which does not hold "
+                f"`{self.name}`."
+            )
+        before, replica.in_step = replica.in_step, ranks
+        try:
+            has_samples = None if step is None else step.has_samples
+            if has_samples is None:
+                self.inner_optimizer.apply(grads, trainable_variables)
+            else:
+                tf.cond(
+                    has_samples,
+                    lambda: _done(self.inner_optimizer.apply(grads, trainable_variables)),
+                    lambda: _done(None),
+                )
+        finally:
+            replica.in_step = before
+
+    def begin_step(self) -> None:
+        """Notes the parameters, where ranks have just met."""
+        self._held.strategy = current_strategy() or self._held.strategy
+
+        def note():
+            for variable, kept in self.global_variables:
+                kept.assign(variable)
+
+        tf.cond(tf.equal(self._held.steps.value, 0), lambda: _done(note()), lambda: _done(None))
+
+    def end_step(self) -> None:
+        """Counts the step; a sync where it is time."""
+        self._held.steps.assign_add(1)
+        is_due = tf.equal(self._held.steps.value, self.sync_every)
+        tf.cond(is_due, lambda: _done(self._sync()), lambda: _done(None))
+
+    def synchronize(self) -> None:
+        """Brings ranks together now, if they are apart; all ranks call this. Eager only.
+
+        `fit` does so in the end.
+        """
+        if self.is_apart:
+            self._sync()
+
+    def restart(self) -> None:
+        """See `LocalSteps`. Eager only."""
+        if self.is_apart:
+            for variable, kept in self.global_variables:
+                variable.assign(kept)
+        if self.built:
+            self._held.steps.assign(0)
+
+    # -- syncs --------------------------------------------------------------------------------------
+
+    def _sync(self) -> None:
+        """Averages pseudo-gradients, and makes an outer step."""
+        places = range(len(self._trainable_variables))
+        means, shared = self._averaged(self._deltas(places))
+        self._outer(places, means, shared)
+        self._average_states()
+        self._held.steps.assign(0)
+
+    def _deltas(self, places: Sequence[int]) -> list:
+        pairs = self.global_variables
+        return [_value(pairs[place][1]) - _value(pairs[place][0]) for place in places]
+
+    def _averaged(self, deltas: Sequence) -> tuple[list, list]:
+        """The means over ranks of pseudo-gradients, and of `shared_scalars`."""
+        own = [*deltas, *self.shared_scalars()]
+        strategy = self._held.strategy
+        if strategy is not None:
+            group = strategy.group(*strategy.mesh.replica_axes)
+            own = reduce_gradients(own, group, "mean", strategy.gradient_options, name="local-sgd")
+        return own[: len(deltas)], own[len(deltas) :]
+
+    def _outer(
+        self,
+        places: Sequence[int],
+        means: Sequence,
+        shared: Sequence,
+        local: Callable = lambda own, new: new,
+    ) -> None:
+        """An outer step of some parameters; what `local` makes of its result ranks go on from."""
+        pairs = self.global_variables
+        for place, delta in zip(places, means, strict=True):
+            variable, kept = pairs[place]
+            slots = [self._held.slots[name][place] for name in self.outer_slots]
+            if getattr(variable, "overwrite_with_gradient", False):
+                # A scale that its layer sets, as in float8: nothing to go downhill on.
+                new = _value(kept) - delta
+            else:
+                new = self.outer_step(_value(kept), delta, slots, shared)
+            if variable.constraint is not None:
+                new = variable.constraint(new)
+            kept.assign(new)
+            variable.assign(local(_value(variable), new))
+
+    def _average_states(self) -> None:
+        """Averages what layers keep of the rows that they saw, in a step of a Keras model."""
+        replica = current_replica()
+        if replica is not None and replica.step is not None:
+            states = layer_states(replica.step.model)
+            average_states(states, replica.strategy.gradient_group)
+
+    # -- Keras --------------------------------------------------------------------------------------
+
+    @property
+    def learning_rate(self):
+        """The inner optimizer's."""
+        return self.inner_optimizer.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, learning_rate):
+        self.inner_optimizer.learning_rate = learning_rate
+
+    @property
+    def iterations(self):
+        """The inner optimizer's: the steps that this rank has made."""
+        return self.inner_optimizer.iterations
+
+    def scale_loss(self, loss):
+        """The inner optimizer's."""
+        return self.inner_optimizer.scale_loss(loss)
+
+    def finalize_variable_values(self, var_list) -> None:
+        """Called by `fit` in the end: brings ranks together."""
+        self.synchronize()
+        self.inner_optimizer.finalize_variable_values(var_list)
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments of the constructor."""
+        return {
+            "name": self.name,
+            "inner": keras.saving.serialize_keras_object(self.inner_optimizer),
+            "sync_every": self.sync_every,
+            "within": self.within,
+        }
+
+    @classmethod
+    def from_config(cls, config, custom_objects=None):
+        """Makes an optimizer of what `get_config` returned."""
+        config = dict(config)
+        inner = keras.saving.deserialize_keras_object(
+            config.pop("inner"), custom_objects=custom_objects
+        )
+        return cls(inner, **config)
+
+
+def _value(variable) -> tf.Tensor:
+    return tf.convert_to_tensor(variable.value)
+
+
+def _done(nothing: None) -> tf.Tensor:
+    """What both branches of a condition return."""
+    del nothing
+    return tf.constant(True)
+
+
+def _checked_inner(inner) -> keras.optimizers.Optimizer:
+    if isinstance(inner, str):
+        try:
+            inner = keras.optimizers.get(inner)
+        except ValueError as error:
+            raise checks.refuse("inner", inner, "the name of an optimizer of Keras") from error
+    checks.instance("inner", inner, keras.optimizers.Optimizer, "a Keras optimizer, or its name")
+    if isinstance(inner, LocalSteps) or len(list(optimizers_in(inner))) > 1:
+        raise checks.refuse(
+            "inner", inner, "an optimizer that wraps no other; a loss scale goes around this one"
+        )
+    if inner.use_ema:
+        raise ValueError(
+            "The weights that ranks agree on are an average over time already. Received: an `inner` "
+            f"{type(inner).__name__} with use_ema=True; leave that out."
+        )
+    return inner
+
+
+def _check_layouts(strategy: DistributedStrategy, variables: Sequence) -> None:
+    """Refuses what ranks that step apart cannot share."""
+    if strategy.zero_stage:
+        raise ValueError(
+            "ZeRO divides among the data parallel ranks what each of them has for itself between two "
+            f"syncs. Received: zero_stage={strategy.zero_stage}. Leave `zero_stage` out, and split "
+            "models that are too large over the tensor or the pipeline axis."
+        )
+    apart = set(strategy.mesh.replica_axes)
+    for variable in variables:
+        part = layout_of(variable).slice
+        if part is not None and apart & set(part.group.axes):
+            raise ValueError(
+                f"`{variable.path}` is split over the {'+'.join(part.group.axes)} axis, along which "
+                "each rank has a model of its own between two syncs. Split it over another axis, or "
+                "train with its optimizer alone."
+            )
