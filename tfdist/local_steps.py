@@ -8,7 +8,8 @@ the optimizer is to do so. All rooms ask here for the ranks that a rank stays in
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tfdist.collectives import Group
@@ -34,16 +35,46 @@ class LocalSteps(abc.ABC):
         """Whether ranks have stepped since they last met, so that parameters may differ."""
 
     @abc.abstractmethod
-    def begin_step(self) -> None:
-        """Called once before each step of training."""
+    def note_parameters(self) -> None:
+        """Called before each step: notes the parameters as global, if ranks have just met."""
 
     @abc.abstractmethod
     def end_step(self) -> None:
         """Called once after each step, also after one that a loss scale has left out."""
 
     @abc.abstractmethod
+    def begun_outside(self) -> contextlib.AbstractContextManager:
+        """Inside, `apply` leaves `note_parameters` and `end_step` to its caller."""
+
+    @abc.abstractmethod
+    def mark_local(self, variables: Sequence) -> None:
+        """Notes in their layouts that variables are each rank's own."""
+
+    @property
+    @abc.abstractmethod
+    def global_variables(self) -> list[tuple[Any, Any]]:
+        """Each trained variable, and the one with its value at the last sync."""
+
+    @abc.abstractmethod
+    def global_parameters(self) -> contextlib.AbstractContextManager:
+        """Inside, trained variables have the values that ranks have agreed on last. Eager only."""
+
+    @abc.abstractmethod
     def restart(self) -> None:
         """Goes back to the parameters that ranks have agreed on last, and counts steps anew."""
+
+    @property
+    @abc.abstractmethod
+    def is_resumed(self) -> bool:
+        """Whether a checkpoint has given this rank what is its own, since the last `restart`."""
+
+    @abc.abstractmethod
+    def resume(self, *, own: bool) -> None:
+        """Called when a checkpoint was read.
+
+        Args:
+            own: Whether it has what is this rank's own. Else ranks go on from what they had agreed on.
+        """
 
 
 def optimizers_in(optimizer: Any) -> Iterator[Any]:

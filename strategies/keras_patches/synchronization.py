@@ -11,6 +11,7 @@ from tfdist.collectives import broadcast
 from tfdist.context import KerasStep
 from tfdist.gradients.buckets import buckets
 from tfdist.layers.states import average_states, layer_states
+from tfdist.local_steps import local_optimizer
 from tfdist.sharding.layout import replicated_variables
 from tfdist.sharding.parts import deep_copy
 
@@ -30,7 +31,10 @@ def broadcast_variables(model: keras.Model) -> None:
     """
     strategy = model.distribute_strategy
     kinds: dict[tuple[str, ...], list] = {}
-    for variable, axes in replicated_variables(model):
+    local = local_optimizer(model)
+    # A checkpoint may just have given each rank what is its own.
+    shared = local is None or not local.is_resumed
+    for variable, axes in replicated_variables(model, after_sync=shared):
         kinds.setdefault(axes, []).append(variable)
     for axes, some in kinds.items():
         # By dtype, so that few buckets are needed.

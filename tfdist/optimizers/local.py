@@ -43,6 +43,8 @@ class _Held:
         strategy: The strategy that it works under.
         ranks: By the id of an engine, what `in_step` returns.
         begun_outside: Whether `apply` leaves it to its caller to begin and to end steps.
+        is_resumed: Whether a checkpoint has given this rank what is its own.
+        shows_global: Whether variables have the global parameters now.
     """
 
     steps: Any = None
@@ -50,6 +52,8 @@ class _Held:
     strategy: DistributedStrategy | None = None
     ranks: dict[int, frozenset[int]] = dataclasses.field(default_factory=dict)
     begun_outside: bool = False
+    is_resumed: bool = False
+    shows_global: bool = False
 
 
 class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
@@ -168,7 +172,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
 
     @contextlib.contextmanager
     def begun_outside(self) -> Iterator[None]:
-        """Inside, `apply` leaves `begin_step` and `end_step` to the caller."""
+        """Inside, `apply` leaves `note_parameters` and `end_step` to the caller."""
         before, self._held.begun_outside = self._held.begun_outside, True
         try:
             yield
@@ -188,7 +192,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
         if not self.built:
             self.build(self._given(trainable_variables))
         if not self._held.begun_outside:
-            self.begin_step()
+            self.note_parameters()
         self._apply_inner(grads, trainable_variables)
         if not self._held.begun_outside:
             self.end_step()
@@ -228,8 +232,8 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
         finally:
             replica.in_step = before
 
-    def begin_step(self) -> None:
-        """Notes the parameters, where ranks have just met."""
+    def note_parameters(self) -> None:
+        """See `LocalSteps`."""
         self._held.strategy = current_strategy() or self._held.strategy
 
         def note():
@@ -254,11 +258,44 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
 
     def restart(self) -> None:
         """See `LocalSteps`. Eager only."""
+        self._held.is_resumed = False
         if self.is_apart:
             for variable, kept in self.global_variables:
                 variable.assign(kept)
         if self.built:
             self._held.steps.assign(0)
+
+    @property
+    def is_resumed(self) -> bool:
+        """See `LocalSteps`."""
+        return self._held.is_resumed
+
+    def resume(self, *, own: bool) -> None:
+        """See `LocalSteps`. Eager only."""
+        if own:
+            self._held.is_resumed = True
+            return
+        for variable, kept in self.global_variables:
+            variable.assign(kept)
+        self.restart()
+
+    @contextlib.contextmanager
+    def global_parameters(self) -> Iterator[None]:
+        """See `LocalSteps`."""
+        if not self.is_apart or self._held.shows_global:
+            yield
+            return
+        pairs = self.global_variables
+        own = [tf.identity(_value(variable)) for variable, _ in pairs]
+        self._held.shows_global = True
+        try:
+            for variable, kept in pairs:
+                variable.assign(kept)
+            yield
+        finally:
+            self._held.shows_global = False
+            for (variable, _), value in zip(pairs, own, strict=True):
+                variable.assign(value)
 
     # -- syncs --------------------------------------------------------------------------------------
 
