@@ -103,6 +103,10 @@ def simulate(
     nesterov: bool = True,
     slow_momentum: float = 0.7,
     slow_learning_rate: float = 1.0,
+    fragments: int = 1,
+    overlap: int = 0,
+    mixing: float = 0.5,
+    cut: Sequence[Sequence[int]] = ((0, 1, 2, 3),),
 ) -> list[np.ndarray]:
     """The same in one process: a model of plain Keras for each rank, and the formulas in NumPy."""
     programs.start()
@@ -119,16 +123,15 @@ def simulate(
     whole = [v.numpy() for v in first.trainable_variables]
     momentum = [np.zeros_like(v) for v in whole]
     steps = 0
+    under_way: dict[int, dict[int, np.ndarray]] = {}
 
-    def sync():
-        means = [
-            np.mean([model.trainable_variables[i].numpy() for model in models], axis=0)
-            for i in range(len(whole))
-        ]
-        for i, mean in enumerate(means):
-            delta = whole[i] - mean
+    def mean_of(i: int) -> np.ndarray:
+        return np.mean([model.trainable_variables[i].numpy() for model in models], axis=0)
+
+    def outer_step(deltas: dict[int, np.ndarray], own: float = 0.0):
+        for i, delta in deltas.items():
             if kind == "local_sgd":
-                whole[i] = mean
+                whole[i] = whole[i] - delta
             elif kind == "slowmo":
                 rate = float(optimizers[0].learning_rate)
                 momentum[i] = slow_momentum * momentum[i] + delta / rate
@@ -137,9 +140,12 @@ def simulate(
                 momentum[i] = outer_momentum * momentum[i] + delta
                 step = delta + outer_momentum * momentum[i] if nesterov else momentum[i]
                 whole[i] = whole[i] - outer_learning_rate * step
-        for model in models:
-            for variable, value in zip(model.trainable_variables, whole, strict=True):
-                variable.assign(value)
+            for model in models:
+                variable = model.trainable_variables[i]
+                variable.assign(own * variable.numpy() + (1 - own) * whole[i])
+
+    def sync(places: Sequence[int]):
+        outer_step({i: whole[i] - mean_of(i) for i in places})
         average([model.non_trainable_variables for model in models])
 
     for _ in range(epochs):
@@ -152,11 +158,18 @@ def simulate(
                     gradients = tape.gradient(value, model.trainable_variables)
                     optimizer.apply(gradients, model.trainable_variables)
             steps += 1
-            if steps == sync_every:
-                sync()
-                steps = 0
-    if steps:
-        sync()
+            for part, places in enumerate(cut):
+                since = steps - (part + 1) * sync_every // fragments
+                if not overlap and since >= 0 and since % sync_every == 0:
+                    sync(places)
+                elif overlap and since >= 0 and since % sync_every == 0:
+                    under_way[part] = {i: whole[i] - mean_of(i) for i in places}
+                elif overlap and since >= 0 and since % sync_every == overlap:
+                    outer_step(under_way.pop(part), own=mixing)
+    for part in sorted(under_way):
+        outer_step(under_way.pop(part), own=mixing)
+    if fragments > 1 or overlap or steps % sync_every:
+        sync(range(len(whole)))
     return weights_of(first)
 
 

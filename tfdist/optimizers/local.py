@@ -30,7 +30,7 @@ from tfdist.local_steps import LocalSteps, optimizers_in
 from tfdist.optimizers.hosts import ranks_in_step
 from tfdist.sharding.layout import layout_of, update_layout
 
-__all__ = ["LocalOptimizer"]
+__all__ = ["LocalOptimizer", "done"]
 
 
 @dataclasses.dataclass
@@ -124,16 +124,16 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
         self._held.steps = self.add_variable(
             shape=(), dtype="int64", initializer="zeros", name="local_steps"
         )
-        for slot in ("global", *self.outer_slots, *self._more_slots()):
+        for slot in ("global", *self.outer_slots, *self.own_slots()):
             self._held.slots[slot] = [
                 self.add_variable_from_reference(variable, name=slot) for variable in variables
             ]
         super().build(variables)
         if strategy is not None:
             self._mark(strategy, [*variables, *self.inner_optimizer.variables])
-            self._mark(strategy, [v for slot in self._more_slots() for v in self._held.slots[slot]])
+            self._mark(strategy, [v for slot in self.own_slots() for v in self._held.slots[slot]])
 
-    def _more_slots(self) -> tuple[str, ...]:
+    def own_slots(self) -> tuple[str, ...]:
         """Slots of what is this rank's alone."""
         return ()
 
@@ -226,8 +226,8 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
             else:
                 tf.cond(
                     has_samples,
-                    lambda: _done(self.inner_optimizer.apply(grads, trainable_variables)),
-                    lambda: _done(None),
+                    lambda: done(self.inner_optimizer.apply(grads, trainable_variables)),
+                    lambda: done(None),
                 )
         finally:
             replica.in_step = before
@@ -240,13 +240,26 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
             for variable, kept in self.global_variables:
                 kept.assign(variable)
 
-        tf.cond(tf.equal(self._held.steps.value, 0), lambda: _done(note()), lambda: _done(None))
+        tf.cond(tf.equal(self._held.steps.value, 0), lambda: done(note()), lambda: done(None))
+
+    def count_step(self) -> None:
+        """Counts a step."""
+        self._held.steps.assign_add(1)
+
+    @property
+    def steps_since_start(self) -> tf.Tensor:
+        """The steps since the last sync; where parameters take turns, since all had one together."""
+        return tf.convert_to_tensor(self._held.steps.value)
+
+    def slot(self, name: str, place: int):
+        """The variable of a slot for a parameter."""
+        return self._held.slots[name][place]
 
     def end_step(self) -> None:
         """Counts the step; a sync where it is time."""
-        self._held.steps.assign_add(1)
+        self.count_step()
         is_due = tf.equal(self._held.steps.value, self.sync_every)
-        tf.cond(is_due, lambda: _done(self._sync()), lambda: _done(None))
+        tf.cond(is_due, lambda: done(self._sync()), lambda: done(None))
 
     def synchronize(self) -> None:
         """Brings ranks together now, if they are apart; all ranks call this. Eager only.
@@ -302,16 +315,17 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
     def _sync(self) -> None:
         """Averages pseudo-gradients, and makes an outer step."""
         places = range(len(self._trainable_variables))
-        means, shared = self._averaged(self._deltas(places))
-        self._outer(places, means, shared)
-        self._average_states()
+        means, shared = self.averaged(self.deltas(places))
+        self.outer(places, means, shared)
+        self.average_layer_states()
         self._held.steps.assign(0)
 
-    def _deltas(self, places: Sequence[int]) -> list:
+    def deltas(self, places: Sequence[int]) -> list:
+        """This rank's pseudo-gradients, global minus local, of some parameters."""
         pairs = self.global_variables
         return [_value(pairs[place][1]) - _value(pairs[place][0]) for place in places]
 
-    def _averaged(self, deltas: Sequence) -> tuple[list, list]:
+    def averaged(self, deltas: Sequence) -> tuple[list, list]:
         """The means over ranks of pseudo-gradients, and of `shared_scalars`."""
         own = [*deltas, *self.shared_scalars()]
         strategy = self._held.strategy
@@ -320,7 +334,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
             own = reduce_gradients(own, group, "mean", strategy.gradient_options, name="local-sgd")
         return own[: len(deltas)], own[len(deltas) :]
 
-    def _outer(
+    def outer(
         self,
         places: Sequence[int],
         means: Sequence,
@@ -342,7 +356,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
             kept.assign(new)
             variable.assign(local(_value(variable), new))
 
-    def _average_states(self) -> None:
+    def average_layer_states(self) -> None:
         """Averages what layers keep of the rows that they saw, in a step of a Keras model."""
         replica = current_replica()
         if replica is not None and replica.step is not None:
@@ -397,7 +411,7 @@ def _value(variable) -> tf.Tensor:
     return tf.convert_to_tensor(variable.value)
 
 
-def _done(nothing: None) -> tf.Tensor:
+def done(nothing: None) -> tf.Tensor:
     """What both branches of a condition return."""
     del nothing
     return tf.constant(True)
