@@ -64,6 +64,7 @@ def _fit(original, self, *args, **kwargs):
     arguments = _arguments(original, self, *args, **kwargs)
     strategy = _parallel_strategy(self)
     if strategy_of(self) is not None:
+        _adopt_optimizers(self, strategy_of(self))
         arguments["callbacks"] = framed(self, tf.nest.flatten(arguments["callbacks"] or []))
     if strategy is None:
         return _fit_to_the_end(original, arguments)
@@ -74,7 +75,6 @@ def _fit(original, self, *args, **kwargs):
             f"{strategy.mesh.size} ranks. Leave `jit_compile` out, or set it to False."
         )
     check_agreement(strategy, "fit", arguments)
-    _adopt_optimizers(self, strategy)
     share_random_state(strategy.group())
     _prepare_callbacks(strategy, arguments, training=True)
     return _fit_to_the_end(original, arguments)
@@ -170,6 +170,9 @@ def _predict_on_batch(original, self, x):
 
 
 def _train_on_batch(original, self, x, y=None, sample_weight=None, *args, **kwargs):
+    strategy = strategy_of(self)
+    if strategy is not None:
+        _adopt_optimizers(self, strategy)
     x, y, sample_weight = _own_rows(self, (x, y, sample_weight))
     return original(self, x, y, sample_weight, *args, **kwargs)
 
