@@ -53,7 +53,7 @@ def run(mesh: dict, kind: str, inner: str, **options):
     ids=["clipped", "accumulated"],
 )
 def test_ranks_that_share_a_model_train_as_one(pool, one_process, mesh, kind, inner, options):
-    found = pool.run(run, mesh, kind, inner, timeout=180, **options)
+    found = pool.run(run, mesh, kind, inner, timeout=600, **options)
     expected = one_process.run(
         programs.simulate,
         kind,
@@ -62,7 +62,7 @@ def test_ranks_that_share_a_model_train_as_one(pool, one_process, mesh, kind, in
         sync_every=3,
         make=split_layers,
         cut=(tuple(range(6)),),
-        timeout=120,
+        timeout=600,
         **options,
     )[0]
     for weights in found:
@@ -93,8 +93,8 @@ def own_axis(within: str | None):
 def test_every_step_along_an_axis_of_ones_own(pool, one_process):
     from tests.optimizers.test_training import seven_batches
 
-    expected = one_process.run(seven_batches, timeout=120)[0]
-    results = pool.run(own_axis, "data", timeout=120)
+    expected = one_process.run(seven_batches, timeout=600)[0]
+    results = pool.run(own_axis, "data", timeout=600)
     for rank, weights in enumerate(results):
         for own, right in zip(weights, expected[rank // 2], strict=True):
             np.testing.assert_allclose(own, right, rtol=0, atol=1e-5)
@@ -129,9 +129,9 @@ def experts(sync_every: int, options: dict):
 @pytest.mark.slow
 @on_ranks(("horovod", 4))
 def test_experts_are_shared_and_replicas_apart(pool):
-    common = pool.run(experts, 0, {}, timeout=120)
-    each = pool.run(experts, 1, {}, timeout=120)
-    apart = pool.run(experts, 4, {}, timeout=120)
+    common = pool.run(experts, 0, {}, timeout=600)
+    each = pool.run(experts, 1, {}, timeout=600)
+    apart = pool.run(experts, 4, {}, timeout=600)
     # A balance loss looks at the rows that step together, so it differs by which these are.
     for own, right in zip(each[0], common[0], strict=True):
         np.testing.assert_allclose(own, right, rtol=0, atol=1e-2)
@@ -178,7 +178,7 @@ def refusals() -> list[str]:
 
 @on_ranks(("horovod", 2))
 def test_what_cannot_be_is_refused_in_one_line(pool):
-    for said in pool.run(refusals, timeout=120):
+    for said in pool.run(refusals, timeout=600):
         words = ("zero_stage=1", "within='tensor'", "within='rack'", "is split over the data axis")
         for line, word in zip(said, words, strict=True):
             assert word in line

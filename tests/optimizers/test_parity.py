@@ -42,8 +42,8 @@ def simulations(ranks: int, cases):
 
 
 def check(pool, one_process, cases):
-    found = pool.run(fits, cases, timeout=300)
-    expected = one_process.run(simulations, pool.num_ranks, cases, timeout=300)[0]
+    found = pool.run(fits, cases, timeout=600)
+    expected = one_process.run(simulations, pool.num_ranks, cases, timeout=600)[0]
     for place, case in enumerate(cases):
         for weights in found:
             for own, chief, right in zip(
@@ -90,7 +90,7 @@ def test_a_sync_in_each_step_is_synchronous_training(pool):
         (("local_sgd", "sgd"), {"sync_every": 1}),
         (("slowmo", "sgd"), {"sync_every": 1, "slow_momentum": 0.0}),
     ]
-    for weights in pool.run(fits, cases, timeout=120):
+    for weights in pool.run(fits, cases, timeout=600):
         for others in weights[1:]:
             for own, right in zip(others, weights[0], strict=True):
                 np.testing.assert_allclose(own, right, rtol=0, atol=1e-5)
@@ -111,9 +111,9 @@ def with_statistics():
 def test_moving_statistics_are_averaged_at_a_sync(pool, one_process):
     case = (("local_sgd", "sgd"), {"number": 86, "make": with_statistics})
     streaming = {"cut": ((0, 1, 2, 3, 4, 5),)}
-    found = pool.run(fits, [case], timeout=120)
+    found = pool.run(fits, [case], timeout=600)
     case[1].update(streaming)
-    expected = one_process.run(simulations, 2, [case], timeout=120)[0]
+    expected = one_process.run(simulations, 2, [case], timeout=600)[0]
     for weights in found:
         for own, right in zip(weights[0], expected[0], strict=True):
             np.testing.assert_allclose(own, right, rtol=0, atol=1e-5)

@@ -63,7 +63,7 @@ def watched(sync_every: int):
 
 @on_ranks(("horovod", 2), slow=[("tensorflow", 3)])
 def test_ranks_are_equal_after_a_sync_and_only_then(pool):
-    results = pool.run(watched, 4, timeout=120)
+    results = pool.run(watched, 4, timeout=600)
     chief = results[0]
     for steps, epochs, end, history in results[1:]:
         equal = [same(own, other) for own, other in zip(steps, chief[0], strict=True)]
@@ -103,7 +103,7 @@ def between_syncs(path: str):
 @on_ranks(("horovod", 2), slow=[("local", 1)])
 def test_between_syncs_the_model_is_that_of_the_last(pool, tmp_path):
     path = str(tmp_path / "model.keras")
-    results = pool.run(between_syncs, path, timeout=120)
+    results = pool.run(between_syncs, path, timeout=600)
     loaded = keras.saving.load_model(path)
     assert type(loaded.optimizer).__name__ == "LocalSGD"
     for own, before, evaluated, loss, predicted, outputs in results:
@@ -135,8 +135,8 @@ def bytes_of_steps(kind: str | None, sync_every: int, steps: int) -> tuple[int, 
 @on_ranks(("horovod", 2))
 def test_a_sync_sends_what_a_step_did(pool):
     steps, sync_every = 40, 20
-    common = pool.run(bytes_of_steps, None, 1, steps, timeout=120)
-    local = pool.run(bytes_of_steps, "diloco", sync_every, steps, timeout=120)
+    common = pool.run(bytes_of_steps, None, 1, steps, timeout=600)
+    local = pool.run(bytes_of_steps, "diloco", sync_every, steps, timeout=600)
     for (often, size), (seldom, _) in zip(common, local, strict=True):
         assert often > 0.9 * steps * size
         assert seldom < 1.15 * often / sync_every + 4096
@@ -170,7 +170,7 @@ def scaled_run(victim: int):
 
 @on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
 def test_an_overflow_on_one_rank_moves_no_sync(pool):
-    results = pool.run(scaled_run, 1, timeout=120)
+    results = pool.run(scaled_run, 1, timeout=600)
     assert [iterations for _, iterations, _ in results] == [16, 16 - len(scaled.OVERFLOWS)]
     assert results[0][2] != results[1][2]
     equal = [same(own, other) for own, other in zip(results[0][0], results[1][0], strict=True)]
@@ -196,14 +196,14 @@ def on_two_hosts(sync_every: int):
 def test_every_step_inside_of_a_host_and_every_few_between():
     skip_without("horovod")
     with RankPool(4, "horovod") as pool:
-        results = pool.run(on_two_hosts, 4, timeout=120)
+        results = pool.run(on_two_hosts, 4, timeout=600)
     for place in range(8):
         ranks = [steps[place] for steps, _ in results]
         assert same(ranks[0], ranks[1])
         assert same(ranks[2], ranks[3])
         assert same(ranks[0], ranks[2]) == (place % 4 == 3)
     with RankPool(1, "local") as one:
-        expected = one.run(seven_batches, timeout=120)[0]
+        expected = one.run(seven_batches, timeout=600)[0]
     for own, right in zip(results[0][0][6], expected[0], strict=True):
         np.testing.assert_allclose(own, right, rtol=0, atol=1e-5)
 

@@ -25,17 +25,14 @@ def ranks_in_step(engine: Engine, within: str | None) -> frozenset[int]:
     """
     mesh = engine.mesh
     apart = mesh.replica_axes
-    if within in (None, "host") or within not in apart:
-        if within not in (None, "host"):
-            raise ValueError(
-                f"`within` is None, 'host' or one of the axes {apart} of the mesh, whose ranks each have "
-                f"a model of their own. Received: within={within!r} on {mesh!r}."
-            )
-    else:
-        apart = tuple(axis for axis in apart if axis != within)
+    if within not in (None, "host", *apart):
+        raise ValueError(
+            f"`within` is None, 'host' or one of the axes {apart} of the mesh, whose ranks each have a "
+            f"model of their own. Received: within={within!r} on {mesh!r}."
+        )
     together = [axis for axis in mesh.shape if axis not in apart]
     if within != "host":
-        return frozenset(mesh.group(*together))
+        return frozenset(mesh.group(*together, *([] if within is None else [within])))
     with tf.init_scope():
         hosts = all_gather_object(socket.gethostname(), engine.group(), name="hosts")
     # Of each replica of the model, its ranks and their hosts, in the order of their places in it.

@@ -27,6 +27,7 @@ from tfdist.context import DistributedStrategy, current_replica, current_strateg
 from tfdist.gradients.reduce import reduce_gradients
 from tfdist.layers.states import average_states, layer_states
 from tfdist.local_steps import LocalSteps, optimizers_in
+from tfdist.mesh import Mesh
 from tfdist.optimizers.hosts import ranks_in_step
 from tfdist.sharding.layout import layout_of, update_layout
 
@@ -41,7 +42,7 @@ class _Held:
         steps: The number of steps since the last sync.
         slots: By name, a variable for each trained one.
         strategy: The strategy that it works under.
-        ranks: By the id of an engine, what `in_step` returns.
+        ranks: An engine, and what `in_step` returns for it.
         begun_outside: Whether `apply` leaves it to its caller to begin and to end steps.
         is_resumed: Whether a checkpoint has given this rank what is its own.
         shows_global: Whether variables have the global parameters now.
@@ -50,7 +51,7 @@ class _Held:
     steps: Any = None
     slots: dict[str, list] = dataclasses.field(default_factory=dict)
     strategy: DistributedStrategy | None = None
-    ranks: dict[int, frozenset[int]] = dataclasses.field(default_factory=dict)
+    ranks: tuple[Engine, frozenset[int]] | None = None
     begun_outside: bool = False
     is_resumed: bool = False
     shows_global: bool = False
@@ -83,6 +84,8 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
         inner = _checked_inner(inner)
         checks.integer("sync_every", sync_every, minimum=1)
         checks.text("within", within, optional=True)
+        if within is not None and not within.isidentifier():
+            raise checks.refuse("within", within, "None, 'host' or the name of a mesh axis")
         checks.text("name", name, optional=True)
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner
@@ -91,6 +94,8 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
 
     # -- what subclasses say ------------------------------------------------------------------------
 
+    #: Whether an outer step looks at each number by itself, so that it can be that of a slice.
+    elementwise = True
     #: The names of the outer optimizer's variables, one for each parameter.
     outer_slots: tuple[str, ...] = ()
 
@@ -129,9 +134,8 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
                 self.add_variable_from_reference(variable, name=slot) for variable in variables
             ]
         super().build(variables)
-        if strategy is not None:
-            self._mark(strategy, [*variables, *self.inner_optimizer.variables])
-            self._mark(strategy, [v for slot in self.own_slots() for v in self._held.slots[slot]])
+        self.mark_local([*variables, *self.inner_optimizer.variables])
+        self.mark_local([v for slot in self.own_slots() for v in self._held.slots[slot]])
 
     def own_slots(self) -> tuple[str, ...]:
         """Slots of what is this rank's alone."""
@@ -139,12 +143,10 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
 
     def mark_local(self, variables: Sequence) -> None:
         """Notes that other variables, as those of a loss scale, are this rank's alone."""
-        if self._held.strategy is not None:
-            self._mark(self._held.strategy, variables)
-
-    def _mark(self, strategy: DistributedStrategy, variables: Sequence) -> None:
+        strategy = self._held.strategy
+        axes = Mesh().replica_axes if strategy is None else strategy.mesh.replica_axes
         for variable in variables:
-            update_layout(variable, local_over=strategy.mesh.replica_axes)
+            update_layout(variable, local_over=axes)
 
     @property
     def variables(self) -> list:
@@ -160,10 +162,9 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
 
     def in_step(self, engine: Engine) -> frozenset[int]:
         """See `LocalSteps`."""
-        found = self._held.ranks.get(id(engine))
-        if found is None:
-            found = self._held.ranks[id(engine)] = ranks_in_step(engine, self.within)
-        return found
+        if self._held.ranks is None or self._held.ranks[0] is not engine:
+            self._held.ranks = engine, ranks_in_step(engine, self.within)
+        return self._held.ranks[1]
 
     @property
     def is_apart(self) -> bool:
