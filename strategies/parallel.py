@@ -295,10 +295,15 @@ class _ParallelExtended(OneDeviceExtended):
             tokens = agreed_split((args, kwargs), group, sizes_agree=step is not None)
         if step is not None:
             step.tokens = tokens
-        with tf.device(self._device), ReplicaContext(self._parallel, step, tokens):
+        context = ReplicaContext(self._parallel, step, tokens)
+        with tf.device(self._device), context:
             if step is None:
-                return fn(*args, **kwargs)
-            return run_keras_step(step, fn, *args, **kwargs)
+                outputs = fn(*args, **kwargs)
+            else:
+                outputs = run_keras_step(step, fn, *args, **kwargs)
+            for function in context.at_end:
+                function()
+            return outputs
 
     @contextlib.contextmanager
     def predicting(self) -> Iterator[None]:

@@ -204,6 +204,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
     Attributes:
         step: The Keras step under way, or None for a function of the user's own.
         in_step: The ranks of the world that step together now; None where all do.
+        at_end: What is called when the function is over that the context is for.
         gradient_paths: Of the calls of `optimizer.apply` under way, the innermost last.
         sums_gradients: Whether `all_reduce` does what it says. Keras sums gradients by it right before
             an update, where they are global already.
@@ -224,6 +225,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         self.step = step
         self.in_step = None if step is None else step.in_step
         self.tokens = tokens
+        self.at_end: list[Callable[[], None]] = []
         self.gradient_paths: list = []
         self.sums_gradients = True
         self.has_padding: tf.Tensor | None = None

@@ -14,6 +14,7 @@ from typing import Any
 
 from tfdist.collectives import Group
 from tfdist.collectives.engine import Engine
+from tfdist.keras_internals.attributes import own_variables
 
 __all__ = ["LocalSteps", "group_in_step", "local_optimizer", "optimizers_in"]
 
@@ -39,12 +40,11 @@ class LocalSteps(abc.ABC):
         """Called before each step: notes the parameters as global, if ranks have just met."""
 
     @abc.abstractmethod
-    def end_step(self) -> None:
-        """Called once after each step, also after one that a loss scale has left out."""
+    def begin_scaled_step(self) -> None:
+        """Called before each step by a loss scale around the optimizer, which may leave it out.
 
-    @abc.abstractmethod
-    def begun_outside(self) -> contextlib.AbstractContextManager:
-        """Inside, `apply` leaves `note_parameters` and `end_step` to its caller."""
+        Such a step counts on the way to the next sync all the same.
+        """
 
     @abc.abstractmethod
     def mark_local(self, variables: Sequence) -> None:
@@ -97,9 +97,14 @@ def local_optimizer(model: Any) -> LocalSteps | None:
     for each in held:
         if id(each) in found or not hasattr(type(each), "apply_gradients"):
             continue
-        local = [one for one in optimizers_in(each) if isinstance(one, LocalSteps)]
-        if local:
-            found[id(each)] = local[0]
+        around: list = []
+        for one in optimizers_in(each):
+            if isinstance(one, LocalSteps):
+                found[id(each)] = one
+                # What wraps it has a state of this rank's own, too.
+                one.mark_local([v for wrapper in around for v in own_variables(wrapper)])
+                break
+            around.append(one)
         else:
             others += 1
     if not found:

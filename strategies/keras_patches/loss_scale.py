@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from tfdist.collectives import all_reduce
 from tfdist.context import current_replica
-from tfdist.keras_internals.attributes import own_variables
 from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import LossScaleOptimizer, TensorFlowTrainer
 from tfdist.local_steps import LocalSteps, group_in_step
@@ -40,32 +39,13 @@ def _check_finite(original, self, grads):
         return finite
     group, local = replica.strategy.group(), self.inner_optimizer
     if isinstance(local, LocalSteps):
-        # Ranks that step apart leave steps out apart.
+        # Ranks that step apart leave steps out apart, and come to a sync together.
+        local.begin_scaled_step()
         group = group_in_step(group, local.in_step(group.engine))
     finite = all_reduce(tf.cast(finite, tf.bool), group, "min", name="finite")
     skipped = tf.cast(tf.logical_not(finite), self._iterations.dtype)
     self._iterations.assign_add(skipped)
     return finite
-
-
-def _build(original, self, var_list):
-    original(self, var_list)
-    if isinstance(self.inner_optimizer, LocalSteps):
-        self.inner_optimizer.mark_local(own_variables(self))
-
-
-def _apply(original, self, grads, trainable_variables=None):
-    """Steps to a sync are counted where one is left out, too: all ranks come to it together."""
-    local = self.inner_optimizer
-    if not isinstance(local, LocalSteps):
-        return original(self, grads, trainable_variables)
-    if not self.built:
-        self.build(list(trainable_variables))
-    local.note_parameters()
-    with local.begun_outside():
-        original(self, grads, trainable_variables)
-    local.end_step()
-    return None
 
 
 def _metrics_or_logs(original, self, logs):
@@ -81,8 +61,6 @@ def _metrics_or_logs(original, self, logs):
 
 
 PATCHES = (
-    Patch(LossScaleOptimizer, "build", ("self", "var_list"), _build),
-    Patch(LossScaleOptimizer, "apply", ("self", "grads", "trainable_variables"), _apply),
     Patch(LossScaleOptimizer, "check_finite", ("self", "grads"), _check_finite),
     Patch(TensorFlowTrainer, "_get_metrics_result_or_logs", ("self", "logs"), _metrics_or_logs),
 )

@@ -165,7 +165,6 @@ LEGAL: dict[str, set[str]] = {
     "*.dropout": _ZERO,
     "*.attention_dropout": _ZERO,
     "*.verbose": {"zero"},
-    "tfdist.optimizers.*.within": {"word"},
     "tfdist.optimizers.DiLoCo.overlap": {"zero"},
     **{
         f"tfdist.optimizers.*.{name}": _ZERO

@@ -46,8 +46,8 @@ def verify_model_sync(model: keras.Model) -> None:
         return
     own: dict[tuple[int, ...], list[tuple[str, int]]] = {}
     local = {id(variable) for variable in layer_states(model)}
-    compared = replicated_variables(model)
     apart = local_optimizer(model)
+    compared = replicated_variables(model)
     if apart is not None and not apart.is_apart:
         trained = [variable for variable, _ in apart.global_variables]
         mesh = strategy.mesh

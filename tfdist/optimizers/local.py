@@ -25,11 +25,13 @@ from tfdist import checks
 from tfdist.collectives.engine import Engine
 from tfdist.context import DistributedStrategy, current_replica, current_strategy
 from tfdist.gradients.reduce import reduce_gradients
+from tfdist.keras_internals.attributes import own_variables
 from tfdist.layers.states import average_states, layer_states
-from tfdist.local_steps import LocalSteps, optimizers_in
+from tfdist.local_steps import LocalSteps
 from tfdist.mesh import Mesh
+from tfdist.optimizers.arguments import check_layouts, checked_inner
 from tfdist.optimizers.hosts import ranks_in_step
-from tfdist.sharding.layout import layout_of, update_layout
+from tfdist.sharding.layout import update_layout
 
 __all__ = ["LocalOptimizer", "done"]
 
@@ -43,7 +45,8 @@ class _Held:
         slots: By name, a variable for each trained one.
         strategy: The strategy that it works under.
         ranks: An engine, and what `in_step` returns for it.
-        begun_outside: Whether `apply` leaves it to its caller to begin and to end steps.
+        trained: The variables that it trains.
+        is_scaled: Whether a loss scale around it begins and ends steps.
         is_resumed: Whether a checkpoint has given this rank what is its own.
         shows_global: Whether variables have the global parameters now.
     """
@@ -52,7 +55,8 @@ class _Held:
     slots: dict[str, list] = dataclasses.field(default_factory=dict)
     strategy: DistributedStrategy | None = None
     ranks: tuple[Engine, frozenset[int]] | None = None
-    begun_outside: bool = False
+    trained: list = dataclasses.field(default_factory=list)
+    is_scaled: bool = False
     is_resumed: bool = False
     shows_global: bool = False
 
@@ -81,7 +85,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
         within: str | None = None,
         name: str | None = None,
     ):
-        inner = _checked_inner(inner)
+        inner = checked_inner(inner)
         checks.integer("sync_every", sync_every, minimum=1)
         checks.text("within", within, optional=True)
         if within is not None and not within.isidentifier():
@@ -123,7 +127,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
         variables = list(variables)
         self._held.strategy = strategy = current_strategy()
         if strategy is not None:
-            _check_layouts(strategy, variables)
+            check_layouts(strategy, variables)
         if not self.inner_optimizer.built:
             self.inner_optimizer.build(variables)
         self._held.steps = self.add_variable(
@@ -134,6 +138,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
                 self.add_variable_from_reference(variable, name=slot) for variable in variables
             ]
         super().build(variables)
+        self._held.trained = variables
         self.mark_local([*variables, *self.inner_optimizer.variables])
         self.mark_local([v for slot in self.own_slots() for v in self._held.slots[slot]])
 
@@ -151,12 +156,12 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
     @property
     def variables(self) -> list:
         """The outer optimizer's variables, and the inner one's."""
-        return self._variables + self.inner_optimizer.variables
+        return own_variables(self) + self.inner_optimizer.variables
 
     @property
     def global_variables(self) -> list[tuple[Any, Any]]:
         """Each trained variable with that of the global parameters, once they are made."""
-        return list(zip(self._trainable_variables, self._held.slots.get("global", ()), strict=True))
+        return list(zip(self._held.trained, self._held.slots.get("global", ()), strict=True))
 
     # -- steps --------------------------------------------------------------------------------------
 
@@ -171,14 +176,19 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
         """Whether ranks have stepped since they last met. Eager only."""
         return self.built and int(self._held.steps) > 0
 
-    @contextlib.contextmanager
-    def begun_outside(self) -> Iterator[None]:
-        """Inside, `apply` leaves `note_parameters` and `end_step` to the caller."""
-        before, self._held.begun_outside = self._held.begun_outside, True
-        try:
-            yield
-        finally:
-            self._held.begun_outside = before
+    def begin_scaled_step(self) -> None:
+        """See `LocalSteps`."""
+        self._held.is_scaled = True
+        self.note_parameters()
+        self._at_end(self.end_step)
+
+    def _at_end(self, function: Callable[[], None]) -> None:
+        """Calls a function when this rank's step is over, or now where nobody says when that is."""
+        replica = current_replica()
+        if replica is None:
+            function()
+        else:
+            replica.at_end.append(function)
 
     def apply(self, grads, trainable_variables=None) -> None:
         """A local step, and a sync where it is time.
@@ -192,11 +202,17 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
             return
         if not self.built:
             self.build(self._given(trainable_variables))
-        if not self._held.begun_outside:
-            self.note_parameters()
+        if self._held.is_scaled:
+            self._apply_inner(grads, trainable_variables)
+            return
+        self.note_parameters()
         self._apply_inner(grads, trainable_variables)
-        if not self._held.begun_outside:
+        replica = current_replica()
+        if replica is None or replica.step is None:
             self.end_step()
+        else:
+            # What layers keep of the rows that are not there is taken back before.
+            self._at_end(self.end_step)
 
     def _given(self, trainable_variables) -> list:
         if trainable_variables is None:
@@ -315,7 +331,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
 
     def _sync(self) -> None:
         """Averages pseudo-gradients, and makes an outer step."""
-        places = range(len(self._trainable_variables))
+        places = range(len(self._held.trained))
         means, shared = self.averaged(self.deltas(places))
         self.outer(places, means, shared)
         self.average_layer_states()
@@ -416,41 +432,3 @@ def done(nothing: None) -> tf.Tensor:
     """What both branches of a condition return."""
     del nothing
     return tf.constant(True)
-
-
-def _checked_inner(inner) -> keras.optimizers.Optimizer:
-    if isinstance(inner, str):
-        try:
-            inner = keras.optimizers.get(inner)
-        except ValueError as error:
-            raise checks.refuse("inner", inner, "the name of an optimizer of Keras") from error
-    checks.instance("inner", inner, keras.optimizers.Optimizer, "a Keras optimizer, or its name")
-    if isinstance(inner, LocalSteps) or len(list(optimizers_in(inner))) > 1:
-        raise checks.refuse(
-            "inner", inner, "an optimizer that wraps no other; a loss scale goes around this one"
-        )
-    if inner.use_ema:
-        raise ValueError(
-            "The weights that ranks agree on are an average over time already. Received: an `inner` "
-            f"{type(inner).__name__} with use_ema=True; leave that out."
-        )
-    return inner
-
-
-def _check_layouts(strategy: DistributedStrategy, variables: Sequence) -> None:
-    """Refuses what ranks that step apart cannot share."""
-    if strategy.zero_stage:
-        raise ValueError(
-            "ZeRO divides among the data parallel ranks what each of them has for itself between two "
-            f"syncs. Received: zero_stage={strategy.zero_stage}. Leave `zero_stage` out, and split "
-            "models that are too large over the tensor or the pipeline axis."
-        )
-    apart = set(strategy.mesh.replica_axes)
-    for variable in variables:
-        part = layout_of(variable).slice
-        if part is not None and apart & set(part.group.axes):
-            raise ValueError(
-                f"`{variable.path}` is split over the {'+'.join(part.group.axes)} axis, along which "
-                "each rank has a model of its own between two syncs. Split it over another axis, or "
-                "train with its optimizer alone."
-            )
