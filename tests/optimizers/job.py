@@ -41,6 +41,7 @@ with strategy.scope():
     model = programs.build()
     model.compile(tfdist.optimizers.DiLoCo("adamw", SYNC_EVERY), "sparse_categorical_crossentropy")
 x, y = programs.rows(ROWS)
-saver = tfdist.checkpoint.Checkpointer(folder / "saved", every_steps=SYNC_EVERY)
+# Of a save that is still under way when a rank dies nothing is left.
+saver = tfdist.checkpoint.Checkpointer(folder / "saved", every_steps=SYNC_EVERY, asynchronous=False)
 model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0, callbacks=[saver, Steps()])
 np.savez(folder / f"end-{rank}.npz", *model.get_weights())

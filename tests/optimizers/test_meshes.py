@@ -82,7 +82,7 @@ def own_axis(within: str | None):
         model = programs.build()
         optimizer = LocalSGD(keras.optimizers.SGD(0.1), 4, within=within)
         model.compile(optimizer, training.cross_entropy())
-    x, y = programs.rows(84)
+    x, y = programs.rows(87)
     for step in range(7):
         model.train_on_batch(x[12 * step : 12 * step + 12], y[12 * step : 12 * step + 12])
     return model.get_weights()

@@ -109,7 +109,8 @@ def with_statistics():
 
 @on_ranks(("horovod", 2))
 def test_moving_statistics_are_averaged_at_a_sync(pool, one_process):
-    case = (("local_sgd", "sgd"), {"number": 86, "make": with_statistics})
+    # In the last batch, which ends in a sync, one of the ranks has no row.
+    case = (("local_sgd", "sgd"), {"number": 85, "make": with_statistics})
     streaming = {"cut": ((0, 1, 2, 3, 4, 5),)}
     found = pool.run(fits, [case], timeout=600)
     case[1].update(streaming)

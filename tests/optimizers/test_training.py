@@ -161,18 +161,23 @@ def scaled_run(victim: int):
             )
             model.compile(LocalSGD(keras.optimizers.SGD(0.1), 4), training.cross_entropy())
         watch = Watch()
-        model.fit(x, y, batch_size=12, epochs=2, verbose=0, callbacks=[watch], shuffle=False)
+        history = model.fit(
+            x, y, batch_size=12, epochs=2, verbose=0, callbacks=[watch], shuffle=False
+        )
     finally:
         keras.config.set_dtype_policy("float32")
     trained = [[w for w in step if w.ndim] for step in watch.steps]
-    return trained, int(model.optimizer.iterations), float(model.optimizer.dynamic_scale)
+    scale = float(model.optimizer.dynamic_scale)
+    return trained, int(model.optimizer.iterations), scale, history.history
 
 
 @on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
 def test_an_overflow_on_one_rank_moves_no_sync(pool):
     results = pool.run(scaled_run, 1, timeout=600)
-    assert [iterations for _, iterations, _ in results] == [16, 16 - len(scaled.OVERFLOWS)]
+    assert [each[1] for each in results] == [16, 16 - len(scaled.OVERFLOWS)]
     assert results[0][2] != results[1][2]
+    assert results[0][3] == results[1][3]
+    assert results[0][3]["skipped_steps"][-1] == len(scaled.OVERFLOWS)
     equal = [same(own, other) for own, other in zip(results[0][0], results[1][0], strict=True)]
     assert equal == [step % 4 == 0 for step in range(1, 17)]
 
