@@ -100,12 +100,12 @@ class Images(Task):
         make = models.mlp if settings.model == "mlp" else models.convnet
         return make(features["image"].shape, features["label"].num_classes)
 
-    def compile(self, model, rate, **options) -> None:
+    def compile(self, model, rate, around, **options) -> None:
         """Adam, cross-entropy and accuracy."""
         import keras
 
         model.compile(
-            keras.optimizers.Adam(rate),
+            around(keras.optimizers.Adam(rate)),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
             **options,

@@ -238,7 +238,7 @@ class Language(Task):
         """Up from zero in a twentieth of the steps, then a cosine down to a tenth of the rate."""
         return warmup_cosine(rate, steps)
 
-    def compile(self, model, rate, **options) -> None:
+    def compile(self, model, rate, around, **options) -> None:
         """AdamW and a loss that takes logits as they are split; no metric, which would not."""
         import keras
 
@@ -247,7 +247,7 @@ class Language(Task):
         optimizer = keras.optimizers.AdamW(rate, weight_decay=0.1, beta_2=0.95, global_clipnorm=1.0)
         optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
         loss = layers.VocabParallelCrossEntropy(self._text.vocabulary_size)
-        model.compile(optimizer, loss, **options)
+        model.compile(around(optimizer), loss, **options)
 
     def verdict(self, logs) -> str:
         """Loss, and what it means."""

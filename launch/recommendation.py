@@ -22,6 +22,7 @@ class Recommendation(Task):
     epochs = 1
     learning_rate = 2e-3
     item = "samples"
+    divides_tables = True
 
     def check(self, settings: Settings) -> None:
         """Refuses other data sets, and a mesh that the model makes no use of."""
@@ -69,12 +70,12 @@ class Recommendation(Task):
             print(model.get_layer("embeddings").report())
         return model
 
-    def compile(self, model, rate, **options) -> None:
+    def compile(self, model, rate, around, **options) -> None:
         """Adam, cross-entropy and accuracy."""
         import keras
 
         model.compile(
-            keras.optimizers.Adam(rate),
+            around(keras.optimizers.Adam(rate)),
             keras.losses.BinaryCrossentropy(from_logits=True),
             metrics=[keras.metrics.BinaryAccuracy(threshold=0.0, name="accuracy")],
             **options,

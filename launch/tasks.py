@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from absl import flags
@@ -75,6 +75,7 @@ class Task(abc.ABC):
         learning_rate: The rate of one rank, likewise.
         item: What speed is counted in.
         flags: The flags that no other task has.
+        divides_tables: Whether parameters lie in parts on the ranks of the data axis.
     """
 
     models: tuple[str, ...]
@@ -84,6 +85,7 @@ class Task(abc.ABC):
     learning_rate: float
     item: str
     flags: tuple[flags.FlagHolder, ...] = ()
+    divides_tables: bool = False
 
     @abc.abstractmethod
     def check(self, settings: Settings) -> None:
@@ -111,8 +113,15 @@ class Task(abc.ABC):
         return rate
 
     @abc.abstractmethod
-    def compile(self, model: keras.Model, rate, **options) -> None:
-        """Gives the model an optimizer of that rate, a loss, metrics, and other options."""
+    def compile(self, model: keras.Model, rate, around: Callable, **options) -> None:
+        """Gives the model an optimizer of that rate, a loss, metrics, and other options.
+
+        Args:
+            model: The model.
+            rate: The learning rate: a number, or a Keras schedule.
+            around: Makes of the task's optimizer the one that trains.
+            **options: For the model's `compile`.
+        """
 
     def callbacks(self) -> list:
         """Callbacks of the task's own."""

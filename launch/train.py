@@ -21,6 +21,7 @@ from tfdist.launch.fitting import expected_errors, speed_callback
 from tfdist.launch.flag_values import refuse_ignored
 from tfdist.launch.images import Images
 from tfdist.launch.language import Language
+from tfdist.launch.local_flags import LocalFlags
 from tfdist.launch.mesh_flags import Layout, MeshFlags
 from tfdist.launch.recommendation import Recommendation
 from tfdist.launch.tasks import DEFINE, VALUES, Data, Settings, Task
@@ -79,6 +80,7 @@ _VERBOSE = DEFINE.integer(
 )
 _MESH = MeshFlags(DEFINE)
 _WORLD = WorldFlags(DEFINE, _MESH)
+_LOCAL = LocalFlags(DEFINE)
 
 
 def run() -> None:
@@ -123,7 +125,8 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
     )
     with on.strategy.scope():
         model = _build(task, settings, data)
-        task.compile(model, rate, steps_per_execution=min(on.steps_per_execution, data.steps))
+        options = {"steps_per_execution": min(on.steps_per_execution, data.steps)}
+        task.compile(model, rate, _LOCAL.around, **options)
 
     callbacks = [speed := speed_callback(data.items), *task.callbacks()]
     if on.is_tpu:
@@ -176,6 +179,12 @@ def _choose_task() -> tuple[Task, Settings]:
     if _SCALING.value == "none":
         refuse_ignored(VALUES, (_WARMUP,), "is for --lr_scaling", "--lr_scaling=none")
     _WORLD.check(settings.layout)
+    _LOCAL.check(
+        settings.model,
+        zero_stage=settings.layout.zero_stage,
+        is_tpu=_WORLD.is_tpu,
+        divides_tables=task.divides_tables,
+    )
     task.check(settings)
     return task, settings
 
@@ -252,7 +261,13 @@ PROGRAM = command.Program(
         ],
         "for memory and links": [
             flag.name
-            for flag in (_RECOMPUTE, _MESH.zero, _WORLD.communication_dtype, _WORLD.compression)
+            for flag in (
+                _RECOMPUTE,
+                _MESH.zero,
+                _WORLD.communication_dtype,
+                _WORLD.compression,
+                *_LOCAL.every,
+            )
         ],
         "for the ranks": [flag.name for flag in (*_MESH.mesh, _THREADS, *_WORLD.of_ranks)],
     },

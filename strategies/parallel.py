@@ -26,6 +26,7 @@ from tfdist.context import (
 from tfdist.data.sharding import equal_steps, is_per_rank, mark_per_rank, shard_batches
 from tfdist.data.tokens import agreed_split, shard_tokens
 from tfdist.gradient_options import BUCKET_BYTES, GradientOptions
+from tfdist.local_steps import local_optimizer
 from tfdist.mesh import Mesh
 from tfdist.monitoring.watchdog import Watchdog, startup_guard
 from tfdist.runtime.schedulers import started_by_scheduler
@@ -310,10 +311,15 @@ class _ParallelExtended(OneDeviceExtended):
             tokens = agreed_split((args, kwargs), group, sizes_agree=step is not None)
         if step is not None:
             step.tokens = tokens
-        with tf.device(self._device), ReplicaContext(self._parallel, step, tokens):
+        context = ReplicaContext(self._parallel, step, tokens)
+        with tf.device(self._device), context:
             if step is None:
-                return fn(*args, **kwargs)
-            return run_keras_step(step, fn, *args, **kwargs)
+                outputs = fn(*args, **kwargs)
+            else:
+                outputs = run_keras_step(step, fn, *args, **kwargs)
+            for function in context.at_end:
+                function()
+            return outputs
 
     @contextlib.contextmanager
     def predicting(self) -> Iterator[None]:
@@ -394,7 +400,9 @@ def _keras_step(fn, args, group: Group) -> KerasStep | None:
     kind = kinds.get(getattr(fn, "__name__", ""))
     if not isinstance(model, keras.Model) or kind is None or not args:
         return None
-    return KerasStep(model, kind, count_rows(args[0]), group)
+    local = local_optimizer(model) if kind == "train" else None
+    in_step = None if local is None else local.in_step(group.engine)
+    return KerasStep(model, kind, count_rows(args[0]), group, in_step)
 
 
 def _gather_outputs(rows, strategy: ParallelStrategy):

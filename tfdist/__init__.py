@@ -31,6 +31,7 @@ _ROOMS = (
     "learning_rate",
     "models",
     "monitoring",
+    "optimizers",
     "pipeline",
     "recompute",
     "sharding",

@@ -18,6 +18,7 @@ from tfdist.collectives import Group, all_gather, all_reduce
 from tfdist.collectives.engine import Engine
 from tfdist.gradient_options import GradientOptions
 from tfdist.graph.custom_gradient import custom_gradient
+from tfdist.local_steps import group_in_step
 from tfdist.mesh import Mesh
 from tfdist.token_split import TokenSplit
 
@@ -123,6 +124,8 @@ class KerasStep:
         rows: This rank's number of samples: an int where all ranks have equally many by shape,
             else an int32 scalar tensor.
         group: The ranks that have other samples, or other tokens of the same.
+        in_step: The ranks of the world that step together; None where all do. Gradients are reduced
+            over those of `group` among them, at every step: see `tfdist.local_steps`.
         tokens: How ranks divide the sequences; None where each has them whole.
     """
 
@@ -130,6 +133,7 @@ class KerasStep:
     kind: str
     rows: int | tf.Tensor
     group: Group
+    in_step: frozenset[int] | None = None
     tokens: TokenSplit | None = None
 
     @property
@@ -137,14 +141,44 @@ class KerasStep:
         """Whether all ranks are known to have equally many samples, and tokens of each."""
         return isinstance(self.rows, int) and (self.tokens is None or self.tokens.is_even)
 
+    @property
+    def is_local(self) -> bool:
+        """Whether some of the ranks do not reduce gradients with this one at this step."""
+        return self.in_step is not None
+
+    @functools.cached_property
+    def gradient_group(self) -> Group:
+        """The ranks whose gradients are reduced at this step."""
+        return group_in_step(self.group, self.in_step)
+
     @functools.cached_property
     def share(self) -> tf.Tensor:
         """This rank's part of the samples of the step, or of their tokens: a float32 scalar."""
-        if self.is_even:
-            return tf.constant(1.0 / self.group.size)
-        own = self.rows if self.tokens is None else self.rows * self.tokens.count()
-        total = all_reduce(own, self.group, name="batch-size")
-        return tf.cast(own, tf.float32) / tf.cast(total, tf.float32)
+        return self._share_among(self.group)
+
+    @functools.cached_property
+    def gradient_share(self) -> tf.Tensor:
+        """The same of the samples whose gradients are reduced with this rank's."""
+        return self._share_among(self.gradient_group) if self.is_local else self.share
+
+    def _share_among(self, group: Group) -> tf.Tensor:
+        if self.is_even or group.size == 1:
+            return tf.constant(1.0 / group.size)
+        own = self._own_samples()
+        total = all_reduce(own, group, name="batch-size")
+        # Ranks that step apart from the others may all have no rows, and then make no step.
+        return tf.math.divide_no_nan(tf.cast(own, tf.float32), tf.cast(total, tf.float32))
+
+    def _own_samples(self):
+        return self.rows if self.tokens is None else self.rows * self.tokens.count()
+
+    @functools.cached_property
+    def has_samples(self) -> tf.Tensor | None:
+        """Whether those that step together have any: a bool scalar. None where that is known."""
+        if not self.is_local or self.is_even:
+            return None
+        own = tf.convert_to_tensor(self._own_samples())
+        return all_reduce(own, self.gradient_group, name="samples-in-step") > 0
 
     @property
     def tokens_to_mean(self) -> tf.Tensor | float:
@@ -160,8 +194,8 @@ class KerasStep:
         A loss that divides by something else than the number of samples (a mask, weights) is
         multiplied by this, so that it is right after the gradient is weighted by `share`.
         """
-        total = all_reduce(local, self.group, name="loss-divisor")
-        return tf.math.divide_no_nan(local, total * tf.cast(self.share, local.dtype))
+        total = all_reduce(local, self.gradient_group, name="loss-divisor")
+        return tf.math.divide_no_nan(local, total * tf.cast(self.gradient_share, local.dtype))
 
 
 class ReplicaContext(tf.distribute.ReplicaContext):
@@ -169,6 +203,8 @@ class ReplicaContext(tf.distribute.ReplicaContext):
 
     Attributes:
         step: The Keras step under way, or None for a function of the user's own.
+        in_step: The ranks of the world that step together now; None where all do.
+        at_end: What is called when the function is over that the context is for.
         gradient_paths: Of the calls of `optimizer.apply` under way, the innermost last.
         sums_gradients: Whether `all_reduce` does what it says. Keras sums gradients by it right before
             an update, where they are global already.
@@ -187,11 +223,22 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         group = strategy.row_group
         super().__init__(strategy, replica_id_in_sync_group=group.rank)
         self.step = step
+        self.in_step = None if step is None else step.in_step
         self.tokens = tokens
+        self.at_end: list[Callable[[], None]] = []
         self.gradient_paths: list = []
         self.sums_gradients = True
         self.has_padding: tf.Tensor | None = None
-        self._group = group
+        self._row_group = group
+
+    @property
+    def gradient_group(self) -> Group:
+        """The ranks that a gradient is reduced over at this step, if all of them hold the variable."""
+        return group_in_step(self.strategy.gradient_group, self.in_step)
+
+    @property
+    def _group(self) -> Group:
+        return group_in_step(self._row_group, self.in_step)
 
     @property
     def devices(self):
@@ -350,7 +397,7 @@ def with_global_gradient(tensor, step: KerasStep | None):
         return tensor
 
     def times_share(dy):
-        return tf.math.multiply_no_nan(dy, tf.cast(step.share, dy.dtype))
+        return tf.math.multiply_no_nan(dy, tf.cast(step.gradient_share, dy.dtype))
 
     return _with_gradient(tf.convert_to_tensor(tensor), times_share)
 
@@ -366,7 +413,7 @@ def with_local_gradient(tensor, step: KerasStep | None):
         return tensor
 
     def over_share(dy):
-        return tf.math.divide_no_nan(dy, tf.cast(step.share, dy.dtype))
+        return tf.math.divide_no_nan(dy, tf.cast(step.gradient_share, dy.dtype))
 
     return _with_gradient(tf.convert_to_tensor(tensor), over_share)
 

@@ -46,9 +46,12 @@ class Axis:
         checks.one_of("divides", self.divides, _DIVIDES)
 
 
+#: Its ranks have different rows, and different experts.
+_EXPERT = "expert"
+
 _STANDARD = (
     Axis("data", "rows"),
-    Axis("expert", "rows"),
+    Axis(_EXPERT, "rows"),
     Axis("context", "tokens"),
     Axis("pipeline", "layers"),
     Axis("tensor", "weights"),
@@ -160,6 +163,11 @@ class Mesh:
     def row_axes(self) -> tuple[str, ...]:
         """The axes whose ranks have different rows of a batch."""
         return self._that_divide("rows")
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes along which each rank has a model of its own: those of rows, but for the experts'."""
+        return tuple(axis for axis in self.row_axes if axis != _EXPERT)
 
     @property
     def token_axes(self) -> tuple[str, ...]:

@@ -59,7 +59,7 @@ def _normalize(original, self, inputs, training=None, mask=None):
     replica = current_replica()
     if replica is None or not (training and self.trainable) or mask is not None or self.renorm:
         return original(self, inputs, training=training, mask=mask)
-    spreads = self.synchronized and replica.strategy.gradient_group.size > 1
+    spreads = self.synchronized and replica.gradient_group.size > 1
     if spreads or inputs.shape.rank != 4 or self.axis not in (-1, 3):
         return original(self, inputs, training=training, mask=mask)
     dtype = keras.backend.result_type(inputs.dtype, "float32")

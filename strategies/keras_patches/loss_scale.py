@@ -11,9 +11,10 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdist.collectives import all_reduce
-from tfdist.context import current_replica
+from tfdist.context import current_replica, strategy_of
 from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import LossScaleOptimizer, TensorFlowTrainer
+from tfdist.local_steps import LocalSteps, group_in_step, local_optimizer
 from tfdist.strategies.keras_patches.data import began_before
 
 __all__ = ["PATCHES", "loss_scale_logs"]
@@ -36,7 +37,12 @@ def _check_finite(original, self, grads):
     replica = current_replica()
     if replica is None:
         return finite
-    finite = all_reduce(tf.cast(finite, tf.bool), replica.strategy.group(), "min", name="finite")
+    group, local = replica.strategy.group(), self.inner_optimizer
+    if isinstance(local, LocalSteps):
+        # Ranks that step apart leave steps out apart, and come to a sync together.
+        local.begin_scaled_step()
+        group = group_in_step(group, local.in_step(group.engine))
+    finite = all_reduce(tf.cast(finite, tf.bool), group, "min", name="finite")
     skipped = tf.cast(tf.logical_not(finite), self._iterations.dtype)
     self._iterations.assign_add(skipped)
     return finite
@@ -47,11 +53,21 @@ def _metrics_or_logs(original, self, logs):
     more = loss_scale_logs(self)
     if not logs and began_before():
         # An earlier run did all of its batches, so no step of this one has returned any.
-        return {**self.get_metrics_result(), **more}
+        return {**self.get_metrics_result(), **_of_all_ranks(self, more)}
     if not isinstance(logs, dict) or not more or not more.keys() <= logs.keys():
         return original(self, logs)
     rest = {name: value for name, value in logs.items() if name not in more}
-    return {**original(self, rest), **more}
+    return {**original(self, rest), **_of_all_ranks(self, more)}
+
+
+def _of_all_ranks(model, logs: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+    """Of ranks that step apart: the least of their scales, and the most steps that one left out."""
+    strategy = strategy_of(model)
+    if not logs or strategy is None or local_optimizer(model) is None:
+        return logs
+    least = tf.stack([logs["loss_scale"], -tf.cast(logs["skipped_steps"], tf.float32)])
+    scale, skipped = tf.unstack(all_reduce(least, strategy.group(), "min", name="loss-scales"))
+    return {"loss_scale": scale, "skipped_steps": tf.cast(-skipped, logs["skipped_steps"].dtype)}
 
 
 PATCHES = (

@@ -68,7 +68,7 @@ def _num_parts(step: KerasStep) -> int:
 
 def _share(step: KerasStep) -> tf.Tensor:
     """The part of the samples of a step that one loss is of."""
-    return step.share / _num_parts(step)
+    return step.gradient_share / _num_parts(step)
 
 
 def _refuse_microbatches(step: KerasStep, what: str) -> None:

@@ -154,7 +154,8 @@ def _update_mean(original, self, values, sample_weight=None):
     )
     if is_scalar and sample_weight is None:
         values = tf.convert_to_tensor(values)
-        sample_weight = step.share * step.group.size
+        # Ranks that step apart ask no other one in every step: there rows count, and not steps.
+        sample_weight = step.rows if step.is_local else step.share * step.group.size
         values = tf.where(step.rows > 0, values, tf.zeros_like(values))
     elif step.tokens is not None:
         values, sample_weight = _by_tokens(values, sample_weight, step)

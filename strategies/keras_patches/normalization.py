@@ -27,7 +27,7 @@ def _compute_moments_sync(original, x, axes, keepdims):
     collective. The number of entries travels along only where ranks may differ in rows.
     """
     replica = current_replica()
-    group = None if replica is None else replica.strategy.gradient_group
+    group = None if replica is None else replica.gradient_group
     if replica is None or group is None or group.size == 1:
         return original(x, axes, keepdims)
     mean = tf.reduce_mean(x, axis=axes, keepdims=True)

@@ -15,6 +15,7 @@ from tfdist.collectives import barrier
 from tfdist.context import strategy_of
 from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import saving_lib
+from tfdist.strategies.keras_patches.local_steps import global_parameters
 from tfdist.strategies.keras_patches.reading import has_parts, reading_parts
 from tfdist.strategies.keras_patches.splits import split_variables, standing_in, whole_values
 from tfdist.strategies.keras_patches.synchronization import synchronize_layer_states
@@ -40,7 +41,14 @@ def write_some_once(original, self, split: Sequence, *args, **kwargs):
         **kwargs: For the method.
     """
     strategy = strategy_of(self)
-    if strategy is None or strategy.group().size == 1 or getattr(_writing, "under_way", False):
+    if strategy is None or getattr(_writing, "under_way", False):
+        return original(self, *args, **kwargs)
+    with global_parameters(self):
+        return _write_agreed(original, self, split, strategy, *args, **kwargs)
+
+
+def _write_agreed(original, self, split: Sequence, strategy, *args, **kwargs):
+    if strategy.group().size == 1:
         return original(self, *args, **kwargs)
     synchronize_layer_states(self)
     wholes = whole_values(split, keep=strategy.is_chief)

@@ -17,9 +17,9 @@ def run_keras_step(step: KerasStep, fn, *args, **kwargs):
     """Calls a Keras step in replica context; returns its logs, those of a custom step global."""
     if step.group.size == 1:
         return fn(*args, **kwargs)
-    # In the graph of the step, whichever inner graph asks for it first.
-    _ = step.share
-    put_back = None if step.is_even else keep_states_without_samples(step.model, step.rows)
+    # In the graph of the step, whichever inner graph asks for them first.
+    _ = step.gradient_share, step.has_samples
+    put_back = None if step.is_even else keep_states_without_samples(step)
     name = f"{step.kind}_step"
     if getattr(type(step.model), name) is getattr(keras.Model, name):
         logs = fn(*args, **kwargs)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
-from tfdist.collectives import all_reduce, broadcast
+from tfdist.collectives import broadcast
+from tfdist.context import KerasStep
 from tfdist.gradients.buckets import buckets
-from tfdist.keras_internals.functional import without_values
-from tfdist.layers.states import layer_states
+from tfdist.layers.states import average_states, layer_states
+from tfdist.local_steps import local_optimizer
 from tfdist.sharding.layout import replicated_variables
 from tfdist.sharding.parts import deep_copy
 
@@ -30,7 +31,10 @@ def broadcast_variables(model: keras.Model) -> None:
     """
     strategy = model.distribute_strategy
     kinds: dict[tuple[str, ...], list] = {}
-    for variable, axes in replicated_variables(model):
+    local = local_optimizer(model)
+    # A checkpoint may just have given each rank what is its own.
+    shared = local is None or not local.is_resumed
+    for variable, axes in replicated_variables(model, after_sync=shared):
         kinds.setdefault(axes, []).append(variable)
     for axes, some in kinds.items():
         # By dtype, so that few buckets are needed.
@@ -52,24 +56,10 @@ def synchronize_layer_states(model: keras.Model) -> None:
     averages are linear in what it saw, so averaging them when they are read gives what averaging
     after every step would.
     """
-    strategy = model.distribute_strategy
-    group = strategy.gradient_group
-    # Those of other stages have no values here.
-    states = [state for state in layer_states(model) if not without_values(state)]
-    if group.size == 1 or not states:
-        return
-    values = [tf.cast(tf.convert_to_tensor(state.value), tf.float32) for state in states]
-    flat = tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
-    extremes = all_reduce(tf.stack([flat, -flat]), group, "max", name="layer-states/extremes")
-    # What is equal everywhere stays so bit for bit; a mean would round it.
-    mean = all_reduce(flat, group, "mean", name="layer-states")
-    flat = tf.where(extremes[0] == -extremes[1], flat, mean)
-    parts = tf.split(flat, [value.shape.num_elements() for value in values])
-    for state, part, value in zip(states, parts, values, strict=True):
-        state.assign(tf.reshape(part, value.shape))
+    average_states(layer_states(model), model.distribute_strategy.gradient_group)
 
 
-def keep_states_without_samples(model: keras.Model, rows: tf.Tensor):
+def keep_states_without_samples(step: KerasStep) -> Callable:
     """Notes what the model holds of past samples; the returned function puts it back.
 
     For a rank that gets no sample in a step: metrics must not count a step of nothing, and layers
@@ -77,11 +67,12 @@ def keep_states_without_samples(model: keras.Model, rows: tf.Tensor):
     BatchNormalization) stay moved.
 
     Args:
-        model: The model.
-        rows: This rank's number of samples, an int32 scalar.
+        step: The Keras step under way.
     """
-    metrics = [variable for metric in model.metrics for variable in metric.variables]
-    return kept_where_empty([*metrics, *layer_states(model, of_own_rows=True)], rows)
+    metrics = [variable for metric in step.model.metrics for variable in metric.variables]
+    # A rank that steps by itself has no others whose samples would move anything.
+    states = layer_states(step.model, of_own_rows=step.gradient_group.size > 1)
+    return kept_where_empty([*metrics, *states], tf.convert_to_tensor(step.rows))
 
 
 def kept_where_empty(variables: Sequence[keras.Variable], rows: tf.Tensor) -> Callable:

@@ -28,6 +28,7 @@ from tfdist.strategies.keras_patches.callbacks import (
     reads_batch_logs,
 )
 from tfdist.strategies.keras_patches.data import recorded
+from tfdist.strategies.keras_patches.local_steps import framed, global_parameters
 from tfdist.strategies.keras_patches.synchronization import synchronize_layer_states
 from tfdist.strategies.randomness import share_random_state
 
@@ -62,6 +63,9 @@ def _arguments(original, *args, **kwargs) -> dict:
 def _fit(original, self, *args, **kwargs):
     arguments = _arguments(original, self, *args, **kwargs)
     strategy = _parallel_strategy(self)
+    if strategy_of(self) is not None:
+        _adopt_optimizers(self, strategy_of(self))
+        arguments["callbacks"] = framed(self, tf.nest.flatten(arguments["callbacks"] or []))
     if strategy is None:
         return _fit_to_the_end(original, arguments)
     if self.jit_compile:
@@ -71,7 +75,6 @@ def _fit(original, self, *args, **kwargs):
             f"{strategy.mesh.size} ranks. Leave `jit_compile` out, or set it to False."
         )
     check_agreement(strategy, "fit", arguments)
-    _adopt_optimizers(self, strategy)
     share_random_state(strategy.group())
     _prepare_callbacks(strategy, arguments, training=True)
     return _fit_to_the_end(original, arguments)
@@ -132,7 +135,8 @@ def _adopt_optimizers(model, strategy) -> None:
 def _evaluate(original, self, *args, **kwargs):
     strategy = _parallel_strategy(self)
     if strategy is None:
-        return original(self, *args, **kwargs)
+        with global_parameters(self):
+            return original(self, *args, **kwargs)
     arguments = _arguments(original, self, *args, **kwargs)
     # Inside `fit` the callbacks are those of `fit`, prepared there.
     inside_fit = isinstance(arguments["callbacks"], keras.callbacks.CallbackList)
@@ -141,18 +145,20 @@ def _evaluate(original, self, *args, **kwargs):
     synchronize_layer_states(self)
     if not inside_fit:
         _prepare_callbacks(strategy, arguments, training=False)
-    return original(**arguments)
+    with global_parameters(self):
+        return original(**arguments)
 
 
 def _predict(original, self, *args, **kwargs):
     strategy = _parallel_strategy(self)
     if strategy is None:
-        return original(self, *args, **kwargs)
+        with global_parameters(self):
+            return original(self, *args, **kwargs)
     arguments = _arguments(original, self, *args, **kwargs)
     check_agreement(strategy, "predict", arguments)
     synchronize_layer_states(self)
     _prepare_callbacks(strategy, arguments, training=False)
-    with strategy.extended.predicting():
+    with strategy.extended.predicting(), global_parameters(self):
         return original(**arguments)
 
 
@@ -164,13 +170,17 @@ def _predict_on_batch(original, self, x):
 
 
 def _train_on_batch(original, self, x, y=None, sample_weight=None, *args, **kwargs):
+    strategy = strategy_of(self)
+    if strategy is not None:
+        _adopt_optimizers(self, strategy)
     x, y, sample_weight = _own_rows(self, (x, y, sample_weight))
     return original(self, x, y, sample_weight, *args, **kwargs)
 
 
 def _test_on_batch(original, self, x, y=None, sample_weight=None, *args, **kwargs):
     x, y, sample_weight = _own_rows(self, (x, y, sample_weight))
-    return original(self, x, y, sample_weight, *args, **kwargs)
+    with global_parameters(self):
+        return original(self, x, y, sample_weight, *args, **kwargs)
 
 
 def _own_rows(model, batch):

@@ -92,6 +92,7 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
     "what": lambda: "a test",
     "strategy": tfdist.strategies.LocalStrategy,
     "replicas": lambda: 2,
+    "inner": keras.optimizers.Adam,
     "prompt_tokens": lambda: [1, 2],
     **{
         f"blockwise_attention.{name}": lambda: np.zeros([1, 2, 4, 8], np.float32)
@@ -164,6 +165,11 @@ LEGAL: dict[str, set[str]] = {
     "*.dropout": _ZERO,
     "*.attention_dropout": _ZERO,
     "*.verbose": {"zero"},
+    "tfdist.optimizers.DiLoCo.overlap": {"zero"},
+    **{
+        f"tfdist.optimizers.*.{name}": _ZERO
+        for name in ("outer_momentum", "slow_momentum", "mixing")
+    },
     "*.seed": {"zero"},
     "*.shuffle_seed": {"zero"},
     "*.watchdog_seconds": _ZERO,

@@ -7,6 +7,7 @@ counts are added up, and averages averaged.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import keras
@@ -14,14 +15,15 @@ import numpy as np
 
 from tfdist.checkpoint import format1
 from tfdist.checkpoint.names import metric_names
-from tfdist.checkpoint.shards import ArrayShard, Entry
+from tfdist.checkpoint.shards import ArrayShard, Entry, shards_of
 from tfdist.collectives import Group
 from tfdist.collectives.local import LocalEngine
-from tfdist.context import role_of, strategy_of
+from tfdist.context import DistributedStrategy, role_of, strategy_of
 from tfdist.keras_internals.attributes import loss_variables
 from tfdist.layers.states import layer_states
+from tfdist.sharding.layout import layout_of
 
-__all__ = ["counts_of"]
+__all__ = ["counts_of", "own_entry"]
 
 Merge = Callable[[np.ndarray], np.ndarray]
 
@@ -61,6 +63,32 @@ def counts_of(
         merge = _merge(variable.aggregation, group)
         entries.append(_row(f"metrics/{name}", variable, group, writes, merge))
     return entries
+
+
+def own_entry(variable, name: str, writes: bool, strategy: DistributedStrategy | None) -> Entry:
+    """The entry of what each rank trains for itself: see `tfdist.optimizers`.
+
+    On another number of ranks all take the mean of moments, and the least of counts.
+
+    Args:
+        variable: A parameter, or a variable of the inner optimizer.
+        name: Its name.
+        writes: Whether this rank writes its part, of those with the same one.
+        strategy: The strategy.
+    """
+    layout = layout_of(variable)
+    group = LocalEngine().group() if strategy is None else strategy.group(*layout.local_over)
+
+    def merge(rows: np.ndarray) -> np.ndarray:
+        is_count = rows.ndim == 1 or not np.issubdtype(rows.dtype, np.floating)
+        whole = rows.min(0) if is_count else _mean(rows)
+        return np.asarray(layout.shard_of_global(whole))
+
+    shards = tuple(
+        dataclasses.replace(shard, box=(group.rank, *shard.box)) for shard in shards_of(variable)
+    )
+    shape = (group.size, *layout.global_shape(variable.shape))
+    return Entry(f"local/{name}", shape, str(variable.dtype), variable, shards, writes, merge)
 
 
 def _row(name: str, variable, group: Group, writes: bool, merge: Merge) -> Entry:

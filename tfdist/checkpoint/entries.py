@@ -10,13 +10,14 @@ import tensorflow as tf
 
 from tfdist.checkpoint import format1
 from tfdist.checkpoint.compression import compression_entries
-from tfdist.checkpoint.counts import counts_of
+from tfdist.checkpoint.counts import counts_of, own_entry
 from tfdist.checkpoint.manifest import FORMAT, Arrays
 from tfdist.checkpoint.names import model_names, optimizer_names
 from tfdist.checkpoint.shards import Entry, shards_of
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
 from tfdist.context import DistributedStrategy, strategy_of
+from tfdist.local_steps import local_optimizer
 from tfdist.pipeline import PipelineModel
 from tfdist.sharding.layout import global_shape, layout_of
 
@@ -40,10 +41,20 @@ def entries_of(model: keras.Model, version: int = FORMAT) -> list[Entry]:
         else:
             trained = [(v, name) for v, name in held if v.trainable]
             found += optimizer_names(model.optimizer, trained)
+    local = local_optimizer(model)
+    pairs = [] if local is None else local.global_variables
+    agreed = {id(variable): kept for variable, kept in pairs}
+    copies = {id(kept) for _, kept in pairs}
     entries = []
     for variable, name in found:
-        if tf.as_dtype(variable.dtype) == tf.string:
+        if tf.as_dtype(variable.dtype) == tf.string or id(variable) in copies:
             continue
+        if layout_of(variable).local_over:
+            entries.append(own_entry(variable, name, _writes(variable, name, strategy), strategy))
+            if id(variable) not in agreed:
+                continue
+            # Under the parameter's name goes what ranks have agreed on.
+            variable = agreed[id(variable)]
         entries.append(
             Entry(
                 name,

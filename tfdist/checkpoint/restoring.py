@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import posixpath
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -24,6 +24,7 @@ from tfdist.checkpoint.storage import MANIFEST, Storage
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object, broadcast_object
 from tfdist.keras_internals.attributes import stored_value
+from tfdist.local_steps import local_optimizer
 from tfdist.runtime.directories import checked_directory, is_address
 
 __all__ = ["OtherModelError", "latest", "restore", "restore_checked"]
@@ -82,6 +83,7 @@ def restore_checked(
             _check_model(candidate, manifest, arrays_of(strict, world))
             _restore(candidate, entries[version], manifest, world)
             reset_others(model, held, manifest.arrays)
+            _resume_local_steps(model, entries[version], manifest)
         except StorageError as error:
             damages.append(str(error))
             if candidate != candidates[-1]:
@@ -91,6 +93,18 @@ def restore_checked(
     raise StorageError(
         " ".join([*warnings, *damages])
         or f"There is no complete checkpoint in {path}: none has a manifest."
+    )
+
+
+def _resume_local_steps(model: keras.Model, entries: Sequence[Entry], manifest: Manifest) -> None:
+    """Where ranks step apart each goes on by itself if all have found what they had."""
+    local = local_optimizer(model)
+    if local is None:
+        return
+    trained = {id(variable) for variable, _ in local.global_variables}
+    own = [entry for entry in entries if id(entry.variable) in trained]
+    local.resume(
+        own=all(manifest.arrays.get(entry.name) == (entry.shape, entry.dtype) for entry in own)
     )
 
 

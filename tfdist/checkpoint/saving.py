@@ -29,6 +29,7 @@ from tfdist.collectives import Group
 from tfdist.collectives.local import LocalEngine
 from tfdist.collectives.objects import all_gather_object, broadcast_object
 from tfdist.keras_internals.attributes import stored_value
+from tfdist.local_steps import local_optimizer
 from tfdist.runtime.directories import checked_directory
 
 __all__ = ["Save", "Saver", "begin_save", "lock_on", "save", "world_of"]
@@ -116,7 +117,7 @@ class Saver:
     """Saves a model again and again; what stays the same the ranks agree on once."""
 
     def __init__(self, directory: str, model: keras.Model):
-        self._directory = directory
+        self._directory, self._model = directory, model
         self.world = world_of(model)
         self._token = broadcast_object(secrets.token_hex(4), self.world, name="checkpoint")
         self._entries = entries_of(model)
@@ -138,6 +139,9 @@ class Saver:
                 checkpoint. What it raises, `Save.wait` raises on all ranks.
             on_end: Called when nothing more is written, well or not.
         """
+        local = local_optimizer(self._model)
+        if local is not None:
+            local.note_parameters()
         path = posixpath.join(self._directory, folder_of(step, self._token))
         manifest = Manifest(step, self._arrays, _check_state(state), {})
         return Save(path, self._entries, manifest, self._writers, self.world, on_complete, on_end)

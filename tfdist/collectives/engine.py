@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import tensorflow as tf
 
@@ -77,6 +78,29 @@ class Engine(abc.ABC):
             raise ValueError(f"A rank does not send to itself. Received: other={other}.")
         low, high = sorted((self.rank, other))
         return self._group_of((low, high), label=f"pair{low}-{high}")
+
+    def subgroup(self, group: Group, ranks: Collection[int]) -> Group:
+        """Those of a group's members that are among some ranks, this one among them.
+
+        Args:
+            group: A group of this rank.
+            ranks: Ranks of the world.
+
+        Raises:
+            ValueError: The engine carries no such group.
+        """
+        kept = tuple(rank for rank in group.ranks if rank in ranks)
+        if kept == group.ranks:
+            return group
+        # A group that the mesh makes keeps its axes.
+        for axes in self._axes_within(group.axes):
+            if self.mesh.group(*axes) == kept:
+                return self.group(*axes) if axes else self._group_of(kept, "alone")
+        return self._group_of(kept, f"{group.label}-part")
+
+    def _axes_within(self, axes: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+        for count in range(len(axes)):
+            yield from itertools.combinations(axes, count)
 
     def _group_of(self, ranks: tuple[int, ...], label: str, axes: tuple[str, ...] = ()) -> Group:
         if (ranks, axes) not in self._groups:

@@ -8,6 +8,9 @@ Keras calls, in this order, what `strategies/keras_patches/optimizers.py` patche
                               CLIPPED      by norms of global arrays
       _backend_update_step    UPDATED      under ZeRO by updates of shards
 
+Over which ranks they are reduced depends on the step: under an optimizer of `tfdist.optimizers` a
+rank stays in step with some only (`ReplicaContext.in_step`), and its losses are those of their rows.
+
 Under ZeRO 2 and 3 gradients are reduced before they are accumulated: whole gradients would stand
 from one micro-step to the next. Optimizers that do not clip are reduced where they update.
 """
@@ -32,6 +35,7 @@ from tfdist.gradients.reduce import (
     weigh_gradients,
 )
 from tfdist.gradients.reduce_scatter import reduce_scatter_gradients
+from tfdist.local_steps import group_in_step
 from tfdist.sharding.layout import VariableLayout, layout_of
 from tfdist.sharding.updates import needs_rows
 
@@ -135,6 +139,7 @@ class GradientPath:
             # Those of parameters that lie flat were reduced as they came.
             if layout.flat is None:
                 group = self._strategy.group(*layout.gradient_axes(mesh))
+                group = group_in_step(group, self._replica.in_step)
                 how = group, layout.reduction(mesh, self._replica.step)
                 places.setdefault(how, []).append(place)
         for (group, reduction), every in places.items():

@@ -23,13 +23,13 @@ def weigh_gradients(gradients: Sequence, step: KerasStep | None) -> list:
 
     A rank without samples contributes exact zeros, also where its own gradient is not a number.
     """
-    if step is None or step.is_even:
+    if step is None or step.is_even or step.gradient_group.size == 1:
         return list(gradients)
 
     def weigh(gradient):
         if gradient is None:
             return None
-        factor = tf.cast(step.share * step.group.size, gradient.dtype)
+        factor = tf.cast(step.gradient_share * step.gradient_group.size, gradient.dtype)
         if isinstance(gradient, tf.IndexedSlices):
             values = tf.math.multiply_no_nan(gradient.values, factor)
             return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import keras
+from collections.abc import Sequence
 
+import keras
+import tensorflow as tf
+
+from tfdist.collectives import Group, all_reduce
 from tfdist.keras_internals.attributes import own_non_trainable
+from tfdist.keras_internals.functional import without_values
 from tfdist.keras_internals.private import all_layers
 from tfdist.layers.experts import MixtureOfExperts
 
-__all__ = ["layer_states"]
+__all__ = ["average_states", "layer_states"]
 
 
 def layer_states(model: keras.Model, *, of_own_rows: bool = False) -> list[keras.Variable]:
@@ -26,6 +31,28 @@ def layer_states(model: keras.Model, *, of_own_rows: bool = False) -> list[keras
         for variable in own_non_trainable(layer)
         if keras.backend.is_float_dtype(variable.dtype)
     ]
+
+
+def average_states(states: Sequence[keras.Variable], group: Group) -> None:
+    """Averages what layers keep, over ranks that saw other batches.
+
+    Args:
+        states: Floating variables, as of `layer_states`.
+        group: The ranks.
+    """
+    # Those of other stages have no values here.
+    states = [state for state in states if not without_values(state)]
+    if group.size == 1 or not states:
+        return
+    values = [tf.cast(tf.convert_to_tensor(state.value), tf.float32) for state in states]
+    flat = tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
+    extremes = all_reduce(tf.stack([flat, -flat]), group, "max", name="layer-states/extremes")
+    # What is equal everywhere stays so bit for bit; a mean would round it.
+    mean = all_reduce(flat, group, "mean", name="layer-states")
+    flat = tf.where(extremes[0] == -extremes[1], flat, mean)
+    parts = tf.split(flat, [value.shape.num_elements() for value in values])
+    for state, part, value in zip(states, parts, values, strict=True):
+        state.assign(tf.reshape(part, value.shape))
 
 
 def _is_same_on_all_ranks(layer: keras.Layer) -> bool:

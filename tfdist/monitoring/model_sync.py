@@ -13,8 +13,9 @@ from tfdist.collectives.objects import all_gather_object
 from tfdist.context import strategy_of
 from tfdist.errors import TfdistError
 from tfdist.layers.states import layer_states
+from tfdist.local_steps import local_optimizer
 from tfdist.monitoring.report import rank_words
-from tfdist.sharding.layout import replicated_variables
+from tfdist.sharding.layout import layout_of, replicated_variables
 
 __all__ = ["ModelSyncError", "VerifyModelSync", "verify_model_sync"]
 
@@ -28,7 +29,9 @@ def verify_model_sync(model: keras.Model) -> None:
 
     Whole variables are the same on all ranks of the data and the tensor axis, slices of split ones
     along the data axis. ZeRO's shards are no two ranks' alike and are left out, as are the moving
-    averages that layers keep of their own rank's batches.
+    averages that layers keep of their own rank's batches. Under an optimizer of `tfdist.optimizers`
+    the parameters of the last sync and the outer optimizer's state are compared; right after a sync the
+    ranks' own parameters, too.
 
     Args:
         model: A built model, under a strategy of tfdist.
@@ -43,7 +46,16 @@ def verify_model_sync(model: keras.Model) -> None:
         return
     own: dict[tuple[int, ...], list[tuple[str, int]]] = {}
     local = {id(variable) for variable in layer_states(model)}
-    for variable, axes in replicated_variables(model):
+    apart = local_optimizer(model)
+    compared = replicated_variables(model)
+    if apart is not None and not apart.is_apart:
+        trained = [variable for variable, _ in apart.global_variables]
+        mesh = strategy.mesh
+        compared += [
+            (variable, layout_of(variable).replicated_axes(mesh, after_sync=True))
+            for variable in trained
+        ]
+    for variable, axes in compared:
         if id(variable) in local:
             continue
         data = np.ascontiguousarray(variable.numpy())

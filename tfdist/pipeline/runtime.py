@@ -68,7 +68,7 @@ class PipelineRuntime:
         step = current_step()
         if step is not None and len(self.chain.outputs) > 1:
             # What the losses of several outputs count by is made once, and not in a stage's graph.
-            _ = step.share
+            _ = step.gradient_share
         with self._parameters_at_hand() as to_shards:
             programs = {
                 stage: self._program(model, stage, route, batch, static) for stage in self.stages

@@ -76,6 +76,8 @@ class VariableLayout:
         partial_over: The ranks, beside those of `gradient_axes`, over whose gradients the variable's
             is a sum: each of them sees a part of the work. The weights of a normalization that runs
             on a slice of the sequence are such.
+        local_over: The mesh axes along which each rank has a value of its own between two syncs of an
+            optimizer of `tfdist.optimizers`: those of parameters, and of the optimizer inside.
     """
 
     slice: Slice | NestedSlice | None = None
@@ -83,6 +85,7 @@ class VariableLayout:
     state: FlatShard | None = None
     stage: Stage | None = None
     partial_over: Group | None = None
+    local_over: tuple[str, ...] = ()
 
     @property
     def is_spread(self) -> bool:
@@ -121,12 +124,19 @@ class VariableLayout:
         """
         return "sum" if step is None or self.has_global_gradient(mesh) else "mean"
 
-    def replicated_axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """The mesh axes along which all ranks hold the same part."""
+    def replicated_axes(self, mesh: Mesh, *, after_sync: bool = False) -> tuple[str, ...]:
+        """The mesh axes along which all ranks hold the same part.
+
+        Args:
+            mesh: The mesh.
+            after_sync: Whether those of `local_over` are among them.
+        """
         parts = (self.slice, self.flat, self.stage)
         split = {axis for part in parts if part is not None for axis in part.group.axes}
         if self.stage is None:
             split |= set(mesh.stage_axes)
+        if not after_sync:
+            split |= set(self.local_over)
         return tuple(axis for axis in mesh.shape if axis not in split)
 
     def global_shape(self, local: Sequence[int]) -> tuple[int, ...]:
@@ -228,10 +238,16 @@ def whole_value(variable, name: str = "shard"):
     return whole if stage is None else broadcast(whole, stage.group, stage.holders[0], name=name)
 
 
-def replicated_variables(model: keras.Model) -> list[tuple[Any, tuple[str, ...]]]:
+def replicated_variables(
+    model: keras.Model, *, after_sync: bool = False
+) -> list[tuple[Any, tuple[str, ...]]]:
     """The variables of a model and its optimizer that several ranks hold alike.
 
     Flat shards are no two ranks' alike.
+
+    Args:
+        model: The model.
+        after_sync: Whether variables count that ranks hold apart between two syncs.
 
     Returns:
         Each with the mesh axes along which it is the same.
@@ -241,7 +257,12 @@ def replicated_variables(model: keras.Model) -> list[tuple[Any, tuple[str, ...]]
     if getattr(model, "optimizer", None) is not None:
         variables += model.optimizer.variables
     return [
-        (variable, () if strategy is None else layout_of(variable).replicated_axes(strategy.mesh))
+        (
+            variable,
+            ()
+            if strategy is None
+            else layout_of(variable).replicated_axes(strategy.mesh, after_sync=after_sync),
+        )
         for variable in variables
         if layout_of(variable).flat is None and variable.dtype != "string"
     ]

@@ -293,7 +293,7 @@ class MixtureOfExperts(keras.layers.Layer):
         if over_batch or (self._bias_state is not None and training):
             counts = count_choices(routing.experts, self.num_experts, tokens)
             if replica is not None:
-                group = replica.strategy.gradient_group
+                group = replica.gradient_group
                 counts = all_reduce(counts, group, name=f"{self.name}/load")
         if over_batch:
             self._add(config["balance_loss"], balance_loss(counts, routing.probabilities, tokens))

@@ -57,8 +57,8 @@ class Tokens:
         refuse_microbatches(
             replica, self.layer, "a mask and a balance loss or z-loss over the batch"
         )
-        every = all_reduce(total, replica.strategy.gradient_group, name=f"{self.layer}/tokens")
-        share = 1.0 if step is None else tf.cast(step.share, sums.dtype)
+        every = all_reduce(total, replica.gradient_group, name=f"{self.layer}/tokens")
+        share = 1.0 if step is None else tf.cast(step.gradient_share, sums.dtype)
         return tf.math.divide_no_nan(sums, every * share)
 
 

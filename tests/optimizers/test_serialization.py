@@ -1,0 +1,66 @@
+"""What the constructors take, and that Keras' configurations give it back."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+
+from tfdist import optimizers
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda: optimizers.LocalSGD(keras.optimizers.SGD(0.5, momentum=0.1), 3, name="own"),
+        lambda: optimizers.SlowMo("adam", 4, slow_momentum=0.5, slow_learning_rate=2.0),
+        lambda: optimizers.DiLoCo(
+            "adamw",
+            12,
+            outer_learning_rate=0.5,
+            outer_momentum=0.8,
+            nesterov=False,
+            fragments=3,
+            overlap=2,
+            mixing=0.25,
+            within="host",
+        ),
+    ],
+    ids=["LocalSGD", "SlowMo", "DiLoCo"],
+)
+def test_there_and_back(optimizer):
+    optimizer = optimizer()
+    config = keras.optimizers.serialize(optimizer)
+    again = keras.optimizers.deserialize(config)
+    assert type(again) is type(optimizer)
+    assert again.get_config() == optimizer.get_config()
+    again.learning_rate = 0.125
+    assert float(again.inner_optimizer.learning_rate) == 0.125
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("nonsense", 4), "inner='nonsense'"),
+        ((keras.optimizers.Adam, 4), "inner="),
+        (("adam", 0), "sync_every=0"),
+        (("adam", 4, {"fragments": 3}), "fragments=3"),
+        (("adam", 4, {"overlap": 4}), "overlap=4"),
+        (("adam", 4, {"mixing": 1.0}), "mixing=1.0"),
+        (("adam", 4, {"outer_momentum": 1.0}), "outer_momentum=1.0"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, words):
+    *positional, options = (*arguments, {}) if len(arguments) == 2 else arguments
+    with pytest.raises((ValueError, TypeError)) as caught:
+        optimizers.DiLoCo(*positional, **options)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_wrappers_stand_in_the_right_order():
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
+    for inner in (scaled, optimizers.LocalSGD("adam", 2)):
+        with pytest.raises(ValueError, match="goes around this one"):
+            optimizers.DiLoCo(inner, 4)
+    with pytest.raises(ValueError, match="use_ema"):
+        optimizers.DiLoCo(keras.optimizers.Adam(use_ema=True), 4)
