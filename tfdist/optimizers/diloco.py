@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.optimizers.background import Background
-from tfdist.optimizers.local import LocalOptimizer, done
+from tfdist.optimizers.local import LocalOptimizer, when
 
 __all__ = ["DiLoCo"]
 
@@ -142,7 +142,7 @@ class DiLoCo(LocalOptimizer):
         """Calls a function at the step `first`, and every `sync_every` steps from then on."""
         since = self.steps_since_start - first
         is_time = tf.logical_and(since >= 0, tf.equal(since % self.sync_every, 0))
-        tf.cond(is_time, lambda: done(function()), lambda: done(None))
+        when(is_time, function)
 
     def _sync_some(self, number: int, places: Sequence[int]) -> None:
         means, shared = self.averaged(self.deltas(places))

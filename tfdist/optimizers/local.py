@@ -33,7 +33,7 @@ from tfdist.optimizers.arguments import check_layouts, checked_inner
 from tfdist.optimizers.hosts import ranks_in_step
 from tfdist.sharding.layout import update_layout
 
-__all__ = ["LocalOptimizer", "done"]
+__all__ = ["LocalOptimizer", "when"]
 
 
 @dataclasses.dataclass
@@ -241,11 +241,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
             if has_samples is None:
                 self.inner_optimizer.apply(grads, trainable_variables)
             else:
-                tf.cond(
-                    has_samples,
-                    lambda: done(self.inner_optimizer.apply(grads, trainable_variables)),
-                    lambda: done(None),
-                )
+                when(has_samples, lambda: self.inner_optimizer.apply(grads, trainable_variables))
         finally:
             replica.in_step = before
 
@@ -257,7 +253,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
             for variable, kept in self.global_variables:
                 kept.assign(variable)
 
-        tf.cond(tf.equal(self._held.steps.value, 0), lambda: done(note()), lambda: done(None))
+        when(tf.equal(self._held.steps.value, 0), note)
 
     def count_step(self) -> None:
         """Counts a step."""
@@ -275,8 +271,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
     def end_step(self) -> None:
         """Counts the step; a sync where it is time."""
         self.count_step()
-        is_due = tf.equal(self._held.steps.value, self.sync_every)
-        tf.cond(is_due, lambda: done(self._sync()), lambda: done(None))
+        when(tf.equal(self._held.steps.value, self.sync_every), self._sync)
 
     def synchronize(self) -> None:
         """Brings ranks together now, if they are apart; all ranks call this. Eager only.
@@ -428,7 +423,11 @@ def _value(variable) -> tf.Tensor:
     return tf.convert_to_tensor(variable.value)
 
 
-def done(nothing: None) -> tf.Tensor:
-    """What both branches of a condition return."""
-    del nothing
-    return tf.constant(True)
+def when(condition: tf.Tensor, function: Callable[[], None]) -> None:
+    """Calls a function if a condition holds, also one that only the run knows."""
+
+    def call():
+        function()
+        return tf.constant(True)
+
+    tf.cond(condition, call, lambda: tf.constant(False))
