@@ -75,6 +75,7 @@ def run(*arguments):
     )
 
 
+@pytest.mark.slow
 def test_a_job_without_its_environment_is_one_line(tmp_path):
     finished = run("--only=zero", f"--peers={tmp_path}")
     assert finished.returncode == 1 and finished.stdout == ""

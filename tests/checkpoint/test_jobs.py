@@ -115,6 +115,7 @@ def whole(tmp_path_factory):
     return never_killed("horovod", "data", tmp_path_factory.mktemp("jobs"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_killed_in_the_middle(tmp_path, whole):
     kills = [(11, "mid-step", 1), (41, "manifest", 0)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.conftest import on_ranks
+from tests.conftest import on_ranks, slow_but
 
 #: A matrix, a bias that is too small, a kernel of a convolution, an odd number of entries.
 SHAPES = ((40, 60), (7,), (3, 3, 17, 19), (1237,))
@@ -97,7 +97,7 @@ def exchange(
 
 
 @on_ranks(("horovod", 3), slow=[("horovod", 2), ("tensorflow", 2)])
-@pytest.mark.parametrize("name", COMPRESSORS)
+@pytest.mark.parametrize("name", slow_but(["power_sgd", "top_k", "int4", "own"], list(COMPRESSORS)))
 def test_nothing_is_lost(pool, name):
     kind, arguments = COMPRESSORS[name]
     reduction = "sum" if name in ("int8", "top_k") else "mean"
@@ -105,6 +105,7 @@ def test_nothing_is_lost(pool, name):
     check(ranks, reduction)
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
 @pytest.mark.parametrize("name", ["power_sgd", "top_k", "int4"])
 def test_eagerly(pool, name):

@@ -202,7 +202,7 @@ _MESHES = {
 
 
 @on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
-@pytest.mark.parametrize("mesh", slow_but(["zero-3", "hub by tensor"], list(_MESHES)))
+@pytest.mark.parametrize("mesh", slow_but(["hub by tensor"], list(_MESHES)))
 def test_on_ranks(pool, one_process, mesh):
     """Of 9 rows in batches of 4 the last leaves a rank without any."""
     axes, options = _MESHES[mesh]
