@@ -256,13 +256,19 @@ PROGRAM = command.Program(
         "for the steps": [
             flag.name for flag in (_SEED, _SCALING, _WARMUP, _WORLD.steps_per_execution)
         ],
-        "for checkpoints": [
-            flag.name for flag in (_CHECKPOINTS.save_every, _CHECKPOINTS.keep, _ELASTIC)
-        ],
-        "for memory and links": [
+        "for files and memory": [
             flag.name
             for flag in (
+                _DATA_DIR,
+                _CHECKPOINTS.save_every,
+                _CHECKPOINTS.keep,
+                _ELASTIC,
                 _RECOMPUTE,
+            )
+        ],
+        "for links": [
+            flag.name
+            for flag in (
                 _MESH.zero,
                 _WORLD.communication_dtype,
                 _WORLD.compression,
