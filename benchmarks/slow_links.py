@@ -101,31 +101,16 @@ def _measure(engine, way: str, options) -> tuple[list[float], list[float]]:
 
 def _strategy(engine, way: str):
     """A strategy over the same ranks, whose gradients travel in that way."""
+    from tfdist.launch.compression_flag import check_compression, make_compressor
     from tfdist.strategies.parallel import ParallelStrategy
 
     options: dict[str, Any] = {"watchdog_seconds": 0}
     if way in ("bfloat16", "float16"):
         return ParallelStrategy(engine, communication_dtype=way, **options)
-    compressor = _compressor(way)
+    name = "none" if way == "float32" else way
+    check_compression("ways", name)
+    compressor = make_compressor(name, start_step=2)
     return ParallelStrategy(engine, compression=compressor, **options)
-
-
-def _compressor(way: str):
-    from tfdist import compression
-    from tfdist.launch.compression_flag import check_compression
-
-    if way == "float32":
-        return None
-    check_compression("ways", way)
-    name, _, given = way.partition(":")
-    make = {
-        "powersgd": lambda: compression.PowerSGD(int(given or 1), start_step=2),
-        "topk": lambda: compression.TopK(float(given or 0.01), start_step=2),
-        "onebit": lambda: compression.OneBit(start_step=2),
-        "int8": lambda: compression.Int8(start_step=2),
-        "int4": lambda: compression.Int4(start_step=2),
-    }
-    return make[name]()
 
 
 if __name__ == "__main__":

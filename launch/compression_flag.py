@@ -41,8 +41,8 @@ def check_compression(flag: str, value: str) -> None:
             raise refuse(flag, value, f"{_MEANING}, with a {argument} {most}")
 
 
-def make_compressor(value: str) -> Any:
-    """The compressor that a checked value names; None for none."""
+def make_compressor(value: str, **options: Any) -> Any:
+    """The compressor that a checked value names, with other arguments; None for none."""
     if value == "none":
         return None
     from tfdist import compression
@@ -50,4 +50,4 @@ def make_compressor(value: str) -> Any:
     name, colon, given = value.partition(":")
     kind, argument = _KINDS[name]
     arguments = {argument[0]: argument[1](given)} if colon and argument is not None else {}
-    return getattr(compression, kind)(**arguments)
+    return getattr(compression, kind)(**arguments, **options)

@@ -32,9 +32,11 @@ def _adam_step(original, self, gradient, variable, learning_rate):
     parameter, *moments = values
     dtype = parameter.dtype
     is_part = isinstance(parameter, LocalShard)
-    if dtype not in _OWN_DTYPES or not (has_kernels() if is_part else step_takes_kernels()):
-        return original(self, gradient, variable, learning_rate)
-    if not is_part and not isinstance(parameter, tf.Variable):
+    if is_part:
+        takes = has_kernels()
+    else:
+        takes = isinstance(parameter, tf.Variable) and step_takes_kernels()
+    if not takes or dtype not in _OWN_DTYPES:
         return original(self, gradient, variable, learning_rate)
     step = tf.cast(self.iterations + 1, dtype)
     powers = [tf.pow(tf.constant(beta, dtype), step) for beta in (self.beta_1, self.beta_2)]

@@ -10,15 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import sysconfig
-from pathlib import Path
 
-from tests.hosts.cluster import Cluster, why_not
+from tests.hosts.cluster import SCRIPTS, Cluster, environment, why_not
 
 LEAST, BYTES = 0.9, 16 << 20
-SCRIPTS = Path(sysconfig.get_path("scripts"))
 
 
 def main() -> int:
@@ -31,7 +27,6 @@ def main() -> int:
     if reason is not None:
         print(f"No hosts can be made here: {reason}", file=sys.stderr)
         return 2
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "PATH": f"{SCRIPTS}:{os.environ['PATH']}"}
     with Cluster(2) as cluster:
         cluster.shape(options.rate)
         first = cluster.hosts[0]
@@ -40,7 +35,7 @@ def main() -> int:
             "-H", f"host1:{options.ranks},host2:{options.ranks}", "--",
             SCRIPTS / "tfdist-bench", "collectives", "--operations=all_reduce", "--seconds=3",
             f"--min_bytes={BYTES >> 8}", f"--max_bytes={BYTES}", "--json=found.json",
-            environment=environment,
+            environment=environment(),
         )  # fmt: skip
         print(done.stdout)
         if done.returncode:

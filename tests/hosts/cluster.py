@@ -12,12 +12,16 @@ import os
 import shutil
 import signal
 import subprocess
+import sysconfig
 import tempfile
 import time
 from pathlib import Path
 from typing import IO
 
-__all__ = ["Cluster", "Host", "why_not"]
+__all__ = ["SCRIPTS", "Cluster", "Host", "environment", "why_not"]
+
+#: The programs of this environment.
+SCRIPTS = Path(sysconfig.get_path("scripts"))
 
 _SECONDS = 20
 _SSHD_CONFIG = """\
@@ -70,6 +74,11 @@ def why_not() -> str | None:
     if tried.returncode:
         return f"network namespaces cannot be made here: {tried.stderr.strip()}"
     return None
+
+
+def environment() -> dict[str, str]:
+    """What a program on a host finds its tools by; it does not say much."""
+    return {"TF_CPP_MIN_LOG_LEVEL": "3", "PATH": f"{SCRIPTS}:{os.environ['PATH']}"}
 
 
 class Host:

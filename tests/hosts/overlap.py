@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import statistics
 import sys
-import sysconfig
 from pathlib import Path
 
-from tests.hosts.cluster import Cluster, why_not
+from tests.hosts.cluster import SCRIPTS, Cluster, environment, why_not
 
 LEAST = 0.8
-SCRIPTS = Path(sysconfig.get_path("scripts"))
 PROGRAM = Path(__file__).with_name("overlap_rank.py")
 
 
@@ -88,11 +85,7 @@ def measured(cluster: Cluster, link: str) -> dict:
     done = cluster.hosts[0].run(
         SCRIPTS / "tfdist-run", "--engine=horovod", "-np=2", "-H", "host1:1,host2:1", "--",
         sys.executable, PROGRAM, "trace.json",
-        environment={
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            "PATH": f"{SCRIPTS}:{os.environ['PATH']}",
-            "XDG_CACHE_HOME": str(cache),
-        },
+        environment={**environment(), "XDG_CACHE_HOME": str(cache)},
     )  # fmt: skip
     line = re.search(r'\{"compute".*\}', done.stdout)
     if done.returncode or line is None:

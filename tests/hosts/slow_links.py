@@ -12,14 +12,10 @@ import json
 import os
 import statistics
 import sys
-import sysconfig
-from pathlib import Path
 
 from tabulate import tabulate
 
-from tests.hosts.cluster import Cluster, why_not
-
-SCRIPTS = Path(sysconfig.get_path("scripts"))
+from tests.hosts.cluster import SCRIPTS, Cluster, environment, why_not
 
 
 def main() -> int:
@@ -36,9 +32,9 @@ def main() -> int:
     if reason is not None:
         print(f"No hosts can be made here: {reason}", file=sys.stderr)
         return 2
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "PATH": f"{SCRIPTS}:{os.environ['PATH']}"}
+    variables = environment()
     if "PYTHONPATH" in os.environ:
-        environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
+        variables["PYTHONPATH"] = os.environ["PYTHONPATH"]
     with Cluster(2) as cluster:
         if options.rate != "none":
             cluster.shape(options.rate)
@@ -46,7 +42,7 @@ def main() -> int:
             SCRIPTS / "tfdist-run", f"--engine={options.engine}", "-np=2", "-H", "host1:1,host2:1",
             "--", sys.executable, "-m", "tfdist.benchmarks.slow_links",
             *(f"--{name}={getattr(options, name)}" for name in ("ways", "size", "rows", "steps", "rounds")),
-            environment=environment, seconds=3600,
+            environment=variables, seconds=3600,
         )  # fmt: skip
     lines = [line.partition("{") for line in done.stdout.splitlines() if '"seconds"' in line]
     if done.returncode or not lines:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
-import sysconfig
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.conftest import skip_without
-from tests.hosts.cluster import Cluster, why_not
+from tests.hosts.cluster import SCRIPTS, Cluster, why_not
 
 pytestmark = [
     pytest.mark.skipif(why_not() is not None, reason=f"Hosts cannot be played: {why_not()}."),
@@ -21,7 +19,6 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 
-SCRIPTS = Path(sysconfig.get_path("scripts"))
 ENGINES = ["horovod", "tensorflow"]
 HOSTS = ["-np", "4", "-H", "host1:2,host2:2"]
 TRAIN = [

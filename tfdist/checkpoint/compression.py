@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 import keras
 
 from tfdist.checkpoint.manifest import Arrays
-from tfdist.checkpoint.shards import ArrayShard, Entry
+from tfdist.checkpoint.shards import Entry, shards_of
+from tfdist.collectives import Group
 from tfdist.context import DistributedStrategy, strategy_of
-from tfdist.gradients.compressed import CompressionState, compression_state
+from tfdist.gradients.compressed import RESIDUAL, compression_state_of
 from tfdist.sharding.layout import layout_of
-from tfdist.sharding.updates import unwrapped
 
 __all__ = ["compression_entries", "make_slots", "reset_others"]
 
@@ -28,7 +28,7 @@ def compression_entries(
     model: keras.Model, named: Sequence[tuple[keras.Variable, str]]
 ) -> list[Entry]:
     """The entries of what compression keeps on this rank; `named` are its variables, with names."""
-    strategy, state = strategy_of(model), _state_of(model)
+    strategy, state = strategy_of(model), compression_state_of(model)
     if strategy is None or state is None:
         return []
     here = _here(strategy)
@@ -43,42 +43,37 @@ def make_slots(
     model: keras.Model, named: Sequence[tuple[keras.Variable, str]], saved: Iterable[str]
 ) -> None:
     """Makes what a checkpoint has values for; the first step would make it otherwise."""
-    strategy, state, saved = strategy_of(model), _state_of(model), set(saved)
+    strategy, state, saved = strategy_of(model), compression_state_of(model), set(saved)
     if strategy is None or state is None:
         return
     here = _here(strategy)
     for variable, name in named:
-        group = strategy.group(*layout_of(variable).gradient_axes(strategy.mesh))
         shape = tuple(variable.shape)
-        if f"{here}/{name}/residual" in saved and state.compressor.selects(shape):
-            state.slots_of(variable, group)
+        if f"{here}/{name}/{RESIDUAL}" in saved and state.compressor.selects(shape):
+            state.slots_of(variable, _gradient_group(strategy, variable))
 
 
 def reset_others(
     model: keras.Model, named: Sequence[tuple[keras.Variable, str]], saved: Arrays
 ) -> None:
     """Lets begin anew what a checkpoint has no values for, and says so."""
-    strategy, state = strategy_of(model), _state_of(model)
+    strategy, state = strategy_of(model), compression_state_of(model)
     if strategy is None or state is None:
         return
     here = _here(strategy)
     lacks = _STEPS in saved and not any(name.startswith(f"{here}/") for name in saved)
     for variable, name in named:
-        group = strategy.group(*layout_of(variable).gradient_axes(strategy.mesh))
         for key, slot in state.slots.get(id(variable), {}).items():
             if f"{here}/{name}/{key}" not in saved:
-                slot.assign(state.initial(variable, group)[key])
+                slot.assign(state.initial(variable, _gradient_group(strategy, variable))[key])
     if lacks and strategy.is_chief:
         _logger.warning(
             "The checkpoint is of another mesh: the residuals of compressed gradients begin at zero."
         )
 
 
-def _state_of(model: keras.Model) -> CompressionState | None:
-    strategy, optimizer = strategy_of(model), getattr(model, "optimizer", None)
-    if strategy is None or optimizer is None or strategy.gradient_options.compression is None:
-        return None
-    return compression_state(unwrapped(optimizer), strategy.gradient_options.compression)
+def _gradient_group(strategy: DistributedStrategy, variable: keras.Variable) -> Group:
+    return strategy.group(*layout_of(variable).gradient_axes(strategy.mesh))
 
 
 def _here(strategy: DistributedStrategy) -> str:
@@ -89,8 +84,6 @@ def _here(strategy: DistributedStrategy) -> str:
 
 
 def _entry(name: str, variable: keras.Variable, writes: bool) -> Entry:
-    shape = tuple(variable.shape)
-    inside = tuple(slice(0, size) for size in shape)
-    shard = ArrayShard(inside, None, shape, inside)
+    shape, shards = tuple(variable.shape), tuple(shards_of(variable))
     # With `merge`, it may be missing in a checkpoint.
-    return Entry(name, shape, variable.dtype, variable, (shard,), writes, lambda found: found)
+    return Entry(name, shape, variable.dtype, variable, shards, writes, lambda found: found)

@@ -78,8 +78,10 @@ class Meter:
     def __init__(self):
         # A row for each of the last steps: seconds exposed, in buckets, and in exchanges; bytes of
         # gradients, and of payloads. And how many steps there were.
-        self._rows = [tf.Variable(tf.zeros([_ROWS, 5], tf.float64), trainable=False) for _ in "wc"]
-        self._steps = [tf.Variable(0, dtype=tf.int64, trainable=False) for _ in "wc"]
+        self._rows = [
+            tf.Variable(tf.zeros([_ROWS, 5], tf.float64), trainable=False) for _ in range(2)
+        ]
+        self._steps = [tf.Variable(0, dtype=tf.int64, trainable=False) for _ in range(2)]
 
     @contextlib.contextmanager
     def step(

@@ -57,8 +57,7 @@ class PowerSGD(Compressor):
 
     def selects(self, shape: tuple[int, ...]) -> bool:
         """Whether a gradient gets smaller by at least `min_compression_rate`."""
-        rows, columns = matrix_shape(shape)
-        rank = min(self.rank, rows, columns)
+        rows, columns, rank = self._dims(shape)
         return (rows + columns) * rank * self.min_compression_rate <= rows * columns
 
     def initial_state(self, shape: tuple[int, ...], num_ranks: int) -> dict[str, np.ndarray]:
@@ -66,21 +65,19 @@ class PowerSGD(Compressor):
         del num_ranks
         if not self.warm_start:
             return {}
-        rows, columns = matrix_shape(shape)
-        drawn = np.random.default_rng(self.seed).normal(
-            size=(columns, min(self.rank, rows, columns))
-        )
+        _, columns, rank = self._dims(shape)
+        drawn = np.random.default_rng(self.seed).normal(size=(columns, rank))
         return {"factor": drawn.astype("float32")}
 
     def compress(self, tensor: tf.Tensor, state: State, step: tf.Tensor) -> Any:
         """The first factor, P, before the ranks' mean is taken: of shape [n, rank]."""
-        rows, columns = matrix_shape(tuple(tensor.shape))
+        _, columns, rank = self._dims(tuple(tensor.shape))
         if self.warm_start:
             factor = tf.convert_to_tensor(state["factor"])
         else:
             seed = tf.stack([tf.constant(self.seed, tf.int64), step])
-            factor = tf.random.stateless_normal([columns, min(self.rank, rows, columns)], seed)
-        return tf.matmul(tf.reshape(tensor, [rows, columns]), factor)
+            factor = tf.random.stateless_normal([columns, rank], seed)
+        return tf.matmul(_as_matrix(tensor), factor)
 
     def decompress(self, payload: Any, shape: tuple[int, ...]) -> tf.Tensor:
         """The product of two factors."""
@@ -106,22 +103,26 @@ class PowerSGD(Compressor):
         first = mean([self.compress(tensor, state, step) for tensor, state in pairs], "first")
         first = [_orthonormal(factor) for factor in first]
         second = [
-            tf.matmul(
-                tf.reshape(tensor, matrix_shape(tuple(tensor.shape))), factor, transpose_a=True
-            )
+            tf.matmul(_as_matrix(tensor), factor, transpose_a=True)
             for tensor, factor in zip(tensors, first, strict=True)
         ]
         means = mean(second, "second")
         if self.warm_start:
             for state, factor in zip(states, means, strict=True):
                 state["factor"].assign(factor)
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        found = zip(first, second, means, shapes, strict=True)
-        reduced, own = [], []
-        for p, q, q_mean, shape in found:
-            reduced.append(self.decompress((p, q_mean), shape))
-            own.append(self.decompress((p, q), shape))
+        reduced, own = (
+            [
+                self.decompress(factors, tuple(tensor.shape))
+                for *factors, tensor in zip(first, each, tensors, strict=True)
+            ]
+            for each in (means, second)
+        )
         return reduced, own
+
+    def _dims(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """Rows, columns and rank of the matrix that stands for a gradient."""
+        rows, columns = matrix_shape(shape)
+        return rows, columns, min(self.rank, rows, columns)
 
     def get_config(self) -> dict[str, Any]:
         """The arguments of the constructor."""
@@ -138,6 +139,10 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """The dims of an array as those of the matrix that is nearest to a square: the fewest sent."""
     cuts = [(math.prod(shape[:at]), math.prod(shape[at:])) for at in range(len(shape) + 1)]
     return min(cuts, key=sum)
+
+
+def _as_matrix(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(tensor, matrix_shape(tuple(tensor.shape)))
 
 
 def _orthonormal(matrix: tf.Tensor) -> tf.Tensor:

@@ -58,7 +58,8 @@ class BlockCompressor(Compressor):
 
     def decompress(self, payload: Any, shape: tuple[int, ...]) -> tf.Tensor:
         """The tensor of its encoded parts."""
-        return _whole(self.decode(payload), shape)
+        flat = tf.reshape(self.decode(payload), [-1])
+        return tf.reshape(flat[: math.prod(shape)], shape)
 
     def initial_state(self, shape: tuple[int, ...], num_ranks: int) -> dict[str, np.ndarray]:
         """The residual of the means: of this rank's part, as blocks."""
@@ -82,9 +83,7 @@ class BlockCompressor(Compressor):
             for place in range(len(tensors))
         ]
         sent = [self.encode(part, seed) for part, seed in zip(parts, draws, strict=True)]
-        own = [
-            _whole(self.decode(payload), shape) for payload, shape in zip(sent, shapes, strict=True)
-        ]
+        own = [self.decompress(payload, shape) for payload, shape in zip(sent, shapes, strict=True)]
         received = _exchange("all_to_all", sent, group, f"{name}/parts")
         means = [
             tf.reduce_mean(self.decode(payload), axis=0)
@@ -96,10 +95,7 @@ class BlockCompressor(Compressor):
         for mean, payload, state in zip(means, encoded, states, strict=True):
             state["mean_residual"].assign(mean - self.decode(payload)[0])
         gathered = _exchange("all_gather", encoded, group, f"{name}/means")
-        reduced = [
-            _whole(self.decode(payload), shape)
-            for payload, shape in zip(gathered, shapes, strict=True)
-        ]
+        reduced = [self.decompress(p, shape) for p, shape in zip(gathered, shapes, strict=True)]
         return reduced, own
 
     def _parts(self, tensor: tf.Tensor, count: int) -> tf.Tensor:
@@ -113,7 +109,3 @@ class BlockCompressor(Compressor):
 def _exchange(collective: str, payloads: list[dict], group: Group, name: str) -> list[dict]:
     rows = exchange_packed(collective, tf.nest.flatten(payloads), group, name)
     return tf.nest.pack_sequence_as(payloads, rows)
-
-
-def _whole(parts: tf.Tensor, shape: tuple[int, ...]) -> tf.Tensor:
-    return tf.reshape(tf.reshape(parts, [-1])[: math.prod(shape)], shape)

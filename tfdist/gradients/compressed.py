@@ -13,11 +13,19 @@ import tensorflow as tf
 from tfdist.collectives import Group
 from tfdist.compression import Compressor
 from tfdist.compression.meter import Meter, MeteredStep
+from tfdist.context import strategy_of
 from tfdist.gradient_options import GradientOptions
 from tfdist.gradients.buckets import buckets
 from tfdist.gradients.reduce import reduce_gradients
+from tfdist.sharding.updates import unwrapped
 
-__all__ = ["CompressionState", "compression_state", "reduce_compressed"]
+__all__ = [
+    "RESIDUAL",
+    "CompressionState",
+    "compression_state",
+    "compression_state_of",
+    "reduce_compressed",
+]
 
 RESIDUAL = "residual"
 
@@ -36,7 +44,6 @@ class CompressionState:
 
     def __init__(self, compressor: Compressor):
         self.compressor = compressor
-        self._is_under_way = False
         with tf.init_scope():
             self.step = keras.Variable(0, dtype="int64", trainable=False, name="compression_step")
             self.meter = Meter()
@@ -53,14 +60,8 @@ class CompressionState:
                 }
         return found
 
-    def begin_step(self) -> bool:
-        """Notes a reduction; whether it is the first of its step."""
-        before, self._is_under_way = self._is_under_way, True
-        return not before
-
     def end_step(self) -> None:
         """Counts a step."""
-        self._is_under_way = False
         self.step.assign_add(1)
 
     def initial(self, variable, group: Group) -> dict[str, np.ndarray]:
@@ -80,6 +81,14 @@ def compression_state(optimizer, compressor: Compressor) -> CompressionState:
     return _states[optimizer]
 
 
+def compression_state_of(model: keras.Model) -> CompressionState | None:
+    """The state of a compiled model's compression; None where its strategy compresses nothing."""
+    strategy, optimizer = strategy_of(model), getattr(model, "optimizer", None)
+    if strategy is None or optimizer is None or strategy.gradient_options.compression is None:
+        return None
+    return compression_state(unwrapped(optimizer), strategy.gradient_options.compression)
+
+
 def reduce_compressed(
     gradients: Sequence[tf.Tensor],
     variables: Sequence,
@@ -87,6 +96,8 @@ def reduce_compressed(
     group: Group,
     reduction: str,
     options: GradientOptions,
+    *,
+    begins: bool = True,
 ) -> list[tf.Tensor]:
     """Reduces gradients over a group; they travel compressed after the first steps.
 
@@ -97,10 +108,10 @@ def reduce_compressed(
         group: The ranks.
         reduction: "sum" or "mean".
         options: How gradients travel.
+        begins: Whether these are the first of their step.
     """
     compressor = state.compressor
     slots = [state.slots_of(variable, group) for variable in variables]
-    begins = state.begin_step()
 
     def whole() -> list[tf.Tensor]:
         with state.meter.step(gradients, group.size, is_compressed=False, begins=begins) as metered:

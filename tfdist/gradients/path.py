@@ -142,8 +142,12 @@ class GradientPath:
                 group = group_in_step(group, self._replica.in_step)
                 how = group, layout.reduction(mesh, self._replica.step)
                 places.setdefault(how, []).append(place)
+        any_compressed = False
         for (group, reduction), every in places.items():
-            some = self._reduce_compressed(found, every, group, reduction)
+            some = self._reduce_compressed(
+                found, every, group, reduction, begins=not any_compressed
+            )
+            any_compressed |= len(some) < len(every)
             wanted = [found[place] for place in some]
             shards = [self._layouts[place].state for place in some]
             if any(shard is not None for shard in shards):
@@ -159,7 +163,7 @@ class GradientPath:
         return found
 
     def _reduce_compressed(
-        self, found: list, places: Sequence[int], group: Group, reduction: str
+        self, found: list, places: Sequence[int], group: Group, reduction: str, *, begins: bool
     ) -> list[int]:
         """Reduces those of some gradients that travel compressed; returns the places of the others."""
         compressor = self.options.compression
@@ -184,6 +188,7 @@ class GradientPath:
                 group,
                 reduction,
                 self.options,
+                begins=begins,
             )
             for place, gradient in zip(some, reduced, strict=True):
                 shard = self._layouts[place].state

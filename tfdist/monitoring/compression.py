@@ -6,9 +6,7 @@ import keras
 
 from tfdist import checks
 from tfdist.compression.meter import CompressionStatistics
-from tfdist.context import strategy_of
-from tfdist.gradients.compressed import compression_state
-from tfdist.sharding.updates import unwrapped
+from tfdist.gradients.compressed import compression_state_of
 
 __all__ = ["compression_statistics"]
 
@@ -26,8 +24,5 @@ def compression_statistics(model: keras.Model) -> CompressionStatistics | None:
         The statistics; None where its strategy compresses nothing.
     """
     checks.instance("model", model, keras.Model, "a Keras model")
-    strategy, optimizer = strategy_of(model), getattr(model, "optimizer", None)
-    if strategy is None or optimizer is None or strategy.gradient_options.compression is None:
-        return None
-    compressor = strategy.gradient_options.compression
-    return compression_state(unwrapped(optimizer), compressor).meter.read()
+    state = compression_state_of(model)
+    return None if state is None else state.meter.read()
