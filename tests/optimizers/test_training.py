@@ -14,6 +14,7 @@ from tests.conftest import on_ranks, skip_without
 from tests.gradients import test_loss_scale as scaled
 from tests.optimizers import programs
 from tests.strategies import programs as training
+from tfdist.optimizers import LocalSGD
 from tfdist.testing import RankPool
 
 
@@ -82,8 +83,6 @@ def same(some, others) -> bool:
 
 def between_syncs(path: str):
     """What is evaluated, predicted and saved after three of four steps, and what goes on after it."""
-    from tfdist.optimizers import LocalSGD
-
     model = compiled(LocalSGD("sgd", 4))
     before = model.get_weights()
     x, y = programs.rows(36)
@@ -105,7 +104,7 @@ def test_between_syncs_the_model_is_that_of_the_last(pool, tmp_path):
     path = str(tmp_path / "model.keras")
     results = pool.run(between_syncs, path, timeout=600)
     loaded = keras.saving.load_model(path)
-    assert type(loaded.optimizer).__name__ == "LocalSGD"
+    assert isinstance(loaded.optimizer, LocalSGD)
     for own, before, evaluated, loss, predicted, outputs in results:
         assert not same(own, before)
         assert same(loaded.get_weights(), before)
@@ -143,7 +142,6 @@ def test_a_sync_sends_what_a_step_did(pool):
 
 
 def scaled_run(victim: int):
-    from tfdist.optimizers import LocalSGD
     from tfdist.testing import strategy
 
     training.start()
@@ -187,8 +185,6 @@ HOSTS = ("a", "a", "b", "b")
 
 def on_two_hosts(sync_every: int):
     """The parameters after each step, with gradients that are reduced inside of hosts."""
-    from tfdist.optimizers import LocalSGD
-
     socket.gethostname = lambda: HOSTS[int(os.environ["HOROVOD_RANK"])]
     model = compiled(LocalSGD(keras.optimizers.SGD(0.1), sync_every, within="host"))
     watch = Watch()
