@@ -8,6 +8,7 @@ from tfdist.strategies.auto import auto
 from tfdist.strategies.horovod import HorovodStrategy
 from tfdist.strategies.local import LocalStrategy
 from tfdist.strategies.multi_worker import MultiWorkerStrategy
+from tfdist.strategies.parameter_server import ParameterServerStrategy
 from tfdist.strategies.tpu import tpu
 
-__all__ = ["HorovodStrategy", "LocalStrategy", "MultiWorkerStrategy", "auto", "tpu"]
+__all__ = ["HorovodStrategy", "LocalStrategy", "MultiWorkerStrategy", "ParameterServerStrategy", "auto", "tpu"]
