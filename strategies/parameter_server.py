@@ -165,7 +165,7 @@ class ParameterServerStrategy(AsynchronousStrategy):
     def fit(self, call, arguments):
         """See `AsynchronousStrategy.fit`."""
         model = arguments["self"]
-        _check_model(model)
+        _check_model(model, len(self._cluster.servers))
         self._store.begin_fit()
         callbacks = list(tf.nest.flatten(arguments["callbacks"] or []))
         if not self.is_chief:
@@ -218,7 +218,7 @@ class ParameterServerStrategy(AsynchronousStrategy):
         )
 
 
-def _check_model(model: keras.Model) -> None:
+def _check_model(model: keras.Model, num_servers: int) -> None:
     if model.jit_compile:
         raise ValueError(
             "XLA cannot compile calls of parameter servers. Received: compile(jit_compile=True). "
@@ -228,6 +228,17 @@ def _check_model(model: keras.Model) -> None:
         raise NotImplementedError(
             "Parameter servers do not agree on a loss scale. Received: the dtype policy "
             "mixed_float16. Take mixed_bfloat16, which needs none."
+        )
+    if num_servers == 1:
+        return
+    optimizer = model.optimizer
+    accumulates = optimizer.gradient_accumulation_steps
+    if optimizer.use_ema or (optimizer.global_clipnorm and accumulates):
+        raise NotImplementedError(
+            "An optimizer that looks at all parameters at once takes one server. Received: "
+            f"{num_servers} servers, use_ema={optimizer.use_ema}, global_clipnorm="
+            f"{optimizer.global_clipnorm}, gradient_accumulation_steps={accumulates}. Take one "
+            "server, or leave out use_ema, and global_clipnorm with gradient_accumulation_steps."
         )
 
 

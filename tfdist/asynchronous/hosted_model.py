@@ -123,6 +123,16 @@ class HostedModel:
         )
         return [before for before, _ in results], results[0][1]
 
+    def clipped(self, grads: Sequence) -> Sequence:
+        """Gradients, clipped by their norm over all servers where the optimizer asks for that.
+
+        A server clips once more by the norm of its part, which is no larger.
+        """
+        limit = self.optimizer.global_clipnorm
+        if limit is None or len(self.parts) == 1:
+            return grads
+        return tf.clip_by_global_norm(list(grads), limit)[0]
+
     def updates(self) -> np.ndarray:
         """How many updates of each worker each server has applied: [servers, workers]."""
         return np.stack(self._each(lambda part: part.count()))
@@ -152,6 +162,7 @@ class _Part:
             )
         self._parameters = [i for i in indices if i < len(hosted.parameters)]
         optimizer = hosted.optimizer
+        self._rate_place = _rate_place(optimizer)
         self._optimizer_places: tuple[int, ...] = ()
         if self._parameters:
             own = [hosted.parameters[i] for i in self._parameters]
@@ -327,12 +338,11 @@ class _Part:
                 before = self._total()
             with tf.control_dependencies([lock, before]):
                 ends = [before.op]
-                place = _rate_place(optimizer)
-                if place in self._optimizer_handles:
+                if self._rate_place in self._optimizer_handles:
                     ends.append(
                         tf.raw_ops.AssignVariableOp(
-                            resource=self._optimizer_handles[place],
-                            value=tf.cast(rate, optimizer.variables[place].dtype),
+                            resource=self._optimizer_handles[self._rate_place],
+                            value=tf.cast(rate, optimizer.variables[self._rate_place].dtype),
                         )
                     )
                 for i, delta in zip(changed, deltas, strict=True):

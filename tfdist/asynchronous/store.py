@@ -253,6 +253,7 @@ class ParameterStore:
     def write_op(self, hosted: HostedModel, grads: Sequence, parameters: Sequence) -> None:
         """Adds to the step under construction: send gradients, and what changed of the states."""
         places = {id(variable): index for index, variable in enumerate(hosted.parameters)}
+        grads = hosted.clipped(grads)
         kinds = [NONE] * len(hosted.parameters)
         tensors: list[tf.Tensor] = []
         given: list[int] = []
