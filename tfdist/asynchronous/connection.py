@@ -14,6 +14,7 @@ other servers: nothing travels by way of another server, and none waits for one 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -21,6 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.asynchronous.errors import ParameterServerError
+from tfdist.asynchronous.patience import PatientCaller, ServerEndedError
 
 __all__ = ["ServerConnection"]
 
@@ -40,6 +42,7 @@ class ServerConnection:
     def __init__(self, index: int, address: str, timeout_seconds: float):
         self.index, self.address = index, address
         self._seconds = timeout_seconds
+        self._caller = PatientCaller(address)
         self._graph = tf.Graph()
         self._lock = threading.Lock()
         self._session: tf.compat.v1.Session | None = None
@@ -79,7 +82,7 @@ class ServerConnection:
                 if not made:
                     with self._lock:
                         made.append(self._open().make_callable(list(fetches), list(feeds)))
-                fetched = made[0](*values)
+                fetched = self._caller.call(lambda: made[0](*values))
             return [fetched[place] for place in tensors]
 
         return call
@@ -90,6 +93,7 @@ class ServerConnection:
                 device_filters=[f"/job:ps/task:{self.index}"],
                 operation_timeout_in_ms=int(self._seconds * 1000),
             )
+            self._caller.wait_until_listening(self._seconds)
             config.graph_options.rewrite_options.disable_meta_optimizer = True
             self._session = tf.compat.v1.Session(
                 f"grpc://{self.address}", graph=self._graph, config=config
@@ -106,6 +110,7 @@ class ServerConnection:
             tf.errors.AbortedError,
             tf.errors.CancelledError,
             tf.errors.DeadlineExceededError,
+            ServerEndedError,
         ) as error:
             raise ParameterServerError(
                 f"Parameter server {self.index} at {self.address} has ended or cannot be reached "
@@ -116,6 +121,11 @@ class ServerConnection:
     def close(self) -> None:
         """Ends the session; the server keeps its variables."""
         with self._lock:
-            if self._session is not None:
-                self._session.close()
-                self._session = None
+            session, self._session = self._session, None
+            if session is None:
+                return
+            if self._caller.has_ended:
+                # To close it would wait for the server, as would its end: it is to have none.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
+            else:
+                session.close()

@@ -8,6 +8,7 @@ that is heard again takes part again, from the place of the slowest.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -58,6 +59,7 @@ class Membership:
         self._beats = 0
         self._heard: dict[int, tuple[int, float]] = {}
         self._stop = threading.Event()
+        self._seen = np.zeros([num_workers, _COLUMNS], np.int64)
         self.fit = 0
         self.clock = 0
         self.steps = 0
@@ -136,7 +138,8 @@ class Membership:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-            self.write(state=_GONE)
+            with contextlib.suppress(ParameterServerError):  # A server that has ended knows.
+                self.write(state=_GONE)
 
     def start_fit(self) -> None:
         """Begins the next `fit`."""
@@ -146,7 +149,7 @@ class Membership:
             self.clock = self._slowest(table, others_only=True, empty=0)
             if not (table[:, _STARTED] >= self.fit).any():
                 self.clock = 0
-            self.write(started=self.fit, clock=self.clock)
+            self._seen = self.write(started=self.fit, clock=self.clock)
 
     def finish_fit(self, seconds: float) -> None:
         """Says that this worker's `fit` has ended, and waits for the others that live."""
@@ -156,15 +159,21 @@ class Membership:
     # -- steps ------------------------------------------------------------------------------
 
     def wait_for_turn(self, most_ahead: int | None) -> int:
-        """Returns how many steps ahead of the slowest this worker is, once that is few enough."""
+        """Returns how many steps ahead of the slowest this worker is, once that is few enough.
+
+        Looks at the table as of this worker's last step first: the others have only gone on since, so
+        the figure is never too small.
+        """
         delay = 0.001
         while True:
             with self._lock:
-                ahead = self.clock - self._slowest(self.read(), empty=self.clock)
+                slowest = self._slowest(self._seen, empty=self.clock)
+                ahead = max(int(self.clock - slowest), 0)
             if most_ahead is None or ahead <= most_ahead:
-                return max(int(ahead), 0)
+                return ahead
             time.sleep(delay)
             delay = min(2 * delay, _LONGEST_LOOK_SECONDS)
+            self._seen = self.read()
 
     def tick(self) -> tuple[np.ndarray, np.ndarray]:
         """Counts a step; what to feed to tell the others."""
@@ -172,6 +181,10 @@ class Membership:
             self.clock += 1
             self.steps += 1
             return self.cells(clock=self.clock)
+
+    def see(self, table: np.ndarray) -> None:
+        """Takes note of the table that a step brought along."""
+        self._seen = table
 
     def _slowest(self, table: np.ndarray, *, others_only: bool = False, empty: int = _NEVER) -> int:
         """The fewest steps of those who are in this `fit`; `empty` if there is none."""

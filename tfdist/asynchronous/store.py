@@ -293,7 +293,8 @@ class ParameterStore:
             if index in self._then and not np.array_equal(value, self._then[index]):
                 deltas[index] = value - self._then[index]
         more = ([self.members.table_after], self.members.feeds, [*self.members.tick()])
-        before, _ = hosted.push(kinds, grads, deltas, rate, more)
+        before, (table,) = hosted.push(kinds, grads, deltas, rate, more)
+        self.members.see(table)
         self.staleness.count(
             max(now - then for now, then in zip(before, self._versions, strict=True)), self._ahead
         )
