@@ -124,8 +124,7 @@ class ServerConnection:
             session, self._session = self._session, None
             if session is None:
                 return
-            if self._caller.has_ended:
-                # To close it would wait for the server, as would its end: it is to have none.
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
-            else:
-                session.close()
+        # To close it waits for the server, as would its end: it is to have none.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
+        with contextlib.suppress(ServerEndedError):
+            self._caller.call(session.close)
