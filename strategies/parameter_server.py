@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -23,7 +22,7 @@ from tfdist.asynchronous import ParameterStore, cluster_from_environment
 from tfdist.asynchronous.cluster import local_cluster
 from tfdist.asynchronous.hosted_model import HostedModel
 from tfdist.asynchronous.serving import serve
-from tfdist.data.sharding import shard_whole_batches
+from tfdist.data.sharding import mark_per_rank, shard_whole_batches
 from tfdist.keras_internals.private import all_layers
 from tfdist.strategies import keras_patches
 from tfdist.strategies.asynchronous import (
@@ -31,6 +30,7 @@ from tfdist.strategies.asynchronous import (
     AsynchronousStrategy,
     overridden,
 )
+from tfdist.strategies.table_lookups import looking_up, tables
 
 __all__ = ["ParameterServerStrategy"]
 
@@ -186,13 +186,20 @@ class ParameterServerStrategy(AsynchronousStrategy):
     def train_step(self, model, step, data):
         """See `AsynchronousStrategy.train_step`."""
         hosted = self._host(model)
-        self._store.read_op(hosted, range(len(hosted.variables)))
+        layers = _only_looked_up(model, step, data)
+        looked_up = {id(layer.embeddings) for layer in layers}
+        places = {id(variable): place for place, variable in enumerate(hosted.parameters)}
+        whole = [i for i, v in enumerate(hosted.variables) if id(v) not in looked_up]
+        self._store.read_op(hosted, whole)
+
+        def read_rows(table, ids):
+            self._store.read_rows_op(hosted, places[id(table)], ids)
 
         def apply(grads, trainable_variables=None):
             variables = hosted.parameters if trainable_variables is None else trainable_variables
             self._store.write_op(hosted, list(grads), list(variables))
 
-        with overridden(model.optimizer, "apply", apply):
+        with overridden(model.optimizer, "apply", apply), looking_up(layers, read_rows):
             return step(*data)
 
     def before_reading(self, model):
@@ -240,6 +247,25 @@ def _check_model(model: keras.Model, num_servers: int) -> None:
             f"{optimizer.global_clipnorm}, gradient_accumulation_steps={accumulates}. Take one "
             "server, or leave out use_ema, and global_clipnorm with gradient_accumulation_steps."
         )
+
+
+def _only_looked_up(model: keras.Model, step: Callable, data: tuple) -> list:
+    """The Embedding layers of whose tables a step reads rows alone, as its gradients show."""
+    layers = tables(model)
+    if not layers or tf.executing_eagerly():
+        return []
+    sparse: set[int] = set()
+
+    def apply(grads, trainable_variables=None):
+        variables = model.trainable_variables if trainable_variables is None else trainable_variables
+        for gradient, variable in zip(grads, variables, strict=True):
+            if isinstance(gradient, tf.IndexedSlices):
+                sparse.add(id(variable))
+
+    # A trace that is thrown away.
+    with overridden(model.optimizer, "apply", apply), looking_up(layers):
+        tf.function(step, autograph=False).get_concrete_function(*data)
+    return [layer for layer in layers if id(layer.embeddings) in sparse]
 
 
 def _states(model: keras.Model) -> list[keras.Variable]:
@@ -322,6 +348,4 @@ class _ParameterServerExtended(AsynchronousExtended):
             input_pipeline_id=strategy.worker_index,
             num_replicas_in_sync=1,
         )
-        from tfdist.data.sharding import mark_per_rank
-
         return mark_per_rank(dataset_fn(context))
