@@ -22,6 +22,7 @@ from tfdist.asynchronous import ParameterStore, cluster_from_environment
 from tfdist.asynchronous.cluster import local_cluster
 from tfdist.asynchronous.hosted_model import HostedModel
 from tfdist.asynchronous.serving import serve
+from tfdist.checkpoint import Checkpointer
 from tfdist.data.sharding import mark_per_rank, shard_whole_batches
 from tfdist.keras_internals.private import all_layers
 from tfdist.strategies import keras_patches
@@ -166,11 +167,16 @@ class ParameterServerStrategy(AsynchronousStrategy):
         """See `AsynchronousStrategy.fit`."""
         model = arguments["self"]
         _check_model(model, len(self._cluster.servers))
-        self._store.begin_fit()
         callbacks = list(tf.nest.flatten(arguments["callbacks"] or []))
+        if any(isinstance(each, Checkpointer) for each in callbacks):
+            raise ValueError(
+                "Checkpointer saves ranks that are at the same step, which workers are not. Received: "
+                "a Checkpointer under ParameterServerStrategy. Take keras.callbacks.BackupAndRestore."
+            )
         if not self.is_chief:
             callbacks = [each for each in callbacks if not isinstance(each, _WRITERS)]
             arguments["verbose"] = 0
+        self._store.begin_fit()
         arguments["callbacks"] = [_First(self), *callbacks, _Last(self)]
         self._wants_own_batches = True
         try:
@@ -311,7 +317,12 @@ class _Last(keras.callbacks.Callback):
         self._strategy, self._store = strategy, strategy._store
 
     def on_train_begin(self, logs=None):
-        self._store.publish(self._strategy._host(self.model))
+        hosted = self._strategy._host(self.model)
+        epoch = self._store.publish(hosted, self.model._initial_epoch)
+        if epoch is not None:
+            # Keras' own place for what a callback restored: `fit` reads it right after this.
+            steps = int(hosted.updates()[0, self._strategy.worker_index])
+            self.model._initial_epoch = epoch + steps // (self.params.get("steps") or sys.maxsize)
 
 
 class _ParameterServerExtended(AsynchronousExtended):

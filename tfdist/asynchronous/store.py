@@ -107,8 +107,9 @@ class ParameterStore:
         fit = self.members.fit
         if self.is_chief:
             # A chief that was started anew finds what it made before.
-            if ask()[0] >= fit:
-                return None
+            said, value = ask()
+            if said >= fit:
+                return value if said == fit else None
             tell(fit, make())
             return None
 
@@ -140,24 +141,32 @@ class ParameterStore:
                 tf.random.set_seed(seed)
             set_random_state(state)
 
-    def publish(self, hosted: HostedModel) -> None:
+    def publish(self, hosted: HostedModel, initial_epoch: int) -> int | None:
         """The chief's variables become those of the servers; the others check that theirs match.
+
+        Args:
+            hosted: The model.
+            initial_epoch: Where the chief's `fit` begins.
+
+        Returns:
+            Where it began, on others than the chief; None on it, if it has just begun.
 
         Raises:
             ValueError: This worker's model is another one than the chief's.
         """
 
-        def make() -> str:
+        def make() -> tuple[str, int]:
             hosted.publish()
-            return hosted.signature
+            return hosted.signature, initial_epoch
 
-        signature = self._agree("model", make)
-        if signature is not None and signature != hosted.signature:
+        found = self._agree("model", make)
+        if found is not None and found[0] != hosted.signature:
             raise ValueError(
                 "All workers make the same model with the same optimizer. Received: on worker "
-                f"{self.cluster.index} {hosted.signature[:300]}, on worker 0 {signature[:300]}."
+                f"{self.cluster.index} {hosted.signature[:300]}, on worker 0 {found[0][:300]}."
             )
         self.refresh(hosted, with_optimizer=self.is_chief)
+        return None if found is None else found[1]
 
     def host(self, model: keras.Model, states: Sequence[keras.Variable]) -> HostedModel:
         """The model on the servers, once it has all its variables."""
