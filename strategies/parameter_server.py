@@ -92,7 +92,7 @@ class ParameterServerStrategy(AsynchronousStrategy):
         max_staleness: int | None = None,
         *,
         delay_compensation: float = 0.0,
-        worker_timeout_seconds: float = 10.0,
+        worker_timeout_seconds: float = 30.0,
         watchdog_seconds: float = _WATCHDOG_SECONDS,
     ):
         checks.integer("servers", servers, minimum=1, maximum=_MOST_SERVERS, optional=True)
