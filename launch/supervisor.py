@@ -332,7 +332,9 @@ class Supervisor:
             say("tfdist-run", f"ended by {signal_name(self._signal)}.")
             return 128 + self._signal
         if self._frozen is not None:
-            say("tfdist-run", f"{self._name(self._frozen)} was frozen (SIGSTOP); the job was ended.")
+            say(
+                "tfdist-run", f"{self._name(self._frozen)} was frozen (SIGSTOP); the job was ended."
+            )
             return next((code for _, code in self._own_failures() if code > 0), ENDED_BY_WATCHDOG)
         if not failures:
             return 0

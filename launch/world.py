@@ -133,7 +133,9 @@ class WorldFlags:
 
     def _check_servers(self, layout: Layout) -> None:
         received = "parameter servers"
-        refuse_ignored(self._values, (self.communication_dtype,), "is for ranks", f"with {received}")
+        refuse_ignored(
+            self._values, (self.communication_dtype,), "is for ranks", f"with {received}"
+        )
         split = max(layout.tensor, layout.context, layout.pipeline, layout.expert) > 1
         if split or layout.zero_stage:
             given = as_given(self._values, (*self._mesh.mesh, self._mesh.zero))

@@ -12,4 +12,12 @@ from tfdist.strategies.multi_worker import MultiWorkerStrategy
 from tfdist.strategies.parameter_server import ParameterServerStrategy
 from tfdist.strategies.tpu import tpu
 
-__all__ = ["HogwildStrategy", "HorovodStrategy", "LocalStrategy", "MultiWorkerStrategy", "ParameterServerStrategy", "auto", "tpu"]
+__all__ = [
+    "HogwildStrategy",
+    "HorovodStrategy",
+    "LocalStrategy",
+    "MultiWorkerStrategy",
+    "ParameterServerStrategy",
+    "auto",
+    "tpu",
+]

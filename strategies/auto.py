@@ -20,9 +20,7 @@ from tfdist.strategies.parameter_server import ParameterServerStrategy
 __all__ = ["auto"]
 
 
-def auto(
-    mesh: Mesh | None = None, **options
-) -> ParallelStrategy | ParameterServerStrategy:
+def auto(mesh: Mesh | None = None, **options) -> ParallelStrategy | ParameterServerStrategy:
     """Returns the strategy of the launcher that started this process; the log says which, and why.
 
     `ParameterServerStrategy` where TF_CONFIG names parameter servers, as `tfdist-run --ps=` has it.

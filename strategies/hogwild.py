@@ -87,7 +87,9 @@ class HogwildStrategy(AsynchronousStrategy):
 
             def make_train_function(force=False):
                 make(model, force=True)
-                model.train_function = _InThreads(model.train_function, self.threads, pool)
+                model.train_function = _InThreads(
+                    model.train_function, model.steps_per_execution, self.threads, pool
+                )
 
             try:
                 with overridden(model, "make_train_function", make_train_function):
@@ -111,18 +113,21 @@ class HogwildStrategy(AsynchronousStrategy):
 class _InThreads:
     """A train function of Keras that threads call at the same time, on one iterator."""
 
-    def __init__(self, function: Callable, threads: int, pool: concurrent.futures.Executor):
-        self._function, self._threads, self._pool = function, threads, pool
+    def __init__(
+        self, function: Callable, steps: int, threads: int, pool: concurrent.futures.Executor
+    ):
+        self._function, self._steps, self._threads, self._pool = function, steps, threads, pool
         self._is_traced = False
 
     def __call__(self, iterator):
         if not self._is_traced:
             # One at a time, so that it is traced once.
-            ends = [_result(self._function, iterator) for _ in range(self._threads)]
+            ends = [_result(self._function, iterator, self._steps) for _ in range(self._threads)]
             self._is_traced = True
         else:
             calls = [
-                self._pool.submit(_result, self._function, iterator) for _ in range(self._threads)
+                self._pool.submit(_result, self._function, iterator, self._steps)
+                for _ in range(self._threads)
             ]
             ends = [call.result() for call in calls]
         logs = [end for end in ends if end is not None]
@@ -131,11 +136,15 @@ class _InThreads:
         return logs[-1]
 
 
-def _result(function: Callable, iterator):
+def _result(function: Callable, iterator, steps: int):
     """What a call returned; None where the data has ended."""
+    if steps == 1:
+        # A graph that draws a batch where there is none has counted its update by then.
+        batch = iterator.get_next_as_optional()
+        return function([batch.get_value()]) if batch.has_value() else None
     try:
         return function(iterator)
-    except (StopIteration, tf.errors.OutOfRangeError):
+    except StopIteration:
         return None
 
 

@@ -263,7 +263,9 @@ def _only_looked_up(model: keras.Model, step: Callable, data: tuple) -> list:
     sparse: set[int] = set()
 
     def apply(grads, trainable_variables=None):
-        variables = model.trainable_variables if trainable_variables is None else trainable_variables
+        variables = (
+            model.trainable_variables if trainable_variables is None else trainable_variables
+        )
         for gradient, variable in zip(grads, variables, strict=True):
             if isinstance(gradient, tf.IndexedSlices):
                 sparse.add(id(variable))

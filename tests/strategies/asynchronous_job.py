@@ -19,25 +19,23 @@ import tfdist
 
 
 class Watch(keras.callbacks.Callback):
-    """Slows this worker, kills it, and notes how far ahead each of its steps began."""
+    """Kills this worker, and notes how far ahead each of its steps began."""
 
     def __init__(self, strategy, index: int, options: dict, folder: str):
         super().__init__()
         self._store = getattr(strategy, "_store", None)
         self._index, self._options, self._folder = index, options, folder
         self.ahead: list[int] = []
-        self.begun = 0.0
+        self.begun = self.ended = 0.0
 
     def on_train_batch_begin(self, batch, logs=None):
-        self.begun = self.begun or time.monotonic()
-        seconds = self._options.get("step_seconds", 0.0)
-        if self._index == self._options.get("slow"):
-            seconds *= self._options.get("times", 4)
-        time.sleep(seconds)
+        # The first step traces.
+        self.begun = self.begun or (time.monotonic() if batch else 0.0)
 
     def on_train_batch_end(self, batch, logs=None):
         if self._store is not None:
             self.ahead.append(self._store._ahead)
+        self.ended = time.monotonic()
         mark = os.path.join(self._folder, "killed")
         dies = self._index == self._options.get("dies") and len(self.ahead) == 8
         if dies and not os.path.exists(mark):
@@ -45,6 +43,22 @@ class Watch(keras.callbacks.Callback):
                 os.kill(os.getpid(), signal.SIGKILL)
         with open(os.path.join(self._folder, f"steps{self._index}"), "w") as file:
             file.write(str(len(self.ahead)))
+
+
+class Slow(keras.layers.Layer):
+    """Takes its time, between the read of the parameters and the gradient."""
+
+    def __init__(self, seconds: float):
+        super().__init__()
+        self._seconds = seconds
+
+    def call(self, inputs):
+        def sleep():
+            time.sleep(self._seconds)
+            return np.int64(0)
+
+        with tf.control_dependencies([tf.numpy_function(sleep, [], tf.int64)]):
+            return tf.identity(inputs)
 
 
 def small_data():
@@ -72,7 +86,8 @@ def main(folder: str, options: dict) -> None:
     else:
         (x, y), held_out = small_data(), None
     with strategy.scope():
-        layers = [keras.Input(x.shape[1:])]
+        seconds = options.get("step_seconds", 0.0) * (4 if index == options.get("slow") else 1)
+        layers = [keras.Input(x.shape[1:]), Slow(seconds)]
         if options.get("digits"):
             layers += [
                 keras.layers.Conv2D(16, 3, activation="relu"),
@@ -98,7 +113,7 @@ def main(folder: str, options: dict) -> None:
     found = {
         "steps": len(watch.ahead),
         "ahead": watch.ahead,
-        "seconds": time.monotonic() - watch.begun,
+        "seconds": watch.ended - watch.begun,
         "history": history.history,
         "weights": float(sum(np.abs(weight).sum() for weight in model.get_weights())),
         "iterations": int(model.optimizer.iterations.numpy()),

@@ -73,7 +73,8 @@ def test_three_workers_one_of_them_slow(tmp_path):
     for each in found.values():
         assert each["updates"] == [steps]
         assert each["weights"] == pytest.approx(found[0]["weights"], abs=0)
-        assert max(each["history"]["staleness_max"]) >= 1
+        # In a step of the slow one the others make some.
+        assert max(found[1]["history"]["staleness_max"]) >= 2
         assert min(each["history"]["staleness_mean"]) >= 0
     assert found[0]["iterations"] == sum(steps)
 
@@ -119,21 +120,21 @@ def test_reaches_97_percent_of_the_digits(tmp_path):
 def test_beside_a_slow_worker_there_are_more_samples_per_second(tmp_path):
     """One of three workers is slowed four times: the others do not wait, as ranks in step do."""
     rates = {}
-    options = {"slow": 1, "step_seconds": 0.05, "batch_size": 8}
+    options = {"slow": 1, "step_seconds": 0.05}
     for name, kind in (("sync", {"synchronous": True, "ps": 0}), ("async", {"staleness": None})):
         folder = tmp_path / name
         folder.mkdir()
         # As many samples of a worker's step as of a rank's: 8, out of 24 in step.
         size = 24 if name == "sync" else 8
         code, output, found = run(
-            folder, np=3, epochs=2, timeout=280, **{**options, **kind, "batch_size": size}
+            folder, np=3, epochs=2, timeout=280, batch_size=size, **options, **kind
         )
         assert code == 0, output
         # While all are at work: what each did per second until it was done.
         if name == "sync":
-            rates[name] = 2 * 960 / max(each["seconds"] for each in found.values())
+            rates[name] = 2 * 960 * 79 / 80 / max(each["seconds"] for each in found.values())
         else:
-            rates[name] = sum(each["steps"] * 8 / each["seconds"] for each in found.values())
+            rates[name] = sum((each["steps"] - 1) * 8 / each["seconds"] for each in found.values())
     assert rates["async"] >= 1.7 * rates["sync"], rates
 
 

@@ -49,7 +49,9 @@ def cluster_from_environment() -> Cluster | None:
             return None
         job, index = config["task"]["type"], int(config["task"]["index"])
         servers = tuple(str(address) for address in jobs["ps"])
-        workers = [(name, i) for name in ("chief", "worker") for i in range(len(jobs.get(name, [])))]
+        workers = [
+            (name, i) for name in ("chief", "worker") for i in range(len(jobs.get(name, [])))
+        ]
         if job == "ps":
             _ = servers[index]
         else:

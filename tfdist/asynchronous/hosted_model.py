@@ -167,7 +167,9 @@ class _Part:
         if self._parameters:
             own = [hosted.parameters[i] for i in self._parameters]
             dense = [False] * len(own)
-            self._optimizer_places = trace_update(optimizer, _apply_of(optimizer), own, dense).variables
+            self._optimizer_places = trace_update(
+                optimizer, _apply_of(optimizer), own, dense
+            ).variables
         with connection.building():
             self._handles = {i: self._variable(f"variable{i}", variables[i]) for i in indices}
             self._optimizer_handles = {
@@ -254,9 +256,7 @@ class _Part:
         return self._connection.function([*values, count, end], [])
 
     def _total(self) -> tf.Tensor:
-        return tf.reduce_sum(
-            tf.raw_ops.ReadVariableOp(resource=self._count_handle, dtype=tf.int64)
-        )
+        return tf.reduce_sum(tf.raw_ops.ReadVariableOp(resource=self._count_handle, dtype=tf.int64))
 
     def _make_pull_optimizer(self):
         state = self._hosted.optimizer.variables

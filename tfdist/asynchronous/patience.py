@@ -65,7 +65,8 @@ class PatientCaller:
         """
         if self.has_ended:
             raise ServerEndedError("it had ended before")
-        done, result = threading.Event(), []
+        done = threading.Event()
+        result: list = []
         with self._lock:
             starts = self._idle == 0
             self._idle -= not starts

@@ -53,7 +53,11 @@ class ParameterStore:
             for index, address in enumerate(cluster.servers)
         ]
         self.members = Membership(
-            self.connections[0], cluster.num_workers, cluster.index, silent_seconds, watchdog_seconds
+            self.connections[0],
+            cluster.num_workers,
+            cluster.index,
+            silent_seconds,
+            watchdog_seconds,
         )
         self.members.join()
         self._announcements = {
@@ -94,7 +98,7 @@ class ParameterStore:
 
         def ask() -> tuple[int, Any]:
             """In which `fit` it was said, 0 for never, and what."""
-            return pickle.loads(said()[0]) if found()[0] else (0, None)
+            return pickle.loads(bytes(said()[0])) if found()[0] else (0, None)
 
         return ask, lambda fit, value: tell(pickle.dumps((fit, value)))
 

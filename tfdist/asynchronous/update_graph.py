@@ -106,9 +106,7 @@ def import_update(
     captures = graph.captures
     inner = {id(placeholder) for _, placeholder in captures}
     arguments = [tensor for tensor in graph.inputs if id(tensor) not in inner]
-    inputs = {
-        tensor.name: given for tensor, given in zip(arguments, grads, strict=True)
-    }
+    inputs = {tensor.name: given for tensor, given in zip(arguments, grads, strict=True)}
     for outer, placeholder in captures:
         if id(outer) in handles:
             inputs[placeholder.name] = handles[id(outer)]

@@ -142,9 +142,7 @@ def _slots(hosts: Sequence[str]) -> list[dict[str, Any]]:
     return slots
 
 
-def _tensorflow_environments(
-    endpoints: Sequence[Endpoint], servers: int
-) -> list[dict[str, str]]:
+def _tensorflow_environments(endpoints: Sequence[Endpoint], servers: int) -> list[dict[str, str]]:
     ports = iter(free_ports(sum(endpoint.port is None for endpoint in endpoints)))
     addresses = [
         f"{endpoint.address}:{next(ports) if endpoint.port is None else endpoint.port}"
