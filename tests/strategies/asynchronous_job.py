@@ -61,6 +61,16 @@ class Slow(keras.layers.Layer):
             return tf.identity(inputs)
 
 
+def digits():
+    """Images and labels to learn from, and to test on."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    images = (images / 16).astype("float32").reshape(-1, 8, 8, 1)
+    held_out = np.arange(len(images)) % 5 == 4
+    return (images[~held_out], labels[~held_out]), (images[held_out], labels[held_out])
+
+
 def small_data():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(960, 16)).astype("float32")
@@ -81,8 +91,7 @@ def main(folder: str, options: dict) -> None:
         index = strategy.worker_index
     keras.utils.set_random_seed(0)
     if options.get("digits"):
-        train, test = tfdist.datasets.load("digits")
-        (x, y), held_out = train, test
+        (x, y), held_out = digits()
     else:
         (x, y), held_out = small_data(), None
     with strategy.scope():

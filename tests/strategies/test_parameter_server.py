@@ -90,8 +90,8 @@ def test_two_servers_and_delay_compensation(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("dies", [1, 2])
-def test_a_worker_that_is_killed_does_not_stop_the_others(tmp_path, dies):
+def test_a_worker_that_is_killed_does_not_stop_the_others(tmp_path):
+    dies = 1
     code, output, found = run(
         tmp_path, np=3, staleness=2, epochs=2, dies=dies, timeout=270, step_seconds=0.01
     )
@@ -173,8 +173,8 @@ def test_a_worker_comes_back(tmp_path):
             if str(JOB) in child.cmdline() and '"index": 1' in child.environ()["TF_CONFIG"]
         )
         worker.suspend()
-        before = int((tmp_path / "steps0").read_text())
-        wait_for(lambda: int((tmp_path / "steps0").read_text() or 0) > before + 20, job)
+        before = steps_of(tmp_path, 0)
+        wait_for(lambda: steps_of(tmp_path, 0) > before + 20, job)
         worker.resume()
         output, _ = job.communicate(timeout=200)
     finally:
@@ -183,6 +183,11 @@ def test_a_worker_comes_back(tmp_path):
     assert "worker 1 has not been heard" in output and "worker 1 takes part again" in output
     found = json.loads((tmp_path / "worker0.json").read_text())
     assert found["updates"] == [[360, 360]] and max(found["ahead"]) <= 1
+
+
+def steps_of(folder, worker: int) -> int:
+    """How many steps a worker has made, as it last wrote down."""
+    return int((folder / f"steps{worker}").read_text() or 0)
 
 
 def wait_for(condition, job, seconds=150.0) -> None:
