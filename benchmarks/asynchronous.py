@@ -55,8 +55,8 @@ def hogwild(rounds: int) -> None:
     odds = 1 / (1 + np.exp(-truth[ids].sum(1) / 2))
     clicked = (rng.random(_SAMPLES) < odds).astype("float32")[:, None]
 
-    def trained(threads: int) -> tuple[keras.Model, float]:
-        """A model after an epoch that traces it, and the seconds of two more."""
+    def trained(threads: int) -> tuple[keras.Model, float, float]:
+        """A model after an epoch that traces it, and the seconds, and CPU seconds, of two more."""
         keras.utils.set_random_seed(0)
         with HogwildStrategy(threads).scope():
             model = keras.Sequential(
@@ -70,28 +70,31 @@ def hogwild(rounds: int) -> None:
             model.compile(
                 keras.optimizers.SGD(10.0),
                 keras.losses.BinaryCrossentropy(from_logits=True),
-                steps_per_execution=20,
+                steps_per_execution=40,
             )
-        # Updates of as many rows with any number of threads.
-        data = tf.data.Dataset.from_tensor_slices((ids, clicked)).batch(_ROWS * threads).cache()
-        model.fit(data, epochs=1, verbose=0)
-        begun = time.perf_counter()
-        model.fit(data, epochs=2, verbose=0)
-        return model, time.perf_counter() - begun
+        data = tf.data.Dataset.from_tensor_slices((ids, clicked)).batch(_ROWS).cache()
+        model.fit(data, epochs=1, verbose=0, shuffle=False)
+        begun, cpu = time.perf_counter(), time.process_time()
+        model.fit(data, epochs=2, verbose=0, shuffle=False)
+        return model, time.perf_counter() - begun, time.process_time() - cpu
 
-    speed, loss = [], []
+    speed, loss, cpu = [], [], []
     for turn in range(rounds):
-        one, seconds_of_one = trained(1)
-        two, seconds_of_two = trained(2)
+        one, seconds_of_one, cpu_of_one = trained(1)
+        two, seconds_of_two, cpu_of_two = trained(2)
         speed.append(seconds_of_one / seconds_of_two)
         losses = [m.evaluate(ids, clicked, batch_size=8192, verbose=0) for m in (one, two)]
         loss.append(losses[1] / losses[0])
+        cpu.append(cpu_of_two / cpu_of_one)
         rate = 2 * _SAMPLES / seconds_of_one
         print(
-            f"hogwild round {turn + 1}: {rate:,.0f} rows/s in 1 thread, {speed[-1]:.3f} times in 2",
+            f"hogwild round {turn + 1}: {rate:,.0f} rows/s in 1 thread, {speed[-1]:.3f} times in 2, "
+            f"{cpu[-1]:.3f} times the CPU seconds",
             flush=True,
         )
-    print(f"Hogwild!, 2 threads over 1: speed {spread(speed)}, loss {spread(loss)}")
+    print(
+        f"Hogwild!, 2 threads over 1: speed {spread(speed)}, loss {spread(loss)}, CPU seconds {spread(cpu)}"
+    )
 
 
 # -- Jobs ----------------------------------------------------------------------------------------

@@ -18,13 +18,12 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
 
 from tfdist import checks
-from tfdist.data.sharding import row_range
 from tfdist.strategies import keras_patches
 from tfdist.strategies.asynchronous import (
     AsynchronousExtended,
@@ -42,18 +41,21 @@ _sections = itertools.count()
 class HogwildStrategy(AsynchronousStrategy):
     """One process, some threads, one set of parameters, no locks.
 
-    For sparse problems, where two steps seldom touch the same rows. The rows of each batch are divided
-    among the threads, and each makes an update of its own with its part. On dense models it runs, but
-    threads overwrite each other's updates; see docs/asynchronous.md.
+    For sparse problems, where two steps seldom touch the same rows. Each thread takes the next batch
+    and makes an update with it. On dense models it runs, but threads overwrite each other's updates;
+    see docs/asynchronous.md.
 
     ```python
     tf.config.threading.set_intra_op_parallelism_threads(1)
     strategy = tfdist.strategies.HogwildStrategy(threads=4)
     with strategy.scope():
         model = keras.Sequential([keras.layers.Embedding(1_000_000, 1), ...])
-        model.compile("sgd", "binary_crossentropy", steps_per_execution=50)
-    model.fit(ids, labels, batch_size=256, epochs=3)  # 64 rows an update
+        model.compile("sgd", "binary_crossentropy", steps_per_execution=64)
+    model.fit(ids, labels, batch_size=256, epochs=3)
     ```
+
+    The threads share the steps of an execution, 64 here, and wait for each other after these. A number
+    that they do not divide is rounded up in `fit`.
 
     Args:
         threads: How many threads. 1 is a single process of plain Keras.
@@ -64,8 +66,7 @@ class HogwildStrategy(AsynchronousStrategy):
 
     def __init__(self, threads: int = 2):
         self._num_threads = checks.integer("threads", threads, minimum=1, maximum=_MOST_THREADS)
-        super().__init__(_HogwildExtended(self))
-        self._wants_parts = False
+        super().__init__(AsynchronousExtended(self))
         keras_patches.install()
 
     @property
@@ -79,24 +80,20 @@ class HogwildStrategy(AsynchronousStrategy):
         if self.threads == 1:
             return call(arguments)
         _check_model(model)
-        self._wants_parts = True
-        before = model.train_function
-        model.train_function = None
+        function, steps = model.train_function, model.steps_per_execution
         make = type(model).make_train_function
         with concurrent.futures.ThreadPoolExecutor(self.threads, "tfdist-hogwild") as pool:
 
             def make_train_function(force=False):
                 make(model, force=True)
-                model.train_function = _InThreads(
-                    model.train_function, model.steps_per_execution, self.threads, pool
-                )
+                model.train_function = _InThreads(model, self.threads, pool)
 
             try:
+                model.steps_per_execution = -(-steps // self.threads) * self.threads
                 with overridden(model, "make_train_function", make_train_function):
                     return call(arguments)
             finally:
-                self._wants_parts = False
-                model.train_function = before
+                model.train_function, model.steps_per_execution = function, steps
 
     def train_step(self, model, step, data):
         """See `AsynchronousStrategy.train_step`."""
@@ -111,41 +108,48 @@ class HogwildStrategy(AsynchronousStrategy):
 
 
 class _InThreads:
-    """A train function of Keras that threads call at the same time, on one iterator."""
+    """A model's train function, that threads call at the same time on one iterator.
 
-    def __init__(
-        self, function: Callable, steps: int, threads: int, pool: concurrent.futures.Executor
-    ):
-        self._function, self._steps, self._threads, self._pool = function, steps, threads, pool
+    Args:
+        model: The model, which has its train function.
+        threads: How many threads.
+        pool: The threads.
+    """
+
+    def __init__(self, model: keras.Model, threads: int, pool: concurrent.futures.Executor):
+        self._model, self._threads, self._pool = model, threads, pool
+        self._function = model.train_function
         self._is_traced = False
 
     def __call__(self, iterator):
-        if not self._is_traced:
-            # One at a time, so that it is traced once.
-            ends = [_result(self._function, iterator, self._steps) for _ in range(self._threads)]
-            self._is_traced = True
-        else:
-            calls = [
-                self._pool.submit(_result, self._function, iterator, self._steps)
-                for _ in range(self._threads)
-            ]
-            ends = [call.result() for call in calls]
+        steps = self._model.steps_per_execution
+        # Keras' function asks the model when it is traced.
+        self._model.steps_per_execution = steps // self._threads
+        try:
+            if self._is_traced:
+                calls = [self._pool.submit(self._run, iterator) for _ in range(self._threads)]
+                ends = [call.result() for call in calls]
+            else:
+                # One at a time, so that it is traced once.
+                ends = [self._run(iterator) for _ in range(self._threads)]
+                self._is_traced = True
+        finally:
+            self._model.steps_per_execution = steps
         logs = [end for end in ends if end is not None]
         if not logs:
             raise StopIteration
         return logs[-1]
 
-
-def _result(function: Callable, iterator, steps: int):
-    """What a call returned; None where the data has ended."""
-    if steps == 1:
-        # A graph that draws a batch where there is none has counted its update by then.
-        batch = iterator.get_next_as_optional()
-        return function([batch.get_value()]) if batch.has_value() else None
-    try:
-        return function(iterator)
-    except StopIteration:
-        return None
+    def _run(self, iterator):
+        """What a call returned; None where the data has ended."""
+        if self._model.steps_per_execution == 1:
+            # A graph that draws a batch where there is none has counted its update by then.
+            batch = iterator.get_next_as_optional()
+            return self._function([batch.get_value()]) if batch.has_value() else None
+        try:
+            return self._function(iterator)
+        except StopIteration:
+            return None
 
 
 def _check_model(model: keras.Model) -> None:
@@ -216,35 +220,3 @@ def _exact_metrics(model: keras.Model) -> Iterator[None]:
         for metric in model.metrics:
             stack.enter_context(overridden(metric, "update_state", one_at_a_time(metric)))
         yield
-
-
-class _HogwildExtended(AsynchronousExtended):
-    """Batches of `fit` are cut into the threads' parts."""
-
-    def __init__(self, strategy: HogwildStrategy):
-        super().__init__(strategy)
-        self._hogwild = strategy
-
-    def _experimental_distribute_dataset(self, dataset, options):
-        del options
-        if not self._hogwild._wants_parts:
-            return dataset
-        self._hogwild._wants_parts = False
-        return _in_parts(dataset, self._hogwild.threads)
-
-
-def _in_parts(dataset: tf.data.Dataset, num_parts: int) -> tf.data.Dataset:
-    """The rows of each batch as up to `num_parts` batches, none of them empty."""
-    is_tuple = type(dataset.element_spec) is tuple
-
-    def cut(*batch):
-        rows = tf.shape(tf.nest.flatten(batch)[0], tf.int64)[0]
-
-        def part(index):
-            start, end = row_range(rows, num_parts, index)
-            own = tf.nest.map_structure(lambda tensor: tensor[start:end], batch)
-            return own if is_tuple else own[0]
-
-        return tf.data.Dataset.range(tf.minimum(rows, num_parts)).map(part)
-
-    return dataset.flat_map(cut).prefetch(2 * num_parts)

@@ -200,8 +200,8 @@ def hogwild_losses(threads: int) -> tuple[float, float, int]:
     from tfdist.strategies import HogwildStrategy
 
     ids, clicked = _clicks(4000)
-    model = _logistic(HogwildStrategy(threads), steps_per_execution=4)
-    history = model.fit(ids, clicked, batch_size=16 * threads, epochs=3, verbose=0).history
+    model = _logistic(HogwildStrategy(threads), steps_per_execution=12)
+    history = model.fit(ids, clicked, batch_size=16, epochs=3, verbose=0).history
     loss = model.evaluate(ids, clicked, batch_size=500, verbose=0)[0]
     return loss, history["loss"][-1], int(model.optimizer.iterations.numpy())
 
