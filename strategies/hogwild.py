@@ -11,17 +11,22 @@ Python's lock while it runs. What is shared is what TensorFlow has without a loc
 
 What Keras' optimizers do otherwise, `assign_sub` and `assign_add` of dense variables, locks each
 variable for the time of the update.
+
+Each thread runs its graph itself, operation by operation. TensorFlow's usual executor hands operations
+to a pool that all threads share: two threads are then slower than one. It stays where a step has loops
+or conditions, which wait for the pool. `function_executor_type` is TensorFlow's own, without a public
+name.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import itertools
 from collections.abc import Iterator
 
 import keras
 import tensorflow as tf
+from tensorflow.python.eager.context import function_executor_type
 
 from tfdist import checks
 from tfdist.strategies import keras_patches
@@ -35,7 +40,11 @@ from tfdist.strategies.table_lookups import looking_up, tables
 __all__ = ["HogwildStrategy"]
 
 _MOST_THREADS = 1024
-_sections = itertools.count()
+#: Operations that run a graph inside: they wait for threads of the pool.
+_CONTROL_FLOW = {"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"} | {
+    "PartitionedCall",
+    "StatefulPartitionedCall",
+}
 
 
 class HogwildStrategy(AsynchronousStrategy):
@@ -67,6 +76,7 @@ class HogwildStrategy(AsynchronousStrategy):
     def __init__(self, threads: int = 2):
         self._num_threads = checks.integer("threads", threads, minimum=1, maximum=_MOST_THREADS)
         super().__init__(AsynchronousExtended(self))
+        self._has_control_flow = False
         keras_patches.install()
 
     @property
@@ -86,7 +96,7 @@ class HogwildStrategy(AsynchronousStrategy):
 
             def make_train_function(force=False):
                 make(model, force=True)
-                model.train_function = _InThreads(model, self.threads, pool)
+                model.train_function = _InThreads(self, model, self.threads, pool)
 
             try:
                 model.steps_per_execution = -(-steps // self.threads) * self.threads
@@ -101,7 +111,11 @@ class HogwildStrategy(AsynchronousStrategy):
             with looking_up(tables(model)):
                 return step(*data)
         with _without_locks(model.optimizer), _exact_metrics(model), looking_up(tables(model)):
-            return step(*data)
+            logs = step(*data)
+        if not tf.executing_eagerly():
+            operations = tf.compat.v1.get_default_graph().get_operations()
+            self._has_control_flow |= any(each.type in _CONTROL_FLOW for each in operations)
+        return logs
 
     def __repr__(self) -> str:
         return f"HogwildStrategy(threads={self.threads})"
@@ -111,45 +125,53 @@ class _InThreads:
     """A model's train function, that threads call at the same time on one iterator.
 
     Args:
+        strategy: The strategy.
         model: The model, which has its train function.
         threads: How many threads.
         pool: The threads.
     """
 
-    def __init__(self, model: keras.Model, threads: int, pool: concurrent.futures.Executor):
-        self._model, self._threads, self._pool = model, threads, pool
+    def __init__(
+        self,
+        strategy: HogwildStrategy,
+        model: keras.Model,
+        threads: int,
+        pool: concurrent.futures.Executor,
+    ):
+        self._strategy, self._model, self._threads, self._pool = strategy, model, threads, pool
         self._function = model.train_function
         self._is_traced = False
 
     def __call__(self, iterator):
-        steps = self._model.steps_per_execution
-        # Keras' function asks the model when it is traced.
-        self._model.steps_per_execution = steps // self._threads
-        try:
-            if self._is_traced:
-                calls = [self._pool.submit(self._run, iterator) for _ in range(self._threads)]
-                ends = [call.result() for call in calls]
-            else:
-                # One at a time, so that it is traced once.
-                ends = [self._run(iterator) for _ in range(self._threads)]
-                self._is_traced = True
-        finally:
-            self._model.steps_per_execution = steps
+        steps = self._model.steps_per_execution // self._threads
+        if self._is_traced:
+            calls = [self._pool.submit(self._run, iterator, steps) for _ in range(self._threads)]
+            ends = [call.result() for call in calls]
+        else:
+            # One at a time, so that it is traced once.
+            ends = [self._steps(iterator, steps) for _ in range(self._threads)]
+            self._is_traced = True
         logs = [end for end in ends if end is not None]
         if not logs:
             raise StopIteration
         return logs[-1]
 
-    def _run(self, iterator):
-        """What a call returned; None where the data has ended."""
-        if self._model.steps_per_execution == 1:
-            # A graph that draws a batch where there is none has counted its update by then.
-            batch = iterator.get_next_as_optional()
-            return self._function([batch.get_value()]) if batch.has_value() else None
-        try:
-            return self._function(iterator)
-        except StopIteration:
-            return None
+    def _run(self, iterator, steps: int):
+        if self._strategy._has_control_flow:
+            return self._steps(iterator, steps)
+        with function_executor_type("SINGLE_THREADED_EXECUTOR"):
+            return self._steps(iterator, steps)
+
+    def _steps(self, iterator, steps: int):
+        """The logs of the last of some steps; None where the data has ended."""
+        logs = None
+        for _ in range(steps):
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                break
+            logs = self._function([batch])
+        return logs
 
 
 def _check_model(model: keras.Model) -> None:
@@ -198,25 +220,25 @@ def _without_locks(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _exact_metrics(model: keras.Model) -> Iterator[None]:
-    """Inside, metrics are updated by one thread at a time: they read and then assign."""
-    with tf.init_scope():
-        mutex = tf.raw_ops.MutexV2(container="", shared_name=f"tfdist/metrics/{next(_sections)}")
+    """Inside, what metrics count is added at once: they read and then assign, and would lose counts."""
 
-    def one_at_a_time(metric):
+    def adding(metric):
         update = metric.update_state
 
         def update_state(*args, **kwargs):
-            lock = tf.raw_ops.MutexLock(mutex=mutex)
-            with tf.control_dependencies([lock]):
+            variables = metric.variables
+            before = [variable.value.read_value() for variable in variables]
+            mapping = list(zip(variables, before, strict=True))
+            with keras.StatelessScope(state_mapping=mapping) as scope:
                 update(*args, **kwargs)
-                # Reads after the update, which the end of the lock can wait for.
-                ends = [variable.value.read_value() for variable in metric.variables]
-            with tf.control_dependencies(ends):
-                tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+            for variable, then in mapping:
+                now = scope.get_current_value(variable)
+                if now is not None and now is not then:
+                    variable.value.assign_add(tf.cast(now, then.dtype) - then)
 
         return update_state
 
     with contextlib.ExitStack() as stack:
         for metric in model.metrics:
-            stack.enter_context(overridden(metric, "update_state", one_at_a_time(metric)))
+            stack.enter_context(overridden(metric, "update_state", adding(metric)))
         yield
