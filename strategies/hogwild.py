@@ -40,6 +40,8 @@ from tfdist.strategies.table_lookups import looking_up, tables
 __all__ = ["HogwildStrategy"]
 
 _MOST_THREADS = 1024
+#: Steps in one call of TensorFlow, where there are as many: a call takes time, and Python's lock.
+_UNROLLED = 4
 #: Operations that run a graph inside: they wait for threads of the pool.
 _CONTROL_FLOW = {"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"} | {
     "PartitionedCall",
@@ -77,6 +79,7 @@ class HogwildStrategy(AsynchronousStrategy):
         self._num_threads = checks.integer("threads", threads, minimum=1, maximum=_MOST_THREADS)
         super().__init__(AsynchronousExtended(self))
         self._has_control_flow = False
+        self._pool = concurrent.futures.ThreadPoolExecutor(self._num_threads, "tfdist-hogwild")
         keras_patches.install()
 
     @property
@@ -90,20 +93,20 @@ class HogwildStrategy(AsynchronousStrategy):
         if self.threads == 1:
             return call(arguments)
         _check_model(model)
-        function, steps = model.train_function, model.steps_per_execution
-        make = type(model).make_train_function
-        with concurrent.futures.ThreadPoolExecutor(self.threads, "tfdist-hogwild") as pool:
+        steps = model.steps_per_execution
+        if not isinstance(model.train_function, _InThreads):
+            model.train_function = None
 
-            def make_train_function(force=False):
-                make(model, force=True)
-                model.train_function = _InThreads(self, model, self.threads, pool)
+        def make_train_function(force=False):
+            if force or model.train_function is None:
+                model.train_function = _InThreads(self, model)
 
-            try:
-                model.steps_per_execution = -(-steps // self.threads) * self.threads
-                with overridden(model, "make_train_function", make_train_function):
-                    return call(arguments)
-            finally:
-                model.train_function, model.steps_per_execution = function, steps
+        try:
+            model.steps_per_execution = -(-steps // self.threads) * self.threads
+            with overridden(model, "make_train_function", make_train_function):
+                return call(arguments)
+        finally:
+            model.steps_per_execution = steps
 
     def train_step(self, model, step, data):
         """See `AsynchronousStrategy.train_step`."""
@@ -122,55 +125,76 @@ class HogwildStrategy(AsynchronousStrategy):
 
 
 class _InThreads:
-    """A model's train function, that threads call at the same time on one iterator.
+    """A train function whose steps threads make at the same time, with batches of one iterator.
 
     Args:
         strategy: The strategy.
-        model: The model, which has its train function.
-        threads: How many threads.
-        pool: The threads.
+        model: The model.
     """
 
-    def __init__(
-        self,
-        strategy: HogwildStrategy,
-        model: keras.Model,
-        threads: int,
-        pool: concurrent.futures.Executor,
-    ):
-        self._strategy, self._model, self._threads, self._pool = strategy, model, threads, pool
-        self._function = model.train_function
-        self._is_traced = False
+    def __init__(self, strategy: HogwildStrategy, model: keras.Model):
+        self._strategy, self._model = strategy, model
+        self._one_step = tf.function(self._step, autograph=False, reduce_retracing=True)
+        self._traced: dict = {}
 
     def __call__(self, iterator):
-        steps = self._model.steps_per_execution // self._threads
-        if self._is_traced:
-            calls = [self._pool.submit(self._run, iterator, steps) for _ in range(self._threads)]
-            ends = [call.result() for call in calls]
-        else:
-            # One at a time, so that it is traced once.
-            ends = [self._steps(iterator, steps) for _ in range(self._threads)]
-            self._is_traced = True
-        logs = [end for end in ends if end is not None]
-        if not logs:
+        if not isinstance(iterator, tf.data.Iterator):  # `train_on_batch`.
+            return self._one_step(next(iterator))
+        threads = self._strategy.threads
+        steps = self._model.steps_per_execution // threads
+        functions = self._trace(iterator, min(steps, _UNROLLED))
+        before = int(self._model.optimizer.iterations.value)
+        pool = self._strategy._pool
+        calls = [pool.submit(self._run, iterator, steps, functions) for _ in range(threads)]
+        ends = [call.result() for call in calls]
+        for logs in ends:
+            if logs is not None:
+                return logs
+        if int(self._model.optimizer.iterations.value) == before:
             raise StopIteration
-        return logs[-1]
+        return self._model.get_metrics_result()
 
-    def _run(self, iterator, steps: int):
-        if self._strategy._has_control_flow:
-            return self._steps(iterator, steps)
-        with function_executor_type("SINGLE_THREADED_EXECUTOR"):
-            return self._steps(iterator, steps)
+    def _trace(self, iterator, most: int) -> dict:
+        """What makes one step, and what makes `most`, by the number."""
+        key = str(iterator.element_spec), most
+        if key not in self._traced:
+            self._traced[key] = {
+                steps: self._steps(steps).get_concrete_function(iterator) for steps in {1, most}
+            }
+        return self._traced[key]
 
-    def _steps(self, iterator, steps: int):
-        """The logs of the last of some steps; None where the data has ended."""
-        logs = None
-        for _ in range(steps):
+    def _step(self, batch):
+        return self._strategy.run(self._model.train_step, args=(batch,))
+
+    def _steps(self, number: int):
+        """A function that makes some steps: where the data ends, all before are made, and no more."""
+        return tf.function(lambda iterator: self._unrolled(iterator, number), autograph=False)
+
+    def _unrolled(self, iterator, number: int):
+        graph = tf.compat.v1.get_default_graph()
+        logs, last = None, 0
+        for _ in range(number):
+            made = graph.get_operations()[last:]
+            changes = [each for each in made if tf.resource in [x.dtype for x in each.inputs]]
+            with tf.control_dependencies(changes):
+                batch = iterator.get_next()
+            last = len(graph.get_operations())
+            with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+                logs = self._step(batch)
+        return logs
+
+    def _run(self, iterator, steps: int, functions: dict):
+        """Makes steps while there is data; the logs of the last, None where it has ended."""
+        executor = "" if self._strategy._has_control_flow else "SINGLE_THREADED_EXECUTOR"
+        most, logs = max(functions), None
+        with function_executor_type(executor):
             try:
-                batch = next(iterator)
-            except StopIteration:
-                break
-            logs = self._function([batch])
+                while steps > 0:
+                    size = most if steps >= most else 1
+                    logs = functions[size](iterator)
+                    steps -= size
+            except tf.errors.OutOfRangeError:
+                return None
         return logs
 
 
