@@ -25,7 +25,7 @@ _WORKERS = 3
 _SLOWER = 4
 _STEP_SECONDS = 0.05
 #: Of the sparse logistic regression.
-_FEATURES, _PER_SAMPLE, _SAMPLES, _ROWS, _EPOCHS = 500_000, 64, 250_000, 512, 3
+_FEATURES, _PER_SAMPLE, _SAMPLES, _ROWS, _EPOCHS = 8_000_000, 32, 400_000, 1024, 3
 
 
 def spread(values: Sequence[float]) -> str:

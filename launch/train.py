@@ -255,7 +255,6 @@ PROGRAM = command.Program(
         "for memory and links": [
             flag.name for flag in (_RECOMPUTE, _MESH.zero, _WORLD.communication_dtype)
         ],
-        "for parameter servers": [flag.name for flag in _WORLD.of_servers],
         "for the ranks": [flag.name for flag in (*_MESH.mesh, _THREADS, *_WORLD.of_ranks)],
     },
 )

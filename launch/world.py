@@ -89,15 +89,7 @@ class WorldFlags:
             lower_bound=0,
             upper_bound=1 << 20,
         )
-        self._delay_compensation = define.float(
-            "delay_compensation",
-            0.0,
-            "lambda of DC-ASGD, for parameter servers",
-            lower_bound=0.0,
-            upper_bound=1e6,
-        )
-        self.of_ranks = (self._strategy, self._tpu, self._watchdog)
-        self.of_servers = (self._max_staleness, self._delay_compensation)
+        self.of_ranks = (self._strategy, self._tpu, self._watchdog, self._max_staleness)
 
     @property
     def is_tpu(self) -> bool:
@@ -118,7 +110,7 @@ class WorldFlags:
         else:
             received = f"--strategy={self._strategy.value}"
             refuse_ignored(
-                self._values, self.of_servers, "is for --strategy=parameter_server", received
+                self._values, (self._max_staleness,), "is for --strategy=parameter_server", received
             )
         if not self.is_tpu:
             received = f"--strategy={self._strategy.value}"
@@ -188,7 +180,6 @@ class WorldFlags:
         try:
             strategy = ParameterServerStrategy(
                 max_staleness=self._max_staleness.value,
-                delay_compensation=self._delay_compensation.value,
                 watchdog_seconds=self._watchdog.value or YEAR,
             )
         except (ValueError, ParameterServerError) as error:

@@ -79,7 +79,9 @@ class HogwildStrategy(AsynchronousStrategy):
         self._num_threads = checks.integer("threads", threads, minimum=1, maximum=_MOST_THREADS)
         super().__init__(AsynchronousExtended(self))
         self._has_control_flow = False
-        self._pool = concurrent.futures.ThreadPoolExecutor(self._num_threads, "tfdist-hogwild")
+        self.thread_pool = concurrent.futures.ThreadPoolExecutor(
+            self._num_threads, "tfdist-hogwild"
+        )
         keras_patches.install()
 
     @property
@@ -144,7 +146,7 @@ class _InThreads:
         steps = self._model.steps_per_execution // threads
         functions = self._trace(iterator, min(steps, _UNROLLED))
         before = int(self._model.optimizer.iterations.value)
-        pool = self._strategy._pool
+        pool = self._strategy.thread_pool
         calls = [pool.submit(self._run, iterator, steps, functions) for _ in range(threads)]
         ends = [call.result() for call in calls]
         for logs in ends:

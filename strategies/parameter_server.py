@@ -24,6 +24,7 @@ from tfdist.asynchronous.hosted_model import HostedModel
 from tfdist.asynchronous.serving import serve
 from tfdist.checkpoint import Checkpointer
 from tfdist.data.sharding import mark_per_rank, shard_whole_batches
+from tfdist.keras_internals.attributes import initial_epoch
 from tfdist.keras_internals.private import all_layers
 from tfdist.strategies import keras_patches
 from tfdist.strategies.asynchronous import (
@@ -320,11 +321,12 @@ class _Last(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         hosted = self._strategy._host(self.model)
-        epoch = self._store.publish(hosted, self.model._initial_epoch)
+        epoch = self._store.publish(hosted, initial_epoch(self.model))
         if epoch is not None:
             # Keras' own place for what a callback restored: `fit` reads it right after this.
             steps = int(hosted.updates()[0, self._strategy.worker_index])
-            self.model._initial_epoch = epoch + steps // (self.params.get("steps") or sys.maxsize)
+            epoch += steps // (self.params.get("steps") or sys.maxsize)
+            initial_epoch.set(self.model, epoch)
 
 
 class _ParameterServerExtended(AsynchronousExtended):

@@ -9,7 +9,6 @@ that it relies on, so a Keras that moved is told apart at once.
 from tfdist.keras_internals.patching import apply_patches
 from tfdist.keras_internals.private import check_signatures
 from tfdist.strategies.keras_patches import (
-    asynchronous,
     data,
     empty_batches,
     kernels,
@@ -39,8 +38,6 @@ _MODULES = (
     randomness,
     saving,
     trainer,
-    # Outermost: `fit` under an asynchronous strategy.
-    asynchronous,
 )
 
 

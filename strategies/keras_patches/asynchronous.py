@@ -1,59 +1,28 @@
-"""`fit` under an asynchronous strategy: what surrounds Keras' own loop."""
+"""What the patches of `trainer.py` and `data.py` do under an asynchronous strategy."""
 
 from __future__ import annotations
-
-import inspect
 
 import tensorflow as tf
 
 from tfdist.data.sharding import own_batches
-from tfdist.keras_internals.patching import Patch
-from tfdist.keras_internals.private import TensorFlowTrainer, TFEpochIterator
-from tfdist.strategies.asynchronous import asynchronous_strategy_of
 
-__all__ = ["PATCHES"]
+__all__ = ["batch_of", "count_own_batches"]
 
 
-def _fit(original, self, *args, **kwargs):
-    strategy = asynchronous_strategy_of(self)
-    if strategy is None:
-        return original(self, *args, **kwargs)
-    bound = inspect.signature(original).bind(self, *args, **kwargs)
-    bound.apply_defaults()
-    return strategy.fit(lambda arguments: original(**arguments), dict(bound.arguments))
+def batch_of(iterator):
+    """A batch as its specification: to draw one would move a data set that shuffles."""
+    return tf.nest.map_structure(
+        lambda part: None if isinstance(part, tf.NoneTensorSpec) else part,
+        iterator._distributed_dataset.element_spec,
+    )
 
 
-def _evaluate(original, self, *args, **kwargs):
-    strategy = asynchronous_strategy_of(self)
-    if strategy is not None:
-        strategy.before_reading(self)
-    return original(self, *args, **kwargs)
-
-
-def _predict(original, self, *args, **kwargs):
-    strategy = asynchronous_strategy_of(self)
-    if strategy is not None:
-        strategy.before_reading(self)
-    return original(self, *args, **kwargs)
-
-
-def _maybe_symbolic_build(original, self, iterator=None, data_batch=None):
-    """From the specification of a batch: to draw one would move a data set that shuffles."""
-    if asynchronous_strategy_of(self) is not None and iterator is not None:
-        spec = iterator._distributed_dataset.element_spec
-        data_batch = tf.nest.map_structure(
-            lambda part: None if isinstance(part, tf.NoneTensorSpec) else part, spec
-        )
-        iterator = None
-    return original(self, iterator, data_batch)
-
-
-def _epoch_iterator(original, self, *args, **kwargs):
-    original(self, *args, **kwargs)
-    share = own_batches(self._distributed_dataset)
+def count_own_batches(iterator) -> None:
+    """Has Keras' loop over batches count those of this worker alone, where it has some of all."""
+    share = own_batches(iterator._distributed_dataset)
     if share is not None:
-        self.data_adapter = _OwnBatches(self.data_adapter, *share)
-        self._num_batches = self.data_adapter.num_batches
+        iterator.data_adapter = _OwnBatches(iterator.data_adapter, *share)
+        iterator._num_batches = iterator.data_adapter.num_batches
 
 
 class _OwnBatches:
@@ -79,17 +48,3 @@ class _OwnBatches:
                 "workers."
             )
         return len(range(self._worker, total, self._num_workers))
-
-
-PATCHES = (
-    Patch(TensorFlowTrainer, "fit", ("self", "x", "y"), _fit),
-    Patch(TensorFlowTrainer, "evaluate", ("self", "x", "y"), _evaluate),
-    Patch(TensorFlowTrainer, "predict", ("self", "x"), _predict),
-    Patch(
-        TensorFlowTrainer,
-        "_maybe_symbolic_build",
-        ("self", "iterator", "data_batch"),
-        _maybe_symbolic_build,
-    ),
-    Patch(TFEpochIterator, "__init__", ("self", "distribute_strategy"), _epoch_iterator),
-)

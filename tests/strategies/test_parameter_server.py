@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.strategies import asynchronous_programs as programs
+from tfdist.runtime.rendezvous import free_ports
 
 JOB = Path(__file__).with_name("asynchronous_job.py")
 ROOT = Path(__file__).parents[2]
@@ -183,6 +184,41 @@ def test_a_worker_comes_back(tmp_path):
     assert "worker 1 has not been heard" in output and "worker 1 takes part again" in output
     found = json.loads((tmp_path / "worker0.json").read_text())
     assert found["updates"] == [[360, 360]] and max(found["ahead"]) <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_worker_that_is_started_again_goes_on(tmp_path):
+    """Without a launcher, from TF_CONFIG alone: the servers too run the script of the workers."""
+    ports = iter(free_ports(3))
+    addresses = {job: [f"127.0.0.1:{next(ports)}" for _ in range(n)] for job, n in JOBS}
+    options = json.dumps({"epochs": 4, "staleness": 3, "dies": 1, "step_seconds": 0.05})
+
+    def begin(job: str, index: int) -> subprocess.Popen:
+        config = {"cluster": addresses, "task": {"type": job, "index": index}}
+        return subprocess.Popen(
+            [sys.executable, str(JOB), str(tmp_path), options],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CONFIG": json.dumps(config)},
+        )
+
+    processes = [begin(job, index) for job, n in JOBS for index in range(n)]
+    try:
+        assert processes[2].wait(150) == -signal.SIGKILL
+        processes.append(begin("worker", 1))
+        assert [processes[place].wait(200) for place in (3, 1, 0)] == [0, 0, 0]
+    finally:
+        for process in processes:
+            process.kill()
+    found = [json.loads((tmp_path / f"worker{index}.json").read_text()) for index in range(2)]
+    # It died in its first epoch of 30 steps, which it makes again.
+    assert found[1]["steps"] == found[0]["steps"] == 4 * 30
+    assert found[0]["updates"][0][0] == 120
+    assert 128 <= found[0]["updates"][0][1] <= 129
+    assert max(found[0]["ahead"]) <= 3 and max(found[1]["ahead"]) <= 3
+
+
+#: How many processes of each kind.
+JOBS = (("ps", 1), ("worker", 2))
 
 
 def steps_of(folder, worker: int) -> int:
