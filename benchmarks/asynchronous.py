@@ -68,7 +68,7 @@ def hogwild(rounds: int) -> None:
                 ]
             )
             model.compile(
-                keras.optimizers.SGD(2.0),
+                keras.optimizers.SGD(300.0),
                 keras.losses.BinaryCrossentropy(from_logits=True),
                 steps_per_execution=100,
             )
@@ -88,7 +88,8 @@ def hogwild(rounds: int) -> None:
         cpu.append(cpu_of_two / cpu_of_one)
         rate = _EPOCHS * _SAMPLES / seconds_of_one
         print(
-            f"hogwild round {turn + 1}: {rate:,.0f} rows/s in 1 thread, {speed[-1]:.3f} times in 2, "
+            f"hogwild round {turn + 1}: {rate:,.0f} rows/s in 1 thread, {speed[-1]:.3f} times in 2, loss "
+            f"{losses[0]:.4f} and {losses[1]:.4f}, "
             f"{cpu[-1]:.3f} times the CPU seconds; cores busy {cpu_of_one / seconds_of_one:.2f} and {cpu_of_two / seconds_of_two:.2f}",
             flush=True,
         )
