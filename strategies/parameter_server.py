@@ -192,6 +192,11 @@ class ParameterServerStrategy(AsynchronousStrategy):
 
     def train_step(self, model, step, data):
         """See `AsynchronousStrategy.train_step`."""
+        if not self._store.is_fitting:
+            raise NotImplementedError(
+                "The servers get a model's parameters when its `fit` begins. Received: a step of "
+                f"{model.name!r} outside of `fit`. Call `fit` in place of `train_on_batch`."
+            )
         hosted = self._host(model)
         layers = _only_looked_up(model, step, data)
         looked_up = {id(layer.embeddings) for layer in layers}

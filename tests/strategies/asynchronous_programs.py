@@ -159,6 +159,14 @@ def refusals() -> list[tuple[str, str]]:
     refused(served, "BackupAndRestore", callbacks=[Checkpointer("/tmp/tfdist-none")])
     refused(threads, "run_eagerly", run_eagerly=True)
     with served.scope():
+        model = _model("sgd", False)
+    try:
+        model.train_on_batch(x, y)
+    except NotImplementedError as error:
+        found.append((str(error), "Call `fit`"))
+    else:
+        found.append(("nothing", "Call `fit`"))
+    with served.scope():
         unbuilt = keras.Sequential([keras.layers.Dense(1)])
         unbuilt.compile("sgd", "mse")
     unbuilt.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)  # Keras builds it.

@@ -13,8 +13,9 @@ import tensorflow as tf
 from tfdist.asynchronous.cluster import Cluster
 from tfdist.asynchronous.connection import ServerConnection
 from tfdist.asynchronous.errors import ParameterServerError
-from tfdist.asynchronous.hosted_model import DENSE, NONE, SPARSE, HostedModel
+from tfdist.asynchronous.hosted_model import HostedModel
 from tfdist.asynchronous.membership import Membership, wait
+from tfdist.asynchronous.server_part import DENSE, NONE, SPARSE
 from tfdist.asynchronous.statistics import Staleness
 from tfdist.data.random_state import global_seed, random_state, set_random_state
 
