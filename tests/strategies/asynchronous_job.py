@@ -99,9 +99,10 @@ def main(folder: str, options: dict) -> None:
         layers = [keras.Input(x.shape[1:]), Slow(seconds)]
         if options.get("digits"):
             layers += [
-                keras.layers.Conv2D(16, 3, activation="relu"),
                 keras.layers.Conv2D(32, 3, activation="relu"),
+                keras.layers.Conv2D(64, 3, activation="relu"),
                 keras.layers.Flatten(),
+                keras.layers.Dropout(0.4),
             ]
         layers += [keras.layers.Dense(64, activation="relu"), keras.layers.Dense(10)]
         model = keras.Sequential(layers)

@@ -110,7 +110,7 @@ def test_a_worker_that_is_killed_does_not_stop_the_others(tmp_path):
 @pytest.mark.timeout(300)
 def test_reaches_97_percent_of_the_digits(tmp_path):
     code, output, found = run(
-        tmp_path, np=3, staleness=4, epochs=12, digits=True, batch_size=32, timeout=270
+        tmp_path, np=3, staleness=4, epochs=25, digits=True, batch_size=32, timeout=270
     )
     assert code == 0, output
     assert found[0]["accuracy"] >= 0.97
