@@ -82,6 +82,17 @@ class CheckpointFlags:
 
         return [Checkpointer(self.workdir, **options, batch_size=batch_size)]
 
+    def backups(self) -> list:
+        """The callback for workers that are at different steps: it saves after each epoch."""
+        received = "with parameter servers"
+        refuse_ignored(self._values, (self.save_every, self.keep), "is for ranks in step", received)
+        if self.workdir is None:
+            return []
+        import keras
+
+        folder_of_backup = os.path.join(self.workdir, "backup")
+        return [keras.callbacks.BackupAndRestore(folder_of_backup, delete_checkpoint=False)]
+
 
 def _check_workdir(path: str, is_tpu: bool) -> None:
     """Refuses what is no place for checkpoints, and a folder that another job saves into."""

@@ -24,15 +24,18 @@ def warmup_cosine(rate: float, steps: int):
 
 @contextlib.contextmanager
 def expected_errors(workdir: str | None, dataset: str) -> Iterator[None]:
-    """Says in one line what can be expected to fail in `fit`: checkpoints, the loss, the data."""
+    """Says in one line what can be expected to fail in `fit`: checkpoints, the loss, the data, servers."""
     import tensorflow as tf
 
+    from tfdist.asynchronous import ParameterServerError
     from tfdist.checkpoint import CheckpointError
 
     try:
         yield
     except CheckpointError as error:
         raise UsageError(f"--workdir={workdir}: {error}") from error
+    except ParameterServerError as error:
+        raise Failure(str(error)) from error
     except FloatingPointError as error:
         raise Failure(str(error)) from error
     except tf.errors.DataLossError as error:

@@ -42,6 +42,13 @@ _ENGINE = _define.enum(
     ["auto", "horovod", "tensorflow"],
     "Library for the collectives; auto uses Horovod if it is installed",
 )
+_PS = _define.integer(
+    "ps",
+    0,
+    "Parameter servers to start beside the ranks, for asynchronous training",
+    lower_bound=0,
+    upper_bound=MOST_RANKS_OF_A_HOST,
+)
 _WATCHDOG = _define.float(
     "watchdog_seconds",
     600.0,
@@ -82,6 +89,10 @@ _SAVE_SECONDS = _define.float(
 )
 
 
+#: The command of a parameter server.
+_SERVER = [sys.executable, "-m", "tfdist.launch.parameter_server"]
+
+
 def run() -> None:
     """The console script."""
     PROGRAM.run()
@@ -99,6 +110,7 @@ class _Job:
     most: int
     engine: str
     in_slurm: bool
+    servers: int
 
 
 def _check(words: list[str]) -> _Job:
@@ -131,7 +143,26 @@ def _check(words: list[str]) -> _Job:
             _VALUES, (_RESTART_SECONDS,), "is for jobs that are restarted", "--max_restarts=0"
         )
     least, most = _sizes(size)
-    return _Job(words, names, size, least, most, _engine(), in_slurm)
+    if _PS.value:
+        _check_servers(in_slurm)
+    return _Job(words, names, size, least, most, _engine(), in_slurm, _PS.value)
+
+
+def _check_servers(in_slurm: bool) -> None:
+    """Refuses what does not go with parameter servers."""
+    if _ENGINE.value == "horovod":
+        raise command.UsageError(
+            f"--ps: TensorFlow has parameter servers, Horovod has none. Received: --ps={_PS.value} "
+            "--engine=horovod. Take --engine=tensorflow."
+        )
+    refuse_ignored(
+        _VALUES, (_DISCOVERY,), "is for ranks without parameter servers", f"--ps={_PS.value}"
+    )
+    if in_slurm:
+        raise command.UsageError(
+            f"--ps starts servers on this machine or on those of -H. Received: --ps={_PS.value} in a "
+            "Slurm allocation. Name the hosts with -H."
+        )
 
 
 def _main(job: _Job) -> int:
@@ -139,15 +170,20 @@ def _main(job: _Job) -> int:
     token = secrets.token_hex(8)
 
     def start(names: Sequence[str], should_end: Callable[[], bool]) -> tuple[Supervisor, int]:
+        # Servers share the hosts of the ranks.
+        names = [*names, *(names[server % len(names)] for server in range(job.servers))]
         reached = _reach(names, shell)
-        with environments(job.engine, _endpoints(names, reached)) as found:
+        with environments(job.engine, _endpoints(names, reached), job.servers) as found:
             starts = []
-            for far, environment in zip(reached, found, strict=True):
+            for index, (far, environment) in enumerate(zip(reached, found, strict=True)):
                 begin = RankProcess.start if far is None else far.start
                 environment = {**environment, MEANT_RANKS: str(job.size), JOB: token}
-                starts.append(functools.partial(begin, job.words, environment))
+                is_server = index >= len(names) - job.servers
+                words = _SERVER if is_server else job.words
+                starts.append(functools.partial(begin, words, environment))
             supervisor = Supervisor(
                 starts,
+                servers=job.servers,
                 frozen_seconds=_WATCHDOG.value,
                 save_seconds=_SAVE_SECONDS.value,
                 should_end=should_end,
@@ -215,6 +251,8 @@ def _engine() -> str:
             "--engine=horovod: Horovod is not installed. Run tfdist-install-horovod, or take "
             "--engine=tensorflow."
         )
+    if _PS.value:
+        return "tensorflow"
     if _ENGINE.value != "auto":
         return _ENGINE.value
     if not has_horovod:

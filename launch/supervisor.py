@@ -26,6 +26,8 @@ _GRACE_SECONDS = 8.0
 _GRACE_AFTER_FREEZE_SECONDS = 4.0
 #: A wrong setting is told by the rank itself, and the others have the same.
 _GRACE_AFTER_USAGE_SECONDS = 0.5
+#: Servers end by themselves when the ranks have said good-bye, which one that was killed has not.
+_GRACE_OF_SERVERS_SECONDS = 1.5
 _TERMINATE_SECONDS = 3.0
 _LOOK_SECONDS = 0.2
 #: Read at a time, so that a rank that never stops talking does not keep the others from being
@@ -42,7 +44,9 @@ class Supervisor:
     SIGKILL.
 
     Args:
-        starts: What starts each rank.
+        starts: What starts each rank, and after these each parameter server.
+        servers: How many of them are parameter servers. A rank that fails then does not end the job:
+            the others go on. A server that ends before them does.
         frozen_seconds: How long a rank may be stopped (SIGSTOP) before it counts as failed; 0 for
             any time.
         save_seconds: How long ranks have to save after a SIGTERM.
@@ -59,10 +63,13 @@ class Supervisor:
         starts: Sequence[Callable[[], RankProcess]],
         *,
         frozen_seconds: float,
+        servers: int = 0,
         save_seconds: float = 30.0,
         should_end: Callable[[], bool] = lambda: False,
     ):
         self._starts = starts
+        self._size = len(starts) - servers
+        self._servers = range(self._size, len(starts))
         self._frozen_seconds = frozen_seconds
         self._save_seconds, self._should_end = save_seconds, should_end
         self._ranks: list[RankProcess] = []
@@ -124,11 +131,14 @@ class Supervisor:
                     self._pass_on(key.data)
             self._reap()
             self._look_for_frozen()
-            failed = any(code for _, code in self._ends)
+            failed = self._has_failed()
             if not (failed or self.was_told or self.was_asked) and self._should_end():
                 self.was_asked = True
                 self._forward(signal.SIGTERM)
-            if not (failed or self.was_told or self.was_asked or self._frozen is not None):
+            is_over = bool(self._servers) and self._running_ranks() == 0
+            if not (
+                failed or is_over or self.was_told or self.was_asked or self._frozen is not None
+            ):
                 continue
             if ending_since is None:
                 ending_since = time.monotonic()
@@ -139,6 +149,26 @@ class Supervisor:
             while steps and time.monotonic() - ending_since > steps[0][0]:
                 self._end(steps.pop(0)[1])
 
+    def _has_failed(self) -> bool:
+        """Whether something ended that the job cannot go on without."""
+        if not self._servers:
+            return any(code for _, code in self._ends)
+        ended = dict(self._ends)
+        if self._running_ranks() == 0:
+            return ended.get(0, 0) != 0
+        return any(
+            code == USAGE or (rank in self._servers and code != 0) for rank, code in self._ends
+        )
+
+    def _running_ranks(self) -> int:
+        """How many ranks have not ended, servers left out."""
+        return self._size - sum(rank < self._size for rank, _ in self._ends)
+
+    def _name(self, rank: int) -> str:
+        if rank in self._servers:
+            return f"parameter server {rank - self._size}"
+        return f"rank {rank}"
+
     def _grace(self) -> float:
         """How long the ranks that still run may take to end by themselves."""
         if self._frozen is not None:
@@ -147,6 +177,8 @@ class Supervisor:
             return self._save_seconds
         if any(code == USAGE for _, code in self._ends):
             return _GRACE_AFTER_USAGE_SECONDS
+        if self._servers and self._running_ranks() == 0:
+            return _GRACE_OF_SERVERS_SECONDS
         return _GRACE_SECONDS
 
     def _reap(self) -> None:
@@ -165,6 +197,10 @@ class Supervisor:
                 self._print(rank, [bytes(rest)])
                 rest.clear()
             self._ends.append((rank, code))
+            goes_on = self._servers and code not in (0, USAGE) and not self._ended_here
+            if goes_on and rank < self._size and self._running_ranks():
+                said = process.describe(code).replace("failed first", "failed")
+                say("tfdist-run", f"rank {rank} {said}; the others go on.")
 
     def _look_for_frozen(self) -> None:
         now = time.monotonic()
@@ -172,11 +208,11 @@ class Supervisor:
             return
         self._looked = now
         for rank, process in enumerate(self._ranks):
-            if not process.is_stopped():
+            if not process.is_stopped() or (self._servers and rank < self._size):
                 self._stopped_since.pop(rank, None)
                 continue
             since = self._stopped_since.setdefault(rank, now)
-            failed = any(code for _, code in self._ends)
+            failed = self._has_failed()
             if self._frozen_seconds and now - since > self._frozen_seconds and not failed:
                 self._frozen = rank if self._frozen is None else self._frozen
 
@@ -254,7 +290,8 @@ class Supervisor:
 
     def _print(self, rank: int, lines: Sequence[bytes]) -> None:
         shown = [line.strip(b"\x08") for line in lines if line.strip(b"\x08 ")]
-        text = memoryview(b"".join(b"[%d] %s\n" % (rank, line) for line in shown))
+        label = b"ps%d" % (rank - self._size) if rank in self._servers else b"%d" % rank
+        text = memoryview(b"".join(b"[%s] %s\n" % (label, line) for line in shown))
         try:
             # Not through sys.stdout: under PYTHONUNBUFFERED it writes a part where a signal comes.
             while text:
@@ -277,6 +314,12 @@ class Supervisor:
             if code not in (0, ENDED_BY_WATCHDOG) and rank not in self._ended_here
         ]
 
+    def _decisive_failures(self) -> list[tuple[int, int]]:
+        """What a job with servers does not get over: a server, a wrong setting, the chief."""
+        own = self._own_failures()
+        servers = [(rank, code) for rank, code in own if rank in self._servers]
+        return servers + [(rank, code) for rank, code in own if rank == 0 or code == USAGE]
+
     def _conclude(self) -> int:
         failures = [(rank, code) for rank, code in self._ends if code]
         if failures and all(code == PREEMPTED for _, code in failures):
@@ -289,11 +332,16 @@ class Supervisor:
             say("tfdist-run", f"ended by {signal_name(self._signal)}.")
             return 128 + self._signal
         if self._frozen is not None:
-            say("tfdist-run", f"rank {self._frozen} was frozen (SIGSTOP); the job was ended.")
+            say(
+                "tfdist-run", f"{self._name(self._frozen)} was frozen (SIGSTOP); the job was ended."
+            )
             return next((code for _, code in self._own_failures() if code > 0), ENDED_BY_WATCHDOG)
         if not failures:
             return 0
-        rank, code = (self._own_failures() or failures)[0]
+        causes = self._decisive_failures() if self._servers else self._own_failures() or failures
+        if not causes:
+            return 0
+        rank, code = causes[0]
         said = self._ranks[rank].describe(code)
-        say("tfdist-run", f"rank {rank} {said}; the job was ended.")
+        say("tfdist-run", f"{self._name(rank)} {said}; the job was ended.")
         return 128 - code if code < 0 else code

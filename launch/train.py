@@ -129,11 +129,14 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
         task.compile(model, rate, _LOCAL.around, **options)
 
     callbacks = [speed := speed_callback(data.items), *task.callbacks()]
-    if on.is_tpu:
+    if on.is_tpu or _WORLD.has_servers:
         callbacks.append(keras.callbacks.TerminateOnNaN())
     else:
         callbacks.append(tfdist.monitoring.TerminateOnNonFinite())
-    callbacks += _CHECKPOINTS.callbacks(saving, batch_size)
+    if _WORLD.has_servers:
+        callbacks += _CHECKPOINTS.backups()
+    else:
+        callbacks += _CHECKPOINTS.callbacks(saving, batch_size)
 
     # --- Training ------------------------------------------------------------------------------
     with expected_errors(_CHECKPOINTS.workdir, settings.dataset):
@@ -204,6 +207,8 @@ def _replicas_and_batch(task: Task, layout: Layout, on: World) -> tuple[int, int
                 f"--batch_size={batch_size}."
             )
         return data, batch_size
+    if _WORLD.has_servers:
+        return 1, layout.batch_size(_BATCH_SIZE.value, task.batch_size, 1)
     if _ELASTIC.value == "keep":
         return meant, layout.batch_size(_BATCH_SIZE.value, task.batch_size, data)
     batch_size = layout.batch_size(_BATCH_SIZE.value, task.batch_size, meant)

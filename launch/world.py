@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import TYPE_CHECKING, Any
 
 from tfdist.launch.compression_flag import check_compression, make_compressor
@@ -57,7 +58,7 @@ class WorldFlags:
         self._strategy = define.enum(
             "strategy",
             "auto",
-            ["auto", "horovod", "multi_worker", "local", "tpu"],
+            ["auto", "horovod", "multi_worker", "local", "tpu", "parameter_server"],
             "Strategy; auto: by how the ranks were started",
         )
         self._tpu = define.string(
@@ -86,12 +87,26 @@ class WorldFlags:
         self.compression = define.string(
             "compression", "none", "powersgd[:RANK], topk[:RATIO], onebit, int8 or int4"
         )
-        self.of_ranks = (self._strategy, self._tpu, self._watchdog)
+        self._max_staleness = define.integer(
+            "max_staleness",
+            None,
+            "Steps that a worker of parameter servers may be ahead [no bound]",
+            lower_bound=0,
+            upper_bound=1 << 20,
+        )
+        self.of_ranks = (self._strategy, self._tpu, self._watchdog, self._max_staleness)
 
     @property
     def is_tpu(self) -> bool:
         """Whether a TPU is asked for."""
         return self._strategy.value == "tpu"
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether parameters are on servers, by the flag or by how this process was started."""
+        if self._strategy.value == "auto":
+            return '"ps"' in os.environ.get("TF_CONFIG", "")
+        return self._strategy.value == "parameter_server"
 
     def check(self, layout: Layout) -> None:
         """Refuses flags that do not go together."""
@@ -100,6 +115,13 @@ class WorldFlags:
             raise UsageError(
                 "--compression is for --zero_stage=0 to 2: ZeRO-3 sums gradients layer by layer. Received: "
                 f"--compression={self.compression.value} --zero_stage=3."
+            )
+        if self.has_servers:
+            self._check_servers(layout)
+        else:
+            received = f"--strategy={self._strategy.value}"
+            refuse_ignored(
+                self._values, (self._max_staleness,), "is for --strategy=parameter_server", received
             )
         if not self.is_tpu:
             received = f"--strategy={self._strategy.value}"
@@ -112,10 +134,29 @@ class WorldFlags:
             given = as_given(self._values, (*self._mesh.mesh, self._mesh.zero))
             raise UsageError(f"A TPU's cores are data-parallel. Received: --strategy=tpu {given}.")
 
+    def _check_servers(self, layout: Layout) -> None:
+        received = "parameter servers"
+        refuse_ignored(
+            self._values,
+            (self.communication_dtype, self.compression),
+            "is for ranks",
+            f"with {received}",
+        )
+        split = max(layout.tensor, layout.context, layout.pipeline, layout.expert) > 1
+        if split or layout.zero_stage:
+            given = as_given(self._values, (*self._mesh.mesh, self._mesh.zero))
+            raise UsageError(
+                "Workers of parameter servers divide the data alone. Received: "
+                f"--strategy={self._strategy.value} {given}. Leave the latter out, or start the ranks "
+                "without --ps."
+            )
+
     def make(self, layout: Layout) -> World:
         """Meets the other ranks, or starts the TPU; a `UsageError` if the flags do not fit these."""
         if self.is_tpu:
             return self._make_tpu()
+        if self.has_servers:
+            return self._make_servers()
         strategy = self._make_ranks(layout)
         mesh = strategy.mesh
         axes = [f"{axis} {n}" for axis, n in mesh.shape.items() if n > 1]
@@ -145,6 +186,24 @@ class WorldFlags:
         given = self.steps_per_execution
         steps = given.value if given.present else 32
         return World(strategy, cores, cores, True, f"{cores} core(s) of a TPU", True, steps)
+
+    def _make_servers(self) -> World:
+        from tfdist.asynchronous import ParameterServerError
+        from tfdist.strategies import ParameterServerStrategy
+
+        try:
+            strategy = ParameterServerStrategy(
+                max_staleness=self._max_staleness.value,
+                watchdog_seconds=self._watchdog.value or YEAR,
+            )
+        except (ValueError, ParameterServerError) as error:
+            raise UsageError(f"--strategy={self._strategy.value}: {error}") from error
+        size = strategy.num_workers
+        words = f"{size} worker(s) of {type(strategy).__name__}"
+        # Each update has the batch of one worker, and its rate.
+        return World(
+            strategy, size, 1, strategy.is_chief, words, False, self.steps_per_execution.value
+        )
 
     def _make_ranks(self, layout: Layout) -> Any:
         from tfdist import strategies

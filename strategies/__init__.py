@@ -5,9 +5,19 @@ if __name__ != "tfdist.strategies":
 
 
 from tfdist.strategies.auto import auto
+from tfdist.strategies.hogwild import HogwildStrategy
 from tfdist.strategies.horovod import HorovodStrategy
 from tfdist.strategies.local import LocalStrategy
 from tfdist.strategies.multi_worker import MultiWorkerStrategy
+from tfdist.strategies.parameter_server import ParameterServerStrategy
 from tfdist.strategies.tpu import tpu
 
-__all__ = ["HorovodStrategy", "LocalStrategy", "MultiWorkerStrategy", "auto", "tpu"]
+__all__ = [
+    "HogwildStrategy",
+    "HorovodStrategy",
+    "LocalStrategy",
+    "MultiWorkerStrategy",
+    "ParameterServerStrategy",
+    "auto",
+    "tpu",
+]

@@ -6,6 +6,7 @@ import importlib.util
 
 from absl import logging
 
+from tfdist.asynchronous import cluster_from_environment
 from tfdist.collectives.horovod import started_by_horovod
 from tfdist.collectives.tensorflow import started_by_tf_config
 from tfdist.mesh import Mesh
@@ -14,12 +15,15 @@ from tfdist.strategies.horovod import HorovodStrategy
 from tfdist.strategies.local import LocalStrategy
 from tfdist.strategies.multi_worker import MultiWorkerStrategy
 from tfdist.strategies.parallel import ParallelStrategy, check_options
+from tfdist.strategies.parameter_server import ParameterServerStrategy
 
 __all__ = ["auto"]
 
 
-def auto(mesh: Mesh | None = None, **options) -> ParallelStrategy:
+def auto(mesh: Mesh | None = None, **options) -> ParallelStrategy | ParameterServerStrategy:
     """Returns the strategy of the launcher that started this process; the log says which, and why.
+
+    `ParameterServerStrategy` where TF_CONFIG names parameter servers, as `tfdist-run --ps=` has it.
 
     Horovod's where its launcher started the process, else the workers' of TF_CONFIG; of ranks that
     mpirun or srun started Horovod's where it is installed, else the workers'; else the local one.
@@ -29,10 +33,12 @@ def auto(mesh: Mesh | None = None, **options) -> ParallelStrategy:
         **options: Those of `ParallelStrategy`.
 
     Raises:
-        ValueError: Horovod's variables and TF_CONFIG speak of different worlds, or the mesh does
-            not fill the world.
+        ValueError: Horovod's variables and TF_CONFIG speak of different worlds, the mesh does not fill
+            the world, or parameter servers are asked for what they cannot do.
     """
     check_options(mesh, None, **options)
+    if cluster_from_environment() is not None:
+        return _parameter_servers(mesh, options)
     horovod, workers = started_by_horovod(), started_by_tf_config()
     if horovod and workers and horovod != workers:
         raise ValueError(
@@ -62,3 +68,20 @@ def auto(mesh: Mesh | None = None, **options) -> ParallelStrategy:
         return kind(mesh, **options)
     logging.info("tfdist: LocalStrategy, for no launcher has set its variables.")
     return LocalStrategy(mesh, **options)
+
+
+def _parameter_servers(mesh: Mesh | None, options: dict) -> ParameterServerStrategy:
+    """The strategy for TF_CONFIG's servers, which divides nothing but the data."""
+    left = {name: value for name, value in options.items() if name != "watchdog_seconds" and value}
+    divides = mesh is not None and any(
+        size > 1 for axis, size in mesh.shape.items() if axis != "data"
+    )
+    if divides or left:
+        raise ValueError(
+            "Workers of parameter servers divide the data alone, without ZeRO and without other "
+            f"mesh axes. Received: mesh={mesh!r}, {left}. Leave them out, or start the ranks without "
+            "parameter servers."
+        )
+    seconds = options.get("watchdog_seconds")
+    logging.info("tfdist: ParameterServerStrategy, for TF_CONFIG names parameter servers.")
+    return ParameterServerStrategy(**({"watchdog_seconds": seconds} if seconds else {}))

@@ -11,6 +11,8 @@ from tfdist.data.position import DataPosition
 from tfdist.data.sharding import without_prefetch
 from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import GeneratorDataAdapter, TFEpochIterator
+from tfdist.strategies.asynchronous import AsynchronousStrategy
+from tfdist.strategies.keras_patches.asynchronous import count_own_batches
 
 __all__ = ["PATCHES", "began_before", "recorded"]
 
@@ -42,6 +44,8 @@ def _init(original, self, distribute_strategy=None, *args, **kwargs):
         self._distributed_dataset = distribute_strategy.experimental_distribute_dataset(
             without_prefetch(self.data_adapter.get_tf_dataset())
         )
+    if isinstance(distribute_strategy, AsynchronousStrategy):
+        count_own_batches(self)
     if _open and _open[-1].adopt(self):
         position = _open[-1]
         # Of this iterator alone: the training data's.

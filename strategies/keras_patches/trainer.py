@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 from typing import Any
@@ -21,7 +22,9 @@ from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import TensorFlowTrainer, all_layers
 from tfdist.monitoring.memory_report import parameter_bytes
 from tfdist.pipeline import PipelineModel
+from tfdist.strategies.asynchronous import asynchronous_strategy_of
 from tfdist.strategies.keras_patches.agreement import check_agreement
+from tfdist.strategies.keras_patches.asynchronous import batch_of
 from tfdist.strategies.keras_patches.callbacks import (
     callbacks_of_rank,
     check_callbacks,
@@ -62,6 +65,9 @@ def _arguments(original, *args, **kwargs) -> dict:
 
 def _fit(original, self, *args, **kwargs):
     arguments = _arguments(original, self, *args, **kwargs)
+    asynchronous = asynchronous_strategy_of(self)
+    if asynchronous is not None:
+        return asynchronous.fit(functools.partial(_fit_to_the_end, original), arguments)
     strategy = _parallel_strategy(self)
     if strategy_of(self) is not None:
         _adopt_optimizers(self, strategy_of(self))
@@ -133,6 +139,7 @@ def _adopt_optimizers(model, strategy) -> None:
 
 
 def _evaluate(original, self, *args, **kwargs):
+    _before_reading(self)
     strategy = _parallel_strategy(self)
     if strategy is None:
         with global_parameters(self):
@@ -149,7 +156,14 @@ def _evaluate(original, self, *args, **kwargs):
         return original(**arguments)
 
 
+def _before_reading(model) -> None:
+    strategy = asynchronous_strategy_of(model)
+    if strategy is not None:
+        strategy.before_reading(model)
+
+
 def _predict(original, self, *args, **kwargs):
+    _before_reading(self)
     strategy = _parallel_strategy(self)
     if strategy is None:
         with global_parameters(self):
@@ -213,6 +227,8 @@ def _maybe_symbolic_build(original, self, iterator=None, data_batch=None):
     """
     strategy = strategy_of(self)
     if strategy is None:
+        if iterator is not None and asynchronous_strategy_of(self) is not None:
+            return original(self, None, batch_of(iterator))
         return original(self, iterator, data_batch)
     if type(self).call is keras.Model.call:
         return None

@@ -199,6 +199,7 @@ _MORE_MEANINGS: dict[tuple[str, str], str] = {("tfdist-train", "workdir"): "addr
 #: Values that are right, by program and flag.
 LEGAL: dict[tuple[str, str], set[str]] = {
     ("tfdist-run", "max_restarts"): {"zero"},
+    ("tfdist-run", "ps"): {"zero"},
     ("tfdist-run", "restart_seconds"): {"zero"},
     ("tfdist-run", "save_seconds"): {"zero"},
     ("tfdist-run", "watchdog_seconds"): {"zero"},

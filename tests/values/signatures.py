@@ -216,6 +216,8 @@ LEGAL: dict[str, set[str]] = {
     "tfdist.models.generate.prompt_tokens": {"zero"},
     "tfdist.models.generate.num_tokens": {"zero"},
     "tfdist.models.generate.temperature": _ZERO,
+    "tfdist.strategies.ParameterServerStrategy.max_staleness": {"zero"},
+    "tfdist.strategies.ParameterServerStrategy.delay_compensation": _ZERO,
     "tfdist.monitoring.MemoryReporter.path": {"newline", *_ANY_NAME},
     "tfdist.monitoring.memory_report.step_peak": {"zero"},
     "tfdist.monitoring.watchdog.startup_guard.what": _ANY_NAME,

@@ -17,15 +17,18 @@ __all__ = [
     "equal_steps",
     "is_per_rank",
     "mark_per_rank",
+    "own_batches",
     "remaining_batches",
     "row_range",
     "shard_batches",
+    "shard_whole_batches",
     "without_prefetch",
 ]
 
 _MARK = "_tfdist_per_rank"
 _GLOBAL = "_tfdist_global_batches"
 _DRAWN_ONCE = "_tfdist_drawn_once"
+_OWN_BATCHES = "_tfdist_own_batches"
 
 
 def row_range(rows, num_shards: int, index: int):
@@ -81,6 +84,28 @@ def shard_batches(dataset: tf.data.Dataset, num_shards: int, index: int) -> tf.d
         sharded = sharded.prefetch(2)
     setattr(sharded, _GLOBAL, dataset)
     return mark_per_rank(sharded)
+
+
+def shard_whole_batches(dataset: tf.data.Dataset, num_shards: int, index: int) -> tf.data.Dataset:
+    """Returns the data set of every `num_shards`-th batch, from the batch `index` on.
+
+    For workers that make steps of their own. A data set that is already one rank's own comes back
+    as it is.
+
+    Raises:
+        ValueError: The data set shuffles by chance, so that workers would see different batches.
+    """
+    if num_shards == 1 or is_per_rank(dataset):
+        return dataset
+    _check_shuffles_alike(dataset)
+    sharded = dataset.shard(num_shards, index)
+    setattr(sharded, _OWN_BATCHES, (num_shards, index))
+    return mark_per_rank(sharded)
+
+
+def own_batches(dataset) -> tuple[int, int] | None:
+    """Of what `shard_whole_batches` returned: the number of shards, and which it is."""
+    return getattr(dataset, _OWN_BATCHES, None)
 
 
 def without_prefetch(dataset: tf.data.Dataset) -> tf.data.Dataset:

@@ -66,7 +66,9 @@ def local_environments(
 
 
 @contextlib.contextmanager
-def environments(engine: str, endpoints: Sequence[Endpoint]) -> Iterator[list[dict[str, str]]]:
+def environments(
+    engine: str, endpoints: Sequence[Endpoint], servers: int = 0
+) -> Iterator[list[dict[str, str]]]:
     """Yields the variables for each process that is to be started.
 
     The meeting point (Horovod's rendezvous server, or the ports that TensorFlow's servers will
@@ -75,16 +77,19 @@ def environments(engine: str, endpoints: Sequence[Endpoint]) -> Iterator[list[di
     Args:
         engine: "horovod", "tensorflow", or "local" for processes that do not meet.
         endpoints: Where each is to run; in the order of the ranks.
+        servers: How many of them, the last ones, are parameter servers.
 
     Raises:
-        ValueError: The engine is unknown.
+        ValueError: The engine is unknown, or has no parameter servers.
         ImportError: `engine="horovod"` and Horovod is not installed.
     """
+    if servers and engine != "tensorflow":
+        raise ValueError(f"TensorFlow has parameter servers. Received: engine={engine!r}.")
     if engine == "horovod":
         with _horovod_environments(endpoints) as found:
             yield found
     elif engine == "tensorflow":
-        yield _tensorflow_environments(endpoints)
+        yield _tensorflow_environments(endpoints, servers)
     elif engine == "local":
         yield [{} for _ in endpoints]
     else:
@@ -137,19 +142,20 @@ def _slots(hosts: Sequence[str]) -> list[dict[str, Any]]:
     return slots
 
 
-def _tensorflow_environments(endpoints: Sequence[Endpoint]) -> list[dict[str, str]]:
+def _tensorflow_environments(endpoints: Sequence[Endpoint], servers: int) -> list[dict[str, str]]:
     ports = iter(free_ports(sum(endpoint.port is None for endpoint in endpoints)))
-    workers = [
+    addresses = [
         f"{endpoint.address}:{next(ports) if endpoint.port is None else endpoint.port}"
         for endpoint in endpoints
     ]
+    size = len(endpoints) - servers
+    cluster = {"worker": addresses[:size]}
+    if servers:
+        cluster["ps"] = addresses[size:]
+    tasks = [(job, index) for job, those in cluster.items() for index in range(len(those))]
     return [
-        {
-            "TF_CONFIG": json.dumps(
-                {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
-            )
-        }
-        for index in range(len(endpoints))
+        {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})}
+        for job, index in tasks
     ]
 
 

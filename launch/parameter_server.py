@@ -1,0 +1,40 @@
+"""What `tfdist-run --ps` starts: a parameter server of TF_CONFIG, until its workers have ended."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from tfdist.launch.command import say
+from tfdist.runtime.exit_codes import FAILED, USAGE
+
+__all__ = ["run"]
+
+_STARTUP_SECONDS = 600.0
+_SILENT_SECONDS = 30.0
+
+
+def run() -> None:
+    """Serves, and exits: with one line where it cannot."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Parameters are in the host's memory.
+    from tfdist.asynchronous import ParameterServerError, cluster_from_environment
+    from tfdist.asynchronous.serving import serve
+
+    try:
+        cluster = cluster_from_environment()
+        if cluster is None or cluster.job != "ps":
+            raise ValueError(
+                "A parameter server is a `ps` task of TF_CONFIG: `tfdist-run --ps=1` sets it."
+            )
+        serve(cluster, _STARTUP_SECONDS, _SILENT_SECONDS)
+    except ValueError as error:
+        say("tfdist-run", str(error))
+        sys.exit(USAGE)
+    except ParameterServerError as error:
+        say("tfdist-run", str(error))
+        sys.exit(FAILED)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,371 @@
+"""`ParameterServerStrategy`: asynchronous SGD with parameters on servers.
+
+Keras 3 knows nothing of `tf.distribute.ParameterServerStrategy` and its coordinator. So each worker
+runs its own `fit`, on its own batches, and a step reads parameters from the servers and sends them
+gradients: Downpour SGD (Dean et al. 2012, "Large scale distributed deep networks"), carried by
+TensorFlow's own runtime; see `tfdist.asynchronous.connection` for which part of it and why.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfdist import checks
+from tfdist.asynchronous import ParameterStore, cluster_from_environment
+from tfdist.asynchronous.cluster import local_cluster
+from tfdist.asynchronous.hosted_model import HostedModel
+from tfdist.asynchronous.serving import serve
+from tfdist.checkpoint import Checkpointer
+from tfdist.data.sharding import mark_per_rank, shard_whole_batches
+from tfdist.keras_internals.attributes import initial_epoch
+from tfdist.keras_internals.private import all_layers
+from tfdist.strategies import keras_patches
+from tfdist.strategies.asynchronous import (
+    AsynchronousExtended,
+    AsynchronousStrategy,
+    overridden,
+)
+from tfdist.strategies.table_lookups import looking_up, tables
+
+__all__ = ["ParameterServerStrategy"]
+
+_MOST_SERVERS = 1024
+_WATCHDOG_SECONDS = 600.0
+
+#: They only write, which the chief does.
+_WRITERS = (
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
+
+
+class ParameterServerStrategy(AsynchronousStrategy):
+    """Workers that do not wait for each other, and servers that hold parameters and optimizer state.
+
+    Each worker runs this script. Worker 0 is the chief: its initial parameters are everybody's, and
+    it alone writes files.
+
+    ```python
+    strategy = tfdist.strategies.ParameterServerStrategy(max_staleness=4)
+    with strategy.scope():
+        model = keras.Sequential([...])
+        model.compile("sgd", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    model.fit(x, y, batch_size=64, epochs=3)  # 64 is the batch of one worker's update
+    ```
+
+    Of the batches of an epoch each worker takes every W-th, W being the number of workers. The logs
+    of `fit` are those of this worker's batches, with `staleness_mean` and `staleness_max` of its
+    updates and with the steps of each worker. See docs/asynchronous.md.
+
+    In a process that TF_CONFIG calls a `ps` task, making the strategy runs the server, and ends the
+    process when the workers have ended.
+
+    Args:
+        servers: How many servers a process starts that no launcher has started: it is their one
+            worker. None for those of the launcher, or one.
+        max_staleness: How many steps a worker may be ahead of the slowest; who is further waits. None
+            for no bound: fully asynchronous. 0 for steps side by side.
+        delay_compensation: lambda of DC-ASGD, which corrects a gradient g for the updates since its
+            parameters were read: g + lambda g g (w_now - w_then); 0 for none. The servers then keep a
+            copy of the parameters for each worker.
+        worker_timeout_seconds: After how long without a sign of life the others go on without a worker.
+        watchdog_seconds: How long a server may take to answer, and workers to start.
+
+    Raises:
+        ValueError: An argument is out of its range, or contradicts TF_CONFIG.
+        ParameterServerError: The servers or the chief cannot be reached.
+    """
+
+    def __init__(
+        self,
+        servers: int | None = None,
+        max_staleness: int | None = None,
+        *,
+        delay_compensation: float = 0.0,
+        worker_timeout_seconds: float = 30.0,
+        watchdog_seconds: float = _WATCHDOG_SECONDS,
+    ):
+        checks.integer("servers", servers, minimum=1, maximum=_MOST_SERVERS, optional=True)
+        checks.integer("max_staleness", max_staleness, minimum=0, optional=True)
+        checks.number("delay_compensation", delay_compensation, minimum=0)
+        checks.number(
+            "worker_timeout_seconds", worker_timeout_seconds, minimum=2, maximum=checks.YEAR_SECONDS
+        )
+        checks.number("watchdog_seconds", watchdog_seconds, above=0, maximum=checks.YEAR_SECONDS)
+        cluster = cluster_from_environment()
+        self._own_servers: list[tf.distribute.Server] = []
+        if cluster is None:
+            cluster, self._own_servers = local_cluster(servers or 1)
+        elif servers is not None and servers != len(cluster.servers):
+            raise ValueError(
+                f"TF_CONFIG names {len(cluster.servers)} server(s). Received: servers={servers}. "
+                "Leave `servers` out, or start as many: `tfdist-run --ps=`."
+            )
+        if cluster.job == "ps":
+            serve(cluster, watchdog_seconds, worker_timeout_seconds)
+            sys.exit(0)
+        super().__init__(_ParameterServerExtended(self))
+        self._cluster = cluster
+        self._store = ParameterStore(
+            cluster,
+            max_staleness=max_staleness,
+            delay_compensation=float(delay_compensation),
+            silent_seconds=worker_timeout_seconds,
+            watchdog_seconds=watchdog_seconds,
+        )
+        atexit.register(self._store.close)
+        self._hosted: HostedModel | None = None
+        self._wants_own_batches = False
+        keras_patches.install()
+        logging.info(
+            "tfdist: worker %d of %d, with %d parameter server(s).",
+            cluster.index,
+            cluster.num_workers,
+            len(cluster.servers),
+        )
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker makes the parameters and writes files."""
+        return self._store.is_chief
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers were started."""
+        return self._cluster.num_workers
+
+    @property
+    def worker_index(self) -> int:
+        """Which worker this process is."""
+        return self._cluster.index
+
+    def applied_updates(self) -> np.ndarray:
+        """How many updates each server has applied from each worker: [servers, workers].
+
+        Of the model that was last trained, since its `fit` began.
+
+        Raises:
+            RuntimeError: Nothing was trained yet.
+        """
+        if self._hosted is None:
+            raise RuntimeError("No model was trained under this strategy yet: call `fit` first.")
+        return self._hosted.updates()
+
+    # -- fit --------------------------------------------------------------------------------
+
+    def fit(self, call, arguments):
+        """See `AsynchronousStrategy.fit`."""
+        model = arguments["self"]
+        _check_model(model, len(self._cluster.servers))
+        callbacks = list(tf.nest.flatten(arguments["callbacks"] or []))
+        if any(isinstance(each, Checkpointer) for each in callbacks):
+            raise ValueError(
+                "Checkpointer saves ranks that are at the same step, which workers are not. Received: "
+                "a Checkpointer under ParameterServerStrategy. Take keras.callbacks.BackupAndRestore."
+            )
+        if not self.is_chief:
+            callbacks = [each for each in callbacks if not isinstance(each, _WRITERS)]
+            arguments["verbose"] = 0
+        self._store.begin_fit()
+        arguments["callbacks"] = [_First(self), *callbacks, _Last(self)]
+        self._wants_own_batches = True
+        try:
+            return call(arguments)
+        except tf.errors.OpError:
+            if self._store.failure is not None:
+                raise self._store.failure from None
+            raise
+        finally:
+            self._wants_own_batches = False
+            self._store.stop_fit()
+
+    def train_step(self, model, step, data):
+        """See `AsynchronousStrategy.train_step`."""
+        if not self._store.is_fitting:
+            raise NotImplementedError(
+                "The servers get a model's parameters when its `fit` begins. Received: a step of "
+                f"{model.name!r} outside of `fit`. Call `fit` in place of `train_on_batch`."
+            )
+        hosted = self._host(model)
+        layers = _only_looked_up(model, step, data)
+        looked_up = {id(layer.embeddings) for layer in layers}
+        places = {id(variable): place for place, variable in enumerate(hosted.parameters)}
+        whole = [i for i, v in enumerate(hosted.variables) if id(v) not in looked_up]
+        self._store.read_op(hosted, whole)
+
+        def read_rows(table, ids):
+            self._store.read_rows_op(hosted, places[id(table)], ids)
+
+        def apply(grads, trainable_variables=None):
+            variables = hosted.parameters if trainable_variables is None else trainable_variables
+            self._store.write_op(hosted, list(grads), list(variables))
+
+        with overridden(model.optimizer, "apply", apply), looking_up(layers, read_rows):
+            return step(*data)
+
+    def before_reading(self, model):
+        """See `AsynchronousStrategy.before_reading`."""
+        if self._hosted is not None and self._hosted.model is model and self._store.is_fitting:
+            self._store.refresh(self._hosted, with_optimizer=False)
+
+    def _host(self, model) -> HostedModel:
+        unbuilt = [layer.path for layer in all_layers(model) if not layer.built]
+        if unbuilt or not model.optimizer.built:
+            raise ValueError(
+                "The servers take the model's variables before its first step. Received: the model "
+                f"{model.name!r}, of which {', '.join(unbuilt[:3]) or 'the optimizer'} has none "
+                "yet. Call the model on a batch, or give it an `Input`, before `fit`."
+            )
+        self._hosted = self._store.host(model, _states(model))
+        return self._hosted
+
+    def __repr__(self) -> str:
+        return (
+            f"ParameterServerStrategy({len(self._cluster.servers)} server(s), worker "
+            f"{self._cluster.index} of {self._cluster.num_workers})"
+        )
+
+
+def _check_model(model: keras.Model, num_servers: int) -> None:
+    if model.jit_compile:
+        raise ValueError(
+            "XLA cannot compile calls of parameter servers. Received: compile(jit_compile=True). "
+            "Leave `jit_compile` out, or set it to False."
+        )
+    if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+        raise NotImplementedError(
+            "Parameter servers do not agree on a loss scale. Received: the dtype policy "
+            "mixed_float16. Take mixed_bfloat16, which needs none."
+        )
+    if num_servers == 1:
+        return
+    optimizer = model.optimizer
+    accumulates = optimizer.gradient_accumulation_steps
+    if optimizer.use_ema or (optimizer.global_clipnorm and accumulates):
+        raise NotImplementedError(
+            "An optimizer that looks at all parameters at once takes one server. Received: "
+            f"{num_servers} servers, use_ema={optimizer.use_ema}, global_clipnorm="
+            f"{optimizer.global_clipnorm}, gradient_accumulation_steps={accumulates}. Take one "
+            "server, or leave out use_ema, and global_clipnorm with gradient_accumulation_steps."
+        )
+
+
+def _only_looked_up(model: keras.Model, step: Callable, data: tuple) -> list:
+    """The Embedding layers of whose tables a step reads rows alone, as its gradients show."""
+    layers = tables(model)
+    if not layers or tf.executing_eagerly():
+        return []
+    sparse: set[int] = set()
+
+    def apply(grads, trainable_variables=None):
+        variables = (
+            model.trainable_variables if trainable_variables is None else trainable_variables
+        )
+        for gradient, variable in zip(grads, variables, strict=True):
+            if isinstance(gradient, tf.IndexedSlices):
+                sparse.add(id(variable))
+
+    # A trace that is thrown away.
+    with overridden(model.optimizer, "apply", apply), looking_up(layers):
+        tf.function(step, autograph=False).get_concrete_function(*data)
+    return [layer for layer in layers if id(layer.embeddings) in sparse]
+
+
+def _states(model: keras.Model) -> list[keras.Variable]:
+    """Variables that the forward pass changes, as moving averages; not those of frozen layers."""
+    frozen = {
+        id(variable)
+        for layer in all_layers(model)
+        if not layer.trainable
+        for variable in layer.variables
+    }
+    return [
+        variable
+        for variable in model.non_trainable_variables
+        if tf.as_dtype(variable.dtype).is_floating and id(variable) not in frozen
+    ]
+
+
+class _First(keras.callbacks.Callback):
+    """Runs before the user's callbacks: they see the servers' parameters, and what was counted."""
+
+    def __init__(self, strategy: ParameterServerStrategy):
+        super().__init__()
+        self._strategy, self._store = strategy, strategy._store
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._store.start_counting()
+
+    def on_epoch_end(self, epoch, logs=None):
+        hosted = self._strategy._host(self.model)
+        self._store.refresh(hosted, with_optimizer=self._store.is_chief)
+        if logs is not None:
+            logs.update(self._store.logs(hosted))
+
+    def on_train_end(self, logs=None):
+        self._store.finish_fit(self._strategy._host(self.model))
+
+
+class _Last(keras.callbacks.Callback):
+    """Runs after the user's callbacks: what they restored on the chief becomes everybody's."""
+
+    def __init__(self, strategy: ParameterServerStrategy):
+        super().__init__()
+        self._strategy, self._store = strategy, strategy._store
+
+    def on_train_begin(self, logs=None):
+        hosted = self._strategy._host(self.model)
+        epoch = self._store.publish(hosted, initial_epoch(self.model))
+        if epoch is not None:
+            # Keras' own place for what a callback restored: `fit` reads it right after this.
+            steps = int(hosted.updates()[0, self._strategy.worker_index])
+            epoch += steps // (self.params.get("steps") or sys.maxsize)
+            initial_epoch.set(self.model, epoch)
+
+
+class _ParameterServerExtended(AsynchronousExtended):
+    """Variables are this worker's copies; data sets of `fit` are cut into the workers' batches."""
+
+    def __init__(self, strategy: ParameterServerStrategy):
+        super().__init__(strategy)
+        self._parameter_servers = strategy
+
+    def _in_multi_worker_mode(self):
+        return self._parameter_servers.num_workers > 1
+
+    @property
+    def should_checkpoint(self):
+        return self._parameter_servers.is_chief
+
+    @property
+    def should_save_summary(self):
+        return self._parameter_servers.is_chief
+
+    def _experimental_distribute_dataset(self, dataset, options):
+        del options
+        strategy = self._parameter_servers
+        if not strategy._wants_own_batches:
+            return dataset
+        strategy._wants_own_batches = False
+        return shard_whole_batches(dataset, strategy.num_workers, strategy.worker_index)
+
+    def _distribute_datasets_from_function(self, dataset_fn, options):
+        del options
+        strategy = self._parameter_servers
+        context = tf.distribute.InputContext(
+            num_input_pipelines=strategy.num_workers,
+            input_pipeline_id=strategy.worker_index,
+            num_replicas_in_sync=1,
+        )
+        return mark_per_rank(dataset_fn(context))

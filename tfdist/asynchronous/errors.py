@@ -1,0 +1,11 @@
+"""What goes wrong between workers and parameter servers."""
+
+from __future__ import annotations
+
+from tfdist.errors import TfdistError
+
+__all__ = ["ParameterServerError"]
+
+
+class ParameterServerError(TfdistError, RuntimeError):
+    """A parameter server, or the worker that all others wait for, does not answer."""
