@@ -4,6 +4,7 @@ A rank of a job; `python -m tests.hosts.slow_links` runs it between two hosts on
 
     tfdist-run -np 2 -- python -m tfdist.benchmarks.slow_links --ways=float32,bfloat16,powersgd:4
 
+`diloco:20` sends no gradients, and synchronizes parameters every 20 steps, of which it makes as many.
 The chief prints a line of JSON: for each way the seconds of each step, and what a rank sent in one.
 """
 
@@ -61,18 +62,24 @@ def _measure(engine, way: str, options) -> tuple[list[float], list[float]]:
     import keras
     import numpy as np
 
-    from tfdist import layers, models
+    from tfdist import layers, models, optimizers
     from tfdist.collectives.p2p import P2PEngine, traffic
 
     keras.backend.clear_session()
     gc.collect()
     sizes = dict(SIZES[options.size])
     vocabulary = sizes.pop("vocabulary")
-    strategy = _strategy(engine, way)
+    kind, _, every = way.partition(":")
+    is_local = kind == "diloco"
+    strategy = _strategy(engine, "float32" if is_local else way)
+    steps = max(options.steps, int(every)) if is_local else options.steps
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = models.gpt(vocabulary, max_length=_TOKENS, **sizes)
-        model.compile(keras.optimizers.Adam(1e-4), layers.VocabParallelCrossEntropy(vocabulary))
+        optimizer = keras.optimizers.Adam(1e-4)
+        if is_local:
+            optimizer = optimizers.DiLoCo(optimizer, sync_every=int(every))
+        model.compile(optimizer, layers.VocabParallelCrossEntropy(vocabulary))
     rows = options.rows * strategy.row_group.size
     text = np.random.default_rng(0).integers(0, vocabulary, (rows, _TOKENS + 1)).astype("int32")
     marks: list[tuple[float, int]] = []
@@ -87,8 +94,8 @@ def _measure(engine, way: str, options) -> tuple[list[float], list[float]]:
     # The first steps are traced, travel whole, and fill the buffers.
     warm = 4
     model.fit(
-        np.repeat(text[None, :, :-1], warm + options.steps, 0).reshape(-1, _TOKENS),
-        np.repeat(text[None, :, 1:], warm + options.steps, 0).reshape(-1, _TOKENS),
+        np.repeat(text[None, :, :-1], warm + steps, 0).reshape(-1, _TOKENS),
+        np.repeat(text[None, :, 1:], warm + steps, 0).reshape(-1, _TOKENS),
         batch_size=rows,
         shuffle=False,
         verbose=0,

@@ -76,7 +76,8 @@ def test_ranks_learn_what_one_process_learns(preset, text, layout, tmp_path):
     assert ranks[2].startswith("2 rank(s)")
 
 
-@pytest.mark.parametrize("axis", ["tensor", pytest.param("pipeline", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
 def test_the_adapter_is_one_of_plain_keras_hub(preset, text, tmp_path, axis):
     output = tmp_path / "tuned"
     flags = [f"--{axis}=2", "--lora_rank=4", "--prompt=Zwölf", f"--output={output}"]

@@ -388,7 +388,6 @@ QUICK = [
     sample_weights,
     masks,
     clip_sparse_gradients,
-    steps_per_execution,
     py_dataset,
 ]
 

@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 
-from tests.conftest import on_ranks, slow_but
+from tests.conftest import on_ranks
 from tests.scripts.comparing import allowed, apart
 from tests.scripts.feeding import ORDERS
 from tests.tensor_parallel import layout_maps
@@ -43,10 +43,9 @@ def check(pool, one_process, name, options):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize(
-    "name", slow_but(["Llama"], ["Llama", "Llama3", "Gemma", "Gemma2", "Qwen"])
-)
+@pytest.mark.parametrize("name", ["Llama", "Llama3", "Gemma", "Gemma2", "Qwen"])
 def test_maps_of_keras_hub(pool, one_process, name):
     check(pool, one_process, name, TENSOR)
 

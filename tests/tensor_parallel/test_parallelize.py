@@ -42,9 +42,8 @@ def check_parity(pool, one_process, name, mesh=TWO, tolerance=1e-5, **options):
 @pytest.mark.parametrize(
     "name",
     [
-        "subclassed",
         "transformer",
-        *(pytest.param(name, marks=slow) for name in ("mlp", "grouped", *HUB)),
+        *(pytest.param(name, marks=slow) for name in ("subclassed", "mlp", "grouped", *HUB)),
     ],
 )
 def test_training_is_that_of_one_process(pool, one_process, name):

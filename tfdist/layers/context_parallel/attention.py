@@ -14,7 +14,7 @@ from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.graph.rematerialize import keep
 from tfdist.layers.context_parallel.gathered import gathered_forward, gathered_gradients
 from tfdist.layers.context_parallel.masks import Masks, padded
-from tfdist.layers.context_parallel.pairs import Pairs
+from tfdist.layers.context_parallel.pairs import Pairs, in_turn
 from tfdist.layers.context_parallel.ring import ring_forward, ring_gradients
 from tfdist.layers.context_parallel.ulysses import ulysses
 from tfdist.token_split import TokenSplit
@@ -98,7 +98,10 @@ def _by_pairs(pairs: Pairs, group: Group, kind: str, name: str) -> Callable:
             of_out = tf.cast(of_out, lse.dtype)
             delta = tf.reduce_sum(of_out * tf.cast(out, lse.dtype), axis=-1, keepdims=True)
             rows = (query, of_out, lse, delta)
-            found = backward(rows, key, value, pairs, group, f"{name}/backward")
+            # Keys and values are there since the forward pass: sent before its end, those of all layers
+            # would stand on the ranks that they go to.
+            with in_turn(delta):
+                found = backward(rows, key, value, pairs, group, f"{name}/backward")
             inputs = (query, key, value)
             return [tf.cast(dx, x.dtype) for dx, x in zip(found, inputs, strict=True)]
 
