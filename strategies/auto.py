@@ -74,7 +74,7 @@ def _parameter_servers(mesh: Mesh | None, options: dict) -> ParameterServerStrat
     """The strategy for TF_CONFIG's servers, which divides nothing but the data."""
     left = {name: value for name, value in options.items() if name != "watchdog_seconds" and value}
     divides = mesh is not None and any(
-        size > 1 for axis, size in mesh.shape.items() if axis != "data"
+        size > 1 for axis, size in mesh.shape.items() if axis not in mesh.replica_axes
     )
     if divides or left:
         raise ValueError(
