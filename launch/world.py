@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import TYPE_CHECKING, Any
 
 from tfdist.launch.compression_flag import check_compression, make_compressor
 from tfdist.launch.flag_values import YEAR, FlagDefiner, UsageError, as_given, refuse_ignored
 from tfdist.launch.mesh_flags import Layout, MeshFlags
+from tfdist.runtime.tf_config import read_tf_config
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -105,7 +105,11 @@ class WorldFlags:
     def has_servers(self) -> bool:
         """Whether parameters are on servers, by the flag or by how this process was started."""
         if self._strategy.value == "auto":
-            return '"ps"' in os.environ.get("TF_CONFIG", "")
+            try:
+                config = read_tf_config()
+            except ValueError:
+                return False  # The strategy says what is wrong with it.
+            return config is not None and bool(config.servers)
         return self._strategy.value == "parameter_server"
 
     def check(self, layout: Layout) -> None:

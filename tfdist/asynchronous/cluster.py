@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 
 import tensorflow as tf
 
 from tfdist.runtime.confine import confine
 from tfdist.runtime.rendezvous import free_ports
+from tfdist.runtime.tf_config import read_tf_config
 
 __all__ = ["Cluster", "cluster_from_environment", "local_cluster", "start_server"]
 
@@ -39,32 +38,10 @@ def cluster_from_environment() -> Cluster | None:
     Raises:
         ValueError: TF_CONFIG is set but is not the JSON that TensorFlow describes.
     """
-    text = os.environ.get("TF_CONFIG")
-    if not text:
+    config = read_tf_config()
+    if config is None or not config.servers:
         return None
-    try:
-        config = json.loads(text)
-        jobs = config.get("cluster", {})
-        if not jobs.get("ps"):
-            return None
-        job, index = config["task"]["type"], int(config["task"]["index"])
-        servers = tuple(str(address) for address in jobs["ps"])
-        workers = [
-            (name, i) for name in ("chief", "worker") for i in range(len(jobs.get(name, [])))
-        ]
-        if job == "ps":
-            _ = servers[index]
-        else:
-            job, index = "worker", workers.index((job, index))
-        if index < 0 or not workers:
-            raise ValueError("no such task")
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(
-            'TF_CONFIG is not of the form {"cluster": {"ps": ["host:port"], "worker": ["host:port", '
-            '...]}, "task": {"type": "worker", "index": 0}}. '
-            f"Received: {text!r} ({type(error).__name__}: {error})."
-        ) from error
-    return Cluster(servers, len(workers), job, index)
+    return Cluster(config.servers, len(config.workers), config.job, config.index)
 
 
 def local_cluster(num_servers: int) -> tuple[Cluster, list[tf.distribute.Server]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import zlib
 
 import tensorflow as tf
@@ -14,6 +12,7 @@ from tfdist.collectives.group import Group
 from tfdist.collectives.tensorflow_cluster import bring_up_cluster
 from tfdist.mesh import Mesh
 from tfdist.runtime.schedulers import join, started_by_scheduler
+from tfdist.runtime.tf_config import read_tf_config
 
 __all__ = ["COMMUNICATIONS", "TensorFlowEngine", "started_by_tf_config"]
 
@@ -26,25 +25,18 @@ def started_by_tf_config() -> tuple[int, int] | None:
     """Returns (rank, size) where TF_CONFIG names a cluster of workers, else None.
 
     Raises:
-        ValueError: TF_CONFIG is set but is not the JSON that TensorFlow describes.
+        ValueError: TF_CONFIG is set but is not the JSON that TensorFlow describes, or is that of a
+            parameter server.
     """
-    text = os.environ.get("TF_CONFIG")
-    if not text:
+    config = read_tf_config()
+    if config is None:
         return None
-    try:
-        config = json.loads(text)
-        cluster = config.get("cluster", {})
-        if not cluster:
-            return None
-        task, index = config["task"]["type"], int(config["task"]["index"])
-        hosts = [(job, i) for job in ("chief", "worker") for i in range(len(cluster.get(job, [])))]
-        return hosts.index((task, index)), len(hosts)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    if config.job == "ps":
         raise ValueError(
-            "TF_CONFIG is not of the form "
-            '{"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}. '
-            f"Received: {text!r} ({type(error).__name__}: {error})."
-        ) from error
+            "A parameter server is no rank. Received: TF_CONFIG of the task "
+            f"ps {config.index}. Start it by `tfdist-run --ps=`."
+        )
+    return config.index, len(config.workers)
 
 
 class TensorFlowEngine(Engine):
@@ -159,9 +151,10 @@ class TensorFlowEngine(Engine):
 
     def host_address(self):
         """This worker's host in TF_CONFIG."""
-        config = json.loads(os.environ["TF_CONFIG"])
-        task = config["task"]
-        return config["cluster"][task["type"]][int(task["index"])].rsplit(":", 1)[0]
+        config = read_tf_config()
+        if config is None:
+            raise RuntimeError("TF_CONFIG, by which this rank started, is not set any more.")
+        return config.workers[config.index].rsplit(":", 1)[0]
 
     def _gather_padded(self, tensor, rows, group: Group, name: str) -> tf.Tensor:
         """All members' tensors, padded to `rows` rows and at least one: [size, rows, ...]."""
