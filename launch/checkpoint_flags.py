@@ -44,12 +44,17 @@ class CheckpointFlags:
         """The folder; None where none is saved."""
         return self._workdir.value
 
-    def options(self, *, is_tpu: bool) -> dict[str, Any]:
+    def options(self, *, is_tpu: bool, has_servers: bool = False) -> dict[str, Any]:
         """The interval and how many are kept, as arguments of `Checkpointer`.
 
         Raises:
             UsageError: A value is none, or the folder cannot be used.
         """
+        if has_servers:
+            given = "with parameter servers"
+            refuse_ignored(
+                self._values, (self.save_every, self.keep), "is for ranks in step", given
+            )
         given = self.save_every.value
         found = re.fullmatch(r"(auto)|([1-9]\d*)|(\d+(?:\.\d+)?)s", given, re.ASCII)
         if found is None:
@@ -84,8 +89,6 @@ class CheckpointFlags:
 
     def backups(self) -> list:
         """The callback for workers that are at different steps: it saves after each epoch."""
-        received = "with parameter servers"
-        refuse_ignored(self._values, (self.save_every, self.keep), "is for ranks in step", received)
         if self.workdir is None:
             return []
         import keras

@@ -36,13 +36,16 @@ class LocalFlags:
         )
         self.every = (self._sync_every, self._outer, self._fragments, self._overlap, self._within)
 
-    def check(self, model: str, *, zero_stage: int, is_tpu: bool, divides_tables: bool) -> None:
+    def check(
+        self, model: str, *, zero_stage: int, is_tpu: bool, has_servers: bool, divides_tables: bool
+    ) -> None:
         """Looks at what can be known before the ranks meet.
 
         Args:
             model: The value of `--model`.
             zero_stage: That of `--zero_stage`.
             is_tpu: Whether a TPU is asked for.
+            has_servers: Whether parameters are on servers.
             divides_tables: Whether the model's parameters lie in parts on the ranks.
 
         Raises:
@@ -54,6 +57,10 @@ class LocalFlags:
             return
         if is_tpu:
             raise UsageError(f"--sync_every is for ranks. Received: {given} --strategy=tpu.")
+        if has_servers:
+            raise UsageError(
+                f"--sync_every is for ranks, which have no parameter servers. Received: {given}."
+            )
         if divides_tables:
             raise UsageError(
                 f"--model={model} has tables that lie in parts on the ranks, which then need each other "

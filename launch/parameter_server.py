@@ -6,12 +6,14 @@ import os
 import sys
 
 from tfdist.launch.command import say
+from tfdist.launch.flag_values import YEAR
 from tfdist.runtime.exit_codes import FAILED, USAGE
 
 __all__ = ["run"]
 
 _STARTUP_SECONDS = 600.0
-_SILENT_SECONDS = 30.0
+#: `tfdist-run` ends servers when no rank runs. How long a worker may be silent is for the workers to say.
+_SILENT_SECONDS = YEAR
 
 
 def run() -> None:

@@ -89,7 +89,10 @@ def run() -> None:
 
 
 def _check(_: list[str]) -> tuple[Task, Settings, dict[str, Any]]:
-    return (*_choose_task(), _CHECKPOINTS.options(is_tpu=_WORLD.is_tpu))
+    return (
+        *_choose_task(),
+        _CHECKPOINTS.options(is_tpu=_WORLD.is_tpu, has_servers=_WORLD.has_servers),
+    )
 
 
 def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
@@ -186,6 +189,7 @@ def _choose_task() -> tuple[Task, Settings]:
         settings.model,
         zero_stage=settings.layout.zero_stage,
         is_tpu=_WORLD.is_tpu,
+        has_servers=_WORLD.has_servers,
         divides_tables=task.divides_tables,
     )
     task.check(settings)

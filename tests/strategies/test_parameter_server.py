@@ -266,3 +266,54 @@ def test_a_wrong_tf_config_is_shown(monkeypatch, config):
     monkeypatch.setenv("TF_CONFIG", config)
     with pytest.raises(ValueError, match="TF_CONFIG is not of the form"):
         cluster_from_environment()
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--sync_every=20",
+        "--save_every=60s",
+        "--compression=int8",
+        "--communication_dtype=bfloat16",
+        "--tensor=2",
+        "--zero_stage=1",
+    ],
+)
+def test_the_launcher_refuses_what_servers_do_not_do(flag):
+    """In one line that names the flag, before TensorFlow is imported."""
+    words = ["-m", "tfdist.launch.train", "--model=gpt", "--strategy=parameter_server", flag]
+    done = subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert flag.partition("=")[0] in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "has_servers"),
+    [
+        ('{"cluster": {"ps": [], "worker": ["a:2"]}, "task": {"type": "worker", "index": 0}}', 0),
+        (
+            '{"cluster": {"ps": ["a:1"], "chief": ["a:2"]}, "task": {"type": "chief", "index": 0}}',
+            1,
+        ),
+    ],
+)
+def test_servers_are_those_that_tf_config_names(monkeypatch, config, has_servers):
+    from tfdist.asynchronous import cluster_from_environment
+
+    monkeypatch.setenv("TF_CONFIG", config)
+    found = cluster_from_environment()
+    assert (found is not None) == has_servers
+    if found is not None:
+        assert (found.servers, found.num_workers, found.job, found.index) == (
+            ("a:1",),
+            1,
+            "worker",
+            0,
+        )
