@@ -62,7 +62,6 @@ class Membership:
         self._seen = np.zeros([num_workers, _COLUMNS], np.int64)
         self.fit = 0
         self.clock = 0
-        self.steps = 0
         with connection.building():
             handle = connection.variable("members", tf.int64, [num_workers, _COLUMNS])
             self._places = tf.compat.v1.placeholder(tf.int64, [None, 2])
@@ -179,7 +178,6 @@ class Membership:
         """Counts a step; what to feed to tell the others."""
         with self._lock:
             self.clock += 1
-            self.steps += 1
             return self.cells(clock=self.clock)
 
     def see(self, table: np.ndarray) -> None:
@@ -199,10 +197,6 @@ class Membership:
                 continue
             found.append(int(row[_CLOCK]) if row[_STARTED] >= self.fit else 0)
         return min(found, default=empty)
-
-    def present(self, table: np.ndarray) -> int:
-        """How many workers take part now."""
-        return int((table[:, _STATE] == _PRESENT).sum())
 
     def all_have_ended(self) -> bool:
         """Whether no worker takes part any more; those who are silent for long are left out here."""

@@ -1,4 +1,4 @@
-"""How stale a worker's updates were, and how far ahead its steps."""
+"""How stale a worker's updates were."""
 
 from __future__ import annotations
 
@@ -18,22 +18,19 @@ class Staleness:
         updates: How many updates there were.
         total: The sum of their staleness.
         largest: The largest staleness.
-        most_ahead: The most steps that a step began ahead of the slowest worker.
     """
 
     updates: int = 0
     total: int = 0
     largest: int = 0
-    most_ahead: int = 0
 
     @property
     def mean(self) -> float:
         """The mean staleness."""
         return self.total / max(self.updates, 1)
 
-    def count(self, staleness: int, ahead: int) -> None:
+    def count(self, staleness: int) -> None:
         """Counts an update."""
         self.updates += 1
         self.total += staleness
         self.largest = max(self.largest, staleness)
-        self.most_ahead = max(self.most_ahead, ahead)

@@ -311,7 +311,7 @@ class ParameterStore:
         before, (table,) = hosted.push(kinds, grads, deltas, rate, more)
         self.members.see(table)
         self.staleness.count(
-            max(now - then for now, then in zip(before, self._versions, strict=True)), self._ahead
+            max(now - then for now, then in zip(before, self._versions, strict=True))
         )
         return np.int64(0)
 
