@@ -141,5 +141,7 @@ def _overview() -> str:
         rows.append(f"| [`{room}`]({room}.md) | {listed} |")
     return (
         "# The public names\n\nMade from the docstrings of the package. "
-        "\n\n| Imported from | Names |\n|---|---|\n" + "\n".join(rows) + "\n"
+        "[Stability](../stability.md) says which of these names may change.\n\n| Imported from | Names |\n|---|---|\n"
+        + "\n".join(rows)
+        + "\n"
     )
