@@ -10,6 +10,7 @@ MkDocs calls the functions whose names begin with `on_`.
 
 from __future__ import annotations
 
+import ast
 import os
 import posixpath
 import re
@@ -31,6 +32,14 @@ ELSEWHERE = {
 }
 #: What else documents link to in the repository, and the page that says the same.
 STANDS_FOR = {"docs/api.txt": "api/index.md", "README.md": "index.md"}
+
+#: What is described beside the public names, and linked to: the base that has their common arguments.
+BASES = {"tfdist.strategies": ["tfdist.strategies.parallel.ParallelStrategy"]}
+#: Methods that Keras' loops are patched to call, not programs.
+INSIDE = {
+    "tfdist.strategies.HogwildStrategy": ("fit", "train_step"),
+    "tfdist.strategies.ParameterServerStrategy": ("fit", "train_step", "before_reading"),
+}
 
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 _FENCE = re.compile(r"^( *)(`{3,}|~{3,})")
@@ -91,6 +100,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return "\n".join(lines) + "\n"
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links documents that docstrings name by their path."""
+    if not page.file.src_uri.startswith("api/"):
+        return html
+
+    def replaced(found: re.Match[str]) -> str:
+        title = (ROOT / found[0]).read_text().partition("\n")[0].removeprefix("# ")
+        return f'<a href="../{found[1]}.html">{title}</a>'
+
+    return re.sub(r"\bdocs/(\w+)\.md\b", replaced, html)
+
+
 def _site_link(uri: str) -> Callable[[re.Match[str]], str]:
     """What a link of a page's source is on the site."""
     source = {page: place for place, page in ELSEWHERE.items()}.get(uri, f"docs/{uri}")
@@ -124,13 +145,33 @@ def _reference(public: set[str]) -> Callable[[re.Match[str]], str]:
 
 def _room_page(room: str, names: list[str]) -> str:
     """A page with a room's public names, each from its docstring."""
-    described = "\n\n".join(f"::: {name}" for name in names)
+    described = "\n\n".join(_described(name) for name in [*names, *BASES.get(room, [])])
     head = (
         ""
         if room == "tfdist"
         else f"::: {room}\n    options: {{members: false, show_root_heading: false, show_root_toc_entry: false}}\n\n"
     )
     return f"# {room}\n\n{head}{described}\n"
+
+
+def _described(name: str) -> str:
+    """The directive that describes a name."""
+    filters = ["!^_", *(f"!^{method}$" for method in INSIDE.get(name, ()))]
+    options = f"\n    options: {{filters: {filters}}}" if name in INSIDE else ""
+    if (ROOT / f"{name.replace('.', '/')}.py").exists():
+        # The room has a module of this name, too, which would be described in its place.
+        return f"[](){{#{name}}}\n\n::: {_home(name)}{options}"
+    return f"::: {name}{options}"
+
+
+def _home(name: str) -> str:
+    """The full name by which a room's `__init__.py` imports a public name."""
+    room, _, own = name.rpartition(".")
+    tree = ast.parse((ROOT / room.replace(".", "/") / "__init__.py").read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and own in [alias.name for alias in node.names]:
+            return f"{node.module}.{own}"
+    raise PluginError(f"{room} does not import {own}, of docs/api.txt, from anywhere.")
 
 
 def _overview() -> str:

@@ -101,6 +101,8 @@ def test_every_public_name_is_described_on_a_page(pages, site):
     }
     missing = set(public_objects()) - described
     assert not missing, missing
+    for path in (site / "api").glob("*.html"):  # A module would hide the function of its name.
+        assert "doc-symbol-module" not in path.read_text(), path.name
 
 
 def dead(pages: dict[Path, Parsed], site: Path) -> Iterator[str]:
