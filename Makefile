@@ -65,6 +65,10 @@ benchmark: setup ## Runs the benchmarks, half an hour each on 2 cores
 	  echo "$$name"; $(PY) -m tfdist.benchmarks.$$name || code=1; \
 	done; exit $$code
 
+release: setup ## Builds the packages in dist, checks them, and trains with the wheel in a bare environment
+	$(PIP) install --quiet --editable '.[release]'
+	$(PY) -m tests.packaging.release
+
 # MkDocs' theme announces its successor to MkDocs on each build.
 docs: setup ## Builds the documentation site in build/site
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet

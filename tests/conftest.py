@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if hasattr(item, "callspec") and item.get_closest_marker("matrix") is None:
             functions[item.path, item.originalname].append(item)
-    seen = collections.Counter()
+    seen: collections.Counter[Path] = collections.Counter()
     for (path, _), cases in functions.items():
         if config.getoption("strength") == 1:
             cases = _in_turn(cases, config.getoption("turn") + seen[path])
