@@ -70,7 +70,7 @@ release: setup ## Builds the packages in dist, checks them, and trains with the 
 	$(PY) -m tests.packaging.release
 
 # MkDocs' theme announces its successor to MkDocs on each build.
-docs: setup ## Builds the documentation site in build/site
+docs: $(INSTALLED) ## Builds the documentation site in build/site
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
