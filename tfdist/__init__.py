@@ -33,6 +33,7 @@ _ROOMS = (
     "monitoring",
     "optimizers",
     "pipeline",
+    "planner",
     "recompute",
     "sharding",
     "strategies",

@@ -76,6 +76,9 @@ _BY_KIND: dict[str, Callable[[], Any]] = {
     "Chain": _chain,
     "Sequence[int]": lambda: (8, 8, 1),
     "Mapping[str, str]": dict,
+    "Model": lambda: tfdist.planner.MLP([4, 2]),
+    "Machine": lambda: tfdist.planner.machine("a100"),
+    "Layout": lambda: tfdist.planner.Layout(),
     "Callable": lambda: len,
     "tuple[int, ...]": lambda: (0,),
     "np.ndarray": lambda: np.arange(20),
@@ -102,6 +105,14 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
     "ShardedEmbedding.features": lambda: [
         tfdist.layers.FeatureConfig("id", tfdist.layers.TableConfig("table", 4, 2))
     ],
+    "from_config.config": lambda: {
+        "num_layers": 1,
+        "hidden_dim": 4,
+        "num_heads": 1,
+        "vocabulary_size": 4,
+        "max_sequence_length": 4,
+    },
+    "machine.device": lambda: "a100",
     "make_schedule.name": lambda: "1f1b",
     "load.name": lambda: "digits",
     "load_for_rank.name": lambda: "digits",
