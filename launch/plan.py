@@ -13,6 +13,7 @@ from absl import flags
 from tfdist.launch import command
 from tfdist.launch.flag_values import FlagDefiner, UsageError
 from tfdist.launch.plan_flags import MachineFlags, ModelFlags
+from tfdist.launch.plan_laws import FIT, GOODPUT, OPTIMUM
 from tfdist.planner import Limits, Machine, Transformer, plan
 from tfdist.planner.choice import code, summary
 from tfdist.planner.choice import flags as flags_of
@@ -71,13 +72,13 @@ def _main(checked: tuple[Transformer, Machine, int, int, Limits]) -> int:
 _LAYOUT = command.Program(
     _main,
     _VALUES,
-    usage="tfdist-plan [calibrate|fit|goodput] [flags]",
+    usage="tfdist-plan [calibrate|fit|goodput|optimum] [flags]",
     summary="Finds the layouts that train a transformer fastest, and says what each costs.",
     check=_check,
     folded={"for a model by hand": [flag.name for flag in _MODEL.sizes]},
 )
 
-PROGRAMS = {"layout": _LAYOUT}
+PROGRAMS = {"layout": _LAYOUT, "fit": FIT, "goodput": GOODPUT, "optimum": OPTIMUM}
 
 
 if __name__ == "__main__":

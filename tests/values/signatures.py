@@ -78,6 +78,13 @@ _BY_KIND: dict[str, Callable[[], Any]] = {
     "Mapping[str, str]": dict,
     "Model": lambda: tfdist.planner.MLP([4, 2]),
     "Machine": lambda: tfdist.planner.machine("a100"),
+    "Sequence[float]": lambda: (1.0, 2.0, 4.0, 1.0, 2.0, 4.0),
+    "Estimate": lambda: tfdist.planner.estimate(
+        tfdist.planner.MLP([4, 2]),
+        tfdist.planner.machine("a100"),
+        tfdist.planner.Layout(),
+        global_batch=1,
+    ),
     "Layout": lambda: tfdist.planner.Layout(),
     "Callable": lambda: len,
     "tuple[int, ...]": lambda: (0,),
@@ -105,6 +112,8 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
     "ShardedEmbedding.features": lambda: [
         tfdist.layers.FeatureConfig("id", tfdist.layers.TableConfig("table", 4, 2))
     ],
+    "amdahl.ranks": lambda: 4.0,
+    "gustafson.ranks": lambda: 4.0,
     "from_config.config": lambda: {
         "num_layers": 1,
         "hidden_dim": 4,
@@ -229,6 +238,9 @@ LEGAL: dict[str, set[str]] = {
     "tfdist.models.generate.temperature": _ZERO,
     "tfdist.strategies.ParameterServerStrategy.max_staleness": {"zero"},
     "tfdist.strategies.ParameterServerStrategy.delay_compensation": _ZERO,
+    "tfdist.planner.goodput.goodput.restart_seconds": _ZERO,
+    "tfdist.planner.laws.amdahl.parallel": {*_ZERO},
+    "tfdist.planner.laws.gustafson.parallel": {*_ZERO},
     "tfdist.monitoring.MemoryReporter.path": {"newline", *_ANY_NAME},
     "tfdist.monitoring.memory_report.step_peak": {"zero"},
     "tfdist.monitoring.watchdog.startup_guard.what": _ANY_NAME,

@@ -3,6 +3,7 @@
 Nothing here needs TensorFlow, but the description of a built model and calibration.
 """
 
+from tfdist.planner import goodput, laws
 from tfdist.planner.choice import Plan, plan
 from tfdist.planner.estimates import Estimate, estimate
 from tfdist.planner.layouts import Layout
@@ -23,6 +24,8 @@ __all__ = [
     "Transformer",
     "estimate",
     "from_config",
+    "goodput",
+    "laws",
     "machine",
     "plan",
 ]
