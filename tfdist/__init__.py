@@ -37,6 +37,7 @@ _ROOMS = (
     "monitoring",
     "optimizers",
     "pipeline",
+    "planner",
     "recompute",
     "sharding",
     "strategies",

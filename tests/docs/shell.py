@@ -39,6 +39,7 @@ _PROGRAMS = {
     "tfdist-finetune": ("tfdist.launch.finetune", "PROGRAM", False),
     "tfdist-install-horovod": ("tfdist.launch.install_horovod", "PROGRAM", False),
     "tfdist-schedule": ("tfdist.launch.schedule", "PROGRAM", False),
+    "tfdist-plan": ("tfdist.launch.plan", "PROGRAMS", True),
     "tfdist-launch": ("tfdist.launch.cluster.main", "PROGRAMS", True),
     "tfdist-bench": ("tfdist.benchmarks.program", "PROGRAMS", True),
 }

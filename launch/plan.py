@@ -1,0 +1,85 @@
+"""`tfdist-plan`: which layout trains a model fastest, and what it costs.
+
+tfdist-plan --preset=llama3-70b --machine=h100 --ranks=256 --dtype=mixed_bfloat16
+tfdist-plan --layers=24 --width=1024 --heads=16 --machine=this.json --ranks=8
+"""
+
+from __future__ import annotations
+
+import sys
+
+from absl import flags
+
+from tfdist.launch import command
+from tfdist.launch.flag_values import FlagDefiner, UsageError
+from tfdist.launch.plan_flags import MachineFlags, ModelFlags
+from tfdist.launch.plan_laws import FIT, GOODPUT, OPTIMUM
+from tfdist.planner import Limits, Machine, Transformer, plan
+from tfdist.planner.choice import code, summary
+from tfdist.planner.choice import flags as flags_of
+from tfdist.planner.layouts import PRECISIONS
+
+__all__ = ["PROGRAMS", "run"]
+
+_VALUES = flags.FlagValues()
+_define = FlagDefiner(_VALUES)
+_MODEL = ModelFlags(_define)
+_MACHINE = MachineFlags(_define)
+_BATCH_SIZE = _define.integer(
+    "batch_size", None, "Samples of an update [4 a rank]", lower_bound=1, upper_bound=1 << 24
+)
+_DTYPE = _define.enum("dtype", "float32", list(PRECISIONS), "What parameters and products are in")
+_OPTIMIZER = _define.enum("optimizer", "adam", ["adam", "momentum", "sgd"], "Optimizer")
+_BEST = _define.integer("best", 3, "How many to show", lower_bound=1, upper_bound=100)
+
+
+def run() -> None:
+    """The console script; its first word may name another program than the choice of a layout."""
+    program, *words = sys.argv
+    if words and words[0] in PROGRAMS:
+        PROGRAMS[words[0]].run([program, *words[1:]])
+    _LAYOUT.run(sys.argv)
+
+
+def _check(_: list[str]) -> tuple[Transformer, Machine, int, int, Limits]:
+    found, ranks = _MACHINE.machine()
+    limits = Limits(dtype=_DTYPE.value, optimizer=_OPTIMIZER.value)
+    if PRECISIONS[limits.dtype].compute not in found.flops:
+        raise UsageError(
+            f"--dtype={limits.dtype}: {found.name} has rates for {', '.join(found.flops)}."
+        )
+    return _MODEL.model(), found, ranks, _BATCH_SIZE.value or 4 * ranks, limits
+
+
+def _main(checked: tuple[Transformer, Machine, int, int, Limits]) -> int:
+    model, found, ranks, batch, limits = checked
+    try:
+        chosen = plan(
+            model, found, global_batch=batch, ranks=ranks, limits=limits, best=_BEST.value
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    print(f"{found.name} ({found.source}), {ranks} ranks, {batch} samples a step.\n")
+    print(chosen)
+    if not chosen.best:
+        return 1
+    print(f"\n{summary(chosen.best[0])}")
+    for place, each in enumerate(chosen.best, 1):
+        print(f"\n{place}. tfdist-train {flags_of(each.layout)}\n\n{code(each.layout)}")
+    return 0
+
+
+_LAYOUT = command.Program(
+    _main,
+    _VALUES,
+    usage="tfdist-plan [calibrate|fit|goodput|optimum] [flags]",
+    summary="Finds the layouts that train a transformer fastest, and says what each costs.",
+    check=_check,
+    folded={"for a model by hand": [flag.name for flag in _MODEL.sizes]},
+)
+
+PROGRAMS = {"layout": _LAYOUT, "fit": FIT, "goodput": GOODPUT, "optimum": OPTIMUM}
+
+
+if __name__ == "__main__":
+    run()

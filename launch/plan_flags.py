@@ -1,0 +1,159 @@
+"""The flags of `tfdist-plan` that describe a model and a machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from tfdist.launch.flag_values import (
+    MOST_RANKS,
+    MOST_RANKS_OF_A_HOST,
+    FlagDefiner,
+    UsageError,
+    as_given,
+    input_file,
+    refuse,
+    refuse_ignored,
+)
+from tfdist.planner import DEVICES, Machine, Transformer, from_config, machine
+from tfdist.planner.calibration import read_machine
+from tfdist.planner.models import KNOWN
+from tfdist.planner.quantities import read_bytes
+
+__all__ = ["MachineFlags", "ModelFlags", "file_or_name"]
+
+_MOST = 1 << 24
+_CONFIG = "config.json"
+
+
+def file_or_name(flag: str, value: str, names: Any) -> Path | None:
+    """The file that a flag names, or None where it is one of some names."""
+    if value in names:
+        return None
+    path = Path(os.path.expanduser(value))
+    try:
+        path = path / _CONFIG if path.is_dir() else path
+    except (OSError, ValueError) as error:
+        raise refuse(flag, value, f"a file, or one of {', '.join(names)}") from error
+    if os.sep not in value and not path.exists():
+        raise refuse(flag, value, f"a file, or one of {', '.join(names)}")
+    input_file(flag, str(path))
+    return path
+
+
+class ModelFlags:
+    """The flags of a model.
+
+    Args:
+        define: Defines them.
+
+    Attributes:
+        sizes: The flags of a model by hand.
+        preset: The flag of a known one, or of a file.
+    """
+
+    def __init__(self, define: FlagDefiner):
+        self._values = define.values
+
+        def size(name: str, default: int | None, text: str):
+            return define.integer(name, default, text, lower_bound=1, upper_bound=_MOST)
+
+        self.preset = define.string(
+            "preset", None, f"Preset of KerasHub, config.json, or {'|'.join(KNOWN)}"
+        )
+        self._length = size("seq_length", None, "Tokens of a sample [the preset's; 2048]")
+        self.sizes = (
+            size("layers", 12, "Transformer blocks"),
+            size("width", 768, "Width of the residual stream"),
+            size("heads", 12, "Attention heads of a block"),
+            size("kv_heads", None, "Key/value heads [heads]"),
+            size("hidden", None, "Hidden units of a block [4 width]"),
+            size("vocabulary", 50_257, "Tokens of the vocabulary"),
+            size("experts", None, "Feed-forward networks of a block"),
+            size("top_k", 2, "Of these, how many a token takes"),
+        )
+
+    def model(self) -> Transformer:
+        """What they say.
+
+        Raises:
+            UsageError: They do not go together, or a file is no configuration.
+        """
+        if self.preset.value is None:
+            sizes = {flag.name: flag.value for flag in self.sizes}
+            try:
+                return Transformer(**sizes, length=self._length.value or 2048)
+            except ValueError as error:
+                raise UsageError(f"{as_given(self._values, self.sizes)}: {error}") from None
+        refuse_ignored(
+            self._values, self.sizes, "describes a model by hand", f"--preset={self.preset.value}"
+        )
+        path = file_or_name("preset", self.preset.value, KNOWN)
+        try:
+            if path is None:
+                known = dict(KNOWN[self.preset.value])
+                if self._length.value is not None:
+                    known["length"] = self._length.value
+                return Transformer(**known)
+            config = json.loads(path.read_text(encoding="utf-8"))
+            return from_config(config, length=self._length.value)
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            words = " ".join(str(error).split())[:300]
+            raise UsageError(f"--preset={self.preset.value}: {words}") from None
+
+
+class MachineFlags:
+    """The flags of a machine.
+
+    Args:
+        define: Defines them.
+
+    Attributes:
+        flags: All of them.
+    """
+
+    def __init__(self, define: FlagDefiner):
+        self._values = define.values
+        self._machine = define.string(
+            "machine", "a100", f"File of `tfdist-plan calibrate`, or {'|'.join(DEVICES)}"
+        )
+        self.ranks = define.integer(
+            "ranks", None, "Ranks of the job", lower_bound=1, upper_bound=MOST_RANKS
+        )
+        self._hosts = define.integer(
+            "hosts", None, "Hosts that they lie on", lower_bound=1, upper_bound=MOST_RANKS
+        )
+        self._memory = define.string("memory", None, "Memory of a rank, as 80GiB [the machine's]")
+        self.flags = (self._machine, self.ranks, self._hosts, self._memory)
+
+    def machine(self) -> tuple[Machine, int]:
+        """The machine, and how many ranks there are.
+
+        Raises:
+            UsageError: They do not go together, or a file is no calibration.
+        """
+        name = self._machine.value
+        path = file_or_name("machine", name, DEVICES)
+        try:
+            found = machine(name) if path is None else read_machine(path)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--machine={name}: {error}") from None
+        changes: dict[str, Any] = {}
+        if self._memory.value is not None:
+            try:
+                changes["memory"] = float(read_bytes(self._memory.value))
+            except ValueError:
+                raise refuse("memory", self._memory.value, "a size, as 80GiB or 24GB") from None
+        hosts, ranks = self._hosts.value, self.ranks.value
+        if ranks is None:
+            ranks = (hosts or 1) * found.ranks_per_host
+        if hosts is not None:
+            if ranks % hosts or ranks // hosts > MOST_RANKS_OF_A_HOST:
+                raise UsageError(
+                    f"--ranks must be a multiple of --hosts, with at most {MOST_RANKS_OF_A_HOST:,} a "
+                    f"host. Received: --ranks={ranks} --hosts={hosts}."
+                )
+            changes["ranks_per_host"] = ranks // hosts
+        return found.replace(**changes), ranks

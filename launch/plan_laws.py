@@ -1,0 +1,221 @@
+"""`tfdist-plan fit`, `goodput` and `optimum`: scaling laws and failures, without a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+from tabulate import tabulate
+
+from tfdist.launch import command
+from tfdist.launch.flag_values import MOST_RANKS, FlagDefiner, UsageError, input_file, refuse
+from tfdist.planner import goodput, laws
+from tfdist.planner.quantities import as_count, as_seconds
+
+__all__ = ["FIT", "GOODPUT", "OPTIMUM"]
+
+_MOST_LINES = 100_000
+
+
+def _shown(found: laws.Range, show=as_count) -> str:
+    if found.low == found.high:
+        return show(found.value)
+    return f"{show(found.value)} ({show(found.low)} to {show(found.high)})"
+
+
+# --- fit ---------------------------------------------------------------------------------------
+
+_FIT_VALUES = flags.FlagValues()
+_FIT_FLOPS = FlagDefiner(_FIT_VALUES).float(
+    "flops", None, "Training FLOPs to say the best use of", lower_bound=1.0, upper_bound=1e40
+)
+
+
+def _check_fit(words: list[str]) -> list[dict[str, float]]:
+    """The runs of some files."""
+    if not words:
+        raise UsageError("tfdist-plan fit reads runs from files: tfdist-plan fit runs.jsonl.")
+    found: list[dict[str, float]] = []
+    for word in words:
+        input_file("fit", word)
+        try:
+            lines = Path(word).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{word} cannot be read: {error}.") from None
+        for number, line in enumerate(filter(str.strip, lines), 1):
+            found.append(_run_of(line, f"{word}, line {number}"))
+            if len(found) > _MOST_LINES:
+                raise UsageError(f"A fit takes at most {_MOST_LINES:,} runs. Received: {word}.")
+    names = {frozenset(run) for run in found}
+    if len(names) != 1:
+        raise UsageError(
+            "All runs have the same figures, and there is one at least. Received: "
+            f"{'; '.join(', '.join(sorted(each)) for each in names) or 'none'}."
+        )
+    return found
+
+
+def _run_of(line: str, place: str) -> dict[str, float]:
+    try:
+        run = json.loads(line)
+    except (ValueError, RecursionError):
+        run = None
+    for names in (("parameters", "tokens", "loss"), ("ranks", "seconds")):
+        if isinstance(run, dict) and all(
+            isinstance(run.get(name), int | float) and not isinstance(run.get(name), bool)
+            for name in names
+        ):
+            return {name: run[name] for name in names}
+    raise UsageError(
+        f"{place}: a run is a line of JSON with parameters, tokens and loss, or with ranks and seconds. "
+        f"Received: {line[:100]!r}."
+    )
+
+
+def _fit(runs: Sequence[dict[str, float]]) -> int:
+    columns = {name: [run[name] for run in runs] for name in runs[0]}
+    try:
+        if "ranks" in columns:
+            share = laws.serial_share([int(n) for n in columns["ranks"]], columns["seconds"])
+            print(
+                f"Share that is not divided: {_shown(share, '{:.2%}'.format)} of the work of a rank."
+            )
+            print(
+                f"No number of ranks speeds it up more than {1 / max(share.value, 1e-9):,.1f} times."
+            )
+            return 0
+        law = laws.fit_law(columns["parameters"], columns["tokens"], columns["loss"])
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    print(
+        f"L(N, D) = {law.irreducible:.4g} + {law.of_parameters:.4g} / N^{law.alpha:.4f} + "
+        f"{law.of_tokens:.4g} / D^{law.beta:.4f}, fitted to {len(runs)} runs."
+    )
+    errors = [law.errors[6 * place] ** 0.5 for place in range(5)]
+    for name, error in zip(("E", "ln A", "ln B", "alpha", "beta"), errors, strict=True):
+        print(f"standard error of {name}: {error:.3g}")
+    spent = max(6 * n * d for n, d in zip(columns["parameters"], columns["tokens"], strict=True))
+    _print_optimum(law, _FIT_FLOPS.value or 10 * spent)
+    if _FIT_FLOPS.value is not None and _FIT_FLOPS.value > 100 * spent:
+        print(f"Extrapolated: the largest run had {as_count(spent)} FLOPs.")
+    return 0
+
+
+def _print_optimum(law: laws.Law, flops: float) -> None:
+    best = law.optimum(flops)
+    print(
+        f"Best use of {as_count(flops)} FLOPs, with 95% ranges: {_shown(best.parameters)} parameters, "
+        f"{_shown(best.tokens)} tokens, loss {_shown(best.loss, '{:.3f}'.format)}."
+    )
+
+
+FIT = command.Program(
+    _fit,
+    _FIT_VALUES,
+    usage="tfdist-plan fit [flags] FILE...",
+    summary="Fits a scaling law to runs: lines of JSON with parameters, tokens and loss; or Amdahl's "
+    "law to lines with ranks and seconds.",
+    check=_check_fit,
+    rest=True,
+)
+
+
+# --- optimum -----------------------------------------------------------------------------------
+
+_OPTIMUM_VALUES = flags.FlagValues()
+_define = FlagDefiner(_OPTIMUM_VALUES)
+_FLOPS = _define.float("flops", None, "Training FLOPs", lower_bound=1.0, upper_bound=1e40)
+_PARAMETERS = _define.float(
+    "parameters", None, "Parameters of a model", lower_bound=1.0, upper_bound=1e20
+)
+
+
+def _check_optimum(_: list[str]) -> None:
+    if (_FLOPS.value is None) == (_PARAMETERS.value is None):
+        raise UsageError("Say --flops or --parameters, one of them.")
+
+
+def _optimum(_: None) -> int:
+    if _PARAMETERS.value is not None:
+        tokens = laws.CHINCHILLA.tokens_for(_PARAMETERS.value)
+        flops = laws.training_flops(_PARAMETERS.value, tokens)
+        print(
+            f"{as_count(_PARAMETERS.value)} parameters are the best use of {as_count(flops)} FLOPs, for "
+            f"{as_count(tokens)} tokens."
+        )
+    else:
+        flops = _FLOPS.value
+        n, d = laws.kaplan_optimum(flops)
+        print(f"Kaplan et al. 2020: {as_count(n)} parameters, {as_count(d)} tokens.")
+    print("Hoffmann et al. 2022, constants of Besiroglu et al. 2024:")
+    _print_optimum(laws.CHINCHILLA, flops)
+    return 0
+
+
+OPTIMUM = command.Program(
+    _optimum,
+    _OPTIMUM_VALUES,
+    usage="tfdist-plan optimum [flags]",
+    summary="Says how large a model and how much data make the best of some training FLOPs.",
+    check=_check_optimum,
+)
+
+
+# --- goodput -----------------------------------------------------------------------------------
+
+_GOODPUT_VALUES = flags.FlagValues()
+_of_failures = FlagDefiner(_GOODPUT_VALUES)
+_RANKS = _of_failures.integer("ranks", 8, "Ranks of the job", lower_bound=1, upper_bound=MOST_RANKS)
+_MTBF = _of_failures.float(
+    "mtbf_hours", 50_000.0, "Hours between failures of a rank", lower_bound=1e-3, upper_bound=1e9
+)
+_SAVE = _of_failures.float(
+    "save_seconds", 30.0, "What a save holds up", lower_bound=1e-3, upper_bound=1e6
+)
+_RESTART = _of_failures.float(
+    "restart_seconds", 300.0, "From a failure to the next step", lower_bound=0.0, upper_bound=1e6
+)
+_INTERVAL = _of_failures.string("interval", None, "Seconds between saves [the best]")
+
+
+def _check_goodput(_: list[str]) -> float | None:
+    if _INTERVAL.value is None:
+        return None
+    try:
+        seconds = float(_INTERVAL.value)
+    except ValueError:
+        seconds = 0.0
+    if not 1e-3 <= seconds <= 1e9:
+        raise refuse("interval", _INTERVAL.value, "a number of seconds from 0.001 to 1e9")
+    return seconds
+
+
+def _goodput(interval: float | None) -> int:
+    found = goodput.goodput(
+        _RANKS.value,
+        mtbf_hours=_MTBF.value,
+        save_seconds=_SAVE.value,
+        restart_seconds=_RESTART.value,
+        interval=interval,
+    )
+    rows = [
+        ("a failure of the job every", as_seconds(found.mtbf)),
+        ("seconds of training between saves", as_seconds(found.interval)),
+        ("goodput", f"{found.share:.2%}"),
+        ("saving", f"{found.saving:.2%}"),
+        ("steps done again", f"{found.lost:.2%}"),
+        ("starting again", f"{found.restarting:.2%}"),
+    ]
+    print(tabulate(rows, tablefmt="plain", disable_numparse=True))
+    return 0
+
+
+GOODPUT = command.Program(
+    _goodput,
+    _GOODPUT_VALUES,
+    usage="tfdist-plan goodput [flags]",
+    summary="Says how often to save, and how much of a job's time is left for training.",
+    check=_check_goodput,
+)

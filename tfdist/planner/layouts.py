@@ -1,0 +1,209 @@
+"""Layouts: how a model and its batch are divided over ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from tfdist import checks
+from tfdist.mesh import DEFAULT_ORDER
+from tfdist.pipeline.schedules import SCHEDULES
+
+__all__ = ["AXES", "PRECISIONS", "RECOMPUTE", "Layout", "Precision"]
+
+#: Fastest axis first: neighbours on it are nearest.
+AXES = tuple(reversed(DEFAULT_ORDER))
+
+RECOMPUTE = ("none", "selective", "sqrt", "every_layer")
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """How many bytes a parameter takes, in what.
+
+    Attributes:
+        compute: The dtype of products.
+        activation: Bytes of an activation.
+        parameter: Bytes of a parameter as it is stored.
+        gradient: Bytes of its gradient.
+        master: Bytes of a copy that the optimizer has beside it, sharded with its state.
+        copy: Bytes of a copy for products, which is there from the forward to the backward pass.
+        sent: Bytes of a gradient on its way to other ranks.
+    """
+
+    compute: str
+    activation: int
+    parameter: int
+    gradient: int
+    master: int
+    copy: int
+    sent: int
+
+
+#: By name: Keras' policies; and 16-bit parameters with a float32 copy in the optimizer, as in
+#: DeepSpeed (Rajbhandari et al. 2020, section 3.1: 2 + 2 + 4 bytes and the moments), and with
+#: gradients added up in float32, as in Megatron-LM.
+PRECISIONS: dict[str, Precision] = {
+    "float32": Precision("float32", 4, 4, 4, 0, 0, 4),
+    "mixed_bfloat16": Precision("bfloat16", 2, 4, 4, 0, 2, 4),
+    "mixed_float16": Precision("float16", 2, 4, 4, 0, 2, 4),
+    "bfloat16": Precision("bfloat16", 2, 2, 2, 0, 0, 2),
+    "deepspeed": Precision("float16", 2, 2, 2, 4, 0, 2),
+    "megatron": Precision("bfloat16", 2, 2, 4, 4, 0, 4),
+}
+
+#: Numbers that an optimizer keeps for each parameter.
+OPTIMIZERS = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How ranks share a training.
+
+    Attributes:
+        data: Ranks of the data axis; and so on for the other four.
+        expert: As in `tfdist.Mesh`.
+        context: As in `tfdist.Mesh`.
+        pipeline: As in `tfdist.Mesh`.
+        tensor: As in `tfdist.Mesh`.
+        zero_stage: What the ranks of the data axis share: see docs/memory.md.
+        recompute: "none"; "selective": the attention core; "sqrt": runs of sqrt(L) blocks;
+            "every_layer": each block.
+        schedule: Of the pipeline; see `tfdist.pipeline.make_schedule`.
+        chunks: Stages of a rank, for the interleaved schedule.
+        num_microbatches: Into how many parts a rank's rows are cut.
+        accumulation: Steps whose gradients are added up before an update.
+        dtype: A name of `PRECISIONS`.
+        optimizer: "adam", "adamw", "momentum", "lion" or "sgd".
+        sequence_parallel: Whether what tensor ranks do not split they split along the sequence.
+        compression: By how much gradients shrink on their way; 1 for not at all.
+        recompute_messages: Whether recompute sends again over the tensor axis what the forward pass
+            had from there. tfdist keeps it; Megatron-LM sends it again.
+        split_messages: Whether a pipeline's message is divided over the tensor ranks and gathered by
+            the receivers (Narayanan et al. 2021, section 4.1: scatter/gather).
+
+    Raises:
+        ValueError: A size is not positive, a name is unknown, or two do not go together.
+    """
+
+    data: int = 1
+    expert: int = 1
+    context: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    zero_stage: int = 0
+    recompute: str = "none"
+    schedule: str = "1f1b"
+    chunks: int = 1
+    num_microbatches: int = 1
+    accumulation: int = 1
+    dtype: str = "float32"
+    optimizer: str = "adam"
+    sequence_parallel: bool = False
+    compression: float = 1.0
+    recompute_messages: bool = False
+    split_messages: bool = False
+
+    def __post_init__(self):
+        sizes = ("data", "expert", "context", "pipeline", "tensor", "chunks")
+        for name in (*sizes, "num_microbatches", "accumulation"):
+            checks.integer(name, getattr(self, name), minimum=1)
+        checks.integer("zero_stage", self.zero_stage, minimum=0, maximum=3)
+        checks.one_of("recompute", self.recompute, RECOMPUTE)
+        checks.one_of("schedule", self.schedule, SCHEDULES)
+        checks.one_of("dtype", self.dtype, PRECISIONS)
+        checks.one_of("optimizer", self.optimizer, OPTIMIZERS)
+        for name in ("sequence_parallel", "recompute_messages", "split_messages"):
+            checks.boolean(name, getattr(self, name))
+        checks.number("compression", self.compression, minimum=1)
+        if self.chunks > 1 and self.schedule != "interleaved":
+            raise ValueError(
+                "Only the interleaved schedule has several `chunks`. Received: "
+                f"schedule={self.schedule!r}, chunks={self.chunks}."
+            )
+        if self.pipeline > 1 and self.schedule == "interleaved":
+            if self.chunks < 2:
+                raise ValueError(
+                    "The interleaved schedule has 2 `chunks` at least. Received: "
+                    f"chunks={self.chunks}."
+                )
+            if self.num_microbatches % self.pipeline:
+                raise ValueError(
+                    "The interleaved schedule takes micro-batches in groups of the pipeline axis. "
+                    f"Received: num_microbatches={self.num_microbatches}, pipeline={self.pipeline}."
+                )
+        if self.pipeline == 1 and self.num_microbatches > 1:
+            raise ValueError(
+                "Without a pipeline `accumulation` cuts a batch into parts. Received: pipeline=1, "
+                f"num_microbatches={self.num_microbatches}."
+            )
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return self.data * self.expert * self.context * self.pipeline * self.tensor
+
+    @property
+    def precision(self) -> Precision:
+        """How many bytes a parameter takes."""
+        return PRECISIONS[self.dtype]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that the optimizer keeps for a parameter, with its copy of it."""
+        return 4 * OPTIMIZERS[self.optimizer] + self.precision.master
+
+    @property
+    def kind(self) -> str:
+        """The axes that it uses, in words."""
+        used = [axis for axis in ("data", "expert", "context", "pipeline", "tensor")
+                if getattr(self, axis) > 1]  # fmt: skip
+        return " x ".join(used) or "one rank"
+
+    def microbatch_rows(self, global_batch: int) -> int:
+        """Rows of a micro-batch on a rank.
+
+        Raises:
+            ValueError: The batch does not divide.
+        """
+        parts = self.data * self.expert * self.num_microbatches * self.accumulation
+        rows, left = divmod(global_batch, parts)
+        if left or not rows:
+            raise ValueError(
+                "`global_batch` divides by data x expert x num_microbatches x accumulation. "
+                f"Received: global_batch={global_batch}, {self.data} x {self.expert} x "
+                f"{self.num_microbatches} x {self.accumulation}."
+            )
+        return rows
+
+    def stride(self, axis: str) -> int:
+        """How far apart in rank neighbours on an axis are."""
+        return math.prod(getattr(self, name) for name in AXES[: AXES.index(axis)])
+
+    def members_per_host(self, axes: tuple[str, ...], ranks_per_host: int) -> int:
+        """How many ranks of a group over some axes lie on one host, at most."""
+        found = stride = 1
+        for axis in AXES:
+            size = getattr(self, axis)
+            if axis in axes and stride < ranks_per_host:
+                found *= min(size, max(ranks_per_host // stride, 1))
+            stride *= size
+        return found
+
+    def words(self) -> str:
+        """The layout in a few words."""
+        axes = [f"{axis} {getattr(self, axis)}" for axis in ("data", "expert", "context", "pipeline", "tensor")
+                if getattr(self, axis) > 1]  # fmt: skip
+        more = []
+        if self.pipeline > 1:
+            chunks = f" v{self.chunks}" if self.chunks > 1 else ""
+            more.append(f"{self.schedule}{chunks} m{self.num_microbatches}")
+        if self.accumulation > 1:
+            more.append(f"accumulate {self.accumulation}")
+        if self.zero_stage:
+            more.append(f"ZeRO-{self.zero_stage}")
+        if self.recompute != "none":
+            more.append(f"recompute {self.recompute}")
+        if self.sequence_parallel and self.tensor > 1:
+            more.append("sequence parallel")
+        return ", ".join([" x ".join(axes) or "one rank", *more])

@@ -1,0 +1,56 @@
+"""Numbers with units, read and written: bytes, seconds and counts."""
+
+from __future__ import annotations
+
+import math
+import re
+
+__all__ = ["as_bytes", "as_count", "as_seconds", "read_bytes"]
+
+_DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?) ?([KMGTP]i?)?B", re.ASCII)
+
+
+def read_bytes(text: str) -> int:
+    """The bytes of a text such as "80GiB", "24 GB" or "512MiB".
+
+    Raises:
+        ValueError: It is no number with a unit of bytes, or no byte at all.
+    """
+    found = _SIZE.fullmatch(text) if isinstance(text, str) else None
+    size = round(float(found[1]) * (_DECIMAL | _BINARY)[found[2] or ""]) if found else 0
+    if size < 1:
+        raise ValueError(f"A size is a number with a unit, as 80GiB or 24GB. Received: {text!r}.")
+    return size
+
+
+def as_bytes(size: float) -> str:
+    """Bytes in the largest binary unit of which there is one at least."""
+    for unit, factor in reversed(_BINARY.items()):
+        if abs(size) >= factor:
+            return f"{size / factor:.4g} {unit}B"
+    return f"{size:.0f} B"
+
+
+def as_seconds(seconds: float) -> str:
+    """A time in a unit that keeps it short."""
+    if not math.isfinite(seconds):
+        return "never"
+    for unit, factor in (("days", 86_400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * factor:
+            return f"{seconds / factor:.3g} {unit}"
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def as_count(count: float) -> str:
+    """A number with K, M, B (10^9) or T (10^12), as models' sizes are given."""
+    if abs(count) >= 1e16:
+        return f"{count:.4g}"
+    for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
+        if abs(count) >= factor:
+            return f"{count / factor:.4g}{unit}"
+    return f"{count:.4g}"
