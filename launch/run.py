@@ -21,7 +21,7 @@ from tfdist.launch.flag_values import (
     refuse,
     refuse_ignored,
 )
-from tfdist.launch.hosts import Host, HostDiscovery, assign_hosts, is_this_machine, parse_host
+from tfdist.launch.hosts import HostDiscovery, assign_hosts, is_this_machine, parse_hosts
 from tfdist.launch.processes import RankProcess
 from tfdist.launch.restarts import run_with_restarts
 from tfdist.launch.supervisor import Supervisor
@@ -121,7 +121,7 @@ def _check(words: list[str]) -> _Job:
     if shutil.which(words[0]) is None:
         raise command.UsageError(f"There is no command {words[0]!r} on the PATH.")
     in_slurm = not _HOSTS.value and _DISCOVERY.value is None and slurm.in_allocation()
-    hosts = slurm.allocated_hosts() if in_slurm else _hosts(_HOSTS.value)
+    hosts = slurm.allocated_hosts() if in_slurm else parse_hosts(_HOSTS.value)
     size = _NP.value or sum(host.slots for host in hosts)
     if not size:
         raise command.UsageError("Say how many ranks to start: -np N. Received: no -np.")
@@ -261,20 +261,6 @@ def _engine() -> str:
             "Horovod is not installed, so the ranks use TensorFlow's own collectives.",
         )
     return "horovod" if has_horovod else "tensorflow"
-
-
-def _hosts(text: str) -> list[Host]:
-    """The hosts of -H."""
-    hosts = []
-    for part in text.split(",") if text else []:
-        host = parse_host(part)
-        if host is None:
-            raise command.UsageError(
-                f"-H is host:slots,host:slots with at most {MOST_RANKS_OF_A_HOST:,} slots each. "
-                f"Received: {part[:80]!r} in -H {text[:200]!r}."
-            )
-        hosts.append(host)
-    return hosts
 
 
 PROGRAM = command.Program(

@@ -146,6 +146,8 @@ _MEANINGS: dict[str, dict[str, str]] = {
 #: The meaning of texts, which no flag tells.
 _MEANING_OF: dict[tuple[str, str], str] = {
     ("tfdist-run", "H"): "hosts",
+    ("tfdist-doctor", "H"): "hosts",
+    ("tfdist-doctor", "folder"): "path to read",
     ("tfdist-train", "dataset"): "set",
     ("tfdist-train", "data_dir"): "folder",
     ("tfdist-train", "workdir"): "folder",
@@ -198,6 +200,7 @@ _MORE_MEANINGS: dict[tuple[str, str], str] = {("tfdist-train", "workdir"): "addr
 
 #: Values that are right, by program and flag.
 LEGAL: dict[tuple[str, str], set[str]] = {
+    ("tfdist-doctor", "folder"): {"folder"},
     ("tfdist-run", "max_restarts"): {"zero"},
     ("tfdist-run", "ps"): {"zero"},
     ("tfdist-run", "restart_seconds"): {"zero"},
