@@ -41,7 +41,7 @@ def python() -> list[Finding]:
     found = [ok("tfdist", f"{__version__}, in {where}")]
     version = platform.python_version()
     try:
-        wanted = importlib.metadata.metadata("tfdist").get("Requires-Python")
+        wanted = importlib.metadata.metadata("tfdist")["Requires-Python"]
     except importlib.metadata.PackageNotFoundError:
         return [
             *found,
