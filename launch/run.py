@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from absl import flags
 
 from tfdist.launch import command, remote, slurm
+from tfdist.launch.counting import count_gpus, ranks_of_this_machine
 from tfdist.launch.flag_values import (
     MOST_RANKS,
     MOST_RANKS_OF_A_HOST,
@@ -32,7 +33,9 @@ __all__ = ["PROGRAM", "run"]
 
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
-_NP = _define.integer("np", None, "Number of ranks to start", lower_bound=1, upper_bound=MOST_RANKS)
+_NP = _define.count_or_auto(
+    "np", "Number of ranks to start; auto: one for each GPU, else for each core", MOST_RANKS
+)
 _HOSTS = _define.string(
     "H", "", "Hosts and their slots, host1:2,host2:2 [the Slurm allocation, or this machine]"
 )
@@ -122,9 +125,13 @@ def _check(words: list[str]) -> _Job:
         raise command.UsageError(f"There is no command {words[0]!r} on the PATH.")
     in_slurm = not _HOSTS.value and _DISCOVERY.value is None and slurm.in_allocation()
     hosts = slurm.allocated_hosts() if in_slurm else parse_hosts(_HOSTS.value)
-    size = _NP.value or sum(host.slots for host in hosts)
+    size = sum(host.slots for host in hosts) if _NP.value in (None, "auto") else _NP.value
+    if _NP.value == "auto" and not hosts:
+        size = _count(words)
     if not size:
-        raise command.UsageError("Say how many ranks to start: -np N. Received: no -np.")
+        raise command.UsageError(
+            "Say how many ranks to start: -np N, or -np auto. Received: no -np."
+        )
     if size > MOST_RANKS:
         raise command.UsageError(f"A job has at most {MOST_RANKS:,} ranks. Received: {size:,}.")
     if not hosts and _DISCOVERY.value is None and size > MOST_RANKS_OF_A_HOST:
@@ -146,6 +153,18 @@ def _check(words: list[str]) -> _Job:
     if _PS.value:
         _check_servers(in_slurm)
     return _Job(words, names, size, least, most, _engine(), in_slurm, _PS.value)
+
+
+def _count(words: list[str]) -> int:
+    """The ranks of -np auto on this machine."""
+    if _DISCOVERY.value is not None:
+        raise command.UsageError(
+            "-np auto counts what this machine has, and --host_discovery_script names others. Received: "
+            f"-np auto --host_discovery_script={_DISCOVERY.value}. Give a number."
+        )
+    size, why = ranks_of_this_machine(words)
+    command.say("tfdist-run", f"-np auto starts {size} rank{'s' * (size > 1)}: {why}.")
+    return size
 
 
 def _check_servers(in_slurm: bool) -> None:
@@ -186,6 +205,7 @@ def _main(job: _Job) -> int:
                 servers=job.servers,
                 frozen_seconds=_WATCHDOG.value,
                 save_seconds=_SAVE_SECONDS.value,
+                has_gpu=count_gpus() > 0 or any(far is not None for far in reached),
                 should_end=should_end,
             )
             return supervisor, supervisor.run()
@@ -266,7 +286,7 @@ def _engine() -> str:
 PROGRAM = command.Program(
     _main,
     _VALUES,
-    usage="tfdist-run -np N [flags] -- command [arguments]",
+    usage="tfdist-run -np N|auto [flags] -- command [arguments]",
     summary="Starts a command on N ranks, prints their output behind [rank], and exits with "
     "the code of the first rank that fails.",
     check=_check,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from tfdist.launch.counting import count_cores
 from tfdist.launch.doctor.findings import Finding, answer_of, note, ok, problem
 from tfdist.launch.doctor.software import Trials
 
@@ -29,8 +30,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 def processor(num_ranks: int) -> list[Finding]:
     """Cores and open files."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = cores or 1
+    cores = count_cores()
     found = [ok("Cores", f"{cores}")]
     if num_ranks > cores:
         text = f"{cores}, for {num_ranks} ranks: they take turns, and training is slow"
