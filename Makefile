@@ -34,7 +34,7 @@ $(HOROVOD): $(INSTALLED) $(wildcard tfdist/native/*.cc tfdist/native/*.h tfdist/
 	@$(VENV)/bin/tfdist-install-horovod && touch $@ || test $$? -eq 2
 
 demo: setup ## Trains the ConvNet on the digits, on two ranks
-	TF_CPP_MIN_LOG_LEVEL=3 $(VENV)/bin/tfdist-run -np $(NP) -- $(VENV)/bin/tfdist-train $(DEMO_FLAGS)
+	$(VENV)/bin/tfdist-run -np $(NP) -- $(VENV)/bin/tfdist-train $(DEMO_FLAGS)
 
 test: setup ## The tests but the long matrices
 	$(PY) -m pytest -q -m "not slow and not matrix" $(TESTS)

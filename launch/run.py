@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from absl import flags
 
 from tfdist.launch import command, remote, slurm
+from tfdist.launch.completion import SHELLS, script
 from tfdist.launch.counting import count_gpus, ranks_of_this_machine
 from tfdist.launch.flag_values import (
     MOST_RANKS,
@@ -90,7 +91,9 @@ _SAVE_SECONDS = _define.float(
     lower_bound=0.0,
     upper_bound=YEAR,
 )
-
+_COMPLETION = _define.enum(
+    "completion", None, SHELLS, "Prints what this shell evaluates to complete flags"
+)
 
 #: The command of a parameter server.
 _SERVER = [sys.executable, "-m", "tfdist.launch.parameter_server"]
@@ -116,7 +119,9 @@ class _Job:
     servers: int
 
 
-def _check(words: list[str]) -> _Job:
+def _check(words: list[str]) -> _Job | str:
+    if _COMPLETION.value is not None:
+        return script(_COMPLETION.value)
     if not words:
         raise command.UsageError(
             "Say what to run: tfdist-run -np N -- command. Received: no command."
@@ -184,7 +189,10 @@ def _check_servers(in_slurm: bool) -> None:
         )
 
 
-def _main(job: _Job) -> int:
+def _main(job: _Job | str) -> int:
+    if isinstance(job, str):
+        print(job, end="")
+        return 0
     shell = remote.srun if job.in_slurm else remote.ssh
     token = secrets.token_hex(8)
 
@@ -298,6 +306,7 @@ PROGRAM = command.Program(
             _SAVE_SECONDS.name,
             _WATCHDOG.name,
         ],
+        "for the shell": [_COMPLETION.name],
         "for elastic jobs": [_DISCOVERY.name, _MIN_NP.name, _MAX_NP.name],
     },
 )

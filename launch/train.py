@@ -13,11 +13,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import time
 from typing import Any
 
 from tfdist.launch import command
 from tfdist.launch.checkpoint_flags import CheckpointFlags
-from tfdist.launch.fitting import expected_errors, speed_callback
+from tfdist.launch.curves import check_plot, draw
+from tfdist.launch.fitting import expected_errors, speed_callback, summary
 from tfdist.launch.flag_values import refuse_ignored
 from tfdist.launch.images import Images
 from tfdist.launch.language import Language
@@ -79,6 +81,7 @@ _THREADS = DEFINE.integer(
 _VERBOSE = DEFINE.integer(
     "verbose", 2, "0: silent, 1: progress bar, 2: one line per epoch", lower_bound=0, upper_bound=2
 )
+_PLOT = DEFINE.string("plot", None, "Draws the curves of the training: curves.png")
 _MESH = MeshFlags(DEFINE)
 _WORLD = WorldFlags(DEFINE, _MESH)
 _LOCAL = LocalFlags(DEFINE)
@@ -148,6 +151,7 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
     else:
         callbacks += _CHECKPOINTS.callbacks(saving, batch_size)
 
+    begun = time.monotonic()
     # --- Training ------------------------------------------------------------------------------
     with expected_errors(_CHECKPOINTS.workdir, settings.dataset), _OPTIMIZER.expected_errors():
         history = model.fit(
@@ -168,6 +172,11 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
         cost = None if on.is_tpu else tfdist.monitoring.compression_statistics(model)
         if cost is not None and cost.saved > 0:  # Where it does not pay, `fit` has said so.
             print(cost)
+        print(summary(history.history, time.monotonic() - begun))
+        if _PLOT.value is not None and history.history:
+            title = f"{settings.model} on {settings.dataset}, {on.words}"
+            draw(history.history, os.path.expanduser(_PLOT.value), title)
+            print(f"Curves: {_PLOT.value}")
         if shown is not None:
             print(f"{settings.model} writes:\n{shown}")
         print(f"{task.verdict(last)}; {speed.items_per_second:,.0f} {task.item}/s on {on.words}.")
@@ -205,6 +214,7 @@ def _choose_task() -> tuple[Task, Settings]:
     )
     _OPTIMIZER.check(is_tpu=_WORLD.is_tpu, has_sync=_LOCAL.is_given)
     read_recompute(_RECOMPUTE.name, _RECOMPUTE.value)
+    check_plot(_PLOT.name, _PLOT.value)
     task.check(settings)
     return task, settings
 
@@ -306,6 +316,7 @@ PROGRAM = command.Program(
             flag.name
             for flag in (
                 _DATA_DIR,
+                _PLOT,
                 _CHECKPOINTS.save_every,
                 _CHECKPOINTS.keep,
                 _ELASTIC,

@@ -150,6 +150,7 @@ _MEANING_OF: dict[tuple[str, str], str] = {
     ("tfdist-doctor", "folder"): "path to read",
     ("tfdist-train", "dataset"): "set",
     ("tfdist-train", "data_dir"): "folder",
+    ("tfdist-train", "plot"): "path to write",
     ("tfdist-train", "workdir"): "folder",
     ("tfdist-train", "save_every"): "interval",
     ("tfdist-train", "mesh_order"): "axes",
