@@ -48,6 +48,9 @@ test-pairs: setup ## Of long matrices each pair of values
 test-matrix: setup ## All that test-all leaves out: a day on 2 cores
 	$(PY) -m pytest -q -m matrix $(TESTS)
 
+matrix: setup ## Quick tests on Pythons, TensorFlows and Kerases, in environments of their own
+	$(PY) -m tests.versions.matrix
+
 lint: setup ## Looks for mistakes, for what `make format` would change, and at the floors
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
@@ -72,4 +75,4 @@ clean: ## Removes what builds and tests leave; the environment stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
 	find . \( -path ./$(VENV) -o -path ./$(PEERS) \) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
-.PHONY: help setup demo test test-all test-pairs test-matrix lint format typecheck benchmark peers clean
+.PHONY: help setup demo test test-all test-pairs test-matrix matrix lint format typecheck benchmark peers clean
