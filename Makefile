@@ -25,7 +25,7 @@ $(INSTALLED): setup.cfg pyproject.toml
 	@command -v $(PYTHON) > /dev/null || \
 	  { echo "$(PYTHON) was not found: install it, or name yours: make setup PYTHON=..." >&2; exit 2; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --editable '.[dev,data,horovod-build]'
+	$(PIP) install --quiet --editable '.[dev,data,docs,horovod-build]'
 	@touch $@
 
 # Code 2 says that a compiler, CMake or make is missing, in one line of its own. The package works
@@ -68,6 +68,15 @@ benchmark: setup ## Runs the benchmarks, half an hour each on 2 cores
 	  echo "$$name"; $(PY) -m tfdist.benchmarks.$$name || code=1; \
 	done; exit $$code
 
+release: setup ## Builds the packages in dist, checks them, and trains with the wheel in a bare environment
+	$(PIP) install --quiet --editable '.[release]'
+	$(PY) -m tests.packaging.release
+
+# MkDocs' theme announces its successor to MkDocs on each build.
+docs: setup ## Builds the documentation site in build/site
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
 peers: setup ## Environments of the libraries that `tfdist-bench training` compares with
 	$(VENV)/bin/tfdist-bench peers --peers=$(PEERS)
 
@@ -75,4 +84,5 @@ clean: ## Removes what builds and tests leave; the environment stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
 	find . \( -path ./$(VENV) -o -path ./$(PEERS) \) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
-.PHONY: help setup demo test test-all test-pairs test-matrix matrix lint format typecheck benchmark peers clean
+.PHONY: help setup demo test test-all test-pairs test-matrix matrix lint format typecheck benchmark docs \
+  release peers clean

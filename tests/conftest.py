@@ -100,8 +100,8 @@ def pytest_collection_modifyitems(config, items):
     functions = collections.defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and item.get_closest_marker("matrix") is None:
-            functions[item.path, item.originalname].append(item)
-    seen = collections.Counter()
+            functions[str(item.path), item.originalname].append(item)
+    seen: collections.Counter[str] = collections.Counter()
     for (path, _), cases in functions.items():
         if config.getoption("strength") == 1:
             cases = _in_turn(cases, config.getoption("turn") + seen[path])

@@ -13,11 +13,15 @@ model.fit(x, y, batch_size=256, epochs=3)
 
 import importlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfdist._version import __version__
 from tfdist.errors import TfdistError
 from tfdist.mesh import Axis, Mesh
+
+if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` imports them.
+    from tfdist.hub import load_preset as load_preset
+    from tfdist.tensor_parallel import parallelize as parallelize
 
 _ROOMS = (
     "callbacks",

@@ -1,3 +1,3 @@
 """The version of tfdist, in the one place that both setup.cfg and the package read."""
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"

@@ -16,8 +16,10 @@ _RULES = ("linear", "sqrt", "none")
 def scaled_learning_rate(learning_rate: float, replicas: int, rule: str = "linear") -> float:
     """Scales the learning rate of one process for a global batch of `replicas` times its size.
 
+    ```pycon
     >>> scaled_learning_rate(0.1, replicas=8)
     0.8
+    ```
 
     Args:
         learning_rate: The rate that was tuned on one process, with one replica's batch.

@@ -72,6 +72,7 @@ class Mesh:
     A mesh is written down before anyone knows how many processes run; the strategy resolves it
     when the ranks have met:
 
+    ```pycon
     >>> mesh = Mesh(data=-1, tensor=2).resolve(size=8, rank=5)
     >>> mesh.shape
     {'data': 4, 'expert': 1, 'context': 1, 'pipeline': 1, 'tensor': 2}
@@ -79,6 +80,7 @@ class Mesh:
     {'data': 2, 'expert': 0, 'context': 0, 'pipeline': 0, 'tensor': 1}
     >>> mesh.group("data")
     (1, 3, 5, 7)
+    ```
 
     Args:
         data: Ranks on the data axis; each holds the whole model and a share of every batch.

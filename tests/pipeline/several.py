@@ -330,7 +330,7 @@ def refusal(mesh: dict, what: str) -> str:
     keras.backend.clear_session()
     kind = "GPT2-lm"
     x, y = data_of(kind, 2 * BATCH)
-    options = {"cut": [4, 3]} if what == "shape" else {}
+    options: dict[str, Any] = {"cut": [4, 3]} if what == "shape" else {}
     with scope(mesh):
         try:
             if what == "rows":

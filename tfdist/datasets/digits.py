@@ -38,9 +38,11 @@ _CITATION = """\
 class Digits(tfds.core.GeneratorBasedBuilder):
     """1797 real images of handwritten digits, prepared in a second from scikit-learn's copy.
 
+    ```pycon
     >>> builder = Digits(data_dir="data")
     >>> builder.download_and_prepare()
     >>> train, test = builder.as_dataset(split=["train", "test"], as_supervised=True)
+    ```
 
     Importing this module registers the set with TFDS, so `tfds.load("digits")` works from then on.
 

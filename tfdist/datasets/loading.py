@@ -30,11 +30,13 @@ def load(
 ) -> tuple[tf.data.Dataset, tfds.core.DatasetInfo]:
     """Returns one split of an image classification set, example by example.
 
+    ```pycon
     >>> train, info = load("digits", "train", data_dir="data")
     >>> train.element_spec
     (TensorSpec(shape=(8, 8, 1), dtype=tf.float32, name=None), TensorSpec(shape=(), dtype=tf.int64, name=None))
     >>> info.features["label"].num_classes
     10
+    ```
 
     Several processes of one machine may load the same set at once: one prepares it, the others
     wait. Hosts that share a `data_dir` without file locks may each prepare it, and the first to
@@ -95,8 +97,10 @@ def load_for_rank(
     The split is divided over the data axis only: ranks that differ in their pipeline or tensor
     coordinate work on the same batch, and read the same examples in the same order.
 
+    ```pycon
     >>> train, info = load_for_rank("digits", "train", strategy)
     >>> model.fit(train.shuffle(1024, seed=0).batch(32), epochs=3)  # 32 per rank of the data axis
+    ```
 
     The share is a consecutive range of the split, so the ranks' batches together are not the batch
     that one process would read. Where results must equal those of one process, and to evaluate
@@ -159,8 +163,10 @@ def rank_split(split: Any, num_shards: int, index: int, *, drop_remainder: bool 
     most one, the first being the larger (in a sum such as "train+test" that holds of each term).
     `drop_remainder` makes all parts equal, and leaves out what remains.
 
+    ```pycon
     >>> [len(list(load("digits", rank_split("test", 7, index))[0])) for index in range(7)]
     [52, 52, 52, 51, 51, 51, 51]
+    ```
 
     Returns:
         A TFDS split, for `load`, `tfds.load` and `builder.as_dataset`.

@@ -40,9 +40,11 @@ class Text:
 def load_text(name: str) -> Text:
     r"""Returns a text as bytes, nine tenths for training and one tenth for validation.
 
+    ```pycon
     >>> text = load_text("pydoc")
     >>> bytes(text.train[:31])
     b'The "assert" statement\n*******'
+    ```
 
     The split holds no chance, so all processes that read the same text have the same split.
 
@@ -79,9 +81,11 @@ def language_model_windows(
 ) -> tf.data.Dataset:
     """Cuts a text into windows, each with the tokens that follow those in it.
 
+    ```pycon
     >>> windows = language_model_windows(np.arange(10), 4)
     >>> [(list(x), list(y)) for x, y in windows.as_numpy_iterator()]
     [([0, 1, 2, 3], [1, 2, 3, 4]), ([4, 5, 6, 7], [5, 6, 7, 8])]
+    ```
 
     The windows follow each other without overlap, and what does not fill one is left out.
 

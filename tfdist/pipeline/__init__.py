@@ -5,9 +5,13 @@ one rank be built on all; `make_schedule` shows what a schedule would be.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tfdist.pipeline.schedules import make_schedule
+
+if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` imports them.
+    from tfdist.keras_internals.functional import deferred_weights as deferred_weights
+    from tfdist.pipeline.model import PipelineModel as PipelineModel
 
 #: What needs TensorFlow: schedules are of use without.
 _HOMES = {
