@@ -23,8 +23,9 @@ CASES = {
     "budget": (["--recompute=budget:200KiB"], 1e-3),
     "deterministic": (["--deterministic"], 1e-3),
 }
-#: Cases in which the numbers are those of the defaults.
+#: Cases in which the numbers are those of the defaults, and those that may round to the same.
 SAME = ("loss scale", "budget", "deterministic")
+CLOSE = ("float16", "bfloat16")
 QUICK = "decay and clip"
 
 
@@ -63,6 +64,9 @@ def test_two_ranks_reach_what_one_process_reaches(case, gpt, request):
     if case == QUICK:
         return  # Without a third start.
     defaults = request.getfixturevalue("defaults")
+    if case in CLOSE:
+        assert alone == pytest.approx(defaults, abs=0.2)
+        return
     assert (alone == pytest.approx(defaults, abs=1e-3)) == (case in SAME), (alone, defaults)
 
 
