@@ -34,7 +34,7 @@ $(HOROVOD): $(INSTALLED) $(wildcard tfdist/native/*.cc tfdist/native/*.h tfdist/
 	@$(VENV)/bin/tfdist-install-horovod && touch $@ || test $$? -eq 2
 
 demo: setup ## Trains the ConvNet on the digits, on two ranks
-	TF_CPP_MIN_LOG_LEVEL=3 $(VENV)/bin/tfdist-run -np $(NP) -- $(VENV)/bin/tfdist-train $(DEMO_FLAGS)
+	$(VENV)/bin/tfdist-run -np $(NP) -- $(VENV)/bin/tfdist-train $(DEMO_FLAGS)
 
 test: setup ## The tests but the long matrices
 	$(PY) -m pytest -q -m "not slow and not matrix" $(TESTS)
@@ -47,6 +47,9 @@ test-pairs: setup ## Of long matrices each pair of values
 
 test-matrix: setup ## All that test-all leaves out: a day on 2 cores
 	$(PY) -m pytest -q -m matrix $(TESTS)
+
+matrix: setup ## Quick tests on Pythons, TensorFlows and Kerases, in environments of their own
+	$(PY) -m tests.versions.matrix
 
 lint: setup ## Looks for mistakes, for what `make format` would change, and at the floors
 	$(PY) -m ruff check .
@@ -81,5 +84,5 @@ clean: ## Removes what builds and tests leave; the environment stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
 	find . \( -path ./$(VENV) -o -path ./$(PEERS) \) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
-.PHONY: help setup demo test test-all test-pairs test-matrix lint format typecheck benchmark docs \
+.PHONY: help setup demo test test-all test-pairs test-matrix matrix lint format typecheck benchmark docs \
   release peers clean

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -178,11 +179,8 @@ def _help(program: Program, *, full: bool) -> str:
     if full:
         shown += [flag for name, flag in found.items() if name in folded]
     rows = [(_shown(flag), _explained(flag)) for flag in shown]
-    rows.append(("--flagfile=FILE", "File of flags, one per line"))
-    if folded and not full:
-        for title, names in program.folded.items():
-            rows.append((title, " ".join(f"--{name}" for name in names)))
-        rows.append(("--helpfull", "Explains these flags too"))
+    if full or not folded:
+        rows.append(("--flagfile=FILE", "File of flags, one per line"))
     width = min(shutil.get_terminal_size((80, 24)).columns, 100)
     formatter = argparse.HelpFormatter(program.name, max_help_position=22, width=width)
     formatter.add_text(program.summary)
@@ -191,7 +189,22 @@ def _help(program: Program, *, full: bool) -> str:
         # As a positional argument, of which argparse shows the name and the help alone.
         action = argparse.Action([], "", metavar=left, help=text.replace("%", "%%"))
         formatter.add_argument(action)
-    return formatter.format_help().rstrip()
+    text = formatter.format_help().rstrip()
+    if not folded or full:
+        return text
+    groups = [
+        textwrap.fill(
+            f"{title}: {' '.join(f'--{name}' for name in names)}",
+            width - 2,
+            subsequent_indent="  ",
+            break_on_hyphens=False,
+        )
+        for title, names in program.folded.items()
+    ]
+    return "\n".join([text, *groups, _LAST])
+
+
+_LAST = "--helpfull explains these flags too; --flagfile=FILE reads flags from a file"
 
 
 def _shown(flag: flags.Flag) -> str:

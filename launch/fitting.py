@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
+import resource
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from tfdist.launch.command import Failure, UsageError
 
-__all__ = ["expected_errors", "speed_callback", "warmup_cosine"]
+__all__ = ["expected_errors", "speed_callback", "summary", "warmup_cosine"]
 
 
 def warmup_cosine(rate: float, steps: int):
@@ -48,6 +50,26 @@ def _record_of(message: str) -> str:
     """Which record of a file TensorFlow found damaged, of all that it says of its graph."""
     found = re.search(r"[\w ]*\b(corrupted|truncated) record[^\n\[]*", message)
     return found[0].strip() if found else " ".join(message.split())[:200]
+
+
+def summary(history: Mapping[str, Sequence[float]], seconds: float) -> str:
+    """What a training came to, in a line: how long it took, its best epoch, and a rank's memory.
+
+    Args:
+        history: What `fit` logged, by name, a number for each epoch.
+        seconds: How long it took.
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    took = f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
+    epochs = len(history.get("loss", ()))
+    said = [f"Trained {epochs} epoch{'s' * (epochs != 1)} in {took}"]
+    if losses := history.get("val_loss"):
+        best = min(range(len(losses)), key=losses.__getitem__)
+        said.append(f"best validation loss {losses[best]:.4f} in epoch {best + 1}")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
+    return "; ".join([*said, f"peak memory of this rank {peak / (1 << 20):,.0f} MiB"]) + "."
 
 
 def speed_callback(num_items: int):

@@ -61,11 +61,29 @@ class FlagDefiner:
         self.list = functools.partial(flags.DEFINE_list, flag_values=values)
         self.string = functools.partial(flags.DEFINE_string, flag_values=values)
 
+    def count_or_auto(self, name: str, text: str, most: int) -> flags.FlagHolder:
+        """Defines a count from 1 to `most`, or the word "auto"; the help explains both."""
+        return flags.DEFINE(
+            _CountParser(lower_bound=1, upper_bound=most),
+            name,
+            None,
+            text,
+            flag_values=self.values,
+            serializer=flags.ArgumentSerializer(),
+        )
+
     def repeated(self, name: str, text: str) -> flags.FlagHolder:
         """Defines a text that may be given more than once; the help says so in a few words."""
         holder = flags.DEFINE_multi_string(name, None, text, flag_values=self.values)
         self.values[name].help = f"{text}; may be repeated"
         return holder
+
+
+class _CountParser(flags.IntegerParser):
+    """Reads a number in its bounds, or "auto"."""
+
+    def parse(self, argument: Any) -> Any:
+        return argument if argument == "auto" else super().parse(argument)
 
 
 def refuse(flag: str, value: Any, meaning: str) -> UsageError:

@@ -20,6 +20,7 @@ __all__ = [
     "is_this_machine",
     "should_restart",
     "parse_host",
+    "parse_hosts",
     "assign_hosts",
 ]
 
@@ -47,6 +48,24 @@ def parse_host(text: str) -> Host | None:
         return None
     slots = int(found[2] or 1)
     return Host(found[1], slots) if slots <= MOST_RANKS_OF_A_HOST else None
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """The hosts of -H, which may be empty.
+
+    Raises:
+        UsageError: It is not host:slots,host:slots.
+    """
+    hosts = []
+    for part in text.split(",") if text else []:
+        host = parse_host(part)
+        if host is None:
+            raise UsageError(
+                f"-H is host:slots,host:slots with at most {MOST_RANKS_OF_A_HOST:,} slots each. "
+                f"Received: {part[:80]!r} in -H {text[:200]!r}."
+            )
+        hosts.append(host)
+    return hosts
 
 
 def is_this_machine(name: str) -> bool:

@@ -100,12 +100,12 @@ class Images(Task):
         make = models.mlp if settings.model == "mlp" else models.convnet
         return make(features["image"].shape, features["label"].num_classes)
 
-    def compile(self, model, rate, around, **options) -> None:
+    def compile(self, model, rate, make_optimizer, **options) -> None:
         """Adam, cross-entropy and accuracy."""
         import keras
 
         model.compile(
-            around(keras.optimizers.Adam(rate)),
+            make_optimizer("Adam", rate),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
             **options,

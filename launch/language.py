@@ -238,16 +238,20 @@ class Language(Task):
         """Up from zero in a twentieth of the steps, then a cosine down to a tenth of the rate."""
         return warmup_cosine(rate, steps)
 
-    def compile(self, model, rate, around, **options) -> None:
+    def compile(self, model, rate, make_optimizer, **options) -> None:
         """AdamW and a loss that takes logits as they are split; no metric, which would not."""
-        import keras
-
         from tfdist import layers
 
-        optimizer = keras.optimizers.AdamW(rate, weight_decay=0.1, beta_2=0.95, global_clipnorm=1.0)
-        optimizer.exclude_from_weight_decay(var_names=["bias", "gamma", "beta"])
+        optimizer = make_optimizer(
+            "AdamW",
+            rate,
+            undecayed=("bias", "gamma", "beta"),
+            weight_decay=0.1,
+            beta_2=0.95,
+            global_clipnorm=1.0,
+        )
         loss = layers.VocabParallelCrossEntropy(self._text.vocabulary_size)
-        model.compile(around(optimizer), loss, **options)
+        model.compile(optimizer, loss, **options)
 
     def verdict(self, logs) -> str:
         """Loss, and what it means."""

@@ -36,6 +36,11 @@ class LocalFlags:
         )
         self.every = (self._sync_every, self._outer, self._fragments, self._overlap, self._within)
 
+    @property
+    def is_given(self) -> bool:
+        """Whether ranks train apart."""
+        return self._sync_every.value is not None
+
     def check(
         self, model: str, *, zero_stage: int, is_tpu: bool, has_servers: bool, divides_tables: bool
     ) -> None:

@@ -70,12 +70,12 @@ class Recommendation(Task):
             print(model.get_layer("embeddings").report())
         return model
 
-    def compile(self, model, rate, around, **options) -> None:
+    def compile(self, model, rate, make_optimizer, **options) -> None:
         """Adam, cross-entropy and accuracy."""
         import keras
 
         model.compile(
-            around(keras.optimizers.Adam(rate)),
+            make_optimizer("Adam", rate),
             keras.losses.BinaryCrossentropy(from_logits=True),
             metrics=[keras.metrics.BinaryAccuracy(threshold=0.0, name="accuracy")],
             **options,

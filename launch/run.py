@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from absl import flags
 
 from tfdist.launch import command, remote, slurm
+from tfdist.launch.completion import SHELLS, script
+from tfdist.launch.counting import count_gpus, ranks_of_this_machine
 from tfdist.launch.flag_values import (
     MOST_RANKS,
     MOST_RANKS_OF_A_HOST,
@@ -21,7 +23,7 @@ from tfdist.launch.flag_values import (
     refuse,
     refuse_ignored,
 )
-from tfdist.launch.hosts import Host, HostDiscovery, assign_hosts, is_this_machine, parse_host
+from tfdist.launch.hosts import HostDiscovery, assign_hosts, is_this_machine, parse_hosts
 from tfdist.launch.processes import RankProcess
 from tfdist.launch.restarts import run_with_restarts
 from tfdist.launch.supervisor import Supervisor
@@ -32,7 +34,9 @@ __all__ = ["PROGRAM", "run"]
 
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
-_NP = _define.integer("np", None, "Number of ranks to start", lower_bound=1, upper_bound=MOST_RANKS)
+_NP = _define.count_or_auto(
+    "np", "Number of ranks to start; auto: one for each GPU, else for each core", MOST_RANKS
+)
 _HOSTS = _define.string(
     "H", "", "Hosts and their slots, host1:2,host2:2 [the Slurm allocation, or this machine]"
 )
@@ -87,7 +91,9 @@ _SAVE_SECONDS = _define.float(
     lower_bound=0.0,
     upper_bound=YEAR,
 )
-
+_COMPLETION = _define.enum(
+    "completion", None, SHELLS, "Prints what this shell evaluates to complete flags"
+)
 
 #: The command of a parameter server.
 _SERVER = [sys.executable, "-m", "tfdist.launch.parameter_server"]
@@ -113,7 +119,9 @@ class _Job:
     servers: int
 
 
-def _check(words: list[str]) -> _Job:
+def _check(words: list[str]) -> _Job | str:
+    if _COMPLETION.value is not None:
+        return script(_COMPLETION.value)
     if not words:
         raise command.UsageError(
             "Say what to run: tfdist-run -np N -- command. Received: no command."
@@ -121,10 +129,14 @@ def _check(words: list[str]) -> _Job:
     if shutil.which(words[0]) is None:
         raise command.UsageError(f"There is no command {words[0]!r} on the PATH.")
     in_slurm = not _HOSTS.value and _DISCOVERY.value is None and slurm.in_allocation()
-    hosts = slurm.allocated_hosts() if in_slurm else _hosts(_HOSTS.value)
-    size = _NP.value or sum(host.slots for host in hosts)
+    hosts = slurm.allocated_hosts() if in_slurm else parse_hosts(_HOSTS.value)
+    size = sum(host.slots for host in hosts) if _NP.value in (None, "auto") else _NP.value
+    if _NP.value == "auto" and not hosts:
+        size = _count(words)
     if not size:
-        raise command.UsageError("Say how many ranks to start: -np N. Received: no -np.")
+        raise command.UsageError(
+            "Say how many ranks to start: -np N, or -np auto. Received: no -np."
+        )
     if size > MOST_RANKS:
         raise command.UsageError(f"A job has at most {MOST_RANKS:,} ranks. Received: {size:,}.")
     if not hosts and _DISCOVERY.value is None and size > MOST_RANKS_OF_A_HOST:
@@ -148,6 +160,18 @@ def _check(words: list[str]) -> _Job:
     return _Job(words, names, size, least, most, _engine(), in_slurm, _PS.value)
 
 
+def _count(words: list[str]) -> int:
+    """The ranks of -np auto on this machine."""
+    if _DISCOVERY.value is not None:
+        raise command.UsageError(
+            "-np auto counts what this machine has, and --host_discovery_script names others. Received: "
+            f"-np auto --host_discovery_script={_DISCOVERY.value}. Give a number."
+        )
+    size, why = ranks_of_this_machine(words)
+    command.say("tfdist-run", f"-np auto starts {size} rank{'s' * (size > 1)}: {why}.")
+    return size
+
+
 def _check_servers(in_slurm: bool) -> None:
     """Refuses what does not go with parameter servers."""
     if _ENGINE.value == "horovod":
@@ -165,7 +189,10 @@ def _check_servers(in_slurm: bool) -> None:
         )
 
 
-def _main(job: _Job) -> int:
+def _main(job: _Job | str) -> int:
+    if isinstance(job, str):
+        print(job, end="")
+        return 0
     shell = remote.srun if job.in_slurm else remote.ssh
     token = secrets.token_hex(8)
 
@@ -186,6 +213,7 @@ def _main(job: _Job) -> int:
                 servers=job.servers,
                 frozen_seconds=_WATCHDOG.value,
                 save_seconds=_SAVE_SECONDS.value,
+                has_gpu=count_gpus() > 0 or any(far is not None for far in reached),
                 should_end=should_end,
             )
             return supervisor, supervisor.run()
@@ -263,24 +291,10 @@ def _engine() -> str:
     return "horovod" if has_horovod else "tensorflow"
 
 
-def _hosts(text: str) -> list[Host]:
-    """The hosts of -H."""
-    hosts = []
-    for part in text.split(",") if text else []:
-        host = parse_host(part)
-        if host is None:
-            raise command.UsageError(
-                f"-H is host:slots,host:slots with at most {MOST_RANKS_OF_A_HOST:,} slots each. "
-                f"Received: {part[:80]!r} in -H {text[:200]!r}."
-            )
-        hosts.append(host)
-    return hosts
-
-
 PROGRAM = command.Program(
     _main,
     _VALUES,
-    usage="tfdist-run -np N [flags] -- command [arguments]",
+    usage="tfdist-run -np N|auto [flags] -- command [arguments]",
     summary="Starts a command on N ranks, prints their output behind [rank], and exits with "
     "the code of the first rank that fails.",
     check=_check,
@@ -292,6 +306,7 @@ PROGRAM = command.Program(
             _SAVE_SECONDS.name,
             _WATCHDOG.name,
         ],
+        "for the shell": [_COMPLETION.name],
         "for elastic jobs": [_DISCOVERY.name, _MIN_NP.name, _MAX_NP.name],
     },
 )

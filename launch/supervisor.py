@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
 from tfdist.launch.command import say
+from tfdist.launch.output import RankOutput
 from tfdist.launch.processes import RankProcess, signal_name
 from tfdist.runtime.exit_codes import ENDED_BY_WATCHDOG, PREEMPTED, USAGE
 from tfdist.runtime.orphan_guard import OrphanGuard
@@ -50,6 +51,7 @@ class Supervisor:
         frozen_seconds: How long a rank may be stopped (SIGSTOP) before it counts as failed; 0 for
             any time.
         save_seconds: How long ranks have to save after a SIGTERM.
+        has_gpu: Whether ranks may have GPUs: then what CUDA says at the start is no noise.
         should_end: Asked now and then; once it says yes the ranks get a SIGTERM.
 
     Attributes:
@@ -65,6 +67,7 @@ class Supervisor:
         frozen_seconds: float,
         servers: int = 0,
         save_seconds: float = 30.0,
+        has_gpu: bool = True,
         should_end: Callable[[], bool] = lambda: False,
     ):
         self._starts = starts
@@ -72,6 +75,7 @@ class Supervisor:
         self._servers = range(self._size, len(starts))
         self._frozen_seconds = frozen_seconds
         self._save_seconds, self._should_end = save_seconds, should_end
+        self._output = RankOutput(self._write, has_gpu=has_gpu)
         self._ranks: list[RankProcess] = []
         self._outputs: dict[int, IO[bytes]] = {}
         self._unfinished: dict[int, bytearray] = {}
@@ -196,6 +200,7 @@ class Supervisor:
             if rest := self._unfinished[rank]:
                 self._print(rank, [bytes(rest)])
                 rest.clear()
+            self._output.end(self._label(rank))
             self._ends.append((rank, code))
             goes_on = self._servers and code not in (0, USAGE) and not self._ended_here
             if goes_on and rank < self._size and self._running_ranks():
@@ -289,9 +294,13 @@ class Supervisor:
         return True
 
     def _print(self, rank: int, lines: Sequence[bytes]) -> None:
-        shown = [line.strip(b"\x08") for line in lines if line.strip(b"\x08 ")]
-        label = b"ps%d" % (rank - self._size) if rank in self._servers else b"%d" % rank
-        text = memoryview(b"".join(b"[%s] %s\n" % (label, line) for line in shown))
+        self._output.print(self._label(rank), lines)
+
+    def _label(self, rank: int) -> bytes:
+        return b"ps%d" % (rank - self._size) if rank in self._servers else b"%d" % rank
+
+    def _write(self, data: bytes) -> None:
+        text = memoryview(data)
         try:
             # Not through sys.stdout: under PYTHONUNBUFFERED it writes a part where a signal comes.
             while text:

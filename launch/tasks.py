@@ -113,13 +113,14 @@ class Task(abc.ABC):
         return rate
 
     @abc.abstractmethod
-    def compile(self, model: keras.Model, rate, around: Callable, **options) -> None:
+    def compile(self, model: keras.Model, rate, make_optimizer: Callable, **options) -> None:
         """Gives the model an optimizer of that rate, a loss, metrics, and other options.
 
         Args:
             model: The model.
             rate: The learning rate: a number, or a Keras schedule.
-            around: Makes of the task's optimizer the one that trains.
+            make_optimizer: Makes the optimizer that trains from the class and the arguments of the
+                task's own; see `OptimizerFlags.make`.
             **options: For the model's `compile`.
         """
 

@@ -13,16 +13,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import time
 from typing import Any
 
 from tfdist.launch import command
 from tfdist.launch.checkpoint_flags import CheckpointFlags
-from tfdist.launch.fitting import expected_errors, speed_callback
+from tfdist.launch.curves import check_plot, draw
+from tfdist.launch.fitting import expected_errors, speed_callback, summary
 from tfdist.launch.flag_values import refuse_ignored
 from tfdist.launch.images import Images
 from tfdist.launch.language import Language
 from tfdist.launch.local_flags import LocalFlags
 from tfdist.launch.mesh_flags import Layout, MeshFlags
+from tfdist.launch.optimizer_flags import OptimizerFlags, read_recompute
 from tfdist.launch.recommendation import Recommendation
 from tfdist.launch.tasks import DEFINE, VALUES, Data, Settings, Task
 from tfdist.launch.world import World, WorldFlags
@@ -61,8 +64,8 @@ _WARMUP = DEFINE.float(
     lower_bound=0.0,
     upper_bound=10_000.0,
 )
-_RECOMPUTE = DEFINE.enum(
-    "recompute", "none", ["none", "selective", "sqrt", "every_layer"], "Activations to recompute"
+_RECOMPUTE = DEFINE.string(
+    "recompute", "none", "none, selective, sqrt, every_layer, or bytes to keep: budget:2GiB"
 )
 _SEED = DEFINE.integer(
     "seed", 0, "Seed of weights and data order", lower_bound=0, upper_bound=2**32 - 1
@@ -78,9 +81,11 @@ _THREADS = DEFINE.integer(
 _VERBOSE = DEFINE.integer(
     "verbose", 2, "0: silent, 1: progress bar, 2: one line per epoch", lower_bound=0, upper_bound=2
 )
+_PLOT = DEFINE.string("plot", None, "Draws the curves of the training: curves.png")
 _MESH = MeshFlags(DEFINE)
 _WORLD = WorldFlags(DEFINE, _MESH)
 _LOCAL = LocalFlags(DEFINE)
+_OPTIMIZER = OptimizerFlags(DEFINE)
 
 
 def run() -> None:
@@ -107,6 +112,8 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
     # --- Ranks ---------------------------------------------------------------------------------
     if _THREADS.value:
         tf.config.threading.set_intra_op_parallelism_threads(_THREADS.value)
+    if _WORLD.deterministic.value:
+        tf.config.experimental.enable_op_determinism()
     on = _WORLD.make(settings.layout)
     replicas, batch_size = _replicas_and_batch(task, settings.layout, on)
     settings = dataclasses.replace(
@@ -114,6 +121,8 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
     )
     if on.is_tpu:
         keras.config.set_dtype_policy("mixed_bfloat16")
+    else:
+        _OPTIMIZER.set_policy()
     keras.utils.set_random_seed(settings.seed)
 
     # --- Data: every rank reads the global batches and keeps its own rows -----------------------
@@ -127,9 +136,10 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
         warmup_steps=round(_WARMUP.value * data.steps),
     )
     with on.strategy.scope():
-        model = _build(task, settings, data)
+        model = _build(task, settings, data, on.data)
         options = {"steps_per_execution": min(on.steps_per_execution, data.steps)}
-        task.compile(model, rate, _LOCAL.around, **options)
+        with _OPTIMIZER.expected_errors():
+            task.compile(model, rate, _make_optimizer, **options, **_OPTIMIZER.compile_options)
 
     callbacks = [speed := speed_callback(data.items), *task.callbacks()]
     if on.is_tpu or _WORLD.has_servers:
@@ -141,8 +151,9 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
     else:
         callbacks += _CHECKPOINTS.callbacks(saving, batch_size)
 
+    begun = time.monotonic()
     # --- Training ------------------------------------------------------------------------------
-    with expected_errors(_CHECKPOINTS.workdir, settings.dataset):
+    with expected_errors(_CHECKPOINTS.workdir, settings.dataset), _OPTIMIZER.expected_errors():
         history = model.fit(
             data.train,
             validation_data=data.validation,
@@ -152,11 +163,20 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
             shuffle=False,
         )
     last = {name: values[-1] for name, values in history.history.items()}
+    if _OPTIMIZER.averages:
+        # `fit` has put the moving average in the weights' place, and its last logs are of before.
+        after = model.evaluate(data.validation, verbose=0, return_dict=True)
+        last |= {f"val_{name}": value for name, value in after.items()}
     shown = task.show(model)
     if on.is_chief:
         cost = None if on.is_tpu else tfdist.monitoring.compression_statistics(model)
         if cost is not None and cost.saved > 0:  # Where it does not pay, `fit` has said so.
             print(cost)
+        print(summary(history.history, time.monotonic() - begun))
+        if _PLOT.value is not None and history.history:
+            title = f"{settings.model} on {settings.dataset}, {on.words}"
+            draw(history.history, os.path.expanduser(_PLOT.value), title)
+            print(f"Curves: {_PLOT.value}")
         if shown is not None:
             print(f"{settings.model} writes:\n{shown}")
         print(f"{task.verdict(last)}; {speed.items_per_second:,.0f} {task.item}/s on {on.words}.")
@@ -192,8 +212,16 @@ def _choose_task() -> tuple[Task, Settings]:
         has_servers=_WORLD.has_servers,
         divides_tables=task.divides_tables,
     )
+    _OPTIMIZER.check(is_tpu=_WORLD.is_tpu, has_sync=_LOCAL.is_given)
+    read_recompute(_RECOMPUTE.name, _RECOMPUTE.value)
+    check_plot(_PLOT.name, _PLOT.value)
     task.check(settings)
     return task, settings
+
+
+def _make_optimizer(own: str, rate, **arguments):
+    """The optimizer that trains: the task's or the flags', with what local steps put around it."""
+    return _LOCAL.around(_OPTIMIZER.make(own, rate, **arguments))
 
 
 def _replicas_and_batch(task: Task, layout: Layout, on: World) -> tuple[int, int]:
@@ -224,7 +252,7 @@ def _replicas_and_batch(task: Task, layout: Layout, on: World) -> tuple[int, int
     return data, batch_size * data // meant
 
 
-def _build(task: Task, settings: Settings, data: Data):
+def _build(task: Task, settings: Settings, data: Data, replicas: int):
     """The model, with recompute and in a pipeline where those are asked for."""
     from tfdist.pipeline import PipelineModel, deferred_weights
     from tfdist.recompute import recompute
@@ -232,9 +260,9 @@ def _build(task: Task, settings: Settings, data: Data):
     layout = settings.layout
     with deferred_weights() if layout.pipeline > 1 else contextlib.nullcontext():
         model = task.build(settings)
-    if _RECOMPUTE.value != "none":
+    if arguments := read_recompute(_RECOMPUTE.name, _RECOMPUTE.value):
         try:
-            recompute(model, _RECOMPUTE.value)
+            recompute(model, **arguments, **_rows(settings, data, replicas, arguments))
         except ValueError as error:
             raise command.UsageError(f"--recompute={_RECOMPUTE.value}: {error}") from error
     if layout.pipeline == 1:
@@ -254,6 +282,16 @@ def _build(task: Task, settings: Settings, data: Data):
     return model
 
 
+def _rows(
+    settings: Settings, data: Data, replicas: int, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """What a budget of bytes is counted for: the rows of a rank at a time, and their shape."""
+    if "budget" not in arguments:
+        return {}
+    rows = -(-settings.batch_size // (replicas * settings.layout.num_microbatches))
+    return {"rows": rows, "input_shape": data.train.element_spec[0].shape[1:]}
+
+
 PROGRAM = command.Program(
     _main,
     VALUES,
@@ -262,13 +300,23 @@ PROGRAM = command.Program(
     check=_check,
     folded={
         "for gpt": [flag.name for flag in Language.flags],
-        "for the steps": [
-            flag.name for flag in (_SEED, _SCALING, _WARMUP, _WORLD.steps_per_execution)
+        "for the training": [
+            flag.name
+            for flag in (
+                _SEED,
+                _WORLD.deterministic,
+                _SCALING,
+                _WARMUP,
+                _WORLD.steps_per_execution,
+                _VERBOSE,
+                *_OPTIMIZER.every,
+            )
         ],
         "for files and memory": [
             flag.name
             for flag in (
                 _DATA_DIR,
+                _PLOT,
                 _CHECKPOINTS.save_every,
                 _CHECKPOINTS.keep,
                 _ELASTIC,

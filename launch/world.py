@@ -50,6 +50,7 @@ class WorldFlags:
         steps_per_execution: The flag of the steps in one call.
         communication_dtype: The flag of the dtype that gradients are sent in.
         compression: The flag of what compresses them.
+        deterministic: The flag of runs that repeat bit for bit.
         of_ranks: The others.
     """
 
@@ -86,6 +87,9 @@ class WorldFlags:
         )
         self.compression = define.string(
             "compression", "none", "powersgd[:RANK], topk[:RATIO], onebit, int8 or int4"
+        )
+        self.deterministic = define.boolean(
+            "deterministic", False, "The same numbers bit for bit in each run"
         )
         self._max_staleness = define.integer(
             "max_staleness",
@@ -131,7 +135,12 @@ class WorldFlags:
             received = f"--strategy={self._strategy.value}"
             refuse_ignored(self._values, (self._tpu,), "is for --strategy=tpu", received)
             return
-        for_ranks = (self._watchdog, self.communication_dtype, self.compression)
+        for_ranks = (
+            self._watchdog,
+            self.communication_dtype,
+            self.compression,
+            self.deterministic,
+        )
         refuse_ignored(self._values, for_ranks, "is for ranks", "--strategy=tpu")
         split = max(layout.tensor, layout.context, layout.pipeline) > 1
         if split or layout.zero_stage:
@@ -142,7 +151,7 @@ class WorldFlags:
         received = "parameter servers"
         refuse_ignored(
             self._values,
-            (self.communication_dtype, self.compression),
+            (self.communication_dtype, self.compression, self.deterministic),
             "is for ranks",
             f"with {received}",
         )
@@ -226,6 +235,7 @@ class WorldFlags:
                 communication_dtype=None if dtype == "own" else dtype,
                 compression=make_compressor(self.compression.value),
                 watchdog_seconds=self._watchdog.value,
+                deterministic=self.deterministic.value,
             )
         except (ValueError, ImportError) as error:
             shown = (self._strategy, *self._mesh.mesh, self._mesh.zero)

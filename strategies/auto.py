@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import sys
 
+import tensorflow as tf
 from absl import logging
 
 from tfdist.asynchronous import cluster_from_environment
@@ -67,7 +70,21 @@ def auto(mesh: Mesh | None = None, **options) -> ParallelStrategy | ParameterSer
         )
         return kind(mesh, **options)
     logging.info("tfdist: LocalStrategy, for no launcher has set its variables.")
+    _notice_idle_gpus()
     return LocalStrategy(mesh, **options)
+
+
+def _notice_idle_gpus() -> None:
+    """Says how all GPUs of this host are put to work, where one process would leave some idle."""
+    gpus = tf.config.get_visible_devices("GPU")
+    if len(gpus) > 1:
+        script = os.path.basename(sys.argv[0] or "")
+        logging.warning(
+            "tfdist: this process computes on 1 of %d GPUs; `tfdist-run -np auto -- python %s` starts a "
+            "rank on each.",
+            len(gpus),
+            script if script.endswith(".py") else "train.py",
+        )
 
 
 def _parameter_servers(mesh: Mesh | None, options: dict) -> ParameterServerStrategy:

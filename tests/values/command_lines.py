@@ -146,8 +146,11 @@ _MEANINGS: dict[str, dict[str, str]] = {
 #: The meaning of texts, which no flag tells.
 _MEANING_OF: dict[tuple[str, str], str] = {
     ("tfdist-run", "H"): "hosts",
+    ("tfdist-doctor", "H"): "hosts",
+    ("tfdist-doctor", "folder"): "path to read",
     ("tfdist-train", "dataset"): "set",
     ("tfdist-train", "data_dir"): "folder",
+    ("tfdist-train", "plot"): "path to write",
     ("tfdist-train", "workdir"): "folder",
     ("tfdist-train", "save_every"): "interval",
     ("tfdist-train", "mesh_order"): "axes",
@@ -198,6 +201,7 @@ _MORE_MEANINGS: dict[tuple[str, str], str] = {("tfdist-train", "workdir"): "addr
 
 #: Values that are right, by program and flag.
 LEGAL: dict[tuple[str, str], set[str]] = {
+    ("tfdist-doctor", "folder"): {"folder"},
     ("tfdist-run", "max_restarts"): {"zero"},
     ("tfdist-run", "ps"): {"zero"},
     ("tfdist-run", "restart_seconds"): {"zero"},
@@ -206,6 +210,9 @@ LEGAL: dict[tuple[str, str], set[str]] = {
     ("tfdist-train", "data"): {"minus one"},
     ("tfdist-train", "dropout"): {"zero"},
     ("tfdist-train", "sample"): {"zero"},
+    ("tfdist-train", "ema"): {"zero"},
+    ("tfdist-train", "clip_norm"): {"zero"},
+    ("tfdist-train", "weight_decay"): {"zero"},
     ("tfdist-train", "seed"): {"zero"},
     ("tfdist-train", "threads"): {"zero"},
     ("tfdist-train", "verbose"): {"zero"},

@@ -15,10 +15,14 @@ import signal
 import threading
 
 import tensorflow as tf
-from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.eager import context
 
 from tfdist.runtime.confine import confine
+
+try:
+    from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
+except ImportError:  # TensorFlow 2.18 has it elsewhere.
+    from tensorflow.tsl.protobuf import coordination_config_pb2
 
 __all__ = ["bring_up_cluster"]
 

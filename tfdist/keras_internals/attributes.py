@@ -30,13 +30,16 @@ class Attribute:
     Args:
         name: Keras' name for it.
         *owners: The classes, or the modules, whose code speaks of it.
+        since: The Keras that has it first: older ones know no such thing, and objects lack it.
 
     Raises:
         ImportError: One of them does not.
     """
 
-    def __init__(self, name: str, *owners: Any):
+    def __init__(self, name: str, *owners: Any, since: tuple[int, int] = (3, 0)):
         self.name, self.owners = name, owners
+        if tuple(map(int, keras.__version__.split(".")[:2])) < since:
+            return
         for owner in owners:
             if name not in _names_in(owner):
                 raise moved(f"{owner.__name__}.{name}", "nothing")
@@ -85,7 +88,8 @@ _PRODUCTS = (keras.layers.Dense, keras.layers.EinsumDense)
 kernel_of = Attribute("_kernel", *_PRODUCTS)
 table_of = Attribute("_embeddings", keras.layers.Embedding)
 # How a kernel of int4 is packed, and which of its dims are summed over.
-int4_block_size = Attribute("_int4_block_size", *_PRODUCTS)
+# Before 3.14 all of int4 is packed without blocks.
+int4_block_size = Attribute("_int4_block_size", *_PRODUCTS, since=(3, 14))
 int4_inputs = Attribute("_orig_input_dim", keras.layers.Dense)
 int4_outputs = Attribute("_orig_output_dim", keras.layers.Dense)
 int4_columns = Attribute("_int4_unpacked_column_size", keras.layers.EinsumDense)

@@ -20,14 +20,14 @@ from keras.src.ops.operation import Operation
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from keras.src.random import seed_generator
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR, SeedGenerator, draw_seed
+from keras.src.random.seed_generator import SeedGenerator, draw_seed
 from keras.src.saving import saving_lib
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.utils.naming import to_snake_case
 
-from tfdist.keras_internals.patching import check_parameters
+from tfdist.keras_internals.patching import check_parameters, moved
 
 __all__ = [
     "GLOBAL_SEED_GENERATOR",
@@ -56,6 +56,9 @@ __all__ = [
     "set_keras_mask",
     "to_snake_case",
 ]
+
+#: The name of the global generator. Keras 3.12 has it in its code alone, `check_signatures` looks.
+GLOBAL_SEED_GENERATOR = getattr(seed_generator, "GLOBAL_SEED_GENERATOR", "global_seed_generator")
 
 
 def all_layers(model: keras.Layer, **options) -> list[keras.Layer]:
@@ -86,3 +89,7 @@ def check_signatures() -> None:
     """Compares Keras' functions with what tfdist relies on; raises ImportError if one has moved."""
     for called in _CALLED:
         check_parameters(*called)
+    if not hasattr(seed_generator, "GLOBAL_SEED_GENERATOR"):
+        code = seed_generator.global_seed_generator.__code__
+        if GLOBAL_SEED_GENERATOR not in code.co_consts:
+            raise moved("seed_generator.GLOBAL_SEED_GENERATOR", "nothing")

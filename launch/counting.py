@@ -1,0 +1,67 @@
+"""How many ranks a machine has room for: one for each GPU, else its cores divided by their threads."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+__all__ = ["count_cores", "count_gpus", "ranks_of_this_machine"]
+
+_DEVICES = "/dev/nvidia[0-9]*"
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_THREADS = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
+
+
+def ranks_of_this_machine(
+    words: Sequence[str], environment: Mapping[str, str] = os.environ
+) -> tuple[int, str]:
+    """How many ranks `-np auto` starts, and why so many.
+
+    Args:
+        words: The command of a rank, of which `--threads` counts.
+        environment: The variables that ranks get.
+    """
+    gpus = count_gpus(environment)
+    if gpus:
+        return gpus, "one for each GPU"
+    cores, threads = count_cores(), _threads(words, environment)
+    each = f" divided by {threads} threads of a rank" if threads > 1 else ""
+    return max(1, cores // threads), f"{cores} core{'s' * (cores > 1)}{each}"
+
+
+def count_gpus(environment: Mapping[str, str] = os.environ) -> int:
+    """NVIDIA's GPUs that processes with these variables see: by the driver's files, which cost nothing."""
+    there = len([path for path in glob.glob(_DEVICES) if re.fullmatch(r"/dev/nvidia\d+", path)])
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not there:
+        return there
+    chosen = 0
+    for name in filter(None, (part.strip() for part in visible.split(","))):
+        if name.lstrip("-").isdigit() and not 0 <= int(name) < there:
+            break  # CUDA looks at none behind one that is not there.
+        chosen += 1
+    return min(chosen, there)
+
+
+def count_cores(quota: Path = _QUOTA) -> int:
+    """The cores that this process may use: fewer than the machine's in a container with a quota."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    try:
+        most, period = quota.read_text().split()
+        return min(cores, max(1, int(most) // int(period)))
+    except (OSError, ValueError):
+        return cores  # No quota: there is no file, or it says "max".
+
+
+def _threads(words: Sequence[str], environment: Mapping[str, str]) -> int:
+    given = [match for word in words if (match := re.fullmatch(r"--?threads=(\d{1,4})", word))]
+    texts = [match[1] for match in given[-1:]] + [environment.get(name, "") for name in _THREADS]
+    for text in texts:
+        if re.fullmatch(r"[1-9]\d{0,3}", text):
+            return int(text)
+    return 1

@@ -1,0 +1,59 @@
+"""`--plot`: a picture of what `fit` logged, epoch by epoch."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+
+from tfdist.launch.flag_values import UsageError, output_file
+
+__all__ = ["check_plot", "draw"]
+
+_ENDINGS = (".png", ".svg", ".pdf")
+#: What is no measure of how good the model is.
+_LEFT_OUT = ("skipped_steps",)
+
+
+def check_plot(flag: str, path: str | None) -> None:
+    """Refuses a file that cannot be written, and any where matplotlib is missing."""
+    if path is None:
+        return
+    output_file(flag, path, _ENDINGS)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError(
+            f"--{flag}={path} needs matplotlib: pip install 'tfdist[plots]', or leave --{flag} out."
+        )
+
+
+def draw(history: Mapping[str, Sequence[float]], path: str, title: str) -> None:
+    """Draws a panel for each value that was logged, with its validation in the same one.
+
+    Args:
+        history: By name, a number for each epoch; those of validation begin with "val_".
+        path: The file; its ending says the format.
+        title: What stands above.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    names = [n for n in history if not n.startswith("val_") and n not in _LEFT_OUT]
+    # Not by pyplot, which would look for a display.
+    figure = Figure(figsize=(4.5 * len(names), 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    for number, name in enumerate(names, 1):
+        axes = figure.add_subplot(1, len(names), number)
+        epochs = range(1, len(history[name]) + 1)
+        axes.plot(epochs, history[name], marker=".", label="training")
+        if f"val_{name}" in history:
+            axes.plot(epochs, history[f"val_{name}"], marker=".", label="validation")
+            axes.legend()
+        axes.set_xlabel("epoch")
+        axes.set_ylabel(name.replace("_", " "))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,310 @@
+"""Other hosts: names, ssh, versions, clocks, and ports and links in both directions."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any, cast
+
+from tfdist.launch.doctor import far
+from tfdist.launch.doctor.findings import Finding, ok, problem
+from tfdist.launch.doctor.machine import RANK_BYTES
+from tfdist.launch.doctor.surroundings import addresses_of
+from tfdist.launch.hosts import Host
+from tfdist.launch.processes import start_session
+from tfdist.runtime.rendezvous import address_towards
+from tfdist.runtime.sessions import kill_session
+
+__all__ = ["examine"]
+
+Shell = Callable[[str, Sequence[str]], list[str]]
+
+#: Of clocks: files that hosts share are compared by their times, and certificates have theirs.
+_MOST_APART = 5.0
+_PINGS = 3
+#: How long a link is filled to measure it, and by how much at most.
+_FILL_SECONDS = 0.5
+_FILL_BYTES = 64 << 20
+_GIB = 1 << 30
+
+#: What ssh says, and what is then wrong and to be done; {host} stands for the host.
+_SSH_FAILURES = (
+    (
+        r"Permission denied",
+        "ssh lets nobody in without a password: no key of this user is known there",
+        "ssh-copy-id {host} (ssh-keygen first, where there is no key)",
+    ),
+    (
+        r"Host key verification failed|REMOTE HOST IDENTIFICATION",
+        "ssh does not know the host, or its key has changed",
+        "ssh {host} once, and confirm the key; ssh-keygen -R {host} where it has changed",
+    ),
+    (
+        r"Could not resolve hostname",
+        "ssh does not resolve the name",
+        "add {host} to the name server, to /etc/hosts or to ~/.ssh/config",
+    ),
+    (r"Connection refused", "no ssh server answers", "start sshd on {host}"),
+    (
+        r"Connection timed out|No route to host|Network is unreachable",
+        "ssh does not get through",
+        "start {host}; let TCP port 22 through the firewall",
+    ),
+    (
+        r"No module named '?tfdist|ModuleNotFoundError",
+        "tfdist, or what it needs, is not installed there",
+        "install the same environment at the same path on {host}",
+    ),
+    (
+        r"No such file or directory|not found",
+        f"there is no {sys.executable}",
+        "install the same environment at the same path on {host}",
+    ),
+)
+
+
+class _FarError(Exception):
+    """The other host did not answer as it should."""
+
+
+def examine(host: Host, shell: Shell, work_folder: str, seconds: float) -> list[Finding]:
+    """What is to be said about a host that ranks are to run on.
+
+    Args:
+        host: The host, and how many ranks it is meant for.
+        shell: How a command is run there.
+        work_folder: The folder that ranks work in.
+        seconds: How long it may take to get there.
+    """
+    name = host.name
+    found = []
+    if shell(name, ["true"])[0] == "ssh" and not _is_alias(name):
+        try:
+            addresses_of(name.rpartition("@")[2])
+        except OSError as error:
+            text = f"the name does not resolve: {error.strerror}"
+            return [problem(name, text, f"add {name} to the name server or to /etc/hosts")]
+    try:
+        with _Far(name, shell, seconds) as there:
+            found += _compare(host, there)
+            found += _compare_clocks(name, there)
+            found += _look_at_folder(name, there, work_folder)
+            found += _try_links(name, there)
+    except _FarError as error:
+        found.append(_failure(name, str(error)))
+    return found
+
+
+def _is_alias(name: str) -> bool:
+    """Whether ssh's configuration gives a name an address of its own."""
+    try:
+        done = subprocess.run(
+            ["ssh", "-G", "--", name], capture_output=True, text=True, timeout=5, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    found = re.search(r"^hostname (\S+)$", done.stdout, re.MULTILINE)
+    return found is not None and found[1] != name.rpartition("@")[2]
+
+
+def _failure(host: str, said: str) -> Finding:
+    for pattern, text, remedy in _SSH_FAILURES:
+        if re.search(pattern, said):
+            return problem(host, text, remedy.format(host=host))
+    return problem(host, f"it cannot be examined: {said[:300]}", f"try: ssh {host} true")
+
+
+def _compare(host: Host, there: _Far) -> list[Finding]:
+    """Versions and memory."""
+    found = []
+    here = far.versions()
+    theirs = cast(Mapping[str, str | None], there.hello["versions"])
+    other = [
+        f"{name} {theirs.get(name) or 'none'} (here {version or 'none'})"
+        for name, version in here.items()
+        if theirs.get(name) != version
+    ]
+    if other:
+        text = f"it has {', '.join(other)}"
+        found.append(problem(host.name, text, "install the same environment on all hosts"))
+    else:
+        found.append(ok(host.name, f"ssh works, the same versions; {there.hello['cores']} cores"))
+    free = cast(int, there.hello["free"])
+    if free < host.slots * RANK_BYTES:
+        text = f"{free / _GIB:.1f} GiB of memory are free for {host.slots} rank(s)"
+        fitting = free // RANK_BYTES
+        remedy = f"-H {host.name}:{fitting}" if fitting else f"end other programs on {host.name}"
+        found.append(problem(host.name, text, remedy))
+    return found
+
+
+def _compare_clocks(name: str, there: _Far) -> list[Finding]:
+    """How far the clocks are apart, as NTP measures it: of the fastest of some questions."""
+    best: tuple[float, float] | None = None
+    for _ in range(_PINGS):
+        begin = time.time()
+        clock = there.ask("clock")["clock"]
+        end = time.time()
+        if best is None or end - begin < best[0]:
+            best = (end - begin, clock - (begin + end) / 2)
+    taken, apart = best or (0.0, 0.0)
+    if abs(apart) - taken / 2 > _MOST_APART:
+        way = "ahead of" if apart > 0 else "behind"
+        text = f"its clock is {abs(apart):,.0f} s {way} this one"
+        remedy = "timedatectl set-ntp true on both (or chronyc makestep)"
+        return [problem(name, text, remedy)]
+    return [ok(name, f"clocks agree within {abs(apart) + taken / 2:.2f} s")]
+
+
+def _look_at_folder(name: str, there: _Far, folder: str) -> list[Finding]:
+    answer = there.ask("folder", folder)
+    if not answer["folder"]:
+        text = f"there is no folder {folder}, in which ranks work"
+        return [problem(name, text, "make it there, or share it")]
+    if not answer["writable"]:
+        text = f"{folder} cannot be written there"
+        return [problem(name, text, "make it writable there")]
+    return []
+
+
+def _try_links(name: str, there: _Far) -> list[Finding]:
+    """Calls in both directions, and measures the link."""
+    found = []
+    address = next(iter(sorted(addresses_of(name.rpartition("@")[2]), key=len)), name)
+    token = secrets.token_hex(16)
+    try:
+        port = there.ask("listen", token)["port"]
+        rate = _send((address, port), token)
+        there.hear()
+        found.append(ok(name, f"can be called from here; {rate / 1e6:,.0f} MB/s on one connection"))
+    except (OSError, _FarError) as error:
+        text = f"TCP ports of {name} are blocked from here: {error}"
+        found.append(problem(name, text, _open_ports()))
+        there.drain()
+    own = there.hello["caller"] or address_towards(address)
+    token = secrets.token_hex(16)
+    with socket.create_server(("", 0)) as server:
+        server.settimeout(far.SECONDS)
+        caller = threading.Thread(target=_accept, args=(server, token), daemon=True)
+        caller.start()
+        try:
+            received = there.ask("call", str(own), str(server.getsockname()[1]), token)
+            if received.get("received", -1) < 0:
+                raise _FarError("the call did not come through")
+            found.append(ok(name, "can call here"))
+        except _FarError as error:
+            text = f"TCP ports of this machine ({own}) are blocked from {name}: {error}"
+            found.append(problem(name, text, _open_ports()))
+    return found
+
+
+def _open_ports() -> str:
+    return (
+        "let TCP through between the hosts, ports 12000 to 32000 and those the system gives "
+        "(sysctl net.ipv4.ip_local_port_range)"
+    )
+
+
+def _accept(server: socket.socket, token: str) -> None:
+    """Answers one call by the token."""
+    try:
+        sock, _ = server.accept()
+        with sock:
+            sock.sendall(token.encode())
+    except OSError:
+        return  # Whoever should have called says what is wrong.
+
+
+def _send(address: tuple[str, int], token: str) -> float:
+    """Calls, and fills the link for a moment; returns bytes per second."""
+    block = bytes(1 << 18)
+    with socket.create_connection(address, far.SECONDS) as sock:
+        sock.settimeout(far.SECONDS)
+        sock.sendall(token.encode())
+        begin, sent = time.monotonic(), 0
+        while sent < _FILL_BYTES and time.monotonic() - begin < _FILL_SECONDS:
+            sock.sendall(block)
+            sent += len(block)
+        sock.shutdown(socket.SHUT_WR)
+        sock.recv(1)  # The other end hangs up when it has read all.
+        return sent / (time.monotonic() - begin)
+
+
+class _Far:
+    """The doctor on another host, while it is spoken to."""
+
+    def __init__(self, name: str, shell: Shell, seconds: float):
+        self._name, self._seconds = name, seconds
+        command = shell(name, [sys.executable, "-m", far.__name__])
+        self._process = start_session(command, os.environ, stdin=subprocess.PIPE)
+        self._output = cast(IO[bytes], self._process.stdout)
+        self._input = cast(IO[bytes], self._process.stdin)
+        os.set_blocking(self._output.fileno(), False)
+        self._read, self._noise = b"", bytearray()
+        self.hello: dict[str, Any] = {}
+
+    def __enter__(self) -> _Far:
+        try:
+            self.hello = self.hear()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._input.close()
+        kill_session(self._process.pid)
+        self._process.wait()
+        self._output.close()
+
+    def ask(self, *order: str) -> dict[str, Any]:
+        """Gives an order and hears the answer; a `_FarError` where there is none, or it failed."""
+        try:
+            self._input.write(json.dumps(order).encode() + b"\n")
+            self._input.flush()
+        except BrokenPipeError as error:
+            raise _FarError("the connection has ended") from error
+        answer = self.hear()
+        if "error" in answer:
+            raise _FarError(str(answer["error"]))
+        return answer
+
+    def drain(self) -> None:
+        """Hears what is left of an order that failed on this side."""
+        try:
+            self.hear()
+        except _FarError:
+            return  # The next order says so.
+
+    def hear(self) -> dict[str, Any]:
+        """The next line that is meant."""
+        deadline = time.monotonic() + self._seconds
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._output, selectors.EVENT_READ)
+            while True:
+                line, newline, rest = self._read.partition(b"\n")
+                if newline and line.startswith(far.PREFIX.encode()):
+                    self._read = rest
+                    return json.loads(line.removeprefix(far.PREFIX.encode()))
+                if newline:
+                    self._noise += line + b" "
+                    self._read = rest
+                    continue
+                left = deadline - time.monotonic()
+                if left <= 0 or not selector.select(left):
+                    raise _FarError(f"no answer within {self._seconds:g} s")
+                part = os.read(self._output.fileno(), 1 << 16)
+                if not part:
+                    noise = (self._noise + self._read).decode(errors="replace")
+                    said = " ".join(noise.split())[-600:]
+                    raise _FarError(said or "it said nothing")
+                self._read += part

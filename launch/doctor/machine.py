@@ -1,0 +1,185 @@
+"""This machine: cores, memory, folders, GPUs."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from tfdist.launch.counting import count_cores
+from tfdist.launch.doctor.findings import Finding, answer_of, note, ok, problem
+from tfdist.launch.doctor.software import Trials
+
+__all__ = ["RANK_BYTES", "available_bytes", "folders", "gpus", "memory", "processor"]
+
+_GIB = 1 << 30
+#: What a rank takes before it has a model: Python, TensorFlow, Keras and an engine, rounded up.
+RANK_BYTES = 3 * _GIB // 4
+#: Addresses, most of which no memory stands behind.
+_RANK_ADDRESSES = 4 * _GIB
+_LEAST_FREE = _GIB
+_LEAST_FILES = 1024
+#: Of /dev/shm, through which NCCL's ranks of a host exchange.
+_LEAST_SHARED = 256 << 20
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def processor(num_ranks: int) -> list[Finding]:
+    """Cores and open files."""
+    cores = count_cores()
+    found = [ok("Cores", f"{cores}")]
+    if num_ranks > cores:
+        text = f"{cores}, for {num_ranks} ranks: they take turns, and training is slow"
+        found = [note("Cores", text, f"-np {cores}, unless ranks compute on GPUs")]
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and files < _LEAST_FILES:
+        text = f"a process may open {files}, which many ranks and checkpoints exceed"
+        found.append(problem("Open files", text, f"ulimit -n {_LEAST_FILES * 4}"))
+    return found
+
+
+def memory(num_ranks: int) -> list[Finding]:
+    """Whether the ranks fit into memory, before they have a model."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < _RANK_ADDRESSES:
+        text = f"a process may address {_gib(limit)}, and TensorFlow wants {_gib(_RANK_ADDRESSES)}"
+        return [problem("Memory", text, "ulimit -v unlimited")]
+    free, whose = available_bytes()
+    needed = num_ranks * RANK_BYTES
+    if free >= needed:
+        return [ok("Memory", f"{_gib(free)} free{whose}")]
+    fitting = free // RANK_BYTES
+    text = (
+        f"{_gib(free)} free{whose}, and {num_ranks} rank(s) take {_gib(needed)} before they have a "
+        "model"
+    )
+    remedy = "End other programs, or take a machine or a container with more memory"
+    return [problem("Memory", text, f"-np {fitting}" if fitting else remedy)]
+
+
+def available_bytes(root: Path = _CGROUPS) -> tuple[int, str]:
+    """The memory that new processes can have, and whose limit that is, in words.
+
+    Args:
+        root: Where cgroups are.
+    """
+    free, whose = psutil.virtual_memory().available, ""
+    for limit_file, used_file in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        for folder in _own_cgroups(root):
+            limit, used = _number(folder / limit_file), _number(folder / used_file)
+            if limit is not None and used is not None and limit - used < free:
+                free, whose = max(0, limit - used), " in this container"
+    return free, whose
+
+
+def _own_cgroups(root: Path) -> list[Path]:
+    """The cgroup of this process and those around it."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    own = [line.split(":", 2)[2].strip("/") for line in lines if line.startswith("0::")]
+    folder = root / own[0] if own and own[0] else root
+    return [root, *(each for each in (folder, *folder.parents) if root in each.parents)]
+
+
+def _number(file: Path) -> int | None:
+    """The number in a file; None where there is no such file or it says "max"."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def folders(work: str) -> list[Finding]:
+    """Whether the work folder and the one for temporary files can be written, and have room."""
+    return [
+        *_folder("Work folder", work, "Give another one, or make it writable"),
+        *_folder("TMPDIR", _temporary(), "export TMPDIR= a folder that can be written"),
+    ]
+
+
+def _temporary() -> str:
+    return os.environ.get("TMPDIR") or "/tmp"
+
+
+def _folder(what: str, path: str, remedy: str) -> list[Finding]:
+    try:
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".tfdist-doctor-") as file:
+            file.write(b"0" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+        free = shutil.disk_usage(path).free
+    except OSError as error:
+        text = f"{path} cannot be written: {error.strerror}"
+        return [problem(what, text, f"{remedy}: chmod u+w, or mount it read-write")]
+    if free < _LEAST_FREE:
+        return [problem(what, f"{path} has {_gib(free)} free", "Free some of it, or take another")]
+    return [ok(what, f"{path}, {_gib(free)} free")]
+
+
+def gpus(trials: Trials | None, num_ranks: int, seconds: float) -> list[Finding]:
+    """The GPUs of this machine, and whether TensorFlow can use them; without trials the former."""
+    nvidia, driver = _nvidia(seconds)
+    if nvidia is None:
+        return [problem("Driver", driver, "Look at `nvidia-smi`; load the driver, or reboot")]
+    seen = nvidia if trials is None else trials.gpus()
+    if not nvidia and not seen:
+        return [ok("GPUs", "none; ranks compute on the processor")]
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if trials is not None and hidden is not None and not seen:
+        text = f"{len(nvidia)}, hidden by CUDA_VISIBLE_DEVICES={hidden!r}"
+        return [note("GPUs", text, "unset CUDA_VISIBLE_DEVICES to use them")]
+    found = [ok("GPUs", name) for name in nvidia or seen]
+    if driver:
+        found.append(ok("Driver", driver))
+    if trials is not None and not seen:
+        text = "TensorFlow sees none of them"
+        if trials.is_built_with_cuda:
+            text += ": the CUDA libraries that it wants are missing, or the driver is too old"
+        else:
+            text += ": it is built for processors"
+        found.append(problem("GPUs", text, "pip install 'tensorflow[and-cuda]' of this version"))
+    elif num_ranks > len(seen):
+        text = f"{len(seen)} for {num_ranks} ranks, each of which wants one of its own"
+        found.append(problem("GPUs", text, f"-np {len(seen)}, or CUDA_VISIBLE_DEVICES="))
+    return [*found, *_shared_memory(num_ranks)]
+
+
+def _nvidia(seconds: float) -> tuple[list[str] | None, str]:
+    """The GPUs of NVIDIA's driver and its version; None, and why, where the driver does not work."""
+    query = "--query-gpu=name,memory.total,driver_version"
+    try:
+        code, output, errors = answer_of(["nvidia-smi", query, "--format=csv,noheader"], seconds)
+    except OSError:
+        return [], ""  # No driver.
+    if code is None:
+        return None, f"nvidia-smi did not end within {seconds:g} s"
+    if code:
+        return None, f"nvidia-smi failed: {' '.join((errors or output).split())[:200]}"
+    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line]
+    names = [f"{name}, {size}" for name, size, _ in (row for row in rows if len(row) == 3)]
+    return names, f"NVIDIA {rows[0][2]}" if rows and len(rows[0]) == 3 else ""
+
+
+def _shared_memory(num_ranks: int) -> list[Finding]:
+    """Whether /dev/shm has room for NCCL, where a host has several ranks on GPUs."""
+    try:
+        size = shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return []
+    if num_ranks < 2 or size >= _LEAST_SHARED:
+        return []
+    text = f"{size >> 20} MiB, which NCCL's ranks of a host run out of"
+    return [problem("/dev/shm", text, "docker run --shm-size=1g, or --ipc=host")]
+
+
+def _gib(size: float) -> str:
+    return f"{size / _GIB:.1f} GiB"

@@ -1,0 +1,124 @@
+"""`tfdist-doctor`: its flags, and which checks there are.
+
+tfdist-doctor -H host1:4,host2:4
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from tfdist.launch import command, remote, slurm
+from tfdist.launch.doctor import hosts, machine, meeting, page, software, surroundings
+from tfdist.launch.doctor.findings import Check, run_checks
+from tfdist.launch.flag_values import MOST_RANKS_OF_A_HOST, FlagDefiner, refuse, refuse_ignored
+from tfdist.launch.hosts import Host, is_this_machine, parse_hosts
+from tfdist.runtime import exit_codes
+
+__all__ = ["PROGRAM", "run"]
+
+_VALUES = flags.FlagValues()
+_define = FlagDefiner(_VALUES)
+_HOSTS = _define.string(
+    "H", "", "Hosts to look at too, host1:2,host2:2 [those of the Slurm allocation]"
+)
+_NP = _define.integer(
+    "np",
+    None,
+    "Ranks that this machine is meant for [2]",
+    lower_bound=1,
+    upper_bound=MOST_RANKS_OF_A_HOST,
+)
+_FOLDER = _define.string("folder", ".", "Folder that the ranks work in")
+_MEET = _define.boolean("meet", False, "Lets two ranks of each engine meet too, which takes 20 s")
+_IMPORTS = _define.boolean("imports", True, "Imports TensorFlow and what needs it")
+_SECONDS = _define.float(
+    "seconds", 30.0, "Seconds for all checks but --meet", lower_bound=1.0, upper_bound=3600.0
+)
+
+_RANKS = 2
+
+
+def run() -> None:
+    """The console script."""
+    PROGRAM.run()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """A checked command line: other hosts, how they are reached, and the ranks of this machine."""
+
+    far: Sequence[Host]
+    shell: hosts.Shell
+    num_ranks: int
+
+
+def _check(_: list[str]) -> _Request:
+    if not os.path.isdir(os.path.expanduser(_FOLDER.value)):
+        raise refuse("folder", _FOLDER.value, "a folder that is there")
+    in_slurm = not _HOSTS.value and slurm.in_allocation()
+    named = slurm.allocated_hosts() if in_slurm else parse_hosts(_HOSTS.value)
+    here = sum(host.slots for host in named if is_this_machine(host.name))
+    far = [host for host in named if not is_this_machine(host.name)]
+    if not _IMPORTS.value:
+        refuse_ignored(_VALUES, (_MEET,), "imports TensorFlow", "--noimports")
+    return _Request(far, remote.srun if in_slurm else remote.ssh, _NP.value or here or _RANKS)
+
+
+def _main(request: _Request) -> int:
+    seconds = _SECONDS.value
+    # Checks that wait for something are given less time than the page, so that they can say so.
+    patience = seconds * 0.8
+    folder = os.path.abspath(os.path.expanduser(_FOLDER.value))
+    trials = software.Trials(patience) if _IMPORTS.value else None
+    ranks = request.num_ranks
+    checks: dict[str, list[tuple[str, Check]]] = {
+        "Installed": [
+            ("Python", software.python),
+            ("Packages", software.packages),
+            ("Horovod", software.horovod),
+            ("Compiler", software.compiler),
+            ("Keras", software.settings),
+        ],
+        "Engines": [] if trials is None else [("Imports", trials.imports)],
+        "Machine": [
+            ("Cores", functools.partial(machine.processor, ranks)),
+            ("Memory", functools.partial(machine.memory, ranks)),
+            ("Work folder", functools.partial(machine.folders, folder)),
+            ("GPUs", functools.partial(machine.gpus, trials, ranks, patience)),
+        ],
+        "Network": [
+            ("Links", surroundings.links),
+            ("Ports", surroundings.loopback),
+            ("Launcher", surroundings.launcher),
+            ("TF_CONFIG", surroundings.cluster),
+        ],
+        "Hosts": [
+            (host.name, functools.partial(hosts.examine, host, request.shell, folder, patience))
+            for host in request.far
+        ],
+    }
+    sections = run_checks(checks, seconds)
+    if _MEET.value:
+        sections.append(meeting.section())
+    page.print_page(sections, sys.stdout)
+    return exit_codes.FAILED if page.has_problems(sections) else 0
+
+
+PROGRAM = command.Program(
+    _main,
+    _VALUES,
+    usage="tfdist-doctor [flags]",
+    summary="Says what is installed, which engines work, what is known to go wrong here, and what "
+    "to do about it. Exits with 0 where all is well, and with 1 where there is a problem.",
+    check=_check,
+)
+
+
+if __name__ == "__main__":
+    run()

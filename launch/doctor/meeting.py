@@ -1,0 +1,54 @@
+"""Two ranks of each engine that meet and add up a number."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import time
+
+from tfdist.launch.doctor.findings import Finding, Section, answer_of, ended_by, ok, problem
+
+__all__ = ["section"]
+
+_SECONDS = 120.0
+_REMEDIES = {
+    "horovod": "tfdist-install-horovod --force; --engine=tensorflow trains without it",
+    "tensorflow": "let TCP on the interface lo through; unset http_proxy and https_proxy",
+}
+#: Run by ranks and by the process that starts them.
+_PROGRAM = """
+import sys
+from tfdist.testing import run_ranks
+
+def add():
+    import tensorflow as tf
+    import tfdist
+    strategy = tfdist.testing.strategy()
+    return float(tfdist.collectives.all_reduce(tf.ones([1]), strategy.group())[0])
+
+if __name__ == "__main__":
+    found = run_ranks(add, engine=sys.argv[1], num_ranks=2)
+    sys.exit(None if found == [2.0, 2.0] else f"1 + 1 is {found}")
+"""
+
+
+def section() -> Section:
+    """The findings of both engines, one after the other."""
+    engines = ["tensorflow"]
+    if importlib.util.find_spec("horovod") is not None:
+        engines.append("horovod")
+    return Section("Two ranks", tuple(_meet(engine) for engine in engines))
+
+
+def _meet(engine: str) -> Finding:
+    what = {"tensorflow": "TensorFlow engine", "horovod": "Horovod engine"}[engine]
+    begin = time.monotonic()
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    code, _, errors = answer_of([sys.executable, "-c", _PROGRAM, engine], _SECONDS, environment)
+    if code is None:
+        return problem(what, f"two ranks did not meet within {_SECONDS:g} s", _REMEDIES[engine])
+    if code:
+        words = "".join(f": {line}" for line in errors.strip().splitlines()[-1:])
+        return problem(what, f"two ranks do not meet, {ended_by(code)}{words}", _REMEDIES[engine])
+    return ok(what, f"two ranks met and added in {time.monotonic() - begin:.0f} s")

@@ -1,0 +1,101 @@
+"""Imports what a rank imports, one step a line on stdout: `python -m tfdist.launch.doctor.trial`.
+
+A library that was built for another TensorFlow may end the process, so this is one of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["PREFIX", "REMEDIES", "STEPS"]
+
+#: What lines begin with that are meant; libraries may print others.
+PREFIX = "tfdist-doctor: "
+
+#: By step, what the page calls it.
+STEPS = {
+    "tensorflow": "TensorFlow engine",
+    "tfdist": "Strategies",
+    "horovod": "Horovod engine",
+    "native": "Native library",
+}
+#: By step, what to do where it fails.
+REMEDIES = {
+    "tensorflow": "Install TensorFlow anew: pip install --force-reinstall tensorflow",
+    "tfdist": "Install the versions of Keras and TensorFlow that tfdist asks for: pip install tfdist",
+    "horovod": "tfdist-install-horovod builds Horovod for this TensorFlow",
+    "native": "tfdist-install-horovod, where a C++ compiler is installed",
+}
+
+
+def _tensorflow() -> dict[str, Any]:
+    import tensorflow as tf
+
+    gpus = [
+        tf.config.experimental.get_device_details(gpu).get("device_name", gpu.name)
+        for gpu in tf.config.list_physical_devices("GPU")
+    ]
+    cuda = tf.test.is_built_with_cuda()
+    return {"text": f"works, TensorFlow {tf.__version__}", "gpus": gpus, "cuda": cuda}
+
+
+def _tfdist() -> dict[str, Any]:
+    import keras
+
+    from tfdist import strategies
+
+    # Compares the signatures of all that is patched in Keras.
+    with strategies.LocalStrategy().scope():
+        keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    return {"text": f"work on Keras {keras.__version__}"}
+
+
+def _horovod() -> dict[str, Any]:
+    if importlib.util.find_spec("horovod") is None:
+        return {"missing": "not installed: ranks use TensorFlow's own collectives"}
+    import horovod.tensorflow as hvd
+
+    names = {"Gloo": hvd.gloo_built, "MPI": hvd.mpi_built, "NCCL": hvd.nccl_built}
+    carriers = [name for name, is_built in names.items() if is_built()]
+    if not carriers:
+        return {"error": "Horovod was built without Gloo, MPI and NCCL"}
+    return {"text": f"works, over {' and '.join(carriers)}"}
+
+
+def _native() -> dict[str, Any]:
+    from tfdist import native
+
+    path = native.library_path()
+    if not path.exists():
+        return {"missing": "not built: latency-critical tensors go through the engine, more slowly"}
+    native.load()
+    return {"text": f"works, {path.name}"}
+
+
+def main() -> None:
+    """Takes the steps in turn; one that fails does not keep the others from being tried."""
+    steps: dict[str, Callable[[], dict[str, Any]]] = {
+        "tensorflow": _tensorflow,
+        "tfdist": _tfdist,
+        "horovod": _horovod,
+        "native": _native,
+    }
+    for name, step in steps.items():
+        begin = time.monotonic()
+        try:
+            found = step()
+        except Exception as error:  # Whatever a broken library raises is what is asked for.
+            words = " ".join(str(error).split())
+            found = {"error": f"{type(error).__name__}: {words[:300]}"}
+        found |= {"step": name, "seconds": round(time.monotonic() - begin, 2)}
+        print(PREFIX + json.dumps(found), flush=True)
+        if name == "tensorflow" and "error" in found:
+            return  # The others need it.
+
+
+if __name__ == "__main__":
+    main()

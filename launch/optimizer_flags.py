@@ -1,0 +1,212 @@
+"""The flags that say how a model learns: the optimizer and what stands around its update, and dtypes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from absl import flags
+
+from tfdist.launch.flag_values import (
+    FlagDefiner,
+    UsageError,
+    as_given,
+    refuse,
+    refuse_ignored,
+)
+
+__all__ = ["OptimizerFlags", "read_recompute"]
+
+#: By flag, the class of `keras.optimizers`.
+_OPTIMIZERS = {
+    "sgd": "SGD",
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "adafactor": "Adafactor",
+    "lamb": "Lamb",
+    "lion": "Lion",
+    "rmsprop": "RMSprop",
+}
+_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
+_LARGEST_SCALE = 2.0**40
+_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_BUDGET = re.compile(r"budget:([0-9]{1,9}(?:\.[0-9]{1,6})?)(KiB|MiB|GiB|TiB)", re.ASCII)
+_RECOMPUTE = ("none", "selective", "sqrt", "every_layer")
+
+
+class OptimizerFlags:
+    """The flags of the optimizer, and of the dtypes that a model computes in.
+
+    Args:
+        define: Defines them.
+
+    Attributes:
+        every: All of them.
+    """
+
+    def __init__(self, define: FlagDefiner):
+        self._values = define.values
+        self._optimizer = define.enum(
+            "optimizer",
+            "own",
+            ["own", *_OPTIMIZERS],
+            "Optimizer; own: adam, and adamw for gpt",
+        )
+        self._decay = define.float(
+            "weight_decay",
+            None,
+            "Decoupled weight decay; 0: none [gpt: 0.1]",
+            lower_bound=0.0,
+            upper_bound=100.0,
+        )
+        self._clip = define.float(
+            "clip_norm",
+            None,
+            "Norm that gradients are clipped to; 0: none [gpt: 1]",
+            lower_bound=0.0,
+            upper_bound=1e9,
+        )
+        self._ema = define.float(
+            "ema",
+            None,
+            "Momentum of a moving average of weights, which is kept in the end",
+            lower_bound=0.0,
+            upper_bound=0.999999,
+        )
+        self._accumulate = define.integer(
+            "accumulate",
+            1,
+            "Steps whose gradients make one update",
+            lower_bound=1,
+            upper_bound=1 << 20,
+        )
+        self._policy = define.enum(
+            "dtype_policy", "float32", list(_POLICIES), "Dtypes that the model computes in"
+        )
+        self._loss_scale = define.string(
+            "loss_scale", "auto", "A number, none, or auto: dynamic with mixed_float16"
+        )
+        self.every: Sequence[flags.FlagHolder] = (
+            self._optimizer,
+            self._decay,
+            self._clip,
+            self._ema,
+            self._accumulate,
+            self._policy,
+            self._loss_scale,
+        )
+
+    @property
+    def averages(self) -> bool:
+        """Whether a moving average takes the weights' place when training is over."""
+        return self._ema.value is not None
+
+    def check(self, *, is_tpu: bool, has_sync: bool) -> None:
+        """Looks at what can be known before the ranks meet.
+
+        Args:
+            is_tpu: Whether a TPU is asked for.
+            has_sync: Whether ranks train apart from one sync to the next.
+
+        Raises:
+            UsageError: Flags that do not go together.
+        """
+        self._fixed_scale()
+        if is_tpu:
+            of_dtypes = (self._policy, self._loss_scale)
+            refuse_ignored(
+                self._values, of_dtypes, "is for ranks: a TPU computes in mixed_bfloat16", "a TPU"
+            )
+        if has_sync and self.averages:
+            raise UsageError(
+                "--ema averages weights at each step, and ranks that train apart have weights of their "
+                f"own. Received: {as_given(self._values, [self._ema])} with --sync_every."
+            )
+        if has_sync and self._fixed_scale() is not None:
+            raise UsageError(
+                "Ranks that train apart have a dynamic loss scale or none. Received: "
+                f"{as_given(self._values, [self._loss_scale])} with --sync_every."
+            )
+
+    def _fixed_scale(self) -> float | None:
+        """The number in --loss_scale; None for the words."""
+        text = self._loss_scale.value
+        if text in ("auto", "none"):
+            return None
+        try:
+            scale = float(text)
+        except ValueError:
+            scale = math.nan
+        if not 0 < scale <= _LARGEST_SCALE:  # Not so for NaN.
+            meaning = f"auto, none, or a number above 0 and at most {_LARGEST_SCALE:g}"
+            raise refuse(self._loss_scale.name, text, meaning)
+        return scale
+
+    def set_policy(self) -> None:
+        """Sets the dtypes of the layers that are made from now on."""
+        import keras
+
+        keras.config.set_dtype_policy(self._policy.value)
+
+    def make(self, own: str, rate: Any, *, undecayed: Sequence[str] = (), **arguments: Any) -> Any:
+        """Makes an optimizer: that of a task, or what the flags say instead.
+
+        Args:
+            own: The class of the task's optimizer, as `keras.optimizers` names it.
+            rate: The learning rate, or a schedule.
+            undecayed: Ends of the names of variables that no weight decay is for.
+            **arguments: The task's own arguments of the optimizer.
+        """
+        import keras
+
+        name = _OPTIMIZERS.get(self._optimizer.value, own)
+        if name != own:
+            # What all optimizers have stays; a beta of Adam's means nothing to others.
+            shared = ("weight_decay", "global_clipnorm")
+            arguments = {key: arguments[key] for key in shared if key in arguments}
+        for flag, argument in ((self._decay, "weight_decay"), (self._clip, "global_clipnorm")):
+            if flag.value is not None:
+                arguments[argument] = flag.value or None
+        if self._ema.value is not None:
+            arguments |= {"use_ema": True, "ema_momentum": self._ema.value}
+        if self._accumulate.value > 1:
+            arguments["gradient_accumulation_steps"] = self._accumulate.value
+        if (scale := self._fixed_scale()) is not None:
+            arguments["loss_scale_factor"] = scale
+        optimizer = getattr(keras.optimizers, name)(rate, **arguments)
+        if undecayed and optimizer.weight_decay:
+            optimizer.exclude_from_weight_decay(var_names=list(undecayed))
+        return optimizer
+
+    @property
+    def compile_options(self) -> dict[str, Any]:
+        """What `compile` is told beside the optimizer: whether it scales the loss by itself."""
+        return {"auto_scale_loss": self._loss_scale.value == "auto"}
+
+    @contextlib.contextmanager
+    def expected_errors(self) -> Iterator[None]:
+        """Says in one line what a strategy or an optimizer does not do of what the flags ask for."""
+        try:
+            yield
+        except (ValueError, NotImplementedError) as error:
+            given = as_given(self._values, self.every)
+            if not given:
+                raise
+            raise UsageError(f"{given}: {error}") from error
+
+
+def read_recompute(flag: str, value: str) -> dict[str, Any]:
+    """The arguments of `recompute` that a flag's value names: a policy, or budget:2GiB; none for none.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    if value in _RECOMPUTE:
+        return {} if value == "none" else {"policy": value}
+    found = _BUDGET.fullmatch(value)
+    if found is None or not float(found[1]):
+        raise refuse(flag, value, f"{', '.join(_RECOMPUTE)}, or budget:SIZE as in budget:2GiB")
+    return {"policy": "budget", "budget": float(found[1]) * _UNITS[found[2]]}
