@@ -35,6 +35,8 @@ STANDS_FOR = {"docs/api.txt": "api/index.md", "README.md": "index.md"}
 
 #: What is described beside the public names, and linked to: the base that has their common arguments.
 BASES = {"tfdist.strategies": ["tfdist.strategies.parallel.ParallelStrategy"]}
+#: Of the members that these inherit, those that programs use.
+INHERITED = {"tfdist.strategies.parallel.ParallelStrategy": ["mesh", "is_chief", "group"]}
 #: Methods that Keras' loops are patched to call, not programs.
 INSIDE = {
     "tfdist.strategies.HogwildStrategy": ("fit", "train_step"),
@@ -158,6 +160,8 @@ def _described(name: str) -> str:
     """The directive that describes a name."""
     filters = ["!^_", *(f"!^{method}$" for method in INSIDE.get(name, ()))]
     options = f"\n    options: {{filters: {filters}}}" if name in INSIDE else ""
+    if name in INHERITED:
+        options = f"\n    options: {{inherited_members: {INHERITED[name]}}}"
     if (ROOT / f"{name.replace('.', '/')}.py").exists():
         # The room has a module of this name, too, which would be described in its place.
         return f"[](){{#{name}}}\n\n::: {_home(name)}{options}"

@@ -326,8 +326,8 @@ def test_strategies_define_no_flag_and_leave_horovod_alone():
     assert flags == []
 
 
-#: Where axes are named: they are what these define.
-NAMING = ("tfdist/mesh.py", "tfdist/sharding/", "launch/mesh_flags.py")
+#: Where axes are named: they are what these define, or have a formula for each.
+NAMING = ("tfdist/mesh.py", "tfdist/sharding/", "launch/mesh_flags.py", "tfdist/planner/")
 
 
 def lines_that_name_axes(code: str) -> list[int]:

@@ -219,6 +219,10 @@ LEGAL: dict[tuple[str, str], set[str]] = {
     ("tfdist-train", "warmup_epochs"): {"zero"},
     ("tfdist-train", "watchdog_seconds"): {"zero"},
     ("tfdist-train", "zero_stage"): {"zero"},
+    ("tfdist-plan fit", "flops"): {"huge"},
+    ("tfdist-plan goodput", "restart_seconds"): {"zero"},
+    ("tfdist-plan optimum", "flops"): {"huge"},
+    ("tfdist-plan optimum", "parameters"): {"huge"},
     ("tfdist-finetune", "data"): {"minus one"},
     **{
         ("tfdist-finetune", name): {"zero"}
