@@ -94,8 +94,8 @@ def _fit(runs: Sequence[dict[str, float]]) -> int:
         f"{law.of_tokens:.4g} / D^{law.beta:.4f}, fitted to {len(runs)} runs."
     )
     errors = [law.errors[6 * place] ** 0.5 for place in range(5)]
-    for name, error in zip(("E", "ln A", "ln B", "alpha", "beta"), errors, strict=True):
-        print(f"standard error of {name}: {error:.3g}")
+    for name, deviation in zip(("E", "ln A", "ln B", "alpha", "beta"), errors, strict=True):
+        print(f"standard error of {name}: {deviation:.3g}")
     spent = max(6 * n * d for n, d in zip(columns["parameters"], columns["tokens"], strict=True))
     _print_optimum(law, _FIT_FLOPS.value or 10 * spent)
     if _FIT_FLOPS.value is not None and _FIT_FLOPS.value > 100 * spent:
