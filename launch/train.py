@@ -16,6 +16,7 @@ import os
 from typing import Any
 
 from tfdist.launch import command
+from tfdist.launch.automatic import Automatic, machine_file, number_of_ranks
 from tfdist.launch.checkpoint_flags import CheckpointFlags
 from tfdist.launch.fitting import expected_errors, speed_callback
 from tfdist.launch.flag_values import refuse_ignored
@@ -79,6 +80,9 @@ _VERBOSE = DEFINE.integer(
     "verbose", 2, "0: silent, 1: progress bar, 2: one line per epoch", lower_bound=0, upper_bound=2
 )
 _MESH = MeshFlags(DEFINE)
+_PLAN = DEFINE.string(
+    "plan", None, "auto[:FILE]: the mesh that is planned; see tfdist-plan calibrate"
+)
 _WORLD = WorldFlags(DEFINE, _MESH)
 _LOCAL = LocalFlags(DEFINE)
 
@@ -126,6 +130,8 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
         rule=_SCALING.value,
         warmup_steps=round(_WARMUP.value * data.steps),
     )
+    if _PLAN.value is not None and on.is_chief:
+        print(_planned(task).words)
     with on.strategy.scope():
         model = _build(task, settings, data)
         options = {"steps_per_execution": min(on.steps_per_execution, data.steps)}
@@ -172,6 +178,7 @@ def _choose_task() -> tuple[Task, Settings]:
                 f"--{given[0]} is for --model={'|'.join(other.models)}. "
                 f"Received: --model={_MODEL.value}."
             )
+    layout = _MESH.layout() if _PLAN.value is None else _planned(task).layout
     settings = Settings(
         model=_MODEL.value,
         dataset=_DATASET.value or task.dataset,
@@ -179,7 +186,7 @@ def _choose_task() -> tuple[Task, Settings]:
         epochs=_EPOCHS.value or task.epochs,
         learning_rate=_LEARNING_RATE.value or task.learning_rate,
         seed=_SEED.value,
-        layout=_MESH.layout(),
+        layout=layout,
         data_dir=_DATA_DIR.value,
     )
     if _SCALING.value == "none":
@@ -194,6 +201,22 @@ def _choose_task() -> tuple[Task, Settings]:
     )
     task.check(settings)
     return task, settings
+
+
+def _planned(task: Task) -> Automatic:
+    """What `--plan` chooses; refuses flags that say it by hand."""
+    given = f"--plan={_PLAN.value}"
+    refuse_ignored(VALUES, (*_MESH.mesh, _MESH.zero, _RECOMPUTE), "is what --plan chooses", given)
+    machine_file(_PLAN.value)
+    if not isinstance(task, Language):
+        raise command.UsageError(
+            f"--plan is for --model=gpt. Received: {given} --model={_MODEL.value}."
+        )
+    if _WORLD.is_tpu or _WORLD.has_servers:
+        raise command.UsageError(f"--plan lays out ranks. Received: {given}, and none.")
+    ranks = number_of_ranks(os.environ)
+    batch = _BATCH_SIZE.value or task.batch_size
+    return task.planned(_PLAN.value, batch, ranks)
 
 
 def _replicas_and_batch(task: Task, layout: Layout, on: World) -> tuple[int, int]:
@@ -232,11 +255,12 @@ def _build(task: Task, settings: Settings, data: Data):
     layout = settings.layout
     with deferred_weights() if layout.pipeline > 1 else contextlib.nullcontext():
         model = task.build(settings)
-    if _RECOMPUTE.value != "none":
+    policy = _RECOMPUTE.value if _PLAN.value is None else _planned(task).recompute
+    if policy != "none":
         try:
-            recompute(model, _RECOMPUTE.value)
+            recompute(model, policy)
         except ValueError as error:
-            raise command.UsageError(f"--recompute={_RECOMPUTE.value}: {error}") from error
+            raise command.UsageError(f"--recompute={policy}: {error}") from error
     if layout.pipeline == 1:
         return model
     try:
@@ -284,7 +308,7 @@ PROGRAM = command.Program(
                 *_LOCAL.every,
             )
         ],
-        "for the ranks": [flag.name for flag in (*_MESH.mesh, _THREADS, *_WORLD.of_ranks)],
+        "for the ranks": [flag.name for flag in (_PLAN, *_MESH.mesh, _THREADS, *_WORLD.of_ranks)],
     },
 )
 
