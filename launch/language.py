@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+from tfdist.launch.automatic import Automatic, chosen
 from tfdist.launch.fitting import warmup_cosine
 from tfdist.launch.flag_values import UsageError, input_file, refuse_ignored
 from tfdist.launch.mesh_flags import Layout
 from tfdist.launch.tasks import DEFINE, Data, Settings, Task
+from tfdist.planner import Transformer
 
 __all__ = ["Language"]
 
@@ -165,6 +167,24 @@ class Language(Task):
                 f"A step has at most {_MOST_TOKENS:,} tokens. Received: "
                 f"--batch_size={settings.batch_size} --seq_length={_SEQ_LENGTH.value}."
             )
+
+    def planned(self, value: str, batch: int, ranks: int) -> Automatic:
+        """The layout that `--plan` chooses for the model of the flags."""
+        try:
+            sizes = Transformer(
+                layers=_LAYERS.value,
+                width=_WIDTH.value,
+                heads=_HEADS.value,
+                vocabulary=256,
+                length=_SEQ_LENGTH.value,
+                experts=_EXPERTS.value,
+                top_k=_TOP_K.value,
+                learned_positions=False,
+                dropout=_DROPOUT.value > 0,
+            )
+        except ValueError as error:
+            raise UsageError(f"--plan={value}: {error}") from None
+        return chosen(value, sizes, batch, ranks, context=not _DROPOUT.value)
 
     def load(self, settings: Settings) -> Data:
         """Cuts the text into windows."""

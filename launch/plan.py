@@ -11,13 +11,15 @@ import sys
 from absl import flags
 
 from tfdist.launch import command
-from tfdist.launch.flag_values import FlagDefiner, UsageError
+from tfdist.launch.calibrating import CALIBRATE
+from tfdist.launch.flag_values import FlagDefiner, UsageError, output_file
 from tfdist.launch.plan_flags import MachineFlags, ModelFlags
 from tfdist.launch.plan_laws import FIT, GOODPUT, OPTIMUM
 from tfdist.planner import Limits, Machine, Transformer, plan
 from tfdist.planner.choice import code, summary
 from tfdist.planner.choice import flags as flags_of
 from tfdist.planner.layouts import PRECISIONS
+from tfdist.planner.pictures import save_picture
 
 __all__ = ["PROGRAMS", "run"]
 
@@ -31,6 +33,9 @@ _BATCH_SIZE = _define.integer(
 _DTYPE = _define.enum("dtype", "float32", list(PRECISIONS), "What parameters and products are in")
 _OPTIMIZER = _define.enum("optimizer", "adam", ["adam", "momentum", "sgd"], "Optimizer")
 _BEST = _define.integer("best", 3, "How many to show", lower_bound=1, upper_bound=100)
+_PICTURE = _define.string("picture", None, "File to draw the layouts to (.png, .svg, .pdf)")
+#: What matplotlib is asked for; the file's ending says which.
+_PICTURES = (".png", ".svg", ".pdf")
 
 
 def run() -> None:
@@ -48,6 +53,8 @@ def _check(_: list[str]) -> tuple[Transformer, Machine, int, int, Limits]:
         raise UsageError(
             f"--dtype={limits.dtype}: {found.name} has rates for {', '.join(found.flops)}."
         )
+    if _PICTURE.value is not None:
+        output_file("picture", _PICTURE.value, _PICTURES)
     return _MODEL.model(), found, ranks, _BATCH_SIZE.value or 4 * ranks, limits
 
 
@@ -66,6 +73,11 @@ def _main(checked: tuple[Transformer, Machine, int, int, Limits]) -> int:
     print(f"\n{summary(chosen.best[0])}")
     for place, each in enumerate(chosen.best, 1):
         print(f"\n{place}. tfdist-train {flags_of(each.layout)}\n\n{code(each.layout)}")
+    if _PICTURE.value is not None:
+        try:
+            save_picture(chosen, _PICTURE.value)
+        except (ValueError, ImportError) as error:
+            raise UsageError(f"--picture={_PICTURE.value}: {error}") from None
     return 0
 
 
@@ -78,7 +90,13 @@ _LAYOUT = command.Program(
     folded={"for a model by hand": [flag.name for flag in _MODEL.sizes]},
 )
 
-PROGRAMS = {"layout": _LAYOUT, "fit": FIT, "goodput": GOODPUT, "optimum": OPTIMUM}
+PROGRAMS = {
+    "layout": _LAYOUT,
+    "calibrate": CALIBRATE,
+    "fit": FIT,
+    "goodput": GOODPUT,
+    "optimum": OPTIMUM,
+}
 
 
 if __name__ == "__main__":

@@ -128,13 +128,16 @@ _OPTIMUM_VALUES = flags.FlagValues()
 _define = FlagDefiner(_OPTIMUM_VALUES)
 _FLOPS = _define.float("flops", None, "Training FLOPs", lower_bound=1.0, upper_bound=1e40)
 _PARAMETERS = _define.float(
-    "parameters", None, "Parameters of a model", lower_bound=1.0, upper_bound=1e20
+    "parameters", None, "Parameters of a model", lower_bound=1.0, upper_bound=1e18
 )
 
 
 def _check_optimum(_: list[str]) -> None:
     if (_FLOPS.value is None) == (_PARAMETERS.value is None):
-        raise UsageError("Say --flops or --parameters, one of them.")
+        raise UsageError(
+            "Give --flops or --parameters, one of them. Received: "
+            f"--flops={_FLOPS.value}, --parameters={_PARAMETERS.value}."
+        )
 
 
 def _optimum(_: None) -> int:

@@ -17,6 +17,7 @@ import time
 from typing import Any
 
 from tfdist.launch import command
+from tfdist.launch.automatic import Automatic, machine_file, number_of_ranks
 from tfdist.launch.checkpoint_flags import CheckpointFlags
 from tfdist.launch.curves import check_plot, draw
 from tfdist.launch.fitting import expected_errors, speed_callback, summary
@@ -83,6 +84,9 @@ _VERBOSE = DEFINE.integer(
 )
 _PLOT = DEFINE.string("plot", None, "Draws the curves of the training: curves.png")
 _MESH = MeshFlags(DEFINE)
+_PLAN = DEFINE.string(
+    "plan", None, "auto[:FILE]: the mesh that is planned; see tfdist-plan calibrate"
+)
 _WORLD = WorldFlags(DEFINE, _MESH)
 _LOCAL = LocalFlags(DEFINE)
 _OPTIMIZER = OptimizerFlags(DEFINE)
@@ -135,6 +139,8 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
         rule=_SCALING.value,
         warmup_steps=round(_WARMUP.value * data.steps),
     )
+    if _PLAN.value is not None and on.is_chief:
+        print(_planned(task).words)
     with on.strategy.scope():
         model = _build(task, settings, data, on.data)
         options = {"steps_per_execution": min(on.steps_per_execution, data.steps)}
@@ -192,6 +198,7 @@ def _choose_task() -> tuple[Task, Settings]:
                 f"--{given[0]} is for --model={'|'.join(other.models)}. "
                 f"Received: --model={_MODEL.value}."
             )
+    layout = _MESH.layout() if _PLAN.value is None else _planned(task).layout
     settings = Settings(
         model=_MODEL.value,
         dataset=_DATASET.value or task.dataset,
@@ -199,7 +206,7 @@ def _choose_task() -> tuple[Task, Settings]:
         epochs=_EPOCHS.value or task.epochs,
         learning_rate=_LEARNING_RATE.value or task.learning_rate,
         seed=_SEED.value,
-        layout=_MESH.layout(),
+        layout=layout,
         data_dir=_DATA_DIR.value,
     )
     if _SCALING.value == "none":
@@ -222,6 +229,22 @@ def _choose_task() -> tuple[Task, Settings]:
 def _make_optimizer(own: str, rate, **arguments):
     """The optimizer that trains: the task's or the flags', with what local steps put around it."""
     return _LOCAL.around(_OPTIMIZER.make(own, rate, **arguments))
+
+
+def _planned(task: Task) -> Automatic:
+    """What `--plan` chooses; refuses flags that say it by hand."""
+    given = f"--plan={_PLAN.value}"
+    refuse_ignored(VALUES, (*_MESH.mesh, _MESH.zero, _RECOMPUTE), "is what --plan chooses", given)
+    machine_file(_PLAN.value)
+    if not isinstance(task, Language):
+        raise command.UsageError(
+            f"--plan is for --model=gpt. Received: {given} --model={_MODEL.value}."
+        )
+    if _WORLD.is_tpu or _WORLD.has_servers:
+        raise command.UsageError(f"--plan lays out ranks. Received: {given}, and none.")
+    ranks = number_of_ranks(os.environ)
+    batch = _BATCH_SIZE.value or task.batch_size
+    return task.planned(_PLAN.value, batch, ranks)
 
 
 def _replicas_and_batch(task: Task, layout: Layout, on: World) -> tuple[int, int]:
@@ -260,11 +283,12 @@ def _build(task: Task, settings: Settings, data: Data, replicas: int):
     layout = settings.layout
     with deferred_weights() if layout.pipeline > 1 else contextlib.nullcontext():
         model = task.build(settings)
-    if arguments := read_recompute(_RECOMPUTE.name, _RECOMPUTE.value):
+    policy = _RECOMPUTE.value if _PLAN.value is None else _planned(task).recompute
+    if arguments := read_recompute(_RECOMPUTE.name, policy):
         try:
             recompute(model, **arguments, **_rows(settings, data, replicas, arguments))
         except ValueError as error:
-            raise command.UsageError(f"--recompute={_RECOMPUTE.value}: {error}") from error
+            raise command.UsageError(f"--recompute={policy}: {error}") from error
     if layout.pipeline == 1:
         return model
     try:
@@ -332,7 +356,7 @@ PROGRAM = command.Program(
                 *_LOCAL.every,
             )
         ],
-        "for the ranks": [flag.name for flag in (*_MESH.mesh, _THREADS, *_WORLD.of_ranks)],
+        "for the ranks": [flag.name for flag in (_PLAN, *_MESH.mesh, _THREADS, *_WORLD.of_ranks)],
     },
 )
 

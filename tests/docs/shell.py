@@ -12,6 +12,8 @@ from pathlib import Path
 
 from tests.docs.blocks import ROOT
 from tfdist.benchmarks.environments import ENVIRONMENTS, MADE
+from tfdist.planner import machine
+from tfdist.planner.calibration import write_machine
 
 __all__ = ["Plan", "check_flags", "plan", "run", "sandbox"]
 
@@ -70,6 +72,8 @@ def sandbox(folder: Path) -> Path:
     preset = folder / "gpt2-small"  # As far as the flags are checked.
     preset.mkdir()
     (preset / "config.json").write_text("{}")
+    (folder / "runs.jsonl").write_text('{"ranks": 1, "seconds": 2}\n{"ranks": 2, "seconds": 1}\n')
+    write_machine(folder / "machine.json", machine("t4"))
     hosts = folder / "hosts.sh"
     hosts.write_text("#!/bin/sh\necho localhost:2\n")
     hosts.chmod(0o755)
@@ -146,6 +150,8 @@ def check_flags(words: list[str], folder: Path) -> None:
 def _parsing(words: list[str]) -> Plan:
     module, name, has_parts = _PROGRAMS[words[0]]
     key, *line = words[1:] if has_parts else ["", *words[1:]]
+    if key.startswith("-"):  # The part that needs no word.
+        key, line = "layout", words[1:]
     return Plan([sys.executable, "-c", _PARSE, module, name, key, words[0], *line])
 
 
@@ -195,6 +201,11 @@ def _doctor(words: list[str]) -> Plan:
     return Plan(["sh", "-c", script, "-", str(_BIN / words[0]), *words[1:]])
 
 
+def _plan(words: list[str]) -> Plan:
+    # To calibrate takes a minute.
+    return _parsing(words) if words[1] == "calibrate" else _as_it_stands(words)
+
+
 def _as_it_stands(words: list[str]) -> Plan:
     return Plan([str(_BIN / words[0]), *words[1:]])
 
@@ -207,6 +218,7 @@ _MAKES: dict[str, Callable[[list[str]], Plan]] = {
     "python": _python,
     "tfdist-doctor": _doctor,
     "tfdist-launch": _as_it_stands,
+    "tfdist-plan": _plan,
     "tfdist-run": _run,
     "tfdist-schedule": _as_it_stands,
     "tfdist-train": _train,

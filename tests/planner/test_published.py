@@ -177,7 +177,7 @@ def test_flops_of_gpt3():
 
 def test_llama_405b():
     """Llama team 2024, section 3.2: 3.8e25 FLOPs for 15.6T tokens; table 4: MFU of 38% to 43%."""
-    from tfdist.planner.models import KNOWN
+    from tfdist.planner.configs import KNOWN
 
     model = Transformer(**KNOWN["llama3-405b"])
     assert count_parameters(model) == pytest.approx(405e9, rel=0.01)

@@ -78,6 +78,7 @@ _BY_KIND: dict[str, Callable[[], Any]] = {
     "Mapping[str, str]": dict,
     "Model": lambda: tfdist.planner.MLP([4, 2]),
     "Machine": lambda: tfdist.planner.machine("a100"),
+    "JobTimes": lambda: tfdist.planner.JobTimes(checkpoint=1e9, storage=1e9, write=1e9),
     "Sequence[float]": lambda: (1.0, 2.0, 4.0, 1.0, 2.0, 4.0),
     "Estimate": lambda: tfdist.planner.estimate(
         tfdist.planner.MLP([4, 2]),
@@ -112,6 +113,7 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
     "ShardedEmbedding.features": lambda: [
         tfdist.layers.FeatureConfig("id", tfdist.layers.TableConfig("table", 4, 2))
     ],
+    "describe.model": _model,
     "amdahl.ranks": lambda: 4.0,
     "gustafson.ranks": lambda: 4.0,
     "from_config.config": lambda: {
@@ -239,6 +241,8 @@ LEGAL: dict[str, set[str]] = {
     "tfdist.strategies.ParameterServerStrategy.max_staleness": {"zero"},
     "tfdist.strategies.ParameterServerStrategy.delay_compensation": _ZERO,
     "tfdist.planner.goodput.goodput.restart_seconds": _ZERO,
+    "tfdist.planner.simulate_step.jitter": _ZERO,
+    "tfdist.planner.simulate_step.slow_ranks": {"zero"},
     "tfdist.planner.laws.amdahl.parallel": {*_ZERO},
     "tfdist.planner.laws.gustafson.parallel": {*_ZERO},
     "tfdist.monitoring.MemoryReporter.path": {"newline", *_ANY_NAME},

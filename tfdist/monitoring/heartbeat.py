@@ -1,7 +1,7 @@
 """Heartbeats: a channel beside the engine, over which ranks still speak when collectives hang.
 
-One rank runs the server. Every rank holds a TCP connection to it and reports once a second what it
-is doing; the server answers, and when something is wrong it tells all ranks the same verdict. A
+One rank runs the server. Every rank holds a TCP connection to it and reports once a second, in worlds
+of more than 250 ranks less often, what it is doing; the server answers, and when something is wrong it tells all ranks the same verdict. A
 connection that ends without a goodbye is a process that died: the kernel says so at once.
 
 Connections are those of `tfdist.runtime`: the server hangs up on strangers. No exception ends a
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import resource
 import selectors
 import threading
 import time
@@ -32,6 +33,13 @@ _PURPOSE = "heartbeat server"
 _SERVER_RANK = 0
 _CONSEQUENCE_SECONDS = 3.0
 _TICK_SECONDS = 0.25
+#: In a large world ranks report less often, so that the server has no more to read than this. A death is
+#: seen at once all the same, by the connection that ends.
+_REPORTS_PER_SECOND = 250
+#: As many ranks are looked after in each tick; of more ones the server looks less often.
+_LOOKED_AFTER_PER_TICK = 500
+#: What the rank of the server opens beside a connection to each rank.
+_OTHER_FILES = 512
 #: How long the last words of a rank may take to be sent.
 _LAST_WORDS_SECONDS = 2.0
 
@@ -67,6 +75,9 @@ class HeartbeatServer:
 
     def __init__(self, size: int, key: bytes, timeout: float, host: str = "127.0.0.1"):
         self._size, self._timeout = size, timeout
+        self._every = min(max(1.0, size / _REPORTS_PER_SECOND), max(1.0, timeout / 4))
+        self._tick = _TICK_SECONDS * max(1.0, size / _LOOKED_AFTER_PER_TICK)
+        _raise_file_limit(size + _OTHER_FILES)
         self._listener = Listener([bind(host)], key, _PURPOSE, identities=range(size))
         self.port: int = self._listener.addresses[0][1]
         self._selector = selectors.DefaultSelector()
@@ -97,11 +108,11 @@ class HeartbeatServer:
         self._thread.join()
 
     def _serve(self) -> None:
-        looked = 0.0
+        looked = self._told = 0.0
         while not self._closed.is_set() and not self._guard(self._all_ended, default=False):
             if not self._guard(self._hear, default=False):
                 time.sleep(_TICK_SECONDS)  # An error that comes again must not take a whole core.
-            if time.monotonic() - looked > _TICK_SECONDS:
+            if time.monotonic() - looked > self._tick:
                 looked = time.monotonic()
                 self._guard(self._look, default=None)
         self._over.set()
@@ -113,7 +124,12 @@ class HeartbeatServer:
     def _look(self) -> None:
         """Looks after the ranks, and tells them that it does."""
         verdict = self._guard(self._judge, default="")
-        self._tell({"verdict": verdict} if verdict else {"alive": True})
+        now = time.monotonic()
+        if verdict:
+            self._tell({"verdict": verdict})
+        elif now - self._told >= self._every:
+            self._told = now
+            self._tell({"alive": True, "every": self._every})
         if verdict or self._all_left():
             self._over.set()
         if not self._warned and (warning := self._stuck(min(60.0, self._timeout / 2))):
@@ -209,10 +225,14 @@ class HeartbeatServer:
 
     def _left_behind(self) -> str:
         """A rank that said goodbye while others wait for it, or failed in waiting for it."""
+        gone = {rank for rank, report in self._reports.items() if report.ended}
+        if not gone:
+            return ""
         for report in self._reports.values():
             for wait in report.waiting:
-                ended = [r for r in wait["ranks"] if r in self._reports and self._reports[r].ended]
-                if ended and (report.failed or wait["seconds"] > 5.0):
+                if not report.failed and wait["seconds"] <= 5.0:
+                    continue
+                if ended := [rank for rank in wait["ranks"] if rank in gone]:
                     return likely_cause(wait["name"], [report.rank], ended) + (
                         f"{rank_words(ended).capitalize()} ended while rank {report.rank} waits in "
                         f"{collective_words(wait)}. All ranks must run the same steps."
@@ -265,7 +285,7 @@ class HeartbeatClient:
         address: The server's host and port.
         key: What lets this rank in.
         timeout: Seconds without a word after which the server counts as frozen.
-        report: Returns what to say; called once a second, in a thread of the client's own.
+        report: Returns what to say; called once a second, or as often as the server asks, in a thread of the client's own.
         on_verdict: Called once with the verdict, in that thread.
         on_warning: Called with a warning.
 
@@ -290,6 +310,7 @@ class HeartbeatClient:
         self._guard = _Guard()
         self._lock = threading.Lock()
         self.ended = threading.Event()
+        self._every = 1.0
         self._channel = Channel(connect(address, key, _PURPOSE, rank, timeout=max(timeout, 10.0)))
         self.say(self._next_report())
         threading.Thread(target=self._attend, name="tfdist-watchdog", daemon=True).start()
@@ -325,6 +346,8 @@ class HeartbeatClient:
                 heard = time.monotonic()
                 if isinstance(verdict := message.get("verdict"), str):
                     return self._lost(verdict)
+                if isinstance(every := message.get("every"), float) and every >= 1.0:
+                    self._every = every
                 if isinstance(warning := message.get("warning"), str):
                     self._guard(self._on_warning, warning, default=None)
             except TimeoutError:
@@ -334,7 +357,7 @@ class HeartbeatClient:
             now = time.monotonic()
             if now - heard > self._timeout:
                 return self._lost(f"Rank {_SERVER_RANK} {_silent_for(now - heard)}")
-            if now - said >= 1.0:
+            if now - said >= self._every:
                 said = now
                 self._guard(self._say_next, default=None)
         with self._lock:
@@ -349,6 +372,22 @@ class HeartbeatClient:
     def _lost(self, verdict: str) -> None:
         if not self.ended.is_set():
             self._guard(self._on_verdict, verdict, default=None)
+
+
+def _raise_file_limit(files: int) -> None:
+    """Lets this process open so many files: shells often set 1,024, with a higher limit allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= files:
+        return
+    most = files if hard == resource.RLIM_INFINITY else min(files, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < files:
+        _logger.warning(
+            "The watchdog holds a connection to each rank, for which %d files are needed and %d allowed: "
+            "raise `ulimit -Hn` on the host of rank 0.",
+            files,
+            most,
+        )
 
 
 def _silent_for(seconds: float) -> str:

@@ -5,16 +5,21 @@ Nothing here needs TensorFlow, but the description of a built model and calibrat
 
 from tfdist.planner import goodput, laws
 from tfdist.planner.choice import Plan, plan
+from tfdist.planner.configs import from_config
+from tfdist.planner.describing import describe
 from tfdist.planner.estimates import Estimate, estimate
+from tfdist.planner.jobs import JobTimes, bottleneck, simulate_job
 from tfdist.planner.layouts import Layout
 from tfdist.planner.machines import DEVICES, Link, Machine, machine
-from tfdist.planner.models import MLP, ConvNet, Transformer, from_config
+from tfdist.planner.models import MLP, ConvNet, Transformer
 from tfdist.planner.search import Limits
+from tfdist.planner.simulation import simulate_step
 
 __all__ = [
     "ConvNet",
     "DEVICES",
     "Estimate",
+    "JobTimes",
     "Layout",
     "Limits",
     "Link",
@@ -22,10 +27,14 @@ __all__ = [
     "Machine",
     "Plan",
     "Transformer",
+    "bottleneck",
+    "describe",
     "estimate",
     "from_config",
     "goodput",
     "laws",
     "machine",
     "plan",
+    "simulate_job",
+    "simulate_step",
 ]

@@ -52,7 +52,7 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
         raise ValueError(
             f"A machine has no figure of that name. Received: {', '.join(sorted(foreign))}."
         )
-    for name in ("inside", "between"):
+    for name in ("inside", "between", "bulk"):
         if isinstance(found.get(name), dict):
             try:
                 found[name] = Link(**found[name])

@@ -197,15 +197,18 @@ def assemble(
     update = _update_seconds(*_parameters(most, parts), layout, machine)
     passes = layout.accumulation * layout.num_microbatches
     compute, messages = passes * busy.arithmetic, passes * busy.messages
-    # Ranks that share a processor take turns: who waits leaves it to others.
-    turns = max(shared * compute + messages - span, 0.0) if shared > 1 else 0.0
+    # Ranks that share a processor take turns, in messages too; who waits leaves it to others.
+    turns = 0.0
+    if shared > 1:
+        work = sum(each.total for each in rank_times) / p
+        turns = max(shared * passes * work - span, 0.0)
     seconds = {
         "compute": compute + turns,
         "tensor": passes * busy.tensor,
         "expert": passes * busy.expert,
         "context": passes * busy.context,
         "bubble": max(span - compute - messages, 0.0),
-        "gradients": shown,
+        "gradients": shared * shown,
         "optimizer": shared * update,
         "other": machine.step_seconds,
     }

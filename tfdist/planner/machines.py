@@ -117,6 +117,8 @@ class Machine:
         memory_bandwidth: Bytes a second from and to a rank's memory.
         inside: The link between ranks of a host.
         between: The link between ranks of two hosts, of one port.
+        bulk: The link as gradients have it inside of a host, where an engine of their own carries
+            them; None for `inside`.
         ranks_per_host: Ranks of a host.
         ports: Ports of a host to other hosts; None for one a rank.
         processors: How many ranks of a host compute at full speed at a time; None for all.
@@ -146,6 +148,7 @@ class Machine:
     memory_bandwidth: float
     inside: Link
     between: Link | None = None
+    bulk: Link | None = None
     ranks_per_host: int = 8
     ports: int | None = None
     processors: int | None = None
@@ -173,7 +176,8 @@ class Machine:
         for name in ("memory", "memory_bandwidth"):
             checks.number(name, getattr(self, name), above=0)
         checks.instance("inside", self.inside, Link, "a tfdist.planner.Link")
-        checks.instance("between", self.between, Link, "a tfdist.planner.Link", optional=True)
+        for name in ("between", "bulk"):
+            checks.instance(name, getattr(self, name), Link, "a tfdist.planner.Link", optional=True)
         checks.integer("ranks_per_host", self.ranks_per_host, minimum=1, maximum=_MOST_RANKS)
         for name in ("ports", "processors"):
             checks.integer(name, getattr(self, name), minimum=1, maximum=_MOST_RANKS, optional=True)

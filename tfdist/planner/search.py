@@ -38,6 +38,7 @@ class Limits:
         dtype: As in `Layout`.
         optimizer: As in `Layout`.
         sequence_parallel: Whether tensor ranks may split sequences, too.
+        accumulate: Whether gradients of several steps may be added up.
         most_tensor: The largest tensor axis; None for any.
         most_rows: The most rows of a micro-batch; None for any.
 
@@ -54,6 +55,7 @@ class Limits:
     dtype: str = "float32"
     optimizer: str = "adam"
     sequence_parallel: bool = True
+    accumulate: bool = True
     most_tensor: int | None = None
     most_rows: int | None = None
 
@@ -73,6 +75,7 @@ class Limits:
         checks.one_of("dtype", self.dtype, PRECISIONS)
         checks.one_of("optimizer", self.optimizer, OPTIMIZERS)
         checks.boolean("sequence_parallel", self.sequence_parallel)
+        checks.boolean("accumulate", self.accumulate)
         checks.integer("most_tensor", self.most_tensor, minimum=1, optional=True)
         checks.integer("most_rows", self.most_rows, minimum=1, optional=True)
 
@@ -237,6 +240,9 @@ class Search:
             for rows, policy, split in itertools.product(
                 divisors(per_rank), self._limits.recompute, parallel
             ):
+                is_split = rows < per_rank and sizes[3] == 1
+                if is_split and not self._limits.accumulate:
+                    continue
                 if rows <= (self._limits.most_rows or rows):
                     yield self._group(layout, sizes, rows, per_rank // rows, policy, split)
         for kind in refused.keys() - divided:

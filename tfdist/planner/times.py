@@ -201,6 +201,8 @@ def gradient_seconds(
         if ranks == 1 or not parameters:
             continue
         group = ways[axes]
+        if machine.bulk is not None and group.between is None:
+            group = Way(group.ranks, group.members, machine.bulk, None, machine.bulk)
         gradients = parameters * precision.sent / layout.compression
         gathered = parameters * (precision.copy or precision.parameter)
         share = (ranks - 1) / ranks

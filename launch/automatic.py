@@ -1,0 +1,128 @@
+"""`tfdist-train --plan=auto`: the layout that the planner finds for the model and the ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from tfdist import planner
+from tfdist.launch.flag_values import UsageError, input_file
+from tfdist.launch.mesh_flags import Layout
+from tfdist.mesh import Mesh
+from tfdist.planner.calibration import read_machine
+from tfdist.runtime.tf_config import read_tf_config
+
+__all__ = ["Automatic", "chosen", "machine_file", "number_of_ranks"]
+
+#: What `tfdist-plan calibrate` writes where no flag says otherwise.
+_FILE = "machine.json"
+
+
+_MESH = Mesh()
+
+
+@dataclasses.dataclass(frozen=True)
+class Automatic:
+    """What was chosen.
+
+    Attributes:
+        layout: As flags would say it.
+        recompute: The policy of recompute.
+        words: The layout, what it takes, and by which file.
+    """
+
+    layout: Layout
+    recompute: str
+    words: str
+
+
+def machine_file(value: str) -> Path:
+    """The file that `--plan=auto[:FILE]` names.
+
+    Raises:
+        UsageError: It names none that can be read.
+    """
+    word, colon, name = value.partition(":")
+    if word != "auto" or (colon and not name.strip()):
+        raise UsageError(
+            f"--plan must be auto, or auto:FILE with a file of `tfdist-plan calibrate`. Received: --plan={value}."
+        )
+    path = Path(os.path.expanduser(name or _FILE))
+    if not path.exists():
+        raise UsageError(
+            f"--plan={value}: {path} does not exist; `tfdist-plan calibrate --output={path}` writes it."
+        )
+    input_file("plan", str(path), f"{word}:" if colon else "")
+    return path
+
+
+def number_of_ranks(environment: Mapping[str, str]) -> int:
+    """How many ranks the launcher has started, by the variables of this process."""
+    if "HOROVOD_SIZE" in environment:
+        return int(environment["HOROVOD_SIZE"])
+    try:
+        config = read_tf_config()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return 1 if config is None else max(len(config.workers), 1)
+
+
+@functools.cache
+def chosen(
+    value: str,
+    transformer: planner.Transformer,
+    batch: int,
+    ranks: int,
+    *,
+    context: bool = True,
+) -> Automatic:
+    """The fastest layout of a model that this program can run.
+
+    Args:
+        value: The flag's.
+        transformer: The model.
+        batch: Samples of a step.
+        ranks: Ranks that were started.
+        context: Whether sequences may be split.
+
+    Raises:
+        UsageError: The file is no calibration, or no layout fits.
+    """
+    path = machine_file(value)
+    try:
+        machine = read_machine(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--plan={value}: {error}") from None
+    axes = tuple(axis for axis in _MESH.order if context or axis not in _MESH.token_axes)
+    # What flags of the model or of the optimizer would have to say is left as it is.
+    limits = planner.Limits(axes=axes, sequence_parallel=False, accumulate=False)
+    found = planner.plan(
+        transformer, machine, global_batch=batch, ranks=ranks, limits=limits, best=1
+    )
+    if not found.best:
+        raise UsageError(
+            f"--plan={value}: no layout on {ranks} ranks divides --batch_size={batch} and fits."
+        )
+    best = found.best[0]
+    layout = best.layout
+    mesh = Mesh(
+        data=layout.data,
+        expert=layout.expert,
+        context=layout.context,
+        pipeline=layout.pipeline,
+        tensor=layout.tensor,
+    )
+    return Automatic(
+        Layout(
+            mesh,
+            num_microbatches=layout.num_microbatches,
+            schedule=layout.schedule,
+            chunks=layout.chunks if layout.chunks > 1 else None,
+            zero_stage=layout.zero_stage,
+        ),
+        layout.recompute,
+        f"{best} (by {path})",
+    )

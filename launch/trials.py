@@ -1,0 +1,190 @@
+"""Steps of real layouts on the ranks of a pool: how long they take, and what they take of memory.
+
+The functions run on ranks; `tfdist-plan calibrate` and the benchmark of the planner call them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import gc
+import itertools
+import statistics
+import time
+from typing import Any
+
+from tfdist.planner import Layout, Transformer
+
+__all__ = ["Measured", "alone", "collective_seconds", "model_of", "resident_bytes", "trial"]
+
+_STEPS = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A layout on a rank.
+
+    Attributes:
+        seconds: The median time of an update.
+        peak: Bytes of the process at the highest, above those before there was a model.
+        before: Bytes of the process before.
+    """
+
+    seconds: float
+    peak: int
+    before: int
+
+
+def model_of(sizes: Transformer, **options: Any) -> Any:
+    """A GPT of tfdist of a transformer's sizes."""
+    from tfdist import models
+
+    return models.gpt(
+        sizes.vocabulary,
+        num_layers=sizes.layers,
+        width=sizes.width,
+        num_heads=sizes.heads,
+        hidden_dim=sizes.hidden_units,
+        max_length=sizes.length,
+        num_experts=sizes.experts,
+        top_k=sizes.top_k,
+        experts={"balance_over": "sequence"} if sizes.experts else None,
+        **options,
+    )
+
+
+def trial(sizes: Transformer, layout: Layout, global_batch: int, steps: int = _STEPS) -> Measured:
+    """Trains some steps by a layout on this rank and the others of its pool.
+
+    Args:
+        sizes: The model.
+        layout: The layout.
+        global_batch: Samples of an update.
+        steps: How many are timed.
+    """
+    from tfdist import Mesh
+    from tfdist.testing import strategy
+
+    mesh = Mesh(
+        data=layout.data,
+        expert=layout.expert,
+        context=layout.context,
+        pipeline=layout.pipeline,
+        tensor=layout.tensor,
+    )
+    return _trial(strategy(mesh, zero_stage=layout.zero_stage), sizes, layout, global_batch, steps)
+
+
+def alone(sizes: Transformer, rows: int, steps: int = _STEPS) -> Measured:
+    """Trains some steps on this rank, while the others of its pool do so, each for itself."""
+    from tfdist import strategies
+
+    return _trial(strategies.LocalStrategy(), sizes, Layout(), rows, steps)
+
+
+def _trial(
+    strategy: Any, sizes: Transformer, layout: Layout, global_batch: int, steps: int
+) -> Measured:
+    import contextlib
+
+    import keras
+    import numpy as np
+    import tensorflow as tf
+
+    from tfdist import layers
+    from tfdist.pipeline import PipelineModel, deferred_weights
+    from tfdist.recompute import recompute
+
+    keras.utils.set_random_seed(0)
+    _trim()
+    before = resident_bytes()
+    _forget_peak()
+    is_pipeline = layout.pipeline > 1
+    with strategy.scope():
+        with deferred_weights() if is_pipeline else contextlib.nullcontext():
+            model = model_of(sizes, sequence_parallel=layout.sequence_parallel)
+        if layout.recompute != "none":
+            recompute(model, layout.recompute)
+        if is_pipeline:
+            model = PipelineModel(
+                model,
+                num_microbatches=layout.num_microbatches,
+                schedule=layout.schedule,
+                chunks=layout.chunks if layout.chunks > 1 else None,
+                input_shape=(sizes.length,),
+            )
+        parts = layout.accumulation
+        optimizer = keras.optimizers.Adam(gradient_accumulation_steps=parts if parts > 1 else None)
+        model.compile(optimizer, layers.VocabParallelCrossEntropy(sizes.vocabulary))
+    random = np.random.default_rng(0)
+    rows = global_batch // parts
+    tokens, labels = (
+        random.integers(0, sizes.vocabulary, (rows, sizes.length), "int32") for _ in range(2)
+    )
+    data = tf.data.Dataset.from_tensors((tokens, labels)).repeat()
+    begins: list[float] = []
+    clock = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: begins.append(time.perf_counter())
+    )
+    model.fit(data, steps_per_epoch=(steps + 2) * parts, verbose=0, callbacks=[clock])
+    begins = begins[2 * parts :: parts]
+    seconds = statistics.median(b - a for a, b in itertools.pairwise(begins))
+    peak = _peak_bytes() - before
+    del model, data
+    keras.backend.clear_session(free_memory=True)
+    _trim()
+    return Measured(seconds, peak, before)
+
+
+def collective_seconds(sizes: list[int], bulk: bool, repeats: int = 12) -> list[float]:
+    """Median seconds of an all-reduce of each size over all ranks of the pool."""
+    import tensorflow as tf
+
+    from tfdist import collectives
+    from tfdist.testing import engine
+
+    group = engine().group()
+    found = []
+    for size in sizes:
+        own = tf.ones([size // 4])
+
+        @tf.function
+        def function(x, size=size):
+            name = f"plan/{size}/{bulk}"
+            return collectives.all_reduce(x, group, name=name, bulk=bulk)[0]
+
+        times = []
+        for _ in range(repeats + 2):
+            begin = time.perf_counter()
+            function(own).numpy()
+            times.append(time.perf_counter() - begin)
+        found.append(statistics.median(times[2:]))
+    return found
+
+
+def resident_bytes() -> int:
+    """Bytes of this process in memory."""
+    return _status("VmRSS")
+
+
+def _peak_bytes() -> int:
+    return _status("VmHWM")
+
+
+def _status(field: str) -> int:
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024
+
+
+def _forget_peak() -> None:
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # The peak is what is there now.
+
+
+def _trim() -> None:
+    """Gives back to the system what the C library keeps, so that the next model begins anew."""
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
