@@ -312,7 +312,7 @@ PROGRAM = command.Program(
                 *_OPTIMIZER.every,
             )
         ],
-        "for files and memory": [
+        "for files, memory and links": [
             flag.name
             for flag in (
                 _DATA_DIR,
@@ -321,11 +321,6 @@ PROGRAM = command.Program(
                 _CHECKPOINTS.keep,
                 _ELASTIC,
                 _RECOMPUTE,
-            )
-        ],
-        "for links": [
-            flag.name
-            for flag in (
                 _MESH.zero,
                 _WORLD.communication_dtype,
                 _WORLD.compression,
