@@ -336,7 +336,7 @@ PROGRAM = command.Program(
                 *_OPTIMIZER.every,
             )
         ],
-        "for files and memory": [
+        "for files, memory and links": [
             flag.name
             for flag in (
                 _DATA_DIR,
@@ -345,11 +345,6 @@ PROGRAM = command.Program(
                 _CHECKPOINTS.keep,
                 _ELASTIC,
                 _RECOMPUTE,
-            )
-        ],
-        "for links": [
-            flag.name
-            for flag in (
                 _MESH.zero,
                 _WORLD.communication_dtype,
                 _WORLD.compression,

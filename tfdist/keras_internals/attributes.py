@@ -32,13 +32,17 @@ class Attribute:
         *owners: The classes, or the modules, whose code speaks of it.
         since: The Keras that has it first: older ones know no such thing, and objects lack it.
 
+    Attributes:
+        is_known: Whether this Keras has it.
+
     Raises:
         ImportError: One of them does not.
     """
 
     def __init__(self, name: str, *owners: Any, since: tuple[int, int] = (3, 0)):
         self.name, self.owners = name, owners
-        if tuple(map(int, keras.__version__.split(".")[:2])) < since:
+        self.is_known = tuple(map(int, keras.__version__.split(".")[:2])) >= since
+        if not self.is_known:
             return
         for owner in owners:
             if name not in _names_in(owner):
@@ -88,18 +92,18 @@ _PRODUCTS = (keras.layers.Dense, keras.layers.EinsumDense)
 kernel_of = Attribute("_kernel", *_PRODUCTS)
 table_of = Attribute("_embeddings", keras.layers.Embedding)
 # How a kernel of int4 is packed, and which of its dims are summed over.
-# Before 3.14 all of int4 is packed without blocks.
+# Before 3.14 int4 is packed otherwise, by inputs and without blocks.
 int4_block_size = Attribute("_int4_block_size", *_PRODUCTS, since=(3, 14))
 int4_inputs = Attribute("_orig_input_dim", keras.layers.Dense)
-int4_outputs = Attribute("_orig_output_dim", keras.layers.Dense)
-int4_columns = Attribute("_int4_unpacked_column_size", keras.layers.EinsumDense)
+int4_outputs = Attribute("_orig_output_dim", keras.layers.Dense, since=(3, 14))
+int4_columns = Attribute("_int4_unpacked_column_size", keras.layers.EinsumDense, since=(3, 14))
 quantization_axes = Attribute("_kernel_reduced_axes", keras.layers.EinsumDense)
-# Grouped attention has no public ones, and alone a gate.
+# Grouped attention has no public ones, and alone a gate: since 3.14.
 _BOTH = (keras.layers.GroupQueryAttention, keras.layers.MultiHeadAttention)
 projections = {
-    part: Attribute(f"_{part}_dense", *(_BOTH[:1] if part == "gate" else _BOTH))
-    for part in ("query", "key", "value", "gate", "output")
+    part: Attribute(f"_{part}_dense", *_BOTH) for part in ("query", "key", "value", "output")
 }
+projections["gate"] = Attribute("_gate_dense", _BOTH[0], since=(3, 14))
 attention_core = Attribute("_compute_attention", *_BOTH)
 # Grouped attention notes it for its core, and others are told.
 returns_scores = Attribute("_return_attention_scores", keras.layers.GroupQueryAttention)
