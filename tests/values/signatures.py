@@ -90,6 +90,7 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
     "filepath": lambda: "model.keras",
     "split": lambda: "train",
     "what": lambda: "a test",
+    "timer.name": lambda: "augment",
     "strategy": tfdist.strategies.LocalStrategy,
     "replicas": lambda: 2,
     "inner": keras.optimizers.Adam,
@@ -219,6 +220,11 @@ LEGAL: dict[str, set[str]] = {
     "tfdist.strategies.ParameterServerStrategy.max_staleness": {"zero"},
     "tfdist.strategies.ParameterServerStrategy.delay_compensation": _ZERO,
     "tfdist.monitoring.MemoryReporter.path": {"newline", *_ANY_NAME},
+    **{
+        f"tfdist.monitoring.Monitor.{name}": {"newline", *_ANY_NAME}
+        for name in ("json", "tensorboard", "trace")
+    },
+    "tfdist.monitoring.Monitor.prometheus_port": {"zero"},
     "tfdist.monitoring.memory_report.step_peak": {"zero"},
     "tfdist.monitoring.watchdog.startup_guard.what": _ANY_NAME,
 }
