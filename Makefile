@@ -8,6 +8,7 @@ NP = 2
 DEMO_FLAGS = --model=convnet --dataset=digits --strategy=auto
 BENCHMARKS = data_parallel tensor_parallel pipeline_parallel zero recompute checkpoint blockwise_attention fine_tuning experts
 TESTS = tests
+TURN = 0
 
 PY = $(VENV)/bin/python
 PIP = $(PY) -m pip --disable-pip-version-check
@@ -38,8 +39,8 @@ demo: setup ## Trains the ConvNet on the digits, on two ranks
 test: setup ## The tests but the long matrices
 	$(PY) -m pytest -q -m "not slow and not matrix" $(TESTS)
 
-test-all: setup ## All tests; of long matrices each value of each parameter; hours on 2 cores
-	$(PY) -m pytest -q -m "not matrix" $(TESTS)
+test-all: setup ## All tests; of long matrices a part, another one with TURN=1 and 2; hours on 2 cores
+	$(PY) -m pytest -q -m "not matrix" --turn=$(TURN) $(TESTS)
 
 test-pairs: setup ## Of long matrices each pair of values
 	$(PY) -m pytest -q -m "slow and not matrix" --strength=2 $(TESTS)

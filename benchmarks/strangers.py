@@ -18,6 +18,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -50,6 +51,8 @@ def main() -> int:
     names = [attack.__name__ for attack in attacks.ATTACKS]
     flags.add_argument("--attacks", nargs="+", default=names, choices=names)
     options = flags.parse_args()
+    # Without this the job and the attackers would go on after a SIGTERM.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as name:
         windows, code = measure(Path(name), options.engine, options.attacks, options.rounds)
         steps = json.loads((Path(name) / "times.json").read_text())

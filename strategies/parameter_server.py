@@ -9,6 +9,7 @@ TensorFlow's own runtime; see `tfdist.asynchronous.connection` for which part of
 from __future__ import annotations
 
 import atexit
+import functools
 import sys
 from collections.abc import Callable
 
@@ -104,51 +105,62 @@ class ParameterServerStrategy(AsynchronousStrategy):
         )
         checks.number("watchdog_seconds", watchdog_seconds, above=0, maximum=checks.YEAR_SECONDS)
         cluster = cluster_from_environment()
-        self._own_servers: list[tf.distribute.Server] = []
-        if cluster is None:
-            cluster, self._own_servers = local_cluster(servers or 1)
-        elif servers is not None and servers != len(cluster.servers):
+        if cluster is not None and servers not in (None, len(cluster.servers)):
             raise ValueError(
                 f"TF_CONFIG names {len(cluster.servers)} server(s). Received: servers={servers}. "
                 "Leave `servers` out, or start as many: `tfdist-run --ps=`."
             )
-        if cluster.job == "ps":
+        if cluster is not None and cluster.job == "ps":
             serve(cluster, watchdog_seconds, worker_timeout_seconds)
             sys.exit(0)
         super().__init__(_ParameterServerExtended(self))
         self._cluster = cluster
-        self._store = ParameterStore(
-            cluster,
+        self._num_servers = (servers or 1) if cluster is None else len(cluster.servers)
+        self._open_store = functools.partial(
+            ParameterStore,
             max_staleness=max_staleness,
             delay_compensation=float(delay_compensation),
             silent_seconds=worker_timeout_seconds,
             watchdog_seconds=watchdog_seconds,
         )
-        atexit.register(self._store.close)
+        self._own_servers: list[tf.distribute.Server] = []
         self._hosted: HostedModel | None = None
         self._wants_own_batches = False
         keras_patches.install()
         logging.info(
             "tfdist: worker %d of %d, with %d parameter server(s).",
-            cluster.index,
-            cluster.num_workers,
-            len(cluster.servers),
+            self.worker_index,
+            self.num_workers,
+            self._num_servers,
         )
+        if cluster is not None:
+            # The others wait for this worker, so it joins now.
+            _ = self._store
+
+    @functools.cached_property
+    def _store(self) -> ParameterStore:
+        """What is kept on the servers. Alone, they are started here, by the first `fit`."""
+        cluster = self._cluster
+        if cluster is None:
+            cluster, self._own_servers = local_cluster(self._num_servers)
+        store = self._open_store(cluster)
+        atexit.register(store.close)
+        return store
 
     @property
     def is_chief(self) -> bool:
         """Whether this worker makes the parameters and writes files."""
-        return self._store.is_chief
+        return self.worker_index == 0
 
     @property
     def num_workers(self) -> int:
         """How many workers were started."""
-        return self._cluster.num_workers
+        return 1 if self._cluster is None else self._cluster.num_workers
 
     @property
     def worker_index(self) -> int:
         """Which worker this process is."""
-        return self._cluster.index
+        return 0 if self._cluster is None else self._cluster.index
 
     def applied_updates(self) -> np.ndarray:
         """How many updates each server has applied from each worker: [servers, workers].
@@ -167,7 +179,7 @@ class ParameterServerStrategy(AsynchronousStrategy):
     def fit(self, call, arguments):
         """See `AsynchronousStrategy.fit`."""
         model = arguments["self"]
-        _check_model(model, len(self._cluster.servers))
+        _check_model(model, self._num_servers)
         callbacks = list(tf.nest.flatten(arguments["callbacks"] or []))
         if any(isinstance(each, Checkpointer) for each in callbacks):
             raise ValueError(
@@ -232,8 +244,8 @@ class ParameterServerStrategy(AsynchronousStrategy):
 
     def __repr__(self) -> str:
         return (
-            f"ParameterServerStrategy({len(self._cluster.servers)} server(s), worker "
-            f"{self._cluster.index} of {self._cluster.num_workers})"
+            f"ParameterServerStrategy({self._num_servers} server(s), worker "
+            f"{self.worker_index} of {self.num_workers})"
         )
 
 

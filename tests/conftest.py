@@ -20,6 +20,10 @@ def pool_ids(kind: tuple[str, int]) -> str:
 
 #: A test with no more slow cases than these runs all of them in `make test-all`.
 SMALL_MATRIX = 4
+#: Of a parameter with more values than this, as families of models and scripts are, a run takes one in
+#: `TURNS`, and the next function of the file begins with another one.
+LONG = 8
+TURNS = 3
 
 
 def pytest_addoption(parser):
@@ -29,6 +33,13 @@ def pytest_addoption(parser):
         choices=(1, 2),
         default=1,
         help="Of the slow cases of a matrix: each value of each parameter, or each pair of values [1]",
+    )
+    parser.addoption(
+        "--turn",
+        type=int,
+        choices=range(TURNS),
+        default=0,
+        help=f"Of a parameter with over {LONG} values, one in {TURNS}, from the value of this number [0]",
     )
 
 
@@ -90,7 +101,11 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if hasattr(item, "callspec") and item.get_closest_marker("matrix") is None:
             functions[item.path, item.originalname].append(item)
-    for cases in functions.values():
+    seen = collections.Counter()
+    for (path, _), cases in functions.items():
+        if config.getoption("strength") == 1:
+            cases = _in_turn(cases, config.getoption("turn") + seen[path])
+        seen[path] += 1
         _thin_out(cases, config.getoption("strength"))
 
     def kind(item):
@@ -99,6 +114,27 @@ def pytest_collection_modifyitems(config, items):
         return (found is not None, found or ("", 0))
 
     items.sort(key=kind)
+
+
+def _in_turn(cases, turn: int) -> list:
+    """The cases whose turn it is, and the quick ones; the others become cases of the matrix alone."""
+    if cases[0].get_closest_marker("each"):
+        return cases
+    order = [_values(case) for case in cases]
+    taken = []
+    for case, values in zip(cases, order, strict=True):
+        for name, value in values.items():
+            every = list(dict.fromkeys(other[name] for other in order))
+            if len(every) > LONG and (every.index(value) - turn) % TURNS:
+                break
+        else:
+            taken.append(case)
+            continue
+        if case.get_closest_marker("slow") is None:
+            taken.append(case)
+        else:
+            case.add_marker(pytest.mark.matrix)
+    return taken
 
 
 def _thin_out(cases, strength: int) -> None:

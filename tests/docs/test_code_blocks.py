@@ -86,6 +86,7 @@ def test_commands_are_told_from_comments_quotations_and_output():
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.each
 @pytest.mark.parametrize(("pool", "block"), scripts(), indirect=["pool"])
 def test_python(pool, block, tmp_path):
     path = tmp_path / "block.py"
@@ -99,6 +100,7 @@ def test_python(pool, block, tmp_path):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.each
 @pytest.mark.parametrize(("words", "printed"), distinct_commands())
 def test_commands(words, printed, tmp_path):
     if "horovodrun" in words:

@@ -506,6 +506,7 @@ def test_the_hosts_say_how_many_ranks(jobs, tmp_path):
         (["--min_np=1"], "--host_discovery_script"),
         (["--host_discovery_script=false"], "--host_discovery_script=false"),
         (["--host_discovery_script=echo a:b"], "'a:b'"),
+        (["--host_discovery_script=printf '\\377\\376'"], "is not UTF-8 text"),
         (["--host_discovery_script=echo far.invalid:2"], "far.invalid cannot be reached"),
         (["--host_discovery_script=true", "--min_np=3"], "--min_np=3"),
         (["--max_restarts=-1"], "--max_restarts=-1"),

@@ -38,6 +38,21 @@ def test_two_launchers_that_disagree(monkeypatch):
         strategies.auto()
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"HOROVOD_RANK": "0"}, "HOROVOD_SIZE=None"),
+        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "two"}, "HOROVOD_SIZE='two'"),
+        ({"HOROVOD_RANK": "-1", "HOROVOD_SIZE": "2"}, "HOROVOD_RANK='-1'"),
+    ],
+)
+def test_half_of_what_a_launcher_sets(monkeypatch, variables, said):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=said):
+        strategies.auto()
+
+
 def test_a_malformed_tf_config(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1"]}}')
     with pytest.raises(ValueError, match="TF_CONFIG is not of the form"):

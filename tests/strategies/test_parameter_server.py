@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 
 from tests.strategies import asynchronous_programs as programs
 from tfdist.runtime.rendezvous import free_ports
+from tfdist.strategies import ParameterServerStrategy
 
 JOB = Path(__file__).with_name("asynchronous_job.py")
 ROOT = Path(__file__).parents[2]
@@ -53,6 +55,18 @@ def test_rows_alone_travel_of_a_table(one_process):
     read, rows_read = one_process.run(programs.bytes_read, timeout=100)[0]
     # The table has 5,000 rows, a batch at most 24 different ones.
     assert read < 5_000 and 0 < rows_read <= 24
+
+
+def test_making_one_starts_nothing():
+    def listening():
+        return {
+            each.laddr for each in psutil.Process().net_connections() if each.status == "LISTEN"
+        }
+
+    threads, ports = threading.active_count(), listening()
+    strategy = ParameterServerStrategy(2)
+    assert strategy.is_chief and strategy.num_workers == 1
+    assert (threading.active_count(), listening()) == (threads, ports)
 
 
 def test_what_cannot_work_is_refused_with_a_way_out(one_process):
