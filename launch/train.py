@@ -23,6 +23,7 @@ from tfdist.launch.images import Images
 from tfdist.launch.language import Language
 from tfdist.launch.local_flags import LocalFlags
 from tfdist.launch.mesh_flags import Layout, MeshFlags
+from tfdist.launch.monitor_flags import MonitorFlags
 from tfdist.launch.recommendation import Recommendation
 from tfdist.launch.tasks import DEFINE, VALUES, Data, Settings, Task
 from tfdist.launch.world import World, WorldFlags
@@ -81,6 +82,7 @@ _VERBOSE = DEFINE.integer(
 _MESH = MeshFlags(DEFINE)
 _WORLD = WorldFlags(DEFINE, _MESH)
 _LOCAL = LocalFlags(DEFINE)
+_MONITOR = MonitorFlags(DEFINE)
 
 
 def run() -> None:
@@ -139,7 +141,7 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
     if _WORLD.has_servers:
         callbacks += _CHECKPOINTS.backups()
     else:
-        callbacks += _CHECKPOINTS.callbacks(saving, batch_size)
+        callbacks += [*_CHECKPOINTS.callbacks(saving, batch_size), *_MONITOR.callbacks()]
 
     # --- Training ------------------------------------------------------------------------------
     with expected_errors(_CHECKPOINTS.workdir, settings.dataset):
@@ -192,6 +194,7 @@ def _choose_task() -> tuple[Task, Settings]:
         has_servers=_WORLD.has_servers,
         divides_tables=task.divides_tables,
     )
+    _MONITOR.check(is_in_step=not (_WORLD.is_tpu or _WORLD.has_servers))
     task.check(settings)
     return task, settings
 
@@ -284,6 +287,7 @@ PROGRAM = command.Program(
                 *_LOCAL.every,
             )
         ],
+        "to watch it": [flag.name for flag in _MONITOR.every],
         "for the ranks": [flag.name for flag in (*_MESH.mesh, _THREADS, *_WORLD.of_ranks)],
     },
 )

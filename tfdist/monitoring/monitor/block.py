@@ -65,7 +65,7 @@ class Block:
         self["steps"], self["seconds"] = len(steps), sum(lengths)
         self["squares"] = sum(length * length for length in lengths)
         self["shortest"], self["longest"] = min(lengths), max(lengths)
-        for name in ("hidden", "sent", "rows", "tokens"):
+        for name in ("hidden", "travelling", "sent", "rows", "tokens"):
             self[name] = sum(getattr(step, name) for step in steps)
         by_field: dict[str, np.ndarray] = {}
         for section in {name for step in steps for name in step.seconds}:
@@ -76,7 +76,6 @@ class Block:
             by_field[name] = by_field.get(name, 0.0) + each
         for name, each in by_field.items():
             self[f"total/{name}"], self[f"median/{name}"] = each.sum(), float(np.median(each))
-        self["travelling"] = self["hidden"] + self["total/communication"]
         waits = [sum(step.seconds.get(name, 0.0) for name in _NO_WORK) for step in steps]
         work = [length - wait for length, wait in zip(lengths, waits, strict=True)]
         self["work"] = float(np.median(work))

@@ -57,6 +57,7 @@ class Step:
         end: When the next one began.
         seconds: By section how long; they add up to the step.
         hidden: Seconds of communication beside the computation.
+        travelling: Seconds in which a collective was under way.
         sent: Bytes that this rank sent.
         rows: How many samples this rank had.
         tokens: How many tokens; 0 where the data are none.
@@ -70,6 +71,7 @@ class Step:
     end: float
     seconds: dict[str, float]
     hidden: float = 0.0
+    travelling: float = 0.0
     sent: float = 0.0
     rows: float = 0.0
     tokens: float = 0.0
@@ -185,7 +187,8 @@ def _read(step: Step, row: Row, waits_from: float, inside: float) -> None:
     ]
     step.spans = [span for span in step.spans if span[2] > span[1]]
     travelling = union((call.begin, call.end) for call in step.calls)
-    step.hidden = _length(without(travelling, waited))
+    step.hidden = _length(common(travelling, union([*updates, *rest])))
+    step.travelling = _length(travelling)
     step.sent = sum(call.sent for call in step.calls)
 
 

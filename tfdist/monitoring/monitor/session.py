@@ -172,6 +172,8 @@ class Session:
         """The end of `fit`."""
         self._watch.close(time.time())
         self._exchange()
+        if self._totals.steps:  # Of fewer steps than a report is due after.
+            self._report("interval", self._totals, self._totals.logs())
         if self._traced:
             self._write_trace()
         self.close()

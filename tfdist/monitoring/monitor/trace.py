@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from tfdist.monitoring.monitor.sections import Call, Step, union
+from tfdist.monitoring.monitor.sections import Call, Step
 from tfdist.step_clock import Timed
 
-__all__ = ["RankTrace", "merged_trace", "trace_of", "write_trace"]
+__all__ = ["RankTrace", "hidden_share", "merged_trace", "trace_of", "write_trace"]
 
 #: What one rank did: plain data, since it travels.
 RankTrace = dict[str, Any]
@@ -155,9 +155,7 @@ def _in_lanes(slices: Sequence[tuple]) -> list[tuple[str, list[tuple]]]:
 
 def hidden_share(steps: Sequence[Step]) -> float:
     """The share of the communication of some steps that the computation hides."""
-    travelling = sum(
-        end - begin for step in steps for begin, end in union((c.begin, c.end) for c in step.calls)
-    )
+    travelling = sum(step.travelling for step in steps)
     return sum(step.hidden for step in steps) / travelling if travelling else 0.0
 
 
