@@ -90,7 +90,7 @@ def measured_flops(size: int, dtype: str, seconds: float) -> float:
         return tf.reduce_sum(tf.cast(tf.matmul(a, b), tf.float32))
 
     product(one, other).numpy()
-    rates = []
+    rates: list[float] = []
     until = time.perf_counter() + seconds
     while time.perf_counter() < until or len(rates) < 3:
         begun = time.perf_counter()

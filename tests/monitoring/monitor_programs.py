@@ -12,7 +12,15 @@ from tfdist import models
 from tfdist.monitoring import Monitor, timer
 from tfdist.testing import strategy
 
-__all__ = ["Begins", "dense", "fit_gpt", "fit_with_a_sleeper", "hand_count_of_gpt", "sleepy_fit"]
+__all__ = [
+    "Begins",
+    "dense",
+    "fit_gpt",
+    "fit_with_a_sleeper",
+    "hand_count_of_gpt",
+    "sleepy_fit",
+    "traced_fit",
+]
 
 VOCABULARY, LAYERS, WIDTH, HEADS, LENGTH = 64, 2, 64, 4, 32
 
@@ -134,3 +142,31 @@ def fit_with_a_sleeper(slow: int | None, where: str, seconds: float, steps: int)
     finally:
         logging.getLogger("tfdist").removeHandler(handler)
     return [line for line in found if "is slow" in line]
+
+
+def traced_fit(path: str, mesh=None, skew: float = 0.0, width: int = 64) -> dict[str, Any]:
+    """Trains a GPT with a trace, on ranks whose clocks are `skew` seconds apart from rank to rank."""
+    import tensorflow as tf
+
+    from tfdist.pipeline import PipelineModel
+
+    shared = strategy(mesh)
+    ahead = skew * shared.mesh.rank
+    right_time, right_stamp = time.time, tf.timestamp
+    keras.utils.set_random_seed(0)
+    with shared.scope():
+        model: Any = models.gpt(
+            VOCABULARY, num_layers=4, width=width, num_heads=HEADS, max_length=LENGTH
+        )
+        if shared.mesh.shape["pipeline"] > 1:
+            model = PipelineModel(model, num_microbatches=2, input_shape=(LENGTH,))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss)
+    tokens = np.random.default_rng(0).integers(0, VOCABULARY, (30 * 8, LENGTH), "int32")
+    monitor = Monitor(8, show=False, trace=path, steps=(10, 14))
+    time.time, tf.timestamp = lambda: right_time() + ahead, lambda: right_stamp() + ahead
+    try:
+        model.fit(tokens, tokens, batch_size=8, verbose=0, callbacks=[monitor])
+    finally:
+        time.time, tf.timestamp = right_time, right_stamp
+    return {"rank": shared.mesh.rank, "hidden": monitor.reports[-1].logs["communication_hidden"]}

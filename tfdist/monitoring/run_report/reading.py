@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -199,7 +198,7 @@ def _whole(event: dict, key: str) -> int:
 
 def _number(event: dict, key: str) -> float:
     value = event.get(key)
-    if type(value) not in (int, float) or not math.isfinite(value) or abs(value) > 1e18:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 1e18:
         raise UnreadableError(f"An event of the trace has no finite number as `{key}`.")
     return float(value)
 
@@ -233,5 +232,5 @@ def _numbers(value: Any) -> dict[str, float]:
     return {
         str(name): float(each)
         for name, each in value.items()
-        if type(each) in (int, float) and abs(each) < 1e300
+        if isinstance(each, int | float) and abs(each) < 1e300
     }

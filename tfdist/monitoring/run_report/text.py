@@ -74,7 +74,7 @@ def text_report(run: Run) -> str:
     reports = run.intervals or run.epochs
     if reports and (sections := reports[-1]["sections"]):
         rows = [
-            (name.replace("_", " "), f"{share:.1%}")
+            [name.replace("_", " "), f"{share:.1%}"]
             for name, share in sorted(sections.items(), key=lambda each: -each[1])
         ]
         parts.append("Sections of a step, all ranks\n" + tabulate(rows, tablefmt="plain"))
