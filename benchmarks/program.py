@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tfdist.benchmarks import buckets, collectives, environments, training
+from tfdist.benchmarks import buckets, collectives, environments, peak, training
 from tfdist.launch import command
 
 __all__ = ["PROGRAMS", "run"]
@@ -12,6 +12,7 @@ __all__ = ["PROGRAMS", "run"]
 PROGRAMS = {
     "buckets": buckets.PROGRAM,
     "collectives": collectives.PROGRAM,
+    "peak": peak.PROGRAM,
     "training": training.PROGRAM,
     "peers": environments.PROGRAM,
 }
@@ -28,7 +29,7 @@ def run() -> None:
         ", ".join(PROGRAMS),
         usage="tfdist-bench PROGRAM [flags]",
         summary="Measures. PROGRAM is buckets (the size of gradient buckets that suits a network), "
-        "collectives (time and bandwidth between ranks), training (times of a step beside those of "
+        "collectives (time and bandwidth between ranks), peak (the most that a rank does), training (times of a step beside those of "
         "other libraries) or peers (makes environments for these); tfdist-bench PROGRAM --help tells more.",
     )
 

@@ -44,6 +44,7 @@ class Program:
             imported for it. It gets the words behind the flags, and returns what `main` wants.
         rest: Whether a command with flags of its own may follow: what comes from its first word
             on is not looked at.
+        words: Whether words that are no flags may stand beside them, which `check` looks at.
         folded: Groups of flags that the help only names, each under a title, so that it fits a
             screen; `--helpfull` explains them all.
     """
@@ -54,6 +55,7 @@ class Program:
     summary: str
     check: Callable[[list[str]], Any] = lambda words: words
     rest: bool = False
+    words: bool = False
     folded: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -83,7 +85,7 @@ class Program:
             raise UsageError(str(error)) from error
         _check_flagfiles(arguments[1 : len(arguments) - len(left)])
         check_values(self.values)
-        if left and not self.rest:
+        if left and not self.rest and not self.words:
             raise UsageError(
                 f"This program takes only flags, see --help. Received: {' '.join(left)}"
             )

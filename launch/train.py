@@ -26,6 +26,7 @@ from tfdist.launch.images import Images
 from tfdist.launch.language import Language
 from tfdist.launch.local_flags import LocalFlags
 from tfdist.launch.mesh_flags import Layout, MeshFlags
+from tfdist.launch.monitor_flags import MonitorFlags
 from tfdist.launch.optimizer_flags import OptimizerFlags, read_recompute
 from tfdist.launch.recommendation import Recommendation
 from tfdist.launch.tasks import DEFINE, VALUES, Data, Settings, Task
@@ -90,6 +91,7 @@ _PLAN = DEFINE.string(
 _WORLD = WorldFlags(DEFINE, _MESH)
 _LOCAL = LocalFlags(DEFINE)
 _OPTIMIZER = OptimizerFlags(DEFINE)
+_MONITOR = MonitorFlags(DEFINE)
 
 
 def run() -> None:
@@ -155,7 +157,7 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
     if _WORLD.has_servers:
         callbacks += _CHECKPOINTS.backups()
     else:
-        callbacks += _CHECKPOINTS.callbacks(saving, batch_size)
+        callbacks += [*_CHECKPOINTS.callbacks(saving, batch_size), *_MONITOR.callbacks()]
 
     begun = time.monotonic()
     # --- Training ------------------------------------------------------------------------------
@@ -222,6 +224,7 @@ def _choose_task() -> tuple[Task, Settings]:
     _OPTIMIZER.check(is_tpu=_WORLD.is_tpu, has_sync=_LOCAL.is_given)
     read_recompute(_RECOMPUTE.name, _RECOMPUTE.value)
     check_plot(_PLOT.name, _PLOT.value)
+    _MONITOR.check(is_in_step=not (_WORLD.is_tpu or _WORLD.has_servers))
     task.check(settings)
     return task, settings
 
@@ -351,6 +354,7 @@ PROGRAM = command.Program(
                 *_LOCAL.every,
             )
         ],
+        "to watch it": [flag.name for flag in _MONITOR.every],
         "for the ranks": [flag.name for flag in (_PLAN, *_MESH.mesh, _THREADS, *_WORLD.of_ranks)],
     },
 )

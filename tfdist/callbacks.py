@@ -4,6 +4,7 @@ from tfdist.checkpoint import Checkpointer
 from tfdist.monitoring import (
     ExpertLoad,
     MemoryReporter,
+    Monitor,
     TerminateOnNonFinite,
     VerifyModelSync,
 )
@@ -12,6 +13,7 @@ __all__ = [
     "Checkpointer",
     "ExpertLoad",
     "MemoryReporter",
+    "Monitor",
     "TerminateOnNonFinite",
     "VerifyModelSync",
 ]

@@ -101,6 +101,7 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
     "filepath": lambda: "model.keras",
     "split": lambda: "train",
     "what": lambda: "a test",
+    "timer.name": lambda: "augment",
     "strategy": tfdist.strategies.LocalStrategy,
     "replicas": lambda: 2,
     "inner": keras.optimizers.Adam,
@@ -246,6 +247,11 @@ LEGAL: dict[str, set[str]] = {
     "tfdist.planner.laws.amdahl.parallel": {*_ZERO},
     "tfdist.planner.laws.gustafson.parallel": {*_ZERO},
     "tfdist.monitoring.MemoryReporter.path": {"newline", *_ANY_NAME},
+    **{
+        f"tfdist.monitoring.Monitor.{name}": {"newline", *_ANY_NAME}
+        for name in ("json", "tensorboard", "trace")
+    },
+    "tfdist.monitoring.Monitor.prometheus_port": {"zero"},
     "tfdist.monitoring.memory_report.step_peak": {"zero"},
     "tfdist.monitoring.watchdog.startup_guard.what": _ANY_NAME,
 }

@@ -146,6 +146,11 @@ class Engine(abc.ABC):
     def broadcast(self, tensor: tf.Tensor, root: int, group: Group, name: str) -> tf.Tensor:
         """The tensor of member `root`; the others pass one of the same shape."""
 
+    @property
+    def lane(self) -> str:
+        """What carries its operations, where times are shown."""
+        return self.name
+
     def host_address(self) -> str:
         """An address of this machine that the other ranks reach."""
         return "127.0.0.1"

@@ -18,6 +18,8 @@ from collections.abc import Callable
 import numpy as np
 import tensorflow as tf
 
+from tfdist.step_clock import Column, Stamps, current_stamps
+
 __all__ = ["FlightRecorder", "InFlight", "outermost_is_eager"]
 
 _serial_numbers = itertools.count()
@@ -115,6 +117,19 @@ class _Entry:
         return begun, ended
 
 
+def _timed(operation: Callable, stamps: Stamps, column: Column) -> Callable:
+    """The operation, whose begin and end are stamped."""
+
+    def timed(tensor: tf.Tensor):
+        begun, end = stamps.call(column, tensor)
+        with tf.control_dependencies([begun]):
+            result = operation(tf.identity(tensor))
+        end(tf.nest.flatten(result))
+        return result
+
+    return timed
+
+
 class FlightRecorder:
     """Counts the begins and ends of this rank's collectives."""
 
@@ -130,8 +145,21 @@ class FlightRecorder:
         ranks: tuple[int, ...],
         tensor: tf.Tensor,
         operation: Callable[[tf.Tensor], tf.Tensor | tuple],
+        lane: str = "",
     ) -> tf.Tensor | tuple:
-        """Returns `operation(tensor)`, counted as begun once `tensor` is there and as ended after."""
+        """Returns `operation(tensor)`, counted as begun once `tensor` is there and as ended after.
+
+        Args:
+            name: Operation, and what it serves.
+            group_label: The label of its group.
+            ranks: The ranks of its group.
+            tensor: What it begins with.
+            operation: What it does.
+            lane: The transport that carries it, for those who time steps (`tfdist.step_clock`).
+        """
+        stamps = current_stamps()
+        if stamps is not None:
+            operation = _timed(operation, stamps, Column("call", name, lane, ranks=ranks))
         if not self.enabled:
             return operation(tensor)
         entry = self._entry(name, group_label, ranks)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdist.collectives.engine import Engine
 from tfdist.collectives.group import Group
 from tfdist.collectives.names import unique_name
 
@@ -36,7 +37,12 @@ def raw_all_reduce(tensor, group: Group, reduction: str, name: str | None, bulk:
     wire = tf.cast(tensor, transport.reduce_as.get(dtype, dtype))
     flat, restore = _as_vector(wire)
     flat = _run(
-        "all_reduce", name, group, flat, lambda x, n: transport.all_reduce(x, group, reduction, n)
+        "all_reduce",
+        name,
+        group,
+        flat,
+        lambda x, n: transport.all_reduce(x, group, reduction, n),
+        transport,
     )
     return tf.cast(restore(flat), dtype)
 
@@ -48,7 +54,7 @@ def raw_all_gather(tensor, group: Group, uneven: bool, name: str | None):
     transport = group.engine.transport(group)
     gather = transport.all_gather_uneven if uneven else transport.all_gather
     wire, restore = _movable(tensor, transport)
-    gathered = _run("all_gather", name, group, wire, lambda x, n: gather(x, group, n))
+    gathered = _run("all_gather", name, group, wire, lambda x, n: gather(x, group, n), transport)
     rows = tensor.shape[0]
     gathered.set_shape([None if uneven or rows is None else rows * group.size, *tensor.shape[1:]])
     return restore(gathered)
@@ -70,6 +76,7 @@ def raw_reduce_scatter(tensor, group: Group, reduction: str, name: str | None):
         group,
         wire,
         lambda x, n: transport.reduce_scatter(x, group, reduction, n),
+        transport,
     )
     share.set_shape([None if rows is None else rows // group.size, *tensor.shape[1:]])
     return tf.cast(share, dtype)
@@ -81,7 +88,9 @@ def raw_all_to_all(tensor, group: Group, name: str | None):
         return tf.identity(tensor)
     transport = group.engine.transport(group)
     wire, restore = _movable(tensor, transport)
-    received = _run("all_to_all", name, group, wire, lambda x, n: transport.all_to_all(x, group, n))
+    received = _run(
+        "all_to_all", name, group, wire, lambda x, n: transport.all_to_all(x, group, n), transport
+    )
     received.set_shape(tensor.shape)
     return restore(received)
 
@@ -96,6 +105,7 @@ def raw_all_to_all_uneven(tensor, splits, group: Group, name: str | None):
         group,
         wire,
         lambda x, n: transport.all_to_all_uneven(x, splits, group, n),
+        transport,
     )
     rows.set_shape([None, *tensor.shape[1:]])
     received.set_shape([group.size])
@@ -109,7 +119,14 @@ def raw_broadcast(tensor, root: int, group: Group, name: str | None):
     transport = group.engine.transport(group)
     wire, restore = _movable(tensor, transport)
     flat, reshape = _as_vector(wire)
-    flat = _run("broadcast", name, group, flat, lambda x, n: transport.broadcast(x, root, group, n))
+    flat = _run(
+        "broadcast",
+        name,
+        group,
+        flat,
+        lambda x, n: transport.broadcast(x, root, group, n),
+        transport,
+    )
     return restore(reshape(flat))
 
 
@@ -130,7 +147,7 @@ def _use(sent, name: str) -> None:
     tf.raw_ops.AssignVariableOp(resource=handle, value=total)
 
 
-def _run(operation: str, name: str | None, group: Group, tensor, call):
+def _run(operation: str, name: str | None, group: Group, tensor, call, transport: Engine):
     """Calls the engine under a name, with the flight recorder on."""
     full = unique_name(f"{operation}/{group.label}" + (f"/{name}" if name else ""))
     if not tf.executing_eagerly():
@@ -138,7 +155,7 @@ def _run(operation: str, name: str | None, group: Group, tensor, call):
         # happens to; it never folds a placeholder, whatever its default.
         tensor = tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)
     return group.engine.recorder.watch(
-        full, group.label, group.ranks, tensor, lambda x: call(x, full)
+        full, group.label, group.ranks, tensor, lambda x: call(x, full), transport.lane
     )
 
 
@@ -194,7 +211,7 @@ def send_tensor(tensor: tf.Tensor, group: Group, to: int, *, name: str | None = 
     wire, restore = _movable(tensor, transport)
     flat, reshape = _as_vector(wire)
     what = f"{engine.rank}-to-{other}/{name or SEND_NAME}"
-    sent = _run("send", what, pair, flat, lambda x, full: engine.send(x, other, full))
+    sent = _run("send", what, pair, flat, lambda x, full: engine.send(x, other, full), transport)
     if not transport.sends_unused:
         _use(sent, f"{pair.label}/{what}")
     return restore(reshape(sent))
@@ -225,7 +242,8 @@ def receive_tensor(
         return tf.zeros(shape, dtype)
     engine, other = group.engine, group.ranks[source]
     pair = engine.pair(other)
-    wire, restore = _movable_dtype(dtype, engine.transport(pair))
+    transport = engine.transport(pair)
+    wire, restore = _movable_dtype(dtype, transport)
     size = elements if elements is not None else tf.reduce_prod(tf.stack(list(shape)))
     what = f"{other}-to-{engine.rank}/{name or SEND_NAME}"
     flat = _run(
@@ -234,6 +252,7 @@ def receive_tensor(
         pair,
         tf.constant(0),
         lambda after, full: engine.receive(size, wire, other, full, after),
+        transport,
     )
     if unused:
         _use(flat, f"{pair.label}/{what}")

@@ -28,6 +28,7 @@ from tfdist.context import ReplicaContext, current_replica
 from tfdist.gradient_options import GradientOptions
 from tfdist.gradients.clipping import clip_spread_gradients
 from tfdist.gradients.compressed import compression_state, reduce_compressed
+from tfdist.gradients.norms import weighted_square
 from tfdist.gradients.reduce import (
     reduce_gradients,
     rows_are_fewer,
@@ -38,6 +39,7 @@ from tfdist.gradients.reduce_scatter import reduce_scatter_gradients
 from tfdist.local_steps import group_in_step
 from tfdist.sharding.layout import VariableLayout, layout_of
 from tfdist.sharding.updates import needs_rows
+from tfdist.step_clock import Column, current_stamps
 
 __all__ = ["GradientPath", "State", "current_path"]
 
@@ -131,6 +133,17 @@ class GradientPath:
         if self.state is not State.LOCAL:
             return list(gradients)
         self.state = State.GLOBAL
+        stamps = current_stamps()
+        if stamps is None:
+            return self._reduce(gradients)
+        stamps.stamp(Column("gradients"), gradients)
+        with stamps.background():
+            found = self._reduce(gradients)
+        stamps.stamp(Column("reduced"), found)
+        stamps.norm(lambda: weighted_square(found, self.variables, self._strategy.mesh))
+        return found
+
+    def _reduce(self, gradients: Sequence) -> list:
         options, mesh = self.options, self._strategy.mesh
         keep_rows = needs_rows(self._optimizer)
         found = sum_partial_gradients(gradients, self._layouts, options)

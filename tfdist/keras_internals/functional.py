@@ -27,6 +27,7 @@ from tfdist.keras_internals.private import global_state
 
 __all__ = [
     "add_functions",
+    "called_graphs",
     "count_flops",
     "defer",
     "deferred_initializer",
@@ -108,6 +109,19 @@ def functions_of(graph: tf.Graph) -> list:
         else function
         for function in graph._functions.values()
     ]
+
+
+def called_graphs(operation: tf.Operation) -> dict[str, tf.Graph]:
+    """The graphs of the functions that an operation calls, by the attributes that name them."""
+    found = {}
+    for name, value in operation.node_def.attr.items():
+        called = [value.func] if value.HasField("func") else list(value.list.func)
+        for place, each in enumerate(called):
+            function = operation.graph._functions.get(each.name)
+            inner = getattr(function, "graph", None)
+            if inner is not None:
+                found[f"{name}/{place}"] = inner
+    return found
 
 
 def add_functions(graph: tf.Graph, functions: list) -> None:

@@ -4,14 +4,18 @@ from tfdist.monitoring.compression import compression_statistics
 from tfdist.monitoring.expert_load import ExpertLoad, parameter_counts
 from tfdist.monitoring.memory_report import MemoryReporter, memory_report
 from tfdist.monitoring.model_sync import VerifyModelSync
+from tfdist.monitoring.monitor.callback import Monitor
 from tfdist.monitoring.non_finite import TerminateOnNonFinite
+from tfdist.step_clock import timer
 
 __all__ = [
     "ExpertLoad",
     "MemoryReporter",
+    "Monitor",
     "TerminateOnNonFinite",
     "VerifyModelSync",
     "compression_statistics",
     "memory_report",
     "parameter_counts",
+    "timer",
 ]

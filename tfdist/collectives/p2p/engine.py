@@ -92,6 +92,11 @@ class P2PEngine(Engine):
             return self.inner
         return self
 
+    @property
+    def lane(self) -> str:
+        """Its own, beside that of the inner engine."""
+        return "peer to peer"
+
     def host_address(self):
         """The inner engine's."""
         return self.inner.host_address()

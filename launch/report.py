@@ -1,0 +1,69 @@
+"""`tfdist-report`: what a training did, from the files that `tfdist.callbacks.Monitor` wrote.
+
+tfdist-report trace.json
+tfdist-report runs/7 --output=report.html
+"""
+
+from __future__ import annotations
+
+import os
+
+from absl import flags
+
+from tfdist.launch import command
+from tfdist.launch.flag_values import FlagDefiner, output_file
+
+__all__ = ["PROGRAM", "run"]
+
+_VALUES = flags.FlagValues()
+_define = FlagDefiner(_VALUES)
+_OUTPUT = _define.string("output", None, "File for the page of HTML [report.html]")
+
+
+def run() -> None:
+    """The console script."""
+    PROGRAM.run()
+
+
+def _check(words: list[str]) -> tuple[str, str]:
+    if len(words) != 1:
+        raise command.UsageError(
+            "tfdist-report takes one trace, file of reports, or folder of them. Received: "
+            f"{' '.join(words)[:200] or 'none'}."
+        )
+    path = words[0]
+    if not os.path.exists(path):
+        raise command.UsageError(f"{path[:200]} does not exist.")
+    output = _OUTPUT.value or "report.html"
+    output_file("output", output)
+    return path, output
+
+
+def _main(checked: tuple[str, str]) -> None:
+    path, output = checked
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from tfdist.monitoring.run_report import UnreadableError, html_page, read_run, text_report
+
+    try:
+        found = read_run(path)
+    except (UnreadableError, OSError) as error:
+        raise command.UsageError(str(error)) from error
+    print(text_report(found))
+    with open(os.path.expanduser(output), "w", encoding="utf-8") as file:
+        file.write(html_page(found))
+    print(f"\nThe page is {output}.")
+
+
+PROGRAM = command.Program(
+    _main,
+    _VALUES,
+    usage="tfdist-report PATH [flags]",
+    summary="Tells what a training did, from the trace or the reports that a Monitor wrote, or a folder "
+    "of them: as text, and as one page of HTML that fetches nothing.",
+    check=_check,
+    words=True,
+)
+
+
+if __name__ == "__main__":
+    run()

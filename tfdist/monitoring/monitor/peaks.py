@@ -1,0 +1,68 @@
+"""The most that a rank can do, as `tfdist-bench peak` measures it and a `Monitor` compares with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from typing import Any
+
+from tfdist import checks
+
+__all__ = ["Peak", "checked_peak"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The most that a rank can do.
+
+    Attributes:
+        flops: Floating-point operations in a second, in products of large matrices.
+        bytes_per_second: What a rank sends in a second, in a sum of large arrays over all ranks; None
+            where that was not measured.
+    """
+
+    flops: float
+    bytes_per_second: float | None = None
+
+    def write(self, path: str, **more: Any) -> None:
+        """Writes it as JSON.
+
+        Args:
+            path: The file.
+            **more: What it was measured on, for people.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(dataclasses.asdict(self) | more, file, indent=1)
+            file.write("\n")
+
+
+def checked_peak(name: str, value: Any) -> Peak | None:
+    """A peak that is given as a number of FLOP/s, or as a file of `tfdist-bench peak`.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, str | os.PathLike):
+        return Peak(checks.number(name, value, above=0))
+    path = checks.path(name, value)
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+        peak = Peak(found["flops"], found.get("bytes_per_second"))
+        sizes = (peak.flops, 1.0 if peak.bytes_per_second is None else peak.bytes_per_second)
+        if not all(type(s) in (int, float) and math.isfinite(s) and s > 0 for s in sizes):
+            raise ValueError(f"it holds {found!r}"[:200])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise checks.refuse(
+            name,
+            value,
+            f"a number of FLOP/s, or a file that `tfdist-bench peak --output=FILE` wrote ({error})",
+        ) from error
+    return peak
