@@ -337,9 +337,10 @@ PROGRAM = command.Program(
                 _WORLD.steps_per_execution,
                 _VERBOSE,
                 *_OPTIMIZER.every,
+                _RECOMPUTE,
             )
         ],
-        "for files, memory and links": [
+        "for files, links, reports": [
             flag.name
             for flag in (
                 _DATA_DIR,
@@ -347,14 +348,13 @@ PROGRAM = command.Program(
                 _CHECKPOINTS.save_every,
                 _CHECKPOINTS.keep,
                 _ELASTIC,
-                _RECOMPUTE,
                 _MESH.zero,
                 _WORLD.communication_dtype,
                 _WORLD.compression,
                 *_LOCAL.every,
+                *_MONITOR.every,
             )
         ],
-        "to watch it": [flag.name for flag in _MONITOR.every],
         "for the ranks": [flag.name for flag in (_PLAN, *_MESH.mesh, _THREADS, *_WORLD.of_ranks)],
     },
 )
