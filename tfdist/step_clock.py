@@ -150,7 +150,7 @@ class Stamps:
         if self.wants_norm is None:
             return
         self.num_norms += 1
-        unknown = tf.constant(float("nan"), tf.float64)
+        unknown = tf.constant(-1.0, tf.float64)
         self.note(Column("norm"), tf.cond(self.wants_norm.read() > 0, square, lambda: unknown))
 
     @contextlib.contextmanager

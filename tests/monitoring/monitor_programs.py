@@ -18,6 +18,7 @@ __all__ = [
     "fit_gpt",
     "fit_with_a_sleeper",
     "hand_count_of_gpt",
+    "of_epoch",
     "sleepy_fit",
     "traced_fit",
 ]
@@ -41,6 +42,11 @@ class Begins(keras.callbacks.Callback):
     def mean(self) -> float:
         """The mean time of a step, without the first, which makes the graph."""
         return (self.at[-1] - self.at[1]) / (len(self.at) - 2)
+
+
+def of_epoch(monitor: Monitor):
+    """The report of the last epoch."""
+    return [report for report in monitor.reports if report.kind == "epoch"][-1]
 
 
 def dense(width: int = 256, **options) -> keras.Model:
@@ -74,7 +80,7 @@ def fit_gpt(mesh=None, steps: int = 40, rows: int = 8, **options) -> dict[str, A
     history = model.fit(
         tokens, tokens, batch_size=rows, verbose=0, shuffle=False, callbacks=[begins, monitor]
     )
-    report = monitor.reports[-1]
+    report = of_epoch(monitor)
     return {
         "logs": {name: values[-1] for name, values in history.history.items()},
         "sections": report.sections,
@@ -106,7 +112,7 @@ def sleepy_fit(where: str, seconds: float, model: keras.Model, steps: int = 24) 
 
     monitor = Monitor(show=False)
     model.fit(data(), steps_per_epoch=steps, verbose=0, callbacks=[monitor, Sleeper()])
-    return monitor.reports[-1]
+    return of_epoch(monitor)
 
 
 def fit_with_a_sleeper(slow: int | None, where: str, seconds: float, steps: int) -> list[str]:
@@ -169,4 +175,4 @@ def traced_fit(path: str, mesh=None, skew: float = 0.0, width: int = 64) -> dict
         model.fit(tokens, tokens, batch_size=8, verbose=0, callbacks=[monitor])
     finally:
         time.time, tf.timestamp = right_time, right_stamp
-    return {"rank": shared.mesh.rank, "hidden": monitor.reports[-1].logs["communication_hidden"]}
+    return {"rank": shared.mesh.rank, "hidden": of_epoch(monitor).logs["communication_hidden"]}

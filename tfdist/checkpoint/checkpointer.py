@@ -31,6 +31,7 @@ from tfdist.keras_internals.attributes import initial_epoch
 from tfdist.layers.states import layer_states
 from tfdist.runtime.directories import checked_directory
 from tfdist.runtime.exit_codes import PREEMPTED
+from tfdist.step_clock import timer
 
 __all__ = ["Checkpointer"]
 
@@ -243,6 +244,10 @@ class Checkpointer(keras.callbacks.Callback):
 
     def _save_if_due(self, batch: int) -> None:
         """Saves where it is time; all ranks come here at the same step."""
+        with timer("checkpoint"):
+            self._save_now_if_due(batch)
+
+    def _save_now_if_due(self, batch: int) -> None:
         due = False
         if self._every_steps:
             due = self._step // self._every_steps > self._saved_step // self._every_steps

@@ -110,7 +110,7 @@ class Session:
         self._traced = options.traced
         self._traced_steps: list[Step] = []
         self._traced_timers: list[Timed] = []
-        self._done = self._epoch = self._epoch_begin = self._pending = 0
+        self._done = self._epoch = self._epoch_begin = self._norms = 0
         self._block, self._cost = _LEAST_BLOCK, 0.0
         self._loss = self._loss_now = (0.0, 0.0)
         self._parameters = float(parameter_bytes(watch.model))
@@ -122,6 +122,7 @@ class Session:
             stack.enter_context(listen(self._timers.append))
             watch.install(self._between)
             stack.callback(watch.remove)
+            self._ask_norm(2)  # Of the first, which makes the graph, no time counts.
             self._open = stack.pop_all()
 
     def _opened_sinks(self, stack: contextlib.ExitStack) -> list[Sink]:
@@ -182,34 +183,30 @@ class Session:
 
     def _between(self) -> None:
         """Called by the thread that trains, before each call of the training function."""
-        self._pending += 1
-        per_call = self._watch.model.steps_per_execution
-        trace_over = (
-            self._traced and self._done + (self._pending - 1) * per_call >= self._traced.stop
-        )
-        if self._pending * per_call > self._block or trace_over:
+        if self._norms:
+            self._norms -= 1
+            if not self._norms:
+                self._watch.ask_norm(False)
+        over = self._watch.num_closed * self._watch.model.steps_per_execution
+        trace_over = bool(self._traced) and self._done + over >= self._traced.stop
+        if over >= self._block or trace_over:
             with timer("monitor"):
                 self._exchange()
                 if trace_over:
                     self._write_trace()
-        elif self._options.gradient_norm and self._pending * per_call + per_call > self._block:
-            self._watch.ask_norm(True)
 
     def _exchange(self) -> None:
         """Reads the stamps, and tells the other ranks the figures; all ranks come here at the same step."""
-        watch = self._watch
         begun = time.perf_counter()
-        if self._options.gradient_norm:
-            watch.ask_norm(False)
         steps = self._read()
         blocks = self._gathered(self._described(steps))
         if any(each["unknown_names"] for each in blocks):
             self._learn_names()
             blocks = self._gathered(self._described(steps))
         self._loss = self._loss_now
-        self._pending = 1 if watch.executions else 0
-        self._totals.add(blocks)
-        self._epoch_totals.add(blocks)
+        if all(each["steps"] for each in blocks):
+            self._totals.add(blocks)
+            self._epoch_totals.add(blocks)
         names = self._sections
         for slow in self._slow.look(blocks, names):
             if self._rank == 0:
@@ -220,7 +217,14 @@ class Session:
         if self._totals.steps >= self._options.every:
             self._report("interval", self._totals, self._totals.logs())
             self._totals.clear()
+        self._ask_norm(1)
         self._cost = time.perf_counter() - begun
+
+    def _ask_norm(self, calls: int) -> None:
+        """Has so many calls from now on compute the norm of their gradients."""
+        if self._options.gradient_norm:
+            self._norms = calls + 1
+            self._watch.ask_norm(True)
 
     def _read(self) -> list[Step]:
         """The steps since the last call in which no graph was made."""
@@ -376,7 +380,7 @@ def _last_norm(step: Step) -> float | None:
     """This rank's part of the squared norm, where the step computed it."""
     if step.row is None:
         return None
-    known = [each for each in step.row.all_of("norm") if not math.isnan(each)]
+    known = [each for each in step.row.all_of("norm") if not each < 0]  # Not a number is one.
     return sum(known) if known else None
 
 

@@ -119,8 +119,9 @@ class Totals:
         if found["peak_memory"]:
             most = max(last, key=lambda block: block["peak_memory"])
             found["memory_efficiency"] = most["parameters"] / most["peak_memory"]
-        norm = sum(block["norm"] for block in last)
-        if norm > 0 or math.isnan(norm):
+        norms = [sum(block["norm"] for block in blocks) for blocks in self._blocks]
+        norm = next((each for each in reversed(norms) if each), 0.0)
+        if norm:
             found["gradient_norm"] = math.sqrt(norm)
         if self._sum("losses"):
             found["loss"] = self._sum("loss") / self._sum("losses")

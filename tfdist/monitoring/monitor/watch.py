@@ -202,6 +202,13 @@ class Watch:
         if self.executions and self.executions[-1].close is None:
             self.executions[-1].close = now
 
+    @property
+    def num_closed(self) -> int:
+        """How many calls are over that were not taken."""
+        return sum(each.close is not None for each in self.executions[-1:]) + max(
+            len(self.executions) - 1, 0
+        )
+
     def ask_norm(self, wanted: bool) -> None:
         """Has the steps from now on compute the norm of their gradients, or not."""
         tf.raw_ops.AssignVariableOp(
