@@ -33,7 +33,7 @@ def compiled_model():
     hidden = keras.layers.Dense(256, activation="relu")(hidden)
     model = keras.Model(inputs, keras.layers.Dense(10)(hidden))
     model.compile(
-        optimizer=keras.optimizers.SGD(0.05, momentum=0.9),
+        optimizer=keras.optimizers.SGD(0.02, momentum=0.9),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
     )
@@ -45,7 +45,8 @@ def datasets():
     digits = load_digits()
     x, y = digits.data.astype("float32") / 16, digits.target
     parts = slice(0, 1200), slice(1200, 1500), slice(1500, None)
-    return [tf.data.Dataset.from_tensor_slices((x[p], y[p])).batch(BATCH) for p in parts]
+    train, *others = [tf.data.Dataset.from_tensor_slices((x[part], y[part])) for part in parts]
+    return [data.batch(BATCH) for data in (train.shuffle(1200, seed=0), *others)]
 
 
 train, validation, test = datasets()
@@ -68,6 +69,7 @@ with tempfile.TemporaryDirectory() as own:
             validation_data=validation,
             callbacks=[checkpoint],
             verbose=2,
+            shuffle=False,  # The data set shuffles.
         )
     loss, accuracy = model.evaluate(test, verbose=0)
 

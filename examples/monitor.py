@@ -30,7 +30,7 @@ with strategy.scope():
         ]
     )
     model.compile(
-        keras.optimizers.SGD(0.05, momentum=0.9),
+        keras.optimizers.SGD(0.02, momentum=0.9),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
 

@@ -47,9 +47,10 @@ cost = planner.estimate(
 
 text = tfdist.datasets.load_text("pydoc").train
 windows = tfdist.datasets.language_model_windows(text, 64).take(512)
-history = model.fit(windows.batch(32), epochs=2, verbose=2)
+history = model.fit(windows.batch(32), epochs=2, verbose=2, shuffle=False)
 if strategy.is_chief:
     print(
-        f"A step: {cost.flops / 1e6:,.0f} million FLOPs; on a rank {cost.memory}, {cost.traffic}."
+        f"A step: {cost.flops / 1e6:,.0f} million FLOPs; a rank holds {cost.memory.total / 2**20:.1f} MiB,"
+        f" and sends {cost.traffic['data'] / 2**20:.2f} MiB."
     )
     print(f"Loss {history.history['loss'][-1]:.4f} on {strategy.mesh.size} rank(s).")

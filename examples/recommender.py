@@ -16,19 +16,19 @@ import tfdist
 strategy = tfdist.strategies.auto()
 keras.utils.set_random_seed(0)
 
-SIZES = [2_000, 400, 60]  # Users, items and countries, say.
-train, clicks, floor = tfdist.datasets.make_clicks(8_000, 4, SIZES, seed=1)
+SIZES = [600, 200, 50]  # Users, items and countries, say.
+train, clicks, floor = tfdist.datasets.make_clicks(12_000, 4, SIZES, seed=1)
 
 with strategy.scope():
     model = tfdist.models.dlrm(4, SIZES, embedding_dim=8)
-    model.compile(keras.optimizers.Adagrad(0.1), losses.BinaryCrossentropy(from_logits=True))
+    model.compile(keras.optimizers.Adam(0.01), losses.BinaryCrossentropy(from_logits=True))
 
 if strategy.is_chief:
     for layer in model.layers:
         if isinstance(layer, tfdist.layers.ShardedEmbedding):
             print(layer.report())
 
-history = model.fit(train, clicks, batch_size=200, epochs=4, verbose=2)
+history = model.fit(train, clicks, batch_size=200, epochs=3, verbose=2)
 if strategy.is_chief:
     print(f"The rule's own loss is {floor:.4f}; a constant guess has 0.69.")
     print(f"Loss {history.history['loss'][-1]:.4f} on {strategy.mesh.size} rank(s).")

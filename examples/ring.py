@@ -55,7 +55,8 @@ def timed(function, tensor, times=10):
 
 
 mib = 8
-tensor = tf.random.stateless_uniform([mib << 18], seed=[rank, 0]) / ranks
+entries = (mib << 18) // ranks * ranks
+tensor = tf.random.stateless_uniform([entries], seed=[rank, 0]) / ranks
 ours, ring_seconds = timed(ring_all_reduce, tensor)
 theirs, engine_seconds = timed(lambda x: all_reduce(x, group), tensor)
 if strategy.is_chief:
