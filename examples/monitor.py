@@ -3,9 +3,9 @@
     python examples/monitor.py
     tfdist-run -np 2 -- python examples/monitor.py
 
-The figures are of all ranks together. Those of epochs are in the logs, so that the history and CSVLogger have
-them too. A step of which a rank waits for a slow one is told by its sections, and a rank that is slow for long
-is named in a warning. Needs scikit-learn, which carries the images: pip install 'tfdist[data]'.
+The figures are of all ranks together; those of an epoch are in its logs, so that the history and CSVLogger have
+them too. Sections say where a step spends its time, and a rank that is slow for long is named in a warning. Needs
+scikit-learn, which carries the images: pip install 'tfdist[data]'.
 """
 
 import keras
