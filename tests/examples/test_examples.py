@@ -47,3 +47,11 @@ def test_two_ranks_print_what_one_process_prints(script, engine):
     assert [float(n) for n in re.findall(r"\d+\.\d+", ranks)] == pytest.approx(
         numbers, abs=APART.get(script, 0.01)
     )
+
+
+def test_the_table_lists_each_with_what_it_prints():
+    text = (FOLDER / "README.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+\.py)` \|.+\| `(.+)` \|$", text, re.MULTILINE))
+    assert sorted(rows) == SCRIPTS
+    for line in rows.values():
+        assert re.search(r"\d\.\d.* on 2 rank\(s\)\.$", line), line
