@@ -61,7 +61,7 @@ class ModelFlags:
             return define.integer(name, default, text, lower_bound=1, upper_bound=_MOST)
 
         self.preset = define.string(
-            "preset", None, f"Preset of KerasHub, config.json, or {'|'.join(KNOWN)}"
+            "preset", None, "Preset of KerasHub, config.json, or a known model: llama3-8b"
         )
         self._length = size("seq_length", None, "Tokens of a sample [the preset's; 2048]")
         self.sizes = (
@@ -117,7 +117,7 @@ class MachineFlags:
     def __init__(self, define: FlagDefiner):
         self._values = define.values
         self._machine = define.string(
-            "machine", "a100", f"File of `tfdist-plan calibrate`, or {'|'.join(DEVICES)}"
+            "machine", "a100", "File of `tfdist-plan calibrate`, or a device: a100, h100, tpu-v5p"
         )
         self.ranks = define.integer(
             "ranks", None, "Ranks of the job", lower_bound=1, upper_bound=MOST_RANKS

@@ -15,7 +15,16 @@ from tfdist.planner.quantities import as_bytes, as_count, as_seconds
 from tfdist.planner.stages import Stage, cut, of_rank
 from tfdist.planner.times import PassTimes, Ways, gradient_seconds, part_times, pipeline_seconds
 
-__all__ = ["EXTRAPOLATED", "Estimate", "PartCosts", "assemble", "estimate", "misfit", "part_costs"]
+__all__ = [
+    "EXTRAPOLATED",
+    "Estimate",
+    "PartCosts",
+    "assemble",
+    "estimate",
+    "misfit",
+    "part_costs",
+    "tied",
+]
 
 #: Figures so many times beyond what was calibrated are marked.
 EXTRAPOLATED = 4.0
@@ -164,6 +173,15 @@ def part_costs(part: Part, layout: Layout, rows: int, machine: Machine, ways: Wa
     )
 
 
+def tied(model: Model, layout: Layout, parts: Sequence[PartCosts]) -> list[PartCosts]:
+    """The costs of parts where first and last part lie on one rank, which has one of what they share."""
+    *others, last = parts
+    if layout.pipeline == 1 and model.shared_parameters:
+        dense = last.bytes.dense - model.shared_parameters / layout.tensor
+        last = dataclasses.replace(last, bytes=dataclasses.replace(last.bytes, dense=dense))
+    return [*others, last]
+
+
 def assemble(
     model: Model,
     machine: Machine,
@@ -176,6 +194,7 @@ def assemble(
 ) -> Estimate:
     """The estimate of a layout whose parts' costs are known; see `estimate`."""
     p = layout.pipeline
+    parts = tied(model, layout, parts)
     totals = [part.times.total for part in parts]
     stages = cut([part.count for part in parts], totals, p * layout.chunks)
     of_ranks = [of_rank(stages, place, p) for place in range(p)]

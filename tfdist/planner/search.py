@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from tfdist import checks
-from tfdist.planner.estimates import Estimate, PartCosts, assemble, misfit, part_costs
+from tfdist.planner.estimates import Estimate, PartCosts, assemble, misfit, part_costs, tied
 from tfdist.planner.layouts import OPTIMIZERS, PRECISIONS, RECOMPUTE, Layout
 from tfdist.planner.machines import Machine
 from tfdist.planner.parts import Model
@@ -300,7 +300,7 @@ class Search:
             dtype=self._limits.dtype,
             optimizer=self._limits.optimizer,
         )
-        costs, _ = self._costs_of(changed, rows)
+        costs = tied(self._model, changed, self._costs_of(changed, rows)[0])
         seconds = sum(part.count * part.times.total for part in costs)
         bound = passes * seconds / sizes[3]
         dense = sum(part.count * part.bytes.dense for part in costs)

@@ -72,6 +72,17 @@ class Options:
     traced: range
 
 
+#: What logs of epochs get: a line of output has room for few figures. Reports have all.
+_IN_LOGS = (
+    "step_seconds",
+    "samples_per_second",
+    "tokens_per_second",
+    "mfu",
+    "gradient_norm",
+    "imbalance",
+)
+
+
 class Session:
     """One `fit`.
 
@@ -165,9 +176,8 @@ class Session:
             return
         figures = self._epoch_totals.logs()
         given = {name: float(value) for name, value in logs.items() if np.ndim(value) == 0}
-        report = self._report("epoch", self._epoch_totals, figures | given)
-        shares = {f"section_{name}": share for name, share in report.sections.items()}
-        logs |= {name: value for name, value in (figures | shares).items() if name not in logs}
+        self._report("epoch", self._epoch_totals, figures | given)
+        logs |= {name: figures[name] for name in _IN_LOGS if name in figures and name not in logs}
 
     def end(self) -> None:
         """The end of `fit`."""
