@@ -55,7 +55,9 @@ def train(*callbacks):
 folder = tempfile.mkdtemp() if strategy.is_chief else None
 folder = tfdist.collectives.broadcast_object(folder, strategy.group())
 try:
-    train(tfdist.checkpoint.Checkpointer(folder, every_steps=5), CutOff(after_steps=22))
+    # Waits for each save. One that goes on beside training may be lost where it is cut off.
+    saver = tfdist.checkpoint.Checkpointer(folder, every_steps=5, asynchronous=False)
+    train(saver, CutOff(after_steps=22))
 except InterruptedError as error:
     cut_off = str(error)
 resumed, steps = train(tfdist.checkpoint.Checkpointer(folder, every_steps=5))

@@ -3,8 +3,7 @@
     python examples/monitor.py
     tfdist-run -np 2 -- python examples/monitor.py
 
-The figures are of all ranks together; those of an epoch are in its logs, so that the history and CSVLogger have
-them too. Sections say where a step spends its time, and a rank that is slow for long is named in a warning. Needs
+The figures are of all ranks together; the first few are in the logs of epochs, and so in the history. Sections say where a step spends its time, and a rank that is slow for long is named in a warning. Needs
 scikit-learn, which carries the images: pip install 'tfdist[data]'.
 """
 
