@@ -3,8 +3,9 @@
     python examples/monitor.py
     tfdist-run -np 2 -- python examples/monitor.py
 
-The figures are of all ranks together; the first few are in the logs of epochs, and so in the history. Sections say where a step spends its time, and a rank that is slow for long is named in a warning. Needs
-scikit-learn, which carries the images: pip install 'tfdist[data]'.
+The figures are of all ranks together; the first few are in the logs of epochs, and so in the history. Sections
+say where a step spends its time, and a rank that is slow for long is named in a warning. Needs scikit-learn,
+which carries the images: pip install 'tfdist[data]'.
 """
 
 import keras
@@ -38,7 +39,7 @@ monitor = tfdist.callbacks.Monitor(every=30, show=False)
 history = model.fit(x, y, batch_size=60, epochs=4, verbose=0, callbacks=[monitor])
 
 if strategy.is_chief:
-    report = monitor.reports[-1]
+    report = [each for each in monitor.reports if each.kind == "epoch"][-1]
     figures = report.logs
     print(f"{figures['samples_per_second']:,.0f} samples a second")
     print(f"{figures['model_flops_per_second'] / 1e9:.2f} GFLOP/s")
