@@ -47,6 +47,7 @@ def main() -> None:
                     for watched in (True, False) if turn % 2 else (False, True):
                         seconds = max(pool.run(_seconds, part, watched, timeout=300))
                         (ratio.one if watched else ratio.other).append(seconds)
+                    print(f"  turn {turn}: {ratio.ratios[-1]:.4f}", file=sys.stderr, flush=True)
                 ratios.append(ratio)
                 print(ratio.row(), flush=True)
     write_json(arguments.json, arguments.engine, ratios)
