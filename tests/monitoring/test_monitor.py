@@ -24,6 +24,9 @@ from tfdist.mesh import Mesh
 from tfdist.monitoring import Monitor, timer
 from tfdist.monitoring.monitor.sections import common, union, without
 
+#: They compare times, which a busy machine disturbs.
+pytestmark = pytest.mark.slow
+
 BOTH = (("horovod", 2), ("tensorflow", 2))
 
 
@@ -93,8 +96,8 @@ def test_what_recompute_makes_again_is_no_work_of_the_model():
             model.compile("sgd", "sparse_categorical_crossentropy")
         monitor, _ = fit(model, peak=1e9)
         counts.append((flops(monitor), of_epoch(monitor).logs))
-    assert counts[0][0] == counts[1][0]
-    assert counts[0][1]["hfu"] == counts[0][1]["mfu"]
+    assert counts[0][0] == pytest.approx(counts[1][0], rel=1e-9)
+    assert counts[0][1]["hfu"] == pytest.approx(counts[0][1]["mfu"], rel=1e-9)
 
 
 def test_a_loop_and_unknown_sizes_are_counted_by_what_runs():

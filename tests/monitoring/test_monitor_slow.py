@@ -11,6 +11,9 @@ from tfdist.monitoring.monitor.block import Block
 from tfdist.monitoring.monitor.sections import Step
 from tfdist.monitoring.monitor.slow import SlowRanks
 
+#: They compare times, which a busy machine disturbs.
+pytestmark = pytest.mark.slow
+
 TIMERS = ["augment"]
 
 

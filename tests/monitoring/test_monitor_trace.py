@@ -22,6 +22,9 @@ from tfdist.monitoring.monitor.watch import Execution, Row
 from tfdist.monitoring.run_report import UnreadableError, html_page, read_run, text_report
 from tfdist.step_clock import Column, Timed
 
+#: They compare times, which a busy machine disturbs.
+pytestmark = pytest.mark.slow
+
 #: How far the clock of each rank is ahead of the one before, in seconds.
 SKEW = 0.25
 
