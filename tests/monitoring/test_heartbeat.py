@@ -237,3 +237,35 @@ def still_watches(server, clients) -> bool:
     found[1]._channel._sock.shutdown(socket.SHUT_RDWR)
     assert wait_until(lambda: "Rank 1 is gone: its process died." in heard), heard
     return server._thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "ranks", [[3], [0, 1], list(range(2000)), list(range(5, 2000, 8)), [*range(40), 77], [5] * 20]
+)
+def test_ranks_of_large_groups_are_packed(ranks):
+    wait = {"name": "g", "ranks": ranks, "occurrence": 1, "seconds": 2.0}
+    message = json.loads(json.dumps(Report(1, waiting=[wait]).to_message()))
+    found = Report.from_message(message, 2000)
+    assert list(found.waiting[0]["ranks"]) == ranks
+    if ranks[-1] - ranks[0] > 100:
+        assert len(json.dumps(message)) < 250
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {"first": 0, "last": 10**9, "step": 1},
+        {"first": -1, "last": 3, "step": 1},
+        {"first": 0, "last": 3, "step": 0},
+        {"first": 0, "last": 3, "step": True},
+        {"first": 3, "last": 0, "step": 1},
+        {"first": 0, "last": 3},
+        {},
+        "012",
+    ],
+)
+def test_ranks_that_are_none_are_refused(ranks):
+    message = Report(1).to_message()
+    message["waiting"] = [{"name": "g", "ranks": ranks, "occurrence": 1, "seconds": 2.0}]
+    with pytest.raises(ValueError, match="malformed"):
+        Report.from_message(message, 2000)

@@ -1,7 +1,7 @@
 """Heartbeats: a channel beside the engine, over which ranks still speak when collectives hang.
 
 One rank runs the server. Every rank holds a TCP connection to it and reports once a second, in worlds
-of more than 250 ranks less often, what it is doing; the server answers, and when something is wrong it tells all ranks the same verdict. A
+of more than 200 ranks less often, what it is doing; the server answers, and when something is wrong it tells all ranks the same verdict. A
 connection that ends without a goodbye is a process that died: the kernel says so at once.
 
 Connections are those of `tfdist.runtime`: the server hangs up on strangers. No exception ends a
@@ -35,7 +35,7 @@ _CONSEQUENCE_SECONDS = 3.0
 _TICK_SECONDS = 0.25
 #: In a large world ranks report less often, so that the server has no more to read than this. A death is
 #: seen at once all the same, by the connection that ends.
-_REPORTS_PER_SECOND = 250
+_REPORTS_PER_SECOND = 200
 #: As many ranks are looked after in each tick; of more ones the server looks less often.
 _LOOKED_AFTER_PER_TICK = 500
 #: What the rank of the server opens beside a connection to each rank.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ __all__ = ["Report", "collective_words", "rank_words"]
 #: What a report is cut to, so that it fits into a message in a world of any size.
 _MOST_RANKS = 20_000
 _LONGEST_TEXT = 2000
+#: More ranks than these are packed where they are equally far apart.
+_MOST_LISTED = 16
 
 
 @dataclasses.dataclass
@@ -43,7 +46,8 @@ class Report:
             ranks += len(wait["ranks"]) + 1
             if waiting and ranks > _MOST_RANKS:
                 break
-            waiting.append({**wait, "name": wait["name"][:_LONGEST_TEXT]})
+            short = {"name": wait["name"][:_LONGEST_TEXT], "ranks": _packed(wait["ranks"])}
+            waiting.append({**wait, **short})
         cut = {"doing": self.doing[:_LONGEST_TEXT], "failed": self.failed[:_LONGEST_TEXT]}
         return {**dataclasses.asdict(self), "waiting": waiting, **cut}
 
@@ -63,6 +67,7 @@ class Report:
             raise ValueError(f"a report of rank {report.rank}, of {size} ranks")
         if not all(_is_wait(wait, size) for wait in report.waiting):
             raise ValueError("a report with a malformed list of collectives")
+        report.waiting = [{**wait, "ranks": _unpacked(wait["ranks"])} for wait in report.waiting]
         return report
 
 
@@ -84,7 +89,39 @@ def _is_wait(wait: Any, size: int) -> bool:
         and type(wait["occurrence"]) is int
         and type(wait["seconds"]) in (int, float)
         and math.isfinite(wait["seconds"])
-        and isinstance(wait["ranks"], list)
-        and bool(wait["ranks"])
-        and all(type(rank) is int and 0 <= rank < size for rank in wait["ranks"])
+        and _are_ranks(wait["ranks"], size)
+    )
+
+
+def _packed(ranks: Sequence[int]) -> list[int] | dict[str, int]:
+    """Ranks for a message: of many that lie equally far apart, as those of an axis do, the ends alone.
+
+    In a world of thousands each rank reports groups of thousands, which the server would have to read.
+    """
+    if len(ranks) > _MOST_LISTED and ranks[1] > ranks[0]:
+        spaced = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])
+        if len(spaced) == len(ranks) and all(map(operator.eq, ranks, spaced)):
+            return {"first": ranks[0], "last": ranks[-1], "step": spaced.step}
+    return list(ranks)
+
+
+def _unpacked(ranks: list[int] | dict[str, int]) -> Sequence[int]:
+    if isinstance(ranks, dict):
+        return range(ranks["first"], ranks["last"] + 1, ranks["step"])
+    return ranks
+
+
+def _are_ranks(ranks: Any, size: int) -> bool:
+    """Whether a message has ranks there, listed or packed."""
+    if isinstance(ranks, dict):
+        return (
+            ranks.keys() == {"first", "last", "step"}
+            and all(type(value) is int for value in ranks.values())
+            and 0 <= ranks["first"] <= ranks["last"] < size
+            and ranks["step"] >= 1
+        )
+    return (
+        isinstance(ranks, list)
+        and bool(ranks)
+        and all(type(rank) is int and 0 <= rank < size for rank in ranks)
     )
