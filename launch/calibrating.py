@@ -23,6 +23,7 @@ from tfdist.planner import Layout, Link, Machine, Transformer, estimate
 from tfdist.planner.calibration import write_machine
 from tfdist.planner.memory import kept_bytes
 from tfdist.planner.parts import count_parameters, forward_flops
+from tfdist.runtime.process_memory import resident_bytes
 from tfdist.runtime.rendezvous import ENGINES
 
 __all__ = ["CALIBRATE", "fit_rates", "measure_machine"]
@@ -81,7 +82,7 @@ def measure_machine(ranks: int, engine: str) -> Machine:
 
     processors = len(os.sched_getaffinity(0))
     with RankPool(ranks, engine) as pool:
-        base = max(pool.run(trials.resident_bytes, timeout=300))
+        base = max(pool.run(resident_bytes, timeout=300))
         models = [_model(layers, width) for layers, width, _ in _ALONE]
         measured = [
             max(
