@@ -20,7 +20,7 @@ from tfdist.data.tokens import check_tokenwise, own_tokens
 from tfdist.gradients.non_finite import guard_of
 from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import TensorFlowTrainer, all_layers
-from tfdist.monitoring.memory_report import parameter_bytes
+from tfdist.monitoring.memory_reports import parameter_bytes
 from tfdist.pipeline import PipelineModel
 from tfdist.strategies.asynchronous import asynchronous_strategy_of
 from tfdist.strategies.keras_patches.agreement import check_agreement
