@@ -233,10 +233,7 @@ def _maybe_symbolic_build(original, self, iterator=None, data_batch=None):
     if type(self).call is keras.Model.call:
         return None
     if iterator is not None:
-        spec = iterator._distributed_dataset.element_spec
-        data_batch = tf.nest.map_structure(
-            lambda part: None if isinstance(part, tf.NoneTensorSpec) else part, spec
-        )
+        data_batch = batch_of(iterator)
     try:
         return original(self, None, data_batch)
     except Exception as error:
