@@ -27,7 +27,17 @@ _PLACES = {
     "timer": "tfdist.step_clock",
 }
 
-__all__ = list(_PLACES)
+__all__ = [
+    "ExpertLoad",
+    "MemoryReporter",
+    "Monitor",
+    "TerminateOnNonFinite",
+    "VerifyModelSync",
+    "compression_statistics",
+    "memory_report",
+    "parameter_counts",
+    "timer",
+]
 
 
 def __getattr__(name: str) -> Any:
