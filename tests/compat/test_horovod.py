@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import tfdist
 from tfdist.compat.horovod import (
     BestModelCheckpoint,
     BroadcastGlobalVariablesCallback,
@@ -14,6 +15,17 @@ from tfdist.compat.horovod import (
 )
 from tfdist.learning_rate import ScaledWarmup
 from tfdist.testing import RankPool
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("init", "HorovodStrategy()"), ("size", "strategy.mesh.size"), ("join", "'join'")],
+)
+def test_other_names_of_horovod_say_what_takes_their_place(name, words):
+    with pytest.raises(AttributeError, match=r"docs/migrate_from_horovod\.md") as caught:
+        getattr(tfdist.compat.horovod, name)
+    assert words in str(caught.value)
+    assert not hasattr(tfdist.compat.horovod, "__wrapped__")
 
 
 class _FourReplicas(tf.distribute.OneDeviceStrategy):
