@@ -34,9 +34,15 @@ _RANKS = _define.integer("ranks", 2, "Ranks that are started", lower_bound=2, up
 _ENGINE = _define.enum("engine", "auto", ["auto", "horovod", "tensorflow"], "Engine")
 _MEMORY_SHARE = 0.9
 
-#: What each rank trains: layers, width, rows.
-_ALONE = ((1, 128, 4), (2, 128, 16), (2, 256, 4), (4, 256, 8), (2, 512, 4))
+#: What each rank trains: layers, width, rows. The first warms up.
+_ALONE = ((1, 128, 4), (2, 128, 16), (2, 256, 4), (4, 256, 4), (2, 256, 16), (2, 512, 4))
+#: What is trained in a process of its own, for its memory.
+_FRESH = ((1, 128, 4), (2, 512, 8), (4, 512, 4))
 _SIZES = [4096, 1 << 20, 1 << 24]
+#: Bytes of an engine's bulk operations: a few buckets' worth at least.
+_BULK_SIZES = [1 << 20, 1 << 22, 1 << 26]
+#: By how much the bytes of a layout may be off: twice the mean error of docs/planning.md.
+_MEMORY_MARGIN = 0.15
 
 
 def _model(layers: int, width: int) -> Transformer:
@@ -80,74 +86,84 @@ def measure_machine(ranks: int, engine: str) -> Machine:
     from tfdist.testing import RankPool
 
     processors = len(os.sched_getaffinity(0))
+    base, fragmentation = _measure_memory()
+    models = [_model(layers, width) for layers, width, _ in _ALONE]
+    rows = [each[2] for each in _ALONE]
     with RankPool(ranks, engine) as pool:
-        base = max(pool.run(trials.resident_bytes, timeout=300))
-        models = [_model(layers, width) for layers, width, _ in _ALONE]
+        pool.run(trials.alone, models[0], rows[0], timeout=300)
         measured = [
-            max(
-                pool.run(trials.alone, model, rows, timeout=300),
-                key=lambda each: each.seconds,
-            )
-            for model, (_, _, rows) in zip(models, _ALONE, strict=True)
+            max(each.seconds for each in pool.run(trials.alone, model, batch, timeout=300))
+            for model, batch in zip(models, rows, strict=True)
         ]
-        share = max(ranks / processors, 1.0)
-        rows = [each[2] for each in _ALONE]
-        step, layer, flop, byte = fit_rates(
-            models, rows, [each.seconds / share for each in measured]
+        last = models[-1], rows[-1]
+        one = pool.run(trials.alone, *last, only=0, timeout=300)[0].seconds
+        inside = _link(_SIZES, pool.run(trials.collective_seconds, _SIZES, False, timeout=300))
+        bulk = _link(
+            _BULK_SIZES, pool.run(trials.collective_seconds, _BULK_SIZES, True, timeout=300)
         )
-        inside = _link(pool.run(trials.collective_seconds, _SIZES, False, timeout=300), ranks)
-        bulk = _link(pool.run(trials.collective_seconds, _SIZES, True, timeout=300), ranks)
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        found = Machine(
-            flops=dict.fromkeys(("float32", "bfloat16", "float16"), 1 / flop),
-            memory=_MEMORY_SHARE * memory / ranks,
-            memory_bandwidth=1 / byte,
-            inside=inside,
-            bulk=bulk,
-            ranks_per_host=ranks,
-            processors=processors,
-            efficiency=1.0,
-            memory_efficiency=1.0,
-            overlap=0.0,
-            algorithm="ring",
-            layer_seconds=layer,
-            step_seconds=step,
-            base_bytes=float(base),
-            calibrated={
-                "ranks": float(ranks),
-                "layer FLOPs": max(
-                    batch * (p.flops + p.attention_flops)
-                    for model, batch in zip(models, rows, strict=True)
-                    for p in model.parts
-                ),
-                "message bytes": float(_SIZES[-1]),
-            },
-            name=platform.node() or "this machine",
-            source=f"calibrated {datetime.date.today()} with {ranks} ranks of {engine}",
-        )
-        together = _model(2, 256), Layout(data=ranks), 4 * ranks
-        seen = pool.run(trials.trial, together[0], together[1], together[2], timeout=300)
-    overlap = _overlap(found, *together, max(each.seconds for each in seen))
-    ratios = [
-        each.peak / _without_process(found, model, Layout(), each_rows)
-        for model, each, each_rows in zip(models, measured, rows, strict=True)
-    ]
-    # The largest models say most of what an allocator keeps.
-    return found.replace(overlap=overlap, fragmentation=max(float(np.median(ratios[-3:])), 1.0))
+        together = _model(2, 256), Layout(data=ranks), 8 * ranks
+        seen = pool.run(trials.trial, *together, timeout=300)
+    share = max(ranks / processors, 1.0)
+    step, layer, flop, byte = fit_rates(models, rows, [each / share for each in measured])
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    found = Machine(
+        flops=dict.fromkeys(("float32", "bfloat16", "float16"), 1 / flop),
+        memory=_MEMORY_SHARE * memory / ranks,
+        memory_bandwidth=1 / byte,
+        inside=inside,
+        bulk=bulk,
+        ranks_per_host=ranks,
+        processors=processors,
+        efficiency=1.0,
+        memory_efficiency=1.0,
+        overlap=0.0,
+        algorithm="ring",
+        layer_seconds=layer,
+        step_seconds=step,
+        base_bytes=base,
+        fragmentation=fragmentation,
+        memory_margin=_MEMORY_MARGIN,
+        solo=max(measured[-1] / share / one, 1.0),
+        calibrated={
+            "ranks": float(ranks),
+            "layer FLOPs": max(
+                batch * (part.flops + part.attention_flops)
+                for model, batch in zip(models, rows, strict=True)
+                for part in model.parts
+            ),
+            "message bytes": float(_BULK_SIZES[-1]),
+        },
+        name=platform.node() or "this machine",
+        source=f"calibrated {datetime.date.today()} with {ranks} ranks of {engine}",
+    )
+    return found.replace(overlap=_overlap(found, *together, max(each.seconds for each in seen)))
 
 
-def _without_process(machine: Machine, model: Transformer, layout: Layout, batch: int) -> float:
-    memory = estimate(model, machine, layout, global_batch=batch).memory
-    return memory.total - memory.process
+def _measure_memory() -> tuple[float, float]:
+    """Bytes of a process without a model, and what its allocator keeps: a line through some peaks."""
+    from tfdist.launch import trials
+    from tfdist.testing import RankPool
+
+    asked, peaks = [], []
+    plain = Machine({"float32": 1e9}, 1e15, 1e9, Link(0.0, 1e9), fragmentation=1.0, base_bytes=0.0)
+    for layers, width, batch in _FRESH:
+        model = _model(layers, width)
+        with RankPool(1, "local") as pool:
+            found = pool.run(trials.alone, model, batch, 2, timeout=300)[0]
+        peaks.append(float(found.before + found.peak))
+        asked.append(estimate(model, plain, Layout(), global_batch=batch).memory.total)
+    slope, base = np.polyfit(asked, peaks, 1)
+    return max(float(base), 0.0), max(float(slope), 1.0)
 
 
-def _link(seconds: Sequence[Sequence[float]], ranks: int) -> Link:
+def _link(sizes: Sequence[int], seconds: Sequence[Sequence[float]]) -> Link:
     """A link by which a ring takes what all-reduces took: a line through their times."""
+    ranks = len(seconds)
     times = np.array(seconds).max(axis=0)
     hops = 2 * (ranks - 1)
-    carried = np.array(_SIZES) / ranks
-    slope = (times[-1] - times[0]) / (carried[-1] - carried[0]) / hops
-    return Link(max(float(times[0]) / hops, 1e-7), 1 / max(float(slope), 1e-13))
+    carried = np.array(sizes) / ranks
+    slope, start = np.polyfit(carried, times / hops, 1, w=1 / times)
+    return Link(max(float(start), 1e-7), 1 / max(float(slope), 1e-13))
 
 
 def _overlap(
@@ -180,7 +196,7 @@ def _main(engine: str) -> int:
         f"{1e6 * machine.inside.latency:.0f} us and {1e-9 * machine.inside.bandwidth:.2f} GB/s, gradients "
         f"{1e6 * machine.bulk.latency:.0f} us and {1e-9 * machine.bulk.bandwidth:.2f} GB/s; "  # type: ignore[union-attr]
         f"{machine.overlap:.0%} of them hidden; the allocator keeps {machine.fragmentation:.2f} times "
-        "what a step asks."
+        f"what it is asked for; a rank alone is {machine.solo:.2f} times as fast."
     )
     print(
         f"Written to {_OUTPUT.value} in {time.perf_counter() - begin:.0f} s: "

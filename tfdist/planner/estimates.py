@@ -46,6 +46,7 @@ class Estimate:
             which are messages that show; "bubble"; "optimizer"; "other".
         peak: FLOP/s of all ranks at their peak.
         tokens: Tokens of a step; its samples where these have none.
+        memory_margin: As in `Machine`.
         extrapolated: What lies more than 4 times beyond what was calibrated, in words.
     """
 
@@ -59,6 +60,7 @@ class Estimate:
     seconds: dict[str, float]
     peak: float
     tokens: int
+    memory_margin: float = 0.0
     extrapolated: tuple[str, ...] = ()
 
     @property
@@ -69,7 +71,7 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether the rank with most bytes has enough."""
-        return self.memory.total <= self.memory_limit
+        return self.memory.total * (1 + self.memory_margin) <= self.memory_limit
 
     @property
     def mfu(self) -> float:
@@ -226,7 +228,8 @@ def assemble(
         "tensor": passes * busy.tensor,
         "expert": passes * busy.expert,
         "context": passes * busy.context,
-        "bubble": max(span - compute - messages, 0.0),
+        # While some wait, the others may be faster.
+        "bubble": max(span - compute - messages, 0.0) / machine.solo,
         "gradients": shared * shown,
         "optimizer": shared * update,
         "other": machine.step_seconds,
@@ -254,6 +257,7 @@ def assemble(
         seconds=seconds,
         peak=layout.ranks * machine.flops[layout.precision.compute],
         tokens=global_batch * model.tokens,
+        memory_margin=machine.memory_margin,
         extrapolated=_extrapolated(machine, layout, parts, dense + experts)
         if machine.calibrated
         else (),

@@ -327,7 +327,7 @@ class Search:
     def _may_win(self, group: Group, schedule: str, chunks: int, found: Found) -> bool:
         p, m = group.sizes[3], group.passes
         waits = 0.0 if schedule == "zero-bubble" else (p - 1) / chunks
-        least = (m + waits) * group.seconds / p
+        least = (m + waits / self._machine.solo) * group.seconds / p
         if len(self.best) < self._count or least <= self.best[-1].step_seconds:
             return True
         return found.best is None or least <= found.best.step_seconds
@@ -343,9 +343,10 @@ class Search:
             "parameters": precision.parameter * (shared if zero == 3 else whole) / pipeline,
             "activations": group.kept / pipeline,
         }
-        least = sum(kinds.values()) + self._machine.base_bytes
-        if least <= self._memory:
+        asked = self._machine.fragmentation * sum(kinds.values())
+        if asked <= self._room:
             return False
+        least = asked + self._machine.base_bytes
         if least < found.least:
             found.least, found.binds = least, max(kinds, key=lambda kind: kinds[kind])
         return True
