@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from tfdist.runtime.process_memory import forget_peak, peak_bytes, resident_bytes
 from tfdist.testing import RankPool
 
 #: What ends the place in a document that is renewed.
@@ -152,17 +153,10 @@ def fit_begins(model, data, steps: int, callbacks: Sequence = ()) -> list[float]
 
 def peak_above(function: Callable[[], Any]) -> tuple[int, Any]:
     """By how many bytes a function raises this process's resident memory at the highest, and its result."""
-    before = _status("VmRSS")
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # The peak is what is there now.
+    before = resident_bytes()
+    forget_peak()
     result = function()
-    return _status("VmHWM") - before, result
-
-
-def _status(field: str) -> int:
-    with open("/proc/self/status") as file:
-        line = next(line for line in file if line.startswith(f"{field}:"))
-    return int(line.split()[1]) * 1024
+    return peak_bytes() - before, result
 
 
 def fit_step_seconds(model, data, steps: int) -> float:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tfdist import planner
 from tfdist.launch.flag_values import UsageError, input_file
 from tfdist.launch.mesh_flags import Layout
 from tfdist.mesh import Mesh
-from tfdist.planner.calibration import read_machine
+from tfdist.runtime.horovod_variables import started_by_horovod
 from tfdist.runtime.tf_config import read_tf_config
+
+if TYPE_CHECKING:
+    from tfdist import planner
 
 __all__ = ["Automatic", "chosen", "machine_file", "number_of_ranks"]
 
 #: What `tfdist-plan calibrate` writes where no flag says otherwise.
 _FILE = "machine.json"
-
 
 _MESH = Mesh()
 
@@ -59,11 +60,15 @@ def machine_file(value: str) -> Path:
     return path
 
 
-def number_of_ranks(environment: Mapping[str, str]) -> int:
-    """How many ranks the launcher has started, by the variables of this process."""
-    if "HOROVOD_SIZE" in environment:
-        return int(environment["HOROVOD_SIZE"])
+def number_of_ranks() -> int:
+    """How many ranks the launcher has started, by the variables of this process.
+
+    Raises:
+        UsageError: They are malformed.
+    """
     try:
+        if (started := started_by_horovod()) is not None:
+            return started[1]
         config = read_tf_config()
     except ValueError as error:
         raise UsageError(str(error)) from None
@@ -91,6 +96,10 @@ def chosen(
     Raises:
         UsageError: The file is no calibration, or no layout fits.
     """
+    # The planner takes a while to import, which only this flag needs.
+    from tfdist import planner
+    from tfdist.planner.calibration import read_machine
+
     path = machine_file(value)
     try:
         machine = read_machine(path)
@@ -108,16 +117,9 @@ def chosen(
         )
     best = found.best[0]
     layout = best.layout
-    mesh = Mesh(
-        data=layout.data,
-        expert=layout.expert,
-        context=layout.context,
-        pipeline=layout.pipeline,
-        tensor=layout.tensor,
-    )
     return Automatic(
         Layout(
-            mesh,
+            layout.mesh,
             num_microbatches=layout.num_microbatches,
             schedule=layout.schedule,
             chunks=layout.chunks if layout.chunks > 1 else None,

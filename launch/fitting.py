@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
-import resource
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from tfdist.launch.command import Failure, UsageError
+from tfdist.runtime.process_memory import peak_bytes
 
 __all__ = ["expected_errors", "speed_callback", "summary", "warmup_cosine"]
 
@@ -66,10 +65,8 @@ def summary(history: Mapping[str, Sequence[float]], seconds: float) -> str:
     if losses := history.get("val_loss"):
         best = min(range(len(losses)), key=losses.__getitem__)
         said.append(f"best validation loss {losses[best]:.4f} in epoch {best + 1}")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
-    return "; ".join([*said, f"peak memory of this rank {peak / (1 << 20):,.0f} MiB"]) + "."
+    peak = peak_bytes() / (1 << 20)
+    return "; ".join([*said, f"peak memory of this rank {peak:,.0f} MiB"]) + "."
 
 
 def speed_callback(num_items: int):

@@ -9,7 +9,6 @@ from tfdist.launch.fitting import warmup_cosine
 from tfdist.launch.flag_values import UsageError, input_file, refuse_ignored
 from tfdist.launch.mesh_flags import Layout
 from tfdist.launch.tasks import DEFINE, Data, Settings, Task
-from tfdist.planner import Transformer
 
 __all__ = ["Language"]
 
@@ -170,6 +169,8 @@ class Language(Task):
 
     def planned(self, value: str, batch: int, ranks: int) -> Automatic:
         """The layout that `--plan` chooses for the model of the flags."""
+        from tfdist.planner import Transformer
+
         try:
             sizes = Transformer(
                 layers=_LAYERS.value,

@@ -245,7 +245,7 @@ def _planned(task: Task) -> Automatic:
         )
     if _WORLD.is_tpu or _WORLD.has_servers:
         raise command.UsageError(f"--plan lays out ranks. Received: {given}, and none.")
-    ranks = number_of_ranks(os.environ)
+    ranks = number_of_ranks()
     batch = _BATCH_SIZE.value or task.batch_size
     return task.planned(_PLAN.value, batch, ranks)
 

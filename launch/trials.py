@@ -14,8 +14,9 @@ import time
 from typing import Any
 
 from tfdist.planner import Layout, Transformer
+from tfdist.runtime.process_memory import forget_peak, peak_bytes, resident_bytes
 
-__all__ = ["Measured", "alone", "collective_seconds", "model_of", "resident_bytes", "trial"]
+__all__ = ["Measured", "alone", "collective_seconds", "model_of", "trial"]
 
 _STEPS = 6
 
@@ -62,17 +63,11 @@ def trial(sizes: Transformer, layout: Layout, global_batch: int, steps: int = _S
         global_batch: Samples of an update.
         steps: How many are timed.
     """
-    from tfdist import Mesh
     from tfdist.testing import strategy
 
-    mesh = Mesh(
-        data=layout.data,
-        expert=layout.expert,
-        context=layout.context,
-        pipeline=layout.pipeline,
-        tensor=layout.tensor,
+    return _trial(
+        strategy(layout.mesh, zero_stage=layout.zero_stage), sizes, layout, global_batch, steps
     )
-    return _trial(strategy(mesh, zero_stage=layout.zero_stage), sizes, layout, global_batch, steps)
 
 
 def alone(
@@ -110,7 +105,7 @@ def _trial(
     keras.utils.set_random_seed(0)
     _trim()
     before = resident_bytes()
-    _forget_peak()
+    forget_peak()
     is_pipeline = layout.pipeline > 1
     with strategy.scope():
         with deferred_weights() if is_pipeline else contextlib.nullcontext():
@@ -141,7 +136,7 @@ def _trial(
     model.fit(data, steps_per_epoch=(steps + 2) * parts, verbose=0, callbacks=[clock])
     begins = begins[2 * parts :: parts]
     seconds = statistics.median(b - a for a, b in itertools.pairwise(begins))
-    peak = _peak_bytes() - before
+    peak = peak_bytes() - before
     del model, data
     keras.backend.clear_session(free_memory=True)
     _trim()
@@ -172,26 +167,6 @@ def collective_seconds(sizes: list[int], bulk: bool, repeats: int = 12) -> list[
             times.append(time.perf_counter() - begin)
         found.append(statistics.median(times[2:]))
     return found
-
-
-def resident_bytes() -> int:
-    """Bytes of this process in memory."""
-    return _status("VmRSS")
-
-
-def _peak_bytes() -> int:
-    return _status("VmHWM")
-
-
-def _status(field: str) -> int:
-    with open("/proc/self/status") as file:
-        line = next(line for line in file if line.startswith(f"{field}:"))
-    return int(line.split()[1]) * 1024
-
-
-def _forget_peak() -> None:
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # The peak is what is there now.
 
 
 def _trim() -> None:

@@ -10,9 +10,9 @@ import tensorflow as tf
 from absl import logging
 
 from tfdist.asynchronous import cluster_from_environment
-from tfdist.collectives.horovod import started_by_horovod
 from tfdist.collectives.tensorflow import started_by_tf_config
 from tfdist.mesh import Mesh
+from tfdist.runtime.horovod_variables import started_by_horovod
 from tfdist.runtime.schedulers import started_by_scheduler
 from tfdist.strategies.horovod import HorovodStrategy
 from tfdist.strategies.local import LocalStrategy

@@ -46,7 +46,8 @@ class HorovodStrategy(ParallelStrategy):
         options |= {"watchdog_seconds": watchdog_seconds, "deterministic": deterministic}
         check_options(mesh, engine, **options)
         if engine is None:
-            from tfdist.collectives.horovod import start, started_by_horovod
+            from tfdist.collectives.horovod import start
+            from tfdist.runtime.horovod_variables import started_by_horovod
 
             notice_one_rank(started_by_horovod())
             pin_gpu()

@@ -24,9 +24,6 @@ from tfdist.mesh import Mesh
 from tfdist.monitoring import Monitor, timer
 from tfdist.monitoring.monitor.sections import common, union, without
 
-#: They compare times, which a busy machine disturbs.
-pytestmark = pytest.mark.slow
-
 BOTH = (("horovod", 2), ("tensorflow", 2))
 
 
@@ -44,6 +41,7 @@ def flops(monitor) -> float:
     return logs["model_flops_per_second"] * logs["step_seconds"]
 
 
+@pytest.mark.slow  # It compares times, which a busy machine disturbs.
 def test_sections_add_up_to_the_step_that_another_callback_sees():
     begins = Begins()
     monitor, history = fit(dense(512), callbacks=[begins])
@@ -56,6 +54,7 @@ def test_sections_add_up_to_the_step_that_another_callback_sees():
     )
 
 
+@pytest.mark.slow  # It compares times, which a busy machine disturbs.
 @pytest.mark.parametrize("where", ["input", "callbacks", "augment"])
 def test_a_sleep_is_found_in_its_section(where):
     report = sleepy_fit(where, 0.02, dense(32))
@@ -111,6 +110,7 @@ def test_a_loop_and_unknown_sizes_are_counted_by_what_runs():
     assert flops(monitor) == pytest.approx(2 * 2 * 15 * 4 * 2)
 
 
+@pytest.mark.slow  # It compares times, which a busy machine disturbs.
 def test_the_norm_is_that_of_the_gradients():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, use_bias=False)])
     model.compile(keras.optimizers.SGD(0.0), "mse")
@@ -207,6 +207,7 @@ def test_unions_of_intervals():
     assert without(one, [(1, 2), (5, 7)]) == [(0, 1), (2, 3)]
 
 
+@pytest.mark.slow  # It compares times, which a busy machine disturbs.
 @on_ranks(*BOTH)
 def test_ranks_report_the_same_and_count_as_one(pool):
     rows = 8
@@ -220,6 +221,7 @@ def test_ranks_report_the_same_and_count_as_one(pool):
     assert found[0]["step"] == pytest.approx(mean, rel=0.02)
 
 
+@pytest.mark.slow  # It compares times, which a busy machine disturbs.
 @on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
 def test_a_tensor_group_counts_once(pool):
     rows = 8

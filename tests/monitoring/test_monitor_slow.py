@@ -11,9 +11,6 @@ from tfdist.monitoring.monitor.block import Block
 from tfdist.monitoring.monitor.sections import Step
 from tfdist.monitoring.monitor.slow import SlowRanks
 
-#: They compare times, which a busy machine disturbs.
-pytestmark = pytest.mark.slow
-
 TIMERS = ["augment"]
 
 
@@ -69,6 +66,7 @@ def test_a_block_without_steps_says_nothing():
     assert slow.look([block(rng)], TIMERS) == []
 
 
+@pytest.mark.slow  # It compares times, which a busy machine disturbs.
 @on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
 def test_a_sleep_of_50_ms_is_named_within_50_steps(pool):
     found, _ = pool.run(fit_with_a_sleeper, 1, "augment", 0.05, 90, timeout=200)

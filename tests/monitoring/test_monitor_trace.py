@@ -22,9 +22,6 @@ from tfdist.monitoring.monitor.watch import Execution, Row
 from tfdist.monitoring.run_report import UnreadableError, html_page, read_run, text_report
 from tfdist.step_clock import Column, Timed
 
-#: They compare times, which a busy machine disturbs.
-pytestmark = pytest.mark.slow
-
 #: How far the clock of each rank is ahead of the one before, in seconds.
 SKEW = 0.25
 
@@ -73,6 +70,7 @@ def check_lanes(path) -> None:
         assert all(a[1] <= b[0] + 0.5 for a, b in itertools.pairwise(spans))
 
 
+@pytest.mark.slow  # It compares times, which a busy machine disturbs.
 @on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
 def test_the_trace_of_a_pipeline(pool, tmp_path):
     path = tmp_path / "trace.json"
@@ -92,6 +90,7 @@ def test_the_trace_of_four_ranks(pool, tmp_path):
     assert len(read_run(path).rank_times()) == 4
 
 
+@pytest.mark.slow  # It compares times, which a busy machine disturbs.
 @on_ranks(("horovod", 2))
 def test_overlap_and_report_of_a_data_parallel_training(pool, tmp_path):
     path = tmp_path / "trace.json"

@@ -22,9 +22,10 @@ from tfdist.collectives.p2p import P2PEngine, with_p2p
 from tfdist.collectives.rank_sets import rank_sets
 from tfdist.mesh import Mesh
 from tfdist.native import find_library
+from tfdist.runtime.horovod_variables import started_by_horovod
 from tfdist.runtime.schedulers import join, started_by_scheduler
 
-__all__ = ["HorovodEngine", "start", "started_by_horovod"]
+__all__ = ["HorovodEngine", "start"]
 
 _logger = logging.getLogger("tfdist")
 
@@ -35,26 +36,6 @@ _CYCLE_MS = 2.5
 _CYCLE_MS_FOR_GRADIENTS = 5.0
 #: Where all operations go peer to peer.
 _CYCLE_MS_AT_REST = 25.0
-
-
-def started_by_horovod() -> tuple[int, int] | None:
-    """Returns (rank, size) where tfdist-run or horovodrun started this process, else None.
-
-    Raises:
-        ValueError: A variable is missing, or is no number.
-    """
-    if "HOROVOD_RANK" not in os.environ:
-        return None
-    found = []
-    for name in ("HOROVOD_RANK", "HOROVOD_SIZE"):
-        text = os.environ.get(name, "")
-        if not text.isascii() or not text.isdigit():
-            raise ValueError(
-                f"A launcher of Horovod sets HOROVOD_RANK and HOROVOD_SIZE to numbers. Received: "
-                f"{name}={os.environ.get(name)!r}. Unset both to run without a launcher."
-            )
-        found.append(int(text))
-    return found[0], found[1]
 
 
 def _cycle_ms(size: int, has_p2p: bool) -> float:

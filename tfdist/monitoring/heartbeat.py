@@ -1,8 +1,9 @@
 """Heartbeats: a channel beside the engine, over which ranks still speak when collectives hang.
 
-One rank runs the server. Every rank holds a TCP connection to it and reports once a second, in worlds
-of more than 200 ranks less often, what it is doing; the server answers, and when something is wrong it tells all ranks the same verdict. A
-connection that ends without a goodbye is a process that died: the kernel says so at once.
+One rank runs the server. Every rank holds a TCP connection to it and reports what it is doing: once a
+second, or less often in worlds of more than 200 ranks. The server answers, and when something is wrong
+it tells all ranks the same verdict. A connection that ends without a goodbye is a process that died: the
+kernel says so at once.
 
 Connections are those of `tfdist.runtime`: the server hangs up on strangers. No exception ends a
 thread of the heartbeats, since nobody would watch over the ranks without them.
@@ -285,7 +286,8 @@ class HeartbeatClient:
         address: The server's host and port.
         key: What lets this rank in.
         timeout: Seconds without a word after which the server counts as frozen.
-        report: Returns what to say; called once a second, or as often as the server asks, in a thread of the client's own.
+        report: Returns what to say; called once a second, or as often as the server asks, in a thread
+            of the client's own.
         on_verdict: Called once with the verdict, in that thread.
         on_warning: Called with a warning.
 

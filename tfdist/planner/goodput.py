@@ -8,6 +8,7 @@ import math
 from tfdist import checks
 from tfdist.planner.estimates import Estimate
 from tfdist.planner.machines import Machine
+from tfdist.runtime.save_interval import young_daly
 
 __all__ = [
     "Goodput",
@@ -33,11 +34,7 @@ def save_interval(save_seconds: float, mtbf_seconds: float) -> float:
     """
     checks.number("save_seconds", save_seconds, above=0)
     checks.number("mtbf_seconds", mtbf_seconds, above=0)
-    if save_seconds >= 2 * mtbf_seconds:
-        return mtbf_seconds
-    ratio = save_seconds / (2 * mtbf_seconds)
-    first = math.sqrt(2 * save_seconds * mtbf_seconds)
-    return first * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
+    return young_daly(save_seconds, mtbf_seconds)
 
 
 @dataclasses.dataclass(frozen=True)

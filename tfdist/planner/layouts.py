@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from tfdist import checks
-from tfdist.mesh import DEFAULT_ORDER
+from tfdist.mesh import DEFAULT_ORDER, Mesh
 from tfdist.pipeline.schedules import SCHEDULES
 
 __all__ = ["AXES", "PRECISIONS", "RECOMPUTE", "Layout", "Precision"]
@@ -142,6 +142,11 @@ class Layout:
     def ranks(self) -> int:
         """All ranks."""
         return self.data * self.expert * self.context * self.pipeline * self.tensor
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of its axes."""
+        return Mesh(**{axis: getattr(self, axis) for axis in AXES})
 
     @property
     def precision(self) -> Precision:

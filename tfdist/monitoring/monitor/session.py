@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import resource
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -39,6 +38,7 @@ from tfdist.monitoring.monitor.slow import SlowRanks
 from tfdist.monitoring.monitor.summary import Report, Totals
 from tfdist.monitoring.monitor.trace import hidden_share, merged_trace, trace_of, write_trace
 from tfdist.monitoring.monitor.watch import Watch
+from tfdist.runtime.process_memory import peak_bytes
 from tfdist.step_clock import Timed, listen, timer
 
 __all__ = ["Options", "Session"]
@@ -398,4 +398,4 @@ def _most_memory() -> float:
     """The most bytes that this process had, on a GPU by its allocator."""
     if tf.config.list_logical_devices("GPU"):
         return float(tf.config.experimental.get_memory_info("GPU:0")["peak"])
-    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
+    return float(peak_bytes())

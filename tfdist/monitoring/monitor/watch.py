@@ -205,9 +205,8 @@ class Watch:
     @property
     def num_closed(self) -> int:
         """How many calls are over that were not taken."""
-        return sum(each.close is not None for each in self.executions[-1:]) + max(
-            len(self.executions) - 1, 0
-        )
+        is_open = bool(self.executions) and self.executions[-1].close is None
+        return len(self.executions) - is_open
 
     def ask_norm(self, wanted: bool) -> None:
         """Has the steps from now on compute the norm of their gradients, or not."""

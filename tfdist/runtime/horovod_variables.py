@@ -1,0 +1,27 @@
+"""What Horovod's launchers tell a process by its environment."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["started_by_horovod"]
+
+
+def started_by_horovod() -> tuple[int, int] | None:
+    """Returns (rank, size) where tfdist-run or horovodrun started this process, else None.
+
+    Raises:
+        ValueError: A variable is missing, or is no number.
+    """
+    if "HOROVOD_RANK" not in os.environ:
+        return None
+    found = []
+    for name in ("HOROVOD_RANK", "HOROVOD_SIZE"):
+        text = os.environ.get(name, "")
+        if not text.isascii() or not text.isdigit():
+            raise ValueError(
+                f"A launcher of Horovod sets HOROVOD_RANK and HOROVOD_SIZE to numbers. Received: "
+                f"{name}={os.environ.get(name)!r}. Unset both to run without a launcher."
+            )
+        found.append(int(text))
+    return found[0], found[1]
