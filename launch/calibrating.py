@@ -18,6 +18,7 @@ import numpy as np
 from absl import flags
 
 from tfdist.launch import command
+from tfdist.launch.counting import count_cores
 from tfdist.launch.flag_values import FlagDefiner, UsageError, output_file
 from tfdist.planner import Layout, Link, Machine, Transformer, estimate
 from tfdist.planner.calibration import write_machine
@@ -25,7 +26,7 @@ from tfdist.planner.memory import kept_bytes
 from tfdist.planner.parts import count_parameters, forward_flops
 from tfdist.runtime.rendezvous import ENGINES
 
-__all__ = ["CALIBRATE", "fit_rates", "measure_machine"]
+__all__ = ["CALIBRATE", "fit_rates", "link_of", "measure_machine"]
 
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
@@ -85,7 +86,7 @@ def measure_machine(ranks: int, engine: str) -> Machine:
     from tfdist.launch import trials
     from tfdist.testing import RankPool
 
-    processors = len(os.sched_getaffinity(0))
+    processors = count_cores()
     base, fragmentation = _measure_memory()
     models = [_model(layers, width) for layers, width, _ in _ALONE]
     rows = [each[2] for each in _ALONE]
@@ -97,8 +98,8 @@ def measure_machine(ranks: int, engine: str) -> Machine:
         ]
         last = models[-1], rows[-1]
         one = pool.run(trials.alone, *last, only=0, timeout=300)[0].seconds
-        inside = _link(_SIZES, pool.run(trials.collective_seconds, _SIZES, False, timeout=300))
-        bulk = _link(
+        inside = link_of(_SIZES, pool.run(trials.collective_seconds, _SIZES, False, timeout=300))
+        bulk = link_of(
             _BULK_SIZES, pool.run(trials.collective_seconds, _BULK_SIZES, True, timeout=300)
         )
         together = _model(2, 256), Layout(data=ranks), 8 * ranks
@@ -156,7 +157,7 @@ def _measure_memory() -> tuple[float, float]:
     return max(float(base), 0.0), max(float(slope), 1.0)
 
 
-def _link(sizes: Sequence[int], seconds: Sequence[Sequence[float]]) -> Link:
+def link_of(sizes: Sequence[int], seconds: Sequence[Sequence[float]]) -> Link:
     """A link by which a ring takes what all-reduces took: a line through their times."""
     ranks = len(seconds)
     times = np.array(seconds).max(axis=0)
