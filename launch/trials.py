@@ -19,6 +19,7 @@ from tfdist.runtime.process_memory import forget_peak, peak_bytes, resident_byte
 
 __all__ = [
     "Measured",
+    "all_reduce_seconds",
     "alone",
     "collective_seconds",
     "fit_begins",
@@ -176,12 +177,17 @@ def median_interval(begins: Sequence[float]) -> float:
 
 def collective_seconds(sizes: list[int], bulk: bool, repeats: int = 12) -> list[float]:
     """Median seconds of an all-reduce of each size over all ranks of the pool."""
+    from tfdist.testing import engine
+
+    return all_reduce_seconds(engine().group(), sizes, bulk, repeats)
+
+
+def all_reduce_seconds(group: Any, sizes: Sequence[int], bulk: bool, repeats: int) -> list[float]:
+    """Median seconds of an all-reduce of each size over a group; two more come before."""
     import tensorflow as tf
 
     from tfdist import collectives
-    from tfdist.testing import engine
 
-    group = engine().group()
     found = []
     for size in sizes:
         own = tf.ones([size // 4])
