@@ -109,7 +109,7 @@ def _remove(group: Path) -> None:
 
 
 def measure_limits(machine_file: str, engine: str) -> list[dict[str, Any]]:
-    """Layouts at the least limit at which they are said to fit, and at three quarters of their bytes."""
+    """Layouts at the least limit at which they are said to fit, and at 0.7 of their bytes."""
     machine = read_machine(machine_file)
     rows = []
     for case in limit_cases():
@@ -120,7 +120,8 @@ def measure_limits(machine_file: str, engine: str) -> list[dict[str, Any]]:
             global_batch=case.batch,
         )
         least = int(found.memory.total * (1 + machine.memory_margin)) + _MIB
-        row = {"case": case.as_json(), "limit": least, "lived": lives(case, engine, least)}
+        row: dict[str, Any] = {"case": case.as_json()}
+        row |= {"limit": least, "lived": lives(case, engine, least)}
         row["below"] = below = int(0.7 * found.memory.total)
         row["lived_below"] = lives(case, engine, below)
         rows.append(row)

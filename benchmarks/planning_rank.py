@@ -31,9 +31,8 @@ def main() -> None:
     from tfdist.launch import trials
 
     wanted = json.loads(sys.argv[1])
-    options = {"watchdog_seconds": 0}
     if wanted == "links":
-        strategy = strategies.auto(**options)
+        strategy = strategies.auto(watchdog_seconds=0)
         engine = strategy.engine
         found = {
             kind: all_gather_object(
@@ -43,7 +42,9 @@ def main() -> None:
         }
     else:
         case = Case.from_json(wanted)
-        strategy = strategies.auto(case.layout.mesh, zero_stage=case.layout.zero_stage, **options)
+        strategy = strategies.auto(
+            case.layout.mesh, zero_stage=case.layout.zero_stage, watchdog_seconds=0
+        )
         own = trials.train(strategy, case.sizes, case.layout, case.batch, _STEPS)
         both = (own.seconds, own.before + own.peak)
         every = all_gather_object(both, strategy.engine.group(), name="measured")

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tabulate import tabulate
 
 from tfdist.benchmarks.measuring import write_between
@@ -198,7 +197,7 @@ def _schedules(measured: Any, machine: Machine) -> tuple[str, str, bool]:
 def _hosts(measured: Any, machine: Machine) -> tuple[str, str, bool]:
     texts, errors = [], []
     for row in measured:
-        link = link_of(row["sizes"], np.array(row["messages"]))
+        link = link_of(row["sizes"], row["messages"])
         here = machine.replace(between=link, ranks_per_host=1)
         rows = []
         for each in row["rows"]:
