@@ -213,7 +213,7 @@ def assemble(
     busy = rank_times[slowest]
     shared = _sharing(layout, machine)
     dense, experts = _parameters(counts[slowest], parts)
-    shown, sent = gradient_seconds(dense, experts, layout, machine, ways, busy.backward)
+    shown, sent = gradient_seconds(dense, experts, layout, machine, ways, busy.backward, shared)
     most = max(set(counts), key=lambda each: sum(_parameters(each, parts)))
     update = _update_seconds(*_parameters(most, parts), layout, machine)
     passes = layout.accumulation * layout.num_microbatches
@@ -221,7 +221,7 @@ def assemble(
     # Ranks that share a processor take turns, in messages too; who waits leaves it to others.
     turns = 0.0
     if shared > 1:
-        work = sum(each.total for each in rank_times) / p
+        work = sum(each.total for each in rank_times) / p + 2 * (p - 1) / p * hop
         turns = max(shared * passes * work - span, 0.0)
     seconds = {
         "compute": compute + turns,
@@ -230,7 +230,7 @@ def assemble(
         "context": passes * busy.context,
         # While some wait, the others may be faster.
         "bubble": max(span - compute - messages, 0.0) / machine.solo,
-        "gradients": shared * shown,
+        "gradients": shown,
         "optimizer": shared * update,
         "other": machine.step_seconds,
     }
