@@ -81,22 +81,10 @@ def trial(sizes: Transformer, layout: Layout, global_batch: int, steps: int = _S
     )
 
 
-def alone(
-    sizes: Transformer, rows: int, steps: int = _STEPS, only: int | None = None
-) -> Measured | None:
-    """Trains some steps on this rank, while the others of its pool do so, each for itself.
-
-    Args:
-        sizes: The model.
-        rows: Rows of a batch.
-        steps: How many are timed.
-        only: The only rank that does; on the others the result is None.
-    """
+def alone(sizes: Transformer, rows: int, steps: int = _STEPS) -> Measured:
+    """Trains some steps on this rank, while the others of its pool do so, each for itself."""
     from tfdist import strategies
-    from tfdist.testing import engine
 
-    if only is not None and engine().rank != only:
-        return None
     return train(strategies.LocalStrategy(), sizes, Layout(), rows, steps)
 
 

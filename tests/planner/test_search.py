@@ -47,7 +47,6 @@ def test_pruning_loses_nothing(seed):
         base_bytes=draw.choice([0.0, 5e6]),
         fragmentation=draw.choice([1.0, 1.4]),
         memory_margin=draw.choice([0.0, 0.1]),
-        solo=draw.choice([1.0, 1.5]),
     )
     limits = Limits(dtype=draw.choice(["float32", "mixed_bfloat16", "deepspeed"]))
     batch, ranks = draw.choice([8, 12, 16]), draw.choice([1, 2, 4, 6, 8])

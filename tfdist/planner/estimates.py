@@ -217,6 +217,11 @@ def assemble(
     most = max(set(counts), key=lambda each: sum(_parameters(each, parts)))
     update = _update_seconds(*_parameters(most, parts), layout, machine)
     passes = layout.accumulation * layout.num_microbatches
+    if not layout.precision.master:
+        # Keras adds a pass's gradients to those before: two are read, one is written. What has a copy of
+        # its parameters has them added by the products themselves.
+        added = 3 * (passes - 1) * layout.precision.gradient * (dense + experts)
+        update += added / (machine.memory_bandwidth * machine.memory_efficiency)
     compute, messages = passes * busy.arithmetic, passes * busy.messages
     # Ranks that share a processor take turns, in messages too; who waits leaves it to others.
     turns = 0.0
@@ -228,8 +233,7 @@ def assemble(
         "tensor": passes * busy.tensor,
         "expert": passes * busy.expert,
         "context": passes * busy.context,
-        # While some wait, the others may be faster.
-        "bubble": max(span - compute - messages, 0.0) / machine.solo,
+        "bubble": max(span - compute - messages, 0.0),
         "gradients": shown,
         "optimizer": shared * update,
         "other": machine.step_seconds,

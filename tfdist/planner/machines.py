@@ -134,8 +134,6 @@ class Machine:
         base_bytes: Bytes of a rank's process before there is a model.
         fragmentation: Bytes that the allocator keeps, over those that are asked of it.
         memory_margin: By which share of its bytes a layout must stay below the limit to fit.
-        solo: How many times as fast a rank computes while the others of its host wait: where they share
-            caches, memory or the units of a core.
         watts: Power of a rank at full load; None if nobody knows.
         price: Price of a rank and hour, in any currency; None if nobody knows.
         calibrated: The largest that was measured of "ranks", "layer FLOPs" and "message bytes";
@@ -166,7 +164,6 @@ class Machine:
     base_bytes: float = 0.0
     fragmentation: float = 1.0
     memory_margin: float = 0.0
-    solo: float = 1.0
     watts: float | None = None
     price: float | None = None
     calibrated: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -193,8 +190,7 @@ class Machine:
         checks.one_of("algorithm", self.algorithm, ("best", "ring", "tree", "two-level"))
         for name in ("layer_seconds", "step_seconds", "base_bytes"):
             checks.number(name, getattr(self, name), minimum=0)
-        for name in ("fragmentation", "solo"):
-            checks.number(name, getattr(self, name), minimum=1)
+        checks.number("fragmentation", self.fragmentation, minimum=1)
         checks.number("memory_margin", self.memory_margin, minimum=0)
         checks.instance("calibrated", self.calibrated, Mapping, "a dict of what was measured")
         for name, most in self.calibrated.items():

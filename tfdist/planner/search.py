@@ -327,7 +327,7 @@ class Search:
     def _may_win(self, group: Group, schedule: str, chunks: int, found: Found) -> bool:
         p, m = group.sizes[3], group.passes
         waits = 0.0 if schedule == "zero-bubble" else (p - 1) / chunks
-        least = (m + waits / self._machine.solo) * group.seconds / p
+        least = (m + waits) * group.seconds / p
         if len(self.best) < self._count or least <= self.best[-1].step_seconds:
             return True
         return found.best is None or least <= found.best.step_seconds

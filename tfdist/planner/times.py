@@ -109,7 +109,10 @@ def part_times(part: Part, layout: Layout, rows: float, machine: Machine, ways: 
     if layout.recompute in ("every_layer", "sqrt") and part.kept_split + part.kept_whole:
         if part.output:
             backward += forward
-            sums += part.tensor_sums if layout.recompute_messages else 0
+            if layout.recompute_messages:
+                sums += part.tensor_sums
+            else:
+                backward -= tokens * part.last_flops / t / rate
     elif layout.recompute == "selective" and part.attention_flops:
         selective = kept_bytes(part, layout, rows, "selective")
         backward += core + moved - 2 * selective / memory_rate
