@@ -194,6 +194,7 @@ class Search:
         self._model, self._machine, self._limits = model, machine, limits
         self._batch, self._ranks, self._count = global_batch, ranks, count
         self._memory = machine.memory if limits.memory is None else limits.memory
+        self._room = self._memory / (1 + machine.memory_margin) - machine.base_bytes
         self._costs: dict[tuple, tuple[list[PartCosts], Ways]] = {}
         self.best: list[Estimate] = []
         self.kinds: dict[str, Found] = {}
