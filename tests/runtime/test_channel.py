@@ -289,6 +289,7 @@ def test_a_thousand_connections_at_once_hold_up_an_honest_caller_for_seconds(ser
         assert len(listener._callers) <= 64
 
 
+@pytest.mark.slow
 def test_a_flood_that_goes_on_keeps_nobody_out(serving):
     """As many strangers as come, of which each stays as long as it may."""
     listener, _ = serving
