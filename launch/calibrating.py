@@ -121,7 +121,7 @@ def measure_machine(ranks: int, engine: str) -> Machine:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     sent = [4.0 * count_parameters(models[place]) for place in _TOGETHER]
     shown = [each - measured[place] for each, place in zip(together, _TOGETHER, strict=True)]
-    found = Machine(
+    machine = Machine(
         flops=dict.fromkeys(("float32", "bfloat16", "float16"), 1 / flop),
         memory=_MEMORY_SHARE * memory / ranks,
         memory_bandwidth=1 / byte,
@@ -151,7 +151,7 @@ def measure_machine(ranks: int, engine: str) -> Machine:
         name=platform.node() or "this machine",
         source=f"calibrated {datetime.date.today()} with {ranks} ranks of {engine}",
     )
-    return found.replace(inside=_busy_link(found, busy, kept_busy))
+    return machine.replace(inside=_busy_link(machine, busy, kept_busy))
 
 
 def _busy_link(machine: Machine, model: Transformer, seconds: Sequence[float]) -> Link:
