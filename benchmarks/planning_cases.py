@@ -7,12 +7,13 @@ from typing import Any
 
 from tfdist.planner import Layout, Transformer
 
-__all__ = ["MODELS", "Case", "cases", "host_cases", "limit_cases"]
+__all__ = ["LINK_CASE", "MODELS", "Case", "cases", "host_cases", "limit_cases"]
 
 MODELS = {
     "small": Transformer(4, 192, 4, 512, 128),
     "large": Transformer(6, 384, 6, 512, 128),
     "experts": Transformer(4, 192, 4, 512, 128, experts=4),
+    "wide": Transformer(2, 512, 8, 512, 128),
 }
 
 
@@ -100,6 +101,10 @@ def cases(ranks: int) -> list[Case]:
             ("experts", Layout(expert=2, data=n // 2)),
         ]
     return [Case(name, layout, 8 * ranks) for name, layout in found]
+
+
+#: What says how much of the gradients a link between hosts hides.
+LINK_CASE = Case("wide", Layout(data=2), 8, hosts=2)
 
 
 def limit_cases() -> list[Case]:

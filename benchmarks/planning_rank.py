@@ -2,7 +2,7 @@
 
 `python -m tests.hosts.planning` runs it between hosts: `tfdist-run ... -- python -m
 tfdist.benchmarks.planning_rank CASE`, where CASE is JSON as `Case.as_json` makes it, or "links" for the times of
-all-reduces.
+all-reduces, and of a step of `LINK_CASE`, whose gradients are hidden or not.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sys
 
-from tfdist.benchmarks.planning_cases import Case
+from tfdist.benchmarks.planning_cases import LINK_CASE, Case
 
 __all__ = ["SIZES", "main"]
 
@@ -40,6 +40,10 @@ def main() -> None:
             )
             for kind, bulk in (("messages", False), ("bulk", True))
         }
+        own = trials.train(strategy, LINK_CASE.sizes, LINK_CASE.layout, LINK_CASE.batch, _STEPS)
+        found["step"] = max(
+            all_gather_object(own.seconds, strategy.engine.group(), name="measured")
+        )
     else:
         case = Case.from_json(wanted)
         strategy = strategies.auto(

@@ -12,10 +12,10 @@ from typing import Any
 from tabulate import tabulate
 
 from tfdist.benchmarks.measuring import write_between
-from tfdist.benchmarks.planning_cases import Case
+from tfdist.benchmarks.planning_cases import LINK_CASE, Case
 from tfdist.launch.calibrating import link_of
 from tfdist.pipeline.schedules import make_schedule
-from tfdist.planner import Estimate, Machine, estimate
+from tfdist.planner import Estimate, Link, Machine, estimate
 from tfdist.planner.simulation import play
 
 __all__ = ["key", "read", "report"]
@@ -194,11 +194,28 @@ def _schedules(measured: Any, machine: Machine) -> tuple[str, str, bool]:
     return table, words, max(steps) <= _STEP and max(bubbles) <= _BUBBLE
 
 
+def _overlap(machine: Machine, seconds: float) -> float:
+    """What share of the shorter of messages and backward pass a step of `LINK_CASE` hides."""
+    none, all_hidden = (
+        estimate(
+            LINK_CASE.sizes,
+            machine.replace(overlap=overlap),
+            LINK_CASE.layout,
+            global_batch=LINK_CASE.batch,
+        ).step_seconds
+        for overlap in (0.0, 1.0)
+    )
+    return min(max((none - seconds) / (none - all_hidden), 0.0), 1.0)
+
+
 def _hosts(measured: Any, machine: Machine) -> tuple[str, str, bool]:
     texts, errors = [], []
     for row in measured:
         link = link_of(row["sizes"], row["messages"])
+        # A message waits for the processor as it does inside of a host.
+        link = Link(max(link.latency, machine.inside.latency), link.bandwidth)
         here = machine.replace(between=link, ranks_per_host=1)
+        here = here.replace(overlap=_overlap(here, row["step"]))
         rows = []
         for each in row["rows"]:
             case = Case.from_json(each["case"])
@@ -207,7 +224,7 @@ def _hosts(measured: Any, machine: Machine) -> tuple[str, str, bool]:
         errors += [abs(each.error) for each in rows]
         texts.append(
             f"{row['rate']}, measured as {1e6 * link.latency:.0f} us and "
-            f"{1e-6 * link.bandwidth:.0f} MB/s:\n\n{_times(rows)}"
+            f"{1e-6 * link.bandwidth:.0f} MB/s, {here.overlap:.0%} hidden:\n\n{_times(rows)}"
         )
     words = (
         f"{len(errors)} layouts on two hosts: off by {statistics.fmean(errors):.1%} on average and "
