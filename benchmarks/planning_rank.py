@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 from tfdist.benchmarks.planning_cases import LINK_CASE, Case
 
@@ -34,7 +35,7 @@ def main() -> None:
     if wanted == "links":
         strategy = strategies.auto(watchdog_seconds=0)
         engine = strategy.engine
-        found = {
+        found: dict[str, Any] = {
             kind: all_gather_object(
                 trials.all_reduce_seconds(engine.group(), SIZES, bulk, 6), engine.group(), name=kind
             )
