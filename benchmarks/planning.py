@@ -39,12 +39,12 @@ _MIB = 1 << 20
 
 
 def measure(case: Case, engine: str, steps: int) -> dict[str, Any]:
-    """Seconds of a step, and bytes of the rank that takes most, in fresh processes."""
+    """Seconds of a step, in a list, and bytes of the rank that takes most, in fresh processes."""
     with RankPool(case.layout.ranks, engine, environment=ENVIRONMENT) as pool:
         found = pool.run(trials.trial, case.sizes, case.layout, case.batch, steps, timeout=_SECONDS)
     return {
         "case": case.as_json(),
-        "seconds": max(each.seconds for each in found),
+        "seconds": [max(each.seconds for each in found)],
         "bytes": max(each.before + each.peak for each in found),
     }
 
@@ -150,9 +150,16 @@ def measure_schedules(engine: str, stages: list[int]) -> list[dict[str, Any]]:
 
 
 def add(path: str, part: str, rows: list[dict[str, Any]]) -> None:
-    """Adds rows to a part of the file, in the place of those of the same case."""
+    """Adds rows to a part of the file, in the place of those of the same case.
+
+    Seconds of layouts join those that are there: their median counts.
+    """
     kept = planning_report.read(path)
     by_case = {planning_report.key(row): row for row in kept.get(part, [])}
+    for row in rows:
+        before = by_case.get(planning_report.key(row), {}).get("seconds")
+        if isinstance(before, list):
+            row["seconds"] = [*before, *row["seconds"]]
     by_case |= {planning_report.key(row): row for row in rows}
     kept[part] = list(by_case.values())
     Path(path).write_text(json.dumps(kept, indent=1) + "\n")
@@ -184,7 +191,7 @@ def main() -> int:
                 if case.name in options.models.split(","):
                     row = measure(case, options.engine, options.steps)
                     add(options.json, "layouts", [row])
-                    _say(f"{case}: {1e3 * row['seconds']:.0f} ms, {row['bytes'] >> 20} MiB")
+                    _say(f"{case}: {1e3 * row['seconds'][-1]:.0f} ms, {row['bytes'] >> 20} MiB")
     if "limits" in parts:
         add(options.json, "limits", measure_limits(options.machine, options.engine))
     if "schedules" in parts:

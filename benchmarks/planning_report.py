@@ -111,7 +111,9 @@ def _layouts(measured: Any, machine: Machine) -> tuple[str, str, bool]:
     rows = []
     for row in measured:
         case = Case.from_json(row["case"])
-        rows.append(_Row(case, _on_this(machine, case), row["seconds"], row["bytes"]))
+        rows.append(
+            _Row(case, _on_this(machine, case), statistics.median(row["seconds"]), row["bytes"])
+        )
     errors = [abs(row.error) for row in rows]
     of_bytes = [abs(row.bytes_error) for row in rows]
     hits = total = 0

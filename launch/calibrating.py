@@ -44,8 +44,8 @@ _TOGETHER = (0, 5)
 #: What they train first of all in a process, for its memory.
 _FRESH = ((4, 128, 4), (4, 512, 8))
 #: Layouts whose messages say how long one takes while ranks compute: of two ranks, and of one model.
-_BUSY = (Layout(tensor=2), Layout(context=2), Layout(pipeline=2, num_microbatches=4))
-_BUSY_MODEL, _BUSY_ROWS = (2, 256), 8
+_BUSY = (Layout(tensor=2), Layout(context=2))
+_BUSY_MODEL, _BUSY_ROWS = (4, 128), 16
 _SIZES = [4096, 1 << 20, 1 << 22]
 #: By how much the bytes of a layout may be off: more than any in docs/planning.md.
 _MEMORY_MARGIN = 0.25
@@ -157,7 +157,7 @@ def measure_machine(ranks: int, engine: str) -> Machine:
 def _busy_link(machine: Machine, model: Transformer, seconds: Sequence[float]) -> Link:
     """The link as ranks have it that compute: its latency such that layouts take what they took.
 
-    Whoever waits for a message shares the processor with what computes. The median of the layouts.
+    Whoever waits for a message shares the processor with what computes. The mean of the layouts.
     """
     ranks, link = machine.ranks_per_host, machine.inside
     batch, far = _BUSY_ROWS * ranks, 0.1
@@ -174,7 +174,7 @@ def _busy_link(machine: Machine, model: Transformer, seconds: Sequence[float]) -
             for latency in (0.0, far)
         )
         found.append(far * (measured - none) / (much - none))
-    return Link(max(float(np.median(found)), link.latency), link.bandwidth)
+    return Link(max(float(np.mean(found)), link.latency), link.bandwidth)
 
 
 def _slowest(found: Sequence[trials.Measured]) -> float:

@@ -27,7 +27,7 @@ def estimate_of(case: Case):
 def as_predicted() -> dict:
     """Measurements of a machine that the planner knows to the last digit."""
     layouts = [
-        {"case": case.as_json(), "seconds": found.step_seconds, "bytes": found.memory.total}
+        {"case": case.as_json(), "seconds": [found.step_seconds], "bytes": found.memory.total}
         for ranks in (2, 4, 8)
         for case in cases(ranks)
         for found in (estimate_of(case),)
@@ -53,7 +53,7 @@ def report(tmp_path, measured: dict) -> int:
 @pytest.mark.parametrize(
     ("part", "changes"),
     [
-        ("layouts", {"seconds": 10.0}),
+        ("layouts", {"seconds": [10.0]}),
         ("limits", {"lived": False}),
         ("schedules", {"seconds": 17.0}),
         ("schedules", {"idle": 0.35}),
