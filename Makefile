@@ -24,8 +24,9 @@ setup: $(HOROVOD) ## Makes .venv, installs the package and builds Horovod; again
 $(INSTALLED): setup.cfg pyproject.toml
 	@command -v $(PYTHON) > /dev/null || \
 	  { echo "$(PYTHON) was not found: install it, or name yours: make setup PYTHON=..." >&2; exit 2; }
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --editable '.[dev,data,docs,horovod-build]'
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@echo "Installing tfdist and what it needs into $(VENV)."
+	@$(PIP) install --quiet --editable '.[dev,data,docs,horovod-build]'
 	@touch $@
 
 # Code 2 says that a compiler, CMake or make is missing, in one line of its own. The package works
@@ -34,7 +35,7 @@ $(HOROVOD): $(INSTALLED) $(wildcard tfdist/native/*.cc tfdist/native/*.h tfdist/
 	@$(VENV)/bin/tfdist-install-horovod && touch $@ || test $$? -eq 2
 
 demo: setup ## Trains the ConvNet on the digits, on two ranks
-	$(VENV)/bin/tfdist-run -np $(NP) -- $(VENV)/bin/tfdist-train $(DEMO_FLAGS)
+	@$(VENV)/bin/tfdist-run -np $(NP) -- $(VENV)/bin/tfdist-train $(DEMO_FLAGS)
 
 test: setup ## The quick tests, some of each part
 	$(PY) -m pytest -q -m "not slow and not matrix" $(TESTS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from typing import Any
@@ -11,6 +10,7 @@ from tfdist.checkpoint import directory_lock
 from tfdist.checks import LARGEST
 from tfdist.launch.flag_values import YEAR, FlagDefiner, UsageError, folder, refuse, refuse_ignored
 from tfdist.runtime.directories import checked_directory, is_address
+from tfdist.runtime.tf_config import read_tf_config
 
 __all__ = ["CheckpointFlags"]
 
@@ -116,10 +116,11 @@ def _check_workdir(path: str, is_tpu: bool) -> None:
 
 def _may_be_chief() -> bool:
     """Whether this is the process that will hold the lock; of others, the lock is its own job's."""
-    if "TF_CONFIG" in os.environ:
-        try:
-            return json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 0
-        except (ValueError, TypeError, KeyError):
-            return False  # The strategy says what is wrong with it.
+    try:
+        config = read_tf_config()
+    except ValueError:
+        return False  # The strategy says what is wrong with it.
+    if config is not None:
+        return config.job == "worker" and config.index == 0
     ranks = [os.environ[name] for name in _RANKS if name in os.environ]
     return not ranks or ranks[0] == "0"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from tfdist.launch.corpus import check_source, read_tokens
 from tfdist.launch.fitting import expected_errors, speed_callback, warmup_cosine
 from tfdist.launch.flag_values import FlagDefiner, folder, refuse_ignored
 from tfdist.launch.mesh_flags import Layout, MeshFlags
+from tfdist.launch.quiet import quiet_start
 from tfdist.launch.world import World, WorldFlags
 
 __all__ = ["PROGRAM", "run"]
@@ -146,11 +146,13 @@ def _check(_: list[str]) -> tuple[Layout, dict[str, Any]]:
 
 def _main(checked: tuple[Layout, dict[str, Any]]) -> None:
     layout, saving = checked
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    import keras
-    import tensorflow as tf
+    with quiet_start():
+        import keras
+        import tensorflow as tf
 
-    import tfdist
+        import tfdist
+
+        tf.config.list_physical_devices()
 
     # --- Ranks ---------------------------------------------------------------------------------
     if _THREADS.value:

@@ -17,6 +17,8 @@ _NOISE = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR$"
     rb"|I0000 00:00:\d+\.\d+ +\d+ [\w.]+:\d+\] "
     rb"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: I (?:tensorflow|external)/"
+    # What is left of a message of several lines, which lists the workers that have met.
+    rb"|/job:\w+/replica:\d+/task:\d+$"
     rb"|To enable the following instructions: .* rebuild TensorFlow with the appropriate compiler"
     # Each is logged as an error at every start of a TensorFlow with CUDA, and is none.
     rb"|(?:E|W)0000 .*Unable to register cu(?:DNN|FFT|BLAS) factory"

@@ -41,7 +41,6 @@ def _check(words: list[str]) -> tuple[str, str]:
 
 def _main(checked: tuple[str, str]) -> None:
     path, output = checked
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from tfdist.monitoring.run_report import UnreadableError, html_page, read_run, text_report
 
     try:

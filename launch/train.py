@@ -28,6 +28,7 @@ from tfdist.launch.local_flags import LocalFlags
 from tfdist.launch.mesh_flags import Layout, MeshFlags
 from tfdist.launch.monitor_flags import MonitorFlags
 from tfdist.launch.optimizer_flags import OptimizerFlags, read_recompute
+from tfdist.launch.quiet import quiet_start
 from tfdist.launch.recommendation import Recommendation
 from tfdist.launch.tasks import DEFINE, VALUES, Data, Settings, Task
 from tfdist.launch.world import World, WorldFlags
@@ -109,11 +110,13 @@ def _check(_: list[str]) -> tuple[Task, Settings, dict[str, Any]]:
 def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
     task, settings, saving = checked
     # TensorFlow takes seconds to import, which a bad flag need not wait for; and it is talkative.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    import keras
-    import tensorflow as tf
+    with quiet_start():
+        import keras
+        import tensorflow as tf
 
-    import tfdist
+        import tfdist
+
+        tf.config.list_physical_devices()
 
     # --- Ranks ---------------------------------------------------------------------------------
     if _THREADS.value:

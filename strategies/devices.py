@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import tensorflow as tf
+
+from tfdist.runtime.tf_config import read_tf_config
 
 __all__ = ["local_rank", "pin_gpu"]
 
@@ -18,21 +19,19 @@ _LOCAL_RANKS = (
 
 
 def local_rank() -> int:
-    """This process's place among the ranks of its machine, from what started it."""
+    """This process's place among the ranks of its machine, from what started it.
+
+    Raises:
+        ValueError: TF_CONFIG is malformed.
+    """
     for name in _LOCAL_RANKS:
         if name in os.environ:
             return int(os.environ[name])
-    config = json.loads(os.environ.get("TF_CONFIG") or "{}")
-    cluster, task = config.get("cluster", {}), config.get("task", {})
-    if task.get("type") not in cluster:
+    config = read_tf_config()
+    if config is None or config.job == "ps":
         return 0
-    hosts = [
-        (job, index, address.rsplit(":", 1)[0])
-        for job in ("chief", "worker")
-        for index, address in enumerate(cluster.get(job, []))
-    ]
-    own = next(h for h in hosts if h[:2] == (task["type"], int(task["index"])))
-    return [h for h in hosts if h[2] == own[2]].index(own)
+    hosts = [address.rpartition(":")[0] for address in config.workers]
+    return hosts[: config.index].count(hosts[config.index])
 
 
 def pin_gpu() -> None:

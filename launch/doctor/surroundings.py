@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import psutil
 
 from tfdist.launch.doctor.findings import Finding, note, ok, problem
+from tfdist.runtime.horovod_variables import started_by_horovod
 from tfdist.runtime.rendezvous import free_ports
 from tfdist.runtime.schedulers import Started, meeting_point, started_by_scheduler
 from tfdist.runtime.tf_config import TFConfig, read_tf_config
@@ -26,13 +27,13 @@ _FIREWALL = "open TCP between the hosts for it in the firewall"
 def launcher(environment: Mapping[str, str] = os.environ) -> list[Finding]:
     """Who started this process, and whether two launchers contradict each other."""
     found, worlds = [], {}
-    rank, size = environment.get("HOROVOD_RANK"), environment.get("HOROVOD_SIZE")
-    if rank is not None or size is not None:
-        if not (rank or "").isdigit() or not (size or "").isdigit():
-            text = f"HOROVOD_RANK={rank!r} and HOROVOD_SIZE={size!r} are no ranks"
-            found.append(problem("Launcher", text, "unset HOROVOD_RANK HOROVOD_SIZE"))
-        else:
-            worlds["Horovod's variables"] = (int(rank or 0), int(size or 0))
+    try:
+        world = started_by_horovod(environment)
+    except ValueError as error:
+        found.append(problem("Launcher", str(error), "unset HOROVOD_RANK HOROVOD_SIZE"))
+    else:
+        if world is not None:
+            worlds["Horovod's variables"] = world
     config = _config()
     if isinstance(config, Finding):
         found.append(config)

@@ -11,8 +11,9 @@ __all__ = ["batch_of", "count_own_batches"]
 
 def batch_of(iterator):
     """A batch as its specification: to draw one would move a data set that shuffles."""
+    # The class of a None's specification is public since TensorFlow 2.21, and what it stands for always.
     return tf.nest.map_structure(
-        lambda part: None if isinstance(part, tf.NoneTensorSpec) else part,
+        lambda part: None if part.value_type is type(None) else part,
         iterator._distributed_dataset.element_spec,
     )
 

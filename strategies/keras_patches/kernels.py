@@ -59,7 +59,8 @@ def _adam_step(original, self, gradient, variable, learning_rate):
 def _normalize(original, self, inputs, training=None, mask=None):
     """BatchNormalization of images over this rank's own rows."""
     replica = current_replica()
-    if replica is None or not (training and self.trainable) or mask is not None or self.renorm:
+    has_renorm = getattr(self, "renorm", False)  # Keras knows it since 3.14.
+    if replica is None or not (training and self.trainable) or mask is not None or has_renorm:
         return original(self, inputs, training=training, mask=mask)
     spreads = self.synchronized and replica.gradient_group.size > 1
     if spreads or inputs.shape.rank != 4 or self.axis not in (-1, 3):

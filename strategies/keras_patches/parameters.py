@@ -62,6 +62,6 @@ def _with_shards(original, *args, **kwargs):
 
 
 PATCHES = (
-    Patch(keras.layers.Layer, "add_weight", ("self", "args", "shape"), _add_weight),
+    Patch(keras.layers.Layer, "add_weight", ("self",), _add_weight),
     Patch(TFOptimizer, "_var_key", ("self", "variable"), _with_shards),
 )

@@ -20,7 +20,7 @@ from tfdist.data.tokens import check_tokenwise, own_tokens
 from tfdist.gradients.non_finite import guard_of
 from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import TensorFlowTrainer, all_layers
-from tfdist.monitoring.memory_report import parameter_bytes
+from tfdist.monitoring.memory_reports import parameter_bytes
 from tfdist.pipeline import PipelineModel
 from tfdist.strategies.asynchronous import asynchronous_strategy_of
 from tfdist.strategies.keras_patches.agreement import check_agreement
@@ -233,10 +233,7 @@ def _maybe_symbolic_build(original, self, iterator=None, data_batch=None):
     if type(self).call is keras.Model.call:
         return None
     if iterator is not None:
-        spec = iterator._distributed_dataset.element_spec
-        data_batch = tf.nest.map_structure(
-            lambda part: None if isinstance(part, tf.NoneTensorSpec) else part, spec
-        )
+        data_batch = batch_of(iterator)
     try:
         return original(self, None, data_batch)
     except Exception as error:

@@ -13,8 +13,9 @@ import pytest
 from tests.conftest import skip_without
 
 FOLDER = Path(__file__).parents[2] / "examples"
-#: `make_preset.py` runs in tests/launch/test_finetune.py, whose presets it makes.
-SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if path.name != "make_preset.py")
+#: `make_preset.py` runs in tests/launch/test_finetune.py, whose presets it makes; a TPU has no ranks.
+OTHERS = ("make_preset.py", "tpu.py")
+SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in OTHERS)
 #: Of two that show another training for each number of ranks: by how much accuracies may be apart.
 APART = {"diloco.py": 0.03, "scaled_rate.py": 0.03}
 

@@ -16,6 +16,7 @@ NOISE = [
     b"2026-11-25 10:00:00.123456: I tensorflow/core/util/port.cc:153] oneDNN custom operations",
     b"To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow with "
     b"the appropriate compiler flags.",
+    b"/job:worker/replica:0/task:1",
     b"E0000 00:00:1.2   3 cuda_dnn.cc:8310] Unable to register cuDNN factory: Attempting to register",
 ]
 NO_GPU = (
@@ -26,6 +27,7 @@ SAID = [
     b"W0000 00:00:1795602838.816855   25777 queue.cc:52] a queue is slow",
     b"2026-11-25 10:00:00.123456: E tensorflow/core/util/port.cc:153] broken",
     b"WARNING: the loss is not finite",
+    b"/job:worker/replica:0/task:1 does not answer",
     b"Traceback (most recent call last):",
     b"I0000 is what the user's program prints",
     b"12/12 tests passed",

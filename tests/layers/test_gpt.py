@@ -211,6 +211,35 @@ def wrong_sizes():
             8, kernel_regularizer=keras.regularizers.OrthogonalRegularizer()
         ).build((2, 4)),
         "lora": lambda: layers.RowParallelDense(8, lora_rank=2),
+        "whole input": lambda: keras.Sequential(
+            [keras.Input((2, 2, 3)), keras.layers.Flatten(), layers.RowParallelDense(4)]
+        ),
+        "whole dense": lambda: keras.Sequential(
+            [
+                keras.Input((8,)),
+                keras.layers.Dense(6, name="before"),
+                keras.layers.ReLU(),
+                layers.Dropout(0.5),
+                layers.RowParallelDense(4),
+            ]
+        ),
+        "whole gathered": lambda: layers.RowParallelDense(4)(
+            layers.ColumnParallelDense(6, gather_output=True, name="joined")(keras.Input((8,)))
+        ),
+        # Of these it is known that the input is split, or not known what it is.
+        "split": lambda: keras.Sequential(
+            [
+                keras.Input((8,)),
+                layers.ColumnParallelDense(6),
+                keras.layers.ReLU(),
+                keras.layers.LayerNormalization(),
+                layers.RowParallelDense(4),
+            ]
+        ),
+        "by hand": lambda: layers.RowParallelDense(4)(keras.Input((8,))[:, :4]),
+        "not parallel": lambda: keras.Sequential(
+            [keras.Input((8,)), layers.RowParallelDense(4, input_is_parallel=False)]
+        ),
         "constraint": lambda: layers.ColumnParallelDense(8, kernel_constraint="max_norm").build(
             (2, 4)
         ),
@@ -239,6 +268,12 @@ def test_what_does_not_fit_is_one_clear_error(pool):
     assert "units=7" in said["units"] and "tensor=2" in said["units"]
     assert "softmax" in said["activation"] and "gather_output" in said["activation"]
     assert "features=7" in said["features"]
+    assert "all 12 features" in said["whole input"] and "the input `" in said["whole input"]
+    assert "Received: the output of `before`" in said["whole dense"]
+    assert "Received: the output of `joined`" in said["whole gathered"]
+    for name in ("whole input", "whole dense", "whole gathered"):
+        assert "input_is_parallel=False" in said[name]
+    assert not {"split", "by hand", "not parallel"} & said.keys(), said
     assert "num_heads=1" in said["num_heads"]
     assert "num_key_value_heads=1" in said["num_key_value_heads"]
     assert "hidden_dim=33" in said["hidden_dim"]

@@ -22,7 +22,7 @@ from tests.monitoring.monitor_programs import (
 from tfdist import models
 from tfdist.mesh import Mesh
 from tfdist.monitoring import Monitor, timer
-from tfdist.monitoring.monitor.sections import common, union, without
+from tfdist.monitoring.monitor.intervals import common, union, without
 
 BOTH = (("horovod", 2), ("tensorflow", 2))
 

@@ -16,6 +16,8 @@ import time
 import venv
 from pathlib import Path
 
+from tests.packaging import newcomer
+
 __all__ = ["check_version", "main"]
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +66,8 @@ def main(arguments: list[str] | None = None) -> None:
         _tool("twine", "check", "--strict", str(sdist), str(wheel))
         _tool("check_wheel_contents", str(wheel))
         _train(wheel, folder / "bare")
+        # What pip needs is in its cache now.
+        newcomer.main([str(wheel)])
     print(f"Ready in {time.monotonic() - start:.0f} s: {sdist}, {wheel}")
 
 

@@ -42,6 +42,7 @@ def test_two_launchers_that_disagree(monkeypatch):
     ("variables", "said"),
     [
         ({"HOROVOD_RANK": "0"}, "HOROVOD_SIZE=None"),
+        ({"HOROVOD_SIZE": "2"}, "HOROVOD_RANK=None"),
         ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "two"}, "HOROVOD_SIZE='two'"),
         ({"HOROVOD_RANK": "-1", "HOROVOD_SIZE": "2"}, "HOROVOD_RANK='-1'"),
     ],

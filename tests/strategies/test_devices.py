@@ -7,6 +7,7 @@ import json
 import pytest
 import tensorflow as tf
 
+from tfdist.launch import checkpoint_flags
 from tfdist.strategies import devices
 
 
@@ -28,6 +29,28 @@ def test_local_rank_of_workers_counts_those_of_the_same_host(monkeypatch):
         config = {"cluster": cluster, "task": {"type": job, "index": index}}
         monkeypatch.setenv("TF_CONFIG", json.dumps(config))
         assert devices.local_rank() == place
+
+
+def test_a_server_has_no_gpu_of_its_own_and_a_wrong_config_is_told(monkeypatch):
+    config = {"cluster": {"worker": ["a:1"], "ps": ["a:2"]}, "task": {"type": "ps", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    assert devices.local_rank() == 0
+    config["task"] = {"type": "worker", "index": 3}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    with pytest.raises(ValueError, match="TF_CONFIG is not of the form"):
+        devices.local_rank()
+
+
+def test_the_first_worker_of_all_may_be_the_chief(monkeypatch):
+    for name in checkpoint_flags._RANKS:
+        monkeypatch.delenv(name, raising=False)
+    assert checkpoint_flags._may_be_chief()
+    cluster = {"chief": ["a:1"], "worker": ["b:1"], "ps": ["a:2"]}
+    expected = {("chief", 0): True, ("worker", 0): False, ("ps", 0): False, ("worker", 7): False}
+    for (job, index), may in expected.items():
+        config = {"cluster": cluster, "task": {"type": job, "index": index}}
+        monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+        assert checkpoint_flags._may_be_chief() == may
 
 
 def test_a_rank_sees_its_own_gpu(monkeypatch):

@@ -9,8 +9,6 @@ may be silent. `tests/collectives/test_tensorflow_cluster.py` fails where it mov
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import threading
 
@@ -18,6 +16,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from tfdist.runtime.confine import confine
+from tfdist.runtime.tf_config import read_tf_config
 
 try:
     from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
@@ -40,7 +39,7 @@ def bring_up_cluster(communication: str) -> None:
         communication: "auto", "ring" or "nccl".
 
     Raises:
-        RuntimeError: TensorFlow has already run operations.
+        RuntimeError: TensorFlow has already run operations, or no cluster is named.
     """
     global _cluster
     if _cluster is not None:
@@ -48,8 +47,10 @@ def bring_up_cluster(communication: str) -> None:
     options = tf.distribute.experimental.CommunicationOptions(
         implementation=tf.distribute.experimental.CommunicationImplementation(communication.upper())
     )
-    config = json.loads(os.environ["TF_CONFIG"])
-    _be_patient(config["cluster"])
+    config = read_tf_config()
+    if config is None:
+        raise RuntimeError("TF_CONFIG, which names the cluster, is not set.")
+    _be_patient(config.jobs)
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
         # Kept for the life of the process: it owns the server that the peers talk to.
@@ -60,8 +61,7 @@ def bring_up_cluster(communication: str) -> None:
             "before its first. Make the strategy at the start of the program, before any tensor, "
             f"model or data set. TensorFlow said: {error}"
         ) from error
-    task = config["task"]
-    host, _, port = config["cluster"][task["type"]][int(task["index"])].rpartition(":")
+    host, _, port = config.workers[config.index].rpartition(":")
     confine(int(port), host)
     # TensorFlow's notifier of preemptions catches SIGTERM from here on and tells nobody: a rank
     # that is told to end would train on.
@@ -69,15 +69,14 @@ def bring_up_cluster(communication: str) -> None:
         signal.signal(signal.SIGTERM, on_terminate or signal.SIG_DFL)
 
 
-def _be_patient(cluster: dict[str, list[str]]) -> None:
+def _be_patient(jobs: dict[str, int]) -> None:
     """Sets how long a worker may be silent; MultiWorkerMirroredStrategy leaves it as it is then."""
-    jobs = [job for job in ("chief", "worker") if job in cluster]
     context.context().configure_coordination_service(
         service_type="standalone",
-        service_leader=f"/job:{jobs[0]}/replica:0/task:0",
+        service_leader=f"/job:{next(iter(jobs))}/replica:0/task:0",
         heartbeat_timeout_in_ms=1000 * _SILENT_SECONDS,
         coordinated_jobs=[
-            coordination_config_pb2.CoordinatedJob(name=job, num_tasks=len(cluster[job]))
-            for job in jobs
+            coordination_config_pb2.CoordinatedJob(name=job, num_tasks=count)
+            for job, count in jobs.items()
         ],
     )

@@ -16,6 +16,7 @@ from tfdist.keras_internals.private import (
     BaseOptimizer,
     EpochIterator,
     Node,
+    Operation,
     TensorFlowTrainer,
     TFEpochIterator,
     nn,
@@ -110,6 +111,8 @@ returns_scores = Attribute("_return_attention_scores", keras.layers.GroupQueryAt
 
 # Of tensors. Which call made a symbolic one, and the logits that an activation has left.
 history = Attribute("_keras_history", Node)
+# Of operations, to which the history points.
+inbound_nodes = Attribute("_inbound_nodes", Operation)
 keras_logits = Attribute("_keras_logits", nn)
 
 # Of models. `compute_loss` adds the layers' losses, and `compute_metrics` reads all metrics.

@@ -16,7 +16,7 @@ from typing import Any
 
 import keras
 
-from tfdist.keras_internals.attributes import history
+from tfdist.keras_internals.attributes import history, inbound_nodes
 from tfdist.keras_internals.private import (
     Functional,
     Node,
@@ -25,7 +25,7 @@ from tfdist.keras_internals.private import (
     set_keras_mask,
 )
 
-__all__ = ["Call", "calls_of", "flat_inputs", "functional_of", "model_of", "owns_call"]
+__all__ = ["Call", "calls_of", "flat_inputs", "functional_of", "made_by", "model_of", "owns_call"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,6 +71,18 @@ def functional_of(model: keras.Model) -> Functional:
 def owns_call(model: keras.Model) -> bool:
     """Whether a functional model does something else when it is called than its graph says."""
     return type(model).call not in (Functional.call, keras.Sequential.call) or "call" in vars(model)
+
+
+def made_by(tensor) -> tuple[Operation, list[keras.KerasTensor]] | None:
+    """The operation that made a symbolic tensor, and the symbolic tensors that it read.
+
+    Returns:
+        None for a tensor that is not symbolic, and for one that comes from nowhere.
+    """
+    made = history(tensor, None) if _is_symbolic(tensor) else None
+    if made is None or made.operation is None:
+        return None
+    return made.operation, inbound_nodes(made.operation)[made.node_index].input_tensors
 
 
 def calls_of(model: keras.Model) -> tuple[list[Call], list[keras.KerasTensor]]:

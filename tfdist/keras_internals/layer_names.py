@@ -12,6 +12,7 @@ import functools
 import inspect
 import re
 
+from tfdist.keras_internals.patching import moved
 from tfdist.keras_internals.private import Functional, Operation, to_snake_case
 
 __all__ = ["Functional", "is_made_up", "plain_name", "watch"]
@@ -32,10 +33,7 @@ def watch() -> None:
         return
     original = Operation.__init__
     if list(inspect.signature(original).parameters) != ["self", "name"]:
-        raise ImportError(
-            "tfdist does not know this version of Keras: `Operation.__init__` is expected to take "
-            f"`name` alone. Received: {inspect.signature(original)}. Install keras>=3.15,<3.16."
-        )
+        raise moved("Operation.__init__(self, name)", inspect.signature(original))
 
     @functools.wraps(original)
     def watched(self, name=None):

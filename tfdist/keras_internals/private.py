@@ -6,6 +6,8 @@ that are called with what is relied on.
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
@@ -49,6 +51,7 @@ __all__ = [
     "draw_seed",
     "get_keras_mask",
     "global_state",
+    "h5_dataset",
     "in_stateless_scope",
     "loss_module",
     "nn",
@@ -59,6 +62,19 @@ __all__ = [
 
 #: The name of the global generator. Keras 3.12 has it in its code alone, `check_signatures` looks.
 GLOBAL_SEED_GENERATOR = getattr(seed_generator, "GLOBAL_SEED_GENERATOR", "global_seed_generator")
+
+
+def h5_dataset(store: saving_lib.H5IOStore, group: Any, key: str) -> Any:
+    """A data set of a file of weights, which Keras has checked: it holds no link to another file.
+
+    Raises:
+        KeyError: The group has none of this name.
+        ValueError: It is no data set, or a link.
+    """
+    # Keras 3.13 has not what 3.12.3 and 3.14 have; its stores check what they were given.
+    if hasattr(saving_lib, "safe_get_h5_dataset"):
+        return saving_lib.safe_get_h5_dataset(group, key)
+    return store._verify_dataset(group[key])
 
 
 def all_layers(model: keras.Layer, **options) -> list[keras.Layer]:
@@ -80,7 +96,6 @@ _CALLED = (
     (global_state, "get_global_attribute", ("name",)),
     (seed_generator, "draw_seed", ("seed",)),
     (saving_lib.H5IOStore, "__getitem__", ("self", "key")),
-    (saving_lib, "safe_get_h5_dataset", ("group", "name")),
     (loss_module, "apply_mask", ("sample_weight", "mask", "dtype", "reduction")),
 )
 
@@ -89,6 +104,8 @@ def check_signatures() -> None:
     """Compares Keras' functions with what tfdist relies on; raises ImportError if one has moved."""
     for called in _CALLED:
         check_parameters(*called)
+    if not hasattr(saving_lib, "safe_get_h5_dataset"):
+        check_parameters(saving_lib.H5IOStore, "_verify_dataset", ("self", "dataset"))
     if not hasattr(seed_generator, "GLOBAL_SEED_GENERATOR"):
         code = seed_generator.global_seed_generator.__code__
         if GLOBAL_SEED_GENERATOR not in code.co_consts:

@@ -1,7 +1,7 @@
 """Arrays of Keras' weight files that are not read before they are needed, and then in part.
 
 Keras reads each array of a file whole before it is assigned. Inside `arrays_on_demand` its stores
-give `StoredArray`s instead. `H5IOStore.__getitem__` and `safe_get_h5_dataset` are Keras' own;
+give `StoredArray`s instead. `H5IOStore.__getitem__` and what it reads by are Keras' own;
 `tests/keras_internals/test_stored.py` fails where they move.
 """
 
@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from tfdist.keras_internals.attributes import Attribute
-from tfdist.keras_internals.private import saving_lib
+from tfdist.keras_internals.private import h5_dataset, saving_lib
 
 __all__ = ["StoredArray", "arrays_on_demand"]
 
@@ -71,7 +71,7 @@ class StoredArray(np.lib.mixins.NDArrayOperatorsMixin):
 
 def _stored(store, key: str) -> StoredArray | None:
     """An array of a store that is a file; None for other stores, as archives are."""
-    dataset = saving_lib.safe_get_h5_dataset(_entry(store), key)
+    dataset = h5_dataset(store, _entry(store), key)
     file = dataset.file.filename
     if store.archive or not os.path.isfile(file):
         return None

@@ -15,6 +15,7 @@ from tfdist.collectives.mappings import (
     scatter_to_tensor_region,
 )
 from tfdist.keras_internals.attributes import kernel_of
+from tfdist.keras_internals.calls import made_by
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.weights import add_split_weight, tensor_group, value_tensor
 
@@ -172,7 +173,10 @@ class RowParallelDense(keras.layers.Dense):
         **kwargs: As for `keras.layers.Dense`.
 
     Raises:
-        ValueError: The global number of inputs does not divide by the tensor axis.
+        ValueError: The global number of inputs does not divide by the tensor axis, or the input is taken
+            for a share and a functional or Sequential model shows that it is whole. In a model with a
+            `call` of its own that cannot be seen: there a whole input makes a layer that is
+            wider by the size of the tensor axis.
 
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
     """
@@ -230,6 +234,18 @@ class RowParallelDense(keras.layers.Dense):
         self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: input_shape[-1]})
         self.built = True
 
+    def compute_output_spec(self, inputs, *args, **kwargs):
+        """The shape and dtype of the output, for a symbolic input of which it is known what it is."""
+        if self._group is not None and self._group.size > 1 and self.input_is_parallel:
+            maker = _maker_of_whole(inputs)
+            if maker is not None:
+                raise ValueError(
+                    f"`{self.name}` takes each rank's share of the features, as a ColumnParallelDense "
+                    f"yields it. Received: {maker}, which has all {inputs.shape[-1]} features on every "
+                    "rank. Pass input_is_parallel=False, or put a ColumnParallelDense before it."
+                )
+        return super().compute_output_spec(inputs, *args, **kwargs)
+
     def call(self, inputs, training=None):
         """[..., features / tensor] to [..., units]."""
         if has_features(self):
@@ -264,6 +280,37 @@ class RowParallelDense(keras.layers.Dense):
             "input_is_parallel": self.input_is_parallel,
             "sequence_parallel": self.sequence_parallel,
         }
+
+
+#: Layers of which each rank has the whole output, if they do not split it themselves.
+_WHOLE = (
+    keras.layers.InputLayer,
+    keras.layers.Dense,
+    keras.layers.Embedding,
+    keras.layers.Conv1D,
+    keras.layers.Conv2D,
+    keras.layers.Conv3D,
+)
+
+
+def _maker_of_whole(tensor) -> str | None:
+    """The layer that made a symbolic tensor whose features are known to be whole, in words; else None.
+
+    Operations and layers of Keras and of tfdist that read one tensor and keep its features are looked behind.
+    """
+    while (made := made_by(tensor)) is not None:
+        maker, read = made
+        if isinstance(maker, ColumnParallelDense):
+            return f"the output of `{maker.name}`" if maker.gather_output else None
+        if isinstance(maker, _WHOLE):
+            is_input = isinstance(maker, keras.layers.InputLayer)
+            return f"the input `{maker.name}`" if is_input else f"the output of `{maker.name}`"
+        if len(read) != 1 or not type(maker).__module__.startswith(("keras.", "tfdist.layers.")):
+            return None
+        if not isinstance(maker, keras.layers.Flatten) and read[0].shape[-1:] != tensor.shape[-1:]:
+            return None
+        (tensor,) = read
+    return None
 
 
 def has_features(layer) -> bool:

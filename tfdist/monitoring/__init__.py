@@ -1,12 +1,31 @@
 """Watching a run: the watchdog and its heartbeats, memory in use, and whether ranks still agree."""
 
-from tfdist.monitoring.compression import compression_statistics
-from tfdist.monitoring.expert_load import ExpertLoad, parameter_counts
-from tfdist.monitoring.memory_report import MemoryReporter, memory_report
-from tfdist.monitoring.model_sync import VerifyModelSync
-from tfdist.monitoring.monitor.callback import Monitor
-from tfdist.monitoring.non_finite import TerminateOnNonFinite
-from tfdist.step_clock import timer
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` imports them.
+    from tfdist.monitoring.compression import compression_statistics as compression_statistics
+    from tfdist.monitoring.expert_load import ExpertLoad as ExpertLoad
+    from tfdist.monitoring.expert_load import parameter_counts as parameter_counts
+    from tfdist.monitoring.memory_reports import MemoryReporter as MemoryReporter
+    from tfdist.monitoring.memory_reports import memory_report as memory_report
+    from tfdist.monitoring.model_sync import VerifyModelSync as VerifyModelSync
+    from tfdist.monitoring.monitor.callback import Monitor as Monitor
+    from tfdist.monitoring.non_finite import TerminateOnNonFinite as TerminateOnNonFinite
+    from tfdist.step_clock import timer as timer
+
+#: By name the module that has it. They need TensorFlow, which `tfdist-report` reads files without.
+_PLACES = {
+    "ExpertLoad": "tfdist.monitoring.expert_load",
+    "MemoryReporter": "tfdist.monitoring.memory_reports",
+    "Monitor": "tfdist.monitoring.monitor.callback",
+    "TerminateOnNonFinite": "tfdist.monitoring.non_finite",
+    "VerifyModelSync": "tfdist.monitoring.model_sync",
+    "compression_statistics": "tfdist.monitoring.compression",
+    "memory_report": "tfdist.monitoring.memory_reports",
+    "parameter_counts": "tfdist.monitoring.expert_load",
+    "timer": "tfdist.step_clock",
+}
 
 __all__ = [
     "ExpertLoad",
@@ -19,3 +38,13 @@ __all__ = [
     "parameter_counts",
     "timer",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

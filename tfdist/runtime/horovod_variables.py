@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 __all__ = ["started_by_horovod"]
 
 
-def started_by_horovod() -> tuple[int, int] | None:
+def started_by_horovod(
+    environment: Mapping[str, str] = os.environ,
+) -> tuple[int, int] | None:
     """Returns (rank, size) where tfdist-run or horovodrun started this process, else None.
 
     Raises:
         ValueError: A variable is missing, or is no number.
     """
-    if "HOROVOD_RANK" not in os.environ:
+    names = ("HOROVOD_RANK", "HOROVOD_SIZE")
+    if not any(name in environment for name in names):
         return None
     found = []
-    for name in ("HOROVOD_RANK", "HOROVOD_SIZE"):
-        text = os.environ.get(name, "")
+    for name in names:
+        text = environment.get(name, "")
         if not text.isascii() or not text.isdigit():
             raise ValueError(
                 f"A launcher of Horovod sets HOROVOD_RANK and HOROVOD_SIZE to numbers. Received: "
-                f"{name}={os.environ.get(name)!r}. Unset both to run without a launcher."
+                f"{name}={environment.get(name)!r}. Unset both to run without a launcher."
             )
         found.append(int(text))
     return found[0], found[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import os
@@ -18,12 +19,14 @@ class TFConfig:
         servers: "host:port" of each parameter server.
         job: "worker" or "ps".
         index: This process' place among those of its job.
+        jobs: How many tasks TensorFlow's jobs of workers have, by name, that of the first worker first.
     """
 
     workers: tuple[str, ...]
     servers: tuple[str, ...]
     job: str
     index: int
+    jobs: dict[str, int]
 
 
 def read_tf_config() -> TFConfig | None:
@@ -55,6 +58,7 @@ def read_tf_config() -> TFConfig | None:
             tuple(addresses[task] for task in servers),
             "ps" if job == "ps" else "worker",
             (servers if job == "ps" else workers).index((job, index)),
+            dict(collections.Counter(name for name, _ in workers)),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(

@@ -12,7 +12,7 @@ import re
 __all__ = ["ANY_VERSION", "RANGES", "check_version", "range_of"]
 
 #: By distribution: the first version in the range, and the first behind it. `setup.cfg` has the same.
-RANGES = {"tensorflow": ((2, 21), (2, 22)), "keras": ((3, 14), (3, 16))}
+RANGES = {"tensorflow": ((2, 18), (2, 22)), "keras": ((3, 12), (3, 16))}
 #: A variable that lets others in, such as nightly builds.
 ANY_VERSION = "TFDIST_ANY_VERSION"
 _NAMES = {"tensorflow": "TensorFlow", "keras": "Keras"}

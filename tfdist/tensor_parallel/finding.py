@@ -124,6 +124,9 @@ def _is_product(layer) -> bool:
     adapter = adapter_class(layer)
     if adapter not in (DenseAdapter, EinsumDenseAdapter):
         return False
+    # Keras before 3.14 packs int4 by inputs, which is not split.
+    if layer.quantization_mode == "int4" and not int4_outputs.is_known:
+        return False
     return layer.built and computes_as(layer, adapter.stock)
 
 

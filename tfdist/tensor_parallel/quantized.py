@@ -39,8 +39,13 @@ def check_mode(layer, mode: str | None) -> None:
         mode: Keras' word for it; None where the layer is not quantized.
 
     Raises:
-        ValueError: It is neither int8 nor int4.
+        ValueError: It is neither int8 nor int4, or int4 of a Keras that packs it by inputs.
     """
+    if mode == "int4" and not int4_outputs.is_known:
+        raise ValueError(
+            "Layers of int4 are split with Keras 3.14 or later, which packs them by outputs. Received: "
+            f"`{layer.path}` with Keras {keras.__version__}. Say 'replicate' of it, or quantize it to int8."
+        )
     if mode is not None and mode not in _MODES:
         raise ValueError(
             f"A layer that is split is quantized to int8 or int4. Received: {mode!r} in "

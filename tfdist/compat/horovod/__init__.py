@@ -9,6 +9,8 @@ Under a strategy of TensorFlow's own, `BroadcastGlobalVariablesCallback` and
 `MetricAverageCallback` do nothing, and the others work as everywhere.
 """
 
+from typing import NoReturn
+
 from tfdist.compat.horovod.best_model import BestModelCheckpoint
 from tfdist.compat.horovod.learning_rate import (
     LearningRateScheduleCallback,
@@ -23,3 +25,27 @@ __all__ = [
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
 ]
+
+#: What a script of Horovod's looks for here, and what takes its place.
+_ELSEWHERE = {
+    "init": "strategy = tfdist.strategies.HorovodStrategy()",
+    "rank": "strategy.mesh.rank",
+    "size": "strategy.mesh.size",
+    "local_rank": "the variable HOROVOD_LOCAL_RANK",
+    "callbacks": "tfdist.compat.horovod itself",
+    "DistributedOptimizer": "the optimizer itself",
+    "DistributedGradientTape": "tf.GradientTape in a train_step",
+    "broadcast_variables": "nothing: fit does it",
+    "allreduce": "tfdist.collectives.all_reduce",
+    "allgather": "tfdist.collectives.all_gather",
+    "broadcast": "tfdist.collectives.broadcast",
+    "alltoall": "tfdist.collectives.all_to_all",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    instead = f" In the place of hvd.{name}: {_ELSEWHERE[name]}." if name in _ELSEWHERE else ""
+    raise AttributeError(
+        f"tfdist.compat.horovod has Horovod's callbacks for Keras alone. Received: {name!r}.{instead} "
+        "docs/migrate_from_horovod.md lists Horovod's names, and what to write for each."
+    )

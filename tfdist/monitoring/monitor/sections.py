@@ -7,10 +7,11 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
+from tfdist.monitoring.monitor.intervals import Interval, common, length, union, without
 from tfdist.monitoring.monitor.watch import Execution, Row
 from tfdist.step_clock import Timed
 
-__all__ = ["SECTIONS", "Call", "Step", "steps_of", "union"]
+__all__ = ["SECTIONS", "Call", "Step", "steps_of"]
 
 #: What the time of a step is divided into; sections of timers come beside them.
 SECTIONS = (
@@ -23,8 +24,6 @@ SECTIONS = (
     "monitor",
     "other",
 )
-
-_Interval = tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,43 +78,6 @@ class Step:
     spans: list[tuple[str, float, float]] = dataclasses.field(default_factory=list)
     calls: list[Call] = dataclasses.field(default_factory=list)
     row: Row | None = None
-
-
-def union(intervals: Iterable[_Interval]) -> list[_Interval]:
-    """The same time without overlaps, in order."""
-    found: list[_Interval] = []
-    for begin, end in sorted(intervals):
-        if end <= begin:
-            continue
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((begin, end))
-    return found
-
-
-def _length(intervals: Iterable[_Interval]) -> float:
-    return sum(end - begin for begin, end in intervals)
-
-
-def common(one: Sequence[_Interval], other: Sequence[_Interval]) -> list[_Interval]:
-    """What is in both of two unions."""
-    return [(max(a, c), min(b, d)) for a, b in one for c, d in other if min(b, d) > max(a, c)]
-
-
-def without(one: Sequence[_Interval], other: Sequence[_Interval]) -> list[_Interval]:
-    """What is in a union and not in another."""
-    found = []
-    for begin, end in one:
-        for low, high in other:
-            if high <= begin or low >= end:
-                continue
-            if low > begin:
-                found.append((begin, low))
-            begin = high
-        if end > begin:
-            found.append((begin, end))
-    return found
 
 
 def steps_of(execution: Execution, timers: Sequence[Timed]) -> list[Step]:
@@ -187,8 +149,8 @@ def _read(step: Step, row: Row, waits_from: float, inside: float) -> None:
     ]
     step.spans = [span for span in step.spans if span[2] > span[1]]
     travelling = union((call.begin, call.end) for call in step.calls)
-    step.hidden = _length(common(travelling, union([*updates, *rest])))
-    step.travelling = _length(travelling)
+    step.hidden = length(common(travelling, union([*updates, *rest])))
+    step.travelling = length(travelling)
     step.sent = sum(call.sent for call in step.calls)
 
 
@@ -230,7 +192,7 @@ def _sends(operation: str, size: int) -> float:
 
 def _add_host(step: Step, begin: float, end: float, timers: Sequence[Timed]) -> None:
     """Divides what is between two calls of the training function."""
-    taken: list[_Interval] = []
+    taken: list[Interval] = []
     # The innermost, which end first, take their time; what is around them gets the rest.
     for timed in sorted(timers, key=lambda each: (each.end, -each.begin)):
         own = common([(timed.begin, timed.end)], [(begin, end)])

@@ -20,7 +20,7 @@ from tfdist.collectives.objects import all_gather_object
 from tfdist.context import strategy_of
 from tfdist.keras_internals.attributes import loss_tracker
 from tfdist.monitoring.memory import bytes_in_use, most_bytes
-from tfdist.monitoring.memory_report import parameter_bytes
+from tfdist.monitoring.memory_reports import parameter_bytes
 from tfdist.monitoring.monitor.block import MOST_TIMERS, Block
 from tfdist.monitoring.monitor.clocks import clock_offsets
 from tfdist.monitoring.monitor.flops import Flops

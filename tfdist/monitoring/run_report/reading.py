@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tfdist.errors import TfdistError
-from tfdist.monitoring.monitor.sections import common, union
+from tfdist.monitoring.monitor.intervals import common, union
 
 __all__ = ["RankTimes", "Run", "Slice", "UnreadableError", "read_run"]
 

@@ -1,0 +1,72 @@
+"""TensorFlow's start without its talk, in a program that no `tfdist-run` listens to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+
+from tfdist.launch.counting import count_gpus
+from tfdist.launch.output import is_noise
+from tfdist.runtime.lock_owner import JOB
+
+__all__ = ["quiet_start"]
+
+_LEVEL = "TF_CPP_MIN_LOG_LEVEL"
+_STDERR = 2
+
+
+@contextlib.contextmanager
+def quiet_start() -> Iterator[None]:
+    """Inside, what `tfdist-run` leaves out of the ranks' output is left out of this program's stderr.
+
+    For the import of TensorFlow and its first look at the devices: it says so through the C library, past
+    `sys.stderr`. A process of its own reads it, so that the last words of a program that crashes are seen.
+    TF_CPP_MIN_LOG_LEVEL=0 asks for all that TensorFlow says.
+    """
+    asks_for_all = os.environ.get(_LEVEL) == "0"
+    os.environ.setdefault(_LEVEL, "2")
+    if asks_for_all or JOB in os.environ or not _has_stderr():
+        yield
+        return
+    has_gpu = count_gpus() > 0
+    sys.stderr.flush()
+    own = os.dup(_STDERR)
+    read, write = os.pipe()
+    reader = os.fork()
+    if not reader:
+        os.close(write)
+        _pass_on(read, own, has_gpu)
+    os.close(read)
+    os.dup2(write, _STDERR)
+    os.close(write)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(own, _STDERR)
+        os.close(own)
+        os.waitpid(reader, 0)  # All that was said is there before the program goes on.
+
+
+def _has_stderr() -> bool:
+    try:
+        os.fstat(_STDERR)
+    except OSError:
+        return False
+    return sys.stderr is not None
+
+
+def _pass_on(source: int, target: int, has_gpu: bool) -> None:
+    """Copies lines but the noise until all writers are gone, and ends this process."""
+    # Ctrl-C is for the program, whose last words come through here.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with open(source, "rb") as lines, open(target, "wb", buffering=0) as out:
+            for line in lines:
+                if not is_noise(line.rstrip(b"\n"), has_gpu=has_gpu):
+                    out.write(line)
+    finally:
+        os._exit(0)

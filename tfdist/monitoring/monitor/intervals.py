@@ -1,0 +1,47 @@
+"""Stretches of time, as pairs of a begin and an end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+__all__ = ["Interval", "common", "length", "union", "without"]
+
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time without overlaps, in order."""
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if end <= begin:
+            continue
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """How long a union is."""
+    return sum(end - begin for begin, end in intervals)
+
+
+def common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """What is in both of two unions."""
+    return [(max(a, c), min(b, d)) for a, b in one for c, d in other if min(b, d) > max(a, c)]
+
+
+def without(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """What is in a union and not in another."""
+    found = []
+    for begin, end in one:
+        for low, high in other:
+            if high <= begin or low >= end:
+                continue
+            if low > begin:
+                found.append((begin, low))
+            begin = high
+        if end > begin:
+            found.append((begin, end))
+    return found
