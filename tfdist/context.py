@@ -20,6 +20,7 @@ from tfdist.gradient_options import GradientOptions
 from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.local_steps import group_in_step
 from tfdist.mesh import Mesh
+from tfdist.row_shares import RowShares
 from tfdist.token_split import TokenSplit
 
 __all__ = [
@@ -56,6 +57,11 @@ class DistributedStrategy(tf.distribute.Strategy, abc.ABC):
     @abc.abstractmethod
     def gradient_options(self) -> GradientOptions:
         """How gradients travel."""
+
+    @property
+    @abc.abstractmethod
+    def row_shares(self) -> RowShares | None:
+        """How many rows of a batch each rank has; None where ranks have equally many."""
 
     @abc.abstractmethod
     def unsharded(self, groups: Sequence[Sequence], name: str) -> contextlib.AbstractContextManager:
