@@ -29,6 +29,7 @@ from tfdist.gradient_options import BUCKET_BYTES, GradientOptions
 from tfdist.local_steps import local_optimizer
 from tfdist.mesh import Mesh
 from tfdist.monitoring.watchdog import Watchdog, startup_guard
+from tfdist.monitoring.work import WorkMeter
 from tfdist.row_shares import MeasuredShares, RowShares, check_batch_shares
 from tfdist.runtime.schedulers import started_by_scheduler
 from tfdist.strategies import keras_patches
@@ -126,6 +127,10 @@ class ParallelStrategy(DistributedStrategy):
         self._row_shares = None
         if batch_shares is not None:
             self._row_shares = RowShares(batch_shares, self.row_group.size)
+        #: Times the training steps of this rank, where shares follow its speed.
+        self.work_meter: WorkMeter | None = None
+        if self._row_shares is not None and self._row_shares.measured and engine.size > 1:
+            self.work_meter = WorkMeter(self.mesh)
         # One rank has nothing to share.
         self._zero_stage = zero_stage if self.gradient_group.size > 1 else 0
         self._watchdog = None
@@ -336,8 +341,13 @@ class _ParallelExtended(OneDeviceExtended):
             step.tokens = tokens
         context = ReplicaContext(self._parallel, step, tokens)
         with tf.device(self._device), context:
+            meter = self._parallel.work_meter
             if step is None:
                 outputs = fn(*args, **kwargs)
+            elif meter is not None and step.kind == "train":
+                outputs = meter.measure(
+                    lambda: run_keras_step(step, fn, *args, **kwargs), step.rows, args
+                )
             else:
                 outputs = run_keras_step(step, fn, *args, **kwargs)
             for function in context.at_end:

@@ -21,6 +21,7 @@ from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.local_steps import group_in_step
 from tfdist.mesh import Mesh
 from tfdist.row_shares import RowShares
+from tfdist.step_clock import current_stamps
 from tfdist.token_split import TokenSplit
 
 __all__ = [
@@ -171,7 +172,10 @@ class KerasStep:
         if self.is_even or group.size == 1:
             return tf.constant(1.0 / group.size)
         own = self._own_samples()
-        total = all_reduce(own, group, name="batch-size")
+        stamps = current_stamps()
+        # Nothing waits for it before the gradients are there.
+        with contextlib.nullcontext() if stamps is None else stamps.background():
+            total = all_reduce(own, group, name="batch-size")
         # Ranks that step apart from the others may all have no rows, and then make no step.
         return tf.math.divide_no_nan(tf.cast(own, tf.float32), tf.cast(total, tf.float32))
 

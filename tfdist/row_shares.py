@@ -7,6 +7,7 @@ processors round.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ __all__ = [
     "PARTS",
     "MeasuredShares",
     "RowShares",
+    "are_shares",
     "balanced_rows",
     "check_batch_shares",
     "parts_of",
@@ -96,7 +98,7 @@ def parts_of(shares: Sequence[float]) -> tuple[int, ...]:
     for share in shares:
         sum_so_far += share
         bounds.append(round(PARTS * (sum_so_far / total)))
-    return tuple(high - low for low, high in zip(bounds, bounds[1:], strict=False))
+    return tuple(high - low for low, high in itertools.pairwise(bounds))
 
 
 def balanced_rows(total: float, speeds: Sequence[float], most: Sequence[float]) -> list[float]:
@@ -218,6 +220,24 @@ class RowShares:
         self.set_parts(state["parts"])
         self.speeds = None if state["speeds"] is None else tuple(state["speeds"])
         return True
+
+
+def are_shares(state: Any) -> bool:
+    """Whether a value of a file is what `RowShares.state` returns; raises, or is False, where not."""
+    if state is None:
+        return True
+    parts, speeds = state["parts"], state["speeds"]
+    return (
+        all(type(part) is int and 0 <= part <= PARTS for part in parts)
+        and sum(parts) == PARTS
+        and (
+            speeds is None
+            or (
+                len(speeds) == len(parts)
+                and all(type(s) is float and 0 < s < float("inf") for s in speeds)
+            )
+        )
+    )
 
 
 def _sums(parts: Sequence[int]) -> list[int]:

@@ -7,10 +7,11 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from tfdist.monitoring.monitor.watch import Execution, Row
+from tfdist.monitoring.monitor.rows import Row
+from tfdist.monitoring.monitor.watch import Execution
 from tfdist.step_clock import Timed
 
-__all__ = ["SECTIONS", "Call", "Step", "steps_of", "union"]
+__all__ = ["SECTIONS", "Call", "Step", "common", "length", "steps_of", "union"]
 
 #: What the time of a step is divided into; sections of timers come beside them.
 SECTIONS = (
@@ -94,7 +95,8 @@ def union(intervals: Iterable[_Interval]) -> list[_Interval]:
     return found
 
 
-def _length(intervals: Iterable[_Interval]) -> float:
+def length(intervals: Iterable[_Interval]) -> float:
+    """How long a union is."""
     return sum(end - begin for begin, end in intervals)
 
 
@@ -187,8 +189,8 @@ def _read(step: Step, row: Row, waits_from: float, inside: float) -> None:
     ]
     step.spans = [span for span in step.spans if span[2] > span[1]]
     travelling = union((call.begin, call.end) for call in step.calls)
-    step.hidden = _length(common(travelling, union([*updates, *rest])))
-    step.travelling = _length(travelling)
+    step.hidden = length(common(travelling, union([*updates, *rest])))
+    step.travelling = length(travelling)
     step.sent = sum(call.sent for call in step.calls)
 
 
