@@ -104,7 +104,8 @@ class Balancing(keras.callbacks.Callback):
 
         All that the process holds is taken to grow with the rows, so that it is rather too little.
         """
-        if tf.config.list_logical_devices("GPU"):
+        measured: Any = self._shares.measured
+        if measured.max_rows is not None or tf.config.list_logical_devices("GPU"):
             return math.inf
         free = _MEMORY_SHARE * available_bytes()[0] / self._ranks_of_host
         return 1 + free / max(resident_bytes(), 1)

@@ -64,7 +64,7 @@ class MeasuredShares:
 
     def __post_init__(self):
         checks.number("smoothing", self.smoothing, above=0, maximum=1)
-        checks.number("hysteresis", self.hysteresis, minimum=0, maximum=1)
+        checks.number("hysteresis", self.hysteresis, minimum=0, maximum=100)
         if self.max_rows is None or isinstance(self.max_rows, int):
             checks.integer("max_rows", self.max_rows, minimum=1, optional=True)
         else:
@@ -78,7 +78,8 @@ def check_batch_shares(value: Any) -> None:
     Raises:
         ValueError: It is neither None, "measured", a `MeasuredShares` nor a list of positive numbers.
     """
-    if value is None or isinstance(value, MeasuredShares) or value == "measured":
+    is_word = isinstance(value, str) and value == "measured"
+    if value is None or isinstance(value, MeasuredShares) or is_word:
         return
     meaning = (
         '"measured", a MeasuredShares, None, or a list of a positive number for each rank that holds '
@@ -173,15 +174,36 @@ class RowShares:
     def row_range(self, rows, index: int) -> tuple[tf.Tensor, tf.Tensor]:
         """The rows [start, end) of a batch that belong to a rank now.
 
-        Every rank's number of rows differs from its share of them by less than one.
+        Every rank's number of rows differs from its share of them by less than one, unless `max_rows`
+        says otherwise.
 
         Args:
             rows: The size of the batch.
             index: The rank, among those that hold different rows.
         """
         rows = tf.cast(rows, tf.int64)
-        bounds = (rows * self._bounds[index : index + 2] + PARTS // 2) // PARTS
-        return bounds[0], bounds[1]
+        bounds = self._bounds_of(rows)
+        if self.measured is not None and self.measured.max_rows is not None:
+            sizes = self._limited(rows, bounds[1:] - bounds[:-1])
+            bounds = tf.concat([tf.zeros([1], tf.int64), tf.cumsum(sizes)], axis=0)
+        return bounds[index], bounds[index + 1]
+
+    def _bounds_of(self, rows: tf.Tensor) -> tf.Tensor:
+        return (rows * self._bounds + PARTS // 2) // PARTS
+
+    def _limited(self, rows: tf.Tensor, sizes: tf.Tensor) -> tf.Tensor:
+        """Sizes within the limits; what is over goes to the first ranks that have room for it.
+
+        Of integers, so that all ranks come to the same. More rows than all have room for are shared as
+        if there were no limits.
+        """
+        most = tf.constant([int(limit) for limit in self.most_rows()], tf.int64)
+        own = tf.minimum(sizes, most)
+        room = most - own
+        over = rows - tf.reduce_sum(own)
+        own += tf.clip_by_value(over - tf.cumsum(room, exclusive=True), 0, room)
+        bounds = self._bounds_of(rows - tf.reduce_sum(own))
+        return own + bounds[1:] - bounds[:-1]
 
     def most_rows(self) -> list[float]:
         """Of each rank the most rows that the user has set; infinite where there is no limit."""

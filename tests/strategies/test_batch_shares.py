@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import time
 
 import keras
@@ -11,7 +14,9 @@ import tensorflow as tf
 
 from tests.conftest import on_ranks, slow_but
 from tests.strategies import programs
+from tfdist.checkpoint import Checkpointer
 from tfdist.row_shares import MeasuredShares, parts_of
+from tfdist.testing import RankError
 
 
 def with_shares(strategy, shares):
@@ -129,7 +134,9 @@ def measured(strategy, steps, **options):
     x, y = programs.images(24 * steps)
     with shared.scope():
         slow = Slow(0.001 * (1 + shared.row_group.rank))
-        model = keras.Sequential([keras.Input((8, 8, 1)), slow, keras.layers.Flatten(), keras.layers.Dense(4)])
+        model = keras.Sequential(
+            [keras.Input((8, 8, 1)), slow, keras.layers.Flatten(), keras.layers.Dense(4)]
+        )
         model.compile("sgd", programs.cross_entropy())
     model.fit(x, y, batch_size=24, epochs=1, verbose=0, shuffle=False)
     return shared.batch_shares
@@ -137,7 +144,8 @@ def measured(strategy, steps, **options):
 
 @on_ranks(("tensorflow", 2), slow=[("horovod", 2)])
 def test_shares_follow_the_measured_speed(pool):
-    shares = pool.run(programs.on_rank, measured, 40)
+    # A limit of one's own, so that what else runs on the machine takes no room.
+    shares = pool.run(programs.on_rank, measured, 40, max_rows=1000)
     assert shares[0] == shares[1]
     assert 0.58 < shares[0][0] < 0.72  # Two thirds, where rows were all that takes time.
 
@@ -147,3 +155,50 @@ def test_shares_follow_the_measured_speed(pool):
 def test_no_rank_gets_more_than_its_most(pool):
     shares = pool.run(programs.on_rank, measured, 30, max_rows=[13, 24])
     np.testing.assert_allclose(shares[0][0], 13 / 24, atol=1e-5)
+
+
+class Killed(keras.callbacks.Callback):
+    """Notes the shares of the first step; ends the process at a step, as a host that fails does."""
+
+    def __init__(self, shares, folder, at):
+        super().__init__()
+        self._shares, self._folder, self._at = shares, folder, at
+        self.first = None
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.first = self.first or self._shares.state()
+        if batch == self._at:
+            (self._folder / "state.json").write_text(json.dumps(self._shares.state()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def interrupted(strategy, folder, at):
+    """Forty steps; the second rank takes twice as long for a row."""
+    programs.start()
+    x, y = programs.images(24 * 40)
+    shared = with_shares(strategy, "measured")
+    with programs.scope(shared):
+        slow = Slow(0.001 * (0 if strategy is None else 1 + shared.row_group.rank))
+        model = keras.Sequential([keras.Input((8, 8, 1)), slow, *programs.mlp().layers])
+        model.compile(programs.optimizer("adamw"), programs.cross_entropy())
+    if strategy is None:
+        model.fit(x, y, batch_size=24, verbose=0)
+        return model.get_weights(), None
+    saver = Checkpointer(folder / "saves", every_steps=5, asynchronous=False)
+    killed = Killed(shared.row_shares, folder, at)
+    model.fit(x, y, batch_size=24, verbose=0, callbacks=[saver, killed])
+    return model.get_weights(), killed.first
+
+
+@pytest.mark.slow
+@on_ranks(("tensorflow", 2), ("horovod", 2))
+def test_a_killed_training_goes_on_with_its_shares(pool, one_process, tmp_path):
+    with pytest.raises(RankError):
+        pool.run(programs.on_rank, interrupted, tmp_path, 12, timeout=240)
+    kept = json.loads((tmp_path / "state.json").read_text())
+    assert kept["parts"][0] > 1.1 * kept["parts"][1]
+    weights, _ = one_process.run(programs.in_one_process, interrupted, tmp_path, None)[0]
+    for own, first in pool.run(programs.on_rank, interrupted, tmp_path, None, timeout=240):
+        assert first == kept
+        for got, expected in zip(own, weights, strict=True):
+            np.testing.assert_allclose(got, expected, atol=1e-5)

@@ -221,6 +221,7 @@ LEGAL: dict[str, set[str]] = {
     "tfdist.compression.TopK.momentum_correction": _ZERO,
     "tfdist.compression.TopK.warmup_steps": {"zero"},
     "tfdist.datasets.make_clicks.rule_seed": {"zero"},
+    "tfdist.datasets.DynamicSharding.items": {"list of text"},
     "tfdist.datasets.*.data_dir": {"newline", *_ANY_NAME},
     "tfdist.datasets.loading.rank_split.index": {"zero"},
     "tfdist.datasets.loading.rank_split.split": _ANY_NAME,

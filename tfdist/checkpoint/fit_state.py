@@ -46,6 +46,7 @@ class FitState:
         self._seed = global_seed()
         strategy = strategy_of(model)
         self._shares = None if strategy is None else strategy.row_shares
+        self._kept = [] if strategy is None else strategy.kept_states
 
     def collect(self, epoch: int, batch: int) -> dict[str, Any]:
         """All of it, as JSON can hold it; of the chief's.
@@ -70,6 +71,7 @@ class FitState:
             },
             "callbacks": {key: _counted(each) for key, each in self._counting().items()},
             "batch_shares": None if self._shares is None else self._shares.state(),
+            "kept": [each.state(in_epoch=batch > 0) for each in self._kept],
         }
 
     def resume(self, state: dict[str, Any]) -> int:
@@ -89,6 +91,8 @@ class FitState:
             keras_seed.assign(np.array(state["keras_seed"], keras_seed.dtype))
         if self._shares is not None:
             self._shares.restore(state.get("batch_shares"))
+        for each, kept in zip(self._kept, state.get("kept", []), strict=False):
+            each.restore(kept)
         return batch
 
     def resume_callbacks(self, state: dict[str, Any]) -> None:

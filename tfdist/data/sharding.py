@@ -15,6 +15,7 @@ from tfdist.collectives.objects import all_gather_object
 from tfdist.row_shares import RowShares
 
 __all__ = [
+    "empty_batch",
     "equal_steps",
     "is_per_rank",
     "mark_per_rank",
@@ -23,6 +24,7 @@ __all__ = [
     "row_range",
     "shard_batches",
     "shard_whole_batches",
+    "with_unknown_rows",
     "without_prefetch",
 ]
 
@@ -185,9 +187,9 @@ def equal_steps(dataset: tf.data.Dataset, group: Group) -> tf.data.Dataset:
     lengths = [length for length, _ in all_ranks]
     rows = all_gather_object([_rows_of(s) for s in _flat_spec(dataset)], group, name="rows")
     if any(other != rows[0] for other in rows) or len(set(lengths)) > 1:
-        dataset = _with_unknown_rows(dataset)
+        dataset = with_unknown_rows(dataset)
     if len(set(lengths)) > 1 and min(lengths) >= 0:
-        empty = tf.data.Dataset.from_tensors(_empty_batch(dataset.element_spec))
+        empty = tf.data.Dataset.from_tensors(empty_batch(dataset.element_spec))
         dataset = dataset.concatenate(empty.repeat(max(lengths) - mine[0]))
     elif tf.data.INFINITE_CARDINALITY in lengths and len(set(lengths)) > 1:
         raise ValueError(
@@ -230,7 +232,7 @@ def _without_rows(spec) -> str:
     return f"{type(spec).__name__}({getattr(spec, 'dtype', None)}, [rows, ...{inner}])"
 
 
-def _with_unknown_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def with_unknown_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """The same batches, whose number of rows a graph no longer takes for known."""
     is_tuple = _is_passed_as_arguments(dataset)
 
@@ -248,7 +250,13 @@ def _with_unknown_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.map(forget)
 
 
-def _empty_batch(spec):
+def empty_batch(spec):
+    """A batch without rows of a data set's elements.
+
+    Raises:
+        ValueError: An element holds more than dense tensors.
+    """
+
     def empty(part):
         if not isinstance(part, tf.TensorSpec):
             raise ValueError(
