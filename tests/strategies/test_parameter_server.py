@@ -74,6 +74,7 @@ def test_what_cannot_work_is_refused_with_a_way_out(one_process):
         assert way_out in message, message
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_three_workers_one_of_them_slow(tmp_path):
     """No step begins more than s steps ahead, and each update is applied once."""

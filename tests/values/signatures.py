@@ -126,6 +126,7 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
     },
     "machine.device": lambda: "a100",
     "make_schedule.name": lambda: "1f1b",
+    "DynamicSharding.items": lambda: 8,
     "load.name": lambda: "digits",
     "load_for_rank.name": lambda: "digits",
     "load_text.name": lambda: "pydoc",
