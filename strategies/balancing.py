@@ -128,11 +128,13 @@ class Balancing(keras.callbacks.Callback):
             old = np.log(self._shares.speeds)
             speeds = np.exp(old + measured.smoothing * (np.log(speeds) - old))
         self._shares.speeds = tuple(speeds.tolist())
-        wanted = np.array(balanced_rows(rows.sum(), speeds, most))
+        wanted = np.array(
+            balanced_rows(float(rows.sum()), speeds.tolist(), most.tolist()), np.float64
+        )
         now, then = (rows / speeds).max(), (wanted / speeds).max()
         over = (rows > most).any()
         if now > (1 + measured.hysteresis) * then or over:
-            self._shares.set_parts(parts_of(wanted))
+            self._shares.set_parts(parts_of(wanted.tolist()))
             if self._strategy.is_chief:
                 _logger.info("Ranks now get %s of the rows, at %s rows/s.", *self._words(speeds))
 
@@ -140,4 +142,4 @@ class Balancing(keras.callbacks.Callback):
         shares = [f"{share:.1%}" for share in self._shares.shares]
         found = [f"{speed:,.0f}" for speed in speeds]
         more = ", ..." if len(shares) > _MOST_SHOWN else ""
-        return tuple(", ".join(each[:_MOST_SHOWN]) + more for each in (shares, found))
+        return ", ".join(shares[:_MOST_SHOWN]) + more, ", ".join(found[:_MOST_SHOWN]) + more

@@ -147,18 +147,15 @@ class RowShares:
         self.measured: MeasuredShares | None = None
         #: By rank the measured speed, in rows per second; None before the first measurement.
         self.speeds: tuple[float, ...] | None = None
-        if isinstance(shares, MeasuredShares):
-            self.measured = shares
-        elif isinstance(shares, str):
-            self.measured = MeasuredShares()
-        if self.measured is not None:
+        if isinstance(shares, str | MeasuredShares):
+            self.measured = MeasuredShares() if isinstance(shares, str) else shares
             limits = self.measured.max_rows
             if limits is not None and not isinstance(limits, int):
                 _check_length("max_rows", limits, num_ranks)
             first = parts_of([1.0] * num_ranks)
         else:
             _check_length("batch_shares", shares, num_ranks)
-            first = parts_of([float(share) for share in shares])  # type: ignore[arg-type]
+            first = parts_of([float(share) for share in shares])
         self._num_ranks = num_ranks
         with tf.device("/CPU:0"):
             self._bounds = tf.Variable(

@@ -128,9 +128,11 @@ class AdaptiveBatch(GradientNoise):
         if self._wanted == self._now and batch - self._looked >= self._every * self._now:
             self._looked = batch
             self._look()
-        is_due = self._accumulation is not None and self._wanted != self._now
-        if is_due and self._accumulation.is_between_updates:
-            self._grow(self._accumulation)
+        accumulation = self._accumulation
+        if accumulation is None or self._wanted == self._now:
+            return
+        if accumulation.is_between_updates:
+            self._grow(accumulation)
 
     def state(self, *, in_epoch: bool) -> dict[str, Any] | None:
         """What a checkpoint keeps."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -56,12 +55,11 @@ class WorkMeter:
             rows: How many samples this rank has in it.
             arguments: What the step needs.
         """
-        stamps, how = current_stamps(), contextlib.nullcontext()
-        if stamps is None:  # Else somebody watches the step already, and the same stamps do.
-            stamps = Stamps()
-            how = stamping(stamps)
+        watched = current_stamps()
+        # Where somebody watches the step already, the same stamps do.
+        stamps = Stamps() if watched is None else watched
         begin = time_after(tf.nest.flatten(arguments, expand_composites=True))
-        with how:
+        with stamping(stamps):
             outputs = step()
         self._finish(stamps, begin, tf.cast(rows, tf.float64))
         return outputs
