@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -29,6 +29,8 @@ from tfdist.gradient_options import BUCKET_BYTES, GradientOptions
 from tfdist.local_steps import local_optimizer
 from tfdist.mesh import Mesh
 from tfdist.monitoring.watchdog import Watchdog, startup_guard
+from tfdist.monitoring.work import WorkMeter
+from tfdist.row_shares import MeasuredShares, RowShares, check_batch_shares
 from tfdist.runtime.schedulers import started_by_scheduler
 from tfdist.strategies import keras_patches
 from tfdist.strategies.keras_patches.steps import count_rows, run_keras_step
@@ -70,6 +72,9 @@ class ParallelStrategy(DistributedStrategy):
             the bytes, and a rounding of each. None for their own, which is as exact as one process.
         compression: What compresses gradients between the data parallel ranks, as
             `tfdist.compression.PowerSGD(rank=4)`, where the link is slow. See docs/slow_links.md.
+        batch_shares: Where ranks are not equally fast: a number for each rank that holds other rows, as
+            [3, 1], or "measured" for shares that follow the measured speeds, or a `MeasuredShares`.
+            Batches and results stay those of one process. See docs/unequal_ranks.md.
         watchdog_seconds: After how long a rank that is missing at a collective, or frozen, ends
             the job; 0 for never. A rank that dies ends it at once.
         deterministic: Whether the same program on the same mesh and as many hosts gives the same
@@ -90,6 +95,7 @@ class ParallelStrategy(DistributedStrategy):
         bucket_mib: float = BUCKET_BYTES / _MIB,
         communication_dtype: str | None = None,
         compression: Compressor | None = None,
+        batch_shares: str | MeasuredShares | Sequence[float] | None = None,
         watchdog_seconds: float = WATCHDOG_SECONDS,
         deterministic: bool = False,
     ):
@@ -101,6 +107,7 @@ class ParallelStrategy(DistributedStrategy):
             bucket_mib=bucket_mib,
             communication_dtype=communication_dtype,
             compression=compression,
+            batch_shares=batch_shares,
             watchdog_seconds=watchdog_seconds,
             deterministic=deterministic,
         )
@@ -117,6 +124,13 @@ class ParallelStrategy(DistributedStrategy):
         )
         share_random_state(engine.group())
         super().__init__(_ParallelExtended(self))
+        self._row_shares = None
+        if batch_shares is not None:
+            self._row_shares = RowShares(batch_shares, self.row_group.size)
+        #: Times the training steps of this rank, where shares follow its speed.
+        self.work_meter: WorkMeter | None = None
+        if self._row_shares is not None and self._row_shares.measured and engine.size > 1:
+            self.work_meter = WorkMeter(self.mesh)
         # One rank has nothing to share.
         self._zero_stage = zero_stage if self.gradient_group.size > 1 else 0
         self._watchdog = None
@@ -138,6 +152,17 @@ class ParallelStrategy(DistributedStrategy):
     def gradient_options(self) -> GradientOptions:
         """How gradients travel."""
         return self._gradient_options
+
+    @property
+    def row_shares(self) -> RowShares | None:
+        """How many rows of a batch each rank has; None where ranks have equally many."""
+        return self._row_shares
+
+    @property
+    def batch_shares(self) -> tuple[float, ...]:
+        """Of each rank that holds other rows its part of them, as it is now; they add up to 1."""
+        size = self.row_group.size
+        return (1 / size,) * size if self._row_shares is None else self._row_shares.shares
 
     def unsharded(self, groups, name):
         """See `DistributedStrategy.unsharded`."""
@@ -192,6 +217,7 @@ def check_options(
     bucket_mib: float = BUCKET_BYTES / _MIB,
     communication_dtype: str | None = None,
     compression: Compressor | None = None,
+    batch_shares: str | MeasuredShares | Sequence[float] | None = None,
     watchdog_seconds: float = WATCHDOG_SECONDS,
     deterministic: bool = False,
 ) -> None:
@@ -204,6 +230,7 @@ def check_options(
         bucket_mib: As in `ParallelStrategy`.
         communication_dtype: As in `ParallelStrategy`.
         compression: As in `ParallelStrategy`.
+        batch_shares: As in `ParallelStrategy`.
         watchdog_seconds: As in `ParallelStrategy`.
         deterministic: As in `ParallelStrategy`.
 
@@ -231,6 +258,7 @@ def check_options(
             f"compressed: take zero_stage=2. Received: zero_stage=3, compression={compression!r}."
         )
     checks.number("watchdog_seconds", watchdog_seconds, minimum=0, maximum=checks.YEAR_SECONDS)
+    check_batch_shares(batch_shares)
     checks.boolean("deterministic", deterministic)
 
 
@@ -313,8 +341,13 @@ class _ParallelExtended(OneDeviceExtended):
             step.tokens = tokens
         context = ReplicaContext(self._parallel, step, tokens)
         with tf.device(self._device), context:
+            meter = self._parallel.work_meter
             if step is None:
                 outputs = fn(*args, **kwargs)
+            elif meter is not None and step.kind == "train":
+                outputs = meter.measure(
+                    lambda: run_keras_step(step, fn, *args, **kwargs), step.rows, args
+                )
             else:
                 outputs = run_keras_step(step, fn, *args, **kwargs)
             for function in context.at_end:
@@ -369,7 +402,9 @@ class _ParallelExtended(OneDeviceExtended):
         if is_per_rank(dataset):
             return equal_steps(dataset, self._parallel.group())
         group = self._parallel.row_group
-        return self._own_tokens(shard_batches(dataset, group.size, group.rank))
+        return self._own_tokens(
+            shard_batches(dataset, group.size, group.rank, self._parallel.row_shares)
+        )
 
     def _distribute_datasets_from_function(self, dataset_fn, options):
         del options

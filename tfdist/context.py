@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -20,10 +20,15 @@ from tfdist.gradient_options import GradientOptions
 from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.local_steps import group_in_step
 from tfdist.mesh import Mesh
+from tfdist.row_shares import RowShares
+from tfdist.step_clock import current_stamps
 from tfdist.token_split import TokenSplit
 
 __all__ = [
+    "ChangingAccumulation",
     "DistributedStrategy",
+    "GradientMeter",
+    "KeptState",
     "KerasStep",
     "ModelRole",
     "ReplicaContext",
@@ -39,8 +44,54 @@ __all__ = [
 ]
 
 
+class KeptState(Protocol):
+    """What a checkpoint keeps of a training beside the model, the callbacks of Keras and batches."""
+
+    def state(self, *, in_epoch: bool) -> dict[str, Any] | None:
+        """What is kept, of the chief's, as JSON can hold it."""
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Goes on from there; on every rank, before a batch is taken.
+
+        Raises:
+            ValueError: It cannot.
+        """
+
+
+class GradientMeter(Protocol):
+    """What looks at gradients on their way: see `tfdist.gradients.noise`."""
+
+    def add(self, gradients: Sequence, variables: Sequence, step: KerasStep | None) -> None:
+        """Takes those of this rank, after they were weighed."""
+
+    def update(self, gradients: Sequence, variables: Sequence, step: KerasStep | None) -> None:
+        """Takes the global ones."""
+
+
+class ChangingAccumulation(Protocol):
+    """Updates whose number of micro-steps changes: see `tfdist.gradients.accumulation`."""
+
+    optimizer: Any
+
+    def scaled(self, gradients: Sequence) -> list:
+        """The mean over the micro-steps of an update."""
+
+    def end_step(self) -> None:
+        """Called behind each micro-step."""
+
+
 class DistributedStrategy(tf.distribute.Strategy, abc.ABC):
     """What the rooms below `strategies/` rely on in a strategy of tfdist."""
+
+    #: What measures the gradients of steps that are traced now; None for nothing.
+    noise_meter: GradientMeter | None = None
+    #: What changes the number of micro-steps of an optimizer's updates.
+    accumulation: ChangingAccumulation | None = None
+
+    @functools.cached_property
+    def kept_states(self) -> list[KeptState]:
+        """What checkpoints keep beside the model, in the order in which the program made it."""
+        return []
 
     @property
     @abc.abstractmethod
@@ -56,6 +107,11 @@ class DistributedStrategy(tf.distribute.Strategy, abc.ABC):
     @abc.abstractmethod
     def gradient_options(self) -> GradientOptions:
         """How gradients travel."""
+
+    @property
+    @abc.abstractmethod
+    def row_shares(self) -> RowShares | None:
+        """How many rows of a batch each rank has; None where ranks have equally many."""
 
     @abc.abstractmethod
     def unsharded(self, groups: Sequence[Sequence], name: str) -> contextlib.AbstractContextManager:
@@ -165,7 +221,10 @@ class KerasStep:
         if self.is_even or group.size == 1:
             return tf.constant(1.0 / group.size)
         own = self._own_samples()
-        total = all_reduce(own, group, name="batch-size")
+        stamps = current_stamps()
+        # Nothing waits for it before the gradients are there.
+        with contextlib.nullcontext() if stamps is None else stamps.background():
+            total = all_reduce(own, group, name="batch-size")
         # Ranks that step apart from the others may all have no rows, and then make no step.
         return tf.math.divide_no_nan(tf.cast(own, tf.float32), tf.cast(total, tf.float32))
 
