@@ -20,6 +20,7 @@ from tfdist.data.tokens import check_tokenwise, own_tokens
 from tfdist.gradients.non_finite import guard_of
 from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import TensorFlowTrainer, all_layers
+from tfdist.monitoring import VerifyModelSync
 from tfdist.monitoring.memory_report import parameter_bytes
 from tfdist.pipeline import PipelineModel
 from tfdist.strategies.asynchronous import asynchronous_strategy_of
@@ -107,8 +108,9 @@ def _fit_to_the_end(original, arguments: dict):
         error.add_note(_out_of_memory(self))
         raise
     finally:
-        for saver in savers:
-            saver.detach()
+        for callback in callbacks:
+            if isinstance(callback, (Checkpointer, VerifyModelSync)):
+                callback.detach()
 
 
 def _out_of_memory(model) -> str:

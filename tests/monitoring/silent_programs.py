@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 import keras
 import numpy as np
@@ -24,9 +26,75 @@ def spoilt(mesh: dict, fault: dict | None, **options) -> dict:
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
+    x, y = text(22, 61)
     with scope(mesh):
-        model = build(num_layers=1)
+        if mesh.get("tensor"):
+            model = build(num_layers=1)
+        else:
+            model = keras.Sequential(
+                [
+                    keras.Input([16], dtype="int32"),
+                    keras.layers.Embedding(61, 8),
+                    keras.layers.LayerNormalization(),
+                    keras.layers.Dense(61),
+                ]
+            )
         model.compile(keras.optimizers.Adam(), layers.VocabParallelCrossEntropy(61))
+    callbacks = [monitoring.VerifyModelSync(**options)]
+    if fault is not None:
+        callbacks.append(FlipBit(**fault))
+    outcome: dict = {"error": None}
+    with _heard() as said:
+        try:
+            # Of 22 rows the last batch has 6: not all ranks have as many.
+            history = model.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
+            outcome["losses"] = history.history["loss"]
+        except ModelSyncError as error:
+            outcome |= {
+                "error": str(error),
+                "is_transient": error.is_transient,
+                "ranks": error.ranks,
+                "code": error.exit_code,
+            }
+    outcome["said"] = [line for line in said if "come apart" in line]
+    outcome["weights"] = [np.array(v.numpy()) for v in model.trainable_variables]
+    return outcome
+
+
+def even(steps: int) -> tuple[list[float], list[str]]:
+    """The losses of the epochs of a training without a fault, and what is said; looks every 10 steps."""
+    from tfdist import monitoring
+    from tfdist.testing import strategy
+
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(3)
+    random = np.random.default_rng(0)
+    x = random.normal(size=(803, 16)).astype("float32")
+    y = np.sin(x.sum(axis=1, keepdims=True))
+    with strategy().scope():
+        layers = [
+            keras.layers.Dense(32, "relu"),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.1),
+        ]
+        model = keras.Sequential([keras.Input([16]), *layers, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(1e-3, clipnorm=1.0, use_ema=True), "mse")
+    with _heard() as said:
+        # Steps of 8 rows, of which the last of an epoch has 3.
+        history = model.fit(
+            x,
+            y,
+            batch_size=8,
+            epochs=-(-steps // 101),
+            verbose=0,
+            callbacks=[monitoring.VerifyModelSync(every_steps=10)],
+        )
+    return history.history["loss"], [line for line in said if "come apart" in line]
+
+
+@contextlib.contextmanager
+def _heard() -> Iterator[list[str]]:
+    """What is logged inside."""
     said: list[str] = []
 
     class Handler(logging.Handler):
@@ -35,23 +103,7 @@ def spoilt(mesh: dict, fault: dict | None, **options) -> dict:
 
     handler, logger = Handler(), logging.getLogger("tfdist")
     logger.addHandler(handler)
-    callbacks = [monitoring.VerifyModelSync(**options)]
-    if fault is not None:
-        callbacks.append(FlipBit(**fault))
-    outcome: dict = {"error": None}
     try:
-        # Of 22 rows the last batch has 6: not all ranks have as many.
-        history = model.fit(*text(22, 61), batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
-        outcome["losses"] = history.history["loss"]
-    except ModelSyncError as error:
-        outcome |= {
-            "error": str(error),
-            "is_transient": error.is_transient,
-            "ranks": error.ranks,
-            "code": error.exit_code,
-        }
+        yield said
     finally:
         logger.removeHandler(handler)
-    outcome["said"] = [line for line in said if "come apart" in line]
-    outcome["weights"] = [np.array(v.numpy()) for v in model.trainable_variables]
-    return outcome
