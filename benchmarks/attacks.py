@@ -62,16 +62,18 @@ def garbage(address: Address) -> None:
     """Sends what is of no protocol, or of another one."""
     for words in [*_GARBAGE, *(os.urandom(size) for size in (1, 24, PROOF_BYTES, 5000))] * 3:
         with _calls(address) as callers, contextlib.suppress(OSError):
-            callers[0].sendall(words)
-            callers[0].settimeout(0.05)
-            callers[0].recv(4096)
+            for caller in callers:
+                caller.sendall(words)
+                caller.settimeout(0.05)
+                caller.recv(4096)
 
 
 def endless_line(address: Address) -> None:
     """Sends 64 MiB without a newline, if the other side takes it."""
     with _calls(address) as callers, contextlib.suppress(OSError):
-        for _ in range(1024):
-            callers[0].sendall(b"A" * (1 << 16))
+        for caller in callers:
+            for _ in range(1024):
+                caller.sendall(b"A" * (1 << 16))
 
 
 def half_open(address: Address) -> None:
@@ -100,10 +102,10 @@ def wrong_keys(address: Address) -> None:
         with contextlib.suppress(OSError):
             connect_once(address, b"another key", purpose, 1, deadline).close()
         with _calls(address) as callers, contextlib.suppress(OSError):
-            callers[0].settimeout(0.2)
-            proof = CallerProof(b"x", purpose, 0).proof(callers[0].recv(40))
-            callers[0].sendall(proof)
-            callers[0].recv(100)
+            for caller in callers:
+                caller.settimeout(0.2)
+                caller.sendall(CallerProof(b"x", purpose, 0).proof(caller.recv(40)))
+                caller.recv(100)
 
 
 def a_thousand_at_once(address: Address) -> None:

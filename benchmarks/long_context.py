@@ -3,7 +3,9 @@
     python -m tfdist.benchmarks.long_context [--rounds=15] [--only=ring_2]
 
 A GPT of 2 layers (of 6 for the memory) on one sequence of 4,096 tokens, one thread a rank, with the
-sequence split over 2 or 4 ranks. Each rank computes its part on a core of its own, so there are to be as many cores as ranks.
+sequence split over 2 or 4 ranks, on as many cores. The rank beside it computes the whole sequence while
+the other cores do the same: cores share caches, memory and power, so one that computes alone is faster
+than it can be in any parallel program. By how much, a line of its own says.
 Peak memory is what a first step of twice as many tokens adds to the resident memory of a rank, less what
 one of these adds: weights, gradients and the graph are then in neither.
 """
@@ -39,15 +41,16 @@ CASES = {
 _SPARE = 0.1
 
 
-def _gpt(kind: str, num_layers: int):
-    """A GPT on this rank, compiled."""
+def _gpt(kind: str, num_layers: int, alone: bool = False):
+    """A GPT on all ranks, or on each of them one of its own; compiled."""
     import keras
 
     from tfdist import Mesh, layers, models
+    from tfdist.strategies import LocalStrategy
     from tfdist.testing import strategy
 
     keras.utils.set_random_seed(0)
-    with strategy(Mesh(data=1, context=-1)).scope():
+    with (LocalStrategy() if alone else strategy(Mesh(data=1, context=-1))).scope():
         model = models.gpt(
             _VOCABULARY,
             num_layers=num_layers,
@@ -61,11 +64,11 @@ def _gpt(kind: str, num_layers: int):
     return model
 
 
-def prepare(kind: str, tokens: int = _TOKENS, num_layers: int = 2) -> None:
+def prepare(kind: str, tokens: int = _TOKENS, num_layers: int = 2, alone: bool = False) -> None:
     """Builds and warms up a GPT on this rank."""
     from tfdist.testing import rank
 
-    model, data = _gpt(kind, num_layers), token_batches(1, tokens, _VOCABULARY)
+    model, data = _gpt(kind, num_layers, alone), token_batches(1, tokens, _VOCABULARY)
     model.fit(data, steps_per_epoch=1, verbose=0)
     rank._state["gpt", kind] = (model, data)
 
@@ -96,14 +99,23 @@ def _activations(kind: str, ranks: int, engine: str) -> int:
     return found[0] - found[1]
 
 
-def time(case: str, engine: str, rounds: int) -> Ratio:
-    """A step of a case over one rank's, divided by the number of ranks."""
+def time(case: str, engine: str, rounds: int) -> list[Ratio]:
+    """A step of a case over one rank's by the number of ranks; and what busy cores cost that one."""
     kind, ranks, limit = CASES[case]
-    with RankPool(1, "local", threads=1) as one, RankPool(ranks, engine, threads=1) as some:
-        for pool in (some, one):
-            pool.run(prepare, kind, timeout=600)
-        own, other = in_turn([some, one], step_seconds, rounds, kind, timeout=600)
-    return Ratio(f"{case}: over 1/{ranks}", own, [seconds / ranks for seconds in other], limit)
+    with (
+        RankPool(ranks, engine, threads=1) as some,
+        RankPool(ranks, engine, threads=1) as each,
+        RankPool(1, "local", threads=1) as one,
+    ):
+        some.run(prepare, kind, timeout=600)
+        for pool in (each, one):
+            pool.run(prepare, kind, alone=True, timeout=600)
+        pools = [some, each, one]
+        own, busy, idle = in_turn(pools, step_seconds, rounds, kind, timeout=600)
+    return [
+        Ratio(f"{case}: over 1/{ranks}", own, [seconds / ranks for seconds in busy], limit),
+        Ratio(f"one rank, {ranks} cores busy: over idle", busy, idle, None),
+    ]
 
 
 def memory(case: str, engine: str) -> bool:
@@ -130,8 +142,9 @@ def main() -> int:
         if CASES[case][1] > (os.cpu_count() or 1):
             print(f"{case}: not timed, for there are {os.cpu_count()} cores", flush=True)
             continue
-        found.append(time(case, options.engine, options.rounds))
-        print(found[-1].row(), flush=True)
+        for ratio in time(case, options.engine, options.rounds):
+            found.append(ratio)
+            print(ratio.row(), flush=True)
     write_json(options.json, options.engine, found)
     return int(any(ratio.is_over for ratio in found) or any(over))
 

@@ -15,14 +15,14 @@ import json
 import time
 from typing import Any
 
-__all__ = ["SIZES", "main"]
+__all__ = ["SIZES", "TOKENS", "main"]
 
 #: Of the GPT: the large one has 91 million parameters.
 SIZES: dict[str, dict[str, Any]] = {
     "large": {"num_layers": 12, "width": 768, "num_heads": 12, "vocabulary": 8192},
     "small": {"num_layers": 4, "width": 256, "num_heads": 4, "vocabulary": 512},
 }
-_TOKENS = 128
+TOKENS = 128
 
 
 def main() -> None:
@@ -75,13 +75,13 @@ def _measure(engine, way: str, options) -> tuple[list[float], list[float]]:
     steps = max(options.steps, int(every)) if is_local else options.steps
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        model = models.gpt(vocabulary, max_length=_TOKENS, **sizes)
+        model = models.gpt(vocabulary, max_length=TOKENS, **sizes)
         optimizer = keras.optimizers.Adam(1e-4)
         if is_local:
             optimizer = optimizers.DiLoCo(optimizer, sync_every=int(every))
         model.compile(optimizer, layers.VocabParallelCrossEntropy(vocabulary))
     rows = options.rows * strategy.row_group.size
-    text = np.random.default_rng(0).integers(0, vocabulary, (rows, _TOKENS + 1)).astype("int32")
+    text = np.random.default_rng(0).integers(0, vocabulary, (rows, TOKENS + 1)).astype("int32")
     marks: list[tuple[float, int]] = []
 
     class Clock(keras.callbacks.Callback):
@@ -94,8 +94,8 @@ def _measure(engine, way: str, options) -> tuple[list[float], list[float]]:
     # The first steps are traced, travel whole, and fill the buffers.
     warm = 4
     model.fit(
-        np.repeat(text[None, :, :-1], warm + steps, 0).reshape(-1, _TOKENS),
-        np.repeat(text[None, :, 1:], warm + steps, 0).reshape(-1, _TOKENS),
+        np.repeat(text[None, :, :-1], warm + steps, 0).reshape(-1, TOKENS),
+        np.repeat(text[None, :, 1:], warm + steps, 0).reshape(-1, TOKENS),
         batch_size=rows,
         shuffle=False,
         verbose=0,

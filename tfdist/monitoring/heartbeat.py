@@ -21,7 +21,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tfdist.monitoring.causes import likely_cause
-from tfdist.monitoring.report import Report, collective_words, rank_words
+from tfdist.monitoring.report import (
+    Report,
+    collective_words,
+    last_seen,
+    rank_words,
+    silent_for,
+    whereabouts,
+)
 from tfdist.runtime import Channel, Listener, ProtocolError, bind, connect
 
 __all__ = ["HeartbeatClient", "HeartbeatServer", "Report"]
@@ -209,13 +216,13 @@ class HeartbeatServer:
             report = self._reports[rank]
             # One second for the last word of a rank that failed to be read first.
             if now - since > 1.0 and not report.failed:
-                return f"Rank {rank} is gone: its process died.{_last_seen(report)}"
+                return f"Rank {rank} is gone: its process died.{last_seen(report)}"
         for rank, heard in sorted(self._heard.items(), key=lambda item: item[1]):
             report = self._reports[rank]
             if report.ended or report.failed or rank in self._gone:
                 continue
             if now - heard > self._timeout:
-                return f"Rank {rank} {_silent_for(now - heard)}{_last_seen(report)}"
+                return f"Rank {rank} {silent_for(now - heard)}{last_seen(report)}"
         if left := self._left_behind():
             return left
         failed = [(self._heard[r.rank], r) for r in self._reports.values() if r.failed]
@@ -274,7 +281,7 @@ class HeartbeatServer:
                 else "None is missing: the link is stuck."
             )
         ]
-        lines += [f"  rank {rank} {_whereabouts(self._reports.get(rank))}" for rank in missing]
+        lines += [f"  rank {rank} {whereabouts(self._reports.get(rank))}" for rank in missing]
         return "\n".join(lines)
 
 
@@ -358,7 +365,7 @@ class HeartbeatClient:
                 return self._lost(f"Rank {_SERVER_RANK} is gone: its process died.")
             now = time.monotonic()
             if now - heard > self._timeout:
-                return self._lost(f"Rank {_SERVER_RANK} {_silent_for(now - heard)}")
+                return self._lost(f"Rank {_SERVER_RANK} {silent_for(now - heard)}")
             if now - said >= self._every:
                 said = now
                 self._guard(self._say_next, default=None)
@@ -390,26 +397,3 @@ def _raise_file_limit(files: int) -> None:
             files,
             most,
         )
-
-
-def _silent_for(seconds: float) -> str:
-    return (
-        f"has shown no sign of life for {seconds:.0f} s: it is frozen, or its machine cannot be "
-        "reached."
-    )
-
-
-def _last_seen(report: Report) -> str:
-    if report.waiting:
-        return f" Last seen in {collective_words(report.waiting[0])}."
-    return f" Last seen at {report.doing}." if report.doing else ""
-
-
-def _whereabouts(report: Report | None) -> str:
-    if report is None:
-        return "never sent a heartbeat."
-    if report.ended:
-        return "has ended."
-    if report.waiting:
-        return f"waits in {collective_words(report.waiting[0])} instead."
-    return f"is at {report.doing}."

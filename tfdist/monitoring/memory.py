@@ -9,8 +9,9 @@ import psutil
 import tensorflow as tf
 
 from tfdist import checks
+from tfdist.runtime.process_memory import peak_bytes
 
-__all__ = ["PeakMemory", "bytes_in_use"]
+__all__ = ["PeakMemory", "bytes_in_use", "most_bytes"]
 
 
 @functools.cache
@@ -97,3 +98,10 @@ class PeakMemory:
         self._over.set()
         self._thread.join()
         self.peak = max(self.peak, bytes_in_use())
+
+
+def most_bytes() -> float:
+    """The most bytes that this process had since its start, on a GPU by its allocator."""
+    if tf.config.list_logical_devices("GPU"):
+        return float(tf.config.experimental.get_memory_info("GPU:0")["peak"])
+    return float(peak_bytes())

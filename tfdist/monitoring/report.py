@@ -8,7 +8,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Report", "collective_words", "rank_words"]
+__all__ = ["Report", "collective_words", "last_seen", "rank_words", "silent_for", "whereabouts"]
 
 #: What a report is cut to, so that it fits into a message in a world of any size.
 _MOST_RANKS = 20_000
@@ -125,3 +125,29 @@ def _are_ranks(ranks: Any, size: int) -> bool:
         and bool(ranks)
         and all(type(rank) is int and 0 <= rank < size for rank in ranks)
     )
+
+
+def silent_for(seconds: float) -> str:
+    """What is said of a rank that has not reported for so long."""
+    return (
+        f"has shown no sign of life for {seconds:.0f} s: it is frozen, or its machine cannot be "
+        "reached."
+    )
+
+
+def last_seen(report: Report) -> str:
+    """Where a rank was when it last reported, as one more sentence, or ""."""
+    if report.waiting:
+        return f" Last seen in {collective_words(report.waiting[0])}."
+    return f" Last seen at {report.doing}." if report.doing else ""
+
+
+def whereabouts(report: Report | None) -> str:
+    """Where a rank is that others wait for."""
+    if report is None:
+        return "never sent a heartbeat."
+    if report.ended:
+        return "has ended."
+    if report.waiting:
+        return f"waits in {collective_words(report.waiting[0])} instead."
+    return f"is at {report.doing}."

@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.optimizers.background import Background
-from tfdist.optimizers.local import LocalOptimizer, when
+from tfdist.optimizers.local import LocalOptimizer
+from tfdist.optimizers.local_state import when
 
 __all__ = ["DiLoCo"]
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.collectives.engine import Engine
-from tfdist.context import DistributedStrategy, current_replica, current_strategy
+from tfdist.context import current_replica, current_strategy
 from tfdist.gradients.reduce import reduce_gradients
 from tfdist.keras_internals.attributes import own_variables
 from tfdist.layers.states import average_states, layer_states
@@ -31,34 +30,10 @@ from tfdist.local_steps import LocalSteps
 from tfdist.mesh import Mesh
 from tfdist.optimizers.arguments import check_layouts, checked_inner
 from tfdist.optimizers.hosts import ranks_in_step
+from tfdist.optimizers.local_state import LocalState, value_of, when
 from tfdist.sharding.layout import update_layout
 
-__all__ = ["LocalOptimizer", "when"]
-
-
-@dataclasses.dataclass
-class _Held:
-    """What an optimizer keeps; in an object of its own, since Keras and TensorFlow wrap attributes.
-
-    Attributes:
-        steps: The number of steps since the last sync.
-        slots: By name, a variable for each trained one.
-        strategy: The strategy that it works under.
-        ranks: An engine, and what `in_step` returns for it.
-        trained: The variables that it trains.
-        is_scaled: Whether a loss scale around it begins and ends steps.
-        is_resumed: Whether a checkpoint has given this rank what is its own.
-        shows_global: Whether variables have the global parameters now.
-    """
-
-    steps: Any = None
-    slots: dict[str, list] = dataclasses.field(default_factory=dict)
-    strategy: DistributedStrategy | None = None
-    ranks: tuple[Engine, frozenset[int]] | None = None
-    trained: list = dataclasses.field(default_factory=list)
-    is_scaled: bool = False
-    is_resumed: bool = False
-    shows_global: bool = False
+__all__ = ["LocalOptimizer"]
 
 
 class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
@@ -94,7 +69,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner
         self.sync_every, self.within = int(sync_every), within
-        self._held = _Held()
+        self._held = LocalState()
 
     # -- what subclasses say ------------------------------------------------------------------------
 
@@ -311,7 +286,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
             yield
             return
         pairs = self.global_variables
-        own = [tf.identity(_value(variable)) for variable, _ in pairs]
+        own = [tf.identity(value_of(variable)) for variable, _ in pairs]
         self._held.shows_global = True
         try:
             for variable, kept in pairs:
@@ -335,7 +310,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
     def deltas(self, places: Sequence[int]) -> list:
         """This rank's pseudo-gradients, global minus local, of some parameters."""
         pairs = self.global_variables
-        return [_value(pairs[place][1]) - _value(pairs[place][0]) for place in places]
+        return [value_of(pairs[place][1]) - value_of(pairs[place][0]) for place in places]
 
     def averaged(self, deltas: Sequence) -> tuple[list, list]:
         """The means over ranks of pseudo-gradients, and of `shared_scalars`."""
@@ -360,13 +335,13 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
             slots = [self._held.slots[name][place] for name in self.outer_slots]
             if getattr(variable, "overwrite_with_gradient", False):
                 # A scale that its layer sets, as in float8: nothing to go downhill on.
-                new = _value(kept) - delta
+                new = value_of(kept) - delta
             else:
-                new = self.outer_step(_value(kept), delta, slots, shared)
+                new = self.outer_step(value_of(kept), delta, slots, shared)
             if variable.constraint is not None:
                 new = variable.constraint(new)
             kept.assign(new)
-            variable.assign(local(_value(variable), new))
+            variable.assign(local(value_of(variable), new))
 
     def average_layer_states(self) -> None:
         """Averages what layers keep of the rows that they saw, in a step of a Keras model."""
@@ -417,17 +392,3 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
             config.pop("inner"), custom_objects=custom_objects
         )
         return cls(inner, **config)
-
-
-def _value(variable) -> tf.Tensor:
-    return tf.convert_to_tensor(variable.value)
-
-
-def when(condition: tf.Tensor, function: Callable[[], None]) -> None:
-    """Calls a function if a condition holds, also one that only the run knows."""
-
-    def call():
-        function()
-        return tf.constant(True)
-
-    tf.cond(condition, call, lambda: tf.constant(False))

@@ -19,7 +19,7 @@ from tfdist.collectives import all_gather
 from tfdist.collectives.objects import all_gather_object
 from tfdist.context import strategy_of
 from tfdist.keras_internals.attributes import loss_tracker
-from tfdist.monitoring.memory import bytes_in_use
+from tfdist.monitoring.memory import bytes_in_use, most_bytes
 from tfdist.monitoring.memory_report import parameter_bytes
 from tfdist.monitoring.monitor.block import MOST_TIMERS, Block
 from tfdist.monitoring.monitor.clocks import clock_offsets
@@ -38,7 +38,6 @@ from tfdist.monitoring.monitor.slow import SlowRanks
 from tfdist.monitoring.monitor.summary import Report, Totals
 from tfdist.monitoring.monitor.trace import hidden_share, merged_trace, trace_of, write_trace
 from tfdist.monitoring.monitor.watch import Watch
-from tfdist.runtime.process_memory import peak_bytes
 from tfdist.step_clock import Timed, listen, timer
 
 __all__ = ["Options", "Session"]
@@ -269,7 +268,7 @@ class Session:
         flops = [self._flops_of(step) for step in steps]
         block["model_flops"] = sum(each.model for each in flops)
         block["again_flops"] = sum(each.again for each in flops)
-        block["memory"], block["peak_memory"] = float(bytes_in_use()), _most_memory()
+        block["memory"], block["peak_memory"] = float(bytes_in_use()), most_bytes()
         block["parameters"], block["cost"] = self._parameters, self._cost
         block["unknown_names"] = float(len(self._unknown))
         norms = [_last_norm(step) for step in steps]
@@ -392,10 +391,3 @@ def _last_norm(step: Step) -> float | None:
         return None
     known = [each for each in step.row.all_of("norm") if not each < 0]  # Not a number is one.
     return sum(known) if known else None
-
-
-def _most_memory() -> float:
-    """The most bytes that this process had, on a GPU by its allocator."""
-    if tf.config.list_logical_devices("GPU"):
-        return float(tf.config.experimental.get_memory_info("GPU:0")["peak"])
-    return float(peak_bytes())

@@ -6,14 +6,13 @@ optimizers' `apply`, each of which does what it did before, with stamps around.
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import dataclasses
 import functools
 import time
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import keras
 import numpy as np
@@ -22,6 +21,7 @@ import tensorflow as tf
 from tfdist.context import strategy_of
 from tfdist.gradients.norms import square_of
 from tfdist.monitoring.monitor.flops import Flops, count_flops
+from tfdist.monitoring.monitor.input_waits import noting_waits, watch_iterators
 from tfdist.step_clock import Cell, Column, Stamps, current_stamps, stamping
 
 __all__ = ["Execution", "Row", "Watch"]
@@ -154,7 +154,7 @@ class Watch:
         self._between = between
         plain = model.train_function
         if self.in_graph:
-            _watch_iterators()
+            watch_iterators()
             self._removals.append(_replaced(model, "train_step", self._stamped_step()))
             for optimizer in _optimizers(model):
                 self._removals.append(_replaced(optimizer, "apply", _stamped_apply(optimizer)))
@@ -186,7 +186,7 @@ class Watch:
         made, begin = self._made, time.time()
         self.close(begin)
         try:
-            with _watched(self._begin):
+            with noting_waits(self._begin):
                 outputs = function(iterator)
         except (StopIteration, tf.errors.OutOfRangeError):
             raise
@@ -395,46 +395,3 @@ def _with_sizes(part, sizes: dict[str, int], place: int):
         for dim, size in enumerate(spec.shape)
     ]
     return tf.TensorSpec(shape, spec.dtype)
-
-
-# -- when a step begins to wait for its data ------------------------------------------------------
-
-_waits: contextvars.ContextVar[Cell | None] = contextvars.ContextVar("waits", default=None)
-
-
-@contextlib.contextmanager
-def _watched(begin: Cell) -> Iterator[None]:
-    """Inside, iterators that a graph asks for data note when."""
-    token = _waits.set(begin)
-    try:
-        yield
-    finally:
-        _waits.reset(token)
-
-
-@functools.cache
-def _watch_iterators() -> None:
-    """Has the iterators of data sets look whether somebody watches, from now on.
-
-    Inside of a graph an iterator is another object than outside, so its class is what is changed.
-    """
-    owner = type(iter(tf.data.Dataset.from_tensors(0)))
-    for name in ("get_next", "get_next_as_optional"):
-        setattr(owner, name, _noting(getattr(owner, name)))
-
-
-def _noting(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def get_next(self, *args, **kwargs):
-        begin = _waits.get()
-        if begin is None or tf.executing_eagerly():
-            if begin is not None:
-                begin.write(tf.timestamp())
-            return original(self, *args, **kwargs)
-        with tf.device("/CPU:0"):
-            now = tf.timestamp()
-            begin.write(now)
-        with tf.control_dependencies([now]):
-            return original(self, *args, **kwargs)
-
-    return get_next

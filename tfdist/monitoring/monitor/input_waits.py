@@ -1,0 +1,54 @@
+"""When a training step begins to wait for its data."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator
+
+import tensorflow as tf
+
+from tfdist.step_clock import Cell
+
+__all__ = ["noting_waits", "watch_iterators"]
+
+_waits: contextvars.ContextVar[Cell | None] = contextvars.ContextVar("waits", default=None)
+
+
+@contextlib.contextmanager
+def noting_waits(begin: Cell) -> Iterator[None]:
+    """Inside, iterators that a graph asks for data note when."""
+    token = _waits.set(begin)
+    try:
+        yield
+    finally:
+        _waits.reset(token)
+
+
+@functools.cache
+def watch_iterators() -> None:
+    """Has the iterators of data sets look whether somebody watches, from now on.
+
+    Inside of a graph an iterator is another object than outside, so its class is what is changed.
+    """
+    owner = type(iter(tf.data.Dataset.from_tensors(0)))
+    for name in ("get_next", "get_next_as_optional"):
+        setattr(owner, name, _noting(getattr(owner, name)))
+
+
+def _noting(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def get_next(self, *args, **kwargs):
+        begin = _waits.get()
+        if begin is None or tf.executing_eagerly():
+            if begin is not None:
+                begin.write(tf.timestamp())
+            return original(self, *args, **kwargs)
+        with tf.device("/CPU:0"):
+            now = tf.timestamp()
+            begin.write(now)
+        with tf.control_dependencies([now]):
+            return original(self, *args, **kwargs)
+
+    return get_next
