@@ -22,13 +22,18 @@ def spoilt(mesh: dict, fault: dict | None, **options) -> dict:
     """
     from tfdist import layers, monitoring
     from tfdist.monitoring.model_sync import ModelSyncError
+    from tfdist.pipeline import PipelineModel, deferred_weights
     from tfdist.testing import FlipBit
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
     x, y = text(22, 61)
     with scope(mesh):
-        if mesh.get("tensor"):
+        if mesh.get("pipeline"):
+            with deferred_weights():
+                model = build(num_layers=2)
+            model = PipelineModel(model, num_microbatches=2)
+        elif mesh.get("tensor"):
             model = build(num_layers=1)
         else:
             model = keras.Sequential(

@@ -12,6 +12,8 @@ MESHES = {
     "data": {"data": 4},
     # Slices have a second copy along the data axis, whole variables along both.
     "mixed": {"data": 2, "tensor": 2},
+    # Those of a stage.
+    "pipeline": {"data": 2, "pipeline": 2},
     # Parameters are whole on all ranks.
     "zero": {"data": 4, "zero_stage": 1},
     # A shard of a whole variable has a second copy along the tensor axis.

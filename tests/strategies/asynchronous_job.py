@@ -87,7 +87,7 @@ def main(folder: str, options: dict) -> None:
             max_staleness=options.get("staleness"),
             delay_compensation=options.get("compensation", 0.0),
             backup_ranks=options.get("backup"),
-            worker_timeout_seconds=options.get("timeout", 60.0),
+            worker_timeout_seconds=options.get("worker_timeout", options.get("timeout", 60.0)),
         )
         index = strategy.worker_index
     keras.utils.set_random_seed(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,9 +21,6 @@ from tfdist.asynchronous.statistics import Staleness
 from tfdist.data.random_state import global_seed, random_state, set_random_state
 
 __all__ = ["ParameterStore"]
-
-#: How often a worker that waits for others looks whether there are enough of them.
-_LOOK_SECONDS = 0.5
 
 
 class ParameterStore:
@@ -275,7 +271,7 @@ class ParameterStore:
     def _read(self, hosted: HostedModel, indices: Sequence[int]) -> list[np.ndarray]:
         self._ahead = self.members.wait_for_turn(self._max_staleness)
         if self._quorum is not None:
-            self._wait_for_update(hosted)
+            self._round.wait(hosted, self.members, self._quorum, self._seconds)
         values, self._versions = hosted.pull(indices)
         self._round.known = self._versions
         first_state = len(hosted.parameters)
@@ -347,30 +343,6 @@ class ParameterStore:
         return np.int64(0)
 
     # -- backup ranks ------------------------------------------------------------------------
-
-    def _wait_for_update(self, hosted: HostedModel) -> None:
-        """Returns once the update is made that this worker's last gradient was for."""
-        if self._round.is_over(self._round.known):
-            return
-
-        looked = time.monotonic()
-
-        def is_over() -> bool:
-            nonlocal looked
-            if self._round.is_over(hosted.versions()):
-                return True
-            if time.monotonic() - looked < _LOOK_SECONDS:
-                return False
-            looked = time.monotonic()
-            present = self.members.num_present()
-            if present < self._quorum:
-                raise ParameterServerError(
-                    f"An update takes {self._quorum} gradients, and {present} workers are left. "
-                    "Start the job again, with more `backup_ranks`, or with the workers that ended."
-                )
-            return False
-
-        wait(is_over, self._seconds, "Too few gradients come for an update", longest=0.005)
 
     def begin_late(self, hosted: HostedModel, steps_per_epoch: int) -> int:
         """How many epochs this worker has missed, where it begins later than the others.

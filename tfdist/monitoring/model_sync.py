@@ -19,7 +19,7 @@ from tfdist.keras_internals.attributes import stored_value
 from tfdist.layers.states import layer_states
 from tfdist.local_steps import local_optimizer
 from tfdist.monitoring.report import rank_words
-from tfdist.monitoring.rerun import RecordedSteps
+from tfdist.monitoring.rerun import RecordedSteps, State
 from tfdist.runtime import exit_codes, uncaught
 from tfdist.sharding.layout import layout_of, replicated_variables
 
@@ -113,8 +113,13 @@ def verify_model_sync(model: keras.Model) -> None:
         raise ModelSyncError(f"Ranks have come apart: {_said(odd)}.", ranks=_ranks_of(odd))
 
 
-def _checksums(model: keras.Model) -> _Sums:
-    """Checksums of what is to be alike; all ranks call this, and get the same."""
+def _checksums(model: keras.Model, state: State | None = None) -> _Sums:
+    """Checksums of what is to be alike; all ranks call this, and get the same.
+
+    Args:
+        model: The model.
+        state: Values that are looked at in place of those that variables have now.
+    """
     strategy: Any = strategy_of(model)
     mesh = strategy.mesh
     own: dict[tuple[int, ...], list[tuple[str, int]]] = {}
@@ -136,9 +141,12 @@ def _checksums(model: keras.Model) -> _Sums:
     for variable, axes in compared:
         if id(variable) in local or not axes:
             continue
-        data = np.ascontiguousarray(stored_value(variable).numpy())
         ranks = tuple(strategy.group(*axes).ranks)
         if len(ranks) > 1:
+            value = None if state is None else state.get(id(variable))
+            data = np.ascontiguousarray(
+                stored_value(variable).numpy() if value is None else value
+            )
             checksum = zlib.crc32(data.view(np.uint8).ravel().data)
             own.setdefault(ranks, []).append((variable.path, checksum))
     found = all_gather_object(own, strategy.group(), name="model-sync")
@@ -185,9 +193,10 @@ class VerifyModelSync(keras.callbacks.Callback):
     Args:
         every_steps: How many. Reading and comparing takes about a second for each gigabyte.
         rerun: Whether steps are run again. The state of the last look is kept in the host's memory,
-            as large as the model and its optimizer are on a rank, and so are the batches since. It
-            needs `steps_per_execution=1`, and optimizers other than those of `tfdist.optimizers`;
-            else, and with False, a difference is raised at once.
+            as large as the model and its optimizer are on a rank (twice as large during a look), and
+            so are the batches since. Callbacks may then change weights between epochs alone. With
+            `steps_per_execution`, under optimizers of `tfdist.optimizers`, and with False, a
+            difference is raised at once.
         on_transient: "continue", or "end" to end the job upon a transient fault, too.
 
     Raises:
@@ -206,14 +215,14 @@ class VerifyModelSync(keras.callbacks.Callback):
         self._reruns = checks.boolean("rerun", rerun)
         checks.one_of("on_transient", on_transient, ("continue", "end"))
         self._ends_on_transient = on_transient == "end"
-        self._begun = 0
-        self._is_training = False
+        self._begun = self._batch = 0
         self._recorded: RecordedSteps | None = None
 
     def on_train_begin(self, logs=None):
         """Begins to look."""
         uncaught.tell_in_one_line(ModelSyncError, lambda error: error.exit_code)
-        self._begun, self._is_training, self._recorded = 0, True, None
+        self._begun = self._batch = 0
+        self._recorded = None
 
     def on_train_batch_begin(self, batch, logs=None):
         """Compares, where it is time and steps are not run again."""
@@ -225,14 +234,17 @@ class VerifyModelSync(keras.callbacks.Callback):
         elif self._begun and self._begun % self._every_steps == 0:
             verify_model_sync(self.model)
         self._begun += 1
+        self._batch = batch
 
     def on_test_begin(self, logs=None):
-        """Compares the steps of an epoch before metrics are counted anew."""
+        """Compares the steps that are left of an epoch before metrics are counted anew."""
         self._look()
 
     def on_epoch_end(self, epoch, logs=None):
         """Compares the steps that are left of an epoch: callbacks may change variables now."""
         self._look()
+        if self._recorded is not None:
+            self._recorded.begin(None)
 
     def on_train_end(self, logs=None):
         """Compares once more."""
@@ -242,7 +254,6 @@ class VerifyModelSync(keras.callbacks.Callback):
 
     def detach(self) -> None:
         """Called by `fit` when it ends, well or not."""
-        self._is_training = False
         if self._recorded is not None and self.model.train_function == self._step:
             self.model.train_function = self._recorded.function
         self._recorded = None
@@ -263,23 +274,36 @@ class VerifyModelSync(keras.callbacks.Callback):
         recorded = self._recorded
         if recorded is None:
             raise RuntimeError("A training function was called whose `fit` has ended.")
+        if not recorded.has_begun:
+            state = recorded.state()
+            found = _differences(_checksums(self.model, state))
+            if found:
+                odd = [(each, each.odd()) for each in found]
+                raise ModelSyncError(
+                    f"Ranks have come apart between two epochs: {_said(odd)}.", ranks=_ranks_of(odd)
+                )
+            recorded.begin(state)
         logs = recorded.run(iterator)
-        if len(recorded) == self._every_steps:
-            self._look()
+        # Callbacks may change variables at the end of an epoch.
+        is_last = self._batch + 1 == (self.params or {}).get("steps")
+        if is_last or len(recorded) == self._every_steps:
+            return self._look(logs)
         return logs
 
-    def _look(self) -> None:
-        """Compares; where ranks have come apart, runs the steps again."""
+    def _look(self, logs=None):
+        """Compares; where ranks have come apart, runs the steps again. Returns the logs that count."""
         recorded = self._recorded
         if recorded is None or not len(recorded):
-            return
-        first = _checksums(self.model)
-        found = _differences(first)
+            return logs
+        state = recorded.state()
+        found = _differences(_checksums(self.model, state))
         if found:
-            recorded.again()
-            second = _checksums(self.model)
-            self._judge(found, second)
-        recorded.forget()
+            del state
+            logs = recorded.again()
+            state = recorded.state()
+            self._judge(found, _checksums(self.model, state))
+        recorded.begin(state)
+        return logs
 
     def _judge(self, found: list[_Difference], second: _Sums) -> None:
         again = _differences(second)

@@ -8,8 +8,6 @@ transient faults from persistent ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
-
 import keras
 import numpy as np
 import tensorflow as tf
@@ -17,7 +15,11 @@ import tensorflow as tf
 from tfdist.gradients.compressed import compression_state_of
 from tfdist.keras_internals.attributes import stored_value
 
-__all__ = ["RecordedSteps"]
+__all__ = ["RecordedSteps", "State"]
+
+
+#: Values of variables, by the ids of these.
+State = dict[int, np.ndarray]
 
 
 class RecordedSteps:
@@ -26,16 +28,33 @@ class RecordedSteps:
     Args:
         model: A compiled model.
         function: Its training function, which takes an iterator.
+
+    Attributes:
+        function: That function.
     """
 
     def __init__(self, model: keras.Model, function: Callable):
         self._model, self.function = model, function
         self._feed: _Feed | None = None
-        self._state: list[tuple[Any, np.ndarray]] = []
+        self._state: State | None = None
         self._steps: list[tuple[list[tf.Tensor], np.ndarray | None]] = []
 
     def __len__(self) -> int:
         return len(self._steps)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a state to begin with."""
+        return self._state is not None
+
+    def state(self) -> State:
+        """A copy of all that a training step reads and changes."""
+        return {id(each): stored_value(each).numpy() for each in _variables(self._model)}
+
+    def begin(self, state: State | None) -> None:
+        """Forgets the steps that are kept; the next one begins in a state, or it is not known in which."""
+        self._state = state
+        self._steps.clear()
 
     def run(self, iterator: Iterator):
         """Makes a step with the next batch of an iterator, and keeps the batch; returns the logs.
@@ -46,34 +65,32 @@ class RecordedSteps:
         batch = next(iterator)
         if self._feed is None or self._feed.spec != iterator.element_spec:
             self._feed = _Feed(iterator.element_spec)
-        if not self._steps:
-            self._state = [
-                (variable, stored_value(variable).numpy()) for variable in _variables(self._model)
-            ]
         tensors = [
             part for part in tf.nest.flatten(batch, expand_composites=True) if part is not None
         ]
         self._steps.append((tensors, self._rate()))
         return self.function(self._feed.of(tensors))
 
-    def again(self) -> None:
-        """Makes the kept steps once more."""
-        if self._feed is None:
-            return
-        for variable, value in self._state:
-            stored_value(variable).assign(value)
-        for tensors, rate in self._steps:
-            if rate is not None:
+    def again(self):
+        """Makes the kept steps once more, and returns the logs of the last one."""
+        if self._feed is None or self._state is None:
+            raise RuntimeError("No steps were kept that could be made once more.")
+        optimizer, rate = self._model.optimizer, self._rate()
+        for variable in _variables(self._model):
+            if id(variable) in self._state:  # The first step may have made it.
+                stored_value(variable).assign(self._state[id(variable)])
+        logs = None
+        for tensors, then in self._steps:
+            if then is not None:
                 # A callback may have set it between two steps.
-                self._model.optimizer.learning_rate = rate
-            self.function(self._feed.of(tensors))
-
-    def forget(self) -> None:
-        """Lets the kept steps go: the next one begins anew."""
-        self._steps.clear()
-        self._state.clear()
+                optimizer.learning_rate = then
+            logs = self.function(self._feed.of(tensors))
+        if rate is not None:
+            optimizer.learning_rate = rate
+        return logs
 
     def _rate(self) -> np.ndarray | None:
+        """The learning rate where it is a variable, which callbacks may set."""
         rate = self._model.optimizer.learning_rate
         is_variable = any(variable is rate for variable in self._model.optimizer.variables)
         return rate.numpy() if is_variable else None
@@ -111,7 +128,7 @@ class _Feed:
         return self._iterator
 
 
-def _variables(model: keras.Model) -> list:
+def _variables(model: keras.Model) -> list[keras.Variable]:
     """All that a training step reads and changes."""
     found = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
     compression = compression_state_of(model)

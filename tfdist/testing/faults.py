@@ -62,20 +62,22 @@ class FlipBit(keras.callbacks.Callback):
         strategy = strategy_of(self.model)
         self._is_here = self._rank == (0 if strategy is None else strategy.mesh.rank)
         found = [v for v in self.model.trainable_variables if self._part in v.path]
-        if not found:
+        self._variable = found[0] if found else None
+        if self._variable is None:
+            if not self._is_here:  # As on the other stages of a pipeline.
+                return
             raise ValueError(
                 "`variable` is a part of the path of a trainable variable. Received: "
                 f"variable={self._part!r}; there are "
                 f"{', '.join(v.path for v in self.model.trainable_variables[:5])}."
             )
-        self._variable = found[0]
         size = tf.as_dtype(self._variable.dtype).size
         if self._bit >= 8 * size:
             raise checks.refuse(
                 "bit", self._bit, f"below {8 * size}, the bits of {self._variable.dtype}"
             )
         if self._what == "gradient":
-            self._spoil(self.model.optimizer)
+            self._spoil(self.model.optimizer, stored_value(self._variable))
             # A step that was traced before is right.
             self.model.make_train_function(force=True)
 
@@ -88,13 +90,13 @@ class FlipBit(keras.callbacks.Callback):
 
     def on_train_end(self, logs=None):
         """Lets the optimizer be right again."""
-        if self._what == "gradient":
+        if self._what == "gradient" and self._variable is not None:
             del self.model.optimizer.update_step
             self.model.make_train_function(force=True)
 
-    def _spoil(self, optimizer) -> None:
+    def _spoil(self, optimizer, stored: tf.Variable) -> None:
         left = tf.Variable(self._times if self._is_here else 0, trainable=False)
-        stored, update = stored_value(self._variable), optimizer.update_step
+        update = optimizer.update_step
 
         def update_step(gradient, variable, learning_rate):
             # Under ZeRO it is a view of a shard.
