@@ -52,14 +52,14 @@ def test_what_is_said(one_process, tmp_path):
     # 16 * 9 + 16 + 4 * 16 + 16 * 5 + 5 parameters and two moments of those that are trained.
     assert float(size) == pytest.approx(3.4, abs=0.3)
     assert float(three) == pytest.approx(3 * float(size), rel=0.01)
-    assert Progress(folder).read() == 6
+    assert Progress(folder).read() == 7
     (second,) = one_process.run(said_of, folder, None, 5.0)
     total, *parts = re.search(
         r"Recovered in ([\d.]+) s: ([\d.]+) start, ([\d.]+) load, ([\d.]+) replay\.", second
     ).groups()
     assert float(total) == pytest.approx(sum(map(float, parts)), abs=0.2)
     assert 5.0 <= float(parts[0]) < 60
-    # It is said when steps 4 and 5 were done again, not in the end.
+    # It is said when steps 4 to 6 were done again, not in the end.
     assert second.index("Recovered") < second.index("10/10")
 
 

@@ -64,6 +64,7 @@ def test_pruning_loses_nothing(seed):
         assert rejection.kind not in kinds
 
 
+@pytest.mark.slow
 def test_a_trillion_parameters_on_16384_ranks():
     model = Transformer(128, 25_600, 160, 51_200, 2048)
     begin = time.process_time()

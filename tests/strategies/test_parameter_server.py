@@ -75,6 +75,7 @@ def test_what_cannot_work_is_refused_with_a_way_out(one_process):
         assert way_out in message, message
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_three_workers_one_of_them_slow(tmp_path):
     """No step begins more than s steps ahead, and each update is applied once."""
@@ -195,8 +196,15 @@ def test_a_slow_rank_does_not_hold_up_those_that_have_a_backup(tmp_path):
 def test_with_a_backup_the_digits_are_learned(tmp_path):
     code, output, found = run(
         tmp_path,
-        **{"np": 4, "backup": 1, "epochs": 40, "digits": True, "batch_size": 24},
-        **{"slow": 3, "slower": 10, "step_seconds": 0.01, "timeout": 270},
+        np=4,
+        backup=1,
+        slow=3,
+        slower=10,
+        step_seconds=0.01,
+        epochs=40,
+        digits=True,
+        batch_size=24,
+        timeout=270,
     )
     assert code == 0, output
     check_counts(found, 4, 3)

@@ -151,7 +151,6 @@ class ParameterStore:
         """The workers meet: all draw the same numbers by chance from here on."""
         self.failure = None
         self._round = Round()
-        self._pushed: HostedModel | None = None
         self._is_fitting = True
         self.members.start_fit()
         found = self._agree("random-state", lambda: (random_state(), global_seed()))

@@ -144,9 +144,7 @@ def _checksums(model: keras.Model, state: State | None = None) -> _Sums:
         ranks = tuple(strategy.group(*axes).ranks)
         if len(ranks) > 1:
             value = None if state is None else state.get(id(variable))
-            data = np.ascontiguousarray(
-                stored_value(variable).numpy() if value is None else value
-            )
+            data = np.ascontiguousarray(stored_value(variable).numpy() if value is None else value)
             checksum = zlib.crc32(data.view(np.uint8).ravel().data)
             own.setdefault(ranks, []).append((variable.path, checksum))
     found = all_gather_object(own, strategy.group(), name="model-sync")

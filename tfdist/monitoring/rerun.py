@@ -8,6 +8,7 @@ transient faults from persistent ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -56,7 +57,7 @@ class RecordedSteps:
         self._state = state
         self._steps.clear()
 
-    def run(self, iterator: Iterator):
+    def run(self, iterator: tf.data.Iterator):
         """Makes a step with the next batch of an iterator, and keeps the batch; returns the logs.
 
         Raises:
