@@ -23,7 +23,7 @@ CASES: dict[str, tuple[str, int, bool, float | None]] = {
     "accumulating-weight-decay": ("adamw", 1, False, 0.0),
     "adagrad-table": ("adagrad", 2, True, 0.1),
     "backup-momentum-3-servers": ("sgd", 3, False, None),
-    "backup-adagrad-table": ("adagrad", 1, True, None),
+    "backup-momentum-table": ("sgd", 1, True, None),
 }
 
 
