@@ -167,6 +167,8 @@ def _differences(sums: _Sums) -> list[_Difference]:
 
 
 def _said(odd: list[tuple[_Difference, tuple[int, ...]]]) -> str:
+    # What is wrong on the fewest ranks is nearest to where it began.
+    odd = sorted(odd, key=lambda each: len(each[1]) or len(each[0].ranks))
     more = f" and {len(odd) - _LISTED} more" if len(odd) > _LISTED else ""
     return "; ".join(each.words(ranks) for each, ranks in odd[:_LISTED]) + more
 
