@@ -27,7 +27,8 @@ def spoilt(mesh: dict, fault: dict | None, **options) -> dict:
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
-    x, y = text(22, 61)
+    # Of 22 rows the last batch has 6: not all ranks have as many. Micro-batches have to be equal.
+    x, y = text(24 if mesh.get("pipeline") else 22, 61)
     with scope(mesh):
         if mesh.get("pipeline"):
             with deferred_weights():
@@ -51,7 +52,6 @@ def spoilt(mesh: dict, fault: dict | None, **options) -> dict:
     outcome: dict = {"error": None}
     with _heard() as said:
         try:
-            # Of 22 rows the last batch has 6: not all ranks have as many.
             history = model.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
             outcome["losses"] = history.history["loss"]
         except ModelSyncError as error:
