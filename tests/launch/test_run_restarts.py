@@ -27,6 +27,18 @@ def test_too_many_failures_end_the_job(jobs, tmp_path):
     assert (tmp_path / "starts").read_text().strip() == "2"
 
 
+def test_a_host_that_fails_again_is_left_out(jobs):
+    """Both names are this machine's; with one rank there is no second one to fail."""
+    job = jobs.run(
+        *("-H=localhost:1,127.0.0.1:1", "-np=2", "--min_np=1", "--engine=tensorflow"),
+        *("--max_restarts=5", "--restart_seconds=0", "--exclude_after=2", "--"),
+        *by_rank("true", "exit 3"),
+    )
+    assert job.returncode == 0, job.stderr
+    assert "the host 127.0.0.1 is left out from now on: its ranks failed 2 times." in job.stderr
+    assert job.stderr.count("restart") == 2
+
+
 def test_the_hosts_say_how_many_ranks(jobs, tmp_path):
     (tmp_path / "hosts").write_text("localhost:1\n")
     # The only rank waits for company; then all end. A rank has a port of five digits.
@@ -55,7 +67,9 @@ def test_the_hosts_say_how_many_ranks(jobs, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--min_np=1"], "--host_discovery_script"),
+        (["--min_np=1"], "--host_discovery_script or --exclude_after"),
+        (["--exclude_after=2", "--max_restarts=1"], "needs several hosts"),
+        (["--exclude_after=2", "-H=localhost:2"], "is for jobs that are restarted"),
         (["--host_discovery_script=false"], "--host_discovery_script=false"),
         (["--host_discovery_script=echo a:b"], "'a:b'"),
         (["--host_discovery_script=printf '\\377\\376'"], "is not UTF-8 text"),

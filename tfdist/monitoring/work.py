@@ -9,8 +9,8 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfdist.mesh import Mesh
-from tfdist.monitoring.monitor.rows import Row, RowBuffer
 from tfdist.monitoring.monitor.intervals import common, length, union
+from tfdist.monitoring.monitor.rows import Row, RowBuffer
 from tfdist.step_clock import Column, Stamps, current_stamps, stamping, time_after
 
 __all__ = ["WorkMeter", "Worked"]

@@ -10,7 +10,8 @@
 ```
 """
 
+from tfdist.testing.faults import FlipBit
 from tfdist.testing.pool import RankError, RankPool, run_ranks
 from tfdist.testing.rank import engine, strategy
 
-__all__ = ["RankError", "RankPool", "engine", "run_ranks", "strategy"]
+__all__ = ["FlipBit", "RankError", "RankPool", "engine", "run_ranks", "strategy"]
