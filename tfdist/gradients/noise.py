@@ -22,8 +22,9 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist.collectives import all_reduce
-from tfdist.context import DistributedStrategy, KerasStep
+from tfdist.context import DistributedStrategy
 from tfdist.gradients.norms import square_parts, weighted_square
+from tfdist.keras_step import KerasStep
 from tfdist.sharding.layout import layout_of
 
 __all__ = ["Noise", "NoiseMeter"]
