@@ -170,21 +170,14 @@ def check_counts(found: dict[int, dict], workers: int, taken: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_slow_rank_does_not_hold_up_those_that_have_a_backup(tmp_path):
-    """Of four ranks one is slowed ten times: at least 0.9 of the speed of the three alone."""
-    seconds = {}
-    options = {"step_seconds": 0.2, "epochs": 4, "batch_size": 16}
-    for name, more in (("three", {"np": 3, "backup": 0}), ("four", {"np": 4, "backup": 1})):
-        folder = tmp_path / name
-        folder.mkdir()
-        slow = {"slow": 3, "slower": 10} if name == "four" else {}
-        code, output, found = run(folder, timeout=280, **options, **more, **slow)
-        assert code == 0, output
-        check_counts(found, more["np"], 3)
-        steps = found[0]["steps"]
-        assert found[0]["iterations"] == steps
-        seconds[name] = max(found[worker]["seconds"] for worker in range(3)) / (steps - 1)
-    assert seconds["three"] >= 0.9 * seconds["four"], seconds
+def test_what_a_slow_rank_sends_is_left_out_where_there_is_a_backup(tmp_path):
+    """`tfdist.benchmarks.asynchronous --only=backup` measures what that is for."""
+    options = {"step_seconds": 0.05, "epochs": 4, "batch_size": 16, "slow": 3, "slower": 10}
+    code, output, found = run(tmp_path, np=4, backup=1, timeout=280, **options)
+    assert code == 0, output
+    check_counts(found, 4, 3)
+    steps = found[0]["steps"]
+    assert found[0]["iterations"] == steps
     # It takes part once in ten steps or so, and nothing of what it does is in time but by chance.
     (dropped,) = found[0]["dropped"]
     assert dropped[3] >= 3 and found[3]["history"]["skipped_batches"][-1] > steps / 2
