@@ -37,7 +37,7 @@ $(HOROVOD): $(INSTALLED) $(wildcard tfdist/native/*.cc tfdist/native/*.h tfdist/
 demo: setup ## Trains the ConvNet on the digits, on two ranks
 	@$(VENV)/bin/tfdist-run -np $(NP) -- $(VENV)/bin/tfdist-train $(DEMO_FLAGS)
 
-test: setup ## The tests but the long matrices
+test: setup ## The quick tests, some of each part
 	$(PY) -m pytest -q -m "not slow and not matrix" $(TESTS)
 
 test-all: setup ## All tests; of long matrices a part, another one with TURN=1 and 2; hours on 2 cores

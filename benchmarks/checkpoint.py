@@ -17,12 +17,12 @@ from tfdist.benchmarks.measuring import (
     ENVIRONMENT,
     HEADER,
     Ratio,
-    fit_begins,
     parser,
     variants_in_turn,
     wide_gpt,
     write_json,
 )
+from tfdist.launch.trials import fit_begins
 from tfdist.testing import RankPool
 
 LIMIT, MEMORY_LIMIT = 1.05, 1.0

@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import signal
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from tfdist.launch.trials import fit_begins, median_interval
 from tfdist.runtime.process_memory import forget_peak, peak_bytes, resident_bytes
 from tfdist.testing import RankPool
 
@@ -139,18 +138,6 @@ def wide_gpt(**options):
     return model, token_batches(16, 128)
 
 
-def fit_begins(model, data, steps: int, callbacks: Sequence = ()) -> list[float]:
-    """When each step of a `fit` began on this rank, in seconds; what callbacks do comes after."""
-    import keras
-
-    begins: list[float] = []
-    clock = keras.callbacks.LambdaCallback(
-        on_train_batch_begin=lambda batch, logs: begins.append(time.perf_counter())
-    )
-    model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[clock, *callbacks])
-    return begins
-
-
 def peak_above(function: Callable[[], Any]) -> tuple[int, Any]:
     """By how many bytes a function raises this process's resident memory at the highest, and its result."""
     before = resident_bytes()
@@ -162,11 +149,6 @@ def peak_above(function: Callable[[], Any]) -> tuple[int, Any]:
 def fit_step_seconds(model, data, steps: int) -> float:
     """The median time of a step of `fit` on this rank; the first is not counted."""
     return median_interval(fit_begins(model, data, steps))
-
-
-def median_interval(begins: Sequence[float]) -> float:
-    """The median time between beginnings, the first left out."""
-    return statistics.median(b - a for a, b in itertools.pairwise(begins[1:]))
 
 
 def parser(description: str | None, only: Iterable[str]) -> argparse.ArgumentParser:

@@ -1,203 +1,205 @@
 """Predictions of tfdist.planner beside what layouts take on this machine.
 
-    python -m tfdist.benchmarks.planning --machine=machine.json [--ranks=2,4] [--table=docs/planning.md]
+    tfdist-plan calibrate --output=machine.json
+    python -m tfdist.benchmarks.planning --only=layouts --ranks=2 [--models=small,experts]
+    python -m tfdist.benchmarks.planning --only=limits --machine=machine.json
+    python -m tfdist.benchmarks.planning --only=schedules
+    sudo python -m tests.hosts.planning
+    python -m tfdist.benchmarks.planning --only=report --machine=machine.json --table=docs/planning.md
 
-`tfdist-plan calibrate` writes the machine's file; none of the layouts here is among what it measures. The
-layouts of a number of ranks are measured one after the other on one pool, several rounds, and each
-has the median of its rounds. Exit code 1 where the mean or the worst error is above its limit.
+Each part adds what it measures to a file, planning.json by default, so that they may run one by one; without
+`--only` all run but that of several hosts. "layouts" trains each layout in processes of their own, none of
+them among what `calibrate` measures; "limits" trains layouts under a limit at which the planner says for
+the first time that they fit, and clearly below what they took, both kept by the kernel (needs root: it makes
+control groups); "schedules" plays pipelines of stages that wait instead of computing. "report" compares,
+and ends with exit code 1 where an error is above its limit.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import statistics
 import sys
+import time
+from pathlib import Path
+from typing import Any
 
-from tabulate import tabulate
-
-from tfdist.benchmarks.measuring import ENVIRONMENT, write_between
+from tfdist.benchmarks import planning_report
+from tfdist.benchmarks.measuring import ENVIRONMENT
+from tfdist.benchmarks.planning_cases import Case, cases, limit_cases
 from tfdist.launch import trials
-from tfdist.planner import Layout, Machine, Transformer, estimate
+from tfdist.planner import estimate
 from tfdist.planner.calibration import read_machine
-from tfdist.testing import RankPool
+from tfdist.testing import RankError, RankPool
 
-MARK = "benchmarks.planning: prediction"
-MEAN_LIMIT, WORST_LIMIT = 0.10, 0.25
-SMALL = Transformer(4, 192, 4, 512, 128)
-LARGE = Transformer(6, 384, 6, 512, 128)
-EXPERTS = Transformer(4, 192, 4, 512, 128, experts=4)
+PARTS = ("layouts", "limits", "schedules", "report")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+_SECONDS = 600
+_MIB = 1 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A layout to measure.
+def measure(case: Case, engine: str, steps: int) -> dict[str, Any]:
+    """Seconds of a step, in a list, and bytes of the rank that takes most, in fresh processes."""
+    with RankPool(case.layout.ranks, engine, environment=ENVIRONMENT) as pool:
+        found = pool.run(trials.trial, case.sizes, case.layout, case.batch, steps, timeout=_SECONDS)
+    return {
+        "case": case.as_json(),
+        "seconds": [max(each.seconds for each in found)],
+        "bytes": max(each.before + each.peak for each in found),
+    }
 
-    Attributes:
-        name: The model, in words.
-        sizes: The model.
-        layout: The layout.
-        batch: Samples of an update.
+
+def limited_trial(case: Case, limit: int) -> None:
+    """Trains a few steps in a process that may have so many bytes; the kernel kills it at more.
+
+    What it has already is charged to where it was taken.
     """
+    import os
 
-    name: str
-    sizes: Transformer
-    layout: Layout
-    batch: int
+    from tfdist.runtime.process_memory import resident_bytes
 
-
-def cases(ranks: int) -> list[Case]:
-    """The layouts that are measured on so many ranks."""
-    n, batch = ranks, 8 * ranks
-    found = [
-        ("small", SMALL, Layout(data=n)),
-        ("small", SMALL, Layout(data=n, zero_stage=1)),
-        ("small", SMALL, Layout(data=n, zero_stage=3)),
-        ("small", SMALL, Layout(data=n, accumulation=2)),
-        ("small", SMALL, Layout(context=n)),
-        ("small", SMALL, Layout(pipeline=n, num_microbatches=2 * n)),
-        ("small", SMALL, Layout(pipeline=n, num_microbatches=4 * n, schedule="zero-bubble")),
-        ("large", LARGE, Layout(data=n)),
-        ("large", LARGE, Layout(data=n, zero_stage=2)),
-        ("large", LARGE, Layout(data=n, recompute="every_layer")),
-        ("large", LARGE, Layout(data=n // 2, tensor=2)),
-        ("large", LARGE, Layout(data=n // 2, tensor=2, recompute="selective")),
-        ("large", LARGE, Layout(data=n // 2, pipeline=2, num_microbatches=4)),
-        ("large", LARGE, Layout(data=n // 2, pipeline=2, num_microbatches=8)),
-        ("experts", EXPERTS, Layout(expert=n)),
-    ]
-    if n > 2:
-        found += [
-            ("large", LARGE, Layout(tensor=2, pipeline=2, data=n // 4, num_microbatches=4)),
-            ("small", SMALL, Layout(context=2, data=n // 2)),
-            ("experts", EXPERTS, Layout(expert=2, data=n // 2)),
-        ]
-    return [Case(name, sizes, layout, batch) for name, sizes, layout in found]
+    base = Path("/sys/fs/cgroup/memory")
+    file = "memory.limit_in_bytes"
+    if not base.is_dir():
+        base, file = Path("/sys/fs/cgroup"), "memory.max"
+    group = base / f"tfdist-{os.getpid()}"
+    group.mkdir()
+    (group / file).write_text(str(limit - resident_bytes()))
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    trials.trial(case.sizes, case.layout, case.batch, 3)
 
 
-@dataclasses.dataclass
-class Row:
-    """A layout, predicted and measured."""
+def lives(case: Case, engine: str, limit: int) -> bool:
+    """Whether a layout trains where each of its ranks has so many bytes."""
+    groups: list[Path] = []
+    try:
+        with RankPool(case.layout.ranks, engine, environment=ENVIRONMENT) as pool:
+            pool.run(_nothing)
+            groups = [
+                path / f"tfdist-{pid}"
+                for path in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
+                for pid in pool.pids
+            ]
+            pool.run(limited_trial, case, limit, timeout=_SECONDS)
+        return True
+    except RankError as error:
+        # Anything but the kernel's SIGKILL is a mistake.
+        if "SIGKILL" not in str(error):
+            raise
+        return False
+    finally:
+        for group in groups:
+            if group.is_dir():
+                _remove(group)
 
-    ranks: int
-    case: Case
-    predicted: float
-    measured: float
-    predicted_bytes: float
-    measured_bytes: float
 
-    @property
-    def error(self) -> float:
-        """How far the predicted time is off, as a share of the measured one."""
-        return self.predicted / self.measured - 1
-
-    @property
-    def bytes_error(self) -> float:
-        """The same of the bytes of a rank, process and all."""
-        return self.predicted_bytes / self.measured_bytes - 1
+def _nothing() -> None:
+    pass
 
 
-def measure(machine: Machine, ranks: int, engine: str, rounds: int) -> list[Row]:
-    """Measures the layouts of so many ranks."""
-    machine = machine.replace(ranks_per_host=ranks)
-    listed = cases(ranks)
-    times: list[list[float]] = [[] for _ in listed]
-    peaks: list[float] = [0.0] * len(listed)
-    with RankPool(ranks, engine, environment=ENVIRONMENT) as pool:
-        for _ in range(rounds):
-            for place, case in enumerate(listed):
-                found = pool.run(trials.trial, case.sizes, case.layout, case.batch, timeout=500)
-                times[place].append(max(each.seconds for each in found))
-                # A later round begins with what an earlier one has left.
-                peaks[place] = peaks[place] or max(each.peak for each in found)
-                print(
-                    f"{ranks} ranks, {case.name}, {case.layout.words()}: "
-                    f"{1e3 * times[place][-1]:.0f} ms",
-                    file=sys.stderr,
-                    flush=True,
-                )
+def _remove(group: Path) -> None:
+    """Removes a control group, whose processes may still be about to end."""
+    for _ in range(50):
+        try:
+            group.rmdir()
+            return
+        except OSError:
+            time.sleep(0.1)
+    group.rmdir()
+
+
+def measure_limits(machine_file: str, engine: str) -> list[dict[str, Any]]:
+    """Layouts at the least limit at which they are said to fit, and at 0.7 of their bytes."""
+    machine = read_machine(machine_file)
     rows = []
-    for case, seconds, peak in zip(listed, times, peaks, strict=True):
-        step = estimate(case.sizes, machine, case.layout, global_batch=case.batch)
-        rows.append(
-            Row(
-                ranks,
-                case,
-                step.step_seconds,
-                statistics.median(seconds),
-                step.memory.total,
-                step.memory.process + peak,
-            )
+    for case in limit_cases():
+        found = estimate(
+            case.sizes,
+            machine.replace(ranks_per_host=case.layout.ranks),
+            case.layout,
+            global_batch=case.batch,
         )
+        least = int(found.memory.total * (1 + machine.memory_margin)) + _MIB
+        row: dict[str, Any] = {"case": case.as_json()}
+        row |= {"limit": least, "lived": lives(case, engine, least)}
+        row["below"] = below = int(0.7 * found.memory.total)
+        row["lived_below"] = lives(case, engine, below)
+        rows.append(row)
+        _say(f"{case}: {row['limit'] >> 20} MiB {row['lived']}, {below >> 20} {row['lived_below']}")
     return rows
 
 
-def table(rows: list[Row]) -> str:
-    """The table of the document."""
-    head = (
-        *("ranks", "model", "layout", "predicted, ms", "measured, ms", "off by"),
-        *("predicted, MiB", "measured, MiB", "off by"),
-    )
-    lines = [
-        (
-            row.ranks,
-            row.case.name,
-            row.case.layout.words(),
-            f"{1e3 * row.predicted:,.0f}",
-            f"{1e3 * row.measured:,.0f}",
-            f"{row.error:+.0%}",
-            f"{row.predicted_bytes / 2**20:,.0f}",
-            f"{row.measured_bytes / 2**20:,.0f}",
-            f"{row.bytes_error:+.0%}",
-        )
-        for row in rows
-    ]
-    return tabulate(lines, head, tablefmt="github", disable_numparse=True)
+def measure_schedules(engine: str, stages: list[int]) -> list[dict[str, Any]]:
+    """Real schedules over stages that wait: the share in which ranks are idle, and seconds of a step."""
+    from tfdist.benchmarks.waiting_stages import SECONDS, train_waiting
+
+    rows = []
+    for ranks in stages:
+        with RankPool(ranks, engine, environment=ENVIRONMENT) as pool:
+            for schedule in SCHEDULES:
+                count = 2 * ranks
+                chunks = 2 if schedule == "interleaved" else 1
+                found = pool.run(train_waiting, schedule, count, chunks, timeout=_SECONDS)
+                row = {
+                    "schedule": schedule, "stages": ranks, "chunks": chunks, "microbatches": count,
+                    "costs": SECONDS, "seconds": max(each[0] for each in found), "idle": found[0][1],
+                }  # fmt: skip
+                rows.append(row)
+                _say(f"{ranks} stages, {schedule}: {row['seconds']:.3f} s, idle {row['idle']:.1%}")
+    return rows
 
 
-def verdict(rows: list[Row]) -> tuple[str, bool]:
-    """The errors in words, and whether they are within their limits."""
-    errors = [abs(row.error) for row in rows]
-    of_bytes = [abs(row.bytes_error) for row in rows]
-    hits = total = 0
-    for ranks, name in sorted({(row.ranks, row.case.name) for row in rows}):
-        some = [row for row in rows if (row.ranks, row.case.name) == (ranks, name)]
-        if len(some) > 3:
-            best = min(some, key=lambda row: row.measured)
-            total += 1
-            hits += best in sorted(some, key=lambda row: row.predicted)[:3]
-    words = (
-        f"{len(rows)} layouts: the time of a step is off by {statistics.fmean(errors):.0%} on average and "
-        f"{max(errors):.0%} at worst, the memory of a rank by {statistics.fmean(of_bytes):.0%} and "
-        f"{max(of_bytes):.0%}. The fastest layout is among the three that are predicted to be in "
-        f"{hits} of {total} groups of one model and number of ranks."
-    )
-    good = statistics.fmean(errors) <= MEAN_LIMIT and max(errors) <= WORST_LIMIT and hits == total
-    return words, good and statistics.fmean(of_bytes) <= MEAN_LIMIT
+def add(path: str, part: str, rows: list[dict[str, Any]]) -> None:
+    """Adds rows to a part of the file, in the place of those of the same case.
+
+    Seconds of layouts join those that are there: their median counts.
+    """
+    kept = planning_report.read(path)
+    by_case = {planning_report.key(row): row for row in kept.get(part, [])}
+    for row in rows:
+        before = by_case.get(planning_report.key(row), {}).get("seconds")
+        if isinstance(before, list):
+            row["seconds"] = [*before, *row["seconds"]]
+    by_case |= {planning_report.key(row): row for row in rows}
+    kept[part] = list(by_case.values())
+    Path(path).write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def main() -> int:
+    """The command line; see the module."""
     flags = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    flags.add_argument("--machine", required=True, help="File of `tfdist-plan calibrate`.")
+    flags.add_argument("--only", choices=PARTS)
+    flags.add_argument("--machine", help="File of `tfdist-plan calibrate`.")
     flags.add_argument("--engine", choices=["horovod", "tensorflow"], default="horovod")
-    flags.add_argument("--ranks", default="2,4", help="Numbers of ranks, with commas.")
-    flags.add_argument("--rounds", type=int, default=3)
-    flags.add_argument("--json", help="Where to write the measurements.")
-    flags.add_argument("--table", help="A document to write the table to.")
+    flags.add_argument("--ranks", default="2,4,8", help="Numbers of ranks or stages, with commas.")
+    flags.add_argument("--models", default="small,large,experts", help="Which, with commas.")
+    flags.add_argument("--steps", type=int, default=10)
+    flags.add_argument("--json", default="planning.json", help="Where measurements are kept.")
+    flags.add_argument("--table", help="A document to write the tables to.")
     options = flags.parse_args()
-    machine = read_machine(options.machine)
-    rows: list[Row] = []
-    for ranks in map(int, options.ranks.split(",")):
-        rows += measure(machine, ranks, options.engine, options.rounds)
-    words, good = verdict(rows)
-    print(f"{table(rows)}\n\n{words}")
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump([dataclasses.asdict(row) for row in rows], file, indent=1)
-    if options.table:
-        write_between(options.table, MARK, f"{table(rows)}\n\n{words}")
-    return 0 if good else 1
+    parts = PARTS if options.only is None else (options.only,)
+    if {"limits", "report"} & set(parts) and not options.machine:
+        flags.error("--machine=FILE of `tfdist-plan calibrate` is needed")
+    sizes = [int(each) for each in options.ranks.split(",")]
+    if "layouts" in parts:
+        for ranks in sizes:
+            for case in cases(ranks):
+                if case.name in options.models.split(","):
+                    row = measure(case, options.engine, options.steps)
+                    add(options.json, "layouts", [row])
+                    _say(f"{case}: {1e3 * row['seconds'][-1]:.0f} ms, {row['bytes'] >> 20} MiB")
+    if "limits" in parts:
+        add(options.json, "limits", measure_limits(options.machine, options.engine))
+    if "schedules" in parts:
+        add(options.json, "schedules", measure_schedules(options.engine, sizes))
+    if "report" in parts:
+        machine = read_machine(options.machine)
+        return planning_report.report(options.json, machine, options.table)
+    return 0
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from tfdist.benchmarks.measuring import (
     Ratio,
     fit_step_seconds,
     in_turn,
-    median_interval,
     parser,
     write_json,
 )
+from tfdist.launch.trials import median_interval
 from tfdist.testing import RankPool
 
 #: Layers, width, heads, tokens, vocabulary, batch.

@@ -2,11 +2,12 @@
 
 Ranks of this machine train small models, each for itself and together, and add up tensors. From the
 times follow, by least squares, what a step and a layer take beside arithmetic, the rates of products and of
-memory, the links, and how much of the gradients' way is hidden.
+memory, the links, and what gradients make a step longer; what of them the backward pass hides is in that.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import platform
@@ -17,16 +18,17 @@ from collections.abc import Sequence
 import numpy as np
 from absl import flags
 
-from tfdist.launch import command
-from tfdist.launch.flag_values import FlagDefiner, UsageError, output_file
+from tfdist.launch import command, trials
+from tfdist.launch.counting import count_cores
+from tfdist.launch.flag_values import FlagDefiner, UsageError, output_file, refuse
 from tfdist.planner import Layout, Link, Machine, Transformer, estimate
 from tfdist.planner.calibration import write_machine
 from tfdist.planner.memory import kept_bytes
 from tfdist.planner.parts import count_parameters, forward_flops
-from tfdist.runtime.process_memory import resident_bytes
+from tfdist.planner.quantities import as_bytes
 from tfdist.runtime.rendezvous import ENGINES
 
-__all__ = ["CALIBRATE", "fit_rates", "measure_machine"]
+__all__ = ["CALIBRATE", "fit_rates", "link_of", "measure_machine"]
 
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
@@ -35,9 +37,18 @@ _RANKS = _define.integer("ranks", 2, "Ranks that are started", lower_bound=2, up
 _ENGINE = _define.enum("engine", "auto", ["auto", "horovod", "tensorflow"], "Engine")
 _MEMORY_SHARE = 0.9
 
-#: What each rank trains: layers, width, rows.
-_ALONE = ((1, 128, 4), (2, 128, 16), (2, 256, 4), (4, 256, 8), (2, 512, 4))
-_SIZES = [4096, 1 << 20, 1 << 24]
+#: What each rank trains by itself: layers, width, rows.
+_ALONE = ((1, 128, 4), (2, 128, 16), (2, 256, 4), (4, 256, 4), (2, 256, 16), (2, 512, 4))
+#: Those of them that ranks train together too, each with these rows.
+_TOGETHER = (0, 5)
+#: What they train first of all in a process, for its memory.
+_FRESH = ((4, 128, 4), (4, 512, 8))
+#: Layouts whose messages say how long one takes while ranks compute: of two ranks, and of one model.
+_BUSY = (Layout(tensor=2), Layout(context=2))
+_BUSY_MODEL, _BUSY_ROWS = (4, 128), 16
+_SIZES = [4096, 1 << 20, 1 << 22]
+#: By how much the bytes of a layout may be off: more than any in docs/planning.md.
+_MEMORY_MARGIN = 0.25
 
 
 def _model(layers: int, width: int) -> Transformer:
@@ -77,92 +88,133 @@ def fit_rates(
 
 def measure_machine(ranks: int, engine: str) -> Machine:
     """Measures this machine with so many ranks; see the module."""
-    from tfdist.launch import trials
     from tfdist.testing import RankPool
 
-    processors = len(os.sched_getaffinity(0))
-    with RankPool(ranks, engine) as pool:
-        base = max(pool.run(resident_bytes, timeout=300))
-        models = [_model(layers, width) for layers, width, _ in _ALONE]
-        measured = [
-            max(
-                pool.run(trials.alone, model, rows, timeout=300),
-                key=lambda each: each.seconds,
-            )
-            for model, (_, _, rows) in zip(models, _ALONE, strict=True)
-        ]
-        share = max(ranks / processors, 1.0)
-        rows = [each[2] for each in _ALONE]
-        step, layer, flop, byte = fit_rates(
-            models, rows, [each.seconds / share for each in measured]
+    processors = count_cores()
+    share = max(ranks / processors, 1.0)
+    models = [_model(layers, width) for layers, width, _ in _ALONE]
+    rows = [each[2] for each in _ALONE]
+    busy = _model(*_BUSY_MODEL)
+
+    def train(
+        pool: RankPool, model: Transformer, layout: Layout, each: int
+    ) -> list[trials.Measured]:
+        layout = dataclasses.replace(layout, data=ranks // layout.ranks)
+        return pool.run(trials.trial, model, layout, each * ranks, timeout=300)
+
+    peaks = []
+    for place, (layers, width, each) in enumerate(_FRESH):
+        with RankPool(ranks, engine) as pool:
+            found = train(pool, _model(layers, width), Layout(), each)
+            peaks.append(float(max(rank.before + rank.peak for rank in found)))
+            if place:
+                continue
+            measured = [
+                _slowest(pool.run(trials.alone, model, batch, timeout=300))
+                for model, batch in zip(models, rows, strict=True)
+            ]
+            together = [_slowest(train(pool, models[i], Layout(), rows[i])) for i in _TOGETHER]
+            idle = link_of(_SIZES, pool.run(trials.collective_seconds, _SIZES, False, timeout=300))
+            kept_busy = [_slowest(train(pool, busy, layout, _BUSY_ROWS)) for layout in _BUSY]
+    step, layer, flop, byte = fit_rates(models, rows, [each / share for each in measured])
+    base, fragmentation = _memory(peaks)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    sent = [4.0 * count_parameters(models[place]) for place in _TOGETHER]
+    shown = [each - measured[place] for each, place in zip(together, _TOGETHER, strict=True)]
+    machine = Machine(
+        flops=dict.fromkeys(("float32", "bfloat16", "float16"), 1 / flop),
+        memory=_MEMORY_SHARE * memory / ranks,
+        memory_bandwidth=1 / byte,
+        inside=idle,
+        bulk=_gradient_link(sent, shown, ranks, share),
+        ranks_per_host=ranks,
+        processors=processors,
+        efficiency=1.0,
+        memory_efficiency=1.0,
+        # What shows of the gradients is measured itself.
+        overlap=0.0,
+        algorithm="ring",
+        layer_seconds=layer,
+        step_seconds=step,
+        base_bytes=base,
+        fragmentation=fragmentation,
+        memory_margin=_MEMORY_MARGIN,
+        calibrated={
+            "ranks": float(ranks),
+            "layer FLOPs": max(
+                batch * (part.flops + part.attention_flops)
+                for model, batch in zip(models, rows, strict=True)
+                for part in model.parts
+            ),
+            "message bytes": max(sent),
+        },
+        name=platform.node() or "this machine",
+        source=f"calibrated {datetime.date.today()} with {ranks} ranks of {engine}",
+    )
+    return machine.replace(inside=_busy_link(machine, busy, kept_busy))
+
+
+def _busy_link(machine: Machine, model: Transformer, seconds: Sequence[float]) -> Link:
+    """The link as ranks have it that compute: its latency such that layouts take what they took.
+
+    Whoever waits for a message shares the processor with what computes. The mean of the layouts.
+    """
+    ranks, link = machine.ranks_per_host, machine.inside
+    batch, far = _BUSY_ROWS * ranks, 0.1
+    found = []
+    for layout, measured in zip(_BUSY, seconds, strict=True):
+        layout = dataclasses.replace(layout, data=ranks // layout.ranks)
+        none, much = (
+            estimate(
+                model,
+                machine.replace(inside=Link(latency, link.bandwidth)),
+                layout,
+                global_batch=batch,
+            ).step_seconds
+            for latency in (0.0, far)
         )
-        inside = _link(pool.run(trials.collective_seconds, _SIZES, False, timeout=300), ranks)
-        bulk = _link(pool.run(trials.collective_seconds, _SIZES, True, timeout=300), ranks)
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        found = Machine(
-            flops=dict.fromkeys(("float32", "bfloat16", "float16"), 1 / flop),
-            memory=_MEMORY_SHARE * memory / ranks,
-            memory_bandwidth=1 / byte,
-            inside=inside,
-            bulk=bulk,
-            ranks_per_host=ranks,
-            processors=processors,
-            efficiency=1.0,
-            memory_efficiency=1.0,
-            overlap=0.0,
-            algorithm="ring",
-            layer_seconds=layer,
-            step_seconds=step,
-            base_bytes=float(base),
-            calibrated={
-                "ranks": float(ranks),
-                "layer FLOPs": max(
-                    batch * (p.flops + p.attention_flops)
-                    for model, batch in zip(models, rows, strict=True)
-                    for p in model.parts
-                ),
-                "message bytes": float(_SIZES[-1]),
-            },
-            name=platform.node() or "this machine",
-            source=f"calibrated {datetime.date.today()} with {ranks} ranks of {engine}",
-        )
-        together = _model(2, 256), Layout(data=ranks), 4 * ranks
-        seen = pool.run(trials.trial, together[0], together[1], together[2], timeout=300)
-    overlap = _overlap(found, *together, max(each.seconds for each in seen))
-    ratios = [
-        each.peak / _without_process(found, model, Layout(), each_rows)
-        for model, each, each_rows in zip(models, measured, rows, strict=True)
+        found.append(far * (measured - none) / (much - none))
+    return Link(max(float(np.mean(found)), link.latency), link.bandwidth)
+
+
+def _slowest(found: Sequence[trials.Measured]) -> float:
+    return max(each.seconds for each in found)
+
+
+def _memory(peaks: Sequence[float]) -> tuple[float, float]:
+    """Bytes of a process without a model, and what its allocator keeps: a line through peaks."""
+    plain = Machine({"float32": 1e9}, 1e15, 1e9, Link(0.0, 1e9))
+    asked = [
+        estimate(_model(layers, width), plain, Layout(), global_batch=rows).memory.total
+        for layers, width, rows in _FRESH
     ]
-    # The largest models say most of what an allocator keeps.
-    return found.replace(overlap=overlap, fragmentation=max(float(np.median(ratios[-3:])), 1.0))
+    slope, base = np.polyfit(asked, peaks, 1)
+    return max(float(base), 0.0), max(float(slope), 1.0)
 
 
-def _without_process(machine: Machine, model: Transformer, layout: Layout, batch: int) -> float:
-    memory = estimate(model, machine, layout, global_batch=batch).memory
-    return memory.total - memory.process
+def _gradient_link(
+    sizes: Sequence[float], shown: Sequence[float], ranks: int, share: float
+) -> Link:
+    """A link by which gradients take what they made steps longer: a line through two of these."""
+    carried = 2 * (ranks - 1) / ranks * share
+    slope, start = np.polyfit(sizes, shown, 1)
+    return Link(max(float(start), 1e-7), carried / max(float(slope), 1e-13))
 
 
-def _link(seconds: Sequence[Sequence[float]], ranks: int) -> Link:
+def link_of(sizes: Sequence[int], seconds: Sequence[Sequence[float]]) -> Link:
     """A link by which a ring takes what all-reduces took: a line through their times."""
+    ranks = len(seconds)
     times = np.array(seconds).max(axis=0)
     hops = 2 * (ranks - 1)
-    carried = np.array(_SIZES) / ranks
-    slope = (times[-1] - times[0]) / (carried[-1] - carried[0]) / hops
-    return Link(max(float(times[0]) / hops, 1e-7), 1 / max(float(slope), 1e-13))
-
-
-def _overlap(
-    machine: Machine, model: Transformer, layout: Layout, batch: int, seconds: float
-) -> float:
-    """By how much of the shorter of messages and backward pass a step is shorter than their sum."""
-    none = estimate(model, machine, layout, global_batch=batch).step_seconds
-    all_hidden = estimate(model, machine.replace(overlap=1.0), layout, global_batch=batch)
-    hidden = none - all_hidden.step_seconds
-    return min(max((none - seconds) / hidden, 0.0), 1.0) if hidden > 0 else 0.0
+    carried = np.array(sizes) / ranks
+    slope, start = np.polyfit(carried, times / hops, 1, w=1 / times)
+    return Link(max(float(start), 1e-7), 1 / max(float(slope), 1e-13))
 
 
 def _check(_: list[str]) -> str:
     output_file("output", _OUTPUT.value, (".json",))
+    if _RANKS.value % 2:
+        raise refuse("ranks", _RANKS.value, "an even number")
     return _ENGINE.value
 
 
@@ -180,8 +232,8 @@ def _main(engine: str) -> int:
         f"and {1e3 * machine.layer_seconds:.2f} ms a layer beside; messages "
         f"{1e6 * machine.inside.latency:.0f} us and {1e-9 * machine.inside.bandwidth:.2f} GB/s, gradients "
         f"{1e6 * machine.bulk.latency:.0f} us and {1e-9 * machine.bulk.bandwidth:.2f} GB/s; "  # type: ignore[union-attr]
-        f"{machine.overlap:.0%} of them hidden; the allocator keeps {machine.fragmentation:.2f} times "
-        "what a step asks."
+        f"a process takes {as_bytes(machine.base_bytes)}, its allocator {machine.fragmentation:.2f} times "
+        f"what it is asked for."
     )
     print(
         f"Written to {_OUTPUT.value} in {time.perf_counter() - begin:.0f} s: "

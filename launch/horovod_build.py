@@ -235,7 +235,7 @@ def prove(options: BuildOptions | None = None) -> None:
             )
     _say(
         f"Tested: 2 ranks on this CPU got the right sum ({time.monotonic() - start:.0f} s). "
-        f"Built with {', '.join(answers[0][1])}; what layers wait for goes "
+        f"Built with {', '.join(answers[0][1])}; latency-critical tensors go "
         f"{'peer to peer' if answers[0][2] else 'through Horovod'}."
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,8 +31,6 @@ _OPTIMIZERS = {
 }
 _POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
 _LARGEST_SCALE = 2.0**40
-_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_BUDGET = re.compile(r"budget:([0-9]{1,9}(?:\.[0-9]{1,6})?)(KiB|MiB|GiB|TiB)", re.ASCII)
 _RECOMPUTE = ("none", "selective", "sqrt", "every_layer")
 
 
@@ -206,7 +203,11 @@ def read_recompute(flag: str, value: str) -> dict[str, Any]:
     """
     if value in _RECOMPUTE:
         return {} if value == "none" else {"policy": value}
-    found = _BUDGET.fullmatch(value)
-    if found is None or not float(found[1]):
-        raise refuse(flag, value, f"{', '.join(_RECOMPUTE)}, or budget:SIZE as in budget:2GiB")
-    return {"policy": "budget", "budget": float(found[1]) * _UNITS[found[2]]}
+    # The planner takes a while to import, which only this value needs.
+    from tfdist.planner.quantities import read_bytes
+
+    kind, _, size = value.partition(":")
+    with contextlib.suppress(ValueError):
+        if kind == "budget":
+            return {"policy": "budget", "budget": float(read_bytes(size))}
+    raise refuse(flag, value, f"{', '.join(_RECOMPUTE)}, or budget:SIZE as in budget:2GiB")

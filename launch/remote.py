@@ -52,7 +52,15 @@ _SSH_FAILED = 255
 
 
 class UnreachableError(UsageError):
-    """A host cannot be reached, or cannot run ranks."""
+    """A host cannot be reached, or cannot run ranks.
+
+    Attributes:
+        host: Its name.
+    """
+
+    def __init__(self, message: str, host: str):
+        super().__init__(message)
+        self.host = host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +137,7 @@ def _host_info(host: str, process: subprocess.Popen[bytes], deadline: float) -> 
                 with contextlib.suppress(TypeError, ValueError):
                     return _complete(host, **json.loads(line.removeprefix(INFO_PREFIX)))
     words = " ".join(said.decode(errors="replace").split()) or "it said nothing"
-    raise UnreachableError(f"The host {host} cannot be reached, or lacks tfdist: {words}.")
+    raise UnreachableError(f"The host {host} cannot be reached, or lacks tfdist: {words}.", host)
 
 
 def _complete(host: str, caller: str, address: str, port: int) -> HostInfo:
@@ -138,7 +146,7 @@ def _complete(host: str, caller: str, address: str, port: int) -> HostInfo:
         address = address or socket.gethostbyname(host)
         return HostInfo(caller or address_towards(address), address, port)
     except OSError as error:
-        raise UnreachableError(f"The host {host} has no address: {error}.") from error
+        raise UnreachableError(f"The host {host} has no address: {error}.", host) from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from tfdist.launch.command import say
-from tfdist.launch.hosts import HostDiscovery, assign_hosts, should_restart
+from tfdist.launch.exclusion import Exclusion
+from tfdist.launch.hosts import Host, HostDiscovery, assign_hosts, should_restart
 from tfdist.launch.remote import UnreachableError
 from tfdist.launch.supervisor import Supervisor
 from tfdist.runtime import exit_codes
@@ -18,31 +19,34 @@ _FIRST_DELAY = 1.0
 _HEALTHY_SECONDS = 600.0
 _LOOK_SECONDS = 1.0
 
-#: Runs a job on the hosts of its ranks; it is to end where the function says so. Returns what ran
+#: Runs a job on the hosts of its ranks; it is to end where the function says so. The last argument is
+#: when the run before failed, in seconds of the wall clock; None at the first start. Returns what ran
 #: it, and the exit code.
-Start = Callable[[Sequence[str], Callable[[], bool]], tuple[Supervisor, int]]
+Start = Callable[[Sequence[str], Callable[[], bool], float | None], tuple[Supervisor, int]]
 
 
 def run_with_restarts(
     start: Start,
-    hosts: Sequence[str],
+    hosts: Sequence[Host],
     min_ranks: int,
     max_ranks: int,
     *,
     max_restarts: int,
     longest_delay: float,
     discovery: HostDiscovery | None,
+    exclude_after: int | None = None,
 ) -> int:
     """Runs a job until it ends well, is told to end, or has failed too often.
 
     Args:
         start: Runs the job once.
-        hosts: The host of each rank, without a discovery.
+        hosts: The hosts, without a discovery.
         min_ranks: The ranks that there must be room for.
         max_ranks: The ranks that are started at most.
         max_restarts: How many failures are followed by a restart. Changes of the hosts do not count.
         longest_delay: Seconds. The first restart waits for 1, the next twice as long, up to this.
         discovery: Who says which hosts there are.
+        exclude_after: After how many failures a host is left out; None for never.
 
     Returns:
         The exit code of the last run.
@@ -50,24 +54,41 @@ def run_with_restarts(
     Raises:
         UnreachableError: A host cannot be reached, at the first start or when no other is left.
     """
-    failures, delay, has_run = 0, _FIRST_DELAY, False
+    failures, delay, has_run, failed_at = 0, _FIRST_DELAY, False, None
+    excluded = Exclusion(exclude_after)
+    code = exit_codes.FAILED
     while True:
         if discovery is not None:
-            hosts = _wait_for_room(discovery, min_ranks, max_ranks)
+            names = _wait_for_room(discovery, excluded, min_ranks, max_ranks)
+        else:
+            names = assign_hosts(excluded.left(hosts), max_ranks)
+            if len(names) < min_ranks:
+                say(
+                    "tfdist-run",
+                    f"the hosts that are left have {len(names)} slots, and {min_ranks} ranks are the "
+                    "least: --min_np starts fewer.",
+                )
+                return code
 
-        def has_changed(hosts=hosts) -> bool:
-            return discovery is not None and should_restart(hosts, discovery.hosts, max_ranks)
+        def has_changed(names=names) -> bool:
+            return discovery is not None and should_restart(
+                names, excluded.left(discovery.hosts), max_ranks
+            )
 
         begun = time.monotonic()
         try:
-            supervisor, code = start(hosts, has_changed)
+            supervisor, code = start(names, has_changed, failed_at)
         except UnreachableError as error:
+            if excluded.is_on:
+                say("tfdist-run", str(error))
+                excluded.leave_out(error.host, "it cannot be reached")
+                continue
             # A host that was never reached has a wrong name or lacks a key: a restart does not help.
             if failures == max_restarts or not has_run:
                 raise
             say("tfdist-run", str(error))
         else:
-            has_run = True
+            has_run, failed_at = True, supervisor.failed_at
             if code in (0, exit_codes.USAGE) or supervisor.was_told:
                 return code
             if supervisor.was_asked:
@@ -75,8 +96,15 @@ def run_with_restarts(
                 continue
             if time.monotonic() - begun > _HEALTHY_SECONDS:
                 failures, delay = 0, _FIRST_DELAY
-            if failures == max_restarts:
+                excluded.forgive()
+            if failures == max_restarts or (
+                code == exit_codes.PERSISTENT_FAULT and not excluded.is_on
+            ):
                 return code
+            if supervisor.failed is not None:
+                rank, failed_code = supervisor.failed
+                # Servers share the hosts of the ranks.
+                excluded.count(names[rank % len(names)], failed_code)
         failures += 1
         delay = min(delay, longest_delay)
         say("tfdist-run", f"restart {failures} of {max_restarts} in {delay:g} s.")
@@ -84,9 +112,11 @@ def run_with_restarts(
         delay *= 2
 
 
-def _wait_for_room(discovery: HostDiscovery, min_ranks: int, max_ranks: int) -> list[str]:
+def _wait_for_room(
+    discovery: HostDiscovery, excluded: Exclusion, min_ranks: int, max_ranks: int
+) -> list[str]:
     said = False
-    while len(found := assign_hosts(discovery.hosts, max_ranks)) < min_ranks:
+    while len(found := assign_hosts(excluded.left(discovery.hosts), max_ranks)) < min_ranks:
         if not said:
             said = True
             say(

@@ -23,11 +23,12 @@ from tfdist.launch.flag_values import (
     refuse,
     refuse_ignored,
 )
-from tfdist.launch.hosts import HostDiscovery, assign_hosts, is_this_machine, parse_hosts
+from tfdist.launch.hosts import Host, HostDiscovery, assign_hosts, is_this_machine, parse_hosts
 from tfdist.launch.processes import RankProcess
 from tfdist.launch.restarts import run_with_restarts
 from tfdist.launch.supervisor import Supervisor
 from tfdist.runtime.lock_owner import JOB
+from tfdist.runtime.recovery import FAILED_AT
 from tfdist.runtime.rendezvous import MEANT_RANKS, Endpoint, environments, interface_towards
 
 __all__ = ["PROGRAM", "run"]
@@ -84,6 +85,12 @@ _MIN_NP = _define.integer(
 _MAX_NP = _define.integer(
     "max_np", None, "Most ranks to start [np]", lower_bound=1, upper_bound=MOST_RANKS
 )
+_EXCLUDE_AFTER = _define.integer(
+    "exclude_after",
+    None,
+    "Failures after which a host is left out, as is one that cannot be reached [never]",
+    lower_bound=1,
+)
 _SAVE_SECONDS = _define.float(
     "save_seconds",
     30.0,
@@ -106,11 +113,11 @@ def run() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A checked command line: the command, the host of each rank, and how many ranks there may be."""
+    """A checked command line: the command, the hosts, and how many ranks there may be."""
 
     words: list[str]
     #: Made of -np alone where hosts are discovered.
-    names: list[str]
+    hosts: list[Host]
     size: int
     least: int
     most: int
@@ -141,23 +148,30 @@ def _check(words: list[str]) -> _Job | str:
         raise command.UsageError(f"A job has at most {MOST_RANKS:,} ranks. Received: {size:,}.")
     if not hosts and _DISCOVERY.value is None and size > MOST_RANKS_OF_A_HOST:
         raise refuse("np", size, f"at most {MOST_RANKS_OF_A_HOST:,} on one machine; see -H")
-    names = assign_hosts(hosts, size) if hosts else ["localhost"] * size
-    if len(names) < size:
+    if hosts and (slots := len(assign_hosts(hosts, size))) < size:
         whose = "the Slurm allocation" if in_slurm else f"-H {_HOSTS.value}"
-        raise command.UsageError(f"-np {size} needs more slots than {whose} has: {len(names)}.")
+        raise command.UsageError(f"-np {size} needs more slots than {whose} has: {slots}.")
     if _DISCOVERY.value is None:
-        discovering = (_MIN_NP, _MAX_NP)
-        refuse_ignored(_VALUES, discovering, "needs --host_discovery_script", "alone")
+        refuse_ignored(_VALUES, (_MAX_NP,), "needs --host_discovery_script", "alone")
+        if _EXCLUDE_AFTER.value is None:
+            needs = "needs --host_discovery_script or --exclude_after"
+            refuse_ignored(_VALUES, (_MIN_NP,), needs, "alone")
+        if not hosts:
+            needs = "needs several hosts: -H, --host_discovery_script, or a Slurm allocation"
+            refuse_ignored(_VALUES, (_EXCLUDE_AFTER,), needs, "alone")
     else:
         refuse_ignored(_VALUES, (_HOSTS,), "is not for jobs that discover hosts", "and a script")
-    if _MAX_RESTARTS.value == 0:
-        refuse_ignored(
-            _VALUES, (_RESTART_SECONDS,), "is for jobs that are restarted", "--max_restarts=0"
+    hosts = hosts or [Host("localhost", size)]
+    if not _restarts():
+        given = f"--max_restarts={_MAX_RESTARTS.value or 0}"
+        ignored = (
+            (_EXCLUDE_AFTER,) if _MAX_RESTARTS.value is None else (_RESTART_SECONDS, _EXCLUDE_AFTER)
         )
+        refuse_ignored(_VALUES, ignored, "is for jobs that are restarted", given)
     least, most = _sizes(size)
     if _PS.value:
         _check_servers(in_slurm)
-    return _Job(words, names, size, least, most, _engine(), in_slurm, _PS.value)
+    return _Job(words, hosts, size, least, most, _engine(), in_slurm, _PS.value)
 
 
 def _count(words: list[str]) -> int:
@@ -196,7 +210,9 @@ def _main(job: _Job | str) -> int:
     shell = remote.srun if job.in_slurm else remote.ssh
     token = secrets.token_hex(8)
 
-    def start(names: Sequence[str], should_end: Callable[[], bool]) -> tuple[Supervisor, int]:
+    def start(
+        names: Sequence[str], should_end: Callable[[], bool], failed_at: float | None
+    ) -> tuple[Supervisor, int]:
         # Servers share the hosts of the ranks.
         names = [*names, *(names[server % len(names)] for server in range(job.servers))]
         reached = _reach(names, shell)
@@ -205,6 +221,8 @@ def _main(job: _Job | str) -> int:
             for index, (far, environment) in enumerate(zip(reached, found, strict=True)):
                 begin = RankProcess.start if far is None else far.start
                 environment = {**environment, MEANT_RANKS: str(job.size), JOB: token}
+                if failed_at is not None:
+                    environment[FAILED_AT] = repr(failed_at)
                 is_server = index >= len(names) - job.servers
                 words = _SERVER if is_server else job.words
                 starts.append(functools.partial(begin, words, environment))
@@ -219,18 +237,22 @@ def _main(job: _Job | str) -> int:
             return supervisor, supervisor.run()
 
     discovery = None if _DISCOVERY.value is None else HostDiscovery(_DISCOVERY.value)
-    restarts = _MAX_RESTARTS.value
-    if restarts is None:
-        restarts = 0 if discovery is None else sys.maxsize
     return run_with_restarts(
         start,
-        job.names,
+        job.hosts,
         job.least,
         job.most,
-        max_restarts=restarts,
+        max_restarts=_restarts(),
         longest_delay=_RESTART_SECONDS.value,
         discovery=discovery,
+        exclude_after=_EXCLUDE_AFTER.value,
     )
+
+
+def _restarts() -> int:
+    if _MAX_RESTARTS.value is None:
+        return 0 if _DISCOVERY.value is None else sys.maxsize
+    return _MAX_RESTARTS.value
 
 
 def _reach(names: Sequence[str], shell) -> list[remote.ReachedHost | None]:
@@ -301,6 +323,7 @@ PROGRAM = command.Program(
     rest=True,
     folded={
         "for failures": [
+            _EXCLUDE_AFTER.name,
             _MAX_RESTARTS.name,
             _RESTART_SECONDS.name,
             _SAVE_SECONDS.name,

@@ -56,9 +56,13 @@ class Supervisor:
 
     Attributes:
         was_asked: Whether `should_end` did.
+        failed: The rank that made the job fail, and its exit code; None where none did.
+        failed_at: When the job began to end, in seconds of the wall clock; None while it runs.
     """
 
     was_asked = False
+    failed: tuple[int, int] | None = None
+    failed_at: float | None = None
 
     def __init__(
         self,
@@ -145,7 +149,7 @@ class Supervisor:
             ):
                 continue
             if ending_since is None:
-                ending_since = time.monotonic()
+                ending_since, self.failed_at = time.monotonic(), time.time()
                 grace = self._grace()
                 steps = [(grace, signal.SIGTERM), (grace + _TERMINATE_SECONDS, signal.SIGKILL)]
             if all(rank in self._stopped_since for rank in self._running()):
@@ -344,13 +348,15 @@ class Supervisor:
             say(
                 "tfdist-run", f"{self._name(self._frozen)} was frozen (SIGSTOP); the job was ended."
             )
-            return next((code for _, code in self._own_failures() if code > 0), ENDED_BY_WATCHDOG)
+            codes = (code for _, code in self._own_failures() if code > 0)
+            self.failed = self._frozen, next(codes, ENDED_BY_WATCHDOG)
+            return self.failed[1]
         if not failures:
             return 0
         causes = self._decisive_failures() if self._servers else self._own_failures() or failures
         if not causes:
             return 0
-        rank, code = causes[0]
+        self.failed = rank, code = causes[0]
         said = self._ranks[rank].describe(code)
         say("tfdist-run", f"{self._name(rank)} {said}; the job was ended.")
         return 128 - code if code < 0 else code

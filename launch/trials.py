@@ -11,12 +11,23 @@ import gc
 import itertools
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from tfdist.planner import Layout, Transformer
 from tfdist.runtime.process_memory import forget_peak, peak_bytes, resident_bytes
 
-__all__ = ["Measured", "alone", "collective_seconds", "model_of", "trial"]
+__all__ = [
+    "Measured",
+    "all_reduce_seconds",
+    "alone",
+    "collective_seconds",
+    "fit_begins",
+    "median_interval",
+    "model_of",
+    "train",
+    "trial",
+]
 
 _STEPS = 6
 
@@ -65,7 +76,7 @@ def trial(sizes: Transformer, layout: Layout, global_batch: int, steps: int = _S
     """
     from tfdist.testing import strategy
 
-    return _trial(
+    return train(
         strategy(layout.mesh, zero_stage=layout.zero_stage), sizes, layout, global_batch, steps
     )
 
@@ -74,12 +85,21 @@ def alone(sizes: Transformer, rows: int, steps: int = _STEPS) -> Measured:
     """Trains some steps on this rank, while the others of its pool do so, each for itself."""
     from tfdist import strategies
 
-    return _trial(strategies.LocalStrategy(), sizes, Layout(), rows, steps)
+    return train(strategies.LocalStrategy(), sizes, Layout(), rows, steps)
 
 
-def _trial(
-    strategy: Any, sizes: Transformer, layout: Layout, global_batch: int, steps: int
+def train(
+    strategy: Any, sizes: Transformer, layout: Layout, global_batch: int, steps: int = _STEPS
 ) -> Measured:
+    """Trains some steps under a strategy, over whose mesh the layout goes.
+
+    Args:
+        strategy: The strategy, with the layout's ZeRO stage.
+        sizes: The model.
+        layout: The layout.
+        global_batch: Samples of an update.
+        steps: How many are timed; two more come before.
+    """
     import contextlib
 
     import keras
@@ -117,13 +137,8 @@ def _trial(
         random.integers(0, sizes.vocabulary, (rows, sizes.length), "int32") for _ in range(2)
     )
     data = tf.data.Dataset.from_tensors((tokens, labels)).repeat()
-    begins: list[float] = []
-    clock = keras.callbacks.LambdaCallback(
-        on_train_batch_begin=lambda batch, logs: begins.append(time.perf_counter())
-    )
-    model.fit(data, steps_per_epoch=(steps + 2) * parts, verbose=0, callbacks=[clock])
-    begins = begins[2 * parts :: parts]
-    seconds = statistics.median(b - a for a, b in itertools.pairwise(begins))
+    begins = fit_begins(model, data, (steps + 2) * parts)
+    seconds = median_interval(begins[parts::parts])
     peak = peak_bytes() - before
     del model, data
     keras.backend.clear_session(free_memory=True)
@@ -131,14 +146,36 @@ def _trial(
     return Measured(seconds, peak, before)
 
 
+def fit_begins(model: Any, data: Any, steps: int, callbacks: Sequence = ()) -> list[float]:
+    """When each step of a `fit` began on this rank, in seconds; what callbacks do comes after."""
+    import keras
+
+    begins: list[float] = []
+    clock = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: begins.append(time.perf_counter())
+    )
+    model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[clock, *callbacks])
+    return begins
+
+
+def median_interval(begins: Sequence[float]) -> float:
+    """The median time between beginnings, the first left out."""
+    return statistics.median(b - a for a, b in itertools.pairwise(begins[1:]))
+
+
 def collective_seconds(sizes: list[int], bulk: bool, repeats: int = 12) -> list[float]:
     """Median seconds of an all-reduce of each size over all ranks of the pool."""
+    from tfdist.testing import engine
+
+    return all_reduce_seconds(engine().group(), sizes, bulk, repeats)
+
+
+def all_reduce_seconds(group: Any, sizes: Sequence[int], bulk: bool, repeats: int) -> list[float]:
+    """Median seconds of an all-reduce of each size over a group; two more come before."""
     import tensorflow as tf
 
     from tfdist import collectives
-    from tfdist.testing import engine
 
-    group = engine().group()
     found = []
     for size in sizes:
         own = tf.ones([size // 4])

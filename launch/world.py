@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from tfdist.launch.batch_shares_flag import check_batch_shares, make_batch_shares
 from tfdist.launch.compression_flag import check_compression, make_compressor
 from tfdist.launch.flag_values import YEAR, FlagDefiner, UsageError, as_given, refuse_ignored
 from tfdist.launch.mesh_flags import Layout, MeshFlags
@@ -98,7 +99,16 @@ class WorldFlags:
             lower_bound=0,
             upper_bound=1 << 20,
         )
-        self.of_ranks = (self._strategy, self._tpu, self._watchdog, self._max_staleness)
+        self._batch_shares = define.string(
+            "batch_shares", "equal", "Rows of a rank: equal, measured, or shares as 3,1"
+        )
+        self.of_ranks = (
+            self._strategy,
+            self._tpu,
+            self._watchdog,
+            self._max_staleness,
+            self._batch_shares,
+        )
 
     @property
     def is_tpu(self) -> bool:
@@ -119,6 +129,7 @@ class WorldFlags:
     def check(self, layout: Layout) -> None:
         """Refuses flags that do not go together."""
         check_compression(self.compression.name, self.compression.value)
+        check_batch_shares(self._batch_shares.name, self._batch_shares.value)
         if self.compression.value != "none" and layout.zero_stage == 3:
             raise UsageError(
                 "--compression is for --zero_stage=0 to 2: ZeRO-3 sums gradients layer by layer. Received: "
@@ -140,6 +151,7 @@ class WorldFlags:
             self.communication_dtype,
             self.compression,
             self.deterministic,
+            self._batch_shares,
         )
         refuse_ignored(self._values, for_ranks, "is for ranks", "--strategy=tpu")
         split = max(layout.tensor, layout.context, layout.pipeline) > 1
@@ -151,7 +163,7 @@ class WorldFlags:
         received = "parameter servers"
         refuse_ignored(
             self._values,
-            (self.communication_dtype, self.compression, self.deterministic),
+            (self.communication_dtype, self.compression, self.deterministic, self._batch_shares),
             "is for ranks",
             f"with {received}",
         )
@@ -234,10 +246,11 @@ class WorldFlags:
                 zero_stage=layout.zero_stage,
                 communication_dtype=None if dtype == "own" else dtype,
                 compression=make_compressor(self.compression.value),
+                batch_shares=make_batch_shares(self._batch_shares.value),
                 watchdog_seconds=self._watchdog.value,
                 deterministic=self.deterministic.value,
             )
         except (ValueError, ImportError) as error:
-            shown = (self._strategy, *self._mesh.mesh, self._mesh.zero)
+            shown = (self._strategy, *self._mesh.mesh, self._mesh.zero, self._batch_shares)
             given = as_given(self._values, shown) or f"--strategy={self._strategy.value}"
             raise UsageError(f"{given}: {error}") from error

@@ -4,6 +4,7 @@ if __name__ != "tfdist.strategies":
     raise ImportError("This package is imported as `tfdist.strategies`, not as `strategies`.")
 
 
+from tfdist.row_shares import MeasuredShares
 from tfdist.strategies.auto import auto
 from tfdist.strategies.hogwild import HogwildStrategy
 from tfdist.strategies.horovod import HorovodStrategy
@@ -16,6 +17,7 @@ __all__ = [
     "HogwildStrategy",
     "HorovodStrategy",
     "LocalStrategy",
+    "MeasuredShares",
     "MultiWorkerStrategy",
     "ParameterServerStrategy",
     "auto",

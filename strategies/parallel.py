@@ -5,35 +5,29 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
 from absl import logging
-from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 
 from tfdist import checks
-from tfdist.collectives import Group, all_gather, all_reduce
+from tfdist.collectives import Group
 from tfdist.collectives.engine import Engine
 from tfdist.compression import Compressor
-from tfdist.context import (
-    DistributedStrategy,
-    KerasStep,
-    ReplicaContext,
-    current_replica,
-)
-from tfdist.data.sharding import equal_steps, is_per_rank, mark_per_rank, shard_batches
-from tfdist.data.tokens import agreed_split, shard_tokens
+from tfdist.context import DistributedStrategy, current_replica
 from tfdist.gradient_options import BUCKET_BYTES, GradientOptions
+from tfdist.keras_step import KerasStep
 from tfdist.local_steps import local_optimizer
 from tfdist.mesh import Mesh
 from tfdist.monitoring.watchdog import Watchdog, startup_guard
+from tfdist.monitoring.work import WorkMeter
+from tfdist.row_shares import MeasuredShares, RowShares, check_batch_shares
 from tfdist.runtime.schedulers import started_by_scheduler
 from tfdist.strategies import keras_patches
-from tfdist.strategies.keras_patches.steps import count_rows, run_keras_step
+from tfdist.strategies.extended import ParallelExtended
+from tfdist.strategies.keras_patches.steps import count_rows
 from tfdist.strategies.randomness import share_random_state
-from tfdist.token_split import TokenSplit
 from tfdist.zero.unshard import gathered_for_step
 
 __all__ = ["WATCHDOG_SECONDS", "ParallelStrategy", "check_options", "meeting", "notice_one_rank"]
@@ -70,6 +64,9 @@ class ParallelStrategy(DistributedStrategy):
             the bytes, and a rounding of each. None for their own, which is as exact as one process.
         compression: What compresses gradients between the data parallel ranks, as
             `tfdist.compression.PowerSGD(rank=4)`, where the link is slow. See docs/slow_links.md.
+        batch_shares: Where ranks are not equally fast: a number for each rank that holds other rows, as
+            [3, 1], or "measured" for shares that follow the measured speeds, or a `MeasuredShares`.
+            Batches and results stay those of one process. See docs/unequal_ranks.md.
         watchdog_seconds: After how long a rank that is missing at a collective, or frozen, ends
             the job; 0 for never. A rank that dies ends it at once.
         deterministic: Whether the same program on the same mesh and as many hosts gives the same
@@ -90,6 +87,7 @@ class ParallelStrategy(DistributedStrategy):
         bucket_mib: float = BUCKET_BYTES / _MIB,
         communication_dtype: str | None = None,
         compression: Compressor | None = None,
+        batch_shares: str | MeasuredShares | Sequence[float] | None = None,
         watchdog_seconds: float = WATCHDOG_SECONDS,
         deterministic: bool = False,
     ):
@@ -101,6 +99,7 @@ class ParallelStrategy(DistributedStrategy):
             bucket_mib=bucket_mib,
             communication_dtype=communication_dtype,
             compression=compression,
+            batch_shares=batch_shares,
             watchdog_seconds=watchdog_seconds,
             deterministic=deterministic,
         )
@@ -116,7 +115,12 @@ class ParallelStrategy(DistributedStrategy):
             compression=compression,
         )
         share_random_state(engine.group())
-        super().__init__(_ParallelExtended(self))
+        super().__init__(ParallelExtended(self))
+        self._row_shares = None
+        if batch_shares is not None:
+            self._row_shares = RowShares(batch_shares, self.row_group.size)
+        if self._row_shares is not None and self._row_shares.measured and engine.size > 1:
+            self.extended.work_meter = WorkMeter(self.mesh)
         # One rank has nothing to share.
         self._zero_stage = zero_stage if self.gradient_group.size > 1 else 0
         self._watchdog = None
@@ -138,6 +142,22 @@ class ParallelStrategy(DistributedStrategy):
     def gradient_options(self) -> GradientOptions:
         """How gradients travel."""
         return self._gradient_options
+
+    @property
+    def row_shares(self) -> RowShares | None:
+        """How many rows of a batch each rank has; None where ranks have equally many."""
+        return self._row_shares
+
+    @property
+    def work_meter(self) -> WorkMeter | None:
+        """What times the training steps of this rank, where shares of rows follow its speed."""
+        return self.extended.work_meter
+
+    @property
+    def batch_shares(self) -> tuple[float, ...]:
+        """Of each rank that holds other rows its part of them, as it is now; they add up to 1."""
+        size = self.row_group.size
+        return (1 / size,) * size if self._row_shares is None else self._row_shares.shares
 
     def unsharded(self, groups, name):
         """See `DistributedStrategy.unsharded`."""
@@ -192,6 +212,7 @@ def check_options(
     bucket_mib: float = BUCKET_BYTES / _MIB,
     communication_dtype: str | None = None,
     compression: Compressor | None = None,
+    batch_shares: str | MeasuredShares | Sequence[float] | None = None,
     watchdog_seconds: float = WATCHDOG_SECONDS,
     deterministic: bool = False,
 ) -> None:
@@ -204,6 +225,7 @@ def check_options(
         bucket_mib: As in `ParallelStrategy`.
         communication_dtype: As in `ParallelStrategy`.
         compression: As in `ParallelStrategy`.
+        batch_shares: As in `ParallelStrategy`.
         watchdog_seconds: As in `ParallelStrategy`.
         deterministic: As in `ParallelStrategy`.
 
@@ -231,6 +253,7 @@ def check_options(
             f"compressed: take zero_stage=2. Received: zero_stage=3, compression={compression!r}."
         )
     checks.number("watchdog_seconds", watchdog_seconds, minimum=0, maximum=checks.YEAR_SECONDS)
+    check_batch_shares(batch_shares)
     checks.boolean("deterministic", deterministic)
 
 
@@ -256,143 +279,6 @@ def meeting(watchdog_seconds: float):
     return startup_guard(watchdog_seconds, "the meeting of the ranks")
 
 
-class _ParallelExtended(OneDeviceExtended):
-    """One device in this process, and an engine to the other ranks.
-
-    TensorFlow's one-device strategy already keeps plain variables and tensors. What is overridden
-    here is all that a step can ask of the other ranks.
-    """
-
-    def __init__(self, strategy: ParallelStrategy):
-        super().__init__(strategy, "/GPU:0" if tf.config.list_logical_devices("GPU") else "/CPU:0")
-        self._parallel = strategy
-        self._local = threading.local()
-        self._batch_logs_read: tf.Variable | None = None
-        #: Whether callbacks are at the beginning of `fit`, where some restore on the chief alone.
-        self.restores = False
-
-    # -- what ranks are ---------------------------------------------------------------------
-
-    @property
-    def _num_replicas_in_sync(self):
-        return self._parallel.row_group.size
-
-    def _in_multi_worker_mode(self):
-        return self._parallel.mesh.size > 1
-
-    @property
-    def should_checkpoint(self):
-        return self._parallel.is_chief
-
-    @property
-    def should_save_summary(self):
-        return self._parallel.is_chief
-
-    # -- steps ------------------------------------------------------------------------------
-
-    def _use_merge_call(self):
-        return False
-
-    @contextlib.contextmanager
-    def _running(self, step: KerasStep | None) -> Iterator[None]:
-        before = getattr(self._local, "step", None)
-        self._local.step = step
-        try:
-            yield
-        finally:
-            self._local.step = before
-
-    def _call_for_each_replica(self, fn, args, kwargs):
-        step = getattr(self._local, "step", None)
-        group = self._parallel.token_group
-        tokens = None
-        if group.size > 1:
-            # Other functions, and `predict`, may get eager tensors, whose sizes are this rank's alone.
-            tokens = agreed_split((args, kwargs), group, sizes_agree=step is not None)
-        if step is not None:
-            step.tokens = tokens
-        context = ReplicaContext(self._parallel, step, tokens)
-        with tf.device(self._device), context:
-            if step is None:
-                outputs = fn(*args, **kwargs)
-            else:
-                outputs = run_keras_step(step, fn, *args, **kwargs)
-            for function in context.at_end:
-                function()
-            return outputs
-
-    @contextlib.contextmanager
-    def predicting(self) -> Iterator[None]:
-        """Inside, `run` returns the rows of all ranks, in the order of the global batch."""
-        self._local.predicting = True
-        try:
-            yield
-        finally:
-            self._local.predicting = False
-
-    def _finish_outputs(self, outputs):
-        if not getattr(self._local, "predicting", False):
-            return outputs
-        strategy = self._parallel
-        return tf.nest.map_structure(lambda part: _gather_outputs(part, strategy), outputs)
-
-    @property
-    def batch_logs_read(self) -> tf.Variable:
-        """Whether a callback on any rank reads the logs of each batch: a bool variable."""
-        if self._batch_logs_read is None:
-            with tf.init_scope():
-                self._batch_logs_read = tf.Variable(True, trainable=False, name="batch_logs_read")
-        return self._batch_logs_read
-
-    # -- reductions -------------------------------------------------------------------------
-
-    def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
-        context = tf.distribute.get_replica_context()
-        return context.all_reduce(reduce_op, value, options)
-
-    def _reduce_to(self, reduce_op, value, destinations, options):
-        del destinations, options
-        return all_reduce(value, self._parallel.row_group, reduce_op.value.lower())
-
-    def _gather_to_implementation(self, value, destinations, axis, options):
-        del destinations, options
-        return all_gather(value, self._parallel.row_group, axis, uneven=True)
-
-    def _replica_ctx_update(self, var, fn, args=(), kwargs=None, group=True):
-        del group
-        return fn(var, *args, **(kwargs or {}))
-
-    # -- data -------------------------------------------------------------------------------
-
-    def _experimental_distribute_dataset(self, dataset, options):
-        del options
-        if is_per_rank(dataset):
-            return equal_steps(dataset, self._parallel.group())
-        group = self._parallel.row_group
-        return self._own_tokens(shard_batches(dataset, group.size, group.rank))
-
-    def _distribute_datasets_from_function(self, dataset_fn, options):
-        del options
-        group = self._parallel.row_group
-        context = tf.distribute.InputContext(
-            num_input_pipelines=group.size,
-            input_pipeline_id=group.rank,
-            num_replicas_in_sync=group.size,
-        )
-        dataset = mark_per_rank(dataset_fn(context))
-        return self._own_tokens(equal_steps(dataset, self._parallel.group()))
-
-    def _own_tokens(self, dataset):
-        tokens = self._parallel.token_group
-        if tokens.size == 1:
-            return dataset
-        return mark_per_rank(shard_tokens(dataset, tokens.size, tokens.rank))
-
-    def _experimental_distribute_values_from_function(self, value_fn):
-        group = self._parallel.row_group
-        return value_fn(tf.distribute.experimental.ValueContext(group.rank, group.size))
-
-
 def _keras_step(fn, args, group: Group) -> KerasStep | None:
     """The Keras step that `fn` is, or None."""
     model = getattr(fn, "__self__", None)
@@ -403,20 +289,3 @@ def _keras_step(fn, args, group: Group) -> KerasStep | None:
     local = local_optimizer(model) if kind == "train" else None
     in_step = None if local is None else local.in_step(group.engine)
     return KerasStep(model, kind, count_rows(args[0]), group, in_step)
-
-
-def _gather_outputs(rows, strategy: ParallelStrategy):
-    """This rank's outputs and those of the ranks with other rows and tokens."""
-    if not isinstance(rows, tf.Tensor):
-        raise NotImplementedError(
-            "`predict` joins the ranks' rows of dense tensors. Received: an output of type "
-            f"{type(rows).__name__}; convert it in the model, for example with `.to_tensor()`."
-        )
-    if rows.shape.rank == 0:
-        rows = rows[None]
-    tokens = strategy.token_group
-    if tokens.size > 1:
-        rows = all_gather(rows, tokens, 1, uneven=True, name="predictions/tokens")
-        rows = TokenSplit(tokens.size, tokens.rank, tf.shape(rows)[1]).in_order(rows)
-    # Keras hands `predict` eager batches, so a known shape is this rank's alone.
-    return all_gather(rows, strategy.row_group, uneven=True, name="predictions")

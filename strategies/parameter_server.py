@@ -25,7 +25,6 @@ from tfdist.asynchronous.hosted_model import HostedModel
 from tfdist.asynchronous.serving import serve
 from tfdist.checkpoint import Checkpointer
 from tfdist.data.sharding import mark_per_rank, shard_whole_batches
-from tfdist.keras_internals.attributes import initial_epoch
 from tfdist.keras_internals.private import all_layers
 from tfdist.strategies import keras_patches
 from tfdist.strategies.asynchronous import (
@@ -33,6 +32,7 @@ from tfdist.strategies.asynchronous import (
     AsynchronousStrategy,
     overridden,
 )
+from tfdist.strategies.parameter_server_fit import First, Last, catching_up
 from tfdist.strategies.table_lookups import looking_up, tables
 
 __all__ = ["ParameterServerStrategy"]
@@ -80,6 +80,10 @@ class ParameterServerStrategy(AsynchronousStrategy):
         delay_compensation: lambda of DC-ASGD, which corrects a gradient g for the updates since its
             parameters were read: g + lambda g g (w_now - w_then); 0 for none. The servers then keep a
             copy of the parameters for each worker.
+        backup_ranks: b of synchronous training with backup workers: of the W workers' gradients a step
+            takes the first W - b, and their mean makes one update. One that comes later is dropped, and
+            its worker leaves out the batches of the steps that were made without it. This changes
+            results: which gradients count depends on who is fast. None for asynchronous updates.
         worker_timeout_seconds: After how long without a sign of life the others go on without a worker.
         watchdog_seconds: How long a server may take to answer, and workers to start.
 
@@ -94,12 +98,14 @@ class ParameterServerStrategy(AsynchronousStrategy):
         max_staleness: int | None = None,
         *,
         delay_compensation: float = 0.0,
+        backup_ranks: int | None = None,
         worker_timeout_seconds: float = 30.0,
         watchdog_seconds: float = _WATCHDOG_SECONDS,
     ):
         checks.integer("servers", servers, minimum=1, maximum=_MOST_SERVERS, optional=True)
         checks.integer("max_staleness", max_staleness, minimum=0, optional=True)
         checks.number("delay_compensation", delay_compensation, minimum=0)
+        checks.integer("backup_ranks", backup_ranks, minimum=0, optional=True)
         checks.number(
             "worker_timeout_seconds", worker_timeout_seconds, minimum=2, maximum=checks.YEAR_SECONDS
         )
@@ -113,6 +119,8 @@ class ParameterServerStrategy(AsynchronousStrategy):
         if cluster is not None and cluster.job == "ps":
             serve(cluster, watchdog_seconds, worker_timeout_seconds)
             sys.exit(0)
+        num_workers = 1 if cluster is None else cluster.num_workers
+        _check_backup(backup_ranks, num_workers, max_staleness, delay_compensation)
         super().__init__(_ParameterServerExtended(self))
         self._cluster = cluster
         self._num_servers = (servers or 1) if cluster is None else len(cluster.servers)
@@ -122,6 +130,7 @@ class ParameterServerStrategy(AsynchronousStrategy):
             delay_compensation=float(delay_compensation),
             silent_seconds=worker_timeout_seconds,
             watchdog_seconds=watchdog_seconds,
+            backup_ranks=backup_ranks,
         )
         self._own_servers: list[tf.distribute.Server] = []
         self._hosted: HostedModel | None = None
@@ -165,14 +174,28 @@ class ParameterServerStrategy(AsynchronousStrategy):
     def applied_updates(self) -> np.ndarray:
         """How many updates each server has applied from each worker: [servers, workers].
 
-        Of the model that was last trained, since its `fit` began.
+        Of the model that was last trained, since its `fit` began. With `backup_ranks` they are the
+        gradients that were in time.
 
         Raises:
             RuntimeError: Nothing was trained yet.
         """
+        return self._trained().updates()
+
+    def dropped_gradients(self) -> np.ndarray:
+        """How many gradients of each worker came too late for each server: [servers, workers].
+
+        With `backup_ranks`; as `applied_updates`, of the model that was last trained.
+
+        Raises:
+            RuntimeError: Nothing was trained yet.
+        """
+        return self._trained().dropped()
+
+    def _trained(self) -> HostedModel:
         if self._hosted is None:
             raise RuntimeError("No model was trained under this strategy yet: call `fit` first.")
-        return self._hosted.updates()
+        return self._hosted
 
     # -- fit --------------------------------------------------------------------------------
 
@@ -190,10 +213,11 @@ class ParameterServerStrategy(AsynchronousStrategy):
             callbacks = [each for each in callbacks if not isinstance(each, _WRITERS)]
             arguments["verbose"] = 0
         self._store.begin_fit()
-        arguments["callbacks"] = [_First(self), *callbacks, _Last(self)]
+        arguments["callbacks"] = [First(self), *callbacks, Last(self)]
         self._wants_own_batches = True
         try:
-            return call(arguments)
+            with catching_up(model, self._store):
+                return call(arguments)
         except tf.errors.OpError:
             if self._store.failure is not None:
                 raise self._store.failure from None
@@ -273,6 +297,24 @@ def _check_model(model: keras.Model, num_servers: int) -> None:
         )
 
 
+def _check_backup(
+    backup_ranks: int | None, workers: int, max_staleness: int | None, compensation: float
+) -> None:
+    if backup_ranks is None:
+        return
+    if backup_ranks >= workers:
+        raise ValueError(
+            "Of W workers a step takes W - `backup_ranks` gradients, and at least one. Received: "
+            f"backup_ranks={backup_ranks}, {workers} worker(s)."
+        )
+    if max_staleness is not None or compensation:
+        raise ValueError(
+            "With `backup_ranks` no update is stale: leave out `max_staleness` and "
+            f"`delay_compensation`. Received: backup_ranks={backup_ranks}, "
+            f"max_staleness={max_staleness}, delay_compensation={compensation}."
+        )
+
+
 def _only_looked_up(model: keras.Model, step: Callable, data: tuple) -> list:
     """The Embedding layers of whose tables a step reads rows alone, as its gradients show."""
     layers = tables(model)
@@ -307,43 +349,6 @@ def _states(model: keras.Model) -> list[keras.Variable]:
         for variable in model.non_trainable_variables
         if tf.as_dtype(variable.dtype).is_floating and id(variable) not in frozen
     ]
-
-
-class _First(keras.callbacks.Callback):
-    """Runs before the user's callbacks: they see the servers' parameters, and what was counted."""
-
-    def __init__(self, strategy: ParameterServerStrategy):
-        super().__init__()
-        self._strategy, self._store = strategy, strategy._store
-
-    def on_epoch_begin(self, epoch, logs=None):
-        self._store.start_counting()
-
-    def on_epoch_end(self, epoch, logs=None):
-        hosted = self._strategy._host(self.model)
-        self._store.refresh(hosted, with_optimizer=self._store.is_chief)
-        if logs is not None:
-            logs.update(self._store.logs(hosted))
-
-    def on_train_end(self, logs=None):
-        self._store.finish_fit(self._strategy._host(self.model))
-
-
-class _Last(keras.callbacks.Callback):
-    """Runs after the user's callbacks: what they restored on the chief becomes everybody's."""
-
-    def __init__(self, strategy: ParameterServerStrategy):
-        super().__init__()
-        self._strategy, self._store = strategy, strategy._store
-
-    def on_train_begin(self, logs=None):
-        hosted = self._strategy._host(self.model)
-        epoch = self._store.publish(hosted, initial_epoch(self.model))
-        if epoch is not None:
-            # Keras' own place for what a callback restored: `fit` reads it right after this.
-            steps = int(hosted.updates()[0, self._strategy.worker_index])
-            epoch += steps // (self.params.get("steps") or sys.maxsize)
-            initial_epoch.set(self.model, epoch)
 
 
 class _ParameterServerExtended(AsynchronousExtended):

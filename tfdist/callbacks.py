@@ -2,7 +2,9 @@
 
 from tfdist.checkpoint import Checkpointer
 from tfdist.monitoring import (
+    AdaptiveBatch,
     ExpertLoad,
+    GradientNoise,
     MemoryReporter,
     Monitor,
     TerminateOnNonFinite,
@@ -10,8 +12,10 @@ from tfdist.monitoring import (
 )
 
 __all__ = [
+    "AdaptiveBatch",
     "Checkpointer",
     "ExpertLoad",
+    "GradientNoise",
     "MemoryReporter",
     "Monitor",
     "TerminateOnNonFinite",

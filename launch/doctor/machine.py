@@ -6,15 +6,13 @@ import os
 import resource
 import shutil
 import tempfile
-from pathlib import Path
-
-import psutil
 
 from tfdist.launch.counting import count_cores
 from tfdist.launch.doctor.findings import Finding, answer_of, note, ok, problem
 from tfdist.launch.doctor.software import Trials
+from tfdist.runtime.process_memory import available_bytes
 
-__all__ = ["RANK_BYTES", "available_bytes", "folders", "gpus", "memory", "processor"]
+__all__ = ["RANK_BYTES", "folders", "gpus", "memory", "processor"]
 
 _GIB = 1 << 30
 #: What a rank takes before it has a model: Python, TensorFlow, Keras and an engine, rounded up.
@@ -25,7 +23,6 @@ _LEAST_FREE = _GIB
 _LEAST_FILES = 1024
 #: Of /dev/shm, through which NCCL's ranks of a host exchange.
 _LEAST_SHARED = 256 << 20
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def processor(num_ranks: int) -> list[Finding]:
@@ -59,43 +56,6 @@ def memory(num_ranks: int) -> list[Finding]:
     )
     remedy = "End other programs, or take a machine or a container with more memory"
     return [problem("Memory", text, f"-np {fitting}" if fitting else remedy)]
-
-
-def available_bytes(root: Path = _CGROUPS) -> tuple[int, str]:
-    """The memory that new processes can have, and whose limit that is, in words.
-
-    Args:
-        root: Where cgroups are.
-    """
-    free, whose = psutil.virtual_memory().available, ""
-    for limit_file, used_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        for folder in _own_cgroups(root):
-            limit, used = _number(folder / limit_file), _number(folder / used_file)
-            if limit is not None and used is not None and limit - used < free:
-                free, whose = max(0, limit - used), " in this container"
-    return free, whose
-
-
-def _own_cgroups(root: Path) -> list[Path]:
-    """The cgroup of this process and those around it."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    own = [line.split(":", 2)[2].strip("/") for line in lines if line.startswith("0::")]
-    folder = root / own[0] if own and own[0] else root
-    return [root, *(each for each in (folder, *folder.parents) if root in each.parents)]
-
-
-def _number(file: Path) -> int | None:
-    """The number in a file; None where there is no such file or it says "max"."""
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 def folders(work: str) -> list[Finding]:

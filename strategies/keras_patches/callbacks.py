@@ -13,6 +13,7 @@ from tfdist.collectives import all_reduce
 from tfdist.collectives.objects import broadcast_object
 from tfdist.context import role_of
 from tfdist.monitoring.compression import compression_statistics
+from tfdist.strategies.balancing import Balancing
 from tfdist.strategies.keras_patches.splits import receive_slices
 from tfdist.strategies.keras_patches.synchronization import (
     broadcast_variables,
@@ -51,7 +52,8 @@ def callbacks_of_rank(callbacks: Sequence, strategy, *, training: bool) -> list:
     if not training:
         return own
     backups = [c for c in own if isinstance(c, keras.callbacks.BackupAndRestore)]
-    return [_AgreeFirst(strategy, backups), *own, _AgreeLast(strategy)]
+    balancing = [] if strategy.work_meter is None else [Balancing(strategy)]
+    return [_AgreeFirst(strategy, backups), *balancing, *own, _AgreeLast(strategy)]
 
 
 def check_callbacks(callbacks: Sequence, model) -> None:

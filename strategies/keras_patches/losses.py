@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist.context import KerasStep, current_step, role_of
+from tfdist.context import current_step, role_of
 from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import loss_module
+from tfdist.keras_step import KerasStep
 
 __all__ = ["PATCHES", "of_each_sample"]
 

@@ -11,10 +11,11 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import Group, all_reduce, broadcast
-from tfdist.context import KerasStep, current_step, role_of, strategy_of
+from tfdist.context import current_step, role_of, strategy_of
 from tfdist.keras_internals.attributes import loss_variables
 from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import TensorFlowTrainer, in_stateless_scope
+from tfdist.keras_step import KerasStep
 from tfdist.strategies.keras_patches.loss_scale import loss_scale_logs
 
 __all__ = ["PATCHES", "global_results"]

@@ -13,9 +13,10 @@ import math
 import tensorflow as tf
 
 from tfdist.collectives import all_gather
-from tfdist.context import current_replica, weighted
+from tfdist.context import current_replica
 from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import nn
+from tfdist.keras_step import weighted
 
 __all__ = ["PATCHES"]
 

@@ -45,7 +45,10 @@ def _apply(original, self, grads, trainable_variables=None):
             grads = path.weigh(grads)
             if path.accumulates_global():
                 grads = path.reduce_once(grads)
-            return original(self, grads, trainable_variables)
+            result = original(self, grads, trainable_variables)
+            if path.accumulation is not None:
+                path.accumulation.end_step()
+            return result
 
 
 def _prepare(optimizer, variables) -> None:
@@ -69,6 +72,8 @@ def _clip_gradients(original, self, grads):
     path = current_path()
     if path is None:
         return original(self, grads)
+    if path.accumulation is not None:
+        grads = path.accumulation.scaled(grads)
     grads = path.reduce_once(grads)
     return path.clip(grads) if path.is_spread() else original(self, grads)
 

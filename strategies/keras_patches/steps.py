@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import all_reduce
-from tfdist.context import KerasStep
+from tfdist.keras_step import KerasStep
 from tfdist.strategies.keras_patches.metrics import global_results
 from tfdist.strategies.keras_patches.synchronization import keep_states_without_samples
 

@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import broadcast
-from tfdist.context import KerasStep
 from tfdist.gradients.buckets import buckets
+from tfdist.keras_step import KerasStep
 from tfdist.layers.states import average_states, layer_states
 from tfdist.local_steps import local_optimizer
 from tfdist.sharding.layout import replicated_variables

@@ -20,6 +20,8 @@ from tfdist.data.tokens import check_tokenwise, own_tokens
 from tfdist.gradients.non_finite import guard_of
 from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import TensorFlowTrainer, all_layers
+from tfdist.monitoring import VerifyModelSync
+from tfdist.monitoring.gradient_noise import GradientNoise
 from tfdist.monitoring.memory_reports import parameter_bytes
 from tfdist.pipeline import PipelineModel
 from tfdist.strategies.asynchronous import asynchronous_strategy_of
@@ -90,6 +92,9 @@ def _fit_to_the_end(original, arguments: dict):
     """`fit`, whose place can be saved, and whose failure says what the guard of the loss found."""
     self = arguments["self"]
     callbacks = list(tf.nest.flatten(arguments["callbacks"] or []))
+    for callback in callbacks:
+        if isinstance(callback, GradientNoise):
+            callback.prepare(self)
     position = DataPosition()
     savers = [callback for callback in callbacks if isinstance(callback, Checkpointer)]
     for saver in savers:
@@ -107,8 +112,9 @@ def _fit_to_the_end(original, arguments: dict):
         error.add_note(_out_of_memory(self))
         raise
     finally:
-        for saver in savers:
-            saver.detach()
+        for callback in callbacks:
+            if isinstance(callback, (Checkpointer, VerifyModelSync)):
+                callback.detach()
 
 
 def _out_of_memory(model) -> str:

@@ -71,7 +71,7 @@ with strategy.scope():
 ids = np.arange(SAMPLES, dtype="float32")[:, None]
 saver = tfdist.checkpoint.Checkpointer(folder / "saved", every_steps=5)
 model.fit(
-    ids, ids, batch_size=BATCH, epochs=EPOCHS, shuffle=True, verbose=0, callbacks=[saver, progress]
+    ids, ids, batch_size=BATCH, epochs=EPOCHS, shuffle=True, verbose=2, callbacks=[saver, progress]
 )
 if strategy.is_chief:
     print("came to the end", flush=True)

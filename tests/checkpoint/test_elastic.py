@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -84,6 +85,12 @@ def test_a_rank_goes_and_comes_back(tmp_path, engine):
         finally:
             job.kill()
     check_log(tmp_path)
+    said = (tmp_path / "said").read_text()
+    # Of each of the two restarts, by the chief alone.
+    told = re.findall(
+        r"\[0\] Recovered in [\d.]+ s: [\d.]+ start, [\d.]+ load, [\d.]+ replay\.", said
+    )
+    assert len(told) == said.count("Recovered in") == 2, said[-4000:]
 
 
 def check_log(folder: Path) -> None:

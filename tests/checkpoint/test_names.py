@@ -135,6 +135,7 @@ def run(tmp_path: Path, program: str):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_equal_shapes_in_another_order(tmp_path):
     found = run(
         tmp_path,
@@ -193,6 +194,7 @@ def test_names_do_not_count_what_was_made_before(tmp_path):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_layers_from_before_the_import_of_tfdist(tmp_path):
     """Keras does not say who named them: a name like one of its own counts as one."""
     found = subprocess.run(

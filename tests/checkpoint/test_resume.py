@@ -33,15 +33,8 @@ def check(pool, folder, mesh, interrupts, **options):
             np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize(
-    "feed",
-    [
-        "arrays",
-        "repeated",
-        pytest.param("shuffled", marks=pytest.mark.slow),
-        pytest.param("unknown", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("feed", ["arrays", "repeated", "shuffled", "unknown"])
 def test_alone(one_process, tmp_path, feed):
     # Before the first save, in the middle of an epoch, at the end of one, and where none is new.
     check(one_process, tmp_path, {"data": 1}, [3, 6, 10, 2], feed=feed)
@@ -59,6 +52,7 @@ def test_data_parallel(pool, tmp_path):
     check(pool, tmp_path, {"data": 2}, [7, 9])
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
 def test_shards(pool, tmp_path):
     check(pool, tmp_path, {"zero_stage": 3}, [7], build_model=resume_programs.gpt)

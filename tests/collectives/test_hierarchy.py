@@ -59,6 +59,7 @@ def sums(sizes: list[int]) -> list[tuple[np.ndarray, ...]]:
     return [tuple(part.numpy() for part in both(tf.constant(x))) for x in drawn]
 
 
+@pytest.mark.slow
 def test_sums_of_two_levels():
     skip_without("horovod")
     sizes = [1, 3, 50_001]

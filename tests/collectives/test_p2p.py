@@ -255,6 +255,7 @@ def connected_beside_strangers() -> tuple:
     return answer
 
 
+@pytest.mark.slow
 def test_strangers_do_not_keep_ranks_from_connecting():
     """Callers that hang up, say nothing or talk nonsense before the others have called."""
     pytest.importorskip("horovod")

@@ -10,7 +10,7 @@ import pytest
 from tests import conftest
 from tests.checkpoint import resume_programs
 from tests.checkpoint.test_resume import check
-from tests.conftest import on_ranks, slow_but
+from tests.conftest import on_ranks
 
 KINDS = {
     "power_sgd": ("PowerSGD", {"rank": 1, "min_compression_rate": 1.0}),
@@ -26,8 +26,9 @@ def compressor(name: str):
     return getattr(compression, kind)(**arguments, start_step=2)
 
 
-@pytest.mark.parametrize("name", slow_but(["power_sgd"], ["power_sgd", "top_k", "one_bit"]))
-@on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["power_sgd", "top_k", "one_bit"])
+@on_ranks(("horovod", 2), ("tensorflow", 2))
 def test_goes_on_bit_for_bit(pool, tmp_path, name):
     check(pool, tmp_path, {"data": 2, "compression": compressor(name)}, [7])
 

@@ -97,7 +97,7 @@ def exchange(
 
 
 @on_ranks(("horovod", 3), slow=[("horovod", 2), ("tensorflow", 2)])
-@pytest.mark.parametrize("name", slow_but(["power_sgd", "top_k", "int4", "own"], list(COMPRESSORS)))
+@pytest.mark.parametrize("name", slow_but(["power_sgd", "top_k", "own"], list(COMPRESSORS)))
 def test_nothing_is_lost(pool, name):
     kind, arguments = COMPRESSORS[name]
     reduction = "sum" if name in ("int8", "top_k") else "mean"

@@ -15,8 +15,8 @@ def in_one_process(**options):
     return programs.fitted(LocalStrategy(), 50, 4, **options)
 
 
-@on_ranks(("horovod", 2), ("tensorflow", 2))
-@pytest.mark.parametrize("zero_stage", slow_but([0, 2], [0, 1, 2]))
+@on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
+@pytest.mark.parametrize("zero_stage", slow_but([2], [0, 1, 2]))
 def test_full_rank_is_plain_training(pool, one_process, zero_stage):
     """PowerSGD of a rank that the matrices do not exceed sends all that there is."""
     arguments = {"rank": 64, "min_compression_rate": 0.01, "start_step": 3}

@@ -18,6 +18,11 @@ from tests.docs.blocks import DATA, RUN, Block, blocks, commands, is_shell
 from tests.docs.prelude import run_block, smaller
 
 BLOCKS = blocks()
+#: Pages of which others of `make test` train the same with tests of their own.
+LONG = tuple(
+    f"docs/{name}.md"
+    for name in ("embeddings", "experts", "local_sgd", "pipeline", "semantics", "slow_links")
+)
 RUNNABLE = [block for block in BLOCKS if block.language in RUN and block.reason is None]
 
 
@@ -36,7 +41,8 @@ def scripts() -> list:
         if not is_shell(block):
             kind = ranks_of(block)
             # One kind of ranks is started for the quick ones; others take longer to start than to run.
-            marks = [] if kind == ("horovod", 2) else [pytest.mark.slow]
+            is_quick = kind == ("horovod", 2) and block.document not in LONG
+            marks = [] if is_quick else [pytest.mark.slow]
             place = f"{pool_ids(kind)}-{block.place}"
             found.append(pytest.param(kind, block, id=place, marks=marks))
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.conftest import on_ranks, slow_but
+from tests.conftest import on_ranks
 from tests.hub import pipelines, programs
 
 pytest.importorskip("keras_hub")
@@ -51,9 +51,10 @@ def check(pool, one_process, folder, name: str, options: dict, lora: str | None,
         close(adapters(found), adapters(right))
 
 
-@on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
-@pytest.mark.parametrize("lora", slow_but(["before"], ["before", "after", None]))
-@pytest.mark.parametrize("name", slow_but(["GPT2"], ["GPT2", "Llama", "Gemma", "Mistral", "Qwen"]))
+@pytest.mark.slow
+@on_ranks(("horovod", 2), ("tensorflow", 2))
+@pytest.mark.parametrize("lora", ["before", "after", None])
+@pytest.mark.parametrize("name", ["GPT2", "Llama", "Gemma", "Mistral", "Qwen"])
 def test_fine_tuning(pool, one_process, tmp_path, name, lora):
     check(pool, one_process, tmp_path, name, PIPELINE, lora)
 

@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.conftest import on_ranks
+from tests.conftest import on_ranks, slow_but
 from tests.hub import programs
 
 pytest.importorskip("keras_hub")
@@ -23,7 +23,9 @@ def check(found: dict, right: dict) -> None:
 
 
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("options", [TENSOR, ZERO, {}], ids=["tensor", "zero", "data"])
+@pytest.mark.parametrize(
+    "options", slow_but([TENSOR], [TENSOR, ZERO, {}]), ids=["tensor", "zero", "data"]
+)
 @pytest.mark.parametrize(
     ("name", "dtype", "parts"),
     [
@@ -73,8 +75,9 @@ def test_a_saved_preset_is_plain(pool, one_process, tmp_path, options):
     check(found, right)
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("options", [TENSOR, pytest.param(ZERO, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [TENSOR, ZERO])
 def test_adapters_are_kerashubs_own(pool, one_process, tmp_path, options):
     path, plain = str(tmp_path / "a.lora.h5"), str(tmp_path / "b.lora.h5")
     saved = pool.run(programs.adapted, path, options, False, timeout=120)

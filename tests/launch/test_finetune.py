@@ -150,8 +150,8 @@ def test_a_bad_flag_is_one_line(preset, flags, words):
         ),
         pytest.param(["--batch_size=5000"], "--batch_size=5000", marks=pytest.mark.slow),
         (["--dataset=text:/bin/true"], "no UTF-8 text"),
-        (["--dataset=tfds:digits"], "it has no text `text`"),
-        (["--dataset=tfds:digitz"], "Did you mean 'digits'?"),
+        pytest.param(["--dataset=tfds:digits"], "it has no text `text`", marks=pytest.mark.slow),
+        pytest.param(["--dataset=tfds:digitz"], "Did you mean 'digits'?", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_known_later_is_one_line(preset, text, flags, words):

@@ -26,7 +26,6 @@ CASES = {
 #: Cases in which the numbers are those of the defaults, and those that may round to the same.
 SAME = ("loss scale", "budget", "deterministic")
 CLOSE = ("float16", "bfloat16")
-QUICK = "decay and clip"
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +51,14 @@ def defaults(gpt):
     return losses(gpt)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "case", [c if c == QUICK else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_two_ranks_reach_what_one_process_reaches(case, gpt, request):
     flags, tolerance = CASES[case]
     ranks = [os.path.join(BIN, "tfdist-run"), "-np=2", "--engine=tensorflow", "--"]
     alone, together = losses([*gpt, *flags]), losses([*ranks, *gpt, *flags])
     assert together == pytest.approx(alone, abs=tolerance)
-    if case == QUICK:
-        return  # Without a third start.
     defaults = request.getfixturevalue("defaults")
     if case in CLOSE:
         assert alone == pytest.approx(defaults, abs=0.2)

@@ -71,10 +71,8 @@ def fake(cores: int, *flags) -> subprocess.CompletedProcess:
 
 
 # Keras' loop of many steps does not run on two devices under MirroredStrategy.
-@pytest.mark.parametrize(
-    ("cores", "flags"),
-    [(1, []), pytest.param(2, ["--steps_per_execution=1"], marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("cores", "flags"), [(1, []), (2, ["--steps_per_execution=1"])])
 def test_images_train_on_cores(cores, flags):
     job = fake(cores, "--model=mlp", "--epochs=12", "--batch_size=100", *flags)
     accuracy, where = last_word(job)

@@ -28,6 +28,7 @@ def data_dir(tmp_path_factory):
     return f"--data_dir={tmp_path_factory.mktemp('tfds')}"
 
 
+@pytest.mark.slow
 def test_ranks_reach_what_one_process_reaches(data_dir):
     alone = last_word(run([*TRAIN, data_dir]))
     assert alone[1] == "1 rank(s) of LocalStrategy"
@@ -143,6 +144,7 @@ def test_a_data_set_that_does_not_exist_is_one_line(tmp_path):
     assert "digitz" in job.stderr.strip().splitlines()[-1], job.stderr
 
 
+@pytest.mark.slow
 def test_text_that_cannot_be_learned_from_is_one_line(tmp_path):
     # Enough to train on, not enough to validate with.
     (tmp_path / "short").write_bytes(b"Too short." * 100)
@@ -151,6 +153,7 @@ def test_text_that_cannot_be_learned_from_is_one_line(tmp_path):
     assert "validation part" in job.stderr.strip().splitlines()[-1], job.stderr
 
 
+@pytest.mark.slow
 def test_a_mesh_that_the_ranks_do_not_fill_is_one_line():
     job = run([*TRAIN, "--model=gpt", "--tensor=2"])
     assert job.returncode == 2
@@ -162,7 +165,11 @@ def test_a_mesh_that_the_ranks_do_not_fill_is_one_line():
     ("flags", "words"),
     [
         (["--num_microbatches=4", "--batch_size=6"], "--batch_size=6"),
-        (["--layers=1", "--schedule=interleaved", "--chunks=9"], "--pipeline=2"),
+        pytest.param(
+            ["--layers=1", "--schedule=interleaved", "--chunks=9"],
+            "--pipeline=2",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_pipeline_that_cannot_be_is_one_line(flags, words):
@@ -203,7 +210,7 @@ def test_a_training_goes_on_in_its_workdir(tmp_path, data_dir):
     [
         ("/dev/null/x", "--workdir=/dev/null/x cannot be written: /dev/null is not a folder."),
         # A folder in which not even root can make one.
-        ("/proc/x", "/proc/x: cannot write"),
+        pytest.param("/proc/x", "/proc/x: cannot write", marks=pytest.mark.slow),
     ],
 )
 def test_a_workdir_that_cannot_be_written_is_one_line(data_dir, workdir, words):
@@ -214,7 +221,9 @@ def test_a_workdir_that_cannot_be_written_is_one_line(data_dir, workdir, words):
     assert "Traceback" not in refused.stderr
 
 
-@pytest.mark.parametrize(("elastic", "steps"), [("keep", 20), ("scale", 40)])
+@pytest.mark.parametrize(
+    ("elastic", "steps"), [("keep", 20), pytest.param("scale", 40, marks=pytest.mark.slow)]
+)
 def test_fewer_ranks_than_were_meant(tmp_path, data_dir, elastic, steps):
     """One rank of the two that a job is meant for keeps the global batch, or its own share of it."""
     command = [TRAIN[0], "--model=mlp", "--epochs=1", data_dir, "--threads=1", "--batch_size=72"]

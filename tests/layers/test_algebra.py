@@ -320,7 +320,7 @@ def check(pool, what):
         assert not wrong, f"rank {rank}: {wrong[:12]}"
 
 
-@on_ranks(*KINDS)
+@on_ranks(KINDS[0], slow=KINDS[1:])
 @pytest.mark.parametrize("what", CHECKS)
 def test_split_equals_unsplit(pool, what):
     check(pool, what)

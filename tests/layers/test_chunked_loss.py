@@ -181,6 +181,7 @@ def test_saved_with_its_chunk_size():
         layers.VocabParallelCrossEntropy(7, chunk_size=0)
 
 
+@pytest.mark.slow
 def test_plain_models_of_keras_hub(one_process):
     """Nothing but the loss is tfdist's."""
     pytest.importorskip("keras_hub")
@@ -202,7 +203,7 @@ _MESHES = {
 
 
 @on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
-@pytest.mark.parametrize("mesh", slow_but(["hub by tensor"], list(_MESHES)))
+@pytest.mark.parametrize("mesh", slow_but(["tensor"], list(_MESHES)))
 def test_on_ranks(pool, one_process, mesh):
     """Of 9 rows in batches of 4 the last leaves a rank without any."""
     axes, options = _MESHES[mesh]

@@ -27,15 +27,16 @@ def check(pool, kind, causal, mask=None, tolerance=1e-5, **options):
 
 
 @on_ranks(("horovod", 2), slow=[("horovod", 4), ("tensorflow", 3)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(["ring", "ulysses"], KINDS))
 def test_attention_is_that_of_one_rank(pool, kind):
     for causal in (True, False):
         check(pool, kind, causal, heads=12, key_heads=12, time=24)
         check(pool, kind, causal, heads=24, key_heads=12, time=21)
 
 
-@on_ranks(("horovod", 2), slow=[("horovod", 4)])
-@pytest.mark.parametrize("kind", slow_but(["ring"], KINDS))
+@pytest.mark.slow
+@on_ranks(("horovod", 2), ("horovod", 4))
+@pytest.mark.parametrize("kind", KINDS)
 def test_masks(pool, kind):
     for mask in ("keys", "pairs"):
         check(pool, kind, True, mask, time=21)
@@ -89,8 +90,9 @@ def check_training(pool, one_process, mesh, tolerance=1e-5, on_ranks_only=None, 
 TWO = {"data": 1, "context": 2}
 
 
-@on_ranks(("horovod", 2), slow=[("tensorflow", 3)])
-@pytest.mark.parametrize("time", slow_but([13], [13, 24]))
+@pytest.mark.slow
+@on_ranks(("horovod", 2), ("tensorflow", 3))
+@pytest.mark.parametrize("time", [13, 24])
 def test_gpt_trains_as_in_one_process(pool, one_process, time):
     mesh = {"data": 1, "context": -1}
     check_training(pool, one_process, mesh, time=time)
@@ -152,6 +154,7 @@ def test_what_a_context_axis_cannot_do_is_refused_by_name(pool):
             assert words in messages[what], messages[what]
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
 def test_outside_of_a_step_sequences_are_whole(pool, one_process):
     right = one_process.run(programs.called, None, timeout=250)[0]
@@ -159,6 +162,7 @@ def test_outside_of_a_step_sequences_are_whole(pool, one_process):
         np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
 def test_a_step_of_ones_own(pool, one_process):
     right = one_process.run(programs.own_loop, None, timeout=250)[0]

@@ -7,7 +7,7 @@ import pytest
 
 from tests.checkpoint.programs import arrays_of
 from tests.checkpoint.test_reshard import counted
-from tests.conftest import on_ranks, slow_but
+from tests.conftest import on_ranks
 from tests.layers import embedding_programs as programs
 
 MIXED = "rows columns table"
@@ -19,8 +19,9 @@ TARGETS = [
 ]
 
 
-@on_ranks(("horovod", 2), slow=[("tensorflow", 3)])
-@pytest.mark.parametrize("zero_stage", slow_but([0], [0, 1]))
+@pytest.mark.slow
+@on_ranks(("horovod", 2), ("tensorflow", 3))
+@pytest.mark.parametrize("zero_stage", [0, 1])
 def test_from_ranks_to_others(pool, one_process, tmp_path, zero_stage):
     mesh = {"data": -1, "zero_stage": zero_stage}
     path, losses = pool.run(programs.trained_and_saved, mesh, MIXED, str(tmp_path), timeout=400)[0]

@@ -69,17 +69,19 @@ def test_as_a_dense_loop(pool, one_process, mesh, zero_stage):
     check(pool, one_process, mesh, zero_stage=zero_stage, bias_rate=0.01)
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("variant", slow_but(["recomputed"], list(VARIANTS)))
+@pytest.mark.parametrize("variant", list(VARIANTS))
 def test_variants(pool, one_process, variant):
     options = dict(VARIANTS[variant])
     ours = {"recomputed": options.pop("recomputed", False)}
     check(pool, one_process, Mesh(data=1, expert=2), ours=ours, **options)
 
 
-@on_ranks(("horovod", 4), slow=[("tensorflow", 4)])
-@pytest.mark.parametrize("mesh", meshes(MESHES_OF_FOUR, ["expert-tensor"]))
-@pytest.mark.parametrize("zero_stage", slow_but([0], [0, 1, 3]))
+@pytest.mark.slow
+@on_ranks(("horovod", 4), ("tensorflow", 4))
+@pytest.mark.parametrize("mesh", list(MESHES_OF_FOUR.values()), ids=list(MESHES_OF_FOUR))
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_on_two_axes(pool, one_process, mesh, zero_stage):
     check(pool, one_process, mesh, zero_stage=zero_stage, use_bias=True, bias_rate=0.01)
 
@@ -138,6 +140,7 @@ def kept_alike(mesh: Mesh):
     return after
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
 def test_the_bias_is_the_same_on_all_ranks(pool):
     first, *others = pool.run(kept_alike, Mesh(data=1, expert=2), timeout=300)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import pytest
 
 from tests.conftest import on_ranks
 from tests.strategies.programs import in_one_process, scope, start
@@ -31,7 +32,8 @@ def train(strategy, rows: int = 250, epochs: int = 4):
     return history.history["loss"], model.predict(inputs, batch_size=48, verbose=0)
 
 
-@on_ranks(("horovod", 2), slow=[("tensorflow", 3)])
+@pytest.mark.slow
+@on_ranks(("horovod", 2), ("tensorflow", 3))
 def test_trains_on_ranks_as_in_one_process(pool, one_process):
     (wanted,) = one_process.run(in_one_process, train)
     for found in pool.run(on_mesh, Mesh(), timeout=400):

@@ -20,6 +20,11 @@ KEY = b"k" * 32
 PURPOSE = "heartbeat server"
 
 
+def slow(value):
+    """A case for `make test-all`."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 @pytest.fixture
 def server():
     server = HeartbeatServer(2, KEY, timeout=3.0)
@@ -115,6 +120,7 @@ def test_a_line_without_an_end_costs_no_memory(server, clients):
     assert still_watches(server, clients)
 
 
+@pytest.mark.slow
 def test_more_idle_connections_than_descriptors(server, clients):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack:
@@ -149,17 +155,19 @@ def test_slow_strangers_hold_up_nobody(server):
     "message",
     [
         {},
-        {"rank": 0},
-        {**Report(1).to_message(), "more": 1},
-        {**Report(1).to_message(), "rank": 7},
-        {**Report(1).to_message(), "rank": True},
-        {**Report(1).to_message(), "waiting": [{"name": "sum"}]},
-        {**Report(1).to_message(), "waiting": [[]]},
-        {**Report(1).to_message(), "doing": None},
+        slow({"rank": 0}),
+        slow({**Report(1).to_message(), "more": 1}),
+        slow({**Report(1).to_message(), "rank": 7}),
+        slow({**Report(1).to_message(), "rank": True}),
+        slow({**Report(1).to_message(), "waiting": [{"name": "sum"}]}),
+        slow({**Report(1).to_message(), "waiting": [[]]}),
+        slow({**Report(1).to_message(), "doing": None}),
         Report(0).to_message(),
-        Report(
-            1, waiting=[{"name": "sum", "ranks": [9], "occurrence": 1, "seconds": 9.0}]
-        ).to_message(),
+        slow(
+            Report(
+                1, waiting=[{"name": "sum", "ranks": [9], "occurrence": 1, "seconds": 9.0}]
+            ).to_message()
+        ),
         Report(
             1, waiting=[{"name": "sum", "ranks": [0], "occurrence": 1, "seconds": float("nan")}]
         ).to_message(),
@@ -180,7 +188,14 @@ def test_a_rank_that_talks_nonsense_counts_as_gone(server, message, caplog):
 
 
 @pytest.mark.parametrize(
-    "sent", [b"[]", b"{", b"[" * 60_000, b"\xff\xfe", b"1" * 5000, b"null"], ids=range(6)
+    "sent",
+    [
+        slow(b"[]"),
+        b"{",
+        b"[" * 60_000,
+        *[slow(sent) for sent in (b"\xff\xfe", b"1" * 5000, b"null")],
+    ],
+    ids=range(6),
 )
 def test_what_is_no_message_comes_from_a_rank_that_is_gone(server, sent):
     heard: list[str] = []
@@ -211,6 +226,7 @@ def test_a_rank_that_calls_again_before_its_first_report_is_the_same_rank(server
     assert still_watches(server, ([client, other], heard))
 
 
+@pytest.mark.slow
 def test_errors_of_what_is_called_do_not_end_the_threads(server, caplog):
     """A report that cannot be made, and a judgement that fails."""
     heard: list[str] = []

@@ -81,10 +81,11 @@ CASES = [
 ]
 
 
-@on_ranks(("horovod", 2), slow=[("tensorflow", 3)])
+@pytest.mark.slow
+@on_ranks(("horovod", 2), ("tensorflow", 3))
 @pytest.mark.parametrize(
     ("kind", "policy", "options"),
-    [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])],
+    CASES,
     ids=["diloco", "streaming", "scaled", "average"],
 )
 def test_goes_on_bit_for_bit(pool, tmp_path, kind, policy, options):
@@ -128,7 +129,8 @@ def restored(folder: str):
     return found, momentum, bool(model.optimizer.is_apart), fit(model, None)["loss"]
 
 
-@on_ranks(("horovod", 2), slow=[("horovod", 3)])
+@pytest.mark.slow
+@on_ranks(("horovod", 2), ("horovod", 3))
 def test_on_another_number_of_ranks_training_begins_where_all_agreed(pool, one_process, tmp_path):
     agreed = pool.run(saved, str(tmp_path), timeout=600)[0]
     found, momentum, is_apart, losses = one_process.run(restored, str(tmp_path), timeout=600)[0]

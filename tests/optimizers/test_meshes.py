@@ -176,6 +176,7 @@ def refusals() -> list[str]:
     return said
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
 def test_what_cannot_be_is_refused_in_one_line(pool):
     for said in pool.run(refusals, timeout=600):

@@ -53,7 +53,8 @@ def check(pool, one_process, cases):
                 np.testing.assert_allclose(own, right, rtol=0, atol=1e-5, err_msg=str(case))
 
 
-@on_ranks(("horovod", 3), slow=[("horovod", 2), ("tensorflow", 2), ("tensorflow", 3)])
+@pytest.mark.slow
+@on_ranks(("horovod", 3), ("horovod", 2), ("tensorflow", 2), ("tensorflow", 3))
 def test_each_kind(pool, one_process):
     cases = [
         (("local_sgd", "momentum"), {"number": 90}),
@@ -71,7 +72,8 @@ def test_each_kind_with_each_inner_optimizer(pool, one_process, inner):
     check(pool, one_process, [((kind, inner), {"number": n}) for kind in kinds for n in NUMBERS])
 
 
-@on_ranks(("horovod", 2), slow=[("tensorflow", 3), ("horovod", 3)])
+@pytest.mark.slow
+@on_ranks(("horovod", 2), ("tensorflow", 3), ("horovod", 3))
 def test_fragments_in_turn_and_beside_training(pool, one_process):
     numbers = NUMBERS[-1:] if pool.num_ranks == 2 else NUMBERS
     check(

@@ -194,6 +194,7 @@ def on_two_hosts(sync_every: int):
     return watch.steps, model.get_weights()
 
 
+@pytest.mark.slow
 def test_every_step_inside_of_a_host_and_every_few_between():
     skip_without("horovod")
     with RankPool(4, "horovod") as pool:

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 
+from tests.conftest import slow_but
 from tests.pipeline import several
 from tests.scripts.families import FAMILIES
 from tfdist.keras_internals.functional import without_values
@@ -169,8 +170,15 @@ def _deferred_lm():
         return Chain(several.lm("GPT2"))
 
 
+#: These take longer than all others together.
+LARGE = ("GptOss", "QwenMoe", "SwinTransformer", "T5")
+CUT_BY_BLOCKS = [
+    name for name in FAMILIES if name not in ("DeiT", "ViT", "DINOV2", "RWKV7", "XLNet")
+]
+
+
 @pytest.mark.parametrize(
-    "name", [name for name in FAMILIES if name not in ("DeiT", "ViT", "DINOV2", "RWKV7", "XLNet")]
+    "name", slow_but([name for name in CUT_BY_BLOCKS if name not in LARGE], CUT_BY_BLOCKS)
 )
 def test_each_block_of_a_family_is_a_link(name):
     chain = Chain(several.classifier(name))

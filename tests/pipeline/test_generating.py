@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.conftest import on_ranks, slow_but
+from tests.conftest import on_ranks
 from tests.pipeline import generating
 from tests.tensor_parallel.families import DECODERS
 
@@ -37,8 +37,9 @@ def check(pool, one_process, folder: str, options: dict, few: bool = False, **mo
     assert few or len({tokens.tobytes() for tokens in right.values()}) > 2
 
 
-@on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
-@pytest.mark.parametrize("name", slow_but(["GPT2"], DECODERS))
+@pytest.mark.slow
+@on_ranks(("horovod", 2), ("tensorflow", 2))
+@pytest.mark.parametrize("name", DECODERS)
 def test_each_family(pool, one_process, preset, name):
     check(pool, one_process, preset(name), PIPELINE)
 

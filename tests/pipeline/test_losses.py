@@ -62,13 +62,14 @@ def on_rank(kind: str):
 
 
 @on_ranks(("horovod", 4), slow=[("horovod", 2), ("tensorflow", 2)])
-@pytest.mark.parametrize("kind", slow_but(["sum", "weights"], KINDS))
+@pytest.mark.parametrize("kind", slow_but(["weights"], KINDS))
 def test_as_the_whole_model(pool, one_process, kind):
     (expected,) = one_process.run(train, None, kind)
     programs.assert_same(pool.run(on_rank, kind), expected)
 
 
-@on_ranks(("horovod", 4), slow=[("horovod", 2)])
+@pytest.mark.slow
+@on_ranks(("horovod", 4), ("horovod", 2))
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused_in_one_line(pool, kind):
     with pytest.raises(ValueError, match=REFUSED[kind]):

@@ -64,14 +64,16 @@ def check(pool, one_process, mesh, kind, *, pipeline, **options):
     return many
 
 
-@on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
-@pytest.mark.parametrize("kind", slow_but(["shared"], several.HAND_MADE))
+@pytest.mark.slow
+@on_ranks(("horovod", 2), ("tensorflow", 2))
+@pytest.mark.parametrize("kind", several.HAND_MADE)
 def test_hand_made_models(pool, one_process, kind):
     check(pool, one_process, {"pipeline": 2}, kind, pipeline={})
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("kind", slow_but(["GPT2-lm"], HUB))
+@pytest.mark.parametrize("kind", HUB)
 def test_models_of_keras_hub(pool, one_process, kind):
     check(pool, one_process, {"pipeline": 2}, kind, pipeline={})
 
@@ -145,8 +147,9 @@ def relative(found, right) -> float:
     return float(np.max(np.abs(np.array(found) / np.array(right) - 1)))
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("kind", slow_but(["GPT2-lm"], ["GPT2-lm", "nested", "two_in", "two_out"]))
+@pytest.mark.parametrize("kind", ["GPT2-lm", "nested", "two_in", "two_out"])
 def test_what_is_saved_is_the_whole_model(pool, one_process, tmp_path, kind):
     folder = str(tmp_path)
     first, second = pool.run(several.save, {"pipeline": 2}, kind, folder, timeout=200)

@@ -41,8 +41,9 @@ def check(pool, one_process, mesh, kind="gpt", *, pipeline, **options):
     compare(one, many)
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("schedule", slow_but(["1f1b"], SCHEDULES))
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_stages(pool, one_process, schedule):
     check(pool, one_process, {"pipeline": 2}, pipeline={"schedule": schedule})
 
@@ -66,8 +67,9 @@ def test_two_stages_with(pool, one_process, kind, options):
     check(pool, one_process, {"pipeline": 2}, kind, pipeline={}, **options)
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("schedule", ["zero-bubble", pytest.param("1f1b", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["zero-bubble", "1f1b"])
 def test_regularizers_shortcuts_and_frozen_weights(pool, one_process, schedule):
     check(pool, one_process, {"pipeline": 2}, "convnet", pipeline={"schedule": schedule})
 

@@ -45,6 +45,8 @@ def test_pruning_loses_nothing(seed):
         overlap=draw.choice([0.0, 0.5, 1.0]),
         processors=draw.choice([None, 1, 2]),
         base_bytes=draw.choice([0.0, 5e6]),
+        fragmentation=draw.choice([1.0, 1.4]),
+        memory_margin=draw.choice([0.0, 0.1]),
     )
     limits = Limits(dtype=draw.choice(["float32", "mixed_bfloat16", "deepspeed"]))
     batch, ranks = draw.choice([8, 12, 16]), draw.choice([1, 2, 4, 6, 8])
@@ -64,6 +66,7 @@ def test_pruning_loses_nothing(seed):
         assert rejection.kind not in kinds
 
 
+@pytest.mark.slow
 def test_a_trillion_parameters_on_16384_ranks():
     model = Transformer(128, 25_600, 160, 51_200, 2048)
     begin = time.process_time()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.conftest import on_ranks
+from tests.conftest import on_ranks, slow_but
 from tfdist import models
 from tfdist.monitoring.memory import PeakMemory
 from tfdist.recompute import recompute
@@ -58,17 +58,19 @@ CASES = [
     (train_chain, "optimal", {"rows": 8}),
     (train_chain, "budget", {"rows": 8, "budget": 9_000}),
     (train_chain, "budget", {"rows": 8, "budget": 9_000, "costs": "seconds"}),
-    pytest.param(train_decoder, "every_layer", {}, marks=pytest.mark.slow),
+    (train_decoder, "every_layer", {}),
     (train_decoder, "sqrt", {}),
     (train_decoder, "selective", {}),
-    pytest.param(
-        train_decoder, "optimal", {"rows": 8, "input_shape": (8,)}, marks=pytest.mark.slow
-    ),
+    (train_decoder, "optimal", {"rows": 8, "input_shape": (8,)}),
 ]
+#: Runs of whole layers, and parts of the inside of a layer.
+QUICK = [(train_chain, "optimal", {"rows": 8}), (train_decoder, "selective", {})]
 
 
 @pytest.mark.parametrize(
-    ("train", "policy", "options"), CASES, ids=lambda v: getattr(v, "__name__", str(v))
+    ("train", "policy", "options"),
+    slow_but(QUICK, CASES),
+    ids=lambda v: getattr(v, "__name__", str(v)),
 )
 def test_training_is_the_same(train, policy, options):
     weights, losses = train(None)
@@ -226,6 +228,7 @@ def on_rank(policy, pipeline: bool, zero_stage: int = 0):
     return history.history["loss"]
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
 @pytest.mark.parametrize(
     ("policy", "pipeline", "zero_stage"),

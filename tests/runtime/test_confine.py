@@ -72,3 +72,11 @@ def test_no_server_at_the_port(server):
     port = server.getsockname()[1]
     server.close()
     assert not confine(port, "127.0.0.1")
+
+
+def test_no_descriptor_is_left_open(server):
+    """Whatever else is open: each that was left would be copied by the next server, and so on."""
+    with open("/dev/null") as _:
+        before = psutil.Process().num_fds()
+        confine(server, "localhost")
+        assert psutil.Process().num_fds() == before

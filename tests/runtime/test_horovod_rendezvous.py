@@ -74,6 +74,7 @@ def test_a_body_of_a_wrong_length(address, length, capfd):
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.slow
 def test_who_takes_his_time_is_hung_up_on(address):
     with socket.create_connection(address, timeout=10.0) as sock:
         began = time.monotonic()
@@ -95,6 +96,7 @@ def test_all_attacks_of_strangers(address, capfd):
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.slow
 def test_a_thousand_connections_hold_up_ranks_for_seconds(address):
     with contextlib.ExitStack() as stack:
         for _ in range(1000):

@@ -41,15 +41,12 @@ DIVISIBLE_ONLY = {sequences.stateful_rnn}
 #: One of each kind of script: what `make test` runs on the ranks of one engine, and of the other.
 SAMPLE = {
     ("horovod", 2): [
-        generative.vae,
         losses.saturated_in_a_list,
         similarity.supervised_contrastive,
     ],
     ("tensorflow", 2): [
-        generative.dcgan,
         loops.consistency_of_two_inputs,
         similarity.factorization_by_adam,
-        vision.u_net,
     ],
 }
 KINDS = [("horovod", 2), ("horovod", 3), ("tensorflow", 2), ("tensorflow", 3)]

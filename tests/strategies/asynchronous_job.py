@@ -86,7 +86,8 @@ def main(folder: str, options: dict) -> None:
         strategy = tfdist.strategies.ParameterServerStrategy(
             max_staleness=options.get("staleness"),
             delay_compensation=options.get("compensation", 0.0),
-            worker_timeout_seconds=options.get("timeout", 60.0),
+            backup_ranks=options.get("backup"),
+            worker_timeout_seconds=options.get("worker_timeout", options.get("timeout", 60.0)),
         )
         index = strategy.worker_index
     keras.utils.set_random_seed(0)
@@ -95,7 +96,9 @@ def main(folder: str, options: dict) -> None:
     else:
         (x, y), held_out = small_data(), None
     with strategy.scope():
-        seconds = options.get("step_seconds", 0.0) * (4 if index == options.get("slow") else 1)
+        seconds = options.get("step_seconds", 0.0) * (
+            options.get("slower", 4) if index == options.get("slow") else 1
+        )
         layers = [keras.Input(x.shape[1:]), Slow(seconds)]
         if options.get("digits"):
             layers += [
@@ -130,6 +133,7 @@ def main(folder: str, options: dict) -> None:
     }
     if not options.get("synchronous"):
         found["updates"] = strategy.applied_updates().tolist()
+        found["dropped"] = strategy.dropped_gradients().tolist()
     if held_out is not None and index == 0:
         found["accuracy"] = model.evaluate(*held_out, verbose=0, return_dict=True)["accuracy"]
     path = os.path.join(folder, f"worker{index}.json")

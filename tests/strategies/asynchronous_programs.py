@@ -15,12 +15,15 @@ __all__ = [
     "refusals",
 ]
 
-#: By name: the optimizer, servers, whether there is a table, lambda, and other arguments.
-CASES = {
+#: By name: the optimizer, servers, whether there is a table, and lambda; None for backup ranks, of which
+#: there are none here.
+CASES: dict[str, tuple[str, int, bool, float | None]] = {
     "momentum": ("sgd", 1, False, 0.0),
     "adam-schedule-global-norm-3-servers": ("adam", 3, False, 0.5),
     "accumulating-weight-decay": ("adamw", 1, False, 0.0),
     "adagrad-table": ("adagrad", 2, True, 0.1),
+    "backup-momentum-3-servers": ("sgd", 3, False, None),
+    "backup-momentum-table": ("sgd", 1, True, None),
 }
 
 
@@ -77,7 +80,10 @@ def compare(case: str) -> tuple[float, list, int]:
     from tfdist.strategies import ParameterServerStrategy
 
     optimizer, servers, has_table, compensation = CASES[case]
-    strategy = ParameterServerStrategy(servers, 0, delay_compensation=compensation)
+    if compensation is None:
+        strategy = ParameterServerStrategy(servers, backup_ranks=0)
+    else:
+        strategy = ParameterServerStrategy(servers, 0, delay_compensation=compensation)
     found = []
     for scope in (contextlib.nullcontext, strategy.scope):
         keras.utils.set_random_seed(3)

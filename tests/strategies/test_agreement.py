@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.conftest import on_ranks, skip_without
+from tests.conftest import on_ranks, skip_without, slow_but
 from tfdist.monitoring.causes import likely_cause
 
 #: By name: what the last rank does otherwise, and what all ranks are told.
@@ -72,7 +72,7 @@ def what_is_said(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", DIFFERENCES)
-@on_ranks(("horovod", 2), ("tensorflow", 3))
+@on_ranks(("horovod", 2), slow=[("tensorflow", 3)])
 def test_all_ranks_hear_which_rank_has_what(pool, name):
     said = pool.run(what_is_said, name, timeout=60.0)
     _, *words = DIFFERENCES[name]
@@ -156,7 +156,7 @@ def _run(tmp_path: Path, text: str, *launcher: str) -> subprocess.CompletedProce
     )
 
 
-@pytest.mark.parametrize("engine", ["horovod", "tensorflow"])
+@pytest.mark.parametrize("engine", slow_but(["tensorflow"], ["horovod", "tensorflow"]))
 def test_fit_behind_is_chief_is_named_as_the_cause(tmp_path, engine):
     skip_without(engine)
     launcher = Path(sys.executable).parent / "tfdist-run"
@@ -167,7 +167,9 @@ def test_fit_behind_is_chief_is_named_as_the_cause(tmp_path, engine):
     assert "Rank 0 called `fit` (or `evaluate`, `predict`), rank 1 did not: all" in verdicts[0]
 
 
-@pytest.mark.parametrize("kind", ["HorovodStrategy", "MultiWorkerStrategy"])
+@pytest.mark.parametrize(
+    "kind", slow_but(["HorovodStrategy"], ["HorovodStrategy", "MultiWorkerStrategy"])
+)
 def test_a_forgotten_launcher_is_told(tmp_path, kind):
     if kind == "HorovodStrategy":
         skip_without("horovod")
@@ -178,7 +180,7 @@ def test_a_forgotten_launcher_is_told(tmp_path, kind):
     assert "`tfdist-run -np 4 -- python train.py` starts 4." in told[0]
 
 
-@pytest.mark.parametrize("kind", ["LocalStrategy", "auto"])
+@pytest.mark.parametrize("kind", slow_but(["auto"], ["LocalStrategy", "auto"]))
 def test_a_process_that_is_meant_to_be_alone_is_told_nothing(tmp_path, kind):
     done = _run(tmp_path, f"import tfdist\ntfdist.strategies.{kind}()\n")
     assert done.returncode == 0, done.stderr

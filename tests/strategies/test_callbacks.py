@@ -9,6 +9,7 @@ import re
 
 import keras
 import numpy as np
+import pytest
 
 from tests.conftest import on_ranks
 from tests.strategies import programs
@@ -99,6 +100,7 @@ def stop_early(strategy):
     return finish(model, history, x, y, extra=(stopping.stopped_epoch, stopping.best_epoch))
 
 
+@pytest.mark.slow
 @on_kinds
 def test_early_stopping_and_plateau(pool, one_process):
     expected = reference(one_process, stop_early)

@@ -64,6 +64,7 @@ def ranks():
         yield pool
 
 
+@pytest.mark.slow
 def test_as_one_process(ranks, one_process):
     expected = one_process.run(train, None, many_kernels)[0]
     results = ranks.run(programs.on_rank, train, many_kernels, timeout=120)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.conftest import on_ranks
+from tests.conftest import on_ranks, slow_but
 from tests.strategies import programs
 
 
@@ -53,7 +53,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("optimizer", "options", "taken"), CASES)
+@pytest.mark.parametrize(("optimizer", "options", "taken"), slow_but(CASES[1:3], CASES))
 def test_they_give_what_keras_does(one_process, optimizer, options, taken):
     plain = one_process.run(train, None, optimizer, options, timeout=60)[0]
     ours = one_process.run(on_one_rank, optimizer, options, timeout=60)[0]
@@ -98,7 +98,10 @@ def adam_of_parts(stage: int):
 
 
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize(("stage", "taken"), [(1, "TfdistAdam"), (3, "TfdistAdamVariable")])
+@pytest.mark.parametrize(
+    ("stage", "taken"),
+    slow_but([(1, "TfdistAdam")], [(1, "TfdistAdam"), (3, "TfdistAdamVariable")]),
+)
 def test_parts_of_parameters(pool, one_process, stage, taken):
     whole = one_process.run(adam_of_parts, 0, timeout=60)[0]
     results = pool.run(adam_of_parts, stage, timeout=60)

@@ -53,7 +53,7 @@ def joined_batches(strategy):
     return programs.finish(model, history, x, y)
 
 
-@on_ranks(("horovod", 2), ("tensorflow", 2))
+@on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
 def test_a_shorter_rank_goes_on_without_samples(pool, one_process):
     expected = one_process.run(programs.in_one_process, joined_batches)[0]
     programs.assert_same(pool.run(programs.on_rank, own_batches), expected)
@@ -83,6 +83,7 @@ def unseeded_shuffle(strategy):
     strategy.experimental_distribute_dataset(data)
 
 
+@pytest.mark.slow
 @on_ranks(("tensorflow", 2))
 def test_a_shuffle_by_chance_is_refused(pool):
     with pytest.raises(ValueError, match="shuffles with a seed"):

@@ -47,8 +47,9 @@ def test_uneven_batches(pool, one_process, model, optimizer):
     check(pool, one_process, model, optimizer, programs.UNEVEN_ROWS)
 
 
-@on_ranks(("horovod", 2), slow=[kind for kind in MORE_KINDS if kind != ("horovod", 2)])
-@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=slow)])
-@pytest.mark.parametrize("model", ["convnet", *(pytest.param(m, marks=slow) for m in MODELS[::2])])
+@slow
+@on_ranks(*MORE_KINDS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("model", MODELS)
 def test_even_batches(pool, one_process, model, optimizer):
     check(pool, one_process, model, optimizer, programs.EVEN_ROWS)

@@ -187,7 +187,10 @@ def clipping():
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
     # Keras itself cannot accumulate or scale under a mirrored strategy.
-    [(lambda: None, much_in_one_optimizer), (mirrored, clipping)],
+    [
+        (lambda: None, much_in_one_optimizer),
+        pytest.param(mirrored, clipping, marks=pytest.mark.slow),
+    ],
     ids=["none", "mirrored"],
 )
 def test_training_outside_is_kerass_own(monkeypatch, strategy, optimizer):

@@ -9,6 +9,7 @@ import random
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 from tests.conftest import on_ranks
@@ -113,6 +114,7 @@ def train_without_seed(strategy):
     return finish(model, history, x, y, extra=first)
 
 
+@pytest.mark.slow
 @on_kinds
 def test_ranks_agree_without_a_seed(pool):
     results = pool.run(programs.on_rank, train_without_seed)

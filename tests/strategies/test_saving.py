@@ -288,6 +288,7 @@ def scalars(directory: Path) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @on_kinds
 def test_tensorboard(pool, one_process, tmp_path):
     pytest.importorskip("tensorboard")

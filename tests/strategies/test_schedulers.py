@@ -69,7 +69,11 @@ def test_nobody_says_where_the_first_rank_is():
 
 
 @pytest.mark.parametrize(
-    ("engine", "strategy"), [("horovod", "HorovodStrategy"), ("tensorflow", "MultiWorkerStrategy")]
+    ("engine", "strategy"),
+    [
+        ("horovod", "HorovodStrategy"),
+        pytest.param("tensorflow", "MultiWorkerStrategy", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_with_the_variables_of_mpirun_meet(engine, strategy):
     skip_without(engine)

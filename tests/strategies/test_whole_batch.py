@@ -239,6 +239,7 @@ PROGRAMS = [
     data_of_a_form_of_its_own,
     one_tuple,
 ]
+QUICK = [contrastive_loss, gan, data_of_a_form_of_its_own, one_tuple]
 
 
 @functools.cache
@@ -247,9 +248,7 @@ def reference(one_process, program):
 
 
 @on_ranks(("horovod", 3), slow=[("tensorflow", 2)])
-@pytest.mark.parametrize(
-    "program", slow_but(PROGRAMS[:1] + PROGRAMS[2:], PROGRAMS), ids=lambda p: p.__name__
-)
+@pytest.mark.parametrize("program", slow_but(QUICK, PROGRAMS), ids=lambda p: p.__name__)
 def test_as_in_one_process(pool, one_process, program):
     expected = reference(one_process, program)
     programs.assert_same(pool.run(programs.on_rank, program, timeout=120), expected)

@@ -65,12 +65,13 @@ def test_bytes_of_a_rank(pool, one_process, mode, block):
 SOME = ["float8 after", "blocks that do not divide", "heads"]
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
 @pytest.mark.parametrize(
     "names",
     [
         pytest.param(SOME, id="some"),
-        pytest.param(list(adapting.REFUSED), marks=pytest.mark.slow, id="all"),
+        pytest.param(list(adapting.REFUSED), id="all"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(pool, names):

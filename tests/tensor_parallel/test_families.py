@@ -66,11 +66,10 @@ def test_split(pool, one_process, name):
     check(pool, one_process, name, TENSOR)
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize(
-    "name", slow_but(["Mixtral"], ["Mixtral", "QwenMoe", "Qwen3Moe", "GptOss"])
-)
-@pytest.mark.parametrize("zero_stage", [0, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["Mixtral", "QwenMoe", "Qwen3Moe", "GptOss"])
+@pytest.mark.parametrize("zero_stage", [0, 3])
 def test_experts_are_spread(pool, one_process, name, zero_stage):
     # Plain KerasHub computes all experts for all tokens.
     options = {"mesh": {"data": 1, "expert": 2}, "zero_stage": zero_stage}
@@ -99,9 +98,10 @@ def test_split_with_lora(pool, one_process, name, lora):
     check(pool, one_process, name, TENSOR, lora=lora)
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("quantize", slow_but(["int4"], ["int8", "int4"]))
-@pytest.mark.parametrize("name", slow_but(["Llama"], QUANTIZED))
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_split_and_quantized_with_lora(pool, one_process, name, quantize):
     check(pool, one_process, name, TENSOR, lora="before", quantize=quantize)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.conftest import on_ranks, slow_but
+from tests.conftest import on_ranks
 from tests.tensor_parallel import families, generating
 
 pytest.importorskip("keras_hub")
@@ -15,11 +15,10 @@ ZERO = {"zero_stage": 3}
 slow = pytest.mark.slow
 
 
+@slow
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize(
-    "options", [TENSOR, pytest.param(ZERO, marks=slow)], ids=["tensor", "zero"]
-)
-@pytest.mark.parametrize("name", slow_but(["Llama"], families.DECODERS))
+@pytest.mark.parametrize("options", [TENSOR, ZERO], ids=["tensor", "zero"])
+@pytest.mark.parametrize("name", families.DECODERS)
 def test_generate(pool, one_process, name, options):
     (right,) = one_process.run(families.generated, name, timeout=240)
     for found in pool.run(families.generated, name, options, timeout=240):

@@ -64,6 +64,7 @@ def test_a_map_of_ones_own(pool):
         assert axes == [1, 0, 0, None, None, None]
 
 
+@slow
 @on_ranks(("horovod", 2))
 def test_wrong_maps_are_refused(pool):
     for found in pool.run(layout_maps.refused, timeout=240):

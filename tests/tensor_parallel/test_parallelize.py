@@ -86,10 +86,9 @@ def test_training_with_split_logits_is_that_of_one_process(pool, one_process, na
     check_parity(pool, one_process, name, split_loss=True)
 
 
+@slow
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize(
-    "name", ["mlp", *(pytest.param(name, marks=slow) for name in ("transformer", "gpt2_lm"))]
-)
+@pytest.mark.parametrize("name", ["mlp", "transformer", "gpt2_lm"])
 def test_a_saved_model_is_one_of_plain_keras(pool, tmp_path, name):
     if name in HUB:
         pytest.importorskip("keras_hub")
@@ -137,6 +136,7 @@ def test_policies_masks_and_models_around(pool):
         np.testing.assert_allclose(result["alike"][0], result["alike"][1], atol=1e-6)
 
 
+@slow
 @on_ranks(("horovod", 2))
 def test_wrong_plans_are_refused_and_change_nothing(pool):
     for found in pool.run(refusals.on_a_rank, TWO, timeout=240):

@@ -19,6 +19,7 @@ def slow_answer() -> str:
     return "the first run's"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120, method="thread")  # The alarm is the test's own.
 def test_a_run_does_not_get_the_answers_of_one_that_was_broken_off():
     def interrupt(*_):

@@ -34,6 +34,7 @@ _BASES: dict[str, tuple[list[str], list[str]]] = {
 COMPANIONS: dict[tuple[str, str], list[str]] = {
     ("tfdist-run", "restart_seconds"): ["--max_restarts=1"],
     ("tfdist-run", "min_np"): ["--host_discovery_script=true"],
+    ("tfdist-run", "exclude_after"): ["-H=localhost:2", "--max_restarts=1"],
     ("tfdist-run", "max_np"): ["--host_discovery_script=true"],
     ("tfdist-train", "num_microbatches"): ["--model=gpt", "--pipeline=2"],
     ("tfdist-train", "schedule"): ["--model=gpt", "--pipeline=2"],

@@ -14,18 +14,15 @@ from tests.conftest import on_ranks, slow_but
 from tests.layers import test_gpt
 from tests.pipeline import test_training
 from tests.strategies import programs
+from tests.strategies.compile_programs import clip_sparse_gradients
+from tests.strategies.fit_programs import fit_twice
 from tests.strategies.test_keras_semantics import PROGRAMS as ALL_PROGRAMS
-from tests.strategies.test_keras_semantics import clip_sparse_gradients, fit_twice
 from tests.strategies.test_saving import interrupted
 
 #: Keras takes the norm of an embedding's gradient over rows, an id that comes twice counting
 #: twice. Shards of a gradient have no rows: their norm is that of the gradient.
 PROGRAMS = [program for program in ALL_PROGRAMS if program is not clip_sparse_gradients]
 STAGES = [1, 2, 3]
-
-
-def slow_stage(stage: int):
-    return pytest.param(stage, marks=pytest.mark.slow)
 
 
 def on_rank(stage: int, program, *args):
@@ -72,8 +69,9 @@ def test_what_keras_offers(pool, one_process, stage, program):
     programs.assert_same(results, expected(one_process, program))
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 3))
-@pytest.mark.parametrize("stage", [slow_stage(1), slow_stage(2), 3])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_second_fit_goes_on(pool, one_process, stage):
     results = pool.run(on_rank, stage, fit_twice, timeout=120)
     programs.assert_same(results, expected(one_process, fit_twice))
@@ -90,9 +88,10 @@ def test_an_interrupted_run_resumes(pool, one_process, tmp_path, stage):
     programs.assert_same(results, right)
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 4))
-@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adam", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stage", [slow_stage(1), slow_stage(2), 3])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_with_split_layers(pool, one_process, stage, optimizer):
     mesh = {"data": 2, "tensor": 2, "zero_stage": stage}
     options = {"optimizer": optimizer, "evaluate": False}
@@ -145,7 +144,7 @@ def state_elements(stage: int) -> list[tuple[int, int]]:
 
 
 @on_ranks(("horovod", 3))
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", slow_but([2], STAGES))
 def test_the_state_is_split(pool, stage):
     for rank in pool.run(state_elements, stage):
         assert [state for _, state in rank] == [-(-size // 3) for size, _ in rank]
@@ -168,7 +167,7 @@ def reported(stage: int) -> str:
 
 
 @on_ranks(("horovod", 3))
-@pytest.mark.parametrize("stage", [0, *STAGES])
+@pytest.mark.parametrize("stage", slow_but([3], [0, *STAGES]))
 def test_the_report_says_what_is_held(pool, stage):
     elements = 64 * 16 + 16 + 16 * 4 + 4
     shares = sum(-(-size // 3) for size in (64 * 16, 16, 16 * 4, 4))

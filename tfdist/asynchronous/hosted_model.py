@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfdist.asynchronous.connection import ServerConnection
 from tfdist.asynchronous.placement import balance
+from tfdist.asynchronous.quorum_part import QuorumPart
 from tfdist.asynchronous.server_part import ModelVariables, ServerPart, bytes_of
 
 __all__ = ["HostedModel"]
@@ -32,6 +33,7 @@ class HostedModel:
         states: Its other variables that training changes, such as moving averages.
         worker: This worker, and how many there are.
         delay_compensation: lambda of DC-ASGD; 0 for none.
+        quorum: How many gradients make an update; None where each does.
     """
 
     def __init__(
@@ -42,17 +44,17 @@ class HostedModel:
         states: Sequence[keras.Variable],
         worker: tuple[int, int],
         delay_compensation: float,
+        quorum: int | None = None,
     ):
         self.model, self.optimizer = model, model.optimizer
         self.parameters, self.states = list(model.trainable_variables), list(states)
         held = ModelVariables(
-            self.optimizer, self.parameters, self.states, *worker, delay_compensation
+            self.optimizer, self.parameters, self.states, *worker, delay_compensation, quorum
         )
         places = balance([bytes_of(variable) for variable in held.variables], len(connections))
+        kind = ServerPart if quorum is None else QuorumPart
         self.parts = [
-            ServerPart(
-                held, connection, number, [i for i, place in enumerate(places) if place == k]
-            )
+            kind(held, connection, number, [i for i, place in enumerate(places) if place == k])
             for k, connection in enumerate(connections)
         ]
         self._threads = concurrent.futures.ThreadPoolExecutor(len(connections))
@@ -101,6 +103,7 @@ class HostedModel:
         deltas: dict[int, np.ndarray],
         rate: np.ndarray,
         more: Sequence,
+        then: Sequence[int],
     ) -> tuple[list[int], list]:
         """Sends gradients for the servers to apply.
 
@@ -110,12 +113,15 @@ class HostedModel:
             deltas: How much to add to states.
             rate: The learning rate, if the optimizer has it in a variable.
             more: What the first server is to run beside: fetches, feeds and values.
+            then: Each server's count of updates when the parameters were read.
 
         Returns:
             Each server's count of updates before this one, and what the first server fetched.
         """
         results = self._each(
-            lambda part: part.push(kinds, grads, deltas, rate, more if part.number == 0 else None)
+            lambda part: part.push(
+                kinds, grads, deltas, rate, more if part.number == 0 else None, then[part.number]
+            )
         )
         return [before for before, _ in results], results[0][1]
 
@@ -132,6 +138,14 @@ class HostedModel:
     def updates(self) -> np.ndarray:
         """How many updates of each worker each server has applied: [servers, workers]."""
         return np.stack(self._each(lambda part: part.count()))
+
+    def versions(self) -> list[int]:
+        """Each server's count of updates, where several gradients make one."""
+        return self._each(lambda part: part.version())
+
+    def dropped(self) -> np.ndarray:
+        """How many gradients of each worker came too late for each server: [servers, workers]."""
+        return np.stack(self._each(lambda part: part.dropped()))
 
     def _each(self, call):
         if len(self.parts) == 1:

@@ -206,6 +206,12 @@ class Membership:
         states = table[:, _STATE]
         return not (states == _PRESENT).any() and (late or not (states == _UNSEEN).any())
 
+    def num_present(self) -> int:
+        """How many workers take part or may still start."""
+        states = self.read()[:, _STATE]
+        late = time.monotonic() - self._begun > self._startup
+        return int(np.isin(states, (_PRESENT,) if late else (_PRESENT, _UNSEEN)).sum())
+
     def is_gone(self, worker: int) -> bool:
         """Whether a worker has ended or is left out."""
         return int(self.read()[worker, _STATE]) in (_LEFT_OUT, _GONE)
@@ -262,15 +268,20 @@ _NAMES = {
 }
 
 
-def wait(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    """Returns once a condition holds.
+def wait(
+    condition: Callable[[], bool],
+    seconds: float,
+    what: str,
+    longest: float = 10 * _LONGEST_LOOK_SECONDS,
+) -> None:
+    """Returns once a condition holds; looks after `longest` seconds at the latest.
 
     Raises:
         ParameterServerError: It does not in time; `what` says what is missing.
     """
-    end, delay = time.monotonic() + seconds, 0.002
+    end, delay = time.monotonic() + seconds, 0.001
     while not condition():
         if time.monotonic() > end:
             raise ParameterServerError(f"{what}, for {seconds:.0f} s.")
         time.sleep(delay)
-        delay = min(2 * delay, 10 * _LONGEST_LOOK_SECONDS)
+        delay = min(2 * delay, longest)

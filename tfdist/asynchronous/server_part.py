@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import keras
 import numpy as np
@@ -12,7 +12,18 @@ import tensorflow as tf
 from tfdist.asynchronous.connection import ServerConnection
 from tfdist.asynchronous.update_graph import import_update, trace_update
 
-__all__ = ["DENSE", "NONE", "SPARSE", "ModelVariables", "ServerPart", "bytes_of"]
+__all__ = [
+    "DENSE",
+    "NONE",
+    "SPARSE",
+    "ModelVariables",
+    "ServerPart",
+    "apply_of",
+    "bytes_of",
+    "gradient_placeholders",
+    "placeholder",
+    "released",
+]
 
 #: How a parameter's gradient is sent.
 NONE, DENSE, SPARSE = "none", "dense", "sparse"
@@ -32,6 +43,7 @@ class ModelVariables:
         worker: Which worker this is.
         num_workers: How many there are.
         delay_compensation: lambda of DC-ASGD; 0 for none.
+        quorum: How many gradients make an update; None where each does.
     """
 
     optimizer: keras.optimizers.Optimizer
@@ -40,6 +52,7 @@ class ModelVariables:
     worker: int
     num_workers: int
     delay_compensation: float
+    quorum: int | None = None
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -79,7 +92,7 @@ class ServerPart:
             own = [hosted.parameters[i] for i in self._parameters]
             dense = [False] * len(own)
             self._optimizer_places = trace_update(
-                optimizer, _apply_of(optimizer), own, dense
+                optimizer, apply_of(optimizer), own, dense
             ).variables
         with connection.building():
             self._handles = {i: self._variable(f"variable{i}", variables[i]) for i in indices}
@@ -103,6 +116,7 @@ class ServerPart:
                     )
                     for i in self._parameters
                 }
+            self._make_counters()
         self._pulls: dict = {}
         self._pushes: dict = {}
         self._rows: dict = {}
@@ -114,6 +128,13 @@ class ServerPart:
         return self._connection.variable(
             f"{self._prefix}/{name}", variable.dtype, tuple(variable.shape)
         )
+
+    def _make_counters(self) -> None:
+        """Makes what else is counted on the server; in the graph under construction."""
+
+    def _counters(self) -> Iterator[tuple[tf.Tensor, tf.Tensor]]:
+        """What begins at zero, with the zeros."""
+        yield self._count_handle, tf.zeros([self._hosted.num_workers], tf.int64)
 
     # -- publish and read -------------------------------------------------------------------
 
@@ -128,11 +149,11 @@ class ServerPart:
             lock = tf.raw_ops.MutexLock(mutex=self._mutex)
             with tf.control_dependencies([lock]):
                 for handle, variable in self._all():
-                    feeds.append(_placeholder(variable))
+                    feeds.append(placeholder(variable))
                     ends.append(tf.raw_ops.AssignVariableOp(resource=handle, value=feeds[-1]))
-                zeros = tf.zeros([self._hosted.num_workers], tf.int64)
-                ends.append(tf.raw_ops.AssignVariableOp(resource=self._count_handle, value=zeros))
-            end = _released(lock, ends)
+                for handle, zeros in self._counters():
+                    ends.append(tf.raw_ops.AssignVariableOp(resource=handle, value=zeros))
+            end = released(lock, ends)
         return self._connection.function([end], feeds)
 
     def publish(self) -> None:
@@ -163,7 +184,7 @@ class ServerPart:
                         ends.append(
                             tf.raw_ops.AssignVariableOp(resource=self._then[i], value=value)
                         )
-            end = _released(lock, ends)
+            end = released(lock, ends)
         return self._connection.function([*values, count, end], [])
 
     def _total(self) -> tf.Tensor:
@@ -178,7 +199,7 @@ class ServerPart:
                     tf.raw_ops.ReadVariableOp(resource=handle, dtype=state[place].dtype)
                     for place, handle in self._optimizer_handles.items()
                 ]
-            end = _released(lock, [value.op for value in values])
+            end = released(lock, [value.op for value in values])
         return self._connection.function([*values, end], [])
 
     def pull_optimizer(self) -> dict[int, np.ndarray]:
@@ -214,10 +235,19 @@ class ServerPart:
         """How many updates of each worker were applied."""
         return self._count()[0]
 
+    def version(self) -> int:
+        """See `QuorumPart`: here each gradient makes an update."""
+        return int(self.count().sum())
+
+    def dropped(self) -> np.ndarray:
+        """How many gradients of each worker came too late: none does."""
+        return np.zeros([self._hosted.num_workers], np.int64)
+
     # -- update -----------------------------------------------------------------------------
 
-    def push(self, kinds, grads, deltas, rate, more) -> tuple[int, list]:
-        """See `HostedModel.push`."""
+    def push(self, kinds, grads, deltas, rate, more, then: int) -> tuple[int, list]:
+        """See `HostedModel.push`; `then` is this server's."""
+        del then
         given = [i for i in self._parameters if kinds[i] != NONE]
         changed = tuple(i for i in self.indices if i in deltas)
         key = (tuple(kinds[i] for i in given), tuple(given), changed, more is not None)
@@ -234,13 +264,11 @@ class ServerPart:
         optimizer = hosted.optimizer
         parameters = [hosted.parameters[i] for i in given]
         sparse = [kinds[i] == SPARSE for i in given]
-        traced = (
-            trace_update(optimizer, _apply_of(optimizer), parameters, sparse) if given else None
-        )
+        traced = trace_update(optimizer, apply_of(optimizer), parameters, sparse) if given else None
         with self._connection.building():
             rate = tf.compat.v1.placeholder(tf.float32, [])
-            grads = [_gradient_placeholders(v, s) for v, s in zip(parameters, sparse, strict=True)]
-            deltas = [_placeholder(hosted.variables[i]) for i in changed]
+            grads = [gradient_placeholders(v, s) for v, s in zip(parameters, sparse, strict=True)]
+            deltas = [placeholder(hosted.variables[i]) for i in changed]
             feeds = [rate, *(tensor for each in grads for tensor in each), *deltas]
             # The mutex is taken once all has arrived.
             with tf.control_dependencies(feeds):
@@ -279,7 +307,7 @@ class ServerPart:
             with tf.control_dependencies(ends):
                 one = tf.one_hot(hosted.worker, hosted.num_workers, dtype=tf.int64)
                 counted = tf.raw_ops.AssignAddVariableOp(resource=self._count_handle, value=one)
-            end = _released(lock, [counted])
+            end = released(lock, [counted])
         fetches = [before, end]
         if more is not None:
             fetches += more[0]
@@ -307,7 +335,8 @@ class ServerPart:
         return [value + amount * value * value * (now - then), *gradient[1:]]
 
 
-def _apply_of(optimizer):
+def apply_of(optimizer: keras.optimizers.Optimizer) -> Callable:
+    """The optimizer's own `apply`, whatever stands for it now."""
     return type(optimizer).apply.__get__(optimizer)
 
 
@@ -320,19 +349,21 @@ def _rate_place(optimizer) -> int | None:
     return None
 
 
-def _released(lock: tf.Tensor, ends: Sequence) -> tf.Operation:
+def released(lock: tf.Tensor, ends: Sequence) -> tf.Operation:
     """Ends what a mutex guards."""
     with tf.control_dependencies(list(ends)):
         return tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
 
 
-def _placeholder(variable: keras.Variable) -> tf.Tensor:
+def placeholder(variable: keras.Variable) -> tf.Tensor:
+    """What stands for the value of a variable in the graph under construction."""
     return tf.compat.v1.placeholder(variable.dtype, tuple(variable.shape))
 
 
-def _gradient_placeholders(variable: keras.Variable, is_sparse: bool) -> list[tf.Tensor]:
+def gradient_placeholders(variable: keras.Variable, is_sparse: bool) -> list[tf.Tensor]:
+    """What stands for the gradient of a variable: a tensor, or rows and which they are."""
     if not is_sparse:
-        return [_placeholder(variable)]
+        return [placeholder(variable)]
     shape = [None, *tuple(variable.shape)[1:]]
     return [
         tf.compat.v1.placeholder(variable.dtype, shape),

@@ -15,6 +15,7 @@ from tfdist.asynchronous.connection import ServerConnection
 from tfdist.asynchronous.errors import ParameterServerError
 from tfdist.asynchronous.hosted_model import HostedModel
 from tfdist.asynchronous.membership import Membership, wait
+from tfdist.asynchronous.round import Round
 from tfdist.asynchronous.server_part import DENSE, NONE, SPARSE
 from tfdist.asynchronous.statistics import Staleness
 from tfdist.data.random_state import global_seed, random_state, set_random_state
@@ -31,6 +32,8 @@ class ParameterStore:
         delay_compensation: lambda of DC-ASGD; 0 for none.
         silent_seconds: After how long without a sign a worker is left out.
         watchdog_seconds: How long a call of a server may take, and a wait for the chief.
+        backup_ranks: How many gradients of a step may come too late; None where each makes an update
+            by itself.
 
     Attributes:
         staleness: What was counted since the epoch began.
@@ -45,10 +48,12 @@ class ParameterStore:
         delay_compensation: float,
         silent_seconds: float,
         watchdog_seconds: float,
+        backup_ranks: int | None = None,
     ):
         self.cluster = cluster
         self._max_staleness, self._delay_compensation = max_staleness, delay_compensation
         self._seconds = watchdog_seconds
+        self._quorum = None if backup_ranks is None else cluster.num_workers - backup_ranks
         self.connections = [
             ServerConnection(index, address, watchdog_seconds)
             for index, address in enumerate(cluster.servers)
@@ -68,9 +73,16 @@ class ParameterStore:
         self._versions: list[int] = []
         self._then: dict[int, np.ndarray] = {}
         self._ahead = 0
+        self._round = Round()
+        self._pushed: HostedModel | None = None
         self._is_fitting = False
         self.staleness = Staleness()
         self.failure: Exception | None = None
+
+    @property
+    def has_backup(self) -> bool:
+        """Whether an update takes the gradients of the first workers."""
+        return self._quorum is not None
 
     @property
     def is_chief(self) -> bool:
@@ -138,6 +150,7 @@ class ParameterStore:
     def begin_fit(self) -> None:
         """The workers meet: all draw the same numbers by chance from here on."""
         self.failure = None
+        self._round = Round()
         self._is_fitting = True
         self.members.start_fit()
         found = self._agree("random-state", lambda: (random_state(), global_seed()))
@@ -186,6 +199,7 @@ class ParameterStore:
             states,
             (self.cluster.index, self.cluster.num_workers),
             self._delay_compensation,
+            self._quorum,
         )
         self._hosted.append(hosted)
         return hosted
@@ -212,12 +226,19 @@ class ParameterStore:
 
     def logs(self, hosted: HostedModel) -> dict[str, float]:
         """What the logs of an epoch get beside those of Keras."""
-        counts = hosted.updates().max(axis=0)
+        counts = {"steps": hosted.updates()}
         found = {
             "staleness_mean": self.staleness.mean,
             "staleness_max": float(self.staleness.largest),
         }
-        return found | {f"steps_of_worker_{i}": int(count) for i, count in enumerate(counts)}
+        if self._quorum is not None:
+            counts["dropped"] = hosted.dropped()
+            found["skipped_batches"] = float(self._round.skipped)
+        return found | {
+            f"{what}_of_worker_{i}": int(count)
+            for what, each in counts.items()
+            for i, count in enumerate(each.max(axis=0))
+        }
 
     def stop_fit(self) -> None:
         """Says that this worker's `fit` has ended, also where it failed."""
@@ -248,7 +269,10 @@ class ParameterStore:
 
     def _read(self, hosted: HostedModel, indices: Sequence[int]) -> list[np.ndarray]:
         self._ahead = self.members.wait_for_turn(self._max_staleness)
+        if self._quorum is not None:
+            self._round.wait(hosted, self.members, self._quorum, self._seconds)
         values, self._versions = hosted.pull(indices)
+        self._round.known = self._versions
         first_state = len(hosted.parameters)
         self._then = {index: value for index, value in values.items() if index >= first_state}
         return [values[index] for index in indices]
@@ -308,12 +332,42 @@ class ParameterStore:
             if index in self._then and not np.array_equal(value, self._then[index]):
                 deltas[index] = value - self._then[index]
         more = ([self.members.table_after], self.members.feeds, [*self.members.tick()])
-        before, (table,) = hosted.push(kinds, grads, deltas, rate, more)
+        before, (table,) = hosted.push(kinds, grads, deltas, rate, more, self._versions)
+        self._round.note_push(self._versions, before)
+        self._pushed = hosted
         self.members.see(table)
         self.staleness.count(
             max(now - then for now, then in zip(before, self._versions, strict=True))
         )
         return np.int64(0)
+
+    # -- backup ranks ------------------------------------------------------------------------
+
+    def begin_late(self, hosted: HostedModel, steps_per_epoch: int) -> int:
+        """How many epochs this worker has missed, where it begins later than the others.
+
+        Args:
+            hosted: The model.
+            steps_per_epoch: Batches of each worker.
+        """
+        if self._quorum is None:
+            steps = int(hosted.updates()[0, self.cluster.index])
+        else:
+            steps = min(hosted.versions())
+        epochs = steps // steps_per_epoch
+        self._round.step = epochs * steps_per_epoch
+        return epochs
+
+    def skips(self, steps: int) -> bool:
+        """Whether this worker leaves out its next batches: the others have made those steps.
+
+        Args:
+            steps: How many batches.
+        """
+        if self._round.was_late and self._pushed is not None:
+            # The others go on while it catches up.
+            self._round.known = self._pushed.versions()
+        return self._round.skip(steps)
 
     def _guarded(self, call, *arguments):
         """Keeps what goes wrong: TensorFlow hands on no exceptions of Python's."""

@@ -19,6 +19,7 @@ from tfdist.checkpoint.directory import folders, lost
 from tfdist.checkpoint.directory_lock import DirectoryLock, InUseError
 from tfdist.checkpoint.fit_state import FitState, check_state
 from tfdist.checkpoint.intervals import young_daly
+from tfdist.checkpoint.recovery import Progress, Recovery, room_words, tell
 from tfdist.checkpoint.reporting import report_in_one_line
 from tfdist.checkpoint.restoring import restore_checked
 from tfdist.checkpoint.retention import Retention
@@ -31,6 +32,7 @@ from tfdist.keras_internals.attributes import initial_epoch
 from tfdist.layers.states import layer_states
 from tfdist.runtime.directories import checked_directory
 from tfdist.runtime.exit_codes import PREEMPTED
+from tfdist.runtime.recovery import down_since
 from tfdist.step_clock import timer
 
 __all__ = ["Checkpointer"]
@@ -110,6 +112,7 @@ class Checkpointer(keras.callbacks.Callback):
         self._failure_seconds = failure_seconds
         self._asynchronous, self._resumes = asynchronous, resume
         self._batch_size = batch_size
+        self._keep_last = keep_last
         self._retention = Retention(self.directory, keep_last, keep_every)
         self._position: DataPosition | None = None
         self._callbacks: Sequence = ()
@@ -159,7 +162,12 @@ class Checkpointer(keras.callbacks.Callback):
         self._resumed: dict[str, Any] | None = None
         report_in_one_line()
         self._directory_lock = lock_on(self.directory, self._group)
-        if self._found_some() and self._resumes:
+        found_some = self._found_some()
+        self._progress = Progress(self.directory) if self._group.rank == 0 else None
+        self._recovery: Recovery | None = None
+        if found_some and self._resumes:
+            if self._progress is not None:
+                self._recovery = Recovery(down_since(), self._progress.read())
             manifest = restore_checked(self.directory, self.model, check_state)
             self._resumed, self._step = manifest.state, manifest.step
             self._resumed_batch = self._state.resume(manifest.state)
@@ -170,6 +178,9 @@ class Checkpointer(keras.callbacks.Callback):
             _logger.info(
                 "Training goes on from step %d, epoch %d.", self._step, manifest.state["epoch"]
             )
+            if self._recovery is not None:
+                self._recovery.note_loaded(self._step)
+        self._tell_of_room()
         self._saved_step, self._saved_at = self._step, time.monotonic()
         self._costs = self._writes = 0.0
         self._looked_step, self._looked_at, self._next_look = (
@@ -197,6 +208,7 @@ class Checkpointer(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch, logs=None):
         """Saves what the step before has left, where it is time."""
         self._step = self._epoch_step + batch - self._first_batch
+        self._tell_of_recovery()
         if self._step > self._saved_step:
             self._save_if_due(batch)
 
@@ -216,10 +228,25 @@ class Checkpointer(keras.callbacks.Callback):
         elif self._step > self._saved_step:
             # A training that a callback has stopped does not go on when it is started again.
             self._save(self.params["epochs"] if self.model.stop_training else self._epoch + 1, 0)
+        self._tell_of_recovery()
         _, ends = self._agree()
         self._finish()
         if ends:
             self._end()
+
+    def _tell_of_room(self) -> None:
+        """What checkpoints take, beside the free space; not where the first step makes variables."""
+        optimizer = self.model.optimizer
+        if self.model.built and optimizer is not None and optimizer.built:
+            said = room_words(self.directory, self.model, self._group, self._keep_last)
+            if said is not None:
+                tell(said, self.params.get("verbose", 0))
+
+    def _tell_of_recovery(self) -> None:
+        """How long it took, once training is back where it was."""
+        if self._recovery is not None and self._recovery.is_over(self._step):
+            tell(self._recovery.words(), self.params.get("verbose", 0))
+            self._recovery = None
 
     def _found_some(self) -> bool:
         """Whether there is a checkpoint; raises on all ranks where none can be written."""
@@ -268,6 +295,8 @@ class Checkpointer(keras.callbacks.Callback):
         if self._group.rank == 0:
             step_seconds = (now - self._looked_at) / max(1, self._step - self._looked_step)
             left = self._seconds_left(now)
+            if self._progress is not None:
+                self._progress.write(self._step)
             timed = left <= step_seconds / 2
             within = _AGREE_SECONDS if timed else min(_AGREE_SECONDS, left)
             ahead = max(1, math.floor(within / max(step_seconds, 1e-6)))

@@ -11,10 +11,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.context import strategy_of
 from tfdist.data.position import DataPosition
 from tfdist.data.random_state import global_seed, random_state, set_random_state
 from tfdist.keras_internals.attributes import batches_since_save, initial_epoch, last_batch
 from tfdist.keras_internals.private import GLOBAL_SEED_GENERATOR, global_state
+from tfdist.row_shares import are_shares
 
 __all__ = ["FitState", "check_state"]
 
@@ -42,6 +44,9 @@ class FitState:
     def __init__(self, model: keras.Model, position: DataPosition, callbacks: Sequence):
         self._model, self._position, self._callbacks = model, position, callbacks
         self._seed = global_seed()
+        strategy = strategy_of(model)
+        self._shares = None if strategy is None else strategy.row_shares
+        self._kept = [] if strategy is None else strategy.kept_states
 
     def collect(self, epoch: int, batch: int) -> dict[str, Any]:
         """All of it, as JSON can hold it; of the chief's.
@@ -65,6 +70,8 @@ class FitState:
                 },
             },
             "callbacks": {key: _counted(each) for key, each in self._counting().items()},
+            "batch_shares": None if self._shares is None else self._shares.state(),
+            "kept": [each.state(in_epoch=batch > 0) for each in self._kept],
         }
 
     def resume(self, state: dict[str, Any]) -> int:
@@ -82,6 +89,10 @@ class FitState:
         keras_seed = _keras_seed()
         if keras_seed is not None and state["keras_seed"] is not None:
             keras_seed.assign(np.array(state["keras_seed"], keras_seed.dtype))
+        if self._shares is not None:
+            self._shares.restore(state.get("batch_shares"))
+        for each, kept in zip(self._kept, state.get("kept", []), strict=False):
+            each.restore(kept)
         return batch
 
     def resume_callbacks(self, state: dict[str, Any]) -> None:
@@ -119,6 +130,9 @@ def check_state(state: dict[str, Any]) -> None:
             and isinstance(history["epoch"], list)
             and all(isinstance(values, list) for values in history["logs"].values())
             and all(set(values) <= set(_COUNTED) for values in state["callbacks"].values())
+            and are_shares(
+                state.get("batch_shares")
+            )  # Not in checkpoints of before there were any.
         )
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
         right = False

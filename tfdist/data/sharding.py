@@ -12,8 +12,10 @@ import tensorflow as tf
 
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
+from tfdist.row_shares import RowShares
 
 __all__ = [
+    "empty_batch",
     "equal_steps",
     "is_per_rank",
     "mark_per_rank",
@@ -22,6 +24,7 @@ __all__ = [
     "row_range",
     "shard_batches",
     "shard_whole_batches",
+    "with_unknown_rows",
     "without_prefetch",
 ]
 
@@ -47,7 +50,9 @@ def row_range(rows, num_shards: int, index: int):
     return start, start + share + tf.cast(index < more, share.dtype)
 
 
-def shard_batches(dataset: tf.data.Dataset, num_shards: int, index: int) -> tf.data.Dataset:
+def shard_batches(
+    dataset: tf.data.Dataset, num_shards: int, index: int, shares: RowShares | None = None
+) -> tf.data.Dataset:
     """Returns the data set whose batches are this shard's rows of each batch of `dataset`.
 
     A data set that is already one rank's own comes back as it is.
@@ -56,6 +61,8 @@ def shard_batches(dataset: tf.data.Dataset, num_shards: int, index: int) -> tf.d
         dataset: Yields nests of tensors whose dim 0 is the global batch.
         num_shards: The number of shards: the size of the data axis.
         index: This rank's place on the data axis.
+        shares: How many rows each shard has; None for equally many. Those count that hold when the
+            batch is asked for, so that all ranks take a batch apart in the same way.
 
     Raises:
         ValueError: A component has no batch dim, or the data set shuffles by chance, so that the
@@ -72,16 +79,26 @@ def shard_batches(dataset: tf.data.Dataset, num_shards: int, index: int) -> tf.d
         if isinstance(rows, int) and rows % num_shards:
             # The shares differ, so no rank's graph may take its own size for everybody's.
             rows = tf.raw_ops.PlaceholderWithDefault(input=tf.constant(rows, tf.int64), shape=[])
-        start, end = row_range(rows, num_shards, index)
+        if shares is None:
+            start, end = row_range(rows, num_shards, index)
+        else:
+            start, end = shares.row_range(rows, index)
         own = tf.nest.map_structure(lambda part: _rows(part, start, end), batch)
         return own if is_tuple else own[0]
 
     # One slice costs less than handing it to another thread.
     options = tf.data.Options()
     options.deterministic = True
-    sharded = dataset.map(take_rows).with_options(options)
-    if not getattr(dataset, _DRAWN_ONCE, False):
-        sharded = sharded.prefetch(2)
+    ahead = 0 if getattr(dataset, _DRAWN_ONCE, False) else 2
+    if shares is not None:
+        # Rows are taken when a step asks for them: ahead of it, ranks would see other shares.
+        options.experimental_optimization.inject_prefetch = False
+        options.experimental_optimization.map_parallelization = False
+        whole = dataset.prefetch(ahead) if ahead else dataset
+        sharded = whole.map(take_rows).with_options(options)
+    else:
+        sharded = dataset.map(take_rows).with_options(options)
+        sharded = sharded.prefetch(ahead) if ahead else sharded
     setattr(sharded, _GLOBAL, dataset)
     return mark_per_rank(sharded)
 
@@ -170,9 +187,9 @@ def equal_steps(dataset: tf.data.Dataset, group: Group) -> tf.data.Dataset:
     lengths = [length for length, _ in all_ranks]
     rows = all_gather_object([_rows_of(s) for s in _flat_spec(dataset)], group, name="rows")
     if any(other != rows[0] for other in rows) or len(set(lengths)) > 1:
-        dataset = _with_unknown_rows(dataset)
+        dataset = with_unknown_rows(dataset)
     if len(set(lengths)) > 1 and min(lengths) >= 0:
-        empty = tf.data.Dataset.from_tensors(_empty_batch(dataset.element_spec))
+        empty = tf.data.Dataset.from_tensors(empty_batch(dataset.element_spec))
         dataset = dataset.concatenate(empty.repeat(max(lengths) - mine[0]))
     elif tf.data.INFINITE_CARDINALITY in lengths and len(set(lengths)) > 1:
         raise ValueError(
@@ -215,7 +232,7 @@ def _without_rows(spec) -> str:
     return f"{type(spec).__name__}({getattr(spec, 'dtype', None)}, [rows, ...{inner}])"
 
 
-def _with_unknown_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
+def with_unknown_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """The same batches, whose number of rows a graph no longer takes for known."""
     is_tuple = _is_passed_as_arguments(dataset)
 
@@ -233,7 +250,13 @@ def _with_unknown_rows(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.map(forget)
 
 
-def _empty_batch(spec):
+def empty_batch(spec):
+    """A batch without rows of a data set's elements.
+
+    Raises:
+        ValueError: An element holds more than dense tensors.
+    """
+
     def empty(part):
         if not isinstance(part, tf.TensorSpec):
             raise ValueError(

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist.mesh import Mesh
 from tfdist.sharding.layout import layout_of
 
-__all__ = ["square_of", "weighted_square"]
+__all__ = ["square_of", "square_parts", "weighted_square"]
 
 
 def square_of(gradients: Sequence) -> tf.Tensor:
@@ -19,7 +19,7 @@ def square_of(gradients: Sequence) -> tf.Tensor:
     Args:
         gradients: Tensors, IndexedSlices or None.
     """
-    return _sum([(gradient, 1) for gradient in gradients])
+    return square_parts([(gradient, 1) for gradient in gradients])
 
 
 def weighted_square(gradients: Sequence, variables: Sequence, mesh: Mesh) -> tf.Tensor:
@@ -34,10 +34,10 @@ def weighted_square(gradients: Sequence, variables: Sequence, mesh: Mesh) -> tf.
         A float64 scalar.
     """
     pairs = zip(gradients, variables, strict=True)
-    return _sum([(gradient, _holders(variable, mesh)) for gradient, variable in pairs])
+    return square_parts([(gradient, _holders(variable, mesh)) for gradient, variable in pairs])
 
 
-def _sum(parts: Sequence[tuple]) -> tf.Tensor:
+def square_parts(parts: Sequence[tuple]) -> tf.Tensor:
     """The squared norms of gradients, each over the number of ranks that count it; 0 for none."""
     found = []
     for gradient, holders in parts:

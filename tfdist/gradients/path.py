@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from tfdist.collectives import Group
-from tfdist.context import ReplicaContext, current_replica
+from tfdist.context import ChangingAccumulation, ReplicaContext, current_replica
 from tfdist.gradient_options import GradientOptions
 from tfdist.gradients.clipping import clip_spread_gradients
 from tfdist.gradients.compressed import compression_state, reduce_compressed
@@ -78,6 +78,12 @@ class GradientPath:
         return self._strategy.gradient_options
 
     @property
+    def accumulation(self) -> ChangingAccumulation | None:
+        """What changes the number of micro-steps of this optimizer's updates, if anything does."""
+        found = self._strategy.accumulation
+        return found if found is not None and found.optimizer is self._optimizer else None
+
+    @property
     def _layouts(self) -> list[VariableLayout]:
         return [layout_of(variable) for variable in self.variables]
 
@@ -117,6 +123,9 @@ class GradientPath:
             else new
             for own, new, layout, variable in pairs
         ]
+        meter = self._strategy.noise_meter
+        if meter is not None:
+            meter.add(found, self.variables, self._replica.step)
         self.variables = [
             variable
             for gradient, variable in zip(found, self.variables, strict=True)
@@ -133,6 +142,13 @@ class GradientPath:
         if self.state is not State.LOCAL:
             return list(gradients)
         self.state = State.GLOBAL
+        found = self._reduce_stamped(gradients)
+        meter = self._strategy.noise_meter
+        if meter is not None:
+            meter.update(found, self.variables, self._replica.step)
+        return found
+
+    def _reduce_stamped(self, gradients: Sequence) -> list:
         stamps = current_stamps()
         if stamps is None:
             return self._reduce(gradients)

@@ -8,11 +8,11 @@ import tensorflow as tf
 
 from tfdist.collectives import Group, all_reduce
 from tfdist.collectives.low_precision import is_narrower, narrow_all_reduce
-from tfdist.context import KerasStep
 from tfdist.gradient_options import GradientOptions
 from tfdist.gradients.buckets import buckets
 from tfdist.gradients.sparse import reduce_rows
 from tfdist.gradients.throttle import InFlightLimit
+from tfdist.keras_step import KerasStep
 from tfdist.sharding.layout import VariableLayout
 
 __all__ = ["reduce_gradients", "rows_are_fewer", "sum_partial_gradients", "weigh_gradients"]

@@ -128,6 +128,8 @@ made_under = Attribute("_distribute_strategy", TensorFlowTrainer)
 
 # Of optimizers. Without those of an optimizer inside.
 own_variables = Attribute("_variables", BaseOptimizer)
+# `iterations` has updates alone, where gradients are accumulated.
+micro_steps = Attribute("_iterations", BaseOptimizer)
 momentums = Attribute("_momentums", keras.optimizers.RMSprop)
 
 # Of ModelCheckpoint, for a `fit` that goes on.

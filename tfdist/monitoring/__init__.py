@@ -4,9 +4,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` imports them.
+    from tfdist.monitoring.adaptive_batch import AdaptiveBatch as AdaptiveBatch
     from tfdist.monitoring.compression import compression_statistics as compression_statistics
     from tfdist.monitoring.expert_load import ExpertLoad as ExpertLoad
     from tfdist.monitoring.expert_load import parameter_counts as parameter_counts
+    from tfdist.monitoring.gradient_noise import GradientNoise as GradientNoise
     from tfdist.monitoring.memory_reports import MemoryReporter as MemoryReporter
     from tfdist.monitoring.memory_reports import memory_report as memory_report
     from tfdist.monitoring.model_sync import VerifyModelSync as VerifyModelSync
@@ -16,7 +18,9 @@ if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` im
 
 #: By name the module that has it. They need TensorFlow, which `tfdist-report` reads files without.
 _PLACES = {
+    "AdaptiveBatch": "tfdist.monitoring.adaptive_batch",
     "ExpertLoad": "tfdist.monitoring.expert_load",
+    "GradientNoise": "tfdist.monitoring.gradient_noise",
     "MemoryReporter": "tfdist.monitoring.memory_reports",
     "Monitor": "tfdist.monitoring.monitor.callback",
     "TerminateOnNonFinite": "tfdist.monitoring.non_finite",
@@ -28,7 +32,9 @@ _PLACES = {
 }
 
 __all__ = [
+    "AdaptiveBatch",
     "ExpertLoad",
+    "GradientNoise",
     "MemoryReporter",
     "Monitor",
     "TerminateOnNonFinite",

@@ -129,8 +129,9 @@ def all_gather(size: float, group: Way) -> float:
 
 
 def all_to_all(size: float, group: Way) -> float:
-    """Seconds in which each rank sends S bytes, as many to each: (n - 1) a + (n - 1) / n S / B.
+    """Seconds in which each rank sends S bytes, as many to each: a + (n - 1) / n S / B.
 
+    Messages to all leave at once, so that the latency counts once.
     What leaves the host goes by its ports, of which each of the group's m members there has a part.
     """
     ranks = group.ranks
@@ -138,10 +139,10 @@ def all_to_all(size: float, group: Way) -> float:
         return 0.0
     near = (group.members - 1) / ranks * size / group.inside.bandwidth
     if group.between is None:
-        return (ranks - 1) * group.inside.latency + near
+        return group.inside.latency + near
     far = (ranks - group.members) / ranks * size
     seconds = far * group.members / group.between.bandwidth
-    return (ranks - 1) * group.between.latency + near + seconds
+    return group.between.latency + near + seconds
 
 
 def send(size: float, link: Link) -> float:

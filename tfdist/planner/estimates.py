@@ -46,6 +46,7 @@ class Estimate:
             which are messages that show; "bubble"; "optimizer"; "other".
         peak: FLOP/s of all ranks at their peak.
         tokens: Tokens of a step; its samples where these have none.
+        memory_margin: As in `Machine`.
         extrapolated: What lies more than 4 times beyond what was calibrated, in words.
     """
 
@@ -59,6 +60,7 @@ class Estimate:
     seconds: dict[str, float]
     peak: float
     tokens: int
+    memory_margin: float = 0.0
     extrapolated: tuple[str, ...] = ()
 
     @property
@@ -69,7 +71,7 @@ class Estimate:
     @property
     def fits(self) -> bool:
         """Whether the rank with most bytes has enough."""
-        return self.memory.total <= self.memory_limit
+        return self.memory.total * (1 + self.memory_margin) <= self.memory_limit
 
     @property
     def mfu(self) -> float:
@@ -211,15 +213,20 @@ def assemble(
     busy = rank_times[slowest]
     shared = _sharing(layout, machine)
     dense, experts = _parameters(counts[slowest], parts)
-    shown, sent = gradient_seconds(dense, experts, layout, machine, ways, busy.backward)
+    shown, sent = gradient_seconds(dense, experts, layout, machine, ways, busy.backward, shared)
     most = max(set(counts), key=lambda each: sum(_parameters(each, parts)))
     update = _update_seconds(*_parameters(most, parts), layout, machine)
     passes = layout.accumulation * layout.num_microbatches
+    if not layout.precision.master:
+        # Keras adds a pass's gradients to those before: two are read, one is written. What has a copy of
+        # its parameters has them added by the products themselves.
+        added = 3 * (passes - 1) * layout.precision.gradient * (dense + experts)
+        update += added / (machine.memory_bandwidth * machine.memory_efficiency)
     compute, messages = passes * busy.arithmetic, passes * busy.messages
     # Ranks that share a processor take turns, in messages too; who waits leaves it to others.
     turns = 0.0
     if shared > 1:
-        work = sum(each.total for each in rank_times) / p
+        work = sum(each.total for each in rank_times) / p + 2 * (p - 1) / p * hop
         turns = max(shared * passes * work - span, 0.0)
     seconds = {
         "compute": compute + turns,
@@ -227,7 +234,7 @@ def assemble(
         "expert": passes * busy.expert,
         "context": passes * busy.context,
         "bubble": max(span - compute - messages, 0.0),
-        "gradients": shared * shown,
+        "gradients": shown,
         "optimizer": shared * update,
         "other": machine.step_seconds,
     }
@@ -254,6 +261,7 @@ def assemble(
         seconds=seconds,
         peak=layout.ranks * machine.flops[layout.precision.compute],
         tokens=global_batch * model.tokens,
+        memory_margin=machine.memory_margin,
         extrapolated=_extrapolated(machine, layout, parts, dense + experts)
         if machine.calibrated
         else (),

@@ -78,7 +78,8 @@ class Layout:
         sequence_parallel: Whether what tensor ranks do not split they split along the sequence.
         compression: By how much gradients shrink on their way; 1 for not at all.
         recompute_messages: Whether recompute sends again over the tensor axis what the forward pass
-            had from there. tfdist keeps it; Megatron-LM sends it again.
+            had from there. tfdist keeps it, and leaves out the product that leads to it; Megatron-LM does
+            the whole block again.
         split_messages: Whether a pipeline's message is divided over the tensor ranks and gathered by
             the receivers (Narayanan et al. 2021, section 4.1: scatter/gather).
 

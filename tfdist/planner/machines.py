@@ -118,7 +118,8 @@ class Machine:
         inside: The link between ranks of a host.
         between: The link between ranks of two hosts, of one port.
         bulk: The link as gradients have it inside of a host, where an engine of their own carries
-            them; None for `inside`.
+            them; None for `inside`. Its latency is that of an all-reduce as a whole, in which ranks
+            agree on what travels.
         ranks_per_host: Ranks of a host.
         ports: Ports of a host to other hosts; None for one a rank.
         processors: How many ranks of a host compute at full speed at a time; None for all.
@@ -131,7 +132,8 @@ class Machine:
         layer_seconds: What a layer takes in each direction beside its arithmetic.
         step_seconds: What a step takes beside its layers and messages.
         base_bytes: Bytes of a rank's process before there is a model.
-        fragmentation: Bytes that the allocator keeps, over those that are asked of it for steps.
+        fragmentation: Bytes that the allocator keeps, over those that are asked of it.
+        memory_margin: By which share of its bytes a layout must stay below the limit to fit.
         watts: Power of a rank at full load; None if nobody knows.
         price: Price of a rank and hour, in any currency; None if nobody knows.
         calibrated: The largest that was measured of "ranks", "layer FLOPs" and "message bytes";
@@ -161,6 +163,7 @@ class Machine:
     step_seconds: float = 0.0
     base_bytes: float = 0.0
     fragmentation: float = 1.0
+    memory_margin: float = 0.0
     watts: float | None = None
     price: float | None = None
     calibrated: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -188,6 +191,7 @@ class Machine:
         for name in ("layer_seconds", "step_seconds", "base_bytes"):
             checks.number(name, getattr(self, name), minimum=0)
         checks.number("fragmentation", self.fragmentation, minimum=1)
+        checks.number("memory_margin", self.memory_margin, minimum=0)
         checks.instance("calibrated", self.calibrated, Mapping, "a dict of what was measured")
         for name, most in self.calibrated.items():
             checks.number(f"calibrated[{name!r}]", most, minimum=0)

@@ -55,7 +55,7 @@ class Memory:
 
     @property
     def step(self) -> float:
-        """Bytes that come and go in a step, without the allocator's."""
+        """Bytes that come and go in a step."""
         passing = self.activations + self.working
         if self.gradients_follow:
             return max(passing, self.gradients) + self.buffers
@@ -236,7 +236,8 @@ def rank_memory(
     )
     if machine.fragmentation == 1:
         return found
-    return dataclasses.replace(found, allocator=(machine.fragmentation - 1) * found.step)
+    asked = found.total - found.process
+    return dataclasses.replace(found, allocator=(machine.fragmentation - 1) * asked)
 
 
 def _gradient_bytes(part: Part, layout: Layout, rows: float) -> float:

@@ -193,6 +193,7 @@ class Transformer:
             tensor_sums=2,
             exchanged=s * used * h if self.experts else 0,
             keys_values=2 * s * keys,
+            last_flops=2.0 * s * used * h * f,
             splits_tokens=True,
             attention_backward=2.5 if self.blockwise else 2.0,
         )

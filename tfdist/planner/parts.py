@@ -36,6 +36,7 @@ class Part:
         tensor_sums: All-reduces of `output` over the tensor axis, in each direction.
         exchanged: Elements sent to experts, and as many back.
         keys_values: Elements of keys and values, which travel on a context axis.
+        last_flops: FLOPs of the product at its end, whose result no gradient needs; split.
         splits_tokens: Whether a context axis divides its work and activations.
         attention_backward: FLOPs of the core's backward pass over those of its forward pass.
     """
@@ -57,6 +58,7 @@ class Part:
     tensor_sums: int = 0
     exchanged: float = 0.0
     keys_values: float = 0.0
+    last_flops: float = 0.0
     splits_tokens: bool = False
     attention_backward: float = 2.0
 

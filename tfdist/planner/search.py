@@ -194,6 +194,7 @@ class Search:
         self._model, self._machine, self._limits = model, machine, limits
         self._batch, self._ranks, self._count = global_batch, ranks, count
         self._memory = machine.memory if limits.memory is None else limits.memory
+        self._room = self._memory / (1 + machine.memory_margin) - machine.base_bytes
         self._costs: dict[tuple, tuple[list[PartCosts], Ways]] = {}
         self.best: list[Estimate] = []
         self.kinds: dict[str, Found] = {}
@@ -343,9 +344,10 @@ class Search:
             "parameters": precision.parameter * (shared if zero == 3 else whole) / pipeline,
             "activations": group.kept / pipeline,
         }
-        least = sum(kinds.values()) + self._machine.base_bytes
-        if least <= self._memory:
+        asked = self._machine.fragmentation * sum(kinds.values())
+        if asked <= self._room:
             return False
+        least = asked + self._machine.base_bytes
         if least < found.least:
             found.least, found.binds = least, max(kinds, key=lambda kind: kinds[kind])
         return True

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tfdist.planner import communication
 from tfdist.planner.communication import Way, way
 from tfdist.planner.layouts import Layout
-from tfdist.planner.machines import Machine
+from tfdist.planner.machines import Link, Machine
 from tfdist.planner.memory import kept_bytes
 from tfdist.planner.parts import Part
 
@@ -109,7 +109,10 @@ def part_times(part: Part, layout: Layout, rows: float, machine: Machine, ways: 
     if layout.recompute in ("every_layer", "sqrt") and part.kept_split + part.kept_whole:
         if part.output:
             backward += forward
-            sums += part.tensor_sums if layout.recompute_messages else 0
+            if layout.recompute_messages:
+                sums += part.tensor_sums
+            else:
+                backward -= tokens * part.last_flops / t / rate
     elif layout.recompute == "selective" and part.attention_flops:
         selective = kept_bytes(part, layout, rows, "selective")
         backward += core + moved - 2 * selective / memory_rate
@@ -173,7 +176,13 @@ def pipeline_seconds(layout: Layout, times: Sequence[PassTimes], hop: float) -> 
 
 
 def gradient_seconds(
-    dense: float, experts: float, layout: Layout, machine: Machine, ways: Ways, window: float
+    dense: float,
+    experts: float,
+    layout: Layout,
+    machine: Machine,
+    ways: Ways,
+    window: float,
+    shared: float = 1.0,
 ) -> tuple[float, float]:
     """Seconds of gradients and parameters on their way that show, and bytes that a rank sends.
 
@@ -190,6 +199,7 @@ def gradient_seconds(
         machine: The machine.
         ways: The links.
         window: Seconds of the backward pass of the last micro-batch.
+        shared: How many ranks share a processor, which moves the bytes of each.
     """
     precision, micro = layout.precision, layout.accumulation
     seconds = shown = sent = 0.0
@@ -201,17 +211,23 @@ def gradient_seconds(
         if ranks == 1 or not parameters:
             continue
         group = ways[axes]
-        if machine.bulk is not None and group.between is None:
-            group = Way(group.ranks, group.members, machine.bulk, None, machine.bulk)
+        once = 0.0
+        if group.between is None:
+            link = machine.inside
+            if machine.bulk is not None:
+                # Ranks agree on what travels once, however many hops that makes.
+                once, link = machine.bulk.latency / 2, Link(0.0, machine.bulk.bandwidth)
+            link = Link(link.latency, link.bandwidth / shared)
+            group = Way(group.ranks, group.members, link, None, link)
         gradients = parameters * precision.sent / layout.compression
         gathered = parameters * (precision.copy or precision.parameter)
         share = (ranks - 1) / ranks
         if layout.zero_stage == 0:
-            seconds += communication.all_reduce(gradients, group, machine.algorithm)
+            seconds += 2 * once + communication.all_reduce(gradients, group, machine.algorithm)
             sent += 2 * share * gradients
             continue
-        scatter = communication.all_gather(gradients, group)
-        gather = communication.all_gather(gathered, group)
+        scatter = once + communication.all_gather(gradients, group)
+        gather = once + communication.all_gather(gathered, group)
         times = micro if layout.zero_stage >= 2 else 1
         # Before a step's first layer nothing hides a gathering of stage 1 and 2; in stage 3 it is a
         # layer ahead.

@@ -67,9 +67,14 @@ def _listening(port: int) -> Iterator[socket.socket]:
     for name in os.listdir("/proc/self/fd"):
         with contextlib.ExitStack() as stack:
             try:
-                sock = socket.socket(fileno=os.dup(int(name)))
+                copy = os.dup(int(name))
             except OSError:
-                continue  # Closed by now, or no socket.
+                continue  # Closed by now.
+            try:
+                sock = socket.socket(fileno=copy)
+            except OSError:
+                os.close(copy)
+                continue  # No socket.
             stack.callback(sock.close)
             if (
                 sock.family in (socket.AF_INET, socket.AF_INET6)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import TypeVar
 
-__all__ = ["ends_by", "leave_out", "uncaught"]
+__all__ = ["ends_by", "leave_out", "tell_in_one_line", "uncaught"]
+
+_Error = TypeVar("_Error", bound=Exception)
 
 _caught: BaseException | None = None
 #: Whoever pressed Ctrl-C knows, and the exit code says so to all others.
 _left_out: list[type[BaseException]] = [KeyboardInterrupt]
+_in_one_line: set[type[BaseException]] = set()
 
 
 def ends_by(error: BaseException) -> None:
@@ -29,6 +34,33 @@ def leave_out(kind: type[BaseException]) -> None:
     """
     if kind not in _left_out:
         _left_out.append(kind)
+
+
+def tell_in_one_line(kind: type[_Error], code_of: Callable[[_Error], int]) -> None:
+    """From now on an uncaught error of a kind ends this process with one line and a code of its own.
+
+    For what a traceback does not help with. Other exceptions are reported as before.
+
+    Args:
+        kind: One that every rank raises, and tells by itself: a verdict about one of them would only
+            change exit codes.
+        code_of: The exit code for an error.
+    """
+    if kind in _in_one_line:
+        return
+    _in_one_line.add(kind)
+    leave_out(kind)
+    before = sys.excepthook
+
+    def report(found, error, trace) -> None:
+        if not isinstance(error, kind):
+            before(found, error, trace)
+            return
+        print(f"{found.__name__}: {error}", file=sys.stderr, flush=True)
+        # Python takes the exit code from a SystemExit that its hook raises.
+        raise SystemExit(code_of(error))
+
+    sys.excepthook = report
 
 
 def uncaught() -> BaseException | None:

@@ -11,10 +11,11 @@ import tensorflow as tf
 from tfdist import checks
 from tfdist.collectives import Group, all_reduce
 from tfdist.collectives.mappings import reduce_from_tensor_region
-from tfdist.context import current_step, current_strategy, with_global_gradient
+from tfdist.context import current_step, current_strategy
 from tfdist.keras_internals.attributes import stored_shape
 from tfdist.keras_internals.functional import defer, deferred_initializer, without_values
 from tfdist.keras_internals.variables import renew
+from tfdist.keras_step import with_global_gradient
 from tfdist.sharding.layout import (
     VariableLayout,
     layout_of,

@@ -10,7 +10,20 @@
 ```
 """
 
+from typing import TYPE_CHECKING, Any
+
 from tfdist.testing.pool import RankError, RankPool, run_ranks
 from tfdist.testing.rank import engine, strategy
 
-__all__ = ["RankError", "RankPool", "engine", "run_ranks", "strategy"]
+if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` imports it.
+    from tfdist.testing.faults import FlipBit as FlipBit
+
+__all__ = ["FlipBit", "RankError", "RankPool", "engine", "run_ranks", "strategy"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "FlipBit":  # It needs TensorFlow, without which a pool of ranks is started.
+        from tfdist.testing.faults import FlipBit
+
+        return FlipBit
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,9 +9,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import Group
-from tfdist.context import current_step, weighted
+from tfdist.context import current_step
 from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.graph.rematerialize import keep
+from tfdist.keras_step import weighted
 from tfdist.layers.context_parallel.gathered import gathered_forward, gathered_gradients
 from tfdist.layers.context_parallel.masks import Masks, padded
 from tfdist.layers.context_parallel.pairs import Pairs, in_turn

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfdist.collectives import Group
-from tfdist.context import current_replica, with_global_gradient, with_local_gradient
+from tfdist.context import current_replica
+from tfdist.keras_step import with_global_gradient, with_local_gradient
 from tfdist.layers.experts.exchange import Exchange
 from tfdist.layers.experts.permutation import Permutation, combine, gather_rows
 

@@ -10,12 +10,8 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.collectives import Group
-from tfdist.context import (
-    ReplicaContext,
-    current_replica,
-    current_strategy,
-    with_global_gradient,
-)
+from tfdist.context import ReplicaContext, current_replica, current_strategy
+from tfdist.keras_step import with_global_gradient
 from tfdist.layers.sharded_embedding.bags import Bags, bags_of
 from tfdist.layers.sharded_embedding.config import FeatureConfig, TableConfig, tables_of
 from tfdist.layers.sharded_embedding.errors import error_of, raise_errors

@@ -8,7 +8,8 @@ import math
 from collections.abc import Iterable, Sequence
 
 from tfdist.monitoring.monitor.intervals import Interval, common, length, union, without
-from tfdist.monitoring.monitor.watch import Execution, Row
+from tfdist.monitoring.monitor.rows import Row
+from tfdist.monitoring.monitor.watch import Execution
 from tfdist.step_clock import Timed
 
 __all__ = ["SECTIONS", "Call", "Step", "steps_of"]

@@ -15,37 +15,16 @@ import weakref
 from collections.abc import Callable
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfdist.context import strategy_of
 from tfdist.gradients.norms import square_of
 from tfdist.monitoring.monitor.flops import Flops, count_flops
 from tfdist.monitoring.monitor.input_waits import noting_waits, watch_iterators
+from tfdist.monitoring.monitor.rows import Row, RowBuffer
 from tfdist.step_clock import Cell, Column, Stamps, current_stamps, stamping
 
-__all__ = ["Execution", "Row", "Watch"]
-
-#: How many rows a graph keeps until they are read.
-_CAPACITY = 64
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """What was noted of one step on this rank."""
-
-    columns: tuple[Column, ...]
-    values: np.ndarray
-
-    def all_of(self, kind: str) -> list[float]:
-        """The numbers of a kind, in the order in which the graph was made."""
-        pairs = zip(self.columns, self.values, strict=True)
-        return [float(value) for column, value in pairs if column.kind == kind]
-
-    def first(self, kind: str, default: float = float("nan")) -> float:
-        """The first number of a kind."""
-        found = self.all_of(kind)
-        return found[0] if found else default
+__all__ = ["Execution", "Watch"]
 
 
 @dataclasses.dataclass
@@ -71,33 +50,12 @@ class Execution:
 _installed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-class _Program:
-    """Where a graph of the training step leaves its rows."""
+class _Program(RowBuffer):
+    """Where a graph of the training step leaves its rows, and how much it computes."""
 
     def __init__(self, columns: tuple[Column, ...], flops: Flops | None):
-        self.columns, self.flops = columns, flops
-        self._rows = Cell(shape=(_CAPACITY, len(columns)))
-        self._count = Cell(0, dtype=tf.int64)
-        self._read = 0
-
-    def write(self, row: tf.Tensor) -> None:
-        """Adds a row, in the graph."""
-        with tf.device("/CPU:0"):
-            count = self._count.read()
-            tf.raw_ops.ResourceScatterNdUpdate(
-                ref=self._rows.handle, indices=[[count % _CAPACITY]], updates=row[None]
-            )
-            self._count.write(count + 1)
-
-    def take(self) -> list[Row]:
-        """The rows since the last call, the oldest first."""
-        count = int(self._count.read())
-        if count == self._read:
-            return []
-        rows = self._rows.read().numpy()
-        first = max(self._read, count - _CAPACITY)
-        self._read = count
-        return [Row(self.columns, rows[place % _CAPACITY]) for place in range(first, count)]
+        super().__init__(columns)
+        self.flops = flops
 
 
 class Watch:

@@ -1,0 +1,90 @@
+"""Where a worker stands among the updates that the first gradients make: with them, late, or waiting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from tfdist.asynchronous.errors import ParameterServerError
+from tfdist.asynchronous.hosted_model import HostedModel
+from tfdist.asynchronous.membership import Membership, wait
+
+__all__ = ["Round"]
+
+#: How often a worker that waits looks whether an update is made, and whether enough workers are left.
+_LONGEST_LOOK_SECONDS = 0.005
+_MEMBERS_SECONDS = 0.5
+
+
+class Round:
+    """The steps of one worker in one `fit`, by the servers' counts of updates.
+
+    Attributes:
+        known: Each server's count of updates, as far as this worker knows.
+        step: How many of its batches are done with: computed, or left out.
+        skipped: How many were left out.
+        was_late: Whether the last gradient was too late for some server.
+    """
+
+    def __init__(self):
+        self.known: list[int] = []
+        self.step = self.skipped = 0
+        self.was_late = False
+        self._sent_for: list[int] = []
+
+    def note_push(self, then: Sequence[int], before: Sequence[int]) -> None:
+        """A gradient was sent.
+
+        Args:
+            then: Each server's count when the parameters were read.
+            before: Its count when the gradient came. One that was late need not wait.
+        """
+        self._sent_for, self.known = list(then), list(before)
+        self.was_late = self._sent_for != self.known
+        self.step += 1
+
+    def is_over(self, versions: Sequence[int]) -> bool:
+        """Whether the update is made that the last gradient was for, on all servers."""
+        self.known = list(versions)
+        return all(now > sent for now, sent in zip(versions, self._sent_for, strict=False))
+
+    def wait(self, hosted: HostedModel, members: Membership, quorum: int, seconds: float) -> None:
+        """Returns once the update is made that the last gradient was for.
+
+        Args:
+            hosted: The model on the servers.
+            members: Who takes part.
+            quorum: How many gradients make an update.
+            seconds: For how long it waits.
+
+        Raises:
+            ParameterServerError: Too few workers are left, or none of them sends a gradient.
+        """
+        if self.is_over(self.known):
+            return
+        looked = time.monotonic()
+
+        def is_over() -> bool:
+            nonlocal looked
+            if self.is_over(hosted.versions()):
+                return True
+            if time.monotonic() - looked < _MEMBERS_SECONDS:
+                return False
+            looked = time.monotonic()
+            present = members.num_present()
+            if present < quorum:
+                raise ParameterServerError(
+                    f"An update takes {quorum} gradients, and {present} workers are left. Start the "
+                    "job again, with more `backup_ranks`, or with the workers that ended."
+                )
+            return False
+
+        wait(is_over, seconds, "Too few gradients come for an update", _LONGEST_LOOK_SECONDS)
+
+    def skip(self, steps: int) -> bool:
+        """Leaves out the next batches, where updates were made without them; whether it did."""
+        if not self.known or min(self.known) - self.step < steps:
+            return False
+        self.step += steps
+        self.skipped += steps
+        return True

@@ -1,0 +1,214 @@
+"""Work that is handed out while ranks ask for it: who gets which item, and when all are through.
+
+One rank keeps the books. What a rank asks for has a number (the third item of this epoch, the seventh
+batch), so that ranks which compute the same rows get the same, and a training that goes on from a
+checkpoint gets what it had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import secrets
+import selectors
+import threading
+from typing import Any
+
+from tfdist.collectives.engine import Engine
+from tfdist.collectives.objects import broadcast_object
+from tfdist.runtime import Channel, Listener, bind, connect
+
+__all__ = ["Books", "Clerk", "Desk"]
+
+_logger = logging.getLogger("tfdist")
+_PURPOSE = "handing out of data"
+_SECONDS = 60.0
+#: After how long the listener hangs up on strangers, at the latest.
+_TICK_SECONDS = 1.0
+#: A rank whose data ended waits for the others to have a batch; they are watched by the watchdog.
+_PATIENCE_SECONDS = 20 * 24 * 3600.0
+#: How many epochs are remembered: ranks are at most one apart.
+_KEPT_EPOCHS = 3
+
+
+class Books:
+    """Who has which item of an epoch, and how many batches each has made of them.
+
+    Args:
+        num_items: How many items an epoch has.
+        num_takers: How many ranks, or groups of ranks with the same rows, take them.
+        seed: Of the order of items, another one in each epoch; None for their own order.
+    """
+
+    def __init__(self, num_items: int, num_takers: int, seed: int | None):
+        self._num_items, self._num_takers, self._seed = num_items, num_takers, seed
+        self._taken: dict[int, list[list[int]]] = {}
+        self._left: dict[int, list[int]] = {}
+        self._made: dict[int, dict[int, int]] = {}
+        self._dry: dict[int, set[int]] = {}
+
+    def take(self, epoch: int, taker: int, number: int) -> int | None:
+        """The item of this number of a taker: what it had before, or the next; None if none is left."""
+        had = self._of(epoch)[taker]
+        if number < len(had):
+            return had[number]
+        left = self._left[epoch]
+        if not left or number > len(had):
+            return None
+        had.append(left.pop())
+        return had[-1]
+
+    def made(self, epoch: int, taker: int, count: int) -> None:
+        """Notes that a taker has made so many batches."""
+        made = self._made.setdefault(epoch, {})
+        made[taker] = max(made.get(taker, 0), count)
+
+    def ended(self, epoch: int, taker: int) -> None:
+        """Notes that a taker is through with its items."""
+        self._dry.setdefault(epoch, set()).add(taker)
+
+    def goes_on(self, epoch: int, count: int) -> bool | None:
+        """Whether anybody makes more than `count` batches; None while that is not known."""
+        if max(self._made.get(epoch, {}).values(), default=0) > count:
+            return True
+        return False if len(self._dry.get(epoch, ())) == self._num_takers else None
+
+    def state(self, epoch: int) -> list[list[int]]:
+        """By taker the items of an epoch."""
+        return [list(items) for items in self._of(epoch)]
+
+    def restore(self, epoch: int, taken: list[list[int]]) -> None:
+        """Lets an epoch go on from what `state` has returned."""
+        self._begin(epoch)
+        self._taken[epoch] = [list(items) for items in taken]
+        gone = {item for items in taken for item in items}
+        self._left[epoch] = [item for item in self._left[epoch] if item not in gone]
+
+    def _of(self, epoch: int) -> list[list[int]]:
+        if epoch not in self._taken:
+            self._begin(epoch)
+        return self._taken[epoch]
+
+    def _begin(self, epoch: int) -> None:
+        self._taken[epoch] = [[] for _ in range(self._num_takers)]
+        order = list(range(self._num_items))
+        if self._seed is not None:
+            random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        self._left[epoch] = order[::-1]
+        for books in (self._taken, self._left, self._made, self._dry):
+            for old in [each for each in books if each <= epoch - _KEPT_EPOCHS]:
+                books.pop(old)
+
+
+class Desk:
+    """Answers the ranks, in a thread of its own on the first one.
+
+    Args:
+        books: The books.
+        engine: The engine whose ranks ask. They call from two threads each.
+        taker_of: By rank which taker it is.
+    """
+
+    def __init__(self, books: Books, engine: Engine, taker_of: list[int]):
+        self._books, self._taker_of = books, taker_of
+        self.key = secrets.token_bytes(32)
+        self._listener = Listener(
+            [bind(engine.host_address())], self.key, _PURPOSE, identities=range(2 * engine.size)
+        )
+        self.port: int = self._listener.addresses[0][1]
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[Channel, int, int]] = []
+        threading.Thread(target=self._serve, name="tfdist-handing-out", daemon=True).start()
+
+    def state(self, epoch: int) -> list[list[int]]:
+        """See `Books`."""
+        with self._lock:
+            return self._books.state(epoch)
+
+    def restore(self, epoch: int, taken: list[list[int]]) -> None:
+        """See `Books`."""
+        with self._lock:
+            self._books.restore(epoch, taken)
+
+    def _serve(self) -> None:
+        takers: dict[Channel, int] = {}
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select(_TICK_SECONDS):
+                    channel = key.fileobj
+                    if not isinstance(channel, Channel):
+                        continue
+                    try:
+                        while (message := channel.receive_now()) is not None:
+                            self._hear(channel, takers[channel], message)
+                    except (OSError, KeyError, TypeError) as error:
+                        # A rank that ends hangs up; what is wrong with it the watchdog says.
+                        _logger.debug("A rank asks for no more data: %s", error)
+                        selector.unregister(channel)
+                        channel.close()
+                        self._waiting = [each for each in self._waiting if each[0] is not channel]
+                for identity, sock in self._listener.poll():
+                    channel = Channel(sock)
+                    takers[channel] = self._taker_of[identity // 2]
+                    selector.register(channel, selectors.EVENT_READ)
+
+    def _hear(self, channel: Channel, taker: int, message: dict[str, Any]) -> None:
+        kind, epoch, number = message["kind"], int(message["epoch"]), int(message["number"])
+        with self._lock:
+            if kind == "take":
+                item = self._books.take(epoch, taker, number)
+                channel.send({"item": item}, _SECONDS)
+                return
+            if kind == "made":
+                self._books.made(epoch, taker, number)
+            else:
+                self._books.ended(epoch, taker)
+                self._waiting.append((channel, epoch, number))
+            waiting, self._waiting = self._waiting, []
+            for other, its_epoch, count in waiting:
+                found = self._books.goes_on(its_epoch, count)
+                if found is None:
+                    self._waiting.append((other, its_epoch, count))
+                    continue
+                with contextlib.suppress(OSError):  # It has ended, and is found out above.
+                    other.send({"goes_on": found}, _SECONDS)
+
+
+class Clerk:
+    """Asks the desk, for one rank.
+
+    Args:
+        engine: The engine; all its ranks make a clerk at the same time.
+        desk: The desk, on the first rank.
+    """
+
+    def __init__(self, engine: Engine, desk: Desk | None):
+        contact = None if desk is None else (engine.host_address(), desk.port, desk.key)
+        host, port, key = broadcast_object(contact, engine.group(), name="handing-out")
+
+        def call(line: int) -> Channel:
+            identity = 2 * engine.rank + line
+            return Channel(connect((host, port), key, _PURPOSE, identity, timeout=_SECONDS))
+
+        # A rank may wait for the end of the epoch while another of its threads takes items.
+        self._items, self._steps = call(0), call(1)
+        self._taking, self._stepping = threading.Lock(), threading.Lock()
+
+    def take(self, epoch: int, number: int) -> int | None:
+        """The next item; None if none is left."""
+        with self._taking:
+            self._items.send({"kind": "take", "epoch": epoch, "number": number}, _SECONDS)
+            return self._items.receive(_SECONDS)["item"]
+
+    def made(self, epoch: int, count: int) -> None:
+        """Tells how many batches this rank has made."""
+        with self._stepping:
+            self._steps.send({"kind": "made", "epoch": epoch, "number": count}, _SECONDS)
+
+    def goes_on(self, epoch: int, count: int) -> bool:
+        """Whether another rank makes more than `count` batches; waits until that is known."""
+        with self._stepping:
+            self._steps.send({"kind": "end", "epoch": epoch, "number": count}, _SECONDS)
+            return self._steps.receive(_PATIENCE_SECONDS)["goes_on"]

@@ -1,0 +1,87 @@
+"""Updates of fewer micro-steps than an optimizer accumulates, whose number changes while it trains.
+
+Keras makes a constant of `gradient_accumulation_steps`, M, when it traces a step: an update comes when
+the number of micro-steps divides by M, of the sum of gradients over M. For an update of k of them, its
+number is moved on by M - k behind each update, and gradients are multiplied by M / k. Keras still
+counts an update as one, so that Adam's corrections stay right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.keras_internals.attributes import micro_steps
+
+__all__ = ["Accumulation"]
+
+
+class Accumulation:
+    """How many micro-steps the updates of an optimizer have.
+
+    Args:
+        optimizer: A built optimizer that accumulates gradients.
+        steps: How many, at first.
+    """
+
+    def __init__(self, optimizer: Any, steps: int):
+        self.optimizer = optimizer
+        self.most = int(optimizer.gradient_accumulation_steps)
+        with tf.init_scope(), tf.device("/CPU:0"):
+            self._steps = tf.Variable(steps, trainable=False, dtype=tf.int64, name="micro_steps")
+
+    @property
+    def steps(self) -> int:
+        """How many now."""
+        return int(self._steps.numpy())
+
+    @property
+    def is_between_updates(self) -> bool:
+        """Whether no gradient is accumulated now. Eager only."""
+        return self._done() % self.most == (self.most - self.steps) % self.most
+
+    def begin(self) -> None:
+        """Lets the first update of an optimizer have as many; where it has begun, nothing changes."""
+        counted = micro_steps(self.optimizer)
+        if self._done() == 0:
+            counted.assign(self.most - self.steps)
+
+    def set_steps(self, steps: int, *, restored: bool = False) -> None:
+        """Changes the number, between two updates.
+
+        Args:
+            steps: From 1 to `most`.
+            restored: Whether the optimizer's own count is of so many already, as from a checkpoint.
+        """
+        if not restored:
+            micro_steps(self.optimizer).assign_add(self.steps - steps)
+        self._steps.assign(steps)
+
+    def scaled(self, gradients: Sequence) -> list:
+        """The mean over the micro-steps of an update, of Keras' sum over `most`."""
+        factor = self.most / tf.cast(self._steps.read_value(), tf.float32)
+
+        def scale(gradient):
+            if gradient is None:
+                return None
+            own = tf.cast(factor, gradient.dtype)
+            if isinstance(gradient, tf.IndexedSlices):
+                return tf.IndexedSlices(
+                    gradient.values * own, gradient.indices, gradient.dense_shape
+                )
+            return gradient * own
+
+        return [scale(gradient) for gradient in gradients]
+
+    def end_step(self) -> None:
+        """Called behind each micro-step."""
+        counted = micro_steps(self.optimizer)
+        done = tf.convert_to_tensor(counted.value)
+        is_over = tf.equal(done % self.most, 0)
+        more = self.most - tf.cast(self._steps.read_value(), done.dtype)
+        counted.assign_add(tf.where(is_over, more, tf.zeros_like(more)))
+
+    def _done(self) -> int:
+        return int(micro_steps(self.optimizer).numpy())
