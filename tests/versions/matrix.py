@@ -179,7 +179,8 @@ def examine(cell: Cell, folder: Path, seconds: float) -> Result:
     if tests.returncode == 124:
         return Result(False, tests.stderr, took)
     summary = re.search(r"^(?:\d+ \w+(?:, )?)+ in .*$", tests.stdout, re.MULTILINE)
-    words = summary[0].rpartition(" in ")[0] if summary else _last(tests)
+    counts = re.findall(r"\d+ (?:passed|failed|skipped|errors?)", summary[0]) if summary else []
+    words = ", ".join(counts) or _last(tests)
     return Result(tests.returncode == 0, words, took)
 
 
