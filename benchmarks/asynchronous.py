@@ -1,6 +1,6 @@
 """Asynchronous beside synchronous training: speed with a slow worker, convergence, and Hogwild!.
 
-    python -m tfdist.benchmarks.asynchronous [--rounds=5] [--only=hogwild|slow-worker|backup|digits]
+    python -m tfdist.benchmarks.asynchronous [--rounds=5] [--only=hogwild|slow-worker|digits]
 
 Each round measures both sides of a comparison, one after the other. Measure on an idle machine: each
 worker has one thread, and a job of three workers and a server wants four cores.
@@ -109,10 +109,7 @@ def worker(folder: str, options: dict) -> None:
     import tfdist
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    if options["kind"] == "backup":
-        strategy = tfdist.strategies.ParameterServerStrategy(backup_ranks=options["backup"])
-    else:
-        strategy = tfdist.strategies.auto()
+    strategy = tfdist.strategies.auto()
     is_synchronous = options["kind"] == "synchronous"
     index = strategy.mesh.rank if is_synchronous else strategy.worker_index
     x, y, held_out = _digits()
@@ -142,7 +139,7 @@ def worker(folder: str, options: dict) -> None:
         def on_train_batch_begin(self, batch, logs=None):
             # The first step traces.
             self.begun = self.begun or (time.perf_counter() if self.steps else 0.0)
-            slower = options.get("slower", _SLOWER) if index == options.get("slow", 1) else 1
+            slower = _SLOWER if index == 1 else 1
             time.sleep(options["step_seconds"] * slower)
 
         def on_train_batch_end(self, batch, logs=None):
@@ -174,10 +171,10 @@ def _digits():
     return images[~is_test], labels[~is_test], (images[is_test], labels[is_test])
 
 
-def job(kind: str, workers: int = _WORKERS, **options) -> list[dict]:
-    """Runs a job of a kind; what each worker wrote."""
+def job(kind: str, **options) -> list[dict]:
+    """Runs a job of either kind; what each worker wrote."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["--engine=tensorflow", "-np", str(workers)]
+        flags = ["--engine=tensorflow", "-np", str(_WORKERS)]
         flags += [] if kind == "synchronous" else ["--ps=1"]
         own = [sys.executable, "-m", "tfdist.benchmarks.asynchronous", "--worker", folder]
         words = [sys.executable, "-m", "tfdist.launch.run", *flags, "--", *own]
@@ -210,22 +207,6 @@ def slow_worker(rounds: int) -> None:
     )
 
 
-def backup(rounds: int) -> None:
-    """Steps per second of N + 1 workers, one of them ten times slower, of which N make a step."""
-    ratios = []
-    pace = {"epochs": 3, "seed": 0, "step_seconds": 0.2}
-    for turn in range(rounds):
-        alone = job("backup", _WORKERS, backup=0, slower=1, **pace)
-        more = job("backup", _WORKERS + 1, backup=1, slow=_WORKERS, slower=10, **pace)
-        fast = [min(each["rate"] for each in found[:_WORKERS]) for found in (more, alone)]
-        ratios.append(fast[0] / fast[1])
-        print(f"backup round {turn + 1}: {fast[0]:.1f} and {fast[1]:.1f} rows/s", flush=True)
-    print(
-        f"{_WORKERS} of {_WORKERS + 1} workers, one of them 10 times slower, over {_WORKERS} workers: "
-        f"steps/s {spread(ratios)}, at least 0.9"
-    )
-
-
 def digits(rounds: int) -> None:
     """What both reach on the digits after as many epochs."""
     found: dict[str, list[dict]] = {"synchronous": [], "asynchronous": []}
@@ -237,7 +218,7 @@ def digits(rounds: int) -> None:
             print(f"digits, {kind}: {name} {spread([each[name] for each in results])}")
 
 
-_PARTS = {"hogwild": hogwild, "slow-worker": slow_worker, "backup": backup, "digits": digits}
+_PARTS = {"hogwild": hogwild, "slow-worker": slow_worker, "digits": digits}
 
 
 def main() -> int:

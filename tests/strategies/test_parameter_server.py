@@ -171,7 +171,7 @@ def check_counts(found: dict[int, dict], workers: int, taken: int) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_what_a_slow_rank_sends_is_left_out_where_there_is_a_backup(tmp_path):
-    """`tfdist.benchmarks.asynchronous --only=backup` measures what that is for."""
+    """It is too late in most steps, and is counted."""
     options = {"step_seconds": 0.05, "epochs": 4, "batch_size": 16, "slow": 3, "slower": 10}
     code, output, found = run(tmp_path, np=4, backup=1, timeout=280, **options)
     assert code == 0, output
