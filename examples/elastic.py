@@ -48,7 +48,9 @@ if strategy.is_chief:
 callbacks = [tfdist.checkpoint.Checkpointer(folder, every_steps=5)]
 if len(sys.argv) > 1:
     # So that there is time to change the hosts.
-    callbacks.append(keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: time.sleep(0.2)))
+    callbacks.append(
+        keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.2))
+    )
 history = model.fit(x, y, batch_size=100, epochs=EPOCHS, verbose=0, callbacks=callbacks)
 if strategy.is_chief:
     print(f"Loss {history.history['loss'][-1]:.4f} on {strategy.mesh.size} rank(s).")

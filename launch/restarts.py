@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -107,7 +108,8 @@ def run_with_restarts(
                 excluded.count(names[rank % len(names)], failed_code)
         failures += 1
         delay = min(delay, longest_delay)
-        say("tfdist-run", f"restart {failures} of {max_restarts} in {delay:g} s.")
+        limit = "" if max_restarts == sys.maxsize else f" of {max_restarts}"
+        say("tfdist-run", f"restart {failures}{limit} in {delay:g} s.")
         time.sleep(delay)
         delay *= 2
 

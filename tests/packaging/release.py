@@ -1,4 +1,4 @@
-"""`make release`: builds an sdist and a wheel, looks at both, and trains with what the wheel installs.
+"""`make release`: builds an sdist and a wheel, looks at both, trains with what the wheel installs, and times it.
 
 Each step ends the program when it fails; nothing is uploaded. Reads the checkout, and writes to `dist/`.
 """

@@ -52,7 +52,7 @@ def test_the_citation_has_what_the_format_asks_for():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_the_release_is_built_and_trains(tmp_path, capsys):
     for module in ("build", "twine", "check_wheel_contents"):
         if importlib.util.find_spec(module) is None:
@@ -60,4 +60,4 @@ def test_the_release_is_built_and_trains(tmp_path, capsys):
     release.main([f"--out={tmp_path / 'dist'}"])
     said = capsys.readouterr().out
     assert f"MultiWorkerStrategy of tfdist {tfdist.__version__} on 2: loss" in said
-    assert "Ready in" in said
+    assert "s  in all, of at most 180" in said and "Ready in" in said
