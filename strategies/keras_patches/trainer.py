@@ -92,14 +92,14 @@ def _fit_to_the_end(original, arguments: dict):
     """`fit`, whose place can be saved, and whose failure says what the guard of the loss found."""
     self = arguments["self"]
     callbacks = list(tf.nest.flatten(arguments["callbacks"] or []))
-    for callback in callbacks:
-        if isinstance(callback, GradientNoise):
-            callback.prepare(self)
     position = DataPosition()
     savers = [callback for callback in callbacks if isinstance(callback, Checkpointer)]
     for saver in savers:
         saver.attach(position, callbacks)
     try:
+        for callback in callbacks:
+            if isinstance(callback, GradientNoise):
+                callback.prepare(self)
         with recorded(position) if savers else contextlib.nullcontext():
             return original(**arguments)
     except tf.errors.InvalidArgumentError:
@@ -113,7 +113,7 @@ def _fit_to_the_end(original, arguments: dict):
         raise
     finally:
         for callback in callbacks:
-            if isinstance(callback, (Checkpointer, VerifyModelSync)):
+            if isinstance(callback, (Checkpointer, GradientNoise, VerifyModelSync)):
                 callback.detach()
 
 

@@ -143,3 +143,21 @@ def test_what_cannot_be_measured_is_refused(one_process):
     assert "gradient_accumulation_steps" in parts and "one rank" in parts
     assert "gradient_accumulation_steps" in steps and "start=1" in steps
     assert "a schedule" in schedule
+
+
+def after_a_failed_fit(strategy):
+    """What a strategy measures and accumulates once a `fit` has failed in its first step."""
+
+    def fails(batch, logs):
+        raise KeyError("of the test")
+
+    model = quadratic(strategy, keras.optimizers.SGD(0.1, gradient_accumulation_steps=4))
+    failing = keras.callbacks.LambdaCallback(on_train_batch_begin=fails)
+    x, y = samples(32)
+    with pytest.raises(KeyError):
+        model.fit(x, y, batch_size=8, verbose=0, callbacks=[AdaptiveBatch(), failing])
+    return strategy.noise_meter, strategy.accumulation
+
+
+def test_nothing_is_left_by_a_fit_that_fails(one_process):
+    assert one_process.run(programs.on_rank, after_a_failed_fit) == [(None, None)]

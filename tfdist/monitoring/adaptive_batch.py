@@ -13,7 +13,7 @@ from tfdist.collectives.objects import broadcast_object
 from tfdist.context import strategy_of
 from tfdist.gradients.accumulation import Accumulation
 from tfdist.gradients.noise import Noise
-from tfdist.monitoring.gradient_noise import GradientNoise
+from tfdist.monitoring.gradient_noise import GradientNoise, accumulating_optimizer
 
 __all__ = ["AdaptiveBatch", "adascale_gain"]
 
@@ -85,7 +85,7 @@ class AdaptiveBatch(GradientNoise):
 
     def prepare(self, model: keras.Model) -> None:
         """Called by `fit`, before it looks at the training function."""
-        optimizer = _inner(model)
+        optimizer = accumulating_optimizer(model)
         most = optimizer.gradient_accumulation_steps
         if not most or most < max(2, self._start):
             raise ValueError(
@@ -116,10 +116,10 @@ class AdaptiveBatch(GradientNoise):
         if self._accumulation is not None:
             self._accumulation.begin()
 
-    def on_train_end(self, logs=None):
-        """Updates of other optimizers stay as they are."""
-        super().on_train_end(logs)
-        strategy = strategy_of(self.model)
+    def detach(self) -> None:
+        """Called by `fit` when it ends, well or not: updates of other optimizers stay as they are."""
+        super().detach()
+        strategy = strategy_of(self._measured)
         if strategy is not None:
             strategy.accumulation = None
 
@@ -190,7 +190,7 @@ class AdaptiveBatch(GradientNoise):
     def _set_gain(self, gain: float) -> None:
         """Scales the rate as it is now: other callbacks may have changed it."""
         if gain != self._gain:
-            optimizer = _inner(self.model)
+            optimizer = accumulating_optimizer(self.model)
             rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
             optimizer.learning_rate = rate * gain / self._gain
             self._gain = gain
@@ -207,11 +207,6 @@ class AdaptiveBatch(GradientNoise):
         if noise is not None:
             found["batch_rows"] = noise.rows * self._now
         return {**found, "accumulation": float(self._now), "rate_gain": self._gain}
-
-
-def _inner(model: keras.Model) -> Any:
-    """The optimizer that accumulates, without a loss scale around it."""
-    return getattr(model.optimizer, "inner_optimizer", model.optimizer)
 
 
 def _has_plain_rate(optimizer: Any) -> bool:

@@ -10,7 +10,7 @@ from tfdist import checks
 from tfdist.context import DistributedStrategy, strategy_of
 from tfdist.gradients.noise import Noise, NoiseMeter
 
-__all__ = ["GradientNoise"]
+__all__ = ["GradientNoise", "accumulating_optimizer"]
 
 
 class GradientNoise(keras.callbacks.Callback):
@@ -71,9 +71,9 @@ class GradientNoise(keras.callbacks.Callback):
         if logs is not None:
             logs |= self._logs()
 
-    def on_train_end(self, logs=None):
-        """Steps of other models are not measured."""
-        strategy = strategy_of(self.model)
+    def detach(self) -> None:
+        """Called by `fit` when it ends, well or not: steps of other models are not measured."""
+        strategy = strategy_of(self._measured)
         if strategy is not None:
             strategy.noise_meter = None
 
@@ -105,9 +105,14 @@ class GradientNoise(keras.callbacks.Callback):
                 "ZeRO-3 sums gradients layer by layer, so that no rank has its own. Received: "
                 f"zero_stage=3. Take zero_stage=2, or leave {type(self).__name__} out."
             )
-        optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        optimizer = accumulating_optimizer(model)
         if strategy.row_group.size == 1 and not optimizer.gradient_accumulation_steps:
             raise ValueError(
                 "The noise of gradients is told from several parts of a batch. Received: one rank, and an "
                 "optimizer without `gradient_accumulation_steps`. Give it some, or start more ranks."
             )
+
+
+def accumulating_optimizer(model: keras.Model) -> Any:
+    """The optimizer that accumulates gradients: that of a model, without a loss scale around it."""
+    return getattr(model.optimizer, "inner_optimizer", model.optimizer)
