@@ -19,11 +19,10 @@ import sys
 from tfdist.benchmarks.measuring import (
     ENVIRONMENT,
     Ratio,
-    fit_begins,
-    median_interval,
     parser,
     write_json,
 )
+from tfdist.launch.trials import fit_begins, median_interval
 from tfdist.testing import RankPool
 
 __all__ = ["main"]

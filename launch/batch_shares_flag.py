@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
+from tfdist import shares
 from tfdist.launch.flag_values import MOST_RANKS, refuse
 
 __all__ = ["check_batch_shares", "make_batch_shares"]
@@ -11,9 +10,8 @@ __all__ = ["check_batch_shares", "make_batch_shares"]
 _WORDS = {"equal": None, "measured": "measured"}
 _MEANING = (
     "equal, measured, or a positive number for each rank that holds other rows, as 3,1, the largest at "
-    "most 10,000 times the smallest"
+    f"most {shares.MOST_RATIO:,.0f} times the smallest"
 )
-_MOST_RATIO = 1e4
 
 
 def check_batch_shares(flag: str, value: str) -> None:
@@ -21,12 +19,9 @@ def check_batch_shares(flag: str, value: str) -> None:
     if value in _WORDS:
         return
     try:
-        shares = [float(each) for each in value.split(",", MOST_RANKS)]
+        shares.check_batch_shares([float(each) for each in value.split(",", MOST_RANKS)])
     except ValueError:
         raise refuse(flag, value, _MEANING) from None
-    right = all(math.isfinite(share) and share > 0 for share in shares)
-    if not right or max(shares) / min(shares) > _MOST_RATIO:
-        raise refuse(flag, value, _MEANING)
 
 
 def make_batch_shares(value: str) -> str | list[float] | None:

@@ -16,6 +16,7 @@ from tfdist.launch.flag_values import (
     refuse,
     refuse_ignored,
 )
+from tfdist.quantities import read_bytes
 
 __all__ = ["OptimizerFlags", "read_recompute"]
 
@@ -203,9 +204,6 @@ def read_recompute(flag: str, value: str) -> dict[str, Any]:
     """
     if value in _RECOMPUTE:
         return {} if value == "none" else {"policy": value}
-    # The planner takes a while to import, which only this value needs.
-    from tfdist.planner.quantities import read_bytes
-
     kind, _, size = value.partition(":")
     with contextlib.suppress(ValueError):
         if kind == "budget":

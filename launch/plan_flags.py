@@ -20,7 +20,7 @@ from tfdist.launch.flag_values import (
 from tfdist.planner import DEVICES, Machine, Transformer, from_config, machine
 from tfdist.planner.calibration import read_machine
 from tfdist.planner.configs import KNOWN
-from tfdist.planner.quantities import read_bytes
+from tfdist.quantities import read_bytes
 
 __all__ = ["MachineFlags", "ModelFlags", "file_or_name"]
 

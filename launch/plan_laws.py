@@ -12,7 +12,7 @@ from tabulate import tabulate
 from tfdist.launch import command
 from tfdist.launch.flag_values import MOST_RANKS, FlagDefiner, UsageError, input_file, refuse
 from tfdist.planner import goodput, laws
-from tfdist.planner.quantities import as_count, as_seconds
+from tfdist.quantities import as_count, as_seconds
 
 __all__ = ["FIT", "GOODPUT", "OPTIMUM"]
 

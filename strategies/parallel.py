@@ -22,8 +22,9 @@ from tfdist.local_steps import local_optimizer
 from tfdist.mesh import Mesh
 from tfdist.monitoring.watchdog import Watchdog, startup_guard
 from tfdist.monitoring.work import WorkMeter
-from tfdist.row_shares import MeasuredShares, RowShares, check_batch_shares
+from tfdist.row_shares import RowShares
 from tfdist.runtime.schedulers import started_by_scheduler
+from tfdist.shares import MeasuredShares, check_batch_shares
 from tfdist.strategies import keras_patches
 from tfdist.strategies.extended import ParallelExtended
 from tfdist.strategies.keras_patches.steps import count_rows

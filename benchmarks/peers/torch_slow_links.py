@@ -36,6 +36,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
+    # By its place: this folder holds programs of environments without tfdist.
+    sys.path.insert(0, str(Path(__file__).parent))
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # As TensorFlow's threads do.
     distributed.init_process_group("gloo")
@@ -49,8 +51,6 @@ def main() -> None:
 
 
 def _measure(way: str, options) -> list[float]:
-    # By its place: this folder holds programs of environments without tfdist.
-    sys.path.insert(0, str(Path(__file__).parent))
     from torch_models import GPT, loss_of
 
     torch.manual_seed(0)

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import types
+
 import keras
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["FourReplicas", "Rates", "fit", "fit_on_four", "one_weight_model", "weight_of"]
+__all__ = [
+    "FourReplicas",
+    "Rates",
+    "averaging_callback",
+    "fit",
+    "fit_on_four",
+    "one_weight_model",
+    "weight_of",
+]
 
 
 class FourReplicas(tf.distribute.OneDeviceStrategy):
@@ -61,3 +71,15 @@ def fit_on_four(callback, **arguments):
     with FourReplicas("/CPU:0").scope():
         model = one_weight_model(keras.optimizers.SGD(0.4))
     return model, *fit(model, [callback], **arguments)
+
+
+def averaging_callback(engine):
+    """A `MetricAverageCallback` of a model that two ranks train, by an engine."""
+    from tfdist.compat.horovod import MetricAverageCallback
+
+    model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model._distribute_strategy = types.SimpleNamespace(engine=engine, num_replicas_in_sync=2)
+    callback = MetricAverageCallback()
+    callback.set_model(model)
+    return callback

@@ -187,19 +187,11 @@ def test_broadcast_refuses_roots_and_split_variables(ranks):
 
 def test_metrics_are_averaged_over_the_ranks(ranks):
     def average():
-        import types
-
-        import keras
-
         import tfdist.testing
-        from tfdist.compat.horovod import MetricAverageCallback
+        from tests.compat.fits import averaging_callback
 
         engine = tfdist.testing.engine()
-        model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-        model._distribute_strategy = types.SimpleNamespace(engine=engine, num_replicas_in_sync=2)
-        callback = MetricAverageCallback()
-        callback.set_model(model)
+        callback = averaging_callback(engine)
         logs = {"loss": 1.0 + engine.rank, "count": engine.rank, "note": "rank"}
         # The ranks' dicts are in other orders.
         logs = {"global": 1 / 3, "accuracy": 0.25 * engine.rank, **logs}
@@ -224,19 +216,11 @@ def test_metrics_are_averaged_over_the_ranks(ranks):
 
 def test_logs_of_different_keys_are_an_error_on_all_ranks(ranks):
     def mismatch():
-        import types
-
-        import keras
-
         import tfdist.testing
-        from tfdist.compat.horovod import MetricAverageCallback
+        from tests.compat.fits import averaging_callback
 
         engine = tfdist.testing.engine()
-        model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-        model._distribute_strategy = types.SimpleNamespace(engine=engine, num_replicas_in_sync=2)
-        callback = MetricAverageCallback()
-        callback.set_model(model)
+        callback = averaging_callback(engine)
         try:
             callback.on_epoch_end(0, {"loss": 1.0, **({"val_loss": 2.0} if engine.rank else {})})
         except ValueError as error:

@@ -13,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.asynchronous.server_part import (
-    NONE,
     SPARSE,
     ServerPart,
     apply_of,
@@ -112,49 +111,25 @@ class QuorumPart(ServerPart):
             with tf.control_dependencies([before]):
                 taken = tf.cond(tf.equal(before, then), take, drop)
             end = released(lock, [taken.op])
-        fetches = [before, taken, end]
+        fetches = [before, end]
         if more is not None:
             fetches += more[0]
             feeds = [*feeds, *more[1]]
         return self._connection.function(fetches, feeds)
 
-    def push(self, kinds, grads, deltas, rate, more, then: int) -> tuple[int, list]:
-        """See `HostedModel.push`; `then` is the version that the gradients were computed from."""
-        given = [i for i in self._parameters if kinds[i] != NONE]
-        changed = tuple(i for i in self.indices if i in deltas)
-        key = (tuple(kinds[i] for i in given), tuple(given), changed, more is not None)
-        if key not in self._pushes:
-            self._pushes[key] = self._make_push(kinds, given, changed, more)
-        values = [rate, np.int64(then), *(tensor for i in given for tensor in grads[i])]
-        values += [deltas[i] for i in changed]
-        values += more[2] if more is not None else []
-        before, _, *fetched = self._pushes[key](*values)
-        return int(before), fetched
+    def _first_values(self, rate, then: int) -> list:
+        return [rate, np.int64(then)]
 
     def _update(self, given: Sequence[int], traced, rate) -> tf.Tensor:
         """Applies the mean of what has arrived, and begins the next version."""
         hosted = self._hosted
-        optimizer = hosted.optimizer
         sums = [
             tf.raw_ops.ReadVariableOp(resource=self._sums[i], dtype=hosted.parameters[i].dtype)
             for i in given
         ]
-        ends = list(sums)
-        if self._rate_place in self._optimizer_handles:
-            dtype = optimizer.variables[self._rate_place].dtype
-            ends.append(
-                tf.raw_ops.AssignVariableOp(
-                    resource=self._optimizer_handles[self._rate_place], value=tf.cast(rate, dtype)
-                )
-            )
+        ends = [*sums, *self._set_rate(rate)]
         with tf.control_dependencies(ends):
-            # What was imported waits for all that only through what it is given.
-            handles = {
-                id(hosted.parameters[i].value.handle): tf.identity(self._handles[i]) for i in given
-            }
-            for place, handle in self._optimizer_handles.items():
-                own = optimizer.variables[place].value.handle
-                handles[id(own)] = tf.identity(handle)
+            handles = self._handles_of(given)
         if traced is not None:
             ends = import_update(traced, sums, handles, self._connection.device)
         with tf.control_dependencies(ends):

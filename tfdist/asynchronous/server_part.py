@@ -247,17 +247,21 @@ class ServerPart:
 
     def push(self, kinds, grads, deltas, rate, more, then: int) -> tuple[int, list]:
         """See `HostedModel.push`; `then` is this server's."""
-        del then
         given = [i for i in self._parameters if kinds[i] != NONE]
         changed = tuple(i for i in self.indices if i in deltas)
         key = (tuple(kinds[i] for i in given), tuple(given), changed, more is not None)
         if key not in self._pushes:
             self._pushes[key] = self._make_push(kinds, given, changed, more)
-        values = [rate, *(tensor for i in given for tensor in grads[i])]
+        values = [*self._first_values(rate, then), *(each for i in given for each in grads[i])]
         values += [deltas[i] for i in changed]
         values += more[2] if more is not None else []
         before, *fetched = self._pushes[key](*values)
         return int(before), fetched
+
+    def _first_values(self, rate, then: int) -> list:
+        """What a push is fed first, before gradients."""
+        del then
+        return [rate]
 
     def _make_push(self, kinds, given, changed, more):
         hosted = self._hosted
@@ -276,14 +280,7 @@ class ServerPart:
             with tf.control_dependencies([lock]):
                 before = self._total()
             with tf.control_dependencies([lock, before]):
-                ends = [before.op]
-                if self._rate_place in self._optimizer_handles:
-                    ends.append(
-                        tf.raw_ops.AssignVariableOp(
-                            resource=self._optimizer_handles[self._rate_place],
-                            value=tf.cast(rate, optimizer.variables[self._rate_place].dtype),
-                        )
-                    )
+                ends = [before.op, *self._set_rate(rate)]
                 for i, delta in zip(changed, deltas, strict=True):
                     ends.append(
                         tf.raw_ops.AssignAddVariableOp(resource=self._handles[i], value=delta)
@@ -294,14 +291,7 @@ class ServerPart:
                     for tensor in self._compensated(i, each, is_sparse)
                 ]
             with tf.control_dependencies([*ends, *sent]):
-                # What was imported waits for all that only through what it is given.
-                handles = {
-                    id(hosted.parameters[i].value.handle): tf.identity(self._handles[i])
-                    for i in given
-                }
-                for place, handle in self._optimizer_handles.items():
-                    own = optimizer.variables[place].value.handle
-                    handles[id(own)] = tf.identity(handle)
+                handles = self._handles_of(given)
             if traced is not None:
                 ends += import_update(traced, sent, handles, self._connection.device)
             with tf.control_dependencies(ends):
@@ -313,6 +303,27 @@ class ServerPart:
             fetches += more[0]
             feeds = [*feeds, *more[1]]
         return self._connection.function(fetches, feeds)
+
+    def _set_rate(self, rate: tf.Tensor) -> list[tf.Operation]:
+        """Sets the optimizer's learning rate, if this server has it; in the graph."""
+        if self._rate_place not in self._optimizer_handles:
+            return []
+        dtype = self._hosted.optimizer.variables[self._rate_place].dtype
+        handle = self._optimizer_handles[self._rate_place]
+        return [tf.raw_ops.AssignVariableOp(resource=handle, value=tf.cast(rate, dtype))]
+
+    def _handles_of(self, given: Sequence[int]) -> dict[int, tf.Tensor]:
+        """By the worker's own handles, those that an imported update of some parameters is given.
+
+        It waits for what comes before only through what it is given.
+        """
+        hosted = self._hosted
+        own = [(hosted.parameters[i], self._handles[i]) for i in given]
+        own += [
+            (hosted.optimizer.variables[place], handle)
+            for place, handle in self._optimizer_handles.items()
+        ]
+        return {id(variable.value.handle): tf.identity(handle) for variable, handle in own}
 
     def _compensated(self, index: int, gradient: Sequence[tf.Tensor], is_sparse: bool):
         """DC-ASGD (arXiv:1609.08326): g + lambda g g (w_now - w_then)."""

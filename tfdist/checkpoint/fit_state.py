@@ -16,7 +16,7 @@ from tfdist.data.position import DataPosition
 from tfdist.data.random_state import global_seed, random_state, set_random_state
 from tfdist.keras_internals.attributes import batches_since_save, initial_epoch, last_batch
 from tfdist.keras_internals.private import GLOBAL_SEED_GENERATOR, global_state
-from tfdist.row_shares import are_shares
+from tfdist.shares import are_shares
 
 __all__ = ["FitState", "check_state"]
 
@@ -130,9 +130,8 @@ def check_state(state: dict[str, Any]) -> None:
             and isinstance(history["epoch"], list)
             and all(isinstance(values, list) for values in history["logs"].values())
             and all(set(values) <= set(_COUNTED) for values in state["callbacks"].values())
-            and are_shares(
-                state.get("batch_shares")
-            )  # Not in checkpoints of before there were any.
+            # Checkpoints of before there were any have none.
+            and are_shares(state.get("batch_shares"))
         )
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
         right = False

@@ -16,6 +16,7 @@ from tfdist.checkpoint.entries import arrays_of, entries_of
 from tfdist.checkpoint.errors import StorageError
 from tfdist.checkpoint.storage import Storage
 from tfdist.collectives import Group
+from tfdist.quantities import as_bytes
 
 __all__ = ["Progress", "Recovery", "room_words", "tell"]
 
@@ -23,7 +24,8 @@ _logger = logging.getLogger("tfdist")
 
 #: Says how far a training came, about once a second.
 _PROGRESS = "progress.json"
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+#: Of sizes in messages.
+_DIGITS = 3
 
 
 class Progress:
@@ -133,24 +135,16 @@ def room_words(
     if world.rank:
         return None
     size = sum(math.prod(shape) * item_bytes(dtype) for shape, dtype in arrays.values())
-    said = f"A checkpoint takes {_words(size)}"
+    said = f"A checkpoint takes {as_bytes(size, _DIGITS)}"
     needed = size
     if keep_last is not None:
         # An old one goes when the new one was read back.
         needed = size * (keep_last + 1)
-        said += f", the {keep_last} that are kept and one that is being written {_words(needed)}"
+        said += f", the {keep_last} that are kept and one that is being written {as_bytes(needed, _DIGITS)}"
     else:
         said += ", and all are kept"
     if not Storage(directory).is_local:
         return f"{said}."
     free = shutil.disk_usage(directory).free
-    said += f"; {_words(free)} are free in {directory}."
+    said += f"; {as_bytes(free, _DIGITS)} are free in {directory}."
     return said if needed < free else f"{said} That is too little."
-
-
-def _words(size: float) -> str:
-    unit = 0
-    while size >= 1024 and unit < len(_UNITS) - 1:
-        size /= 1024
-        unit += 1
-    return f"{size:.3g} {_UNITS[unit]}"

@@ -11,8 +11,8 @@ from tfdist.planner.estimates import Estimate
 from tfdist.planner.layouts import Layout
 from tfdist.planner.machines import Machine
 from tfdist.planner.parts import Model, check_model, count_parameters
-from tfdist.planner.quantities import as_bytes, as_count, as_seconds
 from tfdist.planner.search import Limits, Search
+from tfdist.quantities import as_bytes, as_count, as_seconds
 
 __all__ = ["Plan", "Rejection", "code", "flags", "plan"]
 

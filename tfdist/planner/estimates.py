@@ -11,9 +11,9 @@ from tfdist.planner.layouts import Layout
 from tfdist.planner.machines import Machine
 from tfdist.planner.memory import Memory, PartBytes, part_bytes, rank_memory
 from tfdist.planner.parts import Model, Part, check_model, count_parameters, training_flops
-from tfdist.planner.quantities import as_bytes, as_count, as_seconds
 from tfdist.planner.stages import Stage, cut, of_rank
 from tfdist.planner.times import PassTimes, Ways, gradient_seconds, part_times, pipeline_seconds
+from tfdist.quantities import as_bytes, as_count, as_seconds
 
 __all__ = [
     "EXTRAPOLATED",

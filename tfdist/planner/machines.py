@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tfdist import checks
-from tfdist.planner.quantities import read_bytes
+from tfdist.quantities import read_bytes
 
 __all__ = ["DEVICES", "Device", "Link", "Machine", "machine"]
 

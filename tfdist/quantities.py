@@ -25,11 +25,11 @@ def read_bytes(text: str) -> int:
     return size
 
 
-def as_bytes(size: float) -> str:
+def as_bytes(size: float, digits: int = 4) -> str:
     """Bytes in the largest binary unit of which there is one at least."""
     for unit, factor in reversed(_BINARY.items()):
         if abs(size) >= factor:
-            return f"{size / factor:.4g} {unit}B"
+            return f"{size / factor:.{digits}g} {unit}B"
     return f"{size:.0f} B"
 
 
