@@ -12,8 +12,9 @@ model.fit(x, y, batch_size=256, epochs=3)
 """
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
+
+import wrapt
 
 from tfdist._version import __version__
 from tfdist.errors import TfdistError
@@ -59,9 +60,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-if "keras" in sys.modules:
-    # Which layers the user named is only known of those that are made from now on.
-    importlib.import_module("tfdist.keras_internals.layer_names")
+# Which layers the user named is only known of those that are made from now on. Keras itself may be
+# imported later.
+wrapt.register_post_import_hook(
+    lambda keras: importlib.import_module("tfdist.keras_internals.layer_names"), "keras"
+)
 
 
 def __dir__() -> list[str]:
