@@ -98,7 +98,7 @@ class Job:
         program: A module of peers/.
         environment: The folder of its environment among those that `make peers` makes; None for
             the one that tfdist runs in.
-        meeting: How its ranks meet: "horovod", "tensorflow", "torch" or "local".
+        meeting: How its ranks meet: "horovod", "tensorflow", "torch", "jax" or "local".
         ranks: How many.
         threads: Of each.
         options: For the program.
@@ -194,6 +194,22 @@ def _mirrored(stock: bool) -> Job:
     )
 
 
+def _jax(title: str, ranks: int = 1, devices: int = 1, **options: Any) -> Job:
+    return Job(
+        f"Keras on JAX, {title}",
+        "keras_jax",
+        "jax",
+        "jax",
+        ranks,
+        threads=2 // ranks,
+        options=options,
+        variables={
+            "KERAS_BACKEND": "jax",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        },
+    )
+
+
 _HOROVOD, _MIRRORED = _horovod(stock=False), _mirrored(stock=False)
 _DDP = _torch("DDP", "torch_data_parallel")
 
@@ -203,6 +219,7 @@ _BOTH_MODELS = {
     "ddp": (_DATA, _DDP, 1.0),
     "tensorflow-mirrored": (_DATA_TENSORFLOW, _MIRRORED, 1.0),
     "one-process": (_DATA, _ONE_PROCESS, 1.0),
+    "jax": (_ONE_PROCESS, _jax("one process"), 0.55),
 }
 
 

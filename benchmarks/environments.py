@@ -36,6 +36,8 @@ ENVIRONMENTS = {
         "psutil>=5.9",
         "pyyaml>=6",
     ),
+    # Keras as in the environment of tfdist: one `fit` on two backends.
+    "jax": ("jax[cpu]==0.10.2", f"keras=={importlib.metadata.version('keras')}", "numpy>=2.0"),
     "torch": ("torch==2.13.0", "numpy>=2.0", "transformers==5.24.0", "peft==0.21.2"),
 }
 #: Those whose environment has Horovod.
@@ -46,6 +48,7 @@ _NAMED = (
     "tf_keras",
     "keras_hub",
     "horovod",
+    "jax",
     "torch",
     "transformers",
     "peft",

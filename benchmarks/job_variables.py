@@ -16,8 +16,19 @@ __all__ = ["RESTLESS", "outside", "variables"]
 RESTLESS = {"horovod": {"HOROVOD_GLOO_TIMEOUT_SECONDS": "3600"}}
 
 #: Nothing of the outside is to reach one side alone.
-_DROPPED = ("TF_CONFIG", "PYTHONPATH", "KERAS_BACKEND")
-_DROPPED_BEGINNINGS = ("HOROVOD_", "TF_", "OMP_", "MKL_", "TORCH_", "GLOO_")
+_DROPPED = ("TF_CONFIG", "PYTHONPATH", "NPROC")
+_DROPPED_BEGINNINGS = (
+    "GLOO_",
+    "HOROVOD_",
+    "JAX_",
+    "KERAS_",
+    "MKL_",
+    "OMP_",
+    "TF_",
+    "TORCH_",
+    "TORCHINDUCTOR_",
+    "XLA_",
+)
 
 
 def outside() -> dict[str, str]:
@@ -38,8 +49,24 @@ def variables(job: Job) -> Iterator[list[dict[str, str]]]:
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "PYTHONUNBUFFERED": "1",
     }
-    if job.meeting == "torch":
+    if job.meeting in ("torch", "jax"):
         port = str(free_ports(1)[0])
+    if job.meeting == "jax":
+        yield [
+            {
+                **common,
+                "JAX_PLATFORMS": "cpu",
+                "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+                # The size of XLA's pool, which else is that of the machine.
+                "NPROC": str(job.threads),
+                "KERAS_DISTRIBUTION_JOB_ADDRESSES": f"127.0.0.1:{port}",
+                "KERAS_DISTRIBUTION_NUM_PROCESSES": str(job.ranks),
+                "KERAS_DISTRIBUTION_PROCESS_ID": str(rank),
+            }
+            for rank in range(job.ranks)
+        ]
+        return
+    if job.meeting == "torch":
         yield [
             {
                 **common,

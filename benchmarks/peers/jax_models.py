@@ -1,0 +1,152 @@
+"""The GPT and the ConvNet of tfdist.models, written for Keras 3 on JAX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import keras
+from keras import ops
+
+from .serving import Settings
+
+
+class Embedding(keras.layers.Layer):
+    """Tokens and their positions; its kernel is the head's, too."""
+
+    def __init__(self, sizes: Mapping[str, int]):
+        super().__init__(name="embedding")
+        self._sizes = sizes
+
+    def build(self, shape):
+        """Adds the two tables."""
+        self.table, self.positions = (
+            self.add_weight(
+                shape=(self._sizes[name], self._sizes["width"]), initializer=_normal(), name=name
+            )
+            for name in ("vocabulary", "tokens")
+        )
+
+    def call(self, tokens):
+        """[batch, time] to [batch, time, width]."""
+        return ops.take(self.table, tokens, axis=0) + self.positions
+
+    def logits(self, x):
+        """[batch, time, width] to [batch, time, vocabulary]."""
+        return ops.matmul(x, ops.transpose(self.table))
+
+
+class Block(keras.layers.Layer):
+    """A pre-norm transformer block with one product for queries, keys and values."""
+
+    def __init__(self, width: int, heads: int, layers: int, name: str):
+        super().__init__(name=name)
+        small = 0.02 / math.sqrt(2 * layers)
+        self._heads, self._size = heads, width // heads
+        self.norm1, self.norm2 = (
+            keras.layers.LayerNormalization(epsilon=1e-5, name=f"norm{number}") for number in (1, 2)
+        )
+        self.qkv = _dense(3 * width, "qkv")
+        self.out = _dense(width, "out", small)
+        self.up = _dense(4 * width, "up")
+        self.down = _dense(width, "down", small)
+
+    def call(self, x):
+        """[batch, time, width] to the same."""
+        x = x + self._attend(self.norm1(x))
+        return x + self.down(ops.gelu(self.up(self.norm2(x)), approximate=True))
+
+    def _attend(self, x):
+        _, time, width = x.shape
+        # Heads come first in the columns, so a slice of these has whole heads.
+        fused = ops.reshape(self.qkv(x), [-1, time, self._heads, 3, self._size])
+        query, key, value = (fused[:, :, :, index] for index in range(3))
+        scores = ops.einsum("bqhd,bkhd->bhqk", query / math.sqrt(self._size), key)
+        seen = ops.tril(ops.ones([time, time], "bool"))
+        weights = ops.softmax(ops.where(seen, scores, -1e9))
+        attended = ops.einsum("bhqk,bkhd->bqhd", weights, value)
+        return self.out(ops.reshape(attended, [-1, time, width]))
+
+
+class GPT(keras.Model):
+    """The decoder."""
+
+    def __init__(self, sizes: Mapping[str, int]):
+        super().__init__(name="gpt")
+        layers, width, heads = sizes["layers"], sizes["width"], sizes["heads"]
+        self.embedding = Embedding(sizes)
+        self.blocks = [Block(width, heads, layers, f"block{number}") for number in range(layers)]
+        self.norm = keras.layers.LayerNormalization(epsilon=1e-5, name="norm")
+
+    def call(self, tokens):
+        """[batch, time] to logits [batch, time, vocabulary]."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.embedding.logits(self.norm(x))
+
+
+def convnet(sizes: Mapping[str, int]) -> keras.Model:
+    """Two blocks of two convolutions, a hidden layer and logits."""
+    layers = keras.layers
+    model = keras.Sequential([layers.Input((sizes["side"], sizes["side"], 3))])
+    for filters in (32, 64):
+        for _ in range(2):
+            model.add(layers.Conv2D(filters, 3, padding="same", use_bias=False))
+            model.add(layers.BatchNormalization(momentum=0.9))
+            model.add(layers.ReLU())
+        model.add(layers.MaxPooling2D())
+    for layer in (
+        layers.Flatten(),
+        layers.Dense(128, activation="relu"),
+        layers.Dropout(0.25),
+        layers.Dense(sizes["classes"]),
+    ):
+        model.add(layer)
+    return model
+
+
+def make_model(settings: Settings) -> keras.Model:
+    """The model, built, and compiled as a user of Keras does it."""
+    sizes = settings.sizes
+    if settings.model == "convnet":
+        model = convnet(sizes)
+    else:
+        model = GPT(sizes)
+        model(ops.zeros([sizes["batch"], sizes["tokens"]], "int32"))
+    model.compile(
+        keras.optimizers.Adam(1e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    )
+    return model
+
+
+def count(model: keras.Model) -> int:
+    """How many parameters are trained."""
+    return sum(math.prod(variable.shape) for variable in model.trainable_variables)
+
+
+class Clock(keras.callbacks.Callback):
+    """Notes when steps begin, each after the end of the one before.
+
+    Args:
+        note: Called at each beginning.
+    """
+
+    def __init__(self, note: Callable[[], None]):
+        super().__init__()
+        self._note = note
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """A step begins."""
+        self._note()
+
+    def on_train_batch_end(self, batch, logs=None):
+        """A step ends: that there is such a method makes Keras wait for its loss."""
+
+
+def _dense(units: int, name: str, stddev: float = 0.02) -> keras.layers.Dense:
+    return keras.layers.Dense(units, kernel_initializer=_normal(stddev), name=name)
+
+
+def _normal(stddev: float = 0.02) -> keras.initializers.Initializer:
+    return keras.initializers.RandomNormal(stddev=stddev)
