@@ -212,6 +212,11 @@ def _jax(title: str, ranks: int = 1, devices: int = 1, **options: Any) -> Job:
 
 _HOROVOD, _MIRRORED = _horovod(stock=False), _mirrored(stock=False)
 _DDP = _torch("DDP", "torch_data_parallel")
+_COMPILED = dataclasses.replace(
+    _torch("DDP, compiled", "torch_data_parallel", compiled=True),
+    # Else each rank keeps processes that compile, which take memory and no part in the training.
+    variables={"TORCHINDUCTOR_COMPILE_THREADS": "1"},
+)
 
 _BOTH_MODELS = {
     "horovod": (_DATA, _HOROVOD, 0.75),
@@ -219,7 +224,10 @@ _BOTH_MODELS = {
     "ddp": (_DATA, _DDP, 1.0),
     "tensorflow-mirrored": (_DATA_TENSORFLOW, _MIRRORED, 1.0),
     "one-process": (_DATA, _ONE_PROCESS, 1.0),
+    "ddp-compiled": (_DATA, _COMPILED, 0.6),
     "jax": (_ONE_PROCESS, _jax("one process"), 0.55),
+    "jax-devices": (_DATA, _jax("DataParallel, 2 devices", devices=2, distribution="data"), 0.6),
+    "jax-processes": (_DATA, _jax("DataParallel, 2 processes", ranks=2, distribution="data"), 0.6),
 }
 
 
@@ -250,6 +258,11 @@ _GPT_ONLY = {
         _ours("tensor parallel", mesh={"tensor": 2}),
         _torch("tensor parallel, DTensor", "torch_tensor_parallel"),
         1.0,
+    ),
+    "jax-tensor": (
+        _ours("tensor parallel", mesh={"tensor": 2}),
+        _jax("ModelParallel, 2 devices", devices=2, distribution="model"),
+        0.6,
     ),
     "pipeline-gpipe": _pipeline("gpipe", "GPipe"),
     "pipeline-1f1b": _pipeline("1f1b", "1F1B"),

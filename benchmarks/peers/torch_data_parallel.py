@@ -1,7 +1,8 @@
-"""PyTorch's DistributedDataParallel, with its default buckets of 25 MiB."""
+"""PyTorch's DistributedDataParallel, with its default buckets of 25 MiB; also compiled."""
 
 from __future__ import annotations
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from .serving import Settings, Training
@@ -15,6 +16,8 @@ def prepare(settings: Settings) -> Training:
     # Without it gradients are copied into the buckets and out of them. Statistics of a
     # normalization are each rank's own.
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+    if settings.options.get("compiled"):
+        replica = torch.compile(replica)
     optimizer = make_optimizer(model.parameters())
     step = plain_step(replica, optimizer, inputs, labels)
     return StepTraining(step, count(model))
