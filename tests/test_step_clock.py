@@ -42,6 +42,6 @@ def test_a_tensorflow_that_has_moved_is_told(monkeypatch):
     from tensorflow.python.framework.auto_control_deps import AutomaticControlDependencies
 
     monkeypatch.delattr(AutomaticControlDependencies, "run_independently")
-    with pytest.raises(ImportError, match="knows another TensorFlow"):
-        with tf.Graph().as_default(), AutomaticControlDependencies():
-            time_after([tf.constant(1.0)])
+    told = pytest.raises(ImportError, match="knows another TensorFlow")
+    with told, tf.Graph().as_default(), AutomaticControlDependencies():
+        time_after([tf.constant(1.0)])

@@ -95,6 +95,7 @@ class Stamps:
         self.wants_norm = wants_norm
         self.columns: list[Column] = []
         self._values: list[tf.Tensor | Cell] = []
+        self._first: tf.Tensor | None = None
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self.in_background = False
         #: How many calls of `apply` are around what is traced now.
@@ -121,8 +122,10 @@ class Stamps:
         return tf.stack(each)
 
     def stamp(self, column: Column, after: Sequence) -> tf.Tensor:
-        """Notes when the last of some tensors is there."""
-        now = time_after(after)
+        """Notes when the last of some tensors is there; no stamp is older than the first."""
+        now = time_after(after if self._first is None else [*after, self._first])
+        if self._first is None:
+            self._first = now
         self.note(column, now)
         return now
 
