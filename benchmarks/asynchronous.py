@@ -1,6 +1,6 @@
 """Asynchronous beside synchronous training: speed with a slow worker, convergence, and Hogwild!.
 
-    python -m tfdist.benchmarks.asynchronous [--rounds=5] [--only=hogwild|slow-worker|digits]
+    python -m tfdist.benchmarks.asynchronous [--rounds=5] [--only=hogwild|slow-worker|backup|digits]
 
 Each round measures both sides of a comparison, one after the other. Measure on an idle machine: each
 worker has one thread, and a job of three workers and a server wants four cores.
@@ -22,7 +22,8 @@ from pathlib import Path
 __all__ = ["main"]
 
 _WORKERS = 3
-_SLOWER = 4
+#: How many times slower worker 1 is; with backup ranks it is one of one more.
+_SLOWER, _MUCH_SLOWER = 4, 10
 _STEP_SECONDS = 0.05
 #: Of the sparse logistic regression.
 _FEATURES, _PER_SAMPLE, _SAMPLES, _ROWS, _EPOCHS = 8_000_000, 32, 400_000, 1024, 3
@@ -109,7 +110,10 @@ def worker(folder: str, options: dict) -> None:
     import tfdist
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    strategy = tfdist.strategies.auto()
+    if (backup := options.get("backup")) is None:
+        strategy = tfdist.strategies.auto()
+    else:
+        strategy = tfdist.strategies.ParameterServerStrategy(backup_ranks=backup)
     is_synchronous = options["kind"] == "synchronous"
     index = strategy.mesh.rank if is_synchronous else strategy.worker_index
     x, y, held_out = _digits()
@@ -139,7 +143,7 @@ def worker(folder: str, options: dict) -> None:
         def on_train_batch_begin(self, batch, logs=None):
             # The first step traces.
             self.begun = self.begun or (time.perf_counter() if self.steps else 0.0)
-            slower = _SLOWER if index == 1 else 1
+            slower = options["slower"] if index == 1 else 1
             time.sleep(options["step_seconds"] * slower)
 
         def on_train_batch_end(self, batch, logs=None):
@@ -153,6 +157,7 @@ def worker(folder: str, options: dict) -> None:
     loss, accuracy = model.evaluate(*held_out, verbose=0)
     found = {
         "rate": 32 * (pace.steps - 1) / (pace.ended - pace.begun),
+        "dropped": int(sum(sum(each) for each in strategy.dropped_gradients())) if backup else 0,
         "loss": loss,
         "accuracy": accuracy,
     }
@@ -174,7 +179,8 @@ def _digits():
 def job(kind: str, **options) -> list[dict]:
     """Runs a job of either kind; what each worker wrote."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = ["--engine=tensorflow", "-np", str(_WORKERS)]
+        workers = _WORKERS + (options.get("backup") or 0)
+        flags = ["--engine=tensorflow", "-np", str(workers)]
         flags += [] if kind == "synchronous" else ["--ps=1"]
         own = [sys.executable, "-m", "tfdist.benchmarks.asynchronous", "--worker", folder]
         words = [sys.executable, "-m", "tfdist.launch.run", *flags, "--", *own]
@@ -195,7 +201,8 @@ def slow_worker(rounds: int) -> None:
     for turn in range(rounds):
         rates = {
             kind: sum(
-                each["rate"] for each in job(kind, epochs=3, seed=0, step_seconds=_STEP_SECONDS)
+                each["rate"]
+                for each in job(kind, epochs=3, seed=0, step_seconds=_STEP_SECONDS, slower=_SLOWER)
             )
             for kind in ("synchronous", "asynchronous")
         }
@@ -207,18 +214,37 @@ def slow_worker(rounds: int) -> None:
     )
 
 
+def backup(rounds: int) -> None:
+    """Updates per second with a backup rank, where one of all is ten times slower, and without either."""
+    ratios = []
+    for turn in range(rounds):
+        shared = {"epochs": 4, "seed": 0, "step_seconds": _STEP_SECONDS}
+        with_backup = job("asynchronous", backup=1, slower=_MUCH_SLOWER, **shared)[0]
+        alone = job("asynchronous", backup=0, slower=1, **shared)[0]
+        ratios.append(with_backup["rate"] / alone["rate"])
+        print(
+            f"backup round {turn + 1}: worker 0 {with_backup['rate']:.0f} samples/s, "
+            f"{with_backup['dropped']} gradients dropped; without the slow worker {alone['rate']:.0f}",
+            flush=True,
+        )
+    print(
+        f"{_WORKERS} gradients of {_WORKERS + 1} workers, one {_MUCH_SLOWER} times slower, over "
+        f"{_WORKERS} workers: {spread(ratios)}"
+    )
+
+
 def digits(rounds: int) -> None:
     """What both reach on the digits after as many epochs."""
     found: dict[str, list[dict]] = {"synchronous": [], "asynchronous": []}
     for turn in range(rounds):
         for kind, results in found.items():
-            results.append(job(kind, epochs=15, seed=turn, step_seconds=0.0)[0])
+            results.append(job(kind, epochs=15, seed=turn, step_seconds=0.0, slower=1)[0])
     for kind, results in found.items():
         for name in ("accuracy", "loss"):
             print(f"digits, {kind}: {name} {spread([each[name] for each in results])}")
 
 
-_PARTS = {"hogwild": hogwild, "slow-worker": slow_worker, "digits": digits}
+_PARTS = {"hogwild": hogwild, "slow-worker": slow_worker, "backup": backup, "digits": digits}
 
 
 def main() -> int:

@@ -60,11 +60,14 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-# Which layers the user named is only known of those that are made from now on. Keras itself may be
-# imported later.
-wrapt.register_post_import_hook(
-    lambda keras: importlib.import_module("tfdist.keras_internals.layer_names"), "keras"
-)
+def _watch_names(keras: Any) -> None:
+    """Which layers the user named is only known of those that are made from now on."""
+    if keras.config.backend() == "tensorflow":
+        importlib.import_module("tfdist.keras_internals.layer_names")
+
+
+# Keras itself may be imported later.
+wrapt.register_post_import_hook(_watch_names, "keras")
 
 
 def __dir__() -> list[str]:

@@ -95,6 +95,7 @@ class Stamps:
         self.wants_norm = wants_norm
         self.columns: list[Column] = []
         self._values: list[tf.Tensor | Cell] = []
+        self._first: tf.Tensor | None = None
         self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self.in_background = False
         #: How many calls of `apply` are around what is traced now.
@@ -121,8 +122,10 @@ class Stamps:
         return tf.stack(each)
 
     def stamp(self, column: Column, after: Sequence) -> tf.Tensor:
-        """Notes when the last of some tensors is there."""
-        now = time_after(after)
+        """Notes when the last of some tensors is there; no stamp is older than the first."""
+        now = time_after(after if self._first is None else [*after, self._first])
+        if self._first is None:
+            self._first = now
         self.note(column, now)
         return now
 
@@ -189,7 +192,31 @@ def time_after(tensors: Sequence) -> tf.Tensor:
         if part is not None
     ]
     with tf.control_dependencies(flat), tf.device("/CPU:0"):
-        return tf.timestamp()
+        now = tf.timestamp()
+    if not tf.executing_eagerly():
+        _in_any_order(now.op)
+    return now
+
+
+def _in_any_order(op: tf.Operation) -> None:
+    """Takes an operation out of the order in which a `tf.function` runs those that have an effect.
+
+    Each would wait for all that were traced before it: a message for the answer to a later one,
+    which never comes.
+
+    Raises:
+        ImportError: This TensorFlow keeps the order elsewhere.
+    """
+    try:
+        manager = op.graph.experimental_acd_manager
+        if manager is not None:  # None in a graph of TensorFlow 1, which keeps no order.
+            manager.run_independently(op)
+    except AttributeError as error:
+        raise ImportError(
+            "This version of tfdist knows another TensorFlow: "
+            "Graph.experimental_acd_manager.run_independently is not there. Received: TensorFlow "
+            f"{tf.__version__}. Install one that tfdist was made for, or a newer tfdist."
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,8 +56,13 @@ def check(pool, one_process, folder, sources, targets, experts: bool = False):
 
 
 def counted(key: str, value: np.ndarray) -> np.ndarray:
-    """An array; of metrics, which have a row for each rank, what all ranks have counted."""
-    return value.sum(0) if key.startswith("metrics/") else value
+    """An array; of those with a row for each rank what all have counted, or what all know."""
+    if key.startswith("metrics/"):
+        return value.sum(0)
+    if key.startswith("local/"):
+        np.testing.assert_array_equal(value, np.broadcast_to(value[:1], value.shape), err_msg=key)
+        return value[0]
+    return value
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tests.conftest import on_ranks
 from tfdist import layers, models, native
 from tfdist.layers import activations, losses, normalization
+from tfdist.layers.blockwise import blocks
 
 pytestmark = pytest.mark.skipif(
     native.find_library() is None,
@@ -102,6 +103,53 @@ def test_cross_entropy_at_its_ends():
     np.testing.assert_allclose(gradient[:2], slopes, atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_softmax(shape):
+    random = np.random.default_rng(0)
+    scores = np.float32(5 * random.normal(size=shape))
+    weights, lse = native.load().tfdist_softmax(scores=scores)
+    assert_close([weights], [tf.nn.softmax(tf.constant(scores, tf.float64))])
+    exact = tf.reduce_logsumexp(tf.constant(scores, tf.float64), axis=-1, keepdims=True)
+    np.testing.assert_allclose(lse, exact, rtol=1e-6)
+    dy = np.float32(random.normal(size=shape))
+    again, dx = native.load().tfdist_softmax_gradient(exponents=scores - lse, dy=dy)
+    assert_close([again], [weights])
+    np.testing.assert_array_equal(dx, again * dy)
+
+
+def test_softmax_at_its_ends():
+    scores = tf.constant([[0, -1e38, 0], [1e4, -1e4, 0], [-1e38, -1e38, -1e38], [np.nan, 0, 0]])
+    weights, lse = native.load().tfdist_softmax(scores=scores)
+    third = 1 / 3
+    np.testing.assert_allclose(weights[:3], [[0.5, 0, 0.5], [1, 0, 0], [third] * 3], rtol=1e-6)
+    assert not weights[:2].numpy()[[0, 1, 1], [1, 1, 2]].any()  # Exactly 0: it sees nothing.
+    np.testing.assert_allclose(lse[:3, 0], [np.log(2), 1e4, -1e38], rtol=1e-6)
+    assert np.isnan(weights[3]).all() and np.isnan(lse[3]).all()
+    weights, dx = native.load().tfdist_softmax_gradient(
+        exponents=tf.constant([0.0, -1e38, np.nan]), dy=tf.constant([2.0, 3.0, 4.0])
+    )
+    np.testing.assert_array_equal([weights, dx], [[1, 0, np.nan], [2, 0, np.nan]])
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"soft_cap": 3.0}, {"mask": True}])
+def test_attention_by_blocks(options, monkeypatch):
+    """Rows and columns that do not fill a block, grouped heads, and rows that see nothing."""
+    random = np.random.default_rng(0)
+    inputs = [tf.constant(random.normal(size=(2, h, 21, 8)), tf.float32) for h in (4, 2, 2)]
+    if "mask" in options:
+        options = {"mask": random.random((2, 1, 21, 21)) < 0.2}
+
+    def attend(*inputs):
+        return layers.blockwise_attention(*inputs, block_size=(8, 16), **options)
+
+    plain = with_gradients(tf.function(attend), *inputs)
+    monkeypatch.setattr(blocks, "step_takes_kernels", lambda: True)
+    found = with_gradients(tf.function(attend), *inputs)
+    assert_close(found, plain)
+    wide = with_gradients(tf.function(attend), *[tf.cast(each, tf.float64) for each in inputs])
+    assert_close(found, wide)
+
+
 @pytest.mark.parametrize("label", [-1, 3])
 def test_labels_out_of_range_are_refused(label):
     with pytest.raises(tf.errors.InvalidArgumentError, match=rf"\[0, 3\). Received: {label}"):
@@ -114,6 +162,8 @@ def test_labels_out_of_range_are_refused(label):
         ("tfdist_gelu_gradient", {"dy": [2], "x": [3]}, r"\[2\] and \[3\]"),
         ("tfdist_cross_entropy", {"logits": [2, 3], "labels": [3]}, r"\[2\] and \[3\]"),
         ("tfdist_cross_entropy", {"logits": [], "labels": []}, "dim of classes"),
+        ("tfdist_softmax", {"scores": []}, "dim of columns"),
+        ("tfdist_softmax_gradient", {"exponents": [2], "dy": [3]}, r"\[2\] and \[3\]"),
         ("tfdist_layer_norm", {"x": [2, 3], "scale": [3], "offset": [2]}, r"\[3\], \[2\]"),
         ("tfdist_layer_norm", {"x": [], "scale": [0], "offset": [0]}, "last dim"),
         (
@@ -170,6 +220,29 @@ def test_steps_of_several_ranks_take_them(pool, policy, activations):
         assert found["TfdistGelu"] == found["TfdistGeluGradient"] == activations
         assert found["TfdistLayerNorm"] == found["TfdistLayerNormGradient"] == 5
         assert found["TfdistCrossEntropy"] == 1
+
+
+def operations_of_attention() -> collections.Counter:
+    from tfdist.testing import strategy
+
+    def train(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = layers.blockwise_attention(x, x, x)
+        return tape.gradient(y, x)
+
+    shared = strategy()
+    step = tf.function(lambda x: shared.run(train, (x,)), autograph=False)
+    graph = step.get_concrete_function(tf.zeros((1, 2, 8, 4))).graph.as_graph_def()
+    nodes = [node for function in graph.library.function for node in function.node_def]
+    return collections.Counter(node.op for node in [*graph.node, *nodes])
+
+
+@on_ranks(("horovod", 2))
+def test_attention_of_several_ranks_takes_them(pool):
+    for found in pool.run(operations_of_attention, timeout=120):
+        assert found["TfdistSoftmax"] == found["TfdistSoftmaxGradient"] == 1
+        assert not found["Softmax"] and not found["Exp"]
 
 
 @pytest.mark.parametrize(("jit_compile", "activations"), [(False, 2), (True, 0)])

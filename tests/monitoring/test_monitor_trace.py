@@ -39,10 +39,13 @@ def check_clocks(path, num_ranks: int) -> None:
     calls = collections.defaultdict(dict)
     for event in slices_of(path):
         if event["cat"] == "communication":
-            calls[event["name"], event["args"]["step"]][event["pid"]] = event
+            # Groups of one axis have one name: stages sum up at the same time, each among its own.
+            taking_part = event["name"], event["args"]["step"], *event["args"]["ranks"]
+            calls[taking_part][event["pid"]] = event
     shared = {name: ranks for name, ranks in calls.items() if len(ranks) > 1}
     assert len(shared) >= 4
-    for (name, _), ranks in shared.items():
+    for (name, _, *members), ranks in shared.items():
+        assert ranks.keys() == set(members)
         begins = [event["ts"] for event in ranks.values()]
         ends = [event["ts"] + event["dur"] for event in ranks.values()]
         if name.startswith("all_reduce"):

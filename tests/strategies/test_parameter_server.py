@@ -223,6 +223,19 @@ def test_a_backup_stands_for_a_rank_that_is_killed(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_batches_that_do_not_divide_are_left_out_at_the_end(tmp_path):
+    """Worker 0 has a batch more than the others in each of three epochs."""
+    code, output, found = run(tmp_path, np=3, backup=0, epochs=3, batch_size=15, timeout=200)
+    assert code == 0, output
+    check_counts(found, 3, 3)
+    assert found[0]["iterations"] == 3 * 21
+    # It had sent one when it heard that the others were at their end.
+    assert found[0]["updates"] == [[63, 63, 63]] and found[0]["dropped"] == [[1, 0, 0]]
+    assert found[0]["history"]["skipped_batches"][-1] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_server_that_is_killed_ends_the_job_by_its_name(tmp_path):
     job = start(tmp_path, np=2, ps=2, epochs=1000, step_seconds=0.02)
     try:

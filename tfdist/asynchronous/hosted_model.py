@@ -147,6 +147,14 @@ class HostedModel:
         """How many gradients of each worker came too late for each server: [servers, workers]."""
         return np.stack(self._each(lambda part: part.dropped()))
 
+    def withdraw(self, then: Sequence[int]) -> None:
+        """Counts this worker's last gradient as dropped on each server that has made nothing of it.
+
+        Args:
+            then: Each server's count of updates when the gradient came.
+        """
+        self._each(lambda part: part.withdraw(then[part.number]))
+
     def _each(self, call):
         if len(self.parts) == 1:
             return [call(self.parts[0])]

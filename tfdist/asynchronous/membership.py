@@ -212,6 +212,13 @@ class Membership:
         late = time.monotonic() - self._begun > self._startup
         return int(np.isin(states, (_PRESENT,) if late else (_PRESENT, _UNSEEN)).sum())
 
+    def num_fitting(self) -> int:
+        """How many workers take part, or may still start, and have not ended this `fit`."""
+        table = self.read()
+        late = time.monotonic() - self._begun > self._startup
+        states = (_PRESENT,) if late else (_PRESENT, _UNSEEN)
+        return int((np.isin(table[:, _STATE], states) & (table[:, _FINISHED] < self.fit)).sum())
+
     def is_gone(self, worker: int) -> bool:
         """Whether a worker has ended or is left out."""
         return int(self.read()[worker, _STATE]) in (_LEFT_OUT, _GONE)

@@ -45,6 +45,24 @@ class QuorumPart(ServerPart):
         self._read_version = self._connection.function([read], [])
         read = tf.raw_ops.ReadVariableOp(resource=self._dropped, dtype=tf.int64)
         self._read_dropped = self._connection.function([read], [])
+        self._withdraw = self._make_withdraw()
+
+    def _make_withdraw(self):
+        then = tf.compat.v1.placeholder(tf.int64, [])
+        with tf.control_dependencies([then]):
+            lock = tf.raw_ops.MutexLock(mutex=self._mutex)
+
+        def withdraw() -> tf.Tensor:
+            ends = [
+                self._add(self._count_handle, -self._one()),
+                self._add(self._dropped, self._one()),
+            ]
+            return _after(ends, 1)
+
+        with tf.control_dependencies([lock]):
+            counted = tf.equal(self._total(), then)
+            end = tf.cond(counted, withdraw, lambda: tf.zeros([], tf.int64))
+        return self._connection.function([released(lock, [end.op])], [then])
 
     def _counters(self):
         yield from super()._counters()
@@ -64,6 +82,14 @@ class QuorumPart(ServerPart):
     def dropped(self) -> np.ndarray:
         """How many gradients of each worker came too late."""
         return self._read_dropped()[0]
+
+    def withdraw(self, then: int) -> None:
+        """Counts this worker's last gradient as dropped, if no update was made of it.
+
+        It came when `then` updates were made. Others may not count on it: it is said at the end of a
+        `fit`, when too few workers are left for an update.
+        """
+        self._withdraw(np.int64(then))
 
     def _make_push(self, kinds, given, changed, more):
         hosted = self._hosted

@@ -24,12 +24,14 @@ class Round:
         step: How many of its batches are done with: computed, or left out.
         skipped: How many were left out.
         was_late: Whether the last gradient was too late for some server.
+        is_last: Whether so many workers have come to the end of their batches that the others are too
+            few for an update. They leave out what they have left.
     """
 
     def __init__(self):
         self.known: list[int] = []
         self.step = self.skipped = 0
-        self.was_late = False
+        self.was_late = self.is_last = False
         self._sent_for: list[int] = []
 
     def note_push(self, then: Sequence[int], before: Sequence[int]) -> None:
@@ -49,7 +51,7 @@ class Round:
         return all(now > sent for now, sent in zip(versions, self._sent_for, strict=False))
 
     def wait(self, hosted: HostedModel, members: Membership, quorum: int, seconds: float) -> None:
-        """Returns once the update is made that the last gradient was for.
+        """Returns once the update is made that the last gradient was for, or never will be.
 
         Args:
             hosted: The model on the servers.
@@ -60,7 +62,7 @@ class Round:
         Raises:
             ParameterServerError: Too few workers are left, or none of them sends a gradient.
         """
-        if self.is_over(self.known):
+        if self.is_last or self.is_over(self.known):
             return
         looked = time.monotonic()
 
@@ -71,19 +73,26 @@ class Round:
             if time.monotonic() - looked < _MEMBERS_SECONDS:
                 return False
             looked = time.monotonic()
-            present = members.num_present()
+            fitting, present = members.num_fitting(), members.num_present()
             if present < quorum:
                 raise ParameterServerError(
                     f"An update takes {quorum} gradients, and {present} workers are left. Start the "
                     "job again, with more `backup_ranks`, or with the workers that ended."
                 )
-            return False
+            if fitting < quorum and not self.is_over(hosted.versions()):
+                hosted.withdraw(self._sent_for)
+                self.is_last = True
+            return self.is_last
 
         wait(is_over, seconds, "Too few gradients come for an update", _LONGEST_LOOK_SECONDS)
 
     def skip(self, steps: int) -> bool:
-        """Leaves out the next batches, where updates were made without them; whether it did."""
-        if not self.known or min(self.known) - self.step < steps:
+        """Leaves out the next batches, where updates were made without them, or none will be made.
+
+        Returns:
+            Whether it did.
+        """
+        if not self.is_last and (not self.known or min(self.known) - self.step < steps):
             return False
         self.step += steps
         self.skipped += steps

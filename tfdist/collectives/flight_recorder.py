@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import tensorflow as tf
@@ -99,6 +99,8 @@ class _Entry:
         self.begun_on_host, self.ended_on_host = _HostCounter(), _HostCounter()
         self.begun: _Counter | None = None
         self.ended: _Counter | None = None
+        #: How many calls began and will not end, since the graph that they were in failed.
+        self.abandoned = 0
 
     def make_counters(self) -> tuple[_Counter, _Counter] | tuple[_HostCounter, _HostCounter]:
         if not outermost_is_eager():
@@ -114,6 +116,8 @@ class _Entry:
         if self.ended is not None and self.begun is not None:
             ended += self.ended.value()
             begun += self.begun.value()
+        # One that did end after all was not abandoned.
+        self.abandoned = min(self.abandoned, max(begun - ended, 0))
         return begun, ended
 
 
@@ -185,9 +189,18 @@ class FlightRecorder:
         found = []
         for entry in entries:
             begun, ended = entry.counts()
-            if begun > ended:
+            if begun > ended + entry.abandoned:
                 found.append(InFlight(entry.name, entry.group, entry.ranks, begun))
         return found
+
+    def abandon(self, calls: Iterable[InFlight]) -> None:
+        """Takes calls for over that began in a graph that has failed, and will never end."""
+        for call in calls:
+            with self._lock:
+                entry = self._entries[call.name, call.ranks]
+            begun, ended = entry.counts()
+            if begun == call.occurrence:
+                entry.abandoned = begun - ended
 
     def names(self) -> list[str]:
         """The collectives that this rank has come by, in graphs and eagerly, each once."""

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
+from tfdist.step_clock import time_after
+
 __all__ = ["CompressionStatistics", "Meter", "exchange_began"]
 
 _MILLI = 1000.0
@@ -135,7 +137,7 @@ class MeteredStep:
     """What one reduction takes."""
 
     def __init__(self, gradients: Sequence[tf.Tensor], num_ranks: int):
-        self._began = _time_after(gradients)
+        self._began = time_after(gradients)
         total = tf.add_n([_bytes_of(gradient) for gradient in gradients])
         self._gradient_bytes = total * sends_of_all_reduce(num_ranks)
         self.buckets: list[tf.Tensor] = []
@@ -144,7 +146,7 @@ class MeteredStep:
 
     def end(self, reduced: Sequence[tf.Tensor]) -> None:
         """Takes the outcome."""
-        exposed = _time_after(reduced) - self._began
+        exposed = time_after(reduced) - self._began
         zero = tf.constant(0.0, tf.float64)
         sums = [
             tf.add_n(each) if each else zero
@@ -155,8 +157,8 @@ class MeteredStep:
     @contextlib.contextmanager
     def bucket(self, inputs: Sequence[tf.Tensor]) -> Iterator[Callable]:
         """Around what is done with one bucket; the value takes what has come of it."""
-        began = _time_after(inputs)
-        yield lambda outputs: self.buckets.append(_time_after(outputs) - began)
+        began = time_after(inputs)
+        yield lambda outputs: self.buckets.append(time_after(outputs) - began)
 
 
 _current: contextvars.ContextVar[MeteredStep | None] = contextvars.ContextVar("step", default=None)
@@ -177,15 +179,9 @@ def exchange_began(payload: tf.Tensor, sends: float) -> Callable[[tf.Tensor], No
     metered = _current.get()
     if metered is None:
         return lambda outcome: None
-    began = _time_after([payload])
+    began = time_after([payload])
     metered.payloads.append(_bytes_of(payload) * sends)
-    return lambda outcome: metered.exchanges.append(_time_after([outcome]) - began)
-
-
-def _time_after(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """When the last of some tensors is there, in seconds."""
-    with tf.control_dependencies(tensors):
-        return tf.timestamp()
+    return lambda outcome: metered.exchanges.append(time_after([outcome]) - began)
 
 
 def _bytes_of(tensor: tf.Tensor) -> tf.Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 from tfdist import checks
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import broadcast_object
-from tfdist.monitoring.frames import frame_of
+from tfdist.monitoring.frames import frame_of, runs_tensorflow
 from tfdist.monitoring.heartbeat import HeartbeatClient, HeartbeatServer
 from tfdist.monitoring.report import Report, collective_words
 from tfdist.runtime.exit_codes import ENDED_BY_WATCHDOG
@@ -29,6 +29,8 @@ __all__ = ["Watchdog", "startup_guard"]
 _VERDICT_SECONDS = 8.0
 #: How much later than the timer a start-up ends in which the timer cannot run.
 _LOCKED_SECONDS = 2.0
+#: How long after a graph has failed, if the program goes on, its collectives count as over.
+_ABANDONED_SECONDS = 20.0
 
 
 class Watchdog:
@@ -79,6 +81,14 @@ class Watchdog:
         flying = self._engine.recorder.in_flight()
         keys = [(op.name, op.ranks, op.occurrence) for op in flying]
         self._since = {key: self._since.get(key, now) for key in keys}
+        old = [
+            op
+            for op, key in zip(flying, keys, strict=True)
+            if now - self._since[key] > _ABANDONED_SECONDS
+        ]
+        if old and not runs_tensorflow():
+            # The graph that they were in is over, so it has failed, and the program has gone on.
+            self._engine.recorder.abandon(old)
         waiting: list[dict[str, Any]] = [
             {
                 "name": op.name,

@@ -25,6 +25,7 @@ _logger = logging.getLogger("tfdist")
 _HERE = Path(__file__).parent
 _SOURCES = (
     "activations.cc",
+    "attention.cc",
     "cross_entropy.cc",
     "normalization.cc",
     "operations.cc",

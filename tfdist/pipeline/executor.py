@@ -14,6 +14,7 @@ from tfdist.graph.split import Part
 from tfdist.pipeline.schedules import Action, Kind, Schedule
 from tfdist.pipeline.shapes import RowShape
 from tfdist.pipeline.stage import StageProgram
+from tfdist.step_clock import time_after
 
 __all__ = ["Route", "run_forward", "run_schedule"]
 
@@ -133,7 +134,7 @@ def run_schedule(
             # One for all: each argument of the next action would wait for each result of this one.
             ends.append([tf.no_op()])
             if timed:
-                times.append(tf.stack([began, tf.timestamp()]))
+                times.append(tf.stack([began, time_after([])]))
         tensors |= results
         out = program.y if action.kind is Kind.FORWARD else program.dx
         if action.kind is not Kind.WEIGHT and out:
@@ -210,8 +211,7 @@ def _passed_on(known, route: Route, programs, action: Action, rows, after) -> di
 def _after(before: Sequence, arguments: dict, timed: bool):
     """The arguments, there only when what was before is over; and the time of that."""
     if timed:
-        with tf.control_dependencies([*before, *arguments.values()]):
-            began = tf.timestamp()
+        began = time_after([*before, *arguments.values()])
         before = [began]
     else:
         began = None

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfdist.native import load, step_takes_kernels
+
 __all__ = [
     "LOWEST",
     "attend_block",
@@ -41,14 +43,11 @@ def attend_block(query, key, value, *, bias=None, soft_cap: float | None = None)
         The log-sum-exp of its scores, of shape [..., rows, 1]: -inf there.
     """
     scores, _ = _scores(query, key, bias, soft_cap)
-    weights = tf.nn.softmax(scores)
-    highest = tf.reduce_max(scores, axis=-1, keepdims=True)
-    # The weight of the highest score is 1 over the sum of exponentials: no second pass of those.
-    lse = highest - tf.math.log(tf.reduce_max(weights, axis=-1, keepdims=True))
+    weights, lse = _softmax(scores)
     out = tf.matmul(weights, value)
     if bias is None:
         return out, lse
-    sees = highest > LOWEST / 2
+    sees = lse > LOWEST / 2
     minus_infinity = tf.constant(float("-inf"), lse.dtype)
     return tf.where(sees, out, 0.0), tf.where(sees, lse, minus_infinity)
 
@@ -118,9 +117,15 @@ def gradients_of_products(
     Returns:
         As there.
     """
-    weights = tf.exp(exponents if bias is None else exponents + bias)
+    exponents = exponents if bias is None else exponents + bias
+    if _takes_kernels(exponents):
+        weights, score_gradient = load().tfdist_softmax_gradient(
+            exponents=exponents, dy=weight_gradient
+        )
+    else:
+        weights = tf.exp(exponents)
+        score_gradient = weights * weight_gradient
     value_gradient = tf.matmul(weights, gradient, transpose_a=True)
-    score_gradient = weights * weight_gradient
     if slope is not None:
         score_gradient *= slope
     query_gradient = tf.matmul(score_gradient, key)
@@ -131,6 +136,21 @@ def gradients_of_products(
 def finite(lse):
     """0 for rows that see nothing, all of whose scores are far below."""
     return tf.where(tf.math.is_inf(lse), tf.zeros_like(lse), lse)
+
+
+def _takes_kernels(scores) -> bool:
+    """Whether the compiled library, which goes over the scores once, takes them."""
+    return scores.dtype == tf.float32 and step_takes_kernels()
+
+
+def _softmax(scores):
+    """The softmax of rows, and their log-sum-exp."""
+    if _takes_kernels(scores):
+        return load().tfdist_softmax(scores=scores)
+    weights = tf.nn.softmax(scores)
+    # The weight of the highest score is 1 over the sum of exponentials: no second pass of those.
+    highest = tf.reduce_max(scores, axis=-1, keepdims=True)
+    return weights, highest - tf.math.log(tf.reduce_max(weights, axis=-1, keepdims=True))
 
 
 def _scores(query, key, bias, soft_cap: float | None):

@@ -38,6 +38,7 @@ class Call:
         end: When this rank had the result.
         sent: The bytes that this rank sends for it, as rings and direct exchanges do.
         in_background: Whether the step went on meanwhile.
+        ranks: The ranks that take part.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Call:
     end: float
     sent: float
     in_background: bool
+    ranks: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass
@@ -175,7 +177,17 @@ def _calls(row: Row, start: float) -> list[Call]:
         if not start <= value <= end:
             continue  # Of a branch that was not taken.
         sent = size * _sends(column.name.partition("/")[0], len(column.ranks))
-        found.append(Call(column.name, column.lane, float(value), end, sent, column.in_background))
+        found.append(
+            Call(
+                column.name,
+                column.lane,
+                float(value),
+                end,
+                sent,
+                column.in_background,
+                column.ranks,
+            )
+        )
     return found
 
 

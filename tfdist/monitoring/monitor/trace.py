@@ -57,6 +57,7 @@ def _of_call(call: Call, step: int) -> dict[str, Any]:
         "step": step,
         "bytes_sent": call.sent,
         "in_background": call.in_background,
+        "ranks": list(call.ranks),
         "communication": True,
     }
 
