@@ -130,11 +130,14 @@ def run_schedule(
                 total = _added(totals[stage][place], more, program.same_rows[place])
                 totals[stage][place] = total
                 finished += total
-        with tf.control_dependencies(finished):
-            # One for all: each argument of the next action would wait for each result of this one.
-            ends.append([tf.no_op()])
-            if timed:
-                times.append(tf.stack([began, time_after([])]))
+        # One for all: each argument of the next action would wait for each result of this one.
+        if timed:
+            ended = time_after(finished)
+            ends.append([ended.op])
+            times.append(tf.stack([began, ended]))
+        else:
+            with tf.control_dependencies(finished):
+                ends.append([tf.no_op()])
         tensors |= results
         out = program.y if action.kind is Kind.FORWARD else program.dx
         if action.kind is not Kind.WEIGHT and out:
