@@ -9,6 +9,7 @@ from the same logits and seeds all ranks draw the same tokens.
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -146,7 +147,10 @@ def _check_task(task) -> None:
 def _copy(model: keras.Model):
     """The same object to all that looks at it, with attributes of its own."""
     new = object.__new__(type(model))
-    vars(new).update(vars(model))
+    for name, value in vars(model).items():
+        if isinstance(value, types.MethodType) and value.__self__ is model:
+            value = types.MethodType(value.__func__, new)
+        vars(new)[name] = value
     return new
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import types
 from collections.abc import Callable, Iterator
 
 import keras
@@ -48,15 +49,16 @@ def dropped_logits(logits, vocabulary_size: int):
 
 def drop_logits_of_prefill(model: keras.Model) -> None:
     """Has a split model of KerasHub fill its cache without joined logits; others stay as they are."""
-    stock = getattr(model, _FILLS_CACHE, None)
+    stock = getattr(type(model), _FILLS_CACHE, None)
     if callable(stock):
-        override(model, _FILLS_CACHE, _without_logits(stock))
+        # A method, which a copy of the model has of its own.
+        override(model, _FILLS_CACHE, types.MethodType(_without_logits(stock), model))
 
 
 def _without_logits(stock: Callable) -> Callable:
-    def fill_cache(*args, **kwargs):
+    def fill_cache(self, *args, **kwargs):
         with _dropping():
-            return stock(*args, **kwargs)
+            return stock(self, *args, **kwargs)
 
     return fill_cache
 
