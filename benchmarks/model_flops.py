@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -61,9 +62,7 @@ def _dlrm(sizes: Mapping[str, int]) -> float:
     width, hidden, vectors = sizes["width"], sizes["hidden"], sizes["tables"] + 1
     pairs = vectors * (vectors - 1) // 2
     widths = (sizes["dense"], hidden, width), (width + pairs, 2 * hidden, hidden, 1)
-    products = sum(
-        one * other for each in widths for one, other in zip(each, each[1:], strict=False)
-    )
+    products = sum(one * other for each in widths for one, other in itertools.pairwise(each))
     return float(products + vectors * vectors * width)
 
 

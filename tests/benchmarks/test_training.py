@@ -93,7 +93,7 @@ def test_shares_of_peak_are_in_the_tables():
     # A step of 0.2 s at 10 GFLOP/s has 2 GFLOP at most.
     measured = dataclasses.replace(FOUND[0], flops=0.5e9, gemm_peak=10e9)
     assert measured.share_of_peak(measured.ours) == pytest.approx(0.25)
-    slower = dataclasses.replace(measured.theirs, seconds=[0.4])
+    slower = dataclasses.replace(measured.theirs, seconds=[0.4] * 3)
     assert measured.share_of_peak(slower) == pytest.approx(0.125)
     for unknown in ({"flops": None}, {"gemm_peak": None}):
         assert dataclasses.replace(measured, **unknown).share_of_peak(slower) is None
