@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from .serving import Settings, Training
@@ -15,7 +16,7 @@ def prepare(settings: Settings) -> Training:
     if settings.options.get("compiled"):
         # Around the replica, `torch.compile` would leave out what it does not see through, as a
         # Sequential, and say nothing. Inside it the graph is still cut at the buckets.
-        model.compile(fullgraph=True)
+        model = torch.compile(model, fullgraph=True)
     # Without it gradients are copied into the buckets and out of them. Statistics of a
     # normalization are each rank's own.
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
