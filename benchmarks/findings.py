@@ -181,8 +181,9 @@ def table(findings: Sequence[Finding]) -> str:
     machines = sorted({finding.machine for finding in findings})
     versions = sorted({side.versions for finding in findings for side in _sides(finding)})
     days = sorted({finding.day for finding in findings})
-    head, of_peak = _TIMES, ""
-    peaks = [each.gemm_peak for each in findings if each.share_of_peak(each.ours) is not None]
+    head: Sequence[str] = _TIMES
+    of_peak = ""
+    peaks = [each.gemm_peak for each in findings if each.flops and each.gemm_peak]
     if peaks:
         low, high = (f"{peak / 1e9:.0f}" for peak in (min(peaks), max(peaks)))
         of_peak = (

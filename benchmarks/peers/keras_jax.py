@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 
 import keras
@@ -13,7 +14,10 @@ from .serving import FitTraining, Settings, Training, own_rows
 
 def prepare(settings: Settings) -> Training:
     """Builds the model, and this process's part of the distribution."""
-    if settings.ranks > 1:
+    if settings.ranks == 1:
+        # Before XLA makes its pool, which may be larger.
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: settings.threads])
+    else:
         keras.distribution.initialize()
     keras.utils.set_random_seed(0)
     kind = settings.options.get("distribution")
