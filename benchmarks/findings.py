@@ -14,6 +14,17 @@ from tabulate import tabulate
 __all__ = ["Finding", "Side", "picture", "read", "table", "write"]
 
 _MIB = 1 << 20
+_TIMES = (
+    "",
+    "this / other",
+    "this, ms",
+    "other, ms",
+    "ratio",
+    "spread",
+    "at most",
+    "this, of peak",
+    "other, of peak",
+)
 _USED = (
     "a rank at most",
     "this, MiB",
@@ -69,6 +80,8 @@ class Finding:
         parameters: How many the model has.
         machine: What it ran on.
         day: When.
+        flops: The floating-point operations of the model's products in a step; None where not counted.
+        gemm_peak: The most that products of large matrices reach on as many threads, in FLOP/s.
     """
 
     name: str
@@ -78,6 +91,14 @@ class Finding:
     parameters: int
     machine: str
     day: str
+    flops: float | None = None
+    gemm_peak: float | None = None
+
+    def share_of_peak(self, side: Side) -> float | None:
+        """What a side reaches of the peak of products; None where that was not measured."""
+        if self.flops is None or self.gemm_peak is None:
+            return None
+        return self.flops / statistics.median(side.seconds) / self.gemm_peak
 
     @property
     def ratios(self) -> list[float]:
@@ -143,6 +164,7 @@ def table(findings: Sequence[Finding]) -> str:
                 _marked(f"{finding.ratio:.2f}", finding.is_over),
                 f"{min(finding.ratios):.2f} to {max(finding.ratios):.2f}",
                 f"{finding.limit:.2f}",
+                *(_percent(finding.share_of_peak(side)) for side in (ours, theirs)),
             )
         )
         used.append(
@@ -159,16 +181,23 @@ def table(findings: Sequence[Finding]) -> str:
     machines = sorted({finding.machine for finding in findings})
     versions = sorted({side.versions for finding in findings for side in _sides(finding)})
     days = sorted({finding.day for finding in findings})
+    head: Sequence[str] = _TIMES
+    of_peak = ""
+    peaks = [each.gemm_peak for each in findings if each.flops and each.gemm_peak]
+    if peaks:
+        low, high = (f"{peak / 1e9:.0f}" for peak in (min(peaks), max(peaks)))
+        of_peak = (
+            " Of peak: the model's FLOPs a second over what TensorFlow's products of large matrices "
+            f"reached on as many threads, {' to '.join(dict.fromkeys((low, high)))} GFLOP/s."
+        )
+    else:
+        head, times = head[:-2], [row[:-2] for row in times]
     return "\n\n".join(
         [
-            _markdown(
-                ("", "this / other", "this, ms", "other, ms", "ratio", "spread", "at most"),
-                times,
-                texts=2,
-            ),
+            _markdown(head, times, texts=2),
             _markdown(_USED, used, texts=1),
             f"Measured {' to '.join(dict.fromkeys((days[0], days[-1])))}, on "
-            f"{' and '.join(machines)}; {'; '.join(versions)}.",
+            f"{' and '.join(machines)}; {'; '.join(versions)}.{of_peak}",
         ]
     )
 
@@ -210,6 +239,10 @@ def _from_json(line: dict[str, Any]) -> Finding:
 
 def _sides(finding: Finding) -> tuple[Side, Side]:
     return finding.ours, finding.theirs
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
 
 
 def _marked(text: str, is_over: bool) -> str:

@@ -26,6 +26,7 @@ from tfdist.benchmarks.environments import versions
 from tfdist.benchmarks.findings import Finding, Side
 from tfdist.benchmarks.jobs import Block, JobError, RunningJob, interpreter
 from tfdist.benchmarks.measuring import has_between, write_between
+from tfdist.benchmarks.model_flops import gemm_peak, step_flops
 from tfdist.launch import command
 from tfdist.launch.flag_values import YEAR, FlagDefiner, input_file, output_file, refuse
 
@@ -89,8 +90,12 @@ def _check_document(path: str) -> None:
 def _main(chosen: list[Comparison]) -> int:
     known = _known()
     failed = False
+    peaks: dict[int, float] = {}  # By threads.
     for comparison in chosen:
         try:
+            threads = comparison.ours.ranks * comparison.ours.threads
+            if threads not in peaks:
+                peaks[threads] = gemm_peak(threads)
             found = compare(
                 comparison,
                 sizes=_SIZES.value,
@@ -99,6 +104,7 @@ def _main(chosen: list[Comparison]) -> int:
                 steps=_STEPS.value,
                 timeout=_TIMEOUT.value,
             )
+            found = dataclasses.replace(found, gemm_peak=peaks[threads])
         except JobError as error:
             command.say("tfdist-bench", f"{comparison.name}: {error}")
             failed = True
@@ -157,6 +163,7 @@ def compare(
         parameters=jobs[0].parameters,
         machine=_machine(),
         day=datetime.date.today().isoformat(),
+        flops=step_flops(comparison, size),
     )
 
 
@@ -253,7 +260,7 @@ PROGRAM = command.Program(
     _main,
     _VALUES,
     usage="tfdist-bench training [flags]",
-    summary="Trains the same models on tfdist, tf_keras and PyTorch, in turn, and compares the "
+    summary="Trains the same models on tfdist, tf_keras, PyTorch and Keras on JAX, in turn, and compares the "
     f"times of a step. Comparisons: {', '.join(COMPARISONS)}.",
     check=_check,
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
 
 import keras
 
@@ -12,7 +14,10 @@ from .serving import FitTraining, Settings, Training, own_rows
 
 def prepare(settings: Settings) -> Training:
     """Builds the model, and this process's part of the distribution."""
-    if settings.ranks > 1:
+    if settings.ranks == 1:
+        # Before XLA makes its pool, which may be larger.
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: settings.threads])
+    else:
         keras.distribution.initialize()
     keras.utils.set_random_seed(0)
     kind = settings.options.get("distribution")
@@ -22,6 +27,8 @@ def prepare(settings: Settings) -> Training:
             raise RuntimeError(f"Two devices are compared with two ranks. Received: {devices}.")
         keras.distribution.set_distribution(_DISTRIBUTIONS[kind](devices))
     model = make_model(settings)
+    if kind == "model":
+        _check_layouts(model)
     rows = own_rows(settings)
     return FitTraining(model, (rows for _ in itertools.count()), Clock, count(model))
 
@@ -35,15 +42,34 @@ def _model_parallel(devices: list[str]) -> keras.distribution.Distribution:
     """The layouts of Megatron-LM: columns, then rows, and the vocabulary."""
     mesh = keras.distribution.DeviceMesh((1, len(devices)), ("batch", "model"), devices)
     layouts = keras.distribution.LayoutMap(mesh)
-    layouts["embedding/vocabulary"] = ("model", None)
-    layouts["qkv/kernel"] = (None, None, "model")
-    layouts["qkv/bias"] = (None, "model")
-    layouts["up/kernel"] = (None, "model")
-    layouts["up/bias"] = ("model",)
-    layouts["(out|down)/kernel"] = ("model", None)
+    for path, layout in _LAYOUTS.items():
+        layouts[f".*/{path}"] = layout  # Keras compares with the whole path.
     return keras.distribution.ModelParallel(
         layout_map=layouts, batch_dim_name="batch", auto_shard_dataset=False
     )
 
+
+def _check_layouts(model: keras.Model) -> None:
+    """Refuses a model of which a layout splits nothing: Keras would hold it whole and say nothing."""
+    paths = {
+        variable.path
+        for variable in model.trainable_variables
+        if any(axis is not None for axis in variable.value.sharding.spec)
+    }
+    for path in _LAYOUTS:
+        if not any(re.fullmatch(f".*/{path}", each) for each in paths):
+            raise RuntimeError(f"Nothing is split by the layout of {path!r}. Split are: {paths}.")
+
+
+#: Of paths, without what comes before.
+_LAYOUTS = {
+    "embedding/vocabulary": ("model", None),
+    "qkv/kernel": (None, None, "model"),
+    "qkv/bias": (None, "model"),
+    "up/kernel": (None, "model"),
+    "up/bias": ("model",),
+    "out/kernel": ("model", None),
+    "down/kernel": ("model", None),
+}
 
 _DISTRIBUTIONS = {"data": _data_parallel, "model": _model_parallel}

@@ -13,11 +13,13 @@ def prepare(settings: Settings) -> Training:
     """Builds this rank's replica."""
     meet(settings)
     model, inputs, labels = make_model(settings)
+    if settings.options.get("compiled"):
+        # Around the replica, `torch.compile` would leave out what it does not see through, as a
+        # Sequential, and say nothing. Inside it the graph is still cut at the buckets.
+        model = torch.compile(model, fullgraph=True)
     # Without it gradients are copied into the buckets and out of them. Statistics of a
     # normalization are each rank's own.
     replica = DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
-    if settings.options.get("compiled"):
-        replica = torch.compile(replica)
     optimizer = make_optimizer(model.parameters())
     step = plain_step(replica, optimizer, inputs, labels)
     return StepTraining(step, count(model))

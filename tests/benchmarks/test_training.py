@@ -11,15 +11,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 
 from tests.conftest import skip_without
+from tfdist import models
 from tfdist.benchmarks import findings
 from tfdist.benchmarks.comparisons import COMPARISONS, SIZES, Job
 from tfdist.benchmarks.environments import ENVIRONMENTS, MADE
 from tfdist.benchmarks.findings import Finding, Side
+from tfdist.benchmarks.job_variables import outside, variables
 from tfdist.benchmarks.jobs import JobError, RunningJob
 from tfdist.benchmarks.measuring import write_between
+from tfdist.benchmarks.model_flops import gemm_peak, step_flops
 from tfdist.benchmarks.training import compare
+from tfdist.monitoring.monitor.flops import count_flops
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".peers"
@@ -82,6 +87,112 @@ def test_ratios_are_those_of_rounds():
     assert not faster.is_over and slower.is_over
     assert faster.ours.growth == 400 << 20
     assert "0.500" in faster.row() and "1.500" in faster.row()
+
+
+def test_shares_of_peak_are_in_the_tables():
+    # A step of 0.2 s at 10 GFLOP/s has 2 GFLOP at most.
+    measured = dataclasses.replace(FOUND[0], flops=0.5e9, gemm_peak=10e9)
+    assert measured.share_of_peak(measured.ours) == pytest.approx(0.25)
+    slower = dataclasses.replace(measured.theirs, seconds=[0.4] * 3)
+    assert measured.share_of_peak(slower) == pytest.approx(0.125)
+    for unknown in ({"flops": None}, {"gemm_peak": None}):
+        assert dataclasses.replace(measured, **unknown).share_of_peak(slower) is None
+    times, _, ran = findings.table([dataclasses.replace(measured, theirs=slower), FOUND[1]]).split(
+        "\n\n"
+    )
+    rows = [[cell.strip() for cell in row.split("|")[-3:-1]] for row in times.splitlines()]
+    assert rows[0] == ["this, of peak", "other, of peak"] and rows[2:] == [["25%", "12%"], ["", ""]]
+    assert "10 GFLOP/s" in ran
+    # What was measured before there were shares has a table without them.
+    assert "peak" not in findings.table(FOUND)
+
+
+@pytest.mark.parametrize("size", list(SIZES))
+def test_flops_of_a_step_are_those_of_the_formulas(size):
+    sizes = SIZES[size]
+    gpt, convnet = sizes["gpt"], sizes["convnet"]
+    width, tokens = gpt["width"], gpt["tokens"]
+    products = gpt["layers"] * 12 * width**2 + gpt["vocabulary"] * width
+    scores = gpt["layers"] * 2 * tokens * width
+    assert step_flops(COMPARISONS["gpt-ddp"], gpt) == 6 * gpt["batch"] * tokens * (
+        products + scores
+    )
+    # Two of eight experts for each token, and the router.
+    more = gpt["layers"] * (8 * width**2 + 8 * width)
+    assert step_flops(COMPARISONS["gpt-experts"], gpt) == 6 * gpt["batch"] * tokens * (
+        products + scores + more
+    )
+    pixels = convnet["side"] ** 2
+    convolutions = 9 * (3 * 32 + 32 * 32 + (32 * 64 + 64 * 64) / 4) * pixels
+    dense = 64 * pixels / 16 * 128 + 128 * convnet["classes"]
+    assert step_flops(COMPARISONS["convnet-ddp"], convnet) == 6 * convnet["batch"] * (
+        convolutions + dense
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt", "convnet", "dlrm"])
+def test_flops_of_a_step_are_those_of_the_graph(model):
+    sizes = SIZES["tiny"][model]
+    found = built(model, sizes)
+    specs = {each.name: tf.TensorSpec([1, *each.shape[1:]], each.dtype) for each in found.inputs}
+    if model == "gpt":
+        specs = {"tokens": tf.TensorSpec([1, sizes["tokens"]], tf.int32)}
+    forward = tf.function(lambda inputs: found(inputs)).get_concrete_function(
+        specs if len(specs) > 1 else next(iter(specs.values()))
+    )
+    counted = count_flops(forward.graph)
+    assert counted.is_whole
+    name = f"{model}-one-process"
+    assert 3 * sizes["batch"] * counted.model == step_flops(COMPARISONS[name], sizes)
+
+
+def built(model, sizes):
+    """The model of a comparison."""
+    if model == "gpt":
+        return models.gpt(
+            sizes["vocabulary"],
+            num_layers=sizes["layers"],
+            width=sizes["width"],
+            num_heads=sizes["heads"],
+            max_length=sizes["tokens"],
+        )
+    if model == "convnet":
+        return models.convnet((sizes["side"], sizes["side"], 3), sizes["classes"])
+    return models.dlrm(
+        sizes["dense"],
+        [sizes["vocabulary"]] * sizes["tables"],
+        embedding_dim=sizes["width"],
+        bottom_widths=(sizes["hidden"],),
+        top_widths=(2 * sizes["hidden"], sizes["hidden"]),
+    )
+
+
+@pytest.mark.slow
+def test_the_peak_of_products_is_measured():
+    # A core does a billion operations a second at least, and a hundred thousand billion at most.
+    assert 1e9 < gemm_peak(1) < 1e14
+
+
+def test_processes_on_jax_find_each_other_and_have_their_threads(monkeypatch):
+    monkeypatch.setenv("NPROC", "64")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/nowhere")
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    assert not {"NPROC", "XLA_FLAGS", "JAX_PLATFORMS"} & set(outside())
+    for name, processes, devices in (
+        ("gpt-jax", 1, 1),
+        ("convnet-jax-devices", 1, 2),
+        ("gpt-jax-processes", 2, 1),
+        ("gpt-jax-tensor", 1, 2),
+    ):
+        job = COMPARISONS[name].theirs
+        assert job.variables["XLA_FLAGS"].endswith(f"device_count={devices}")
+        with variables(job) as ranks:
+            assert len(ranks) == processes
+            assert {rank["NPROC"] for rank in ranks} == {str(2 // processes)}
+            assert len({rank["KERAS_DISTRIBUTION_JOB_ADDRESSES"] for rank in ranks}) == 1
+            ids = [rank["KERAS_DISTRIBUTION_PROCESS_ID"] for rank in ranks]
+            assert ids == [str(number) for number in range(processes)]
 
 
 def test_json_holds_the_findings(tmp_path):
@@ -262,6 +373,7 @@ def test_tfdist_against_itself(tmp_path, allocator):
         assert finding.ours.last_loss < finding.ours.first_loss
         assert 0 < finding.ours.growth < finding.ours.peak
         assert min(finding.ours.processor) > 0
+        assert 0 < finding.share_of_peak(finding.ours) < 1
     assert "tfdist, one process" in page.read_text() and "Not measured" not in page.read_text()
     # Two ranks and one process, for each of two models.
     assert said.read_text().splitlines().count("1") >= 6
