@@ -140,9 +140,12 @@ def worker(folder: str, options: dict) -> None:
 
         begun, ended, steps = 0.0, 0.0, 0
 
+        def on_epoch_begin(self, epoch, logs=None):
+            # In the first, this worker traces its step, and then others trace theirs beside it.
+            if epoch == 1:
+                self.begun, self.steps = time.perf_counter(), 0
+
         def on_train_batch_begin(self, batch, logs=None):
-            # The first step traces.
-            self.begun = self.begun or (time.perf_counter() if self.steps else 0.0)
             slower = options["slower"] if index == 1 else 1
             time.sleep(options["step_seconds"] * slower)
 
@@ -156,7 +159,7 @@ def worker(folder: str, options: dict) -> None:
     model.fit(x, y, batch_size=rows, epochs=options["epochs"], verbose=0, callbacks=[pace])
     loss, accuracy = model.evaluate(*held_out, verbose=0)
     found = {
-        "rate": 32 * (pace.steps - 1) / (pace.ended - pace.begun),
+        "rate": 32 * pace.steps / (pace.ended - pace.begun),
         "dropped": int(sum(sum(each) for each in strategy.dropped_gradients())) if backup else 0,
         "loss": loss,
         "accuracy": accuracy,
@@ -218,7 +221,7 @@ def backup(rounds: int) -> None:
     """Updates per second with a backup rank, where one of all is ten times slower, and without either."""
     ratios = []
     for turn in range(rounds):
-        shared = {"epochs": 4, "seed": 0, "step_seconds": _STEP_SECONDS}
+        shared = {"epochs": 10, "seed": 0, "step_seconds": _STEP_SECONDS}
         with_backup = job("asynchronous", backup=1, slower=_MUCH_SLOWER, **shared)[0]
         alone = job("asynchronous", backup=0, slower=1, **shared)[0]
         ratios.append(with_backup["rate"] / alone["rate"])
