@@ -104,6 +104,25 @@ def test_cross_entropy_at_its_ends():
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+def test_exponentials(shape):
+    logits = np.float32(30 * np.random.default_rng(0).normal(size=shape))
+    highest = logits.max(axis=-1) + np.float32(2)
+    found = native.load().tfdist_exponentials(logits=logits, highest=highest)
+    exact = np.exp(np.float64(logits) - np.float64(highest)[..., None])
+    assert_close(found, [exact, exact.sum(axis=-1)])
+
+
+def test_exponentials_at_their_ends():
+    logits = tf.constant([[0, -np.inf], [-np.inf, -np.inf], [-1e38, 1e4], [np.nan, 0]])
+    found, sums = native.load().tfdist_exponentials(
+        logits=logits, highest=tf.constant([0.0, 3.0, 1e4, 0.0])
+    )
+    np.testing.assert_array_equal(found[:3], [[1, 0], [0, 0], [0, 1]])
+    np.testing.assert_array_equal(sums[:3], [1, 0, 1])
+    assert np.isnan(sums[3])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_softmax(shape):
     random = np.random.default_rng(0)
     scores = np.float32(5 * random.normal(size=shape))
@@ -162,6 +181,8 @@ def test_labels_out_of_range_are_refused(label):
         ("tfdist_gelu_gradient", {"dy": [2], "x": [3]}, r"\[2\] and \[3\]"),
         ("tfdist_cross_entropy", {"logits": [2, 3], "labels": [3]}, r"\[2\] and \[3\]"),
         ("tfdist_cross_entropy", {"logits": [], "labels": []}, "dim of classes"),
+        ("tfdist_exponentials", {"logits": [2, 3], "highest": [3]}, r"\[2\] and \[3\]"),
+        ("tfdist_exponentials", {"logits": [], "highest": []}, "dim of classes"),
         ("tfdist_softmax", {"scores": []}, "dim of columns"),
         ("tfdist_softmax_gradient", {"exponents": [2], "dy": [3]}, r"\[2\] and \[3\]"),
         ("tfdist_layer_norm", {"x": [2, 3], "scale": [3], "offset": [2]}, r"\[3\], \[2\]"),
@@ -193,6 +214,13 @@ def test_shapes_that_do_not_fit_are_refused(name, inputs, message):
         getattr(native.load(), name)(**tensors, **epsilon)
 
 
+def operations_of(function) -> collections.Counter:
+    """How many of each kind a traced function has, with those that it calls."""
+    graph = function.graph.as_graph_def()
+    nodes = [node for function in graph.library.function for node in function.node_def]
+    return collections.Counter(node.op for node in [*graph.node, *nodes])
+
+
 def operations_of_a_step(policy: str, jit_compile: bool = False) -> collections.Counter:
     from tfdist.testing import strategy
 
@@ -208,9 +236,7 @@ def operations_of_a_step(policy: str, jit_compile: bool = False) -> collections.
     def step(tokens):
         return model.distribute_strategy.run(model.train_step, args=((tokens, tokens),))
 
-    graph = step.get_concrete_function(tf.zeros((2, 4), tf.int32)).graph.as_graph_def()
-    nodes = [node for function in graph.library.function for node in function.node_def]
-    return collections.Counter(node.op for node in [*graph.node, *nodes])
+    return operations_of(step.get_concrete_function(tf.zeros((2, 4), tf.int32)))
 
 
 @on_ranks(("horovod", 2), ("tensorflow", 2))
@@ -220,6 +246,36 @@ def test_steps_of_several_ranks_take_them(pool, policy, activations):
         assert found["TfdistGelu"] == found["TfdistGeluGradient"] == activations
         assert found["TfdistLayerNorm"] == found["TfdistLayerNormGradient"] == 5
         assert found["TfdistCrossEntropy"] == 1
+
+
+def operations_of_a_split_model(policy: str) -> collections.Counter:
+    import keras_hub
+
+    from tfdist import Mesh, parallelize
+    from tfdist.testing import strategy
+
+    with strategy(Mesh(tensor=2)).scope():
+        backbone = keras_hub.models.GPT2Backbone(
+            13, 2, 2, 8, 16, dropout=0.0, max_sequence_length=4, dtype=policy
+        )
+        model = parallelize(keras_hub.models.GPT2CausalLM(backbone, compile=False))
+        model.compile("sgd", layers.VocabParallelCrossEntropy(13), weighted_metrics=None)
+
+    @tf.function
+    def step(tokens):
+        inputs = {"token_ids": tokens, "padding_mask": tf.ones_like(tokens)}
+        return model.distribute_strategy.run(model.train_step, args=((inputs, tokens),))
+
+    return operations_of(step.get_concrete_function(tf.zeros((2, 4), tf.int32)))
+
+
+@on_ranks(("horovod", 2))
+@pytest.mark.parametrize(("policy", "activations"), [("float32", 2), ("mixed_bfloat16", 0)])
+def test_layers_of_kerashub_that_are_split_take_them(pool, policy, activations):
+    for found in pool.run(operations_of_a_split_model, policy, timeout=120):
+        assert found["TfdistGelu"] == found["TfdistGeluGradient"] == activations
+        assert found["TfdistLayerNorm"] == found["TfdistLayerNormGradient"] == 5
+        assert found["TfdistExponentials"] == 1 and not found["OneHot"]
 
 
 def operations_of_attention() -> collections.Counter:
@@ -233,9 +289,7 @@ def operations_of_attention() -> collections.Counter:
 
     shared = strategy()
     step = tf.function(lambda x: shared.run(train, (x,)), autograph=False)
-    graph = step.get_concrete_function(tf.zeros((1, 2, 8, 4))).graph.as_graph_def()
-    nodes = [node for function in graph.library.function for node in function.node_def]
-    return collections.Counter(node.op for node in [*graph.node, *nodes])
+    return operations_of(step.get_concrete_function(tf.zeros((1, 2, 8, 4))))
 
 
 @on_ranks(("horovod", 2))

@@ -10,6 +10,7 @@ import numpy as np
 from tests.scripts import families
 from tests.scripts.families import LENGTH, WORDS, classifier, rows_for
 from tests.scripts.feeding import Feed
+from tfdist.keras_internals.private import all_layers
 from tfdist.tensor_parallel import blockwise
 
 __all__ = ["DECODERS", "generated", "train"]
@@ -116,6 +117,13 @@ def changed(model, name: str, tensor: int, lora: str | None, quantize: str | Non
     return model
 
 
+def widen_softmax(model: keras.Model) -> None:
+    """Has softmax in float64, which KerasHub computes in float32 whatever the policy."""
+    for layer in all_layers(model):
+        if isinstance(layer, keras.layers.Softmax):
+            layer.dtype_policy = "float64"
+
+
 def train(
     name: str,
     options: dict | None = None,
@@ -153,6 +161,8 @@ def train(
         if name in DECODERS:
             with policy(dtype):
                 model = causal_lm(name, tensor)
+            if dtype == "float64":
+                widen_softmax(model)
             random = np.random.default_rng(0)
             ids = random.integers(1, WORDS, (rows, LENGTH)).astype("int32")
             mask = (np.arange(LENGTH) < random.integers(3, LENGTH + 1, rows)[:, None]).astype(
@@ -164,7 +174,9 @@ def train(
             x, y = rows_for(name, rows), np.random.default_rng(0).integers(0, 3, rows)
         most = max(mesh.get("tensor", 1), mesh.get("expert", 1))
         changed(model, name, most, lora, quantize, rank)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        # Keras' losses are of float32 whatever the model is of.
+        of_loss = "float64" if dtype == "float64" else None
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype=of_loss)
         model.compile(optimizer=keras.optimizers.SGD(0.05), loss=loss, weighted_metrics=None)
     data = Feed("data", rows, rows, order).batches(x, y).repeat()
     history = model.fit(data, steps_per_epoch=1, epochs=STEPS, verbose=0)

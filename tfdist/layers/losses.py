@@ -147,20 +147,33 @@ def _split_cross_entropy(labels, logits, group: Group, vocabulary_size: int):
             padding = tf.range(share) >= real
             logits = tf.where(padding, logits.dtype.min, logits)
         highest = all_reduce(tf.reduce_max(logits, axis=-1), group, "max", name="loss/maximum")
-        exponentials = tf.exp(logits - highest[..., None])
+        exponentials, own_sum = _exponentials(logits, highest)
         own_labels = labels - first
         own = tf.logical_and(own_labels >= 0, own_labels < share)
         place = tf.where(own, own_labels, 0)
         of_label = tf.gather(logits, place, batch_dims=labels.shape.rank)
         of_label = tf.where(own, of_label - highest, 0.0)
-        sums = tf.stack([tf.reduce_sum(exponentials, axis=-1), of_label])
+        sums = tf.stack([own_sum, of_label])
         total, of_label = tf.unstack(all_reduce(sums, group, name="loss/sums"))
 
         def gradient(dy):
-            # -1 is no class: where the label is another rank's the row is zero.
-            hot = tf.one_hot(tf.where(own, own_labels, -1), share, dtype=exponentials.dtype)
-            return dy[..., None] * (exponentials / total[..., None] - hot)
+            found = exponentials * (dy / total)[..., None]
+            # Less `dy` at the label, in the rows whose label is this rank's.
+            rows = tf.where(tf.reshape(own, [-1]))
+            places = tf.gather(tf.reshape(place, [-1, 1]), rows[:, 0])
+            indices = tf.concat([rows, tf.cast(places, rows.dtype)], axis=1)
+            of_labels = tf.gather(tf.reshape(dy, [-1]), rows[:, 0])
+            flat = tf.reshape(found, [-1, share])
+            return tf.reshape(tf.tensor_scatter_nd_sub(flat, indices, of_labels), tf.shape(logits))
 
         return tf.math.log(total) - of_label, gradient
 
     return cross_entropy(logits)
+
+
+def _exponentials(logits, highest) -> tuple:
+    """exp(logits - highest), and the sum of each row."""
+    if logits.dtype == tf.float32 and step_takes_kernels():
+        return load().tfdist_exponentials(logits=logits, highest=highest)
+    exponentials = tf.exp(logits - highest[..., None])
+    return exponentials, tf.reduce_sum(exponentials, axis=-1)

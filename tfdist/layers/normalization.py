@@ -11,7 +11,7 @@ from tfdist.native import load, step_takes_kernels
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.weights import tensor_group, value_tensor
 
-__all__ = ["LayerNormalization"]
+__all__ = ["LayerNormalization", "normalized_in_one_pass"]
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
@@ -50,13 +50,10 @@ class LayerNormalization(keras.layers.LayerNormalization):
 
     def call(self, inputs):
         """[..., features] to the same shape."""
-        wide = tf.cast(inputs, "float32") if inputs.dtype.size < 4 else inputs
-        is_whole = self.gamma is not None and self.beta is not None
-        if is_whole and wide.dtype == tf.float32 and step_takes_kernels():
-            scale, offset = (
-                tf.cast(value_tensor(each), wide.dtype) for each in (self.gamma, self.beta)
-            )
-            return tf.cast(_one_pass(wide, scale, offset, self.epsilon), self.compute_dtype)
+        found = normalized_in_one_pass(self, inputs)
+        if found is not None:
+            return found
+        wide = _wide(inputs)
         outputs = _normalize(wide, self.epsilon)
         if self.gamma is not None:
             outputs *= tf.cast(value_tensor(self.gamma), outputs.dtype)
@@ -73,6 +70,24 @@ class LayerNormalization(keras.layers.LayerNormalization):
         config = {**super().get_config(), "sequence_parallel": self.sequence_parallel}
         config.pop("rms_scaling", None)
         return config
+
+
+def normalized_in_one_pass(layer: keras.layers.LayerNormalization, inputs):
+    """What a layer makes of [..., features] over the last dim, by the compiled library.
+
+    None outside of steps on CPUs, without a scale or an offset, and in other dtypes than it computes.
+    """
+    if layer.gamma is None or layer.beta is None or not step_takes_kernels():
+        return None
+    wide = _wide(inputs)
+    if wide.dtype != tf.float32:
+        return None
+    scale, offset = (tf.cast(value_tensor(each), wide.dtype) for each in (layer.gamma, layer.beta))
+    return tf.cast(_one_pass(wide, scale, offset, layer.epsilon), layer.compute_dtype)
+
+
+def _wide(inputs):
+    return tf.cast(inputs, "float32") if inputs.dtype.size < 4 else inputs
 
 
 def _one_pass(inputs, scale, offset, epsilon: float):

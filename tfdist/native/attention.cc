@@ -40,12 +40,6 @@ REGISTER_OP("TfdistSoftmaxGradient")
     })
     .Doc("Of scores less their log-sum-exp the softmax, and its product with `dy`.");
 
-// Exactly 0 where `Exponential` stops, so that what is masked has no weight.
-inline __attribute__((always_inline)) float Weight(float t) {
-  const float found = Exponential(t);
-  return t < -87.0f ? 0.0f : found;
-}
-
 // The weights may lie where the scores lay.
 TFDIST_CLONES void Softmax(const float* scores, int64_t rows, int64_t columns, float* weights,
                            float* lse) {

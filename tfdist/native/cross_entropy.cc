@@ -29,6 +29,21 @@ REGISTER_OP("TfdistCrossEntropy")
     })
     .Doc("[..., classes] and [...] to the loss of each row, and its gradient for the logits.");
 
+REGISTER_OP("TfdistExponentials")
+    .Input("logits: float")
+    .Input("highest: float")
+    .Output("exponentials: float")
+    .Output("sums: float")
+    .SetShapeFn([](InferenceContext* context) -> absl::Status {
+      ShapeHandle rows;
+      TF_RETURN_IF_ERROR(context->Subshape(context->input(0), 0, -1, &rows));
+      TF_RETURN_IF_ERROR(context->Merge(rows, context->input(1), &rows));
+      context->set_output(0, context->input(0));
+      context->set_output(1, rows);
+      return absl::OkStatus();
+    })
+    .Doc("exp(logits - highest) of [..., classes] and [...], and the sum of each row.");
+
 // The gradient may lie where the logits lay.
 TFDIST_CLONES void CrossEntropy(const float* logits, const int32_t* labels, int64_t rows,
                                 int64_t classes, float* losses, float* gradient) {
@@ -49,6 +64,22 @@ TFDIST_CLONES void CrossEntropy(const float* logits, const int32_t* labels, int6
     for (int64_t i = 0; i < classes; ++i) gradient[i] *= inverse;
     gradient[labels[row]] -= 1;
     losses[row] = std::log(sum) - of_label;
+  }
+}
+
+// The exponentials may lie where the logits lay.
+TFDIST_CLONES void Exponentials(const float* logits, const float* highest, int64_t rows,
+                                int64_t classes, float* exponentials, float* sums) {
+  for (int64_t row = 0; row < rows; ++row, logits += classes, exponentials += classes) {
+    const float most = highest[row];
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < classes; ++i) {
+      const float found = Weight(logits[i] - most);
+      exponentials[i] = found;
+      sum += found;
+    }
+    sums[row] = sum;
   }
 }
 
@@ -85,6 +116,34 @@ class CrossEntropyKernel : public OpKernel {
   }
 };
 
+class ExponentialsKernel : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* context) override {
+    const Tensor &logits = context->input(0), &highest = context->input(1);
+    TensorShape lines = logits.shape();
+    OP_REQUIRES(context, lines.dims() > 0,
+                absl::InvalidArgumentError("Logits have a dim of classes. Received: []"));
+    const int64_t classes = lines.dim_size(lines.dims() - 1), rows = highest.NumElements();
+    lines.RemoveLastDims(1);
+    OP_REQUIRES_OK(context, OneShape("There is a maximum for each row of logits", lines,
+                                     highest.shape()));
+    Tensor *exponentials = nullptr, *sums = nullptr;
+    OP_REQUIRES_OK(context, context->forward_input_or_allocate_output({0}, 0, logits.shape(),
+                                                                      &exponentials));
+    OP_REQUIRES_OK(context, context->allocate_output(1, lines, &sums));
+    const float *x = logits.flat<float>().data(), *most = highest.flat<float>().data();
+    float *y = exponentials->flat<float>().data(), *sum = sums->flat<float>().data();
+    Share(context, rows, 10 * classes, [=](int64_t begin, int64_t end) {
+      Exponentials(x + begin * classes, most + begin, end - begin, classes, y + begin * classes,
+                   sum + begin);
+    });
+  }
+};
+
+REGISTER_KERNEL_BUILDER(Name("TfdistExponentials").Device(tensorflow::DEVICE_CPU),
+                        ExponentialsKernel);
 REGISTER_KERNEL_BUILDER(Name("TfdistCrossEntropy").Device(tensorflow::DEVICE_CPU),
                         CrossEntropyKernel);
 

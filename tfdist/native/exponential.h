@@ -32,6 +32,12 @@ inline __attribute__((always_inline)) float Exponential(float t) {
   return p * scale;
 }
 
+// The same, but exactly 0 below -87: what is masked has no weight.
+inline __attribute__((always_inline)) float Weight(float t) {
+  const float found = Exponential(t);
+  return t < -87.0f ? 0.0f : found;
+}
+
 }  // namespace tfdist
 
 #endif  // TFDIST_NATIVE_EXPONENTIAL_H_

@@ -20,6 +20,7 @@ from tfdist.sharding.weights import value_tensor
 from tfdist.tensor_parallel.adapters import Adapter, LayerView, override
 from tfdist.tensor_parallel.equations import equation_of_a, position, terms
 from tfdist.tensor_parallel.lora import add_lora, lora_axes
+from tfdist.tensor_parallel.one_pass import activation_of
 from tfdist.tensor_parallel.prefill import dropped_logits, drops_logits
 from tfdist.tensor_parallel.quantized import (
     quantized_axes,
@@ -256,7 +257,8 @@ def _finish(layer, outputs):
     """Bias and activation, as `Dense` and `EinsumDense` have them."""
     if layer.bias is not None:
         outputs = ops.add(outputs, layer.bias)
-    return outputs if layer.activation is None else layer.activation(outputs)
+    activation = activation_of(layer)
+    return outputs if activation is None else activation(outputs)
 
 
 def _check_share(layer, size: int | None, share: int, group: Group) -> None:

@@ -27,6 +27,7 @@ from tfdist.tensor_parallel.choosing import adapter_class
 from tfdist.tensor_parallel.experts import find_experts, spread_experts
 from tfdist.tensor_parallel.finding import find_plan
 from tfdist.tensor_parallel.layout_map import is_layout_map, plan_of_layout_map
+from tfdist.tensor_parallel.one_pass import normalize_in_one_pass
 from tfdist.tensor_parallel.plan import kinds_of
 from tfdist.tensor_parallel.prefill import drop_logits_of_prefill
 from tfdist.tensor_parallel.report import ParallelizeReport, VariableReport
@@ -131,6 +132,7 @@ def parallelize(
                 _apply(adapters, blocks, group)
                 check.compare([adapter.layer for adapter in adapters])
         drop_logits_of_prefill(model)
+        normalize_in_one_pass(model)
     with _all_or_nothing(model):
         spread_experts(experts)
     if experts or (group is not None and adapters):
