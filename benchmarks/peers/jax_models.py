@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import keras
 from keras import ops
 
+from .convnet import convnet
 from .serving import Settings
 
 
@@ -93,31 +94,11 @@ class GPT(keras.Model):
         return self.embedding.logits(self.norm(x))
 
 
-def convnet(sizes: Mapping[str, int]) -> keras.Model:
-    """Two blocks of two convolutions, a hidden layer and logits."""
-    layers = keras.layers
-    model = keras.Sequential([layers.Input((sizes["side"], sizes["side"], 3))])
-    for filters in (32, 64):
-        for _ in range(2):
-            model.add(layers.Conv2D(filters, 3, padding="same", use_bias=False))
-            model.add(layers.BatchNormalization(momentum=0.9))
-            model.add(layers.ReLU())
-        model.add(layers.MaxPooling2D())
-    for layer in (
-        layers.Flatten(),
-        layers.Dense(128, activation="relu"),
-        layers.Dropout(0.25),
-        layers.Dense(sizes["classes"]),
-    ):
-        model.add(layer)
-    return model
-
-
 def make_model(settings: Settings) -> keras.Model:
     """The model, built, and compiled as a user of Keras does it."""
     sizes = settings.sizes
     if settings.model == "convnet":
-        model = convnet(sizes)
+        model = convnet(keras, sizes)
     else:
         model = GPT(sizes)
         model(ops.zeros([sizes["batch"], sizes["tokens"]], "int32"))

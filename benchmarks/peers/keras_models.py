@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import tensorflow as tf
 import tf_keras
 
+from .convnet import convnet
 from .serving import Settings
 
 
@@ -102,26 +103,6 @@ class GPT(tf_keras.Model):
         return tf.matmul(self._norm(x), self._embedding.table, transpose_b=True)
 
 
-def convnet(sizes: Mapping[str, int]) -> tf_keras.Model:
-    """Two blocks of two convolutions, a hidden layer and logits."""
-    layers = tf_keras.layers
-    model = tf_keras.Sequential([layers.Input((sizes["side"], sizes["side"], 3))])
-    for filters in (32, 64):
-        for _ in range(2):
-            model.add(layers.Conv2D(filters, 3, padding="same", use_bias=False))
-            model.add(layers.BatchNormalization(momentum=0.9))
-            model.add(layers.ReLU())
-        model.add(layers.MaxPooling2D())
-    for layer in (
-        layers.Flatten(),
-        layers.Dense(128, activation="relu"),
-        layers.Dropout(0.25),
-        layers.Dense(sizes["classes"]),
-    ):
-        model.add(layer)
-    return model
-
-
 def dlrm(sizes: Mapping[str, int]) -> tf_keras.Model:
     """A recommender: a bottom perceptron, embeddings, the products of all pairs, a top perceptron."""
     layers, width, hidden = tf_keras.layers, sizes["width"], sizes["hidden"]
@@ -159,7 +140,7 @@ def make_model(settings: Settings) -> tf_keras.Model:
     if settings.model == "dlrm":
         return dlrm(sizes)
     if settings.model == "convnet":
-        return convnet(sizes)
+        return convnet(tf_keras, sizes)
     model = GPT(sizes, stock=settings.options["stock"])
     model(tf.zeros([1, sizes["tokens"]], tf.int32))
     return model
