@@ -52,7 +52,7 @@ def test_tokens_a_second_are_at_least_nine_tenths():
     assert not enough.is_over and less.is_over
     said = table([enough], sizes)
     rates = [cell.strip() for cell in said.splitlines()[-1].strip("|").split("|")]
-    assert rates == ["64.0", "71.1", "0.90", "0.90 to 0.90", "0.90"]
+    assert rates == ["`generate`", "64.0", "71.1", "0.90", "0.90 to 0.90", "0.90"]
     assert "1,234" in said
     assert "tokens a second" not in table([dataclasses.replace(enough, name="tensor")], sizes)
 

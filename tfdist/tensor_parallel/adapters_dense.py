@@ -18,7 +18,7 @@ from tfdist.keras_internals.attributes import kernel_of
 from tfdist.layers.embedding import stays_split
 from tfdist.sharding.weights import value_tensor
 from tfdist.tensor_parallel.adapters import Adapter, LayerView, override
-from tfdist.tensor_parallel.equations import equation_of_a, position, terms
+from tfdist.tensor_parallel.equations import einsum, equation_of_a, position, terms
 from tfdist.tensor_parallel.lora import add_lora, lora_axes
 from tfdist.tensor_parallel.one_pass import activation_of
 from tfdist.tensor_parallel.prefill import dropped_logits, drops_logits
@@ -215,13 +215,10 @@ class EinsumDenseAdapter(_ProductAdapter):
         def product(inputs):
             if layer.lora_enabled and through_a is None:
                 # A's rank takes the place of a dim that is summed over: only the kernel will do.
-                return tf.convert_to_tensor(ops.einsum(layer.equation, inputs, layer.kernel))
-            outputs = ops.einsum(layer.equation, inputs, kernel_of(layer))
-            return add_lora(
-                layer,
-                tf.convert_to_tensor(outputs),
-                lambda a: ops.einsum(through_a, inputs, a),
-            )
+                return tf.convert_to_tensor(einsum(layer.equation, inputs, layer.kernel))
+            kernel = value_tensor(kernel_of(layer))
+            outputs = tf.convert_to_tensor(einsum(layer.equation, inputs, kernel))
+            return add_lora(layer, outputs, lambda a: einsum(through_a, inputs, a))
 
         def column(inputs, training=None):
             return _finish(layer, product(self._enter(inputs, group)))

@@ -130,6 +130,8 @@ class _Call:
         if self.region.backward is None or not behind:
             # The layer that the forward pass ends with is needed again at once.
             return
+        if _is_followed_by_collective(self.arrays, self.region.backward):
+            return
         # Where ranks compute faster than they talk, gradients on their way must not pile up.
         earlier = [shard for call in behind[1:2] for shard in call.reduced]
         with graph.as_default(), tf.control_dependencies([*behind[0].region.arrived, *earlier]):
@@ -148,3 +150,31 @@ class _Call:
                 found.append(operation)
                 known |= {tensor.name for tensor in operation.outputs}
         return found
+
+
+def _is_followed_by_collective(arrays: Sequence[tf.Tensor], backward: int) -> bool:
+    """Whether a collective that is in the graph already waits for what is made of arrays.
+
+    TensorFlow runs its collectives in the order in which they were traced. A second gathering would
+    have to run after such a collective, and before it. The backward pass is traced breadth-first, so
+    a layer whose parameters are far from its inputs, as the relative positions of T5, can be through
+    later than the layer before it.
+
+    Args:
+        arrays: Tensors of one graph.
+        backward: How many operations the graph had when the backward pass through their layer began.
+    """
+    late = arrays[0].graph.get_operations()[backward:]
+    if not any(operation.type.startswith("Collective") for operation in late):
+        return False
+    reached = {array.name for array in arrays}
+    waits = [[t.name for t in o.inputs] + [c.name for c in o.control_inputs] for o in late]
+    found = -1
+    while found != len(reached):  # Uses that were replaced make operations take later ones.
+        found = len(reached)
+        for operation, before in zip(late, waits, strict=True):
+            if operation.name not in reached and not reached.isdisjoint(before):
+                if operation.type.startswith("Collective"):
+                    return True
+                reached |= {operation.name, *[tensor.name for tensor in operation.outputs]}
+    return False
