@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.context import current_replica
 from tfdist.keras_internals.patching import Patch
-from tfdist.native import has_kernels, load, step_takes_kernels
+from tfdist.native import has_kernels, load, may_take_kernels
 from tfdist.zero.update import LocalShard
 
 __all__ = ["PATCHES"]
@@ -32,10 +32,9 @@ def _adam_step(original, self, gradient, variable, learning_rate):
     parameter, *moments = values
     dtype = parameter.dtype
     is_part = isinstance(parameter, LocalShard)
-    if is_part:
-        takes = has_kernels()
-    else:
-        takes = isinstance(parameter, tf.Variable) and step_takes_kernels()
+    takes = (
+        has_kernels() if is_part else (isinstance(parameter, tf.Variable) and may_take_kernels())
+    )
     if not takes or dtype not in _OWN_DTYPES:
         return original(self, gradient, variable, learning_rate)
     step = tf.cast(self.iterations + 1, dtype)

@@ -162,7 +162,7 @@ def test_attention_by_blocks(options, monkeypatch):
         return layers.blockwise_attention(*inputs, block_size=(8, 16), **options)
 
     plain = with_gradients(tf.function(attend), *inputs)
-    monkeypatch.setattr(blocks, "step_takes_kernels", lambda: True)
+    monkeypatch.setattr(blocks, "may_take_kernels", lambda: True)
     found = with_gradients(tf.function(attend), *inputs)
     assert_close(found, plain)
     wide = with_gradients(tf.function(attend), *[tf.cast(each, tf.float64) for each in inputs])

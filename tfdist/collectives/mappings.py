@@ -28,6 +28,7 @@ import tensorflow as tf
 from tfdist.collectives.group import Group
 from tfdist.collectives.operations import all_gather, all_reduce, reduce_scatter
 from tfdist.graph.custom_gradient import custom_gradient
+from tfdist.graph.few_rows import matmul
 
 __all__ = [
     "column_parallel_matmul",
@@ -145,7 +146,7 @@ def column_parallel_matmul(
         if sequence_axis is not None:
             x = all_gather(x, group, sequence_axis, name=name)
         rows = tf.reshape(x, [-1, w.shape[0]])
-        y = tf.matmul(rows, w)
+        y = matmul(rows, w)
         y = tf.nn.bias_add(y, *b) if b else y
 
         def gradient(dy):
@@ -174,7 +175,7 @@ def linear(tensor, kernel, bias=None):
     batches afterwards. Where nothing stands between product and bias, TensorFlow adds the two in
     one kernel.
     """
-    rows = tf.matmul(tf.reshape(tensor, [-1, kernel.shape[0]]), kernel)
+    rows = matmul(tf.reshape(tensor, [-1, kernel.shape[0]]), kernel)
     return _unflatten(rows if bias is None else tf.nn.bias_add(rows, bias), tensor)
 
 

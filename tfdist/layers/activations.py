@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdist.graph.custom_gradient import custom_gradient
-from tfdist.native import load, step_takes_kernels
+from tfdist.native import load, may_take_kernels
 
 __all__ = ["gelu"]
 
@@ -19,7 +19,7 @@ def gelu(x):
     of tfdist's strategies on CPUs the compiled library computes it, in one pass, and only x is kept
     for the backward pass; the two differ by rounding.
     """
-    return _one_pass(x) if x.dtype == tf.float32 and step_takes_kernels() else _by_tensorflow(x)
+    return _one_pass(x) if x.dtype == tf.float32 and may_take_kernels() else _by_tensorflow(x)
 
 
 @custom_gradient

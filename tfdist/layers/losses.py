@@ -11,7 +11,7 @@ from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.graph.products import product_behind
 from tfdist.keras_internals.attributes import compile_metrics
 from tfdist.layers.chunked_loss import chunked_cross_entropy
-from tfdist.native import load, step_takes_kernels
+from tfdist.native import load, may_take_kernels
 from tfdist.sharding.weights import tensor_group
 
 __all__ = ["VocabParallelCrossEntropy", "takes_split_logits"]
@@ -90,7 +90,7 @@ class VocabParallelCrossEntropy(keras.losses.Loss):
                 self.vocabulary_size,
             )
         if is_whole:
-            if logits.dtype == tf.float32 and step_takes_kernels():
+            if logits.dtype == tf.float32 and may_take_kernels():
                 return _one_pass(logits, labels)
             return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
         if self._group is None or logits.shape[-1] != share:
@@ -173,7 +173,7 @@ def _split_cross_entropy(labels, logits, group: Group, vocabulary_size: int):
 
 def _exponentials(logits, highest) -> tuple:
     """exp(logits - highest), and the sum of each row."""
-    if logits.dtype == tf.float32 and step_takes_kernels():
+    if logits.dtype == tf.float32 and may_take_kernels():
         return load().tfdist_exponentials(logits=logits, highest=highest)
     exponentials = tf.exp(logits - highest[..., None])
     return exponentials, tf.reduce_sum(exponentials, axis=-1)

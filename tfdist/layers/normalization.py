@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.graph.custom_gradient import custom_gradient
-from tfdist.native import load, step_takes_kernels
+from tfdist.native import load, may_take_kernels
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.weights import tensor_group, value_tensor
 
@@ -77,7 +77,7 @@ def normalized_in_one_pass(layer: keras.layers.LayerNormalization, inputs):
 
     None outside of steps on CPUs, without a scale or an offset, and in other dtypes than it computes.
     """
-    if layer.gamma is None or layer.beta is None or not step_takes_kernels():
+    if layer.gamma is None or layer.beta is None or not may_take_kernels():
         return None
     wide = _wide(inputs)
     if wide.dtype != tf.float32:

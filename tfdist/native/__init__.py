@@ -5,15 +5,16 @@ TensorFlow that is installed. Everything works without it: collectives go by way
 layers by TensorFlow's own kernels.
 """
 
-from tfdist.native.kernels import has_kernels, step_takes_kernels
+from tfdist.native.kernels import generating, has_kernels, may_take_kernels
 from tfdist.native.library import build, find_library, functions, library_path, load
 
 __all__ = [
     "build",
     "find_library",
     "functions",
+    "generating",
     "has_kernels",
     "library_path",
     "load",
-    "step_takes_kernels",
+    "may_take_kernels",
 ]

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import threading
+from collections.abc import Iterator
 
 import tensorflow as tf
 
 from tfdist.native.library import find_library
 
-__all__ = ["has_kernels", "step_takes_kernels"]
+__all__ = ["generating", "has_kernels", "may_take_kernels"]
+
+
+class _Local(threading.local):
+    generates = False
+
+
+_local = _Local()
 
 
 @functools.cache
@@ -17,12 +27,24 @@ def has_kernels() -> bool:
     return find_library() is not None and not tf.config.list_physical_devices("GPU")
 
 
-def step_takes_kernels() -> bool:
+@contextlib.contextmanager
+def generating() -> Iterator[None]:
+    """Inside, several ranks generate from one model, which may take kernels as in a step."""
+    before, _local.generates = _local.generates, True
+    try:
+        yield
+    finally:
+        _local.generates = before
+
+
+def may_take_kernels() -> bool:
     """Whether a step of one of tfdist's strategies is under way that may take kernels from here.
 
     XLA knows of none: on several ranks it compiles no step, on one where the model says so. What is
     exported must run where the library is not; it is made outside of steps.
     """
+    if _local.generates:
+        return has_kernels()
     replica = tf.distribute.get_replica_context()
     mesh = getattr(replica.strategy, "mesh", None) if replica is not None else None
     if mesh is None or not has_kernels():

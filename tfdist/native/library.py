@@ -30,6 +30,7 @@ _SOURCES = (
     "normalization.cc",
     "operations.cc",
     "peer.cc",
+    "products.cc",
     "transport.cc",
     "updates.cc",
 )

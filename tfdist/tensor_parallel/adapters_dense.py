@@ -12,6 +12,7 @@ from tfdist.collectives import Group
 from tfdist.collectives.mappings import (
     column_parallel_matmul,
     gather_from_tensor_region,
+    linear,
     reduce_from_tensor_region,
 )
 from tfdist.keras_internals.attributes import kernel_of
@@ -141,16 +142,16 @@ class DenseAdapter(_ProductAdapter):
             if not layer.lora_enabled and not self.entrance.is_open:
                 return columns(inputs, value_tensor(kernel_of(layer)), group, name)
             entered = self._enter(inputs, group)
-            outputs = tf.convert_to_tensor(ops.matmul(entered, kernel_of(layer)))
-            return add_lora(layer, outputs, lambda a: ops.matmul(entered, a))
+            outputs = _matmul(entered, value_tensor(kernel_of(layer)))
+            return add_lora(layer, outputs, lambda a: _matmul(entered, a))
 
         def column(inputs, training=None):
             return _finish(layer, product(inputs))
 
         def row(inputs, training=None):
             self._check_share(inputs, group)
-            outputs = tf.convert_to_tensor(ops.matmul(inputs, kernel_of(layer)))
-            outputs = add_lora(layer, outputs, lambda a: ops.matmul(inputs, a))
+            outputs = _matmul(inputs, value_tensor(kernel_of(layer)))
+            outputs = add_lora(layer, outputs, lambda a: _matmul(inputs, a))
             return _finish(layer, reduce_from_tensor_region(outputs, group, name=name))
 
         def vocabulary(inputs, training=None):
@@ -236,6 +237,11 @@ class EinsumDenseAdapter(_ProductAdapter):
         share = part.variable.shape[self.kernel_axis]
         size = inputs.shape[position(terms(self.layer.equation)[0], self.label)]
         _check_share(self.layer, size, share, group)
+
+
+def _matmul(inputs, kernel):
+    """`ops.matmul(inputs, kernel)`."""
+    return linear(*same_dtype(inputs, kernel))
 
 
 def columns(inputs, kernel, group: Group, name: str):

@@ -8,6 +8,8 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from tfdist.graph.few_rows import matmul
+
 __all__ = ["einsum", "equation_of_a", "position", "terms"]
 
 
@@ -68,5 +70,5 @@ def einsum(equation: str, inputs, kernel):
     left = tf.reshape(tf.cast(inputs, dtype), [-1, size])
     right = tf.reshape(tf.cast(kernel, dtype), [size, math.prod(kernel.shape[summed:])])
     shape = tf.concat([tf.shape(inputs)[: len(rows)], tf.shape(kernel)[summed:]], axis=0)
-    outputs = tf.reshape(tf.matmul(left, right), shape)
+    outputs = tf.reshape(matmul(left, right), shape)
     return tf.ensure_shape(outputs, [*inputs.shape[: len(rows)], *kernel.shape[summed:]])

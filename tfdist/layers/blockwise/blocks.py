@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist.native import load, step_takes_kernels
+from tfdist.native import load, may_take_kernels
 
 __all__ = [
     "LOWEST",
@@ -140,7 +140,7 @@ def finite(lse):
 
 def _takes_kernels(scores) -> bool:
     """Whether the compiled library, which goes over the scores once, takes them."""
-    return scores.dtype == tf.float32 and step_takes_kernels()
+    return scores.dtype == tf.float32 and may_take_kernels()
 
 
 def _softmax(scores):
