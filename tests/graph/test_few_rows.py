@@ -15,7 +15,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 #: Rows, what is summed over, and columns: odd ones, of less than a register, of several blocks.
-SIZES = [(1, 1, 1), (3, 7, 5), (4, 768, 1536), (5, 9, 2051), (8, 130, 1024), (2, 64, 0), (4, 0, 3)]
+SIZES = [
+    (1, 1, 1),
+    (3, 7, 5),
+    (4, 768, 1536),
+    (5, 9, 4101),
+    (7, 30, 6),
+    (8, 130, 1024),
+    (2, 64, 0),
+    (4, 0, 3),
+]
 
 
 def slopes(shape) -> np.ndarray:

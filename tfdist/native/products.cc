@@ -34,9 +34,9 @@ REGISTER_OP("TfdistFewRowsMatMul")
     .Doc("[rows, n] times [n, columns], or times the transposed of [columns, n].");
 
 // Of the product's columns so many are summed at a time: they stay in the nearest cache.
-constexpr int64_t kColumns = 1024;
-// So many rows share what is read of the matrix.
-constexpr int64_t kRows = 4;
+constexpr int64_t kColumns = 2048;
+// So many rows, and rows of the matrix, are multiplied together.
+constexpr int64_t kGroup = 4;
 
 // Adds the products of four rows of the matrix.
 TFDIST_CLONES void AddFour(const float* x, const float* matrix, int64_t stride, int64_t columns,
@@ -59,7 +59,7 @@ void Columns(const float* x, int64_t rows, int64_t n, const float* matrix, int64
     const int64_t width = std::min(kColumns, end - from);
     for (int64_t row = 0; row < rows; ++row) std::fill_n(y + row * stride + from, width, 0.0f);
     int64_t i = 0;
-    for (; i + 4 <= n; i += 4) {
+    for (; i + kGroup <= n; i += kGroup) {
       for (int64_t row = 0; row < rows; ++row) {
         AddFour(x + row * n + i, matrix + i * stride + from, stride, width,
                 y + row * stride + from);
@@ -73,18 +73,25 @@ void Columns(const float* x, int64_t rows, int64_t n, const float* matrix, int64
   }
 }
 
-// The dot products of four rows with two.
-TFDIST_CLONES void FourByTwo(const float* x, int64_t n, const float* a, const float* b,
-                             float* of_a, float* of_b, int64_t stride) {
+// The dot products of four rows with four of a matrix, which are columns of the product.
+TFDIST_CLONES void FourByFour(const float* x, int64_t n, const float* matrix, int64_t stride,
+                              float* y) {
   const float *x0 = x, *x1 = x0 + n, *x2 = x1 + n, *x3 = x2 + n;
+  const float *a = matrix, *b = a + n, *c = b + n, *d = c + n;
   float a0 = 0, a1 = 0, a2 = 0, a3 = 0, b0 = 0, b1 = 0, b2 = 0, b3 = 0;
-#pragma omp simd reduction(+ : a0, a1, a2, a3, b0, b1, b2, b3)
+  float c0 = 0, c1 = 0, c2 = 0, c3 = 0, d0 = 0, d1 = 0, d2 = 0, d3 = 0;
+#pragma omp simd reduction(+ : a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3)
   for (int64_t i = 0; i < n; ++i) {
     a0 += x0[i] * a[i], a1 += x1[i] * a[i], a2 += x2[i] * a[i], a3 += x3[i] * a[i];
     b0 += x0[i] * b[i], b1 += x1[i] * b[i], b2 += x2[i] * b[i], b3 += x3[i] * b[i];
+    c0 += x0[i] * c[i], c1 += x1[i] * c[i], c2 += x2[i] * c[i], c3 += x3[i] * c[i];
+    d0 += x0[i] * d[i], d1 += x1[i] * d[i], d2 += x2[i] * d[i], d3 += x3[i] * d[i];
   }
-  of_a[0] = a0, of_a[stride] = a1, of_a[2 * stride] = a2, of_a[3 * stride] = a3;
-  of_b[0] = b0, of_b[stride] = b1, of_b[2 * stride] = b2, of_b[3 * stride] = b3;
+  float *y0 = y, *y1 = y0 + stride, *y2 = y1 + stride, *y3 = y2 + stride;
+  y0[0] = a0, y0[1] = b0, y0[2] = c0, y0[3] = d0;
+  y1[0] = a1, y1[1] = b1, y1[2] = c1, y1[3] = d1;
+  y2[0] = a2, y2[1] = b2, y2[2] = c2, y2[3] = d2;
+  y3[0] = a3, y3[1] = b3, y3[2] = c3, y3[3] = d3;
 }
 
 TFDIST_CLONES float Dot(const float* x, const float* a, int64_t n) {
@@ -97,17 +104,17 @@ TFDIST_CLONES float Dot(const float* x, const float* a, int64_t n) {
 // The columns `begin` to `end` of x [rows, n] times the transposed of a matrix [stride, n].
 void TransposedColumns(const float* x, int64_t rows, int64_t n, const float* matrix,
                        int64_t stride, int64_t begin, int64_t end, float* y) {
-  const int64_t whole = rows - rows % kRows;
+  const int64_t whole = rows - rows % kGroup;
   int64_t column = begin;
-  for (; column + 2 <= end; column += 2) {
-    const float *a = matrix + column * n, *b = a + n;
-    for (int64_t row = 0; row < whole; row += kRows) {
-      float* found = y + row * stride + column;
-      FourByTwo(x + row * n, n, a, b, found, found + 1, stride);
+  for (; column + kGroup <= end; column += kGroup) {
+    const float* part = matrix + column * n;
+    for (int64_t row = 0; row < whole; row += kGroup) {
+      FourByFour(x + row * n, n, part, stride, y + row * stride + column);
     }
     for (int64_t row = whole; row < rows; ++row) {
-      y[row * stride + column] = Dot(x + row * n, a, n);
-      y[row * stride + column + 1] = Dot(x + row * n, b, n);
+      for (int64_t i = 0; i < kGroup; ++i) {
+        y[row * stride + column + i] = Dot(x + row * n, part + i * n, n);
+      }
     }
   }
   for (; column < end; ++column) {
