@@ -107,8 +107,9 @@ def dlrm(sizes: Mapping[str, int]) -> tf_keras.Model:
     """A recommender: a bottom perceptron, embeddings, the products of all pairs, a top perceptron."""
     layers, width, hidden = tf_keras.layers, sizes["width"], sizes["hidden"]
     dense = x = layers.Input((sizes["dense"],), name="dense")
-    for units in (hidden, width):
-        x = layers.Dense(units, activation="relu")(x)
+    for number, units in enumerate((hidden, width)):
+        # With names of their own: the first would be "dense", as the input is.
+        x = layers.Dense(units, activation="relu", name=f"bottom_{number}")(x)
     ids, vectors = {}, [x]
     limit = sizes["vocabulary"] ** -0.5
     for number in range(sizes["tables"]):

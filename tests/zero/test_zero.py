@@ -215,3 +215,33 @@ def reduced_layers() -> set[str]:
 @on_ranks(("horovod", 2))
 def test_gradients_of_frozen_parameters_do_not_travel(pool):
     assert pool.run(reduced_layers, timeout=60) == [{"a", "c"}] * 2
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class FarParameters(keras.layers.Dense):
+    """X W and, many operations away from what comes out, b."""
+
+    def call(self, inputs):
+        far = self.bias
+        for _ in range(12):
+            far = keras.ops.tanh(far + 0.1)
+        return keras.ops.matmul(inputs, self.kernel) + far
+
+
+def train_far_parameters(strategy):
+    programs.start()
+    x, y = programs.images(12)
+    with programs.scope(strategy):
+        hidden = [layer(8) for layer in (keras.layers.Dense, FarParameters, FarParameters)]
+        model = keras.Sequential([keras.layers.Flatten(), *hidden, keras.layers.Dense(4)])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(programs.optimizer("sgd"), loss)
+    history = model.fit(x, y, batch_size=6, epochs=2, verbose=0, shuffle=False)
+    return programs.finish(model, history, x, y)
+
+
+@on_ranks(("tensorflow", 2))
+def test_a_layer_that_is_through_after_the_one_before_it(pool, one_process):
+    # The backward pass is traced breadth-first: it comes to the layer before earlier than to b.
+    results = pool.run(on_rank, 3, train_far_parameters, timeout=120)
+    programs.assert_same(results, expected(one_process, train_far_parameters))
