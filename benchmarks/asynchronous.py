@@ -24,7 +24,8 @@ __all__ = ["main"]
 _WORKERS = 3
 #: How many times slower worker 1 is; with backup ranks it is one of one more.
 _SLOWER, _MUCH_SLOWER = 4, 10
-_STEP_SECONDS = 0.05
+#: What speed is measured on.
+_PACED = {"epochs": 3, "steps": 60, "seed": 0, "step_seconds": 0.05}
 #: Of the sparse logistic regression.
 _FEATURES, _PER_SAMPLE, _SAMPLES, _ROWS, _EPOCHS = 8_000_000, 32, 400_000, 1024, 3
 
@@ -105,6 +106,7 @@ def hogwild(rounds: int) -> None:
 def worker(folder: str, options: dict) -> None:
     """What `tfdist-run` starts: trains, and writes its rate and what it reached."""
     import keras
+    import numpy as np
     import tensorflow as tf
 
     import tfdist
@@ -116,12 +118,25 @@ def worker(folder: str, options: dict) -> None:
         strategy = tfdist.strategies.ParameterServerStrategy(backup_ranks=backup)
     is_synchronous = options["kind"] == "synchronous"
     index = strategy.mesh.rank if is_synchronous else strategy.worker_index
+    seconds = options["step_seconds"] * (options["slower"] if index == 1 else 1)
+
+    class Pause(keras.layers.Layer):
+        """Sleeps as long as a larger model would compute, on one worker for longer."""
+
+        def call(self, inputs, training=None):
+            if not (training and seconds):
+                return inputs
+            paused = tf.numpy_function(lambda: np.int32(time.sleep(seconds) or 0), [], tf.int32)
+            with tf.control_dependencies([paused]):
+                return tf.identity(inputs)
+
     x, y, held_out = _digits()
     keras.utils.set_random_seed(options["seed"])
     with strategy.scope():
         model = keras.Sequential(
             [
                 keras.Input(x.shape[1:]),
+                Pause(),
                 keras.layers.Conv2D(16, 3, activation="relu"),
                 keras.layers.Conv2D(32, 3, activation="relu"),
                 keras.layers.Flatten(),
@@ -136,7 +151,7 @@ def worker(folder: str, options: dict) -> None:
         )
 
     class Pace(keras.callbacks.Callback):
-        """Sleeps as long as a step of a larger model would take, on one worker for longer."""
+        """Counts steps."""
 
         begun, ended, steps = 0.0, 0.0, 0
 
@@ -145,10 +160,6 @@ def worker(folder: str, options: dict) -> None:
             if epoch == 1:
                 self.begun, self.steps = time.perf_counter(), 0
 
-        def on_train_batch_begin(self, batch, logs=None):
-            slower = options["slower"] if index == 1 else 1
-            time.sleep(options["step_seconds"] * slower)
-
         def on_train_batch_end(self, batch, logs=None):
             self.steps += 1
             self.ended = time.perf_counter()
@@ -156,7 +167,13 @@ def worker(folder: str, options: dict) -> None:
     pace = Pace()
     # A worker's step has as many rows as a rank's.
     rows = 32 * (_WORKERS if is_synchronous else 1)
-    model.fit(x, y, batch_size=rows, epochs=options["epochs"], verbose=0, callbacks=[pace])
+    how = {"epochs": options["epochs"], "verbose": 0, "callbacks": [pace]}
+    if steps := options.get("steps"):
+        # Without an end: TensorFlow's data sets begin anew in some 40 ms, and at times in 650.
+        data = tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(rows, drop_remainder=True)
+        model.fit(data, steps_per_epoch=steps, **how)
+    else:
+        model.fit(x, y, batch_size=rows, **how)
     loss, accuracy = model.evaluate(*held_out, verbose=0)
     found = {
         "rate": 32 * pace.steps / (pace.ended - pace.begun),
@@ -203,10 +220,7 @@ def slow_worker(rounds: int) -> None:
     ratios = []
     for turn in range(rounds):
         rates = {
-            kind: sum(
-                each["rate"]
-                for each in job(kind, epochs=3, seed=0, step_seconds=_STEP_SECONDS, slower=_SLOWER)
-            )
+            kind: sum(each["rate"] for each in job(kind, slower=_SLOWER, **_PACED))
             for kind in ("synchronous", "asynchronous")
         }
         ratios.append(rates["asynchronous"] / rates["synchronous"])
@@ -221,9 +235,8 @@ def backup(rounds: int) -> None:
     """Updates per second with a backup rank, where one of all is ten times slower, and without either."""
     ratios = []
     for turn in range(rounds):
-        shared = {"epochs": 10, "seed": 0, "step_seconds": _STEP_SECONDS}
-        with_backup = job("asynchronous", backup=1, slower=_MUCH_SLOWER, **shared)[0]
-        alone = job("asynchronous", backup=0, slower=1, **shared)[0]
+        with_backup = job("asynchronous", backup=1, slower=_MUCH_SLOWER, **_PACED)[0]
+        alone = job("asynchronous", backup=0, slower=1, **_PACED)[0]
         ratios.append(with_backup["rate"] / alone["rate"])
         print(
             f"backup round {turn + 1}: worker 0 {with_backup['rate']:.0f} samples/s, "

@@ -108,7 +108,7 @@ def dlrm(sizes: Mapping[str, int]) -> tf_keras.Model:
     layers, width, hidden = tf_keras.layers, sizes["width"], sizes["hidden"]
     dense = x = layers.Input((sizes["dense"],), name="dense")
     for number, units in enumerate((hidden, width)):
-        # With names of their own: the first would be "dense", as the input is.
+        # With names of their own: Keras would call one "dense", as the input is.
         x = layers.Dense(units, activation="relu", name=f"bottom_{number}")(x)
     ids, vectors = {}, [x]
     limit = sizes["vocabulary"] ** -0.5
@@ -119,9 +119,9 @@ def dlrm(sizes: Mapping[str, int]) -> tf_keras.Model:
         table = layers.Embedding(sizes["vocabulary"], width, embeddings_initializer=uniform)
         vectors.append(table(ids[name])[:, 0])
     y = layers.Concatenate()([x, _Pairs()(vectors)])
-    for units in (2 * hidden, hidden):
-        y = layers.Dense(units, activation="relu")(y)
-    return tf_keras.Model({"dense": dense, **ids}, layers.Dense(1)(y))
+    for number, units in enumerate((2 * hidden, hidden)):
+        y = layers.Dense(units, activation="relu", name=f"top_{number}")(y)
+    return tf_keras.Model({"dense": dense, **ids}, layers.Dense(1, name="logits")(y))
 
 
 class _Pairs(tf_keras.layers.Layer):
