@@ -30,6 +30,7 @@ def main() -> None:
     from tfdist import strategies
     from tfdist.collectives.objects import all_gather_object
     from tfdist.launch import trials
+    from tfdist.planner import Layout
 
     wanted = json.loads(sys.argv[1])
     if wanted == "links":
@@ -41,10 +42,14 @@ def main() -> None:
             )
             for kind, bulk in (("messages", False), ("bulk", True))
         }
-        own = trials.train(strategy, LINK_CASE.sizes, LINK_CASE.layout, LINK_CASE.batch, _STEPS)
-        found["step"] = max(
-            all_gather_object(own.seconds, strategy.engine.group(), name="measured")
-        )
+        # The step, and what each rank computes of it, by itself.
+        case = LINK_CASE
+        for name, chosen, layout, rows in (
+            ("step", strategy, case.layout, case.batch),
+            ("alone", strategies.LocalStrategy(), Layout(), case.batch // case.layout.ranks),
+        ):
+            own = trials.train(chosen, case.sizes, layout, rows, _STEPS)
+            found[name] = max(all_gather_object(own.seconds, engine.group(), name=name))
     else:
         case = Case.from_json(wanted)
         strategy = strategies.auto(

@@ -15,7 +15,7 @@ from tfdist.benchmarks.measuring import write_between
 from tfdist.benchmarks.planning_cases import LINK_CASE, Case
 from tfdist.launch.calibrating import link_of
 from tfdist.pipeline.schedules import make_schedule
-from tfdist.planner import Estimate, Link, Machine, estimate
+from tfdist.planner import Estimate, Layout, Link, Machine, estimate
 from tfdist.planner.simulation import play
 
 __all__ = ["key", "read", "report"]
@@ -196,18 +196,25 @@ def _schedules(measured: Any, machine: Machine) -> tuple[str, str, bool]:
     return table, words, max(steps) <= _STEP and max(bubbles) <= _BUBBLE
 
 
-def _overlap(machine: Machine, seconds: float) -> float:
-    """What share of the shorter of messages and backward pass a step of `LINK_CASE` hides."""
+def _overlap(machine: Machine, seconds: float, alone: float) -> float:
+    """What share of the shorter of messages and backward pass a step of `LINK_CASE` hides.
+
+    Args:
+        machine: The machine, with the link.
+        seconds: Of the step.
+        alone: Of what a rank computes of it.
+    """
+    case, overlaps = LINK_CASE, (0.0, 1.0)
     none, all_hidden = (
         estimate(
-            LINK_CASE.sizes,
-            machine.replace(overlap=overlap),
-            LINK_CASE.layout,
-            global_batch=LINK_CASE.batch,
+            case.sizes, machine.replace(overlap=each), case.layout, global_batch=case.batch
         ).step_seconds
-        for overlap in (0.0, 1.0)
+        for each in overlaps
     )
-    return min(max((none - seconds) / (none - all_hidden), 0.0), 1.0)
+    own = estimate(case.sizes, machine, Layout(), global_batch=case.batch // case.layout.ranks)
+    # Of the estimates only what the messages add is taken: that of a computation may be off by more.
+    added = none - own.step_seconds
+    return min(max((alone + added - seconds) / (none - all_hidden), 0.0), 1.0)
 
 
 def _hosts(measured: Any, machine: Machine) -> tuple[str, str, bool]:
@@ -217,7 +224,7 @@ def _hosts(measured: Any, machine: Machine) -> tuple[str, str, bool]:
         # A message waits for the processor as it does inside of a host.
         link = Link(max(link.latency, machine.inside.latency), link.bandwidth)
         here = machine.replace(between=link, ranks_per_host=1)
-        here = here.replace(overlap=_overlap(here, row["step"]))
+        here = here.replace(overlap=_overlap(here, row["step"], row["alone"]))
         rows = []
         for each in row["rows"]:
             case = Case.from_json(each["case"])
