@@ -102,7 +102,11 @@ def test_experts_are_spread_and_sharded(pool, one_process):
 def test_split_attends_by_blocks(pool, one_process, name):
     (right,) = one_process.run(families.train, name, timeout=240)
     for losses, _ in pool.run(families.train, name, TENSOR, in_blocks=True, timeout=240):
-        assert losses == pytest.approx(right[0], rel=1e-5)
+        if losses != pytest.approx(right[0], rel=1e-5):
+            # Rounding grows from step to step; in float64 nothing of it is left.
+            assert losses == pytest.approx(right[0], rel=1e-4)
+            found = apart_in_float64(pool, one_process, name, TENSOR, in_blocks=True)
+            assert found <= WEIGHTS_FLOAT64
 
 
 @on_ranks(("horovod", 2))
