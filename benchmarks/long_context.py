@@ -6,8 +6,9 @@ A GPT of 2 layers (of 6 for the memory) on one sequence of 4,096 tokens, one thr
 sequence split over 2 or 4 ranks, on as many cores. The rank beside it computes the whole sequence while
 the other cores do the same: cores share caches, memory and power, so one that computes alone is faster
 than it can be in any parallel program. By how much, a line of its own says.
-Peak memory is what a first step of twice as many tokens adds to the resident memory of a rank, less what
-one of these adds: weights, gradients and the graph are then in neither.
+Peak memory is what a first step of 16,384 tokens adds to the resident memory of a rank, less what one of
+8,192 adds: weights, gradients and the graph are then in neither, and with both lengths the blocks of attention
+have their full size on each of four ranks.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _gpt(kind: str, num_layers: int, alone: bool = False):
             num_layers=num_layers,
             width=_WIDTH,
             num_heads=4,
-            max_length=2 * _TOKENS,
+            max_length=4 * _TOKENS,
             context_attention=kind,
         )
         loss = layers.VocabParallelCrossEntropy(_VOCABULARY, chunk_size=512)
@@ -91,9 +92,9 @@ def peak_bytes(kind: str, tokens: int) -> int:
 
 
 def _activations(kind: str, ranks: int, engine: str) -> int:
-    """The bytes of 4,096 tokens on the rank with the most."""
+    """The bytes of 8,192 tokens on the rank with the most."""
     found = []
-    for tokens in (2 * _TOKENS, _TOKENS):
+    for tokens in (4 * _TOKENS, 2 * _TOKENS):
         with RankPool(ranks, engine, threads=1) as pool:
             found.append(max(pool.run(peak_bytes, kind, tokens, timeout=600)))
     return found[0] - found[1]
