@@ -120,13 +120,17 @@ def worker(folder: str, options: dict) -> None:
     index = strategy.mesh.rank if is_synchronous else strategy.worker_index
     seconds = options["step_seconds"] * (options["slower"] if index == 1 else 1)
 
+    def pause():
+        time.sleep(seconds)
+        return np.int32(0)
+
     class Pause(keras.layers.Layer):
         """Sleeps as long as a larger model would compute, on one worker for longer."""
 
         def call(self, inputs, training=None):
             if not (training and seconds):
                 return inputs
-            paused = tf.numpy_function(lambda: np.int32(time.sleep(seconds) or 0), [], tf.int32)
+            paused = tf.numpy_function(pause, [], tf.int32)
             with tf.control_dependencies([paused]):
                 return tf.identity(inputs)
 

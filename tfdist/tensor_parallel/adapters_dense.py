@@ -214,11 +214,12 @@ class EinsumDenseAdapter(_ProductAdapter):
         through_a = equation_of_a(layer.equation)
 
         def product(inputs):
-            if layer.lora_enabled and through_a is None:
+            if not layer.lora_enabled:
+                return einsum(layer.equation, inputs, value_tensor(kernel_of(layer)))
+            if through_a is None:
                 # A's rank takes the place of a dim that is summed over: only the kernel will do.
-                return tf.convert_to_tensor(einsum(layer.equation, inputs, layer.kernel))
-            kernel = value_tensor(kernel_of(layer))
-            outputs = tf.convert_to_tensor(einsum(layer.equation, inputs, kernel))
+                return einsum(layer.equation, inputs, layer.kernel)
+            outputs = einsum(layer.equation, inputs, value_tensor(kernel_of(layer)))
             return add_lora(layer, outputs, lambda a: einsum(through_a, inputs, a))
 
         def column(inputs, training=None):

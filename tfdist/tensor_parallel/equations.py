@@ -40,7 +40,7 @@ def position(term: str, label: str) -> int:
     return term.index(label) - len(term)
 
 
-def einsum(equation: str, inputs, kernel):
+def einsum(equation: str, inputs, kernel) -> tf.Tensor:
     """`ops.einsum(equation, inputs, kernel)`, where it can be as one product of two matrices.
 
     Keras multiplies inputs of more dims batch by batch, reading the kernel for each, and sums the
@@ -64,7 +64,7 @@ def einsum(equation: str, inputs, kernel):
         and None not in inputs.shape[len(rows) :]
     )
     if not as_matrices or "." in equation or inputs.shape[len(rows) :] != kernel.shape[:summed]:
-        return ops.einsum(equation, inputs, kernel)
+        return tf.convert_to_tensor(ops.einsum(equation, inputs, kernel))
     dtype = keras.backend.result_type(inputs.dtype, kernel.dtype)
     size = math.prod(kernel.shape[:summed])
     left = tf.reshape(tf.cast(inputs, dtype), [-1, size])
