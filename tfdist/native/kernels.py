@@ -38,7 +38,7 @@ def generating() -> Iterator[None]:
 
 
 def may_take_kernels() -> bool:
-    """Whether a step of one of tfdist's strategies is under way that may take kernels from here.
+    """Whether a step of one of tfdist's strategies, or `generating`, is under way that may take kernels.
 
     XLA knows of none: on several ranks it compiles no step, on one where the model says so. What is
     exported must run where the library is not; it is made outside of steps.

@@ -12,24 +12,24 @@ from tfdist.collectives import Group
 from tfdist.collectives.mappings import (
     column_parallel_matmul,
     gather_from_tensor_region,
-    linear,
     reduce_from_tensor_region,
 )
 from tfdist.keras_internals.attributes import kernel_of
 from tfdist.layers.embedding import stays_split
 from tfdist.sharding.weights import value_tensor
 from tfdist.tensor_parallel.adapters import Adapter, LayerView, override
-from tfdist.tensor_parallel.equations import einsum, equation_of_a, position, terms
+from tfdist.tensor_parallel.equations import equation_of_a, position, terms
 from tfdist.tensor_parallel.lora import add_lora, lora_axes
 from tfdist.tensor_parallel.one_pass import activation_of
 from tfdist.tensor_parallel.prefill import dropped_logits, drops_logits
+from tfdist.tensor_parallel.products import einsum, matmul, same_dtype
 from tfdist.tensor_parallel.quantized import (
     quantized_axes,
     quantized_row_attributes,
     quantized_sizes,
 )
 
-__all__ = ["DenseAdapter", "EinsumDenseAdapter", "columns", "same_dtype"]
+__all__ = ["DenseAdapter", "EinsumDenseAdapter", "columns"]
 
 
 class _ProductAdapter(Adapter):
@@ -142,16 +142,16 @@ class DenseAdapter(_ProductAdapter):
             if not layer.lora_enabled and not self.entrance.is_open:
                 return columns(inputs, value_tensor(kernel_of(layer)), group, name)
             entered = self._enter(inputs, group)
-            outputs = _matmul(entered, value_tensor(kernel_of(layer)))
-            return add_lora(layer, outputs, lambda a: _matmul(entered, a))
+            outputs = matmul(entered, value_tensor(kernel_of(layer)))
+            return add_lora(layer, outputs, lambda a: matmul(entered, a))
 
         def column(inputs, training=None):
             return _finish(layer, product(inputs))
 
         def row(inputs, training=None):
             self._check_share(inputs, group)
-            outputs = _matmul(inputs, value_tensor(kernel_of(layer)))
-            outputs = add_lora(layer, outputs, lambda a: _matmul(inputs, a))
+            outputs = matmul(inputs, value_tensor(kernel_of(layer)))
+            outputs = add_lora(layer, outputs, lambda a: matmul(inputs, a))
             return _finish(layer, reduce_from_tensor_region(outputs, group, name=name))
 
         def vocabulary(inputs, training=None):
@@ -214,8 +214,6 @@ class EinsumDenseAdapter(_ProductAdapter):
         through_a = equation_of_a(layer.equation)
 
         def product(inputs):
-            if not layer.lora_enabled:
-                return einsum(layer.equation, inputs, value_tensor(kernel_of(layer)))
             if through_a is None:
                 # A's rank takes the place of a dim that is summed over: only the kernel will do.
                 return einsum(layer.equation, inputs, layer.kernel)
@@ -240,21 +238,10 @@ class EinsumDenseAdapter(_ProductAdapter):
         _check_share(self.layer, size, share, group)
 
 
-def _matmul(inputs, kernel):
-    """`ops.matmul(inputs, kernel)`."""
-    return linear(*same_dtype(inputs, kernel))
-
-
 def columns(inputs, kernel, group: Group, name: str):
     """`ops.matmul(inputs, kernel)` with this rank's columns, in the dtype that Keras takes."""
     inputs, kernel = same_dtype(inputs, kernel)
     return column_parallel_matmul(inputs, kernel, group, name=name)
-
-
-def same_dtype(inputs, kernel) -> tuple:
-    """Both in the dtype that Keras multiplies them in."""
-    dtype = keras.backend.result_type(inputs.dtype, kernel.dtype)
-    return tf.cast(inputs, dtype), tf.cast(kernel, dtype)
 
 
 def _finish(layer, outputs):

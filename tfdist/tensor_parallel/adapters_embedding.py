@@ -16,8 +16,8 @@ from tfdist.layers.embedding import own_ids, own_rows, split_logits, stays_split
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.weights import value_tensor
 from tfdist.tensor_parallel.adapters import Adapter
-from tfdist.tensor_parallel.adapters_dense import same_dtype
 from tfdist.tensor_parallel.prefill import dropped_logits, drops_logits
+from tfdist.tensor_parallel.products import same_dtype
 
 __all__ = ["EmbeddingAdapter", "ReversibleEmbeddingAdapter"]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.tensor_parallel.equations import einsum
+from tfdist.tensor_parallel.products import einsum
 
 #: Equations, each with the shapes of inputs and kernel, and whether it is one product of matrices.
 EQUATIONS = [
