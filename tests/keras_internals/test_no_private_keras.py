@@ -178,6 +178,8 @@ def trained() -> dict[type, object]:
     model = keras.Model(tokens, dense(einsum(middle)))
     model.compile("rmsprop", "mse", metrics=["mae"])
     model.optimizer.build(model.trainable_variables)
+    adam = keras.optimizers.Adam()
+    adam.build(model.trainable_variables)
     saving = keras.callbacks.ModelCheckpoint("x.keras")
     data = tf.data.Dataset.range(3)
     epochs = private.TFEpochIterator(model.distribute_strategy, x=data)
@@ -191,6 +193,7 @@ def trained() -> dict[type, object]:
         private.TensorFlowTrainer: model,
         private.BaseOptimizer: model.optimizer,
         keras.optimizers.RMSprop: model.optimizer,
+        keras.optimizers.Adam: adam,
         keras.callbacks.ModelCheckpoint: saving,
         private.EpochIterator: epochs,
         private.TFEpochIterator: epochs,
