@@ -190,6 +190,7 @@ LEGAL: dict[str, set[str]] = {
     "*.attention_dropout": _ZERO,
     "*.verbose": {"zero"},
     "tfdist.optimizers.DiLoCo.overlap": {"zero"},
+    "tfdist.optimizers.OneBitAdam.learning_rate": {"zero point"},
     **{
         f"tfdist.optimizers.*.{name}": _ZERO
         for name in ("outer_momentum", "slow_momentum", "mixing")

@@ -45,14 +45,11 @@ class OneBitAdam(keras.optimizers.AdamW, CompressedMomentum):
         freeze_step: After how many updates v stays; at least as many as it takes until the learning
             rate is at its highest, and a tenth to a fifth of the training. At most the compressor's
             `start_step`.
-        weight_decay: The decoupled weight decay.
-        beta_1: The decay of the momentum, above 0.
-        beta_2: That of v.
-        epsilon: What is added to sqrt(v).
-        **kwargs: As of `keras.optimizers.AdamW`, but for clipping and `amsgrad`: what ranks send is
-            compressed before it could be clipped.
+        **kwargs: As of `keras.optimizers.AdamW`, as `weight_decay`, but for clipping and `amsgrad`: what
+            ranks send is compressed before it could be clipped.
 
     Raises:
+        TypeError: `learning_rate` is none.
         ValueError: An argument is out of its range, or clips.
     """
 
@@ -61,31 +58,23 @@ class OneBitAdam(keras.optimizers.AdamW, CompressedMomentum):
 
     def __init__(
         self,
-        learning_rate=0.001,
+        learning_rate: float | keras.optimizers.schedules.LearningRateSchedule = 0.001,
         freeze_step: int = 1000,
-        weight_decay: float = 0.004,
-        *,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
         **kwargs,
     ):
+        schedule = keras.optimizers.schedules.LearningRateSchedule
+        if not isinstance(learning_rate, schedule):
+            checks.number("learning_rate", learning_rate, minimum=0)
         checks.integer("freeze_step", freeze_step, minimum=1, maximum=_MOST_STEPS)
-        checks.number("beta_1", beta_1, above=0, below=1)
+        if "beta_1" in kwargs:
+            checks.number("beta_1", kwargs["beta_1"], above=0, below=1)
         for name in (*_CLIPPING, "amsgrad"):
             if kwargs.get(name):
                 raise ValueError(
                     "1-bit Adam compresses what ranks send before it could be clipped, and its second "
                     f"moments stay. Received: {name}={checks.shown(kwargs[name])}. Leave it out."
                 )
-        super().__init__(
-            learning_rate,
-            weight_decay=weight_decay,
-            beta_1=beta_1,
-            beta_2=beta_2,
-            epsilon=epsilon,
-            **kwargs,
-        )
+        super().__init__(learning_rate, **kwargs)
         self.freeze_step = freeze_step
 
     def update_step(self, gradient, variable, learning_rate):
