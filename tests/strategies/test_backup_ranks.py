@@ -96,7 +96,7 @@ def test_what_does_not_go_with_backup_ranks():
 
 
 def test_a_worker_that_is_late_catches_up():
-    steps = Round()
+    steps = Round(1)
     assert not steps.skip(1)  # Nothing is known yet.
     steps.note_push(then=[0, 0], before=[0, 0])
     assert not steps.was_late and not steps.is_over([1, 0]) and steps.is_over([1, 1])
