@@ -256,7 +256,10 @@ class ServerPart:
         key = (tuple(kinds[i] for i in given), tuple(given), changed, more is not None)
         if key not in self._pushes:
             self._pushes[key] = self._make_push(kinds, given, changed, more)
-        values = [*self._first_values(rate, then, shard), *(each for i in given for each in grads[i])]
+        values = [
+            *self._first_values(rate, then, shard),
+            *(each for i in given for each in grads[i]),
+        ]
         values += [deltas[i] for i in changed]
         values += more[2] if more is not None else []
         before, *fetched = self._pushes[key](*values)
