@@ -45,7 +45,7 @@ def check(folder, found: dict[int, dict], expected: list[np.ndarray], steps: int
     for worker in found:
         for one, other in zip(weights_of(folder, worker), expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-    assert {each["iterations"] for each in found.values()} == {steps}
+    assert found[0]["iterations"] == steps
     for each in found.values():
         servers = zip(each["updates"], each["redone"], each["dropped"], strict=True)
         for updates, redone, _ in servers:
