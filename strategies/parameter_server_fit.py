@@ -112,9 +112,11 @@ class _CatchingUp:
     def _step(self, function: Callable, iterator: Any) -> None:
         steps = self._model.steps_per_execution
         # What the first step returns is what the others return.
-        if self._logs is not None and self._store.skips(steps):
+        if self._logs is not None and self._store.is_behind(steps):
             for _ in range(steps):
                 next(iterator)
+            # Not before: where the data ends there is nothing to leave out.
+            self._store.skip(steps)
         else:
             self._logs = function(iterator)
 

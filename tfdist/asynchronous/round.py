@@ -111,14 +111,11 @@ class Round:
 
         wait(is_over, seconds, "Too few gradients come for an update", LONGEST_LOOK_SECONDS)
 
-    def skip(self, steps: int) -> bool:
-        """Leaves out the next batches, where updates were made without them, or none will be made.
+    def is_behind(self, steps: int) -> bool:
+        """Whether the updates of the next steps were made without this worker, or none will be made."""
+        return self.is_last or bool(self.known and min(self.known) - self.step >= steps)
 
-        Returns:
-            Whether it did.
-        """
-        if not self.is_last and (not self.known or min(self.known) - self.step < steps):
-            return False
+    def skip(self, steps: int) -> None:
+        """Leaves out the next batches."""
         self.step += steps
         self.skipped += steps
-        return True

@@ -384,8 +384,8 @@ class ParameterStore:
         self._round.step = epochs * steps_per_epoch
         return epochs
 
-    def skips(self, steps: int) -> bool:
-        """Whether this worker leaves out its next batches: the others have made those steps.
+    def is_behind(self, steps: int) -> bool:
+        """Whether this worker is to leave out its next batches: the others have made those steps.
 
         Args:
             steps: How many batches.
@@ -393,7 +393,11 @@ class ParameterStore:
         if self._round.was_late and self._pushed is not None:
             # The others go on while it catches up.
             self._round.known = self._pushed.versions()
-        return self._round.skip(steps)
+        return self._round.is_behind(steps)
+
+    def skip(self, steps: int) -> None:
+        """Leaves out this worker's next batches."""
+        self._round.skip(steps)
 
     def next_shard(self) -> int | None:
         """Whose batch of this step a backup redoes next; None once the step is made.
