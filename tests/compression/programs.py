@@ -25,7 +25,15 @@ def train(
     return fitted(strategy(**options), rows, epochs, **compile_options)
 
 
-def fitted(on, rows: int, epochs: int, *, accumulate: int | None = None, scaled: bool = False):
+def fitted(
+    on,
+    rows: int,
+    epochs: int,
+    *,
+    accumulate: int | None = None,
+    scaled: bool = False,
+    freeze: int | None = None,
+):
     keras.utils.set_random_seed(0)
     with on.scope():
         model = keras.Sequential(
@@ -39,6 +47,12 @@ def fitted(on, rows: int, epochs: int, *, accumulate: int | None = None, scaled:
         optimizer = keras.optimizers.SGD(
             0.05, momentum=0.9, global_clipnorm=1.0, gradient_accumulation_steps=accumulate
         )
+        if freeze is not None:
+            from tfdist.optimizers import OneBitAdam
+
+            optimizer = OneBitAdam(
+                0.01, freeze, gradient_accumulation_steps=accumulate, weight_decay=0.1
+            )
         if scaled:
             optimizer = keras.optimizers.LossScaleOptimizer(optimizer, dynamic_growth_steps=3)
         model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdist.collectives import Group
 from tfdist.compression import Compressor
 from tfdist.compression.meter import Meter, MeteredStep
+from tfdist.compression.momentum import CompressedMomentum
 from tfdist.context import strategy_of
 from tfdist.gradient_options import GradientOptions
 from tfdist.gradients.buckets import buckets
@@ -97,6 +98,7 @@ def reduce_compressed(
     reduction: str,
     options: GradientOptions,
     *,
+    momentum: CompressedMomentum | None = None,
     begins: bool = True,
 ) -> list[tf.Tensor]:
     """Reduces gradients over a group; they travel compressed after the first steps.
@@ -108,6 +110,7 @@ def reduce_compressed(
         group: The ranks.
         reduction: "sum" or "mean".
         options: How gradients travel.
+        momentum: The optimizer, where what it makes of gradients is compressed in their place.
         begins: Whether these are the first of their step.
     """
     compressor = state.compressor
@@ -121,8 +124,19 @@ def reduce_compressed(
 
     def compressed() -> list[tf.Tensor]:
         with state.meter.step(gradients, group.size, is_compressed=True, begins=begins) as metered:
-            reduced = _in_buckets(gradients, slots, state, metered, group, options)
-            if reduction == "sum":
+            sent = gradients
+            if momentum is not None:
+                # Of the ranks' mean it is the momentum, whatever their gradients are added up to.
+                share = group.size if reduction == "sum" else 1
+                pairs = zip(gradients, variables, strict=True)
+                sent = [
+                    momentum.to_send(gradient * share, variable) for gradient, variable in pairs
+                ]
+            reduced = _in_buckets(sent, slots, state, metered, group, options)
+            if momentum is not None:
+                pairs = zip(reduced, variables, strict=True)
+                reduced = [momentum.received(mean, variable) for mean, variable in pairs]
+            elif reduction == "sum":
                 reduced = [gradient * group.size for gradient in reduced]
             metered.end(reduced)
         return reduced

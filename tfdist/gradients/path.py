@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow as tf
 
 from tfdist.collectives import Group
+from tfdist.compression.momentum import CompressedMomentum
 from tfdist.context import ChangingAccumulation, ReplicaContext, current_replica
 from tfdist.gradient_options import GradientOptions
 from tfdist.gradients.clipping import clip_spread_gradients
@@ -217,12 +218,31 @@ class GradientPath:
                 group,
                 reduction,
                 self.options,
+                momentum=self._compressed_momentum(some),
                 begins=begins,
             )
             for place, gradient in zip(some, reduced, strict=True):
                 shard = self._layouts[place].state
                 found[place] = gradient if shard is None else shard.local_shard(gradient)
         return [place for place in places if place not in some]
+
+    def _compressed_momentum(self, places: Sequence[int]) -> CompressedMomentum | None:
+        """The optimizer, if it is its momentum that travels."""
+        optimizer, compressor = self._optimizer, self.options.compression
+        if not isinstance(optimizer, CompressedMomentum) or compressor is None:
+            return None
+        kind = type(optimizer).__name__
+        if any(self._layouts[place].state is not None for place in places):
+            raise ValueError(
+                f"{kind} compresses whole momentums, which ZeRO divides. Received: zero_stage="
+                f"{self._strategy.zero_stage}. Leave `zero_stage` out, or take AdamW."
+            )
+        if compressor.start_step < optimizer.freeze_step:
+            raise ValueError(
+                f"{kind} travels whole until its second moments stay. Received: freeze_step="
+                f"{optimizer.freeze_step}, {compressor}. Give both the same number."
+            )
+        return optimizer
 
     def is_spread(self) -> bool:
         """Whether this rank has a part only of the model's gradients."""

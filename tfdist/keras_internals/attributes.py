@@ -128,9 +128,12 @@ made_under = Attribute("_distribute_strategy", TensorFlowTrainer)
 
 # Of optimizers. Without those of an optimizer inside.
 own_variables = Attribute("_variables", BaseOptimizer)
+# A method: which of the optimizer's variables are those of a parameter, or of what it is in TensorFlow.
+place_of = Attribute("_get_variable_index", BaseOptimizer)
 # `iterations` has updates alone, where gradients are accumulated.
 micro_steps = Attribute("_iterations", BaseOptimizer)
-momentums = Attribute("_momentums", keras.optimizers.RMSprop)
+momentums = Attribute("_momentums", keras.optimizers.RMSprop, keras.optimizers.Adam)
+velocities = Attribute("_velocities", keras.optimizers.Adam)
 
 # Of ModelCheckpoint, for a `fit` that goes on.
 batches_since_save = Attribute("_batches_seen_since_last_saving", keras.callbacks.ModelCheckpoint)

@@ -223,11 +223,17 @@ def assemble(
         added = 3 * (passes - 1) * layout.precision.gradient * (dense + experts)
         update += added / (machine.memory_bandwidth * machine.memory_efficiency)
     compute, messages = passes * busy.arithmetic, passes * busy.messages
-    # Ranks that share a processor take turns, in messages too; who waits leaves it to others.
-    turns = 0.0
+    # Ranks that share a processor take turns, with the bytes of messages too. In their latency they
+    # leave it to others.
+    turns, crowded = 0.0, shared ** (1 + machine.crowding)
     if shared > 1:
-        work = sum(each.total for each in rank_times) / p + 2 * (p - 1) / p * hop
-        turns = max(shared * passes * work - span, 0.0)
+        work = sum(each.total - each.latency for each in rank_times) / p
+        waits = sum(each.latency for each in rank_times) / p
+        if p > 1:
+            latency = ways["pipeline",].slowest.latency
+            work += 2 * (p - 1) / p * (hop - latency)
+            waits += 2 * (p - 1) / p * latency
+        turns = max(passes * (crowded * work + waits) - span, 0.0)
     seconds = {
         "compute": compute + turns,
         "tensor": passes * busy.tensor,
@@ -235,7 +241,7 @@ def assemble(
         "context": passes * busy.context,
         "bubble": max(span - compute - messages, 0.0),
         "gradients": shown,
-        "optimizer": shared * update,
+        "optimizer": crowded * update,
         "other": machine.step_seconds,
     }
     traffic = {

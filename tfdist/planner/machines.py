@@ -123,6 +123,8 @@ class Machine:
         ranks_per_host: Ranks of a host.
         ports: Ports of a host to other hosts; None for one a rank.
         processors: How many ranks of a host compute at full speed at a time; None for all.
+        crowding: c, by which n ranks that share a processor take n^(1 + c) times as long as one of
+            them alone: 0 for turns that cost nothing.
         efficiency: The share of the peak that large matrix products reach.
         memory_efficiency: The share of the memory's bandwidth that other operations reach.
         overlap: The share of a gradient's way to other ranks that can go on behind the backward pass
@@ -154,6 +156,7 @@ class Machine:
     ranks_per_host: int = 8
     ports: int | None = None
     processors: int | None = None
+    crowding: float = 0.0
     efficiency: float = 0.7
     memory_efficiency: float = 0.8
     overlap: float = 0.8
@@ -188,7 +191,7 @@ class Machine:
             checks.number(name, getattr(self, name), above=0, maximum=1)
         checks.number("overlap", self.overlap, minimum=0, maximum=1)
         checks.one_of("algorithm", self.algorithm, ("best", "ring", "tree", "two-level"))
-        for name in ("layer_seconds", "step_seconds", "base_bytes"):
+        for name in ("crowding", "layer_seconds", "step_seconds", "base_bytes"):
             checks.number(name, getattr(self, name), minimum=0)
         checks.number("fragmentation", self.fragmentation, minimum=1)
         checks.number("memory_margin", self.memory_margin, minimum=0)

@@ -26,6 +26,7 @@ class PassTimes:
         tensor: Messages over the tensor axis, both ways together.
         expert: Messages to and from experts.
         context: Messages of keys and values that nothing hides.
+        latency: What of these three is latency, in which the processor is free for other ranks.
         tensor_bytes: Bytes that the rank sends over the tensor axis.
         expert_bytes: Those over the expert axis.
         context_bytes: Those over the context axis.
@@ -37,6 +38,7 @@ class PassTimes:
     tensor: float = 0.0
     expert: float = 0.0
     context: float = 0.0
+    latency: float = 0.0
     tensor_bytes: float = 0.0
     expert_bytes: float = 0.0
     context_bytes: float = 0.0
@@ -50,6 +52,7 @@ class PassTimes:
             self.tensor + count * other.tensor,
             self.expert + count * other.expert,
             self.context + count * other.context,
+            self.latency + count * other.latency,
             self.tensor_bytes + count * other.tensor_bytes,
             self.expert_bytes + count * other.expert_bytes,
             self.context_bytes + count * other.context_bytes,
@@ -117,23 +120,26 @@ def part_times(part: Part, layout: Layout, rows: float, machine: Machine, ways: 
         selective = kept_bytes(part, layout, rows, "selective")
         backward += core + moved - 2 * selective / memory_rate
     width = layout.precision.activation
-    tensor = tensor_bytes = expert = expert_bytes = context = context_bytes = 0.0
+    tensor = tensor_bytes = expert = expert_bytes = context = context_bytes = latency = 0.0
     if t > 1 and sums:
         size = tokens * part.output * width
         tensor = sums * communication.all_reduce(size, ways["tensor",], machine.algorithm)
+        latency += sums * communication.all_reduce(0.0, ways["tensor",], machine.algorithm)
         tensor_bytes = sums * 2 * (t - 1) / t * size
     if layout.expert > 1 and part.exchanged:
         size = tokens * part.exchanged * width
         expert = 4 * communication.all_to_all(size, ways["expert",])
+        latency += 4 * communication.all_to_all(0.0, ways["expert",])
         expert_bytes = 4 * (layout.expert - 1) / layout.expert * size
     if c > 1 and part.keys_values:
         size = tokens * part.keys_values * width / t
         hop = communication.send(size, ways["context",].slowest)
         sent = 3 * (c - 1) * hop
         context = sent - machine.overlap * min(sent, (1 + part.attention_backward) * core)
+        latency += min(3 * (c - 1) * ways["context",].slowest.latency, context)
         context_bytes = 3 * (c - 1) * size
     return PassTimes(
-        forward, backward, products, tensor, expert, context,
+        forward, backward, products, tensor, expert, context, latency,
         tensor_bytes, expert_bytes, context_bytes,
     )  # fmt: skip
 

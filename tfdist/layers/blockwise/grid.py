@@ -62,22 +62,27 @@ class Cut:
         """Whether it is known that no block is filled up."""
         return isinstance(self.length, int) and self.number * self.size == self.length
 
-    def blocks(self, tensor, groups: int | None = None) -> tf.TensorArray:
-        """The blocks of a tensor of shape [batch, heads, length, size].
+    def blocks(self, tensor, groups: int | None = None, *, once: bool = False):
+        """The blocks of a tensor of shape [batch, heads, length, size], by `read(index)`.
 
         Args:
             tensor: The tensor.
             groups: None, or G: the heads of one of G groups follow each other as rows.
+            once: Whether each is read once only, so that it pays to cut it when it is read.
 
         Returns:
-            Tensors of shape [batch, heads, block, size], or [batch, G, heads / G * block, size].
+            What reads tensors of shape [batch, heads, block, size], or
+            [batch, G, heads / G * block, size].
         """
         batch, heads, size = size_of(tensor, 0), tensor.shape[1], tensor.shape[3]
         tensor = self.filled(tensor, 2)
         groups = groups or heads
         shape = [batch, groups, heads // groups, self.number, self.size, size]
-        tensor = tf.transpose(tf.reshape(tensor, shape), [3, 0, 1, 2, 4, 5])
         rows = heads // groups * self.size
+        if once or self.is_whole:
+            whole = tf.reshape(tensor, [*shape[:3], self.number * self.size, size])
+            return _Cuts(self, whole, rows)
+        tensor = tf.transpose(tf.reshape(tensor, shape), [3, 0, 1, 2, 4, 5])
         tensor = tf.reshape(tensor, [self.number, batch, groups, rows, size])
         return tf.TensorArray(
             tensor.dtype, self.number, clear_after_read=False, element_shape=tensor.shape[1:]
@@ -90,6 +95,11 @@ class Cut:
         tensor = tf.reshape(tensor, [batch, heads, self.number * self.size, size])
         return tensor if self.is_exact else tensor[:, :, : self.length]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is known that there is one block."""
+        return isinstance(self.number, int) and self.number == 1
+
     def filled(self, tensor, axis: int):
         """The tensor, with zeros behind it up to the end of the last block."""
         if self.is_exact:
@@ -97,6 +107,23 @@ class Cut:
         paddings = [[0, 0]] * len(tensor.shape)
         paddings[axis] = [0, self.number * self.size - self.length]
         return tf.pad(tensor, paddings)
+
+
+class _Cuts:
+    """Blocks of a tensor of shape [batch, groups, heads of a group, length, size]."""
+
+    def __init__(self, cut: Cut, tensor, rows):
+        self._cut, self._tensor, self._rows = cut, tensor, rows
+
+    def read(self, index):
+        """A block, of shape [batch, groups, heads of a group * block, size]."""
+        found, shape = self._tensor, self._tensor.shape
+        batch = size_of(found, 0)
+        if not self._cut.is_whole:
+            # By sizes, as XLA wants to know these.
+            size = [batch, *shape[1:3], self._cut.size, shape[4]]
+            found = tf.slice(found, [0, 0, 0, index * self._cut.size, 0], size)
+        return tf.reshape(found, [batch, shape[1], self._rows, shape[4]])
 
 
 class Grid:

@@ -55,7 +55,7 @@ def attention_parts(query, key, value, seen: Visibility, settings: Settings):
         are of these keys alone: `merge` puts results for several sets of keys together.
     """
     grid, groups, dtype = _grid(query, key, seen, settings)
-    queries = grid.rows.blocks(query, groups)
+    queries = grid.rows.blocks(query, groups, once=True)
     keys, values = grid.columns.blocks(key), grid.columns.blocks(value)
 
     def row(i, outs, lses):
@@ -126,8 +126,9 @@ def attention_gradients(
         compute = functools.partial(_pair, soft_cap=settings.soft_cap)
         rows += [lse, delta]
         columns += [value]
-    row_blocks = [grid.rows.blocks(tensor, groups) for tensor in rows]
-    column_blocks = [grid.columns.blocks(tensor) for tensor in columns]
+    is_one = grid.columns.is_whole
+    row_blocks = [grid.rows.blocks(tensor, groups, once=is_one) for tensor in rows]
+    column_blocks = [grid.columns.blocks(tensor, once=True) for tensor in columns]
 
     def column(j, query_gradients, key_gradients, value_gradients):
         of_column = [blocks.read(j) for blocks in column_blocks]
@@ -141,7 +142,9 @@ def attention_gradients(
                 lambda bias: compute(of_row, of_column, bias),
                 lambda: (tf.zeros_like(of_row[0]), tf.zeros_like(key), tf.zeros_like(value)),
             )
-            query_gradients = query_gradients.write(i, query_gradients.read(i) + of_query)
+            if not is_one:
+                of_query += query_gradients.read(i)
+            query_gradients = query_gradients.write(i, of_query)
             return query_gradients, key_gradient + of_key, value_gradient + of_value
 
         query_gradients, of_key, of_value = _loop(
@@ -153,10 +156,13 @@ def attention_gradients(
         return query_gradients, key_gradients.write(j, of_key), value_gradients.write(j, of_value)
 
     size, value_size = query.shape[-1], value.shape[-1]
-    begin = grid.rows.blocks(tf.zeros_like(query), groups)
+    batch, heads = size_of(query, 0), query.shape[1]
+    begin = tf.TensorArray(dtype, grid.rows.number, clear_after_read=False)
+    if not is_one:
+        block = [batch, groups, heads // groups * grid.rows.size, size]
+        begin = begin.unstack(tf.zeros([grid.rows.number, *block], dtype))
     empty = [tf.TensorArray(dtype, grid.columns.number) for _ in range(2)]
     of_queries, of_keys, of_values = _loop(0, grid.columns.number, column, (begin, *empty))
-    batch, heads = size_of(query, 0), query.shape[1]
     of_query = grid.rows.joined(of_queries, batch, heads, groups, size) * settings.scale
     of_key = grid.columns.joined(of_keys, batch, groups, groups, size)
     return of_query, of_key, grid.columns.joined(of_values, batch, groups, groups, value_size)
