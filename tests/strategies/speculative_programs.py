@@ -37,10 +37,12 @@ def calls_of_servers() -> dict:
     before, _ = workers[0].pull(range(len(shapes)))
 
     def send(worker: int, step: int, shard: int, value: float) -> list[int]:
-        grads = {i: (np.full(shape, value, np.float32),) for i, shape in enumerate(shapes)}
+        grads: dict = {i: (np.full(shape, value, np.float32),) for i, shape in enumerate(shapes)}
         kinds = ["dense"] * len(shapes)
         then = [step] * len(cluster.servers)
-        return workers[worker].push(kinds, grads, {}, np.float32(1.0), None, then, shard)[0]
+        nothing_more: tuple[list, list, list] = ([], [], [])
+        rate = np.array(1.0, np.float32)
+        return workers[worker].push(kinds, grads, {}, rate, nothing_more, then, shard)[0]
 
     # Step 0: worker 0, then the backup for worker 0 (too late), then for worker 1, which is late itself.
     # Step 1: the backup for worker 1, worker 1 (too late), worker 0. Step 2: worker 1 alone.
@@ -70,7 +72,7 @@ def calls_of_servers() -> dict:
     for worker in (0, 1):
         workers[worker].withdraw([2, 2])
     found["withdrawn"] = [workers[0].updates().tolist(), workers[0].dropped().tolist()]
-    for worker in workers:
-        for part in worker.parts:
+    for hosted in workers:
+        for part in hosted.parts:
             part._connection.close()
     return found

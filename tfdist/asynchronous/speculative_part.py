@@ -47,7 +47,11 @@ class SpeculativePart(QuorumPart):
 
     @property
     def _arrived_shape(self) -> list[int]:
-        return [self._hosted.quorum]
+        return [self._hosted.quorum or 0]
+
+    @property
+    def _is_backup(self) -> bool:
+        return self._hosted.worker >= self._arrived_shape[0]
 
     def _make_counters(self) -> None:
         super()._make_counters()
@@ -90,7 +94,7 @@ class SpeculativePart(QuorumPart):
 
     def _note(self, before: tf.Tensor, then: tf.Tensor) -> list[tf.Operation]:
         worker = self._hosted.worker
-        if worker >= self._hosted.quorum:
+        if self._is_backup:
             return []
 
         def come() -> tf.Tensor:
@@ -109,7 +113,7 @@ class SpeculativePart(QuorumPart):
     def _arrive(self, shard: tf.Tensor) -> tf.Tensor:
         worker = self._hosted.worker
         ends = [_set(self._arrived, shard, tf.constant(worker + 1, tf.int64))]
-        if worker >= self._hosted.quorum:
+        if self._is_backup:
             one = tf.one_hot(shard, self._hosted.num_workers, dtype=tf.int64)
             ends.append(self._add(self._redone, one))
         with tf.control_dependencies(ends):
