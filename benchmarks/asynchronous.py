@@ -1,6 +1,6 @@
 """Asynchronous beside synchronous training: speed with a slow worker, convergence, and Hogwild!.
 
-    python -m tfdist.benchmarks.asynchronous [--rounds=5] [--only=hogwild|slow-worker|backup|digits]
+    python -m tfdist.benchmarks.asynchronous [--rounds=5] [--only=hogwild|slow-worker|backup|speculative|digits]
 
 Each round measures both sides of a comparison, one after the other. Measure on an idle machine: each
 worker has one thread, and a job of three workers and a server wants four cores.
@@ -9,6 +9,7 @@ worker has one thread, and a job of three workers and a server wants four cores.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -115,7 +116,9 @@ def worker(folder: str, options: dict) -> None:
     if (backup := options.get("backup")) is None:
         strategy = tfdist.strategies.auto()
     else:
-        strategy = tfdist.strategies.ParameterServerStrategy(backup_ranks=backup)
+        strategy = tfdist.strategies.ParameterServerStrategy(
+            backup_ranks=backup, speculative=options.get("speculative", False)
+        )
     is_synchronous = options["kind"] == "synchronous"
     index = strategy.mesh.rank if is_synchronous else strategy.worker_index
     seconds = options["step_seconds"] * (options["slower"] if index == 1 else 1)
@@ -181,7 +184,8 @@ def worker(folder: str, options: dict) -> None:
     loss, accuracy = model.evaluate(*held_out, verbose=0)
     found = {
         "rate": 32 * pace.steps / (pace.ended - pace.begun),
-        "dropped": int(sum(sum(each) for each in strategy.dropped_gradients())) if backup else 0,
+        "dropped": int(strategy.dropped_gradients().sum()) if backup else 0,
+        "redone": int(strategy.redone_gradients().sum()) if backup else 0,
         "loss": loss,
         "accuracy": accuracy,
     }
@@ -235,20 +239,22 @@ def slow_worker(rounds: int) -> None:
     )
 
 
-def backup(rounds: int) -> None:
+def backup(rounds: int, speculative: bool = False) -> None:
     """Updates per second with a backup rank, where one of all is ten times slower, and without either."""
+    name = "speculative" if speculative else "backup"
+    how = {"backup": 1, "speculative": speculative, "slower": _MUCH_SLOWER}
     ratios = []
     for turn in range(rounds):
-        with_backup = job("asynchronous", backup=1, slower=_MUCH_SLOWER, **_PACED)[0]
+        with_backup = job("asynchronous", **how, **_PACED)[0]
         alone = job("asynchronous", backup=0, slower=1, **_PACED)[0]
         ratios.append(with_backup["rate"] / alone["rate"])
         print(
-            f"backup round {turn + 1}: worker 0 {with_backup['rate']:.0f} samples/s, "
-            f"{with_backup['dropped']} gradients dropped; without the slow worker {alone['rate']:.0f}",
+            f"{name} round {turn + 1}: worker 0 {with_backup['rate']:.0f} samples/s, "
+            f"{with_backup['dropped']} gradients dropped, {with_backup['redone']} redone; without the slow worker {alone['rate']:.0f}",
             flush=True,
         )
     print(
-        f"{_WORKERS} gradients of {_WORKERS + 1} workers, one {_MUCH_SLOWER} times slower, over "
+        f"{name}: {_WORKERS} gradients of {_WORKERS + 1} workers, one {_MUCH_SLOWER} times slower, over "
         f"{_WORKERS} workers: {spread(ratios)}"
     )
 
@@ -264,7 +270,13 @@ def digits(rounds: int) -> None:
             print(f"digits, {kind}: {name} {spread([each[name] for each in results])}")
 
 
-_PARTS = {"hogwild": hogwild, "slow-worker": slow_worker, "backup": backup, "digits": digits}
+_PARTS = {
+    "hogwild": hogwild,
+    "slow-worker": slow_worker,
+    "backup": backup,
+    "speculative": functools.partial(backup, speculative=True),
+    "digits": digits,
+}
 
 
 def main() -> int:

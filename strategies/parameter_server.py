@@ -24,7 +24,7 @@ from tfdist.asynchronous.cluster import local_cluster
 from tfdist.asynchronous.hosted_model import HostedModel
 from tfdist.asynchronous.serving import serve
 from tfdist.checkpoint import Checkpointer
-from tfdist.data.sharding import mark_per_rank, shard_whole_batches
+from tfdist.data.sharding import mark_per_rank, shard_whole_batches, shard_whole_steps
 from tfdist.keras_internals.private import all_layers
 from tfdist.strategies import keras_patches
 from tfdist.strategies.asynchronous import (
@@ -32,6 +32,7 @@ from tfdist.strategies.asynchronous import (
     AsynchronousStrategy,
     overridden,
 )
+from tfdist.strategies.parameter_server_checks import check_backup, check_model
 from tfdist.strategies.parameter_server_fit import First, Last, catching_up
 from tfdist.strategies.table_lookups import looking_up, tables
 
@@ -84,11 +85,14 @@ class ParameterServerStrategy(AsynchronousStrategy):
             takes the first W - b, and their mean makes one update. One that comes later is dropped, and
             its worker leaves out the batches of the steps that were made without it. This changes
             results: which gradients count depends on who is fast. None for asynchronous updates.
+        speculative: With `backup_ranks=b`: the last b workers have no batches of their own, but redo
+            those of workers that are slow or have ended. A step takes a gradient of each batch of the
+            first W - b workers, whichever comes first. Results are those of these workers alone.
         worker_timeout_seconds: After how long without a sign of life the others go on without a worker.
         watchdog_seconds: How long a server may take to answer, and workers to start.
 
     Raises:
-        ValueError: An argument is out of its range, or contradicts TF_CONFIG.
+        ValueError: An argument is out of its range, or contradicts TF_CONFIG or another one.
         ParameterServerError: The servers or the chief cannot be reached.
     """
 
@@ -99,6 +103,7 @@ class ParameterServerStrategy(AsynchronousStrategy):
         *,
         delay_compensation: float = 0.0,
         backup_ranks: int | None = None,
+        speculative: bool = False,
         worker_timeout_seconds: float = 30.0,
         watchdog_seconds: float = _WATCHDOG_SECONDS,
     ):
@@ -106,6 +111,7 @@ class ParameterServerStrategy(AsynchronousStrategy):
         checks.integer("max_staleness", max_staleness, minimum=0, optional=True)
         checks.number("delay_compensation", delay_compensation, minimum=0)
         checks.integer("backup_ranks", backup_ranks, minimum=0, optional=True)
+        checks.boolean("speculative", speculative)
         checks.number(
             "worker_timeout_seconds", worker_timeout_seconds, minimum=2, maximum=checks.YEAR_SECONDS
         )
@@ -120,7 +126,7 @@ class ParameterServerStrategy(AsynchronousStrategy):
             serve(cluster, watchdog_seconds, worker_timeout_seconds)
             sys.exit(0)
         num_workers = 1 if cluster is None else cluster.num_workers
-        _check_backup(backup_ranks, num_workers, max_staleness, delay_compensation)
+        check_backup(backup_ranks, speculative, num_workers, max_staleness, delay_compensation)
         super().__init__(_ParameterServerExtended(self))
         self._cluster = cluster
         self._num_servers = (servers or 1) if cluster is None else len(cluster.servers)
@@ -131,7 +137,10 @@ class ParameterServerStrategy(AsynchronousStrategy):
             silent_seconds=worker_timeout_seconds,
             watchdog_seconds=watchdog_seconds,
             backup_ranks=backup_ranks,
+            speculative=speculative,
         )
+        #: How many workers have batches of their own, where the others redo those.
+        self._shards = num_workers - (backup_ranks or 0) if speculative else None
         self._own_servers: list[tf.distribute.Server] = []
         self._hosted: HostedModel | None = None
         self._wants_own_batches = False
@@ -192,6 +201,16 @@ class ParameterServerStrategy(AsynchronousStrategy):
         """
         return self._trained().dropped()
 
+    def redone_gradients(self) -> np.ndarray:
+        """How many gradients of each worker's batches came from a backup: [servers, workers].
+
+        With `speculative=True`; as `applied_updates`, of the model that was last trained.
+
+        Raises:
+            RuntimeError: Nothing was trained yet.
+        """
+        return self._trained().redone()
+
     def _trained(self) -> HostedModel:
         if self._hosted is None:
             raise RuntimeError("No model was trained under this strategy yet: call `fit` first.")
@@ -202,7 +221,7 @@ class ParameterServerStrategy(AsynchronousStrategy):
     def fit(self, call, arguments):
         """See `AsynchronousStrategy.fit`."""
         model = arguments["self"]
-        _check_model(model, self._num_servers)
+        check_model(model, self._num_servers, speculative=self._shards is not None)
         callbacks = list(tf.nest.flatten(arguments["callbacks"] or []))
         if any(isinstance(each, Checkpointer) for each in callbacks):
             raise ValueError(
@@ -273,48 +292,6 @@ class ParameterServerStrategy(AsynchronousStrategy):
         )
 
 
-def _check_model(model: keras.Model, num_servers: int) -> None:
-    if model.jit_compile:
-        raise ValueError(
-            "XLA cannot compile calls of parameter servers. Received: compile(jit_compile=True). "
-            "Leave `jit_compile` out, or set it to False."
-        )
-    if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
-        raise NotImplementedError(
-            "Parameter servers do not agree on a loss scale. Received: the dtype policy "
-            "mixed_float16. Take mixed_bfloat16, which needs none."
-        )
-    if num_servers == 1:
-        return
-    optimizer = model.optimizer
-    accumulates = optimizer.gradient_accumulation_steps
-    if optimizer.use_ema or (optimizer.global_clipnorm and accumulates):
-        raise NotImplementedError(
-            "An optimizer that looks at all parameters at once takes one server. Received: "
-            f"{num_servers} servers, use_ema={optimizer.use_ema}, global_clipnorm="
-            f"{optimizer.global_clipnorm}, gradient_accumulation_steps={accumulates}. Take one "
-            "server, or leave out use_ema, and global_clipnorm with gradient_accumulation_steps."
-        )
-
-
-def _check_backup(
-    backup_ranks: int | None, workers: int, max_staleness: int | None, compensation: float
-) -> None:
-    if backup_ranks is None:
-        return
-    if backup_ranks >= workers:
-        raise ValueError(
-            "Of W workers a step takes W - `backup_ranks` gradients, and at least one. Received: "
-            f"backup_ranks={backup_ranks}, {workers} worker(s)."
-        )
-    if max_staleness is not None or compensation:
-        raise ValueError(
-            "With `backup_ranks` no update is stale: leave out `max_staleness` and "
-            f"`delay_compensation`. Received: backup_ranks={backup_ranks}, "
-            f"max_staleness={max_staleness}, delay_compensation={compensation}."
-        )
-
-
 def _only_looked_up(model: keras.Model, step: Callable, data: tuple) -> list:
     """The Embedding layers of whose tables a step reads rows alone, as its gradients show."""
     layers = tables(model)
@@ -375,7 +352,12 @@ class _ParameterServerExtended(AsynchronousExtended):
         if not strategy._wants_own_batches:
             return dataset
         strategy._wants_own_batches = False
-        return shard_whole_batches(dataset, strategy.num_workers, strategy.worker_index)
+        if strategy._shards is None:
+            return shard_whole_batches(dataset, strategy.num_workers, strategy.worker_index)
+        has_own = strategy.worker_index < strategy._shards
+        return shard_whole_steps(
+            dataset, strategy._shards, strategy.worker_index if has_own else None
+        )
 
     def _distribute_datasets_from_function(self, dataset_fn, options):
         del options

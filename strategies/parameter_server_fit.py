@@ -60,6 +60,8 @@ class Last(keras.callbacks.Callback):
 def catching_up(model: keras.Model, store: ParameterStore) -> Iterator[None]:
     """Inside, a worker that is late leaves out batches of steps that others have made.
 
+    And a backup redoes batches of others, where it has none of its own.
+
     Args:
         model: The model.
         store: The servers.
@@ -67,7 +69,7 @@ def catching_up(model: keras.Model, store: ParameterStore) -> Iterator[None]:
     if not store.has_backup:
         yield
         return
-    found = _CatchingUp(model, store)
+    found = _CatchingUp(model, store) if store.shards is None else _Redoing(model, store)
     try:
         with overridden(model, "make_train_function", found.make):
             yield
@@ -104,11 +106,29 @@ class _CatchingUp:
     def _call(self, iterator):
         if self._function is None:
             raise RuntimeError("A training function was called that was not made yet.")
+        self._step(self._function, iterator)
+        return self._logs
+
+    def _step(self, function: Callable, iterator: Any) -> None:
         steps = self._model.steps_per_execution
         # What the first step returns is what the others return.
-        if self._logs is not None and self._store.skips(steps):
+        if self._logs is not None and self._store.is_behind(steps):
             for _ in range(steps):
                 next(iterator)
+            # Not before: where the data ends there is nothing to leave out.
+            self._store.skip(steps)
         else:
-            self._logs = self._function(iterator)
-        return self._logs
+            self._logs = function(iterator)
+
+
+class _Redoing(_CatchingUp):
+    """Stands for a backup's training function: in a step, redoes batches of workers that are late.
+
+    Its iterator yields the batches of all workers.
+    """
+
+    def _step(self, function: Callable, iterator: Any) -> None:
+        batches = [next(iterator) for _ in range(self._store.shards or 0)]
+        while (shard := self._store.next_shard()) is not None:
+            # Of Keras' own, an iterator of a data set or any other of batches.
+            self._logs = function([batches[shard]])

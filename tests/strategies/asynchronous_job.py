@@ -87,6 +87,7 @@ def main(folder: str, options: dict) -> None:
             max_staleness=options.get("staleness"),
             delay_compensation=options.get("compensation", 0.0),
             backup_ranks=options.get("backup"),
+            speculative=options.get("speculative", False),
             worker_timeout_seconds=options.get("worker_timeout", options.get("timeout", 60.0)),
         )
         index = strategy.worker_index
@@ -134,8 +135,10 @@ def main(folder: str, options: dict) -> None:
     if not options.get("synchronous"):
         found["updates"] = strategy.applied_updates().tolist()
         found["dropped"] = strategy.dropped_gradients().tolist()
+        found["redone"] = strategy.redone_gradients().tolist()
     if held_out is not None and index == 0:
         found["accuracy"] = model.evaluate(*held_out, verbose=0, return_dict=True)["accuracy"]
+    np.savez(os.path.join(folder, f"weights{index}.npz"), *model.get_weights())
     path = os.path.join(folder, f"worker{index}.json")
     with open(path, "w") as file:
         json.dump(found, file)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import keras
 import pytest
 
 from tests.strategies.asynchronous_runs import run
 from tfdist.asynchronous.round import Round
 from tfdist.strategies import ParameterServerStrategy
+from tfdist.strategies.parameter_server_fit import _CatchingUp
 
 
 def check_counts(found: dict[int, dict], workers: int, taken: int) -> None:
@@ -96,15 +98,44 @@ def test_what_does_not_go_with_backup_ranks():
 
 
 def test_a_worker_that_is_late_catches_up():
-    steps = Round()
-    assert not steps.skip(1)  # Nothing is known yet.
+    steps = Round(1)
+    assert not steps.is_behind(1)  # Nothing is known yet.
     steps.note_push(then=[0, 0], before=[0, 0])
     assert not steps.was_late and not steps.is_over([1, 0]) and steps.is_over([1, 1])
     # Meanwhile the others made four more; the server that is behind decides.
     steps.note_push(then=[1, 1], before=[6, 5])
     assert steps.was_late and steps.is_over([6, 5])
-    assert [steps.skip(1) for _ in range(5)] == [True, True, True, False, False]
-    assert (steps.step, steps.skipped) == (5, 3)
+    for _ in range(3):
+        assert steps.is_behind(1)
+        steps.skip(1)
+    assert not steps.is_behind(1) and (steps.step, steps.skipped) == (5, 3)
     # Several steps at a time are left out as a whole.
     steps.known = [9, 9]
-    assert [steps.skip(3), steps.skip(3)] == [True, False]
+    assert steps.is_behind(3)
+    steps.skip(3)
+    assert not steps.is_behind(3)
+
+
+class Behind:
+    """Servers that are ahead for good; counts what is left out."""
+
+    skipped = 0
+
+    def is_behind(self, steps):
+        return True
+
+    def skip(self, steps):
+        self.skipped += steps
+
+
+def test_what_is_left_out_at_the_end_of_the_data_is_not_counted():
+    """Keras asks for a batch more where it does not know how many there are."""
+    store, model = Behind(), keras.Model()
+    catching_up = _CatchingUp(model, store)
+    batches = iter("abc")
+    catching_up._step(next, batches)  # The first is not left out.
+    for _ in range(2):
+        catching_up._step(next, batches)
+    with pytest.raises(StopIteration):
+        catching_up._step(next, batches)
+    assert store.skipped == 2 and catching_up._logs == "a"

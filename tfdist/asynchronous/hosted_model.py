@@ -19,6 +19,7 @@ from tfdist.asynchronous.connection import ServerConnection
 from tfdist.asynchronous.placement import balance
 from tfdist.asynchronous.quorum_part import QuorumPart
 from tfdist.asynchronous.server_part import ModelVariables, ServerPart, bytes_of
+from tfdist.asynchronous.speculative_part import Missing, SpeculativePart
 
 __all__ = ["HostedModel"]
 
@@ -34,6 +35,7 @@ class HostedModel:
         worker: This worker, and how many there are.
         delay_compensation: lambda of DC-ASGD; 0 for none.
         quorum: How many gradients make an update; None where each does.
+        speculative: Whether these are one of each of the first workers' batches.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class HostedModel:
         worker: tuple[int, int],
         delay_compensation: float,
         quorum: int | None = None,
+        speculative: bool = False,
     ):
         self.model, self.optimizer = model, model.optimizer
         self.parameters, self.states = list(model.trainable_variables), list(states)
@@ -52,7 +55,7 @@ class HostedModel:
             self.optimizer, self.parameters, self.states, *worker, delay_compensation, quorum
         )
         places = balance([bytes_of(variable) for variable in held.variables], len(connections))
-        kind = ServerPart if quorum is None else QuorumPart
+        kind = ServerPart if quorum is None else SpeculativePart if speculative else QuorumPart
         self.parts = [
             kind(held, connection, number, [i for i, place in enumerate(places) if place == k])
             for k, connection in enumerate(connections)
@@ -104,6 +107,7 @@ class HostedModel:
         rate: np.ndarray,
         more: Sequence,
         then: Sequence[int],
+        shard: int,
     ) -> tuple[list[int], list]:
         """Sends gradients for the servers to apply.
 
@@ -114,13 +118,20 @@ class HostedModel:
             rate: The learning rate, if the optimizer has it in a variable.
             more: What the first server is to run beside: fetches, feeds and values.
             then: Each server's count of updates when the parameters were read.
+            shard: The worker whose batch it is.
 
         Returns:
             Each server's count of updates before this one, and what the first server fetched.
         """
         results = self._each(
             lambda part: part.push(
-                kinds, grads, deltas, rate, more if part.number == 0 else None, then[part.number]
+                kinds,
+                grads,
+                deltas,
+                rate,
+                more if part.number == 0 else None,
+                then[part.number],
+                shard,
             )
         )
         return [before for before, _ in results], results[0][1]
@@ -146,6 +157,14 @@ class HostedModel:
     def dropped(self) -> np.ndarray:
         """How many gradients of each worker came too late for each server: [servers, workers]."""
         return np.stack(self._each(lambda part: part.dropped()))
+
+    def redone(self) -> np.ndarray:
+        """How many gradients of each worker's batches came from a backup: [servers, workers]."""
+        return np.stack(self._each(lambda part: part.redone()))
+
+    def missing(self) -> list[Missing]:
+        """How far each server's next update is, where backups redo batches."""
+        return self._each(lambda part: part.missing())
 
     def withdraw(self, then: Sequence[int]) -> None:
         """Counts this worker's last gradient as dropped on each server that has made nothing of it.

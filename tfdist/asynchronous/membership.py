@@ -206,18 +206,12 @@ class Membership:
         states = table[:, _STATE]
         return not (states == _PRESENT).any() and (late or not (states == _UNSEEN).any())
 
-    def num_present(self) -> int:
-        """How many workers take part or may still start."""
-        states = self.read()[:, _STATE]
-        late = time.monotonic() - self._begun > self._startup
-        return int(np.isin(states, (_PRESENT,) if late else (_PRESENT, _UNSEEN)).sum())
-
-    def num_fitting(self) -> int:
-        """How many workers take part, or may still start, and have not ended this `fit`."""
+    def present(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each worker, whether it takes part or may still start, and also has not ended this `fit`."""
         table = self.read()
         late = time.monotonic() - self._begun > self._startup
-        states = (_PRESENT,) if late else (_PRESENT, _UNSEEN)
-        return int((np.isin(table[:, _STATE], states) & (table[:, _FINISHED] < self.fit)).sum())
+        present = np.isin(table[:, _STATE], (_PRESENT,) if late else (_PRESENT, _UNSEEN))
+        return present, present & (table[:, _FINISHED] < self.fit)
 
     def is_gone(self, worker: int) -> bool:
         """Whether a worker has ended or is left out."""

@@ -31,7 +31,7 @@ class QuorumPart(ServerPart):
     def _make_counters(self) -> None:
         hosted, name = self._hosted, self._connection.variable
         self._version = name(f"{self._prefix}/version", tf.int64, [])
-        self._arrived = name(f"{self._prefix}/arrived", tf.int64, [])
+        self._arrived = name(f"{self._prefix}/arrived", tf.int64, self._arrived_shape)
         self._dropped = name(f"{self._prefix}/dropped", tf.int64, [hosted.num_workers])
         self._sums = {
             i: name(
@@ -47,6 +47,10 @@ class QuorumPart(ServerPart):
         self._read_dropped = self._connection.function([read], [])
         self._withdraw = self._make_withdraw()
 
+    @property
+    def _arrived_shape(self) -> list[int]:
+        return []
+
     def _make_withdraw(self):
         then = tf.compat.v1.placeholder(tf.int64, [])
         with tf.control_dependencies([then]):
@@ -60,14 +64,14 @@ class QuorumPart(ServerPart):
             return _after(ends, 1)
 
         with tf.control_dependencies([lock]):
-            counted = tf.equal(self._total(), then)
-            end = tf.cond(counted, withdraw, lambda: tf.zeros([], tf.int64))
+            waits = self._waits(then)
+            end = tf.cond(waits, withdraw, lambda: tf.zeros([], tf.int64))
         return self._connection.function([released(lock, [end.op])], [then])
 
     def _counters(self):
         yield from super()._counters()
         yield self._version, tf.zeros([], tf.int64)
-        yield self._arrived, tf.zeros([], tf.int64)
+        yield self._arrived, tf.zeros(self._arrived_shape, tf.int64)
         yield self._dropped, tf.zeros([self._hosted.num_workers], tf.int64)
         for i, handle in self._sums.items():
             yield handle, _zeros(self._hosted.parameters[i])
@@ -103,10 +107,10 @@ class QuorumPart(ServerPart):
             traced = trace_update(hosted.optimizer, apply, parameters, dense)
         with self._connection.building():
             rate = tf.compat.v1.placeholder(tf.float32, [])
-            then = tf.compat.v1.placeholder(tf.int64, [])
+            then, shard = (tf.compat.v1.placeholder(tf.int64, []) for _ in range(2))
             grads = [gradient_placeholders(v, s) for v, s in zip(parameters, sparse, strict=True)]
             deltas = [placeholder(hosted.variables[i]) for i in changed]
-            feeds = [rate, then, *(tensor for each in grads for tensor in each), *deltas]
+            feeds = [rate, then, shard, *(tensor for each in grads for tensor in each), *deltas]
             # The mutex is taken once all has arrived.
             with tf.control_dependencies(feeds):
                 lock = tf.raw_ops.MutexLock(mutex=self._mutex)
@@ -120,13 +124,12 @@ class QuorumPart(ServerPart):
                 for i, delta in zip(changed, deltas, strict=True):
                     ends.append(self._add(self._handles[i], delta / self._quorum(delta.dtype)))
                 with tf.control_dependencies(ends):
-                    arrived = tf.raw_ops.ReadVariableOp(resource=self._arrived, dtype=tf.int64) + 1
+                    arrived = self._arrive(shard)
                 with tf.control_dependencies([arrived]):
                     return tf.cond(arrived < self._quorum(tf.int64), wait, update)
 
             def wait() -> tf.Tensor:
-                end = self._add(self._arrived, tf.ones([], tf.int64))
-                return _after([end], 1)
+                return tf.ones([], tf.int64)
 
             def update() -> tf.Tensor:
                 return self._update(given, traced, rate)
@@ -134,8 +137,8 @@ class QuorumPart(ServerPart):
             def drop() -> tf.Tensor:
                 return _after([self._add(self._dropped, self._one())], 0)
 
-            with tf.control_dependencies([before]):
-                taken = tf.cond(tf.equal(before, then), take, drop)
+            with tf.control_dependencies([before, *self._note(before, then)]):
+                taken = tf.cond(self._counts(before, then, shard), take, drop)
             end = released(lock, [taken.op])
         fetches = [before, end]
         if more is not None:
@@ -143,8 +146,28 @@ class QuorumPart(ServerPart):
             feeds = [*feeds, *more[1]]
         return self._connection.function(fetches, feeds)
 
-    def _first_values(self, rate, then: int) -> list:
-        return [rate, np.int64(then)]
+    def _first_values(self, rate, then: int, shard: int) -> list:
+        return [rate, np.int64(then), np.int64(shard)]
+
+    def _waits(self, then: tf.Tensor) -> tf.Tensor:
+        """Whether this worker's last gradient, sent for an update, waits for others; in the graph."""
+        return tf.equal(self._total(), then)
+
+    def _note(self, before: tf.Tensor, then: tf.Tensor) -> list[tf.Operation]:
+        """Takes note of a gradient, whether it counts or not; in the graph."""
+        del before, then
+        return []
+
+    def _counts(self, before: tf.Tensor, then: tf.Tensor, shard: tf.Tensor) -> tf.Tensor:
+        """Whether a gradient counts; in the graph."""
+        del shard
+        return tf.equal(before, then)
+
+    def _arrive(self, shard: tf.Tensor) -> tf.Tensor:
+        """Takes note of a gradient that counts, and returns how many there are now; in the graph."""
+        del shard
+        with tf.control_dependencies([self._add(self._arrived, tf.ones([], tf.int64))]):
+            return tf.raw_ops.ReadVariableOp(resource=self._arrived, dtype=tf.int64)
 
     def _update(self, given: Sequence[int], traced, rate) -> tf.Tensor:
         """Applies the mean of what has arrived, and begins the next version."""
@@ -163,10 +186,13 @@ class QuorumPart(ServerPart):
             for i in given:
                 zeros = _zeros(hosted.parameters[i])
                 done.append(tf.raw_ops.AssignVariableOp(resource=self._sums[i], value=zeros))
-            done.append(
-                tf.raw_ops.AssignVariableOp(resource=self._arrived, value=tf.zeros([], tf.int64))
-            )
+            done += self._begin_next()
         return _after(done, 1)
+
+    def _begin_next(self) -> list[tf.Operation]:
+        """Has nothing arrived for the next update; in the graph."""
+        zeros = tf.zeros(self._arrived_shape, tf.int64)
+        return [tf.raw_ops.AssignVariableOp(resource=self._arrived, value=zeros)]
 
     def _add_gradient(self, index: int, gradient: Sequence[tf.Tensor], is_sparse: bool):
         share = gradient[0] / self._quorum(gradient[0].dtype)

@@ -5,21 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from tfdist.asynchronous.errors import ParameterServerError
 from tfdist.asynchronous.hosted_model import HostedModel
 from tfdist.asynchronous.membership import Membership, wait
 
-__all__ = ["Round"]
+__all__ = ["LONGEST_LOOK_SECONDS", "MEMBERS_SECONDS", "Round"]
 
 #: How often a worker that waits looks whether an update is made, and whether enough workers are left.
-_LONGEST_LOOK_SECONDS = 0.005
-_MEMBERS_SECONDS = 0.5
+LONGEST_LOOK_SECONDS = 0.005
+MEMBERS_SECONDS = 0.5
 
 
 class Round:
     """The steps of one worker in one `fit`, by the servers' counts of updates.
 
+    Args:
+        quorum: How many gradients make an update.
+        shard: Whose batches the worker's gradients are of.
+
     Attributes:
+        quorum: See above.
+        shard: See above.
         known: Each server's count of updates, as far as this worker knows.
         step: How many of its batches are done with: computed, or left out.
         skipped: How many were left out.
@@ -28,11 +36,29 @@ class Round:
             few for an update. They leave out what they have left.
     """
 
-    def __init__(self):
+    def __init__(self, quorum: int, shard: int = 0):
+        self.quorum, self.shard = quorum, shard
         self.known: list[int] = []
         self.step = self.skipped = 0
         self.was_late = self.is_last = False
         self._sent_for: list[int] = []
+
+    def is_one_version(self, versions: Sequence[int]) -> bool:
+        """Whether a gradient may be computed from what servers held after some counts of updates."""
+        del versions
+        return True
+
+    def then(self, versions: Sequence[int]) -> list[int]:
+        """The count of updates, by server, at which a gradient counts.
+
+        Args:
+            versions: Each server's count when the parameters were read.
+        """
+        return list(versions)
+
+    def is_enough(self, workers: np.ndarray) -> bool:
+        """Whether some workers are enough for an update; [workers]: which take part."""
+        return int(workers.sum()) >= self.quorum
 
     def note_push(self, then: Sequence[int], before: Sequence[int]) -> None:
         """A gradient was sent.
@@ -50,13 +76,12 @@ class Round:
         self.known = list(versions)
         return all(now > sent for now, sent in zip(versions, self._sent_for, strict=False))
 
-    def wait(self, hosted: HostedModel, members: Membership, quorum: int, seconds: float) -> None:
+    def wait(self, hosted: HostedModel, members: Membership, seconds: float) -> None:
         """Returns once the update is made that the last gradient was for, or never will be.
 
         Args:
             hosted: The model on the servers.
             members: Who takes part.
-            quorum: How many gradients make an update.
             seconds: For how long it waits.
 
         Raises:
@@ -70,30 +95,27 @@ class Round:
             nonlocal looked
             if self.is_over(hosted.versions()):
                 return True
-            if time.monotonic() - looked < _MEMBERS_SECONDS:
+            if time.monotonic() - looked < MEMBERS_SECONDS:
                 return False
             looked = time.monotonic()
-            fitting, present = members.num_fitting(), members.num_present()
-            if present < quorum:
+            present, fitting = members.present()
+            if not self.is_enough(present):
                 raise ParameterServerError(
-                    f"An update takes {quorum} gradients, and {present} workers are left. Start the "
-                    "job again, with more `backup_ranks`, or with the workers that ended."
+                    f"An update takes {self.quorum} gradients, and {present.sum()} workers are left. "
+                    "Start the job again, with more `backup_ranks`, or with the workers that ended."
                 )
-            if fitting < quorum and not self.is_over(hosted.versions()):
+            if not self.is_enough(fitting) and not self.is_over(hosted.versions()):
                 hosted.withdraw(self._sent_for)
                 self.is_last = True
             return self.is_last
 
-        wait(is_over, seconds, "Too few gradients come for an update", _LONGEST_LOOK_SECONDS)
+        wait(is_over, seconds, "Too few gradients come for an update", LONGEST_LOOK_SECONDS)
 
-    def skip(self, steps: int) -> bool:
-        """Leaves out the next batches, where updates were made without them, or none will be made.
+    def is_behind(self, steps: int) -> bool:
+        """Whether the updates of the next steps were made without this worker, or none will be made."""
+        return self.is_last or bool(self.known and min(self.known) - self.step >= steps)
 
-        Returns:
-            Whether it did.
-        """
-        if not self.is_last and (not self.known or min(self.known) - self.step < steps):
-            return False
+    def skip(self, steps: int) -> None:
+        """Leaves out the next batches."""
         self.step += steps
         self.skipped += steps
-        return True

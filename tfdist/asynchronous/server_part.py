@@ -243,24 +243,31 @@ class ServerPart:
         """How many gradients of each worker came too late: none does."""
         return np.zeros([self._hosted.num_workers], np.int64)
 
+    def redone(self) -> np.ndarray:
+        """How many gradients of each worker's batches came from a backup: there is none."""
+        return np.zeros([self._hosted.num_workers], np.int64)
+
     # -- update -----------------------------------------------------------------------------
 
-    def push(self, kinds, grads, deltas, rate, more, then: int) -> tuple[int, list]:
+    def push(self, kinds, grads, deltas, rate, more, then: int, shard: int) -> tuple[int, list]:
         """See `HostedModel.push`; `then` is this server's."""
         given = [i for i in self._parameters if kinds[i] != NONE]
         changed = tuple(i for i in self.indices if i in deltas)
         key = (tuple(kinds[i] for i in given), tuple(given), changed, more is not None)
         if key not in self._pushes:
             self._pushes[key] = self._make_push(kinds, given, changed, more)
-        values = [*self._first_values(rate, then), *(each for i in given for each in grads[i])]
+        values = [
+            *self._first_values(rate, then, shard),
+            *(each for i in given for each in grads[i]),
+        ]
         values += [deltas[i] for i in changed]
         values += more[2] if more is not None else []
         before, *fetched = self._pushes[key](*values)
         return int(before), fetched
 
-    def _first_values(self, rate, then: int) -> list:
+    def _first_values(self, rate, then: int, shard: int) -> list:
         """What a push is fed first, before gradients."""
-        del then
+        del then, shard
         return [rate]
 
     def _make_push(self, kinds, given, changed, more):

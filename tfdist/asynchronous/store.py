@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,12 +16,16 @@ from tfdist.asynchronous.connection import ServerConnection
 from tfdist.asynchronous.errors import ParameterServerError
 from tfdist.asynchronous.hosted_model import HostedModel
 from tfdist.asynchronous.membership import Membership, wait
-from tfdist.asynchronous.round import Round
 from tfdist.asynchronous.server_part import DENSE, NONE, SPARSE
+from tfdist.asynchronous.speculation import BackupRound, round_of
 from tfdist.asynchronous.statistics import Staleness
 from tfdist.data.random_state import global_seed, random_state, set_random_state
 
 __all__ = ["ParameterStore"]
+
+#: How long a read waits for servers to be after the same update, where a gradient is of one. One is behind
+#: while a gradient is under way, and for good where its worker dies then.
+_MIXED_SECONDS = 10.0
 
 
 class ParameterStore:
@@ -34,6 +39,7 @@ class ParameterStore:
         watchdog_seconds: How long a call of a server may take, and a wait for the chief.
         backup_ranks: How many gradients of a step may come too late; None where each makes an update
             by itself.
+        speculative: Whether the last workers redo the others' batches.
 
     Attributes:
         staleness: What was counted since the epoch began.
@@ -49,11 +55,13 @@ class ParameterStore:
         silent_seconds: float,
         watchdog_seconds: float,
         backup_ranks: int | None = None,
+        speculative: bool = False,
     ):
         self.cluster = cluster
         self._max_staleness, self._delay_compensation = max_staleness, delay_compensation
         self._seconds = watchdog_seconds
         self._quorum = None if backup_ranks is None else cluster.num_workers - backup_ranks
+        self._speculative = speculative
         self.connections = [
             ServerConnection(index, address, watchdog_seconds)
             for index, address in enumerate(cluster.servers)
@@ -73,7 +81,7 @@ class ParameterStore:
         self._versions: list[int] = []
         self._then: dict[int, np.ndarray] = {}
         self._ahead = 0
-        self._round = Round()
+        self._round = round_of(cluster.index, self._quorum, speculative)
         self._pushed: HostedModel | None = None
         self._is_fitting = False
         self.staleness = Staleness()
@@ -83,6 +91,11 @@ class ParameterStore:
     def has_backup(self) -> bool:
         """Whether an update takes the gradients of the first workers."""
         return self._quorum is not None
+
+    @property
+    def shards(self) -> int | None:
+        """Of how many batches a backup redoes some in each step; None for a worker with its own."""
+        return self._round.quorum if isinstance(self._round, BackupRound) else None
 
     @property
     def is_chief(self) -> bool:
@@ -150,7 +163,8 @@ class ParameterStore:
     def begin_fit(self) -> None:
         """The workers meet: all draw the same numbers by chance from here on."""
         self.failure = None
-        self._round = Round()
+        self._round = round_of(self.cluster.index, self._quorum, self._speculative)
+        self._pushed = None
         self._is_fitting = True
         self.members.start_fit()
         found = self._agree("random-state", lambda: (random_state(), global_seed()))
@@ -200,6 +214,7 @@ class ParameterStore:
             (self.cluster.index, self.cluster.num_workers),
             self._delay_compensation,
             self._quorum,
+            self._speculative,
         )
         self._hosted.append(hosted)
         return hosted
@@ -234,6 +249,8 @@ class ParameterStore:
         if self._quorum is not None:
             counts["dropped"] = hosted.dropped()
             found["skipped_batches"] = float(self._round.skipped)
+        if self._speculative:
+            counts["redone"] = hosted.redone()
         return found | {
             f"{what}_of_worker_{i}": int(count)
             for what, each in counts.items()
@@ -270,8 +287,12 @@ class ParameterStore:
     def _read(self, hosted: HostedModel, indices: Sequence[int]) -> list[np.ndarray]:
         self._ahead = self.members.wait_for_turn(self._max_staleness)
         if self._quorum is not None:
-            self._round.wait(hosted, self.members, self._quorum, self._seconds)
+            self._round.wait(hosted, self.members, self._seconds)
+        end = time.monotonic() + _MIXED_SECONDS
         values, self._versions = hosted.pull(indices)
+        while not self._round.is_one_version(self._versions) and time.monotonic() < end:
+            time.sleep(0.001)
+            values, self._versions = hosted.pull(indices)
         self._round.known = self._versions
         first_state = len(hosted.parameters)
         self._then = {index: value for index, value in values.items() if index >= first_state}
@@ -335,8 +356,9 @@ class ParameterStore:
             if index in self._then and not np.array_equal(value, self._then[index]):
                 deltas[index] = value - self._then[index]
         more = ([self.members.table_after], self.members.feeds, [*self.members.tick()])
-        before, (table,) = hosted.push(kinds, grads, deltas, rate, more, self._versions)
-        self._round.note_push(self._versions, before)
+        then, shard = self._round.then(self._versions), self._round.shard
+        before, (table,) = hosted.push(kinds, grads, deltas, rate, more, then, shard)
+        self._round.note_push(then, before)
         self._pushed = hosted
         self.members.see(table)
         self.staleness.count(
@@ -356,13 +378,14 @@ class ParameterStore:
         if self._quorum is None:
             steps = int(hosted.updates()[0, self.cluster.index])
         else:
-            steps = min(hosted.versions())
+            # Whose batches count goes over all: its data set is to be where those of the others are.
+            steps = 0 if self._speculative else min(hosted.versions())
         epochs = steps // steps_per_epoch
         self._round.step = epochs * steps_per_epoch
         return epochs
 
-    def skips(self, steps: int) -> bool:
-        """Whether this worker leaves out its next batches: the others have made those steps.
+    def is_behind(self, steps: int) -> bool:
+        """Whether this worker is to leave out its next batches: the others have made those steps.
 
         Args:
             steps: How many batches.
@@ -370,7 +393,21 @@ class ParameterStore:
         if self._round.was_late and self._pushed is not None:
             # The others go on while it catches up.
             self._round.known = self._pushed.versions()
-        return self._round.skip(steps)
+        return self._round.is_behind(steps)
+
+    def skip(self, steps: int) -> None:
+        """Leaves out this worker's next batches."""
+        self._round.skip(steps)
+
+    def next_shard(self) -> int | None:
+        """Whose batch of this step a backup redoes next; None once the step is made.
+
+        Raises:
+            ParameterServerError: All workers have ended.
+        """
+        if not isinstance(self._round, BackupRound):
+            raise RuntimeError("A worker that is no backup has batches of its own.")
+        return self._round.next_shard(self._pushed, self.members)
 
     def _guarded(self, call, *arguments):
         """Keeps what goes wrong: TensorFlow hands on no exceptions of Python's."""

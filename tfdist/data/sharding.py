@@ -24,6 +24,7 @@ __all__ = [
     "row_range",
     "shard_batches",
     "shard_whole_batches",
+    "shard_whole_steps",
     "with_unknown_rows",
     "without_prefetch",
 ]
@@ -117,6 +118,42 @@ def shard_whole_batches(dataset: tf.data.Dataset, num_shards: int, index: int) -
     _check_shuffles_alike(dataset)
     sharded = dataset.shard(num_shards, index)
     setattr(sharded, _OWN_BATCHES, (num_shards, index))
+    return mark_per_rank(sharded)
+
+
+def shard_whole_steps(
+    dataset: tf.data.Dataset, num_shards: int, index: int | None
+) -> tf.data.Dataset:
+    """As `shard_whole_batches`, but all shards have equally many batches.
+
+    A step takes one batch of each shard; batches that are left at the end are left out.
+
+    Args:
+        dataset: Yields batches.
+        num_shards: The number of shards.
+        index: The shard; None for the batches of all shards, step by step.
+
+    Raises:
+        NotImplementedError: The data set is one rank's own.
+        ValueError: The data set shuffles by chance.
+    """
+    if is_per_rank(dataset):
+        raise NotImplementedError(
+            "A backup redoes batches of the others, so it reads their data. Received: one worker's "
+            "own data set, of `distribute_datasets_from_function`, with `speculative=True`. Give all "
+            "workers one data set, or leave out `speculative`."
+        )
+    _check_shuffles_alike(dataset)
+    is_tuple = _is_passed_as_arguments(dataset)
+
+    def in_turn(*parts):
+        return tf.data.Dataset.zip(parts if is_tuple else parts[0])
+
+    # Not by its length, which is often not known.
+    whole = dataset.window(num_shards, drop_remainder=True).flat_map(in_turn)
+    sharded = whole if index is None else whole.shard(num_shards, index)
+    # Of the last shard, which has the fewest batches of all.
+    setattr(sharded, _OWN_BATCHES, (num_shards, num_shards - 1))
     return mark_per_rank(sharded)
 
 
