@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 __all__ = ["main"]
@@ -270,7 +270,7 @@ def digits(rounds: int) -> None:
             print(f"digits, {kind}: {name} {spread([each[name] for each in results])}")
 
 
-_PARTS = {
+_PARTS: dict[str, Callable[[int], None]] = {
     "hogwild": hogwild,
     "slow-worker": slow_worker,
     "backup": backup,
