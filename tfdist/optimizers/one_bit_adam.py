@@ -42,14 +42,13 @@ class OneBitAdam(keras.optimizers.AdamW, CompressedMomentum):
 
     Args:
         learning_rate: The learning rate, or a schedule.
-        freeze_step: After how many updates v stays; at least as many as it takes until the learning
-            rate is at its highest, and a tenth to a fifth of the training. At most the compressor's
-            `start_step`.
-        **kwargs: As of `keras.optimizers.AdamW`, as `weight_decay`, but for clipping and `amsgrad`: what
-            ranks send is compressed before it could be clipped.
+        freeze_step: After how many updates v stays: a tenth to a fifth of the training, and not before
+            the learning rate is at its highest. At most the compressor's `start_step`.
+        **kwargs: Those of `keras.optimizers.AdamW`, as `weight_decay`, without clipping and `amsgrad`:
+            what ranks send is compressed before it could be clipped.
 
     Raises:
-        TypeError: `learning_rate` is none.
+        TypeError: `learning_rate` is neither a number nor a schedule.
         ValueError: An argument is out of its range, or clips.
     """
 
@@ -86,9 +85,12 @@ class OneBitAdam(keras.optimizers.AdamW, CompressedMomentum):
         momentum, velocity = self._moments(variable)
         alpha = rate * ops.sqrt(1 - ops.power(ops.cast(self.beta_2, dtype), counted))
         alpha /= 1 - ops.power(ops.cast(self.beta_1, dtype), step)
-        self.assign_add(momentum, (gradient - momentum) * (1 - self.beta_1))
+        # Keras' own functions: a gradient may be some rows of a table.
+        change = ops.subtract(gradient, momentum)
+        self.assign_add(momentum, ops.multiply(change, 1 - self.beta_1))
         share = ops.where(step > counted, ops.zeros([], dtype), 1 - self.beta_2)
-        self.assign_add(velocity, (ops.square(gradient) - velocity) * share)
+        change = ops.subtract(ops.square(gradient), velocity)
+        self.assign_add(velocity, ops.multiply(change, share))
         self.assign_sub(variable, momentum * alpha / (ops.sqrt(velocity) + self.epsilon))
 
     def to_send(self, gradient, variable):
