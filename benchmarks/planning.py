@@ -1,20 +1,18 @@
 """Predictions of tfdist.planner beside what layouts take on this machine.
 
     tfdist-plan calibrate --output=machine.json
-    tfdist-plan calibrate --ranks=8 --output=machine8.json
     python -m tfdist.benchmarks.planning --only=layouts --ranks=2 [--models=small,experts]
     python -m tfdist.benchmarks.planning --only=limits --machine=machine.json
     python -m tfdist.benchmarks.planning --only=schedules
     sudo python -m tests.hosts.planning
-    python -m tfdist.benchmarks.planning --only=report --machine=machine.json,machine8.json --table=docs/planning.md
+    python -m tfdist.benchmarks.planning --only=report --machine=machine.json --table=docs/planning.md
 
 Each part adds what it measures to a file, planning.json by default, so that they may run one by one; without
 `--only` all run but that of several hosts. "layouts" trains each layout in processes of their own, none of
 them among what `calibrate` measures; "limits" trains layouts under a limit at which the planner says for
 the first time that they fit, and clearly below what they took, both kept by the kernel (needs root: it makes
-control groups); "schedules" plays pipelines of stages that wait instead of computing. "report" compares, by the
-machine that was calibrated with the number of ranks next to a layout's, and ends with exit code 1 where an error
-is above its limit.
+control groups); "schedules" plays pipelines of stages that wait instead of computing. "report" compares,
+and ends with exit code 1 where an error is above its limit.
 """
 
 from __future__ import annotations
@@ -175,7 +173,7 @@ def main() -> int:
     """The command line; see the module."""
     flags = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     flags.add_argument("--only", choices=PARTS)
-    flags.add_argument("--machine", help="Files of `tfdist-plan calibrate`, with commas.")
+    flags.add_argument("--machine", help="File of `tfdist-plan calibrate`.")
     flags.add_argument("--engine", choices=["horovod", "tensorflow"], default="horovod")
     flags.add_argument("--ranks", default="2,4,8", help="Numbers of ranks or stages, with commas.")
     flags.add_argument("--models", default="small,large,experts", help="Which, with commas.")
@@ -186,7 +184,6 @@ def main() -> int:
     parts = PARTS if options.only is None else (options.only,)
     if {"limits", "report"} & set(parts) and not options.machine:
         flags.error("--machine=FILE of `tfdist-plan calibrate` is needed")
-    files = (options.machine or "").split(",")
     sizes = [int(each) for each in options.ranks.split(",")]
     if "layouts" in parts:
         for ranks in sizes:
@@ -196,12 +193,12 @@ def main() -> int:
                     add(options.json, "layouts", [row])
                     _say(f"{case}: {1e3 * row['seconds'][-1]:.0f} ms, {row['bytes'] >> 20} MiB")
     if "limits" in parts:
-        add(options.json, "limits", measure_limits(files[0], options.engine))
+        add(options.json, "limits", measure_limits(options.machine, options.engine))
     if "schedules" in parts:
         add(options.json, "schedules", measure_schedules(options.engine, sizes))
     if "report" in parts:
-        machines = [read_machine(file) for file in files]
-        return planning_report.report(options.json, machines, options.table)
+        machine = read_machine(options.machine)
+        return planning_report.report(options.json, machine, options.table)
     return 0
 
 

@@ -54,10 +54,10 @@ class _Row:
         return self.found.memory.total / self.bytes - 1
 
 
-def report(path: str, machines: Sequence[Machine], document: str | None) -> int:
+def report(path: str, machine: Machine, document: str | None) -> int:
     """Prints the tables, writes them to a document, and returns 1 where an error is above its limit."""
     measured = read(path)
-    writers: dict[str, Callable[[Any, Sequence[Machine]], tuple[str, str, bool]]] = {
+    writers: dict[str, Callable[[Any, Machine], tuple[str, str, bool]]] = {
         "layouts": _layouts,
         "limits": _limits,
         "schedules": _schedules,
@@ -68,7 +68,7 @@ def report(path: str, machines: Sequence[Machine], document: str | None) -> int:
         if not measured.get(part):
             print(f"{part}: nothing measured.\n")
             continue
-        table, words, good = write(measured[part], machines)
+        table, words, good = write(measured[part], machine)
         all_good &= good
         print(f"{table}\n\n{words}\n")
         if document:
@@ -76,13 +76,7 @@ def report(path: str, machines: Sequence[Machine], document: str | None) -> int:
     return 0 if all_good else 1
 
 
-def _calibrated(machines: Sequence[Machine], ranks: int) -> Machine:
-    """The machine that was calibrated with so many ranks, or nearly."""
-    return min(machines, key=lambda each: abs(each.ranks_per_host - ranks))
-
-
-def _on_this(machines: Sequence[Machine], case: Case) -> Estimate:
-    machine = _calibrated(machines, case.layout.ranks)
+def _on_this(machine: Machine, case: Case) -> Estimate:
     here = machine.replace(ranks_per_host=case.layout.ranks)
     return estimate(case.sizes, here, case.layout, global_batch=case.batch)
 
@@ -113,12 +107,12 @@ def _times(rows: Sequence[_Row]) -> str:
     return _table(lines, *head)
 
 
-def _layouts(measured: Any, machines: Sequence[Machine]) -> tuple[str, str, bool]:
+def _layouts(measured: Any, machine: Machine) -> tuple[str, str, bool]:
     rows = []
     for row in measured:
         case = Case.from_json(row["case"])
         rows.append(
-            _Row(case, _on_this(machines, case), statistics.median(row["seconds"]), row["bytes"])
+            _Row(case, _on_this(machine, case), statistics.median(row["seconds"]), row["bytes"])
         )
     errors = [abs(row.error) for row in rows]
     of_bytes = [abs(row.bytes_error) for row in rows]
@@ -139,12 +133,12 @@ def _layouts(measured: Any, machines: Sequence[Machine]) -> tuple[str, str, bool
     return _times(rows), words, good and statistics.fmean(of_bytes) <= _MEMORY
 
 
-def _limits(measured: Any, machines: Sequence[Machine]) -> tuple[str, str, bool]:
+def _limits(measured: Any, machine: Machine) -> tuple[str, str, bool]:
     lines, wrong, killed = [], 0, 0
     for row in measured:
         case = Case.from_json(row["case"])
-        found = _on_this(machines, case)
-        fits = found.memory.total * (1 + found.memory_margin) <= row["limit"]
+        found = _on_this(machine, case)
+        fits = found.memory.total * (1 + machine.memory_margin) <= row["limit"]
         wrong += fits and not row["lived"]
         killed += not row["lived_below"]
         lines.append(
@@ -166,7 +160,7 @@ def _limits(measured: Any, machines: Sequence[Machine]) -> tuple[str, str, bool]
     return table, words, wrong == 0 and killed > 0
 
 
-def _schedules(measured: Any, machines: Sequence[Machine]) -> tuple[str, str, bool]:
+def _schedules(measured: Any, machine: Machine) -> tuple[str, str, bool]:
     lines, bubbles, steps = [], [], []
     for row in measured:
         chunks = row["chunks"]
@@ -223,9 +217,8 @@ def _overlap(machine: Machine, seconds: float, alone: float) -> float:
     return min(max((alone + added - seconds) / (none - all_hidden), 0.0), 1.0)
 
 
-def _hosts(measured: Any, machines: Sequence[Machine]) -> tuple[str, str, bool]:
+def _hosts(measured: Any, machine: Machine) -> tuple[str, str, bool]:
     texts, errors = [], []
-    machine = _calibrated(machines, 2)
     for row in measured:
         link = link_of(row["sizes"], row["messages"])
         # A message waits for the processor as it does inside of a host.

@@ -91,42 +91,53 @@ def fit_rates(
 def measure_machine(ranks: int, engine: str) -> Machine:
     """Measures this machine with so many ranks; see the module."""
     processors = count_cores()
-    few = min(ranks, processors)
+    # Links and rates are measured without ranks that share a processor, where there are two.
+    few = min(ranks, max(processors // 2 * 2, 2))
+    share = max(few / processors, 1.0)
     models = [_model(layers, width) for layers, width, _ in _ALONE]
     rows = [each[2] for each in _ALONE]
-    peaks: list[float] = []
-    alone: list[float] = []
-    together = None
-    for layers, width, each in _FRESH:
+    busy = _model(*_BUSY_MODEL)
+
+    def train(
+        pool: RankPool, model: Transformer, layout: Layout, each: int
+    ) -> list[trials.Measured]:
+        layout = dataclasses.replace(layout, data=few // layout.ranks)
+        return pool.run(trials.trial, model, layout, each * few, timeout=300)
+
+    def alone(pool: RankPool, place: int) -> float:
+        return _slowest(pool.run(trials.alone, models[place], rows[place], timeout=300))
+
+    peaks = []
+    for place, (layers, width, each) in enumerate(_FRESH):
         with RankPool(few, engine) as pool:
-            found = _train(pool, few, _model(layers, width), Layout(), each)
+            found = train(pool, _model(layers, width), Layout(), each)
             peaks.append(float(max(rank.before + rank.peak for rank in found)))
-            if alone:
+            if place:
                 continue
-            alone = [
-                _slowest(pool.run(trials.alone, model, batch, timeout=300))
-                for model, batch in zip(models, rows, strict=True)
-            ]
-            if few == ranks:
-                together = _Together.measure(pool, ranks, [alone[i] for i in _TOGETHER])
-    if together is None:
+            measured = [alone(pool, i) for i in range(len(_ALONE))]
+            together = [_slowest(train(pool, models[i], Layout(), rows[i])) for i in _TOGETHER]
+            idle = link_of(_SIZES, pool.run(trials.collective_seconds, _SIZES, False, timeout=300))
+            kept_busy = [_slowest(train(pool, busy, layout, _BUSY_ROWS)) for layout in _BUSY]
+    crowding = 0.0
+    if ranks > few:
         with RankPool(ranks, engine) as pool:
-            together = _Together.measure(pool, ranks, None)
-    share = max(ranks / processors, 1.0)
-    step, layer, flop, byte = fit_rates(models, rows, alone)
+            ratios = [alone(pool, i) / measured[i] for i in _TOGETHER]
+        turns = ranks / processors / share
+        crowding = max(float(np.mean(np.log(ratios))) / math.log(turns) - 1, 0.0)
+    step, layer, flop, byte = fit_rates(models, rows, [each / share for each in measured])
     base, fragmentation = _memory(peaks)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     sent = [4.0 * count_parameters(models[place]) for place in _TOGETHER]
-    shown = [whole - own for whole, own in zip(together.trained, together.alone, strict=True)]
+    shown = [each - measured[place] for each, place in zip(together, _TOGETHER, strict=True)]
     machine = Machine(
         flops=dict.fromkeys(("float32", "bfloat16", "float16"), 1 / flop),
         memory=_MEMORY_SHARE * memory / ranks,
         memory_bandwidth=1 / byte,
-        inside=together.link,
-        bulk=_gradient_link(sent, shown, ranks, share),
+        inside=idle,
+        bulk=_gradient_link(sent, shown, few, share),
         ranks_per_host=ranks,
         processors=processors,
-        crowding=_crowding([alone[i] for i in _TOGETHER], together.alone, share),
+        crowding=crowding,
         efficiency=1.0,
         memory_efficiency=1.0,
         # What shows of the gradients is measured itself.
@@ -149,61 +160,15 @@ def measure_machine(ranks: int, engine: str) -> Machine:
         name=platform.node() or "this machine",
         source=f"calibrated {datetime.date.today()} with {ranks} ranks of {engine}",
     )
-    return machine.replace(inside=_busy_link(machine, _model(*_BUSY_MODEL), together.busy))
+    return machine.replace(inside=_busy_link(machine, busy, few, kept_busy))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Together:
-    """What all ranks took at the same time.
-
-    Attributes:
-        alone: Seconds of a step of the models of `_TOGETHER`, each rank for itself.
-        trained: Those where ranks train together.
-        link: Their link while they do nothing else.
-        busy: Seconds of a step of `_BUSY`.
-    """
-
-    alone: list[float]
-    trained: list[float]
-    link: Link
-    busy: list[float]
-
-    @classmethod
-    def measure(cls, pool: RankPool, ranks: int, alone: list[float] | None) -> _Together:
-        """Measures it; `alone` is None where it was not measured with so many ranks."""
-        chosen = [(_model(*_ALONE[i][:2]), _ALONE[i][2]) for i in _TOGETHER]
-        if alone is None:
-            alone = [
-                _slowest(pool.run(trials.alone, model, rows, timeout=300)) for model, rows in chosen
-            ]
-        trained = [_slowest(_train(pool, ranks, model, Layout(), rows)) for model, rows in chosen]
-        idle = pool.run(trials.collective_seconds, _SIZES, False, timeout=300)
-        model = _model(*_BUSY_MODEL)
-        busy = [_slowest(_train(pool, ranks, model, layout, _BUSY_ROWS)) for layout in _BUSY]
-        return cls(alone, trained, link_of(_SIZES, idle), busy)
-
-
-def _train(
-    pool: RankPool, ranks: int, model: Transformer, layout: Layout, rows: int
-) -> list[trials.Measured]:
-    layout = dataclasses.replace(layout, data=ranks // layout.ranks)
-    return pool.run(trials.trial, model, layout, rows * ranks, timeout=300)
-
-
-def _crowding(alone: Sequence[float], crowded: Sequence[float], share: float) -> float:
-    """c, by which `share` ranks on a processor took share^(1 + c) times as long as one."""
-    if share == 1:
-        return 0.0
-    ratios = [much / few for much, few in zip(crowded, alone, strict=True)]
-    return max(float(np.mean(np.log(ratios))) / math.log(share) - 1, 0.0)
-
-
-def _busy_link(machine: Machine, model: Transformer, seconds: Sequence[float]) -> Link:
+def _busy_link(machine: Machine, model: Transformer, ranks: int, seconds: Sequence[float]) -> Link:
     """The link as ranks have it that compute: its latency such that layouts take what they took.
 
     Whoever waits for a message shares the processor with what computes. The mean of the layouts.
     """
-    ranks, link = machine.ranks_per_host, machine.inside
+    machine, link = machine.replace(ranks_per_host=ranks), machine.inside
     batch, far = _BUSY_ROWS * ranks, 0.1
     found = []
     for layout, measured in zip(_BUSY, seconds, strict=True):

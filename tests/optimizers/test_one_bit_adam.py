@@ -75,7 +75,9 @@ def test_until_then_it_is_adamw():
         x, y = random.integers(0, 40, (20, 8)), random.normal(size=(20, 4))
         model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0)
         found[name] = model.get_weights()
-    for late, early, adamw in zip(*(found[name] for name in ("late", "early", "adamw")), strict=True):
+    for late, early, adamw in zip(
+        *(found[name] for name in ("late", "early", "adamw")), strict=True
+    ):
         np.testing.assert_allclose(late, adamw, rtol=1e-5, atol=1e-6)
         assert np.abs(early - adamw).max() > 1e-3
 
