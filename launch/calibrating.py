@@ -99,13 +99,10 @@ def measure_machine(ranks: int, engine: str) -> Machine:
     busy = _model(*_BUSY_MODEL)
 
     def train(
-        pool: RankPool, model: Transformer, layout: Layout, each: int
+        pool: RankPool, model: Transformer, layout: Layout, each: int, size: int = few
     ) -> list[trials.Measured]:
-        layout = dataclasses.replace(layout, data=few // layout.ranks)
-        return pool.run(trials.trial, model, layout, each * few, timeout=300)
-
-    def alone(pool: RankPool, place: int) -> float:
-        return _slowest(pool.run(trials.alone, models[place], rows[place], timeout=300))
+        layout = dataclasses.replace(layout, data=size // layout.ranks)
+        return pool.run(trials.trial, model, layout, each * size, timeout=300)
 
     peaks = []
     for place, (layers, width, each) in enumerate(_FRESH):
@@ -114,16 +111,13 @@ def measure_machine(ranks: int, engine: str) -> Machine:
             peaks.append(float(max(rank.before + rank.peak for rank in found)))
             if place:
                 continue
-            measured = [alone(pool, i) for i in range(len(_ALONE))]
+            measured = [
+                _slowest(pool.run(trials.alone, model, batch, timeout=300))
+                for model, batch in zip(models, rows, strict=True)
+            ]
             together = [_slowest(train(pool, models[i], Layout(), rows[i])) for i in _TOGETHER]
             idle = link_of(_SIZES, pool.run(trials.collective_seconds, _SIZES, False, timeout=300))
             kept_busy = [_slowest(train(pool, busy, layout, _BUSY_ROWS)) for layout in _BUSY]
-    crowding = 0.0
-    if ranks > few:
-        with RankPool(ranks, engine) as pool:
-            ratios = [alone(pool, i) / measured[i] for i in _TOGETHER]
-        turns = ranks / processors / share
-        crowding = max(float(np.mean(np.log(ratios))) / math.log(turns) - 1, 0.0)
     step, layer, flop, byte = fit_rates(models, rows, [each / share for each in measured])
     base, fragmentation = _memory(peaks)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -137,7 +131,6 @@ def measure_machine(ranks: int, engine: str) -> Machine:
         bulk=_gradient_link(sent, shown, few, share),
         ranks_per_host=ranks,
         processors=processors,
-        crowding=crowding,
         efficiency=1.0,
         memory_efficiency=1.0,
         # What shows of the gradients is measured itself.
@@ -160,7 +153,32 @@ def measure_machine(ranks: int, engine: str) -> Machine:
         name=platform.node() or "this machine",
         source=f"calibrated {datetime.date.today()} with {ranks} ranks of {engine}",
     )
-    return machine.replace(inside=_busy_link(machine, busy, few, kept_busy))
+    machine = machine.replace(inside=_busy_link(machine, busy, few, kept_busy))
+    if ranks == few:
+        return machine
+    with RankPool(ranks, engine) as pool:
+        crowded = _slowest(train(pool, busy, Layout(), _BUSY_ROWS, ranks))
+    return machine.replace(crowding=_crowding(machine, busy, crowded))
+
+
+def _crowding(machine: Machine, model: Transformer, seconds: float) -> float:
+    """What makes a step on ranks that share processors take what it took.
+
+    A step of all ranks together, whose gradients keep them side by side: by themselves some would be
+    through while others begin, and would not share anything.
+    """
+    layout = Layout(data=machine.ranks_per_host)
+    none, one = (
+        estimate(
+            model, machine.replace(crowding=c), layout, global_batch=_BUSY_ROWS * layout.data
+        ).step_seconds
+        for c in (0.0, 1.0)
+    )
+    # What grows with n^(1 + c) is n times this in `none`, and n n times in `one`.
+    turns = layout.data / min(machine.processors or layout.data, layout.data)
+    alone = (one - none) / (turns * turns - turns)
+    grown = turns + (seconds - none) / alone
+    return max(math.log(max(grown, turns)) / math.log(turns) - 1, 0.0)
 
 
 def _busy_link(machine: Machine, model: Transformer, ranks: int, seconds: Sequence[float]) -> Link:
