@@ -83,12 +83,15 @@ class OneBitAdam(keras.optimizers.AdamW, CompressedMomentum):
         step = ops.cast(self.iterations + 1, dtype)
         counted = ops.minimum(step, ops.cast(self.freeze_step, dtype))
         momentum, velocity = self._moments(variable)
-        alpha = rate * ops.sqrt(1 - ops.power(ops.cast(self.beta_2, dtype), counted))
+        decay = ops.power(ops.cast(self.beta_2, dtype), counted)
+        alpha = rate * ops.sqrt(1 - decay)
         alpha /= 1 - ops.power(ops.cast(self.beta_1, dtype), step)
         # Keras' own functions: a gradient may be some rows of a table.
         change = ops.subtract(gradient, momentum)
         self.assign_add(momentum, ops.multiply(change, 1 - self.beta_1))
-        share = ops.where(step > counted, ops.zeros([], dtype), 1 - self.beta_2)
+        # An entry whose first gradient comes late, as of a rare row, takes its v from that one.
+        late = ops.where(ops.convert_to_tensor(velocity) > 0, ops.zeros([], dtype), 1 - decay)
+        share = ops.where(step > counted, late, 1 - self.beta_2)
         change = ops.subtract(ops.square(gradient), velocity)
         self.assign_add(velocity, ops.multiply(change, share))
         self.assign_sub(variable, momentum * alpha / (ops.sqrt(velocity) + self.epsilon))
@@ -97,13 +100,18 @@ class OneBitAdam(keras.optimizers.AdamW, CompressedMomentum):
         """See `CompressedMomentum.to_send`: the momentum, in units of the update."""
         momentum, velocity = self._moments(variable)
         new = self.beta_1 * momentum + (1 - self.beta_1) * ops.cast(gradient, momentum.dtype)
-        return new / (ops.sqrt(velocity) + self.epsilon)
+        return new / self._unit(velocity)
 
     def received(self, mean, variable):
         """See `CompressedMomentum.received`."""
         momentum, velocity = self._moments(variable)
-        new = ops.cast(mean, momentum.dtype) * (ops.sqrt(velocity) + self.epsilon)
+        new = ops.cast(mean, momentum.dtype) * self._unit(velocity)
         return (new - self.beta_1 * momentum) / (1 - self.beta_1)
+
+    def _unit(self, velocity):
+        """What a momentum is divided by; where v is 0 still, what is usual in its array."""
+        found = ops.convert_to_tensor(velocity)
+        return ops.sqrt(ops.where(found > 0, found, ops.mean(found))) + self.epsilon
 
     def _moments(self, variable) -> tuple[keras.Variable, keras.Variable]:
         place = place_of(self)(variable)
