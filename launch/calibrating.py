@@ -39,8 +39,17 @@ _RANKS = _define.integer("ranks", 2, "Ranks that are started", lower_bound=2, up
 _ENGINE = _define.enum("engine", "auto", ["auto", "horovod", "tensorflow"], "Engine")
 _MEMORY_SHARE = 0.9
 
-#: What each rank trains by itself: layers, width, rows.
-_ALONE = ((1, 128, 4), (2, 128, 16), (2, 256, 4), (4, 256, 4), (2, 256, 16), (2, 512, 4))
+#: What each rank trains by itself: layers, width, rows. Many small layers tell the seconds of a layer from
+#: those of a step.
+_ALONE = (
+    (1, 128, 4),
+    (2, 128, 16),
+    (2, 256, 4),
+    (4, 256, 4),
+    (2, 256, 16),
+    (2, 512, 4),
+    (12, 128, 1),
+)
 #: Those of them that ranks train together too, each with these rows.
 _TOGETHER = (0, 5)
 #: What they train first of all in a process, for its memory.
