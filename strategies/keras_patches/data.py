@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from tfdist.context import DistributedStrategy
 from tfdist.data.position import DataPosition
-from tfdist.data.sharding import without_prefetch
+from tfdist.data.sharding import length_varies, without_prefetch
+from tfdist.keras_internals import attributes
 from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import GeneratorDataAdapter, TFEpochIterator
 from tfdist.strategies.asynchronous import AsynchronousStrategy
@@ -46,11 +47,19 @@ def _init(original, self, distribute_strategy=None, *args, **kwargs):
         )
     if isinstance(distribute_strategy, AsynchronousStrategy):
         count_own_batches(self)
+    if length_varies(self._distributed_dataset):
+        self._enumerate_iterator = functools.partial(_to_the_end, self, self._enumerate_iterator)
     if _open and _open[-1].adopt(self):
         position = _open[-1]
         # Of this iterator alone: the training data's.
         self._get_iterator = functools.partial(position.dataset, self._get_iterator)
         self._enumerate_iterator = functools.partial(position.steps, self._enumerate_iterator)
+
+
+def _to_the_end(source, original):
+    """The steps of an epoch; Keras would end a later one after as many as the first had."""
+    attributes.num_batches.set(source, None)
+    return original()
 
 
 PATCHES = (Patch(TFEpochIterator, "__init__", ("self", "distribute_strategy"), _init),)

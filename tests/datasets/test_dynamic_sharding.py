@@ -115,5 +115,72 @@ def test_ranks_take_what_is_next(pool):
     assert counts.tolist() == [3] * 31
     assert all(epochs == 3 for _, epochs, _ in results)
     state = results[0][2]
-    assert state["epoch"] == 2 and len(state["taken"][0]) >= len(state["taken"][1])
+    assert state["epoch"] == 2
     assert sorted(item for items in state["taken"] for item in items) == list(range(8))
+
+
+#: With this seed six files begin with their first in one epoch, and end with it in the next.
+FIRST_THEN_LAST = 19
+
+
+def take_files(strategy, files, shuffle_seed=None, pause=0.0, **options):
+    """Files of so many rows, in batches of two: by epoch the number of steps, and what was read.
+
+    A rank with a file of more than 50 rows makes a pause for each batch.
+    """
+    programs.start()
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    shards = DynamicSharding(files, strategy, shuffle_seed=shuffle_seed)
+    rows = []
+
+    def read(name):
+        rows.append(int(name))
+        return np.ones([int(name), 1], np.float32)
+
+    def own(context):
+        read_rows = shards.dataset().map(
+            lambda name: tf.ensure_shape(tf.numpy_function(read, [name], tf.float32), [None, 1])
+        )
+        batches = read_rows.unbatch().map(lambda row: (row, row)).batch(2)
+        return batches.map(
+            lambda x, y: (tf.ensure_shape(tf.numpy_function(wait, [x], x.dtype), x.shape), y)
+        )
+
+    def wait(x):
+        time.sleep(pause * (max(rows) > 50))
+        return x
+
+    steps, count = [], [0]
+
+    def note(epoch, logs):
+        steps.append(count[0])
+        count[0] = 0
+
+    def step(batch, logs):
+        count[0] += 1
+
+    counting = keras.callbacks.LambdaCallback(on_epoch_end=note, on_train_batch_end=step)
+    model.fit(shards.distribute(own), verbose=0, callbacks=[counting], **options)
+    return steps, rows
+
+
+@on_ranks(("tensorflow", 2), slow=[("horovod", 3)])
+def test_a_longer_epoch_is_not_cut(pool):
+    files = ["20", "6", "6", "6", "6", "6"]
+    results = pool.run(programs.on_rank, take_files, files, FIRST_THEN_LAST, epochs=2)
+    steps = [steps for steps, _ in results]
+    assert all(each == steps[0] for each in steps)
+    assert steps[0][1] > steps[0][0] + 1
+    assert sum(sum(rows) for _, rows in results) == 2 * 50
+
+
+@on_ranks(("tensorflow", 2), slow=[("horovod", 3)])
+def test_a_fit_that_stops_early_waits_for_no_rank(pool):
+    """The rank whose files are used up asks ahead for the batches of the one with the long file."""
+    for _ in range(3):
+        results = pool.run(
+            programs.on_rank, take_files, ["60", "1"], pause=0.1, steps_per_epoch=4, timeout=60
+        )
+        assert all(steps == [4] for steps, _ in results)

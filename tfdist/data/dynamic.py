@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,12 +12,16 @@ import tensorflow as tf
 from tfdist import checks
 from tfdist.context import DistributedStrategy
 from tfdist.data.handing_out import Books, Clerk, Desk
-from tfdist.data.sharding import empty_batch, with_unknown_rows
+from tfdist.data.sharding import empty_batch, mark_length_varies, with_unknown_rows
 
 __all__ = ["DynamicSharding"]
 
 #: The first rank holds the order of an epoch.
 _MOST_ITEMS = 10_000_000
+#: Whether the others have another batch.
+_NOT_KNOWN, _ENDS, _GOES_ON = -1, 0, 1
+#: A rank whose items are used up asks again after a pause, which doubles.
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.1
 
 
 class DynamicSharding:
@@ -154,17 +159,30 @@ class DynamicSharding:
         steps = own.concatenate(empty.repeat()).enumerate()
 
         def goes_on(step, element):
-            found = tf.numpy_function(self._goes_on, [step, element[1]], tf.bool)
-            found.set_shape([])
-            return found
+            # Asked again and again: an iterator that is thrown away ends a loop, but waits for a call.
+            _, found = tf.while_loop(
+                lambda _, found: found == _NOT_KNOWN,
+                lambda asked, _: (asked + 1, self._ask(step, element[1], asked)),
+                (tf.constant(0), tf.constant(_NOT_KNOWN)),
+            )
+            return found == _GOES_ON
 
-        return steps.take_while(goes_on).map(lambda _, element: element[0])
+        return mark_length_varies(steps.take_while(goes_on).map(lambda _, element: element[0]))
 
-    def _goes_on(self, step: np.int64, is_own: np.bool_) -> bool:
+    def _ask(self, step: tf.Tensor, is_own: tf.Tensor, asked: tf.Tensor) -> tf.Tensor:
+        found = tf.numpy_function(self._goes_on, [step, is_own, asked], tf.int32)
+        found.set_shape([])
+        return found
+
+    def _goes_on(self, step: np.int64, is_own: np.bool_, asked: np.int32) -> np.int32:
         if is_own:
             self._clerk.made(self._epoch, int(step) + 1)
-            return True
-        return self._clerk.goes_on(self._epoch, int(step))
+            return np.int32(_GOES_ON)
+        if asked:
+            doubled = _FIRST_PAUSE_SECONDS * 2.0 ** min(int(asked) - 1, 10)
+            time.sleep(min(doubled, _LONGEST_PAUSE_SECONDS))
+        found = self._clerk.goes_on(self._epoch, int(step))
+        return np.int32(_NOT_KNOWN if found is None else _GOES_ON if found else _ENDS)
 
 
 def _values_of(items: Any, chunk: int) -> tuple[Sequence, tf.TensorSpec]:

@@ -7,7 +7,6 @@ checkpoint gets what it had.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import random
 import secrets
@@ -26,8 +25,6 @@ _PURPOSE = "handing out of data"
 _SECONDS = 60.0
 #: After how long the listener hangs up on strangers, at the latest.
 _TICK_SECONDS = 1.0
-#: A rank whose data ended waits for the others to have a batch; they are watched by the watchdog.
-_PATIENCE_SECONDS = 20 * 24 * 3600.0
 #: How many epochs are remembered: ranks are at most one apart.
 _KEPT_EPOCHS = 3
 
@@ -118,7 +115,6 @@ class Desk:
         )
         self.port: int = self._listener.addresses[0][1]
         self._lock = threading.Lock()
-        self._waiting: list[tuple[Channel, int, int]] = []
         threading.Thread(target=self._serve, name="tfdist-handing-out", daemon=True).start()
 
     def state(self, epoch: int) -> list[list[int]]:
@@ -148,7 +144,6 @@ class Desk:
                         _logger.debug("A rank asks for no more data: %s", error)
                         selector.unregister(channel)
                         channel.close()
-                        self._waiting = [each for each in self._waiting if each[0] is not channel]
                 for identity, sock in self._listener.poll():
                     channel = Channel(sock)
                     takers[channel] = self._taker_of[identity // 2]
@@ -158,22 +153,12 @@ class Desk:
         kind, epoch, number = message["kind"], int(message["epoch"]), int(message["number"])
         with self._lock:
             if kind == "take":
-                item = self._books.take(epoch, taker, number)
-                channel.send({"item": item}, _SECONDS)
-                return
-            if kind == "made":
+                channel.send({"item": self._books.take(epoch, taker, number)}, _SECONDS)
+            elif kind == "made":
                 self._books.made(epoch, taker, number)
             else:
                 self._books.ended(epoch, taker)
-                self._waiting.append((channel, epoch, number))
-            waiting, self._waiting = self._waiting, []
-            for other, its_epoch, count in waiting:
-                found = self._books.goes_on(its_epoch, count)
-                if found is None:
-                    self._waiting.append((other, its_epoch, count))
-                    continue
-                with contextlib.suppress(OSError):  # It has ended, and is found out above.
-                    other.send({"goes_on": found}, _SECONDS)
+                channel.send({"goes_on": self._books.goes_on(epoch, number)}, _SECONDS)
 
 
 class Clerk:
@@ -192,7 +177,7 @@ class Clerk:
             identity = 2 * engine.rank + line
             return Channel(connect((host, port), key, _PURPOSE, identity, timeout=_SECONDS))
 
-        # A rank may wait for the end of the epoch while another of its threads takes items.
+        # One thread of a rank may ask for the end of the epoch while another takes items.
         self._items, self._steps = call(0), call(1)
         self._taking, self._stepping = threading.Lock(), threading.Lock()
 
@@ -207,8 +192,8 @@ class Clerk:
         with self._stepping:
             self._steps.send({"kind": "made", "epoch": epoch, "number": count}, _SECONDS)
 
-    def goes_on(self, epoch: int, count: int) -> bool:
-        """Whether another rank makes more than `count` batches; waits until that is known."""
+    def goes_on(self, epoch: int, count: int) -> bool | None:
+        """Whether another rank makes more than `count` batches; None while that is not known."""
         with self._stepping:
             self._steps.send({"kind": "end", "epoch": epoch, "number": count}, _SECONDS)
-            return self._steps.receive(_PATIENCE_SECONDS)["goes_on"]
+            return self._steps.receive(_SECONDS)["goes_on"]

@@ -18,6 +18,8 @@ __all__ = [
     "empty_batch",
     "equal_steps",
     "is_per_rank",
+    "length_varies",
+    "mark_length_varies",
     "mark_per_rank",
     "own_batches",
     "remaining_batches",
@@ -33,6 +35,7 @@ _MARK = "_tfdist_per_rank"
 _GLOBAL = "_tfdist_global_batches"
 _DRAWN_ONCE = "_tfdist_drawn_once"
 _OWN_BATCHES = "_tfdist_own_batches"
+_LENGTH_VARIES = "_tfdist_length_varies"
 
 
 def row_range(rows, num_shards: int, index: int):
@@ -244,9 +247,24 @@ def mark_per_rank(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 def is_per_rank(dataset) -> bool:
     """Whether a data set, or one it is made from, was marked as one rank's own."""
-    if getattr(dataset, _MARK, False):
+    return _is_marked(dataset, _MARK)
+
+
+def mark_length_varies(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Notes that a data set has another number of batches in each epoch, and returns it."""
+    setattr(dataset, _LENGTH_VARIES, True)
+    return dataset
+
+
+def length_varies(dataset) -> bool:
+    """Whether a data set, or one it is made from, has another number of batches in each epoch."""
+    return _is_marked(dataset, _LENGTH_VARIES)
+
+
+def _is_marked(dataset, mark: str) -> bool:
+    if getattr(dataset, mark, False):
         return True
-    return any(is_per_rank(source) for source in _sources(dataset))
+    return any(_is_marked(source, mark) for source in _sources(dataset))
 
 
 def _is_passed_as_arguments(dataset) -> bool:
