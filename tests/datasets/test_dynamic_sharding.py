@@ -123,10 +123,11 @@ def test_ranks_take_what_is_next(pool):
 FIRST_THEN_LAST = 19
 
 
-def take_files(strategy, files, shuffle_seed=None, pause=0.0, **options):
+def take_files(strategy, files, shuffle_seed=None, row_seconds=0.0, pause=0.0, **options):
     """Files of so many rows, in batches of two: by epoch the number of steps, and what was read.
 
-    A rank with a file of more than 50 rows makes a pause for each batch.
+    Reading takes its time by the row. A rank with a file of more than 50 rows makes a pause for each
+    batch.
     """
     programs.start()
     with strategy.scope():
@@ -137,6 +138,7 @@ def take_files(strategy, files, shuffle_seed=None, pause=0.0, **options):
 
     def read(name):
         rows.append(int(name))
+        time.sleep(row_seconds * int(name))
         return np.ones([int(name), 1], np.float32)
 
     def own(context):
@@ -169,7 +171,9 @@ def take_files(strategy, files, shuffle_seed=None, pause=0.0, **options):
 @on_ranks(("tensorflow", 2), slow=[("horovod", 3)])
 def test_a_longer_epoch_is_not_cut(pool):
     files = ["20", "6", "6", "6", "6", "6"]
-    results = pool.run(programs.on_rank, take_files, files, FIRST_THEN_LAST, epochs=2)
+    results = pool.run(
+        programs.on_rank, take_files, files, FIRST_THEN_LAST, row_seconds=0.05, epochs=2
+    )
     steps = [steps for steps, _ in results]
     assert all(each == steps[0] for each in steps)
     assert steps[0][1] > steps[0][0] + 1
