@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import on_ranks
 from tests.monitoring.monitor_programs import traced_fit
 from tfdist.mesh import Mesh
-from tfdist.monitoring.monitor.rows import Row
+from tfdist.monitoring.monitor.rows import Columns, Row
 from tfdist.monitoring.monitor.sections import Step, steps_of
 from tfdist.monitoring.monitor.trace import hidden_share, merged_trace, trace_of, write_trace
 from tfdist.monitoring.monitor.watch import Execution
@@ -120,16 +120,18 @@ def crafted_step(begin: float, own: float, hidden: bool) -> Step:
     start, ready = begin + 0.01, begin + 0.01 + own
     call = Column("call", "all_reduce/world/x.0", "ring", 800, (0, 1), in_background=hidden)
     row = Row(
-        (
-            Column("begin"),
-            Column("start"),
-            call,
-            dataclasses.replace(call, kind="done"),
-            Column("gradients"),
-            Column("reduced"),
-            Column("apply"),
-            Column("updated"),
-            Column("end"),
+        Columns(
+            [
+                Column("begin"),
+                Column("start"),
+                call,
+                dataclasses.replace(call, kind="done"),
+                Column("gradients"),
+                Column("reduced"),
+                Column("apply"),
+                Column("updated"),
+                Column("end"),
+            ]
         ),
         np.array(
             [

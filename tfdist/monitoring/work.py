@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.mesh import Mesh
 from tfdist.monitoring.monitor.intervals import common, length, union
-from tfdist.monitoring.monitor.rows import Row, RowBuffer
+from tfdist.monitoring.monitor.rows import Columns, Row, RowBuffer
 from tfdist.step_clock import Column, Stamps, current_stamps, stamping, time_after
 
 __all__ = ["WorkMeter", "Worked"]
@@ -67,7 +67,7 @@ class WorkMeter:
     def _finish(self, stamps: Stamps, begin: tf.Tensor, rows: tf.Tensor) -> None:
         noted = stamps.row() if stamps.columns else tf.zeros([0], tf.float64)
         row = tf.concat([tf.stack([begin, rows]), noted], axis=0)
-        columns = (Column("work"), Column("samples"), *stamps.columns)
+        columns = Columns([Column("work"), Column("samples"), *stamps.columns])
         if tf.executing_eagerly():
             self._eager_rows.append(Row(columns, row.numpy()))
             return
@@ -106,16 +106,10 @@ class WorkMeter:
 
     def _waits(self, row: Row, begin: float) -> list[tuple[float, float]]:
         """The collectives that the step stands still for, with ranks that have other rows."""
-        done: dict[str, list[float]] = {}
-        for column, value in zip(row.columns, row.values, strict=True):
-            if column.kind == "done":
-                done.setdefault(column.name, []).append(float(value))
         found = []
-        for column, value in zip(row.columns, row.values, strict=True):
-            if column.kind != "call":
-                continue
-            end = done[column.name].pop(0)
-            alone = self._peers.issuperset(column.ranks)
-            if not column.in_background and not alone and begin <= value <= end:
-                found.append((float(value), end))
+        for places in row.columns.calls:
+            start, end = row.numbers[places.begin], row.numbers[places.end]
+            alone = self._peers.issuperset(places.column.ranks)
+            if not places.column.in_background and not alone and begin <= start <= end:
+                found.append((start, end))
         return found

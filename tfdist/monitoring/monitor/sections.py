@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -163,34 +163,20 @@ def _in_step(stamps: Iterable[float], start: float) -> Iterable[float]:
 
 
 def _calls(row: Row, start: float) -> list[Call]:
-    found = []
-    pairs = list(zip(row.columns, row.values, strict=True))
-    # Eagerly, several collectives of a step may have one name: they end in the order of their begins.
-    waiting: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
-    for column, value in pairs:
-        waiting[column.kind, column.name].append(float(value))
-    for column, value in pairs:
-        if column.kind != "call":
-            continue
-        end = waiting["done", column.name].pop(0)
-        size = column.size if column.size is not None else waiting["size", column.name].pop(0)
-        if not start <= value <= end:
+    found, numbers = [], row.numbers
+    for places in row.columns.calls:
+        column, begin, end = places.column, numbers[places.begin], numbers[places.end]
+        if not start <= begin <= end:
             continue  # Of a branch that was not taken.
-        sent = size * _sends(column.name.partition("/")[0], len(column.ranks))
+        sends = _sends(column.name.partition("/")[0], len(column.ranks))
+        sent = places.bytes_in(numbers) * sends
         found.append(
-            Call(
-                column.name,
-                column.lane,
-                float(value),
-                end,
-                sent,
-                column.in_background,
-                column.ranks,
-            )
+            Call(column.name, column.lane, begin, end, sent, column.in_background, column.ranks)
         )
     return found
 
 
+@functools.cache
 def _sends(operation: str, size: int) -> float:
     """How often a rank sends the bytes that it gives to an operation."""
     if size < 2:

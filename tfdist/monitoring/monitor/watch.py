@@ -21,7 +21,7 @@ from tfdist.context import strategy_of
 from tfdist.gradients.norms import square_of
 from tfdist.monitoring.monitor.flops import Flops, count_flops
 from tfdist.monitoring.monitor.input_waits import noting_waits, watch_iterators
-from tfdist.monitoring.monitor.rows import Row, RowBuffer
+from tfdist.monitoring.monitor.rows import Columns, Row, RowBuffer
 from tfdist.step_clock import Cell, Column, Stamps, current_stamps, stamping
 
 __all__ = ["Execution", "Watch"]
@@ -53,7 +53,7 @@ _installed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 class _Program(RowBuffer):
     """Where a graph of the training step leaves its rows, and how much it computes."""
 
-    def __init__(self, columns: tuple[Column, ...], flops: Flops | None):
+    def __init__(self, columns: Columns, flops: Flops | None):
         super().__init__(columns)
         self.flops = flops
 
@@ -213,7 +213,7 @@ class Watch:
 
     def _finish(self, stamps: Stamps, data, logs) -> None:
         row = stamps.row()
-        columns = tuple(stamps.columns)
+        columns = Columns(stamps.columns)
         if tf.executing_eagerly():
             self._eager_rows.append(Row(columns, row.numpy()))
             self._spec = data
