@@ -60,7 +60,8 @@ def _write_agreed(original, self, split: Sequence, strategy, *args, **kwargs):
                 result = original(self, *args, **kwargs)
         finally:
             _writing.under_way = False
-    barrier(strategy.group(), name="saved")
+    # By the method's name, which errors show: a rank that does not call it is the usual mistake.
+    barrier(strategy.group(), name=getattr(original, "__name__", "save"))
     return result
 
 
