@@ -181,7 +181,7 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
     shown = task.show(model)
     if on.is_chief:
         cost = None if on.is_tpu else tfdist.monitoring.compression_statistics(model)
-        if cost is not None and cost.saved > 0:  # Where it does not pay, `fit` has said so.
+        if cost is not None and cost.pays:  # Where it does not pay, `fit` has said so.
             print(cost)
         print(summary(history.history, time.monotonic() - begun))
         if _PLOT.value is not None and history.history:

@@ -189,7 +189,7 @@ class _AgreeLast(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         found = compression_statistics(self.model) if self._strategy.is_chief else None
         if found is not None and found.compressed_steps:
-            _logger.log(logging.INFO if found.saved > 0 else logging.WARNING, "%s", found)
+            _logger.log(logging.INFO if found.pays else logging.WARNING, "%s", found)
 
     def on_train_begin(self, logs=None):
         group = self._strategy.group()

@@ -7,6 +7,7 @@ import pytest
 
 from tests.compression import programs
 from tests.conftest import on_ranks, slow_but
+from tfdist.compression.meter import CompressionStatistics, Meter
 
 
 def in_one_process(**options):
@@ -109,5 +110,27 @@ def test_bytes_on_the_wire(pool, kind, arguments, payload):
         assert found.gradient_bytes == 256 * 512 * 4
         assert found.payload_bytes == pytest.approx(payload, rel=0.01)
         assert (found.whole_steps, found.compressed_steps) == (3, 5)
-        verdict = "pays" if found.saved > 0 else "does not pay"
+        verdict = "pays" if found.pays else "does not pay"
         assert f"It {verdict} on this link" in str(found)
+
+
+def test_what_may_be_chance_does_not_pay():
+    def measured(saved: float, error: float) -> CompressionStatistics:
+        return CompressionStatistics(9, 50, 1e6, 1e5, 0.1, 0.1 - saved, 0.01, 0.02, error)
+
+    assert measured(0.03, 0.01).pays
+    assert not measured(0.015, 0.01).pays
+    assert "does not pay on this link: a step is 15 ms shorter, which may be chance." in str(
+        measured(0.015, 0.01)
+    )
+    assert str(measured(-0.02, 0.01)).endswith("does not pay on this link: a step is 20 ms longer.")
+
+
+def test_the_error_is_that_of_medians():
+    """Of normal numbers: the medians of many draws spread as much as `error` says of one."""
+    rng, meter = np.random.default_rng(0), Meter()
+    for rows, steps in zip(meter._rows, meter._steps, strict=True):
+        rows.assign(rng.normal(0.1, 0.02, rows.shape))
+        steps.assign(64)
+    draws = np.median(rng.normal(0.1, 0.02, (2, 4000, 63)), axis=2)
+    assert meter.read().error == pytest.approx(np.std(draws[0] - draws[1]), rel=0.3)

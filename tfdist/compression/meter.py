@@ -33,6 +33,7 @@ class CompressionStatistics:
         exposed: The same of a compressed step, with encoding and decoding.
         exchange: Seconds of the collectives of a compressed step, those of all buckets added up.
         coding: Seconds of encoding and decoding, likewise.
+        error: The standard error of `saved`, in seconds. Not a number where too few steps tell.
     """
 
     whole_steps: int
@@ -43,6 +44,7 @@ class CompressionStatistics:
     exposed: float
     exchange: float
     coding: float
+    error: float = float("nan")
 
     @property
     def ratio(self) -> float:
@@ -53,6 +55,11 @@ class CompressionStatistics:
     def saved(self) -> float:
         """Seconds that a step is shorter; negative where it is longer."""
         return self.exposed_whole - self.exposed
+
+    @property
+    def pays(self) -> bool:
+        """Whether a step is shorter by more than chance, which is two standard errors."""
+        return self.saved > (0 if np.isnan(self.error) else 2 * self.error)
 
     def __str__(self) -> str:
         if not self.compressed_steps:
@@ -67,10 +74,12 @@ class CompressionStatistics:
             return (
                 f"{text}. Not compared: with `start_step` of 2 or more whole steps are timed too."
             )
-        verdict = "pays" if self.saved > 0 else "does not pay"
+        verdict = "pays" if self.pays else "does not pay"
+        by_chance = ", which may be chance" if self.saved > 0 and not self.pays else ""
         return (
             f"{text} beside {self.exposed_whole * _MILLI:.0f} ms whole. It {verdict} on this link: "
-            f"a step is {abs(self.saved) * _MILLI:.0f} ms {'shorter' if self.saved > 0 else 'longer'}."
+            f"a step is {abs(self.saved) * _MILLI:.0f} ms {'shorter' if self.saved > 0 else 'longer'}"
+            f"{by_chance}."
         )
 
 
@@ -110,7 +119,7 @@ class Meter:
 
     def read(self) -> CompressionStatistics:
         """The medians of the last steps, without the first, which allocates."""
-        (whole, whole_steps), (compressed, compressed_steps) = (
+        (whole, whole_steps, whole_error), (compressed, compressed_steps, error) = (
             _median(rows.numpy(), int(steps.numpy()))
             for rows, steps in zip(self._rows, self._steps, strict=True)
         )
@@ -123,14 +132,19 @@ class Meter:
             exposed=float(compressed[0]),
             exchange=float(compressed[2]),
             coding=float(compressed[1] - compressed[2]),
+            error=float(np.hypot(whole_error, error)),
         )
 
 
-def _median(rows: np.ndarray, steps: int) -> tuple[np.ndarray, int]:
-    """Of each column over the rows that were written; and how many steps count."""
+def _median(rows: np.ndarray, steps: int) -> tuple[np.ndarray, int, float]:
+    """Of each column over the rows that were written; how many steps count; the first one's error."""
     rows = rows[1:steps] if steps <= _ROWS else rows
-    median = np.median(rows, axis=0) if len(rows) else np.full(rows.shape[1], np.nan)
-    return median, max(steps - 1, 0)
+    if not len(rows):
+        return np.full(rows.shape[1], np.nan), 0, float("nan")
+    # Of a median of n normal numbers: 1.2533 times that of their mean. By quartiles, for outliers.
+    low, high = np.quantile(rows[:, 0], (0.25, 0.75))
+    error = 1.2533 * (high - low) / 1.349 / np.sqrt(len(rows)) if len(rows) > 3 else float("nan")
+    return np.median(rows, axis=0), steps - 1, error
 
 
 class MeteredStep:
