@@ -238,11 +238,8 @@ class Watch:
         for program in self._programs:
             if program.columns is row.columns and program.flops is not None:
                 return program.flops
-        sizes = tuple(
-            (column.name, int(value))
-            for column, value in zip(row.columns, row.values, strict=True)
-            if column.kind == "dim"
-        )
+        dims = row.columns.places.get("dim", ())
+        sizes = tuple((row.columns[place].name, int(row.numbers[place])) for place in dims)
         if sizes not in self._flops:
             self._flops[sizes] = self._traced_flops(dict(sizes))
         return self._flops[sizes]
