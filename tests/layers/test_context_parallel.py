@@ -131,10 +131,15 @@ def test_in_a_pipeline(pool, one_process):
 
 @pytest.mark.slow
 @on_ranks(("horovod", 2))
-def test_recompute_accumulation_and_mixed_precision(pool, one_process):
-    for kind in KINDS:
-        here = {"policy_of_recompute": "every_layer", "context_attention": kind}
-        check_training(pool, one_process, TWO, on_ranks_only=here, time=13)
+@pytest.mark.parametrize("kind", KINDS)
+def test_recompute(pool, one_process, kind):
+    here = {"policy_of_recompute": "every_layer", "context_attention": kind}
+    check_training(pool, one_process, TWO, on_ranks_only=here, time=13)
+
+
+@pytest.mark.slow
+@on_ranks(("horovod", 2))
+def test_accumulation_and_mixed_precision(pool, one_process):
     check_training(pool, one_process, TWO, accumulate=2, time=13)
     check_training(pool, one_process, TWO, 0.05, policy="mixed_bfloat16", time=13)
 
