@@ -31,8 +31,9 @@ def check(*flags: str, timeout: float) -> None:
     assert " 0 wrong" in found.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("version", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("version", [1, 2])
 def test_each_kind_of_damage(version):
     cases = len(DAMAGES) + 40 if version == 2 else 40
     check(f"--cases={cases}", "--every", f"--format={version}", timeout=580)

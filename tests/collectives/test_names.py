@@ -37,7 +37,8 @@ def summed_in_a_branch(inner: bool) -> list[float]:
     return step(tf.zeros(2)).numpy().tolist()
 
 
-@on_ranks(("horovod", 3), slow=[("tensorflow", 3)])
-@pytest.mark.parametrize("inner", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@on_ranks(("horovod", 3), ("tensorflow", 3))
+@pytest.mark.parametrize("inner", [True, False])
 def test_graphs_that_differ(pool, inner):
     assert pool.run(summed_in_a_branch, inner, timeout=60) == [[3.0, 3.0]] * 3

@@ -165,8 +165,9 @@ def train_whole(strategy, optimizer: str, way: str, where: str, batch: int):
 TOLERANCE = 2e-5
 
 
-@on_ranks(("horovod", 3), slow=[("tensorflow", 2), ("horovod", 2)])
-@pytest.mark.parametrize("optimizer", slow_but(["adam"], [*OPTIMIZERS, *SEVERAL]))
+@pytest.mark.slow
+@on_ranks(("horovod", 3), ("tensorflow", 2), ("horovod", 2))
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *SEVERAL])
 def test_optimizers(pool, one_process, optimizer):
     results = pool.run(on_rank, "data", optimizer)
     programs.assert_same(results, reference(one_process, optimizer), weights=TOLERANCE)

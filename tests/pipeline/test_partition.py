@@ -187,8 +187,8 @@ def test_what_is_no_chain(make, message):
 
 
 def test_measured_costs_see_what_takes_long():
-    layers = [keras.Input((512,)), keras.layers.Dense(512), keras.layers.BatchNormalization()]
-    layers += [keras.layers.Dense(512), keras.layers.Dense(8), keras.layers.Dense(8)]
+    layers = [keras.Input((1024,)), keras.layers.Dense(1024), keras.layers.BatchNormalization()]
+    layers += [keras.layers.Dense(1024), keras.layers.Dense(8), keras.layers.Dense(8)]
     chain = Chain(layers)
     seconds = measure_seconds(chain, rows=512)
     assert min(seconds[0], seconds[2]) > 2 * max(seconds[3], seconds[4]) > 0

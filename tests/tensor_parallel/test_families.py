@@ -109,9 +109,10 @@ def test_split_attends_by_blocks(pool, one_process, name):
             assert found <= WEIGHTS_FLOAT64
 
 
+@pytest.mark.slow
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("lora", slow_but(["after"], ["before", "after"]))
-@pytest.mark.parametrize("name", slow_but(["GPT2"], families.DECODERS))
+@pytest.mark.parametrize("lora", ["before", "after"])
+@pytest.mark.parametrize("name", families.DECODERS)
 def test_split_with_lora(pool, one_process, name, lora):
     check(pool, one_process, name, TENSOR, lora=lora)
 

@@ -27,10 +27,9 @@ def test_generate(pool, one_process, name, options):
     assert len({tokens.tobytes() for tokens in right.values()}) > 1
 
 
+@slow
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize(
-    "options", [TENSOR, pytest.param(ZERO, marks=slow)], ids=["tensor", "zero"]
-)
+@pytest.mark.parametrize("options", [TENSOR, ZERO], ids=["tensor", "zero"])
 def test_samplers_without_a_seed_draw_alike(pool, options):
     """Each process starts Keras' unseeded samplers elsewhere."""
     first, second = pool.run(generating.unseeded, options, timeout=240)

@@ -70,8 +70,9 @@ def test_the_data_axis_alone_changes_nothing(pool, one_process):
     check_parity(pool, one_process, "transformer", {"data": 2})
 
 
+@slow
 @on_ranks(("horovod", 2))
-@pytest.mark.parametrize("name", ["transformer", pytest.param("gpt2_lm", marks=slow)])
+@pytest.mark.parametrize("name", ["transformer", "gpt2_lm"])
 def test_logits_stay_split_for_a_loss_that_takes_them(pool, name):
     if name in HUB:
         pytest.importorskip("keras_hub")
