@@ -29,6 +29,7 @@ from tfdist.launch.horovod_prerequisites import (
     with_scripts,
 )
 from tfdist.launch.native_build import install_native
+from tfdist.launch.quiet import quiet_start
 from tfdist.runtime.digests import matches_digest, write_digest
 from tfdist.runtime.sessions import run_in_session
 
@@ -208,7 +209,8 @@ def prove(options: BuildOptions | None = None) -> None:
         PrerequisiteError: Horovod is not installed.
         BuildError: A rank failed or hung, the sum is wrong, or something is not built in.
     """
-    from tfdist.testing import RankError, run_ranks
+    with quiet_start():
+        from tfdist.testing import RankError, run_ranks
 
     if not installed_version("horovod"):
         raise PrerequisiteError(

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.conftest import skip_without
 from tests.launch.processes import BIN
 from tfdist.runtime.lock_owner import JOB
 
@@ -78,19 +79,31 @@ def test_a_program_without_stderr_runs():
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["level 2"])
 
 
-@pytest.mark.timeout(200)
-def test_tfdist_train_alone_says_nothing_of_tensorflows_start():
+def started(*command: str) -> list[str]:
+    """What a program that starts TensorFlow prints; to stderr it writes nothing."""
     environment = {k: v for k, v in os.environ.items() if k not in (JOB, "TF_CPP_MIN_LOG_LEVEL")}
-    train = [os.path.join(BIN, "tfdist-train"), "--model=mlp", "--epochs=1", "--threads=1"]
     done = subprocess.run(
-        train,
+        [os.path.join(BIN, command[0]), *command[1:]],
         capture_output=True,
         text=True,
         timeout=180,
         env={**environment, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert "on 1 rank(s)" in done.stdout.splitlines()[-1]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.timeout(200)
+def test_tfdist_train_alone_says_nothing_of_tensorflows_start():
+    lines = started("tfdist-train", "--model=mlp", "--epochs=1", "--threads=1")
+    assert "on 1 rank(s)" in lines[-1]
+
+
+@pytest.mark.timeout(200)
+def test_the_proof_of_horovod_is_one_line():
+    skip_without("horovod")
+    (line,) = started("tfdist-install-horovod", "--check")
+    assert line.startswith("Tested: 2 ranks on this CPU got the right sum")
 
 
 def test_a_report_is_read_without_tensorflow(tmp_path):
