@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from tfdist.launch.horovod_prerequisites import find_compiler, with_scripts
+from tfdist.launch.quiet import quiet_start
 from tfdist.runtime.digests import matches_digest, write_digest
 
 __all__ = ["install_native"]
@@ -19,7 +20,8 @@ def install_native(cache_dir: Path, *, force: bool = False) -> str:
     All works without it, if more slowly, so nothing here is an error: the line that is returned
     says what came of it.
     """
-    from tfdist.native import build, library_path
+    with quiet_start():
+        from tfdist.native import build, library_path
 
     path = library_path()
     kept = cache_dir.expanduser().absolute() / path.name

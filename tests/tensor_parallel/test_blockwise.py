@@ -102,6 +102,7 @@ def test_float64():
 
 def test_bfloat16_is_as_near_to_float32_as_the_stock_way():
     # The two ways round to other numbers, which differ by processor: each has its own error.
+    keras.utils.set_random_seed(0)
     exact = keras.layers.MultiHeadAttention(4, 8)
     truth, _ = results_of(exact, None, use_causal_mask=True)
     layer = keras.layers.MultiHeadAttention(4, 8, dtype="mixed_bfloat16")
@@ -117,7 +118,7 @@ def test_bfloat16_is_as_near_to_float32_as_the_stock_way():
     assert switch.use_blockwise(layer)
     blockwise_errors, after = errors()
     assert (before, after) == (False, True)
-    np.testing.assert_array_less(blockwise_errors, 1.5 * stock + 1e-3)
+    np.testing.assert_array_less(blockwise_errors, 1.5 * stock)
 
 
 def test_scores_come_the_stock_way():
