@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import gc
 import importlib.util
 from collections.abc import Sequence
 
@@ -75,6 +76,14 @@ def pool(request) -> RankPool:
     engine, num_ranks = request.param
     skip_without(engine)
     return _pool(engine, num_ranks)
+
+
+@pytest.fixture(scope="module")
+def no_old_garbage():
+    """For tests with a limit on seconds: to collect what other tests left takes some of them."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ __all__ = [
     "assert_said",
     "by_rank",
     "finish",
+    "heed_signals",
     "wait_for",
 ]
 

@@ -113,10 +113,10 @@ def test_a_job_may_stay_out_of_the_queue(tmp_path):
 def test_signals_let_the_ranks_save(tmp_path, signals, calls):
     batch = Batch(tmp_path, SAVES)
     batch.wait_for("ready")
-    time.sleep(0.2)  # Until bash waits.
+    time.sleep(1.0)  # Until bash waits.
     for number in signals:
         batch.process.send_signal(number)
-        time.sleep(0.1)
+        time.sleep(0.5)
     assert batch.finish()[:2] == (76, calls)
     assert (tmp_path / "heard").exists()
 

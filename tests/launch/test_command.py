@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.launch.jobs import heed_signals
+
 PROGRAM = """
 import errno, os, sys
 from absl import flags
@@ -26,6 +28,7 @@ def run(body: str, *arguments: str, **options) -> subprocess.CompletedProcess[st
         capture_output=True,
         text=True,
         timeout=60,
+        preexec_fn=heed_signals,
         **options,
     )
 

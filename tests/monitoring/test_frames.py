@@ -30,14 +30,14 @@ print(look(threading.main_thread().ident) is not None, gc.isenabled())
 
 def test_it_does_not_wait_for_itself():
     command = [sys.executable, "-c", LOOK.format(look="frame_of")]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert found.stdout.split() == ["True", "True"], found.stderr
 
 
 def test_a_collector_that_was_off_stays_off():
     program = LOOK.replace("gc.enable()", "").format(look="frame_of")
     command = [sys.executable, "-c", program]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert found.stdout.split() == ["True", "False"], found.stderr
 
 

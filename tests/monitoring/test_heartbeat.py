@@ -16,6 +16,8 @@ import pytest
 from tfdist.monitoring.heartbeat import HeartbeatClient, HeartbeatServer, Report
 from tfdist.runtime import Channel, connect
 
+pytestmark = pytest.mark.usefixtures("no_old_garbage")
+
 KEY = b"k" * 32
 PURPOSE = "heartbeat server"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import socket
 import struct
@@ -17,6 +18,8 @@ from hypothesis import strategies as st
 from tests.runtime.fuzzing import FUZZ, KEY, PURPOSE
 from tfdist.runtime import AuthenticationError, Channel, Listener, bind, connect
 from tfdist.runtime.handshake import CHALLENGE_BYTES, PROOF_BYTES, CallerProof
+
+pytestmark = pytest.mark.usefixtures("no_old_garbage")
 
 
 @pytest.fixture
@@ -159,14 +162,14 @@ def test_a_fuzzer_is_never_let_in(serving):
 def test_slow_bytes(serving):
     """A caller that knows the key, but sends a byte now and then, is too late."""
     listener, _served = serving
+    began = time.monotonic()
     with socket.create_connection(address_of(listener), 5.0) as sock:
         proof = CallerProof(KEY, PURPOSE, 1).proof(sock.recv(CHALLENGE_BYTES, socket.MSG_WAITALL))
-        began = time.monotonic()
         with pytest.raises(OSError):
             for byte in proof:
                 sock.send(bytes([byte]))
                 time.sleep(0.05)
-        assert 0.9 < time.monotonic() - began < 2.5
+        assert 0.9 < time.monotonic() - began < 5
     assert call(listener) == {"you": 1}
 
 
@@ -217,21 +220,20 @@ def test_a_flood_that_goes_on_keeps_nobody_out(serving):
 def test_without_descriptors_the_listener_waits(serving, monkeypatch):
     listener, _ = serving
     taken = socket.socket.accept
-    calls = [0]
+    calls = []
 
     def accept(self):
-        calls[0] += 1
-        if calls[0] < 5:
+        calls.append(time.monotonic())
+        if len(calls) < 5:
             raise OSError(errno.EMFILE, "Too many open files")
-        if calls[0] == 5:
+        if len(calls) == 5:
             raise ConnectionAbortedError
         return taken(self)
 
     monkeypatch.setattr(socket.socket, "accept", accept)
-    began = time.process_time()
     assert call(listener) == {"you": 1}
-    assert time.process_time() - began < 0.5
-    assert calls[0] >= 6
+    assert len(calls) >= 6
+    assert min(later - one for one, later in itertools.pairwise(calls[:5])) > 0.09
 
 
 def test_bad_callers_are_counted_and_logged_now_and_then(listener, caplog):

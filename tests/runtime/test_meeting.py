@@ -16,6 +16,8 @@ from tfdist.runtime import AuthenticationError, Channel, connect
 from tfdist.runtime.rendezvous import free_ports
 from tfdist.runtime.schedulers import Hello, _call, _receive
 
+pytestmark = pytest.mark.usefixtures("no_old_garbage")
+
 KEY, PURPOSE = b"key of this job", "meeting of ranks"
 
 

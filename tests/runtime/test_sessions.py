@@ -11,6 +11,7 @@ import time
 import psutil
 import pytest
 
+from tests.launch.jobs import heed_signals
 from tfdist.runtime.sessions import run_in_session
 
 #: Stands in for pip or venv: starts another process and works for ever.
@@ -53,6 +54,7 @@ def test_a_signal_ends_all_that_was_started(tmp_path, name, number):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=heed_signals,
     )
     try:
         deadline = time.monotonic() + 60.0

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 PROGRAM = """
-import atexit, sys, threading, time
+import atexit, sys, threading
 from tfdist.checkpoint.errors import CheckpointError
 from tfdist.runtime import uncaught
 
@@ -17,7 +17,7 @@ def tell():
     print(repr(uncaught.uncaught()))
 
 def tell_soon():
-    time.sleep(0.2)
+    threading.main_thread().join()
     tell()
 
 atexit.register(tell)

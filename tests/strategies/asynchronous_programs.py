@@ -242,10 +242,13 @@ def hogwild_is_serial() -> float:
 
 def hogwild_counts(optimizer: str, rows: int, batch_size: int, threads: int) -> tuple:
     """Updates, rows that the metrics counted, and the first and the last loss of a dense model."""
+    import keras
+
     from tfdist.strategies import HogwildStrategy
 
+    keras.utils.set_random_seed(0)
     with HogwildStrategy(threads).scope():
         model = _model(optimizer, False)
-    history = model.fit(*_data(False, rows), batch_size=batch_size, epochs=3, verbose=0).history
+    history = model.fit(*_data(False, rows), batch_size=batch_size, epochs=10, verbose=0).history
     counted = int(model.metrics[0].count.numpy())
     return int(model.optimizer.iterations.numpy()), counted, history["loss"][0], history["loss"][-1]

@@ -133,7 +133,7 @@ def measured(strategy, steps, **options):
     programs.start()
     x, y = programs.images(24 * steps)
     with shared.scope():
-        slow = Slow(0.001 * (1 + shared.row_group.rank))
+        slow = Slow(0.004 * (1 + shared.row_group.rank))
         model = keras.Sequential(
             [keras.Input((8, 8, 1)), slow, keras.layers.Flatten(), keras.layers.Dense(4)]
         )

@@ -74,4 +74,4 @@ def test_as_one_process(ranks, one_process):
 def test_a_rank_without_rows_keeps_its_statistics(ranks):
     # The first rank sees 1 and 5, the second 3 and nothing; what they follow begins with 0.
     first, second = 0.5 * (0.5 * 1) + 0.5 * 5, 0.5 * 3
-    assert ranks.run(moving_mean, timeout=60) == [(first + second) / 2] * 2
+    assert ranks.run(moving_mean) == [(first + second) / 2] * 2

@@ -19,6 +19,7 @@ TIME, WIDTH = 21, 16
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
+    keras.utils.set_random_seed(0)
     monkeypatch.setattr(switch, "_FEW", 0)
     monkeypatch.setattr(blockwise, "_BLOCK", (8, 16))
     monkeypatch.setattr(blockwise, "_CAUSAL_BLOCK", (8, 8))

@@ -11,6 +11,8 @@ from tests.values.signatures import LEGAL, Case, cases, public_callables
 from tfdist.checkpoint.errors import StorageError
 from tfdist.checks import shown
 
+pytestmark = pytest.mark.usefixtures("no_old_garbage")
+
 #: Of this process's time, for one call.
 _MOST_SECONDS = 2.0
 #: Calls that ask the network about a value that may be right.
