@@ -5,9 +5,8 @@ from __future__ import annotations
 import keras
 import numpy as np
 
-from tests.scripts.feeding import ORDERS
 from tests.tensor_parallel import families
-from tests.tensor_parallel.families import causal_lm, scope, whole
+from tests.tensor_parallel.families import causal_lm, policy, scope, whole, widen_softmax
 from tests.tensor_parallel.parallel_programs import mlp, parallelize
 
 __all__ = ["REFUSED", "own_rules", "refused", "train"]
@@ -36,20 +35,22 @@ def hub_map(name: str):
 
 
 def train(
-    name: str, options: dict | None, by_map: bool, order: str = "given"
+    name: str, options: dict | None, by_map: bool, dtype: str = "float32"
 ) -> tuple[list, dict, dict]:
-    """Four steps, with the rows in one of `ORDERS`; losses, weights, and the dims that are split."""
+    """Four steps; losses, weights, and the dims that are split."""
     from tfdist.tensor_parallel import report
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(5)
     with scope(options):
-        model = causal_lm(name)
+        with policy(dtype):
+            model = causal_lm(name)
+        if dtype == "float64":
+            widen_softmax(model)
         parallelize(model, hub_map(name) if by_map else None)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, dtype=dtype)
         model.compile(optimizer=keras.optimizers.SGD(0.05), loss=loss, weighted_metrics=None)
     ids = np.random.default_rng(0).integers(1, families.WORDS, (5, families.LENGTH)).astype("int32")
-    ids = ids[ORDERS[order](np.arange(5))]
     x, y = {"token_ids": ids, "padding_mask": np.ones_like(ids)}, np.roll(ids, -1, axis=1)
     history = model.fit(x, y, batch_size=5, epochs=4, verbose=0, shuffle=False)
     split = {row.path: row.axis for row in report(model).variables}

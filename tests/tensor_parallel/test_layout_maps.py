@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import on_ranks
-from tests.scripts.comparing import allowed, apart
-from tests.scripts.feeding import ORDERS
+from tests.scripts.comparing import apart
 from tests.tensor_parallel import layout_maps
 
 pytest.importorskip("keras_hub")
@@ -21,16 +20,21 @@ slow = pytest.mark.slow
 
 
 @functools.cache
-def alone(one_process, name, order):
+def alone(one_process, name, dtype):
     """The losses and weights of one process."""
-    return one_process.run(layout_maps.train, name, None, False, order, timeout=240)[0][:2]
+    return one_process.run(layout_maps.train, name, None, False, dtype, timeout=240)[0][:2]
+
+
+def apart_in_float64(pool, one_process, name, options) -> float:
+    """The largest difference of a weight in float64, on any rank."""
+    _, right = alone(one_process, name, "float64")
+    found = pool.run(layout_maps.train, name, options, True, "float64", timeout=240)
+    return max(apart(weights, right) for _, weights, _ in found)
 
 
 def check(pool, one_process, name, options):
     """A model that is split by a map trains as by the plan that is found, and as one process."""
-    losses, right = alone(one_process, name, "given")
-    others = [order for order in ORDERS if order != "given"]
-    changes = lambda: [apart(alone(one_process, name, o)[1], right) for o in others]  # noqa: E731
+    losses, right = alone(one_process, name, "float32")
     found = pool.run(layout_maps.train, name, options, False, timeout=240)
     mapped = pool.run(layout_maps.train, name, options, True, timeout=240)
     for by_map, by_plan in zip(mapped, found, strict=True):
@@ -38,8 +42,9 @@ def check(pool, one_process, name, options):
         assert by_map[0] == pytest.approx(losses, rel=1e-5)
         assert list(by_map[1]) == list(right)
         assert apart(by_map[1], by_plan[1]) <= 1e-6
-        off = apart(by_map[1], right)
-        assert off <= allowed(off, 1e-5, changes)
+    if max(apart(weights, right) for _, weights, _ in mapped) > 1e-5:
+        # Rounding grows from step to step; in float64 nothing of it is left.
+        assert apart_in_float64(pool, one_process, name, options) <= 1e-10
     assert losses[-1] < losses[0]
 
 
