@@ -62,13 +62,15 @@ def _assigning(variable, stock):
                 f"shape {tuple(value.shape)}, of another model's file."
             )
         if deferred:
-            whole = _FromFile(value)
+            reads_shard = layout.flat is not None and isinstance(value, StoredArray)
+            whole = _ShardFromFile(value) if reads_shard else _FromFile(value)
             defer(
                 variable, whole if layout.slice is None else SlicedInitializer(whole, layout.slice)
             )
             return value
-        part = np.asarray(value) if layout.slice is None else _slice(value, layout.slice)
-        part = part if layout.flat is None else layout.flat.local_shard(part)
+        part = value if layout.slice is None else _slice(value, layout.slice)
+        if layout.flat is not None:
+            part = layout.flat.read(part)
         own = stored_value(variable)
         own.assign(deep_copy(tf.cast(part, own.dtype)))
         return value
@@ -94,3 +96,10 @@ class _FromFile:
     def read_slice(self, part: Slice | NestedSlice, dtype=None):
         """The slice of the value."""
         return tf.cast(_slice(self._value, part), dtype or "float32")
+
+
+class _ShardFromFile(_FromFile):
+    """For a variable of which ranks keep shards: it reads its own."""
+
+    def __call__(self, shape, dtype=None):
+        return self._value

@@ -31,6 +31,32 @@ class Variable:
 SHAPES = [(), (1,), (7,), (3, 5), (4, 1, 3), (5, 2, 3), (2, 0)]
 
 
+class Rows:
+    """An array of which it is counted how many rows are read at once."""
+
+    def __init__(self, array):
+        self._array, self.most = array, 0
+
+    def __array__(self, dtype=None, copy=None):
+        return self._array
+
+    def __getitem__(self, index):
+        rows = self._array[index]
+        self.most = max(self.most, len(rows))
+        return rows
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shard_is_read_by_its_rows(shape, size):
+    array = np.arange(1, math.prod(shape) + 1).reshape(shape)
+    for rank in range(size):
+        shard, rows = FlatShard(GroupStandIn(rank, size), shape), Rows(array)
+        np.testing.assert_array_equal(shard.read(rows), shard.local_shard(array))
+        # A share may begin and end within a row.
+        assert rows.most <= math.ceil((shape or (1,))[0] / size) + 1
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_boxes_of_a_run_are_the_run(shape):
     array = np.arange(math.prod(shape)).reshape(shape)

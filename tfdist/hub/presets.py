@@ -49,8 +49,8 @@ def load_preset(
     `model.save_to_preset`, called by every rank, saves one that plain KerasHub loads.
 
     The model is that of `cls.from_preset(preset)`. On a tensor axis it is split by `parallelize`, and
-    so are experts on theirs; a rank reads its slices from the files, one weight at a time. Under ZeRO stage 3 it reads a weight
-    whole, and keeps its shard. On a pipeline axis the model has no values yet: `PipelineModel` reads
+    so are experts on theirs; a rank reads its slices from the files, one weight at a time, and under
+    ZeRO stage 3 the rows that hold its shard. On a pipeline axis the model has no values yet: `PipelineModel` reads
     those of this rank's stages. Without a strategy in scope this is `from_preset`.
 
     Args:

@@ -242,6 +242,17 @@ class FlatShard:
             return part
         return (np.pad if is_numpy else tf.pad)(part, [(0, self.share - (end - begin))])
 
+    def read(self, array) -> np.ndarray:
+        """This rank's shard of an array in a file, of which only the rows that hold it are read."""
+        begin, end = self.span
+        if begin == end or not self.array_shape:
+            return self.local_shard(np.asarray(array))
+        width = self.size // self.array_shape[0]
+        first = begin // width
+        rows = np.asarray(array[first : math.ceil(end / width)]).reshape(-1)
+        part = rows[begin - first * width : end - first * width]
+        return np.pad(part, [(0, self.share - part.size)])
+
     def all_shards(self, array: tf.Tensor) -> tf.Tensor:
         """The shards of all ranks, of an array: shape [ranks, share]."""
         flat = tf.reshape(array, [-1])

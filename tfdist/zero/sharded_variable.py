@@ -25,6 +25,7 @@ from tfdist.gradients.sparse import reduce_rows, shard_of_rows
 from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.keras_internals.attributes import autocast, stored_dtype, stored_value
 from tfdist.keras_internals.private import in_stateless_scope
+from tfdist.keras_internals.stored import StoredArray
 from tfdist.keras_internals.variables import HookedVariable, renew
 from tfdist.sharding.collectives import all_gather_arrays, reduce_scatter_arrays
 from tfdist.sharding.layout import layout_of, update_layout
@@ -78,11 +79,12 @@ class ShardedVariable(HookedVariable):
 
     def store(self, value) -> None:
         """Makes the memory of the shard, with its part of the first array."""
-        array = tf.convert_to_tensor(value() if callable(value) else value)
-        array = tf.cast(array, stored_dtype(self))
+        array = value() if callable(value) else value
+        array = array if isinstance(array, StoredArray) else tf.convert_to_tensor(array)
         shard = FlatShard(self._sharding_group, tuple(array.shape))
         update_layout(self, flat=shard)
-        super().store(deep_copy(shard.local_shard(array)))
+        own = shard.read(array) if isinstance(array, StoredArray) else shard.local_shard(array)
+        super().store(deep_copy(tf.cast(own, stored_dtype(self))))
         self._shard = weakref.ref(stored_value(self))
 
     @property
