@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import os
 import random
+import resource
 import subprocess
 import sys
 import time
@@ -147,6 +148,7 @@ def test_processes_end_with_one_line_and_code_2(folder, tmp_path):
         line = draw.choice(lines)
         script, *arguments = line.arguments
         command = [str(Path(sys.executable).parent / script), *line.program.split()[1:], *arguments]
+        before = _seconds_of_children()
         done = subprocess.run(
             command,
             capture_output=True,
@@ -155,7 +157,14 @@ def test_processes_end_with_one_line_and_code_2(folder, tmp_path):
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(tmp_path)},
         )
-        told = f"seed {seed}: {command}: {done.returncode} {done.stderr}"
+        seconds = _seconds_of_children() - before
+        told = f"seed {seed}: {command}: {done.returncode} {done.stderr} in {seconds:.1f} s"
         assert done.returncode == 2, told
         assert done.stderr.count("\n") == 1, told
         assert done.stdout == "", told
+        assert seconds < _MOST_SECONDS, told
+
+
+def _seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -50,8 +50,8 @@ def load_preset(
 
     The model is that of `cls.from_preset(preset)`. On a tensor axis it is split by `parallelize`, and
     so are experts on theirs; a rank reads its slices from the files, one weight at a time, and under
-    ZeRO stage 3 the rows that hold its shard. On a pipeline axis the model has no values yet: `PipelineModel` reads
-    those of this rank's stages. Without a strategy in scope this is `from_preset`.
+    ZeRO stage 3 the rows that hold its shard. On a pipeline axis the model has no values yet:
+    `PipelineModel` reads those of this rank's stages. Without a strategy in scope this is `from_preset`.
 
     Args:
         preset: The folder of a preset, as `save_to_preset` makes it.
