@@ -1,13 +1,15 @@
-"""A pool of ranks whose run is broken off."""
+"""A pool of ranks whose run is broken off, or whose rank crashes."""
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import threading
 import time
 
 import pytest
 
-from tfdist.testing import RankPool
+from tfdist.testing import RankError, RankPool
 
 
 class BrokenOff(BaseException):
@@ -17,6 +19,23 @@ class BrokenOff(BaseException):
 def slow_answer() -> str:
     time.sleep(2)
     return "the first run's"
+
+
+def crash() -> None:
+    """Reads where there is no memory, with more threads than fit into a few lines."""
+    ended = threading.Event()
+    for _ in range(40):
+        threading.Thread(target=ended.wait, daemon=True).start()
+    ctypes.string_at(0)
+
+
+def test_a_crash_shows_the_thread_that_crashed():
+    with RankPool(1, "local") as pool, pytest.raises(RankError) as caught:
+        pool.run(crash, timeout=60.0)
+    assert "killed by SIGSEGV" in str(caught.value)
+    first, where, *_ = caught.value.output.splitlines()
+    assert first.startswith("Current thread")
+    assert "in string_at" in where
 
 
 @pytest.mark.slow

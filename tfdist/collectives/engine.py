@@ -47,6 +47,7 @@ class Engine(abc.ABC):
         self._groups: dict[tuple, Group] = {}
         #: Asked for by each call of a layer and for each variable, so that it is not worked out anew.
         self._by_axes: dict[tuple[str, ...], Group] = {}
+        self._at_shutdown: list[Callable[[], None]] = []
 
     @property
     def rank(self) -> int:
@@ -189,8 +190,14 @@ class Engine(abc.ABC):
         """
         return self
 
+    def at_shutdown(self, call: Callable[[], None]) -> None:
+        """Has `shutdown` call this first, while the engine still works."""
+        self._at_shutdown.append(call)
+
     def shutdown(self) -> None:
         """Leaves the world. Other ranks may still be at work."""
+        while self._at_shutdown:
+            self._at_shutdown.pop()()
 
 
 def reduce_locally(stacked: tf.Tensor, reduction: str) -> tf.Tensor:

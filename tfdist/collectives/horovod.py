@@ -192,6 +192,7 @@ class HorovodEngine(Engine):
 
     def shutdown(self) -> None:
         """Ends Horovod's background thread; collectives of other ranks then fail."""
+        super().shutdown()
         self._hvd.shutdown()
 
     def _check_group(self, ranks):

@@ -2,53 +2,77 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib.util
+import itertools
+import operator
 import sys
 import threading
-import types
 from pathlib import Path
+from typing import Any, NamedTuple, cast
 
-import tensorflow as tf
-
-__all__ = ["frame_of", "runs_tensorflow"]
+__all__ = ["Place", "runs_tensorflow", "stack_of"]
 
 _lock = threading.Lock()
-_TENSORFLOW = str(Path(tf.__file__).parent)
+_TENSORFLOW = str(Path(str(cast(Any, importlib.util.find_spec("tensorflow")).origin)).parent)
+_PLACE_OF_FRAME = operator.attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
 
 
-def frame_of(thread: int) -> types.FrameType | None:
-    """The innermost frame of a thread, by its identifier; None where it runs no more.
+class Place(NamedTuple):
+    """A line that a thread is at, or has made a call from."""
 
-    For the thread that asks it is that of the caller.
+    file: str
+    line: int
+    function: str
+
+
+def stack_of(thread: int) -> list[Place]:
+    """The stack of a thread, by its identifier, innermost first; empty where it runs no more.
+
+    For the thread that asks it begins with the caller.
+
+    Python 3.11 may crash where one thread reads another's frames while that one goes on
+    (python/cpython#111363): a frame that it has left in between points nowhere. So the whole stack is
+    read by functions in C that one call in C combines, within which no other thread runs.
     """
-    if thread == threading.get_ident():
-        return sys._getframe(1)
-    return _frames().get(thread)
+    frames = map(operator.itemgetter(thread), iter(sys._current_frames, None))
+    stack = itertools.accumulate(
+        itertools.chain(itertools.islice(frames, 1), itertools.repeat("f_back")),
+        cast(Any, getattr),
+    )
+    found: list[Any] = []
+    # The outermost frame has none behind it. A thread that has ended has no frames.
+    with _without_collector(), contextlib.suppress(AttributeError, KeyError):
+        found.extend(map(_PLACE_OF_FRAME, stack))
+    return [Place(*place) for place in found if place[0] != __file__]
 
 
 def runs_tensorflow() -> bool:
     """Whether a thread other than the one that asks is in a call of TensorFlow."""
-    for thread, frame in _frames().items():
-        walked: types.FrameType | None = frame
-        while walked is not None and thread != threading.get_ident():
-            if walked.f_code.co_filename.startswith(_TENSORFLOW):
-                return True
-            walked = walked.f_back
-    return False
+    with _without_collector():
+        threads = list(sys._current_frames())
+    return any(
+        place.file.startswith(_TENSORFLOW)
+        for thread in threads
+        if thread != threading.get_ident()
+        for place in stack_of(thread)
+    )
 
 
-def _frames() -> dict[int, types.FrameType]:
-    """The innermost frames of all threads.
+@contextlib.contextmanager
+def _without_collector():
+    """No garbage collections, in any thread.
 
     Python 3.11 before 3.11.9 holds a lock while it lists frames, in which the garbage collector may
     run, and free what waits for the same lock (python/cpython#106883): the process would stand still
-    for ever. So the collector rests meanwhile.
+    for ever. It may also run a finalizer in Python, and other threads with it.
     """
     with _lock:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            return sys._current_frames()
+            yield
         finally:
             if was_enabled:
                 gc.enable()

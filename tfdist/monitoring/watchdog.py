@@ -17,7 +17,7 @@ from typing import Any
 from tfdist import checks
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import broadcast_object
-from tfdist.monitoring.frames import frame_of, runs_tensorflow
+from tfdist.monitoring.frames import runs_tensorflow, stack_of
 from tfdist.monitoring.heartbeat import HeartbeatClient, HeartbeatServer
 from tfdist.monitoring.report import Report, collective_words
 from tfdist.runtime.exit_codes import ENDED_BY_WATCHDOG
@@ -70,9 +70,10 @@ class Watchdog:
             on_warning=self._warn,
         )
         atexit.register(self._leave)
+        engine.at_shutdown(self.close)
 
     def close(self) -> None:
-        """Stops watching; the other ranks count this one as ended."""
+        """Stops watching, as the engine's shutdown does; the other ranks count this one as ended."""
         atexit.unregister(self._leave)
         self._client.close()
 
@@ -106,11 +107,9 @@ class Watchdog:
 
     def _main_thread(self) -> str:
         """Where the main thread stands: the innermost line that is not a library's."""
-        frame = frame_of(self._main)
-        stack = traceback.extract_stack(frame) if frame is not None else []
-        stack = [line for line in stack if line.filename != __file__]
-        own = [line for line in stack if "site-packages" not in line.filename] or list(stack)
-        return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else "its end"
+        stack = [place for place in stack_of(self._main) if place.file != __file__]
+        own = [place for place in stack if "site-packages" not in place.file] or stack
+        return f"{own[0].file}:{own[0].line} in {own[0].function}" if own else "its end"
 
     def _leave(self) -> None:
         """At the end of the process: says what ended it, if an exception did, and goodbye."""

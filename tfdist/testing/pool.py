@@ -240,8 +240,12 @@ class RankPool:
         return self._logs / f"rank{rank}.log"
 
     def _tail(self, rank: int, lines: int = 60) -> str:
-        text = self._log(rank).read_text(errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
+        text = self._log(rank).read_text(errors="replace").splitlines()
+        # A crash prints the stacks of all threads, in any order: that of the one that crashed counts.
+        crash = [at for at, line in enumerate(text) if line.startswith("Current thread")]
+        crash = crash or [at for at, line in enumerate(text) if "Fatal Python error" in line]
+        first = crash[-1] if crash else max(len(text) - lines, 0)
+        return "\n".join(text[first : first + lines])
 
     def _death(self, rank: int) -> RankError:
         code = self._processes[rank].wait()

@@ -108,6 +108,7 @@ class P2PEngine(Engine):
 
     def shutdown(self) -> None:
         """Ends the connections and the inner engine."""
+        super().shutdown()
         self.close()
         self.inner.shutdown()
 
