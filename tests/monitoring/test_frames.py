@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
 from tfdist.monitoring import frames
-from tfdist.monitoring.frames import stack_of
+from tfdist.monitoring.frames import runs_code_in, stack_of
 
 #: Has the garbage collector want to run just as frames are listed, and find a `threading.local`.
 LOOK = """
@@ -121,3 +122,20 @@ def test_the_innermost_place_comes_first():
     ]
     assert {place.file for place in found[:2]} == {__file__}
     assert found[1].line == found[0].line + 2
+
+
+def test_code_that_another_thread_runs():
+    here = str(Path(__file__).parent)
+    begun, over = threading.Event(), threading.Event()
+
+    def wait():
+        begun.set()
+        over.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    begun.wait()
+    assert runs_code_in(here)
+    over.set()
+    thread.join()
+    assert not runs_code_in(here)  # This thread does not count.

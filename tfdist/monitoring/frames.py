@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib.util
 import itertools
 import operator
 import sys
 import threading
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-__all__ = ["Place", "runs_tensorflow", "stack_of"]
+__all__ = ["Place", "runs_code_in", "stack_of"]
 
 _lock = threading.Lock()
-_TENSORFLOW = str(Path(str(cast(Any, importlib.util.find_spec("tensorflow")).origin)).parent)
 _PLACE_OF_FRAME = operator.attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
 
 
@@ -48,12 +45,12 @@ def stack_of(thread: int) -> list[Place]:
     return [Place(*place) for place in found if place[0] != __file__]
 
 
-def runs_tensorflow() -> bool:
-    """Whether a thread other than the one that asks is in a call of TensorFlow."""
+def runs_code_in(folder: str) -> bool:
+    """Whether a thread other than the one that asks is in a call of what is in a folder."""
     with _without_collector():
         threads = list(sys._current_frames())
     return any(
-        place.file.startswith(_TENSORFLOW)
+        place.file.startswith(folder)
         for thread in threads
         if thread != threading.get_ident()
         for place in stack_of(thread)

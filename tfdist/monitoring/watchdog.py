@@ -12,12 +12,15 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+import tensorflow as tf
 
 from tfdist import checks
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import broadcast_object
-from tfdist.monitoring.frames import runs_tensorflow, stack_of
+from tfdist.monitoring.frames import runs_code_in, stack_of
 from tfdist.monitoring.heartbeat import HeartbeatClient, HeartbeatServer
 from tfdist.monitoring.report import Report, collective_words
 from tfdist.runtime.exit_codes import ENDED_BY_WATCHDOG
@@ -25,6 +28,7 @@ from tfdist.runtime.uncaught import uncaught
 
 __all__ = ["Watchdog", "startup_guard"]
 
+_TENSORFLOW = str(Path(tf.__file__).parent)
 #: How long a rank whose collective failed waits to hear what made it fail.
 _VERDICT_SECONDS = 8.0
 #: How much later than the timer a start-up ends in which the timer cannot run.
@@ -87,7 +91,7 @@ class Watchdog:
             for op, key in zip(flying, keys, strict=True)
             if now - self._since[key] > _ABANDONED_SECONDS
         ]
-        if old and not runs_tensorflow():
+        if old and not runs_code_in(_TENSORFLOW):
             # The graph that they were in is over, so it has failed, and the program has gone on.
             self._engine.recorder.abandon(old)
         waiting: list[dict[str, Any]] = [
