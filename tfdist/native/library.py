@@ -35,6 +35,14 @@ _SOURCES = (
     "updates.cc",
 )
 _HEADERS = ("exponential.h", "kernels.h", "peer.h", "transport.h")
+_FLAGS = (
+    "-shared",
+    "-fPIC",
+    "-O3",
+    "-fopenmp-simd",  # Sums of a loop may be taken in parts.
+    # A choice of two numbers is no branch: without AVX-512 loops of it would not be vectors.
+    "-fno-trapping-math",
+)
 
 
 def library_path() -> Path:
@@ -42,6 +50,7 @@ def library_path() -> Path:
     digest = hashlib.sha256(tf.version.VERSION.encode() + sysconfig.get_platform().encode())
     for name in (*_SOURCES, *_HEADERS):
         digest.update((_HERE / name).read_bytes())
+    digest.update(" ".join(_FLAGS).encode())
     return _HERE / f"tfdist-{digest.hexdigest()[:16]}.so"
 
 
@@ -63,10 +72,7 @@ def build(compiler: Sequence[str] = ("g++",)) -> Path:
         finished = run_in_session(
             [
                 *compiler,
-                "-shared",
-                "-fPIC",
-                "-O3",
-                "-fopenmp-simd",  # Sums of a loop may be taken in parts.
+                *_FLAGS,
                 *tf.sysconfig.get_compile_flags(),
                 *[str(_HERE / name) for name in _SOURCES],
                 "-o",
