@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import resource
 import shutil
 import tempfile
@@ -12,9 +13,10 @@ from tfdist.launch.doctor.findings import Finding, answer_of, note, ok, problem
 from tfdist.launch.doctor.software import Trials
 from tfdist.runtime.process_memory import available_bytes
 
-__all__ = ["RANK_BYTES", "folders", "gpus", "memory", "processor"]
+__all__ = ["RANK_BYTES", "folders", "gpus", "kernels", "memory", "processor"]
 
 _GIB = 1 << 30
+_ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 #: What a rank takes before it has a model: Python, TensorFlow, Keras and an engine, rounded up.
 RANK_BYTES = 3 * _GIB // 4
 #: Addresses, most of which no memory stands behind.
@@ -37,6 +39,16 @@ def processor(num_ranks: int) -> list[Finding]:
         text = f"a process may open {files}, which many ranks and checkpoints exceed"
         found.append(problem("Open files", text, f"ulimit -n {_LEAST_FILES * 4}"))
     return found
+
+
+def kernels(trials: Trials | None) -> list[Finding]:
+    """Whether TensorFlow leaves out oneDNN, as it does on x86 without AVX-512 VNNI and AMX."""
+    if trials is None or trials.has_onednn is not False or trials.gpus():
+        return []
+    if _ONEDNN in os.environ or platform.machine() not in ("x86_64", "AMD64"):
+        return []
+    text = "TensorFlow leaves out oneDNN on this processor; products are often faster with it"
+    return [note("Kernels", text, f"export {_ONEDNN}=1, and compare the time of a step")]
 
 
 def memory(num_ranks: int) -> list[Finding]:

@@ -88,6 +88,7 @@ def _main(request: _Request) -> int:
         "Engines": [] if trials is None else [("Imports", trials.imports)],
         "Machine": [
             ("Cores", functools.partial(machine.processor, ranks)),
+            ("Kernels", functools.partial(machine.kernels, trials)),
             ("Memory", functools.partial(machine.memory, ranks)),
             ("Work folder", functools.partial(machine.folders, folder)),
             ("GPUs", functools.partial(machine.gpus, trials, ranks, patience)),

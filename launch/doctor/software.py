@@ -205,6 +205,11 @@ class Trials:
         """Whether TensorFlow could compute on NVIDIA's GPUs."""
         return bool(self._results()[0].get("tensorflow", {}).get("cuda"))
 
+    @property
+    def has_onednn(self) -> bool | None:
+        """Whether TensorFlow takes oneDNN's kernels on this processor; None where it does not work."""
+        return self._results()[0].get("tensorflow", {}).get("onednn")
+
     def _results(self) -> tuple[dict[str, dict], str]:
         with self._lock:
             if self._answer is None:

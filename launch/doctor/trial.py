@@ -40,7 +40,14 @@ def _tensorflow() -> dict[str, Any]:
         for gpu in tf.config.list_physical_devices("GPU")
     ]
     cuda = tf.test.is_built_with_cuda()
-    return {"text": f"works, TensorFlow {tf.__version__}", "gpus": gpus, "cuda": cuda}
+    try:
+        # With oneDNN TensorFlow takes an allocator on CPUs that counts.
+        tf.config.experimental.get_memory_info("CPU:0")
+        onednn = True
+    except ValueError:
+        onednn = False
+    text = f"works, TensorFlow {tf.__version__}"
+    return {"text": text, "gpus": gpus, "cuda": cuda, "onednn": onednn}
 
 
 def _tfdist() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import platform
 import resource
 import socket
 import subprocess
@@ -19,6 +20,9 @@ from tests.launch.processes import BIN
 from tfdist.launch.doctor import machine
 from tfdist.launch.doctor.findings import note, ok, problem, run_checks
 from tfdist.launch.doctor.page import print_page
+from tfdist.launch.doctor.software import Trials
+
+ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 
 #: ssh as far as the launchers use it; the command runs here.
 _SSH = """#!/bin/sh
@@ -275,6 +279,22 @@ def test_the_page_has_colours_on_terminals_alone(monkeypatch):
     shown = io.StringIO()
     print_page(hostile, shown)
     assert "\x1b" not in shown.getvalue()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("value", ["0", "1", None])
+def test_a_tensorflow_without_onednn_is_told(value, monkeypatch):
+    if value is None:
+        monkeypatch.delenv(ONEDNN, raising=False)
+    else:
+        monkeypatch.setenv(ONEDNN, value)
+    trials = Trials(100)
+    if value is not None:
+        assert trials.has_onednn is (value == "1")
+    found = machine.kernels(trials)
+    # Who sets the variable knows of it.
+    is_told = value is None and not trials.has_onednn and platform.machine() == "x86_64"
+    assert [ONEDNN in finding.remedy for finding in found] == [True] * is_told
 
 
 @pytest.mark.slow
