@@ -62,31 +62,21 @@ class Cut:
         """Whether it is known that no block is filled up."""
         return isinstance(self.length, int) and self.number * self.size == self.length
 
-    def blocks(self, tensor, groups: int | None = None, *, once: bool = False):
+    def blocks(self, tensor, groups: int | None = None) -> _Blocks:
         """The blocks of a tensor of shape [batch, heads, length, size], by `read(index)`.
 
         Args:
             tensor: The tensor.
             groups: None, or G: the heads of one of G groups follow each other as rows.
-            once: Whether each is read once only, so that it pays to cut it when it is read.
 
         Returns:
             What reads tensors of shape [batch, heads, block, size], or
             [batch, G, heads / G * block, size].
         """
         batch, heads, size = size_of(tensor, 0), tensor.shape[1], tensor.shape[3]
-        tensor = self.filled(tensor, 2)
         groups = groups or heads
-        shape = [batch, groups, heads // groups, self.number, self.size, size]
-        rows = heads // groups * self.size
-        if once or self.is_whole:
-            whole = tf.reshape(tensor, [*shape[:3], self.number * self.size, size])
-            return _Cuts(self, whole, rows)
-        tensor = tf.transpose(tf.reshape(tensor, shape), [3, 0, 1, 2, 4, 5])
-        tensor = tf.reshape(tensor, [self.number, batch, groups, rows, size])
-        return tf.TensorArray(
-            tensor.dtype, self.number, clear_after_read=False, element_shape=tensor.shape[1:]
-        ).unstack(tensor)
+        shape = [batch, groups, heads // groups, self.number * self.size, size]
+        return _Blocks(self, tf.reshape(self.filled(tensor, 2), shape))
 
     def joined(self, blocks: tf.TensorArray, batch, heads: int, groups: int, size: int):
         """The tensor of shape [batch, heads, length, size] that blocks are of."""
@@ -109,11 +99,11 @@ class Cut:
         return tf.pad(tensor, paddings)
 
 
-class _Cuts:
-    """Blocks of a tensor of shape [batch, groups, heads of a group, length, size]."""
+class _Blocks:
+    """Blocks of a tensor of shape [batch, groups, heads of a group, length, size], cut when they are read."""
 
-    def __init__(self, cut: Cut, tensor, rows):
-        self._cut, self._tensor, self._rows = cut, tensor, rows
+    def __init__(self, cut: Cut, tensor):
+        self._cut, self._tensor = cut, tensor
 
     def read(self, index):
         """A block, of shape [batch, groups, heads of a group * block, size]."""
@@ -123,7 +113,7 @@ class _Cuts:
             # By sizes, as XLA wants to know these.
             size = [batch, *shape[1:3], self._cut.size, shape[4]]
             found = tf.slice(found, [0, 0, 0, index * self._cut.size, 0], size)
-        return tf.reshape(found, [batch, shape[1], self._rows, shape[4]])
+        return tf.reshape(found, [batch, shape[1], shape[2] * self._cut.size, shape[4]])
 
 
 class Grid:

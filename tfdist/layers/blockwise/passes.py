@@ -55,7 +55,7 @@ def attention_parts(query, key, value, seen: Visibility, settings: Settings):
         are of these keys alone: `merge` puts results for several sets of keys together.
     """
     grid, groups, dtype = _grid(query, key, seen, settings)
-    queries = grid.rows.blocks(query, groups, once=True)
+    queries = grid.rows.blocks(query, groups)
     keys, values = grid.columns.blocks(key), grid.columns.blocks(value)
 
     def row(i, outs, lses):
@@ -127,8 +127,8 @@ def attention_gradients(
         rows += [lse, delta]
         columns += [value]
     is_one = grid.columns.is_whole
-    row_blocks = [grid.rows.blocks(tensor, groups, once=is_one) for tensor in rows]
-    column_blocks = [grid.columns.blocks(tensor, once=True) for tensor in columns]
+    row_blocks = [grid.rows.blocks(tensor, groups) for tensor in rows]
+    column_blocks = [grid.columns.blocks(tensor) for tensor in columns]
 
     def column(j, query_gradients, key_gradients, value_gradients):
         of_column = [blocks.read(j) for blocks in column_blocks]
