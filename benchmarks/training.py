@@ -24,6 +24,7 @@ from tfdist.benchmarks import findings
 from tfdist.benchmarks.comparisons import COMPARISONS, SIZES, Comparison, Job
 from tfdist.benchmarks.environments import versions
 from tfdist.benchmarks.findings import Finding, Side
+from tfdist.benchmarks.job_variables import ONEDNN
 from tfdist.benchmarks.jobs import Block, JobError, RunningJob, interpreter
 from tfdist.benchmarks.measuring import has_between, write_between
 from tfdist.benchmarks.model_flops import gemm_peak, step_flops
@@ -253,7 +254,8 @@ def _machine() -> str:
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         models = [line for line in file if line.startswith("model name")]
         name = models[0].partition(":")[2].strip() if models else name
-    return f"{os.cpu_count()} cores of {name}, {platform.system()}"
+    onednn = f", {ONEDNN}={os.environ[ONEDNN]}" if ONEDNN in os.environ else ""
+    return f"{os.cpu_count()} cores of {name}, {platform.system()}{onednn}"
 
 
 PROGRAM = command.Program(

@@ -178,7 +178,11 @@ def test_processes_on_jax_find_each_other_and_have_their_threads(monkeypatch):
     monkeypatch.setenv("NPROC", "64")
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/nowhere")
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
-    assert not {"NPROC", "XLA_FLAGS", "JAX_PLATFORMS"} & set(outside())
+    monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "1")
+    monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "64")
+    kept = set(outside())
+    assert not {"NPROC", "XLA_FLAGS", "JAX_PLATFORMS", "TF_NUM_INTRAOP_THREADS"} & kept
+    assert "TF_ENABLE_ONEDNN_OPTS" in kept
     for name, processes, devices in (
         ("gpt-jax", 1, 1),
         ("convnet-jax-devices", 1, 2),
