@@ -45,7 +45,7 @@ def kernels(trials: Trials | None) -> list[Finding]:
     """Whether TensorFlow leaves out oneDNN, as it does on x86 without AVX-512 VNNI and AMX."""
     if trials is None or trials.has_onednn is not False or trials.gpus():
         return []
-    if _ONEDNN in os.environ or platform.machine() not in ("x86_64", "AMD64"):
+    if _ONEDNN in os.environ or platform.machine() != "x86_64":
         return []
     text = "TensorFlow leaves out oneDNN on this processor; products are often faster with it"
     return [note("Kernels", text, f"export {_ONEDNN}=1, and compare the time of a step")]

@@ -288,6 +288,8 @@ def test_a_tensorflow_without_onednn_is_told(value, monkeypatch):
         monkeypatch.delenv(ONEDNN, raising=False)
     else:
         monkeypatch.setenv(ONEDNN, value)
+    # As docs/memory.md advises; it does not switch oneDNN off.
+    monkeypatch.setenv("TF_ONEDNN_USE_SYSTEM_ALLOCATOR", "1")
     trials = Trials(100)
     if value is not None:
         assert trials.has_onednn is (value == "1")
