@@ -61,7 +61,7 @@ def calls_of_servers() -> dict:
     found = {
         "sent": sent,
         "versions": versions,
-        "steps": sorted({float(x) for i in before for x in (before[i] - after[i]).flat}),
+        "steps": [float(x) for i in before for x in (before[i] - after[i]).flat],
         "updates": workers[0].updates().tolist(),
         "dropped": workers[0].dropped().tolist(),
         "redone": workers[0].redone().tolist(),

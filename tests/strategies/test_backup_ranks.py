@@ -116,6 +116,20 @@ def test_a_worker_that_is_late_catches_up():
     assert not steps.is_behind(3)
 
 
+def test_a_gradient_in_time_for_a_later_update_leaves_out_the_step_between():
+    """Else two workers that were slow once make an update more at the end."""
+    steps = Round(2)
+    steps.note_push(then=[0], before=[0])
+    assert not steps.is_behind(1)
+    # Others made update 1 before this worker read the parameters of its second step.
+    steps.note_push(then=[2], before=[2])
+    assert not steps.was_late and steps.is_behind(1) and not steps.is_behind(2)
+    steps.skip(1)
+    assert not steps.is_behind(1) and (steps.step, steps.skipped) == (3, 1)
+    # The update is not made yet: the worker still waits for it.
+    assert not steps.is_over(steps.known) and steps.is_over([3])
+
+
 class Behind:
     """Servers that are ahead for good; counts what is left out."""
 

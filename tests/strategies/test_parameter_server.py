@@ -158,7 +158,7 @@ def test_a_worker_comes_back(tmp_path):
     """One that is held still is left out, the others go on, and it takes part again."""
     job = start(tmp_path, np=2, staleness=1, epochs=12, step_seconds=0.02, timeout=3.0)
     try:
-        wait_for(lambda: (tmp_path / "steps1").exists(), job)
+        wait_for(lambda: all((tmp_path / f"steps{worker}").exists() for worker in range(2)), job)
         worker = next(
             child
             for child in psutil.Process(job.pid).children(recursive=True)

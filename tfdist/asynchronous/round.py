@@ -113,7 +113,14 @@ class Round:
 
     def is_behind(self, steps: int) -> bool:
         """Whether the updates of the next steps were made without this worker, or none will be made."""
-        return self.is_last or bool(self.known and min(self.known) - self.step >= steps)
+        if self.is_last or not self.known:
+            return self.is_last
+        made = min(self.known)
+        if self._sent_for and not self.was_late:
+            # The update of a gradient in time is as good as made. It may be a later one than this step's:
+            # a worker that is slow once reads what others have made meanwhile.
+            made = max(made, min(self._sent_for) + 1)
+        return made - self.step >= steps
 
     def skip(self, steps: int) -> None:
         """Leaves out the next batches."""
