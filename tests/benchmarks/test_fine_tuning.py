@@ -96,7 +96,7 @@ def test_generation_beside_plain_keras_hub(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["one-process", "tensor", "zero"])
+@pytest.mark.parametrize("name", ["one-process", "one-process-xla", "tensor", "zero"])
 def test_a_peer_trains_the_same_model(name):
     skip_without("horovod")
     comparison = comparisons("horovod")[name]
