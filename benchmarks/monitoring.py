@@ -3,14 +3,18 @@
     python -m tfdist.benchmarks.monitoring
     python -m tfdist.benchmarks.monitoring --only=gpt --engine=tensorflow
 
-Each rank trains one model twice: two `fit`s in turn, of which one has the callback. The turns change
-their order, so that what a machine does meanwhile meets both alike.
+Each rank runs two `fit`s of one model in two threads, of which one has the callback. Only one thread
+runs at a time: they take turns of a second or two, shorter than most of what else a machine does.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+
+import keras
 
 from tfdist.benchmarks.measuring import (
     ENVIRONMENT,
@@ -26,55 +30,81 @@ __all__ = ["main"]
 
 #: Of the time of a step.
 _MOST = 1.01
-_STEPS = 48
+#: Of a turn: at least one block of steps of which ranks tell each other.
+_STEPS = 24
 _PARTS = ("gpt", "convnet")
-
-#: On a rank: by part a model and its data.
-_made: dict = {}
 
 
 def main() -> None:
-    arguments = parser(__doc__, _PARTS).parse_args()
+    flags = parser(__doc__, _PARTS)
+    flags.set_defaults(rounds=40)
+    arguments = flags.parse_args()
     ratios = []
     print(HEADER)
     for part in _PARTS:
         if arguments.only in (None, part):
             with RankPool(2, arguments.engine, environment=ENVIRONMENT) as pool:
-                ratio = Ratio(f"{part}, with a Monitor and without", [], [], _MOST)
-                pool.run(_seconds, part, False, timeout=300)
-                pool.run(_seconds, part, True, timeout=300)
-                for turn in range(arguments.rounds):
-                    for watched in (True, False) if turn % 2 else (False, True):
-                        seconds = max(pool.run(_seconds, part, watched, timeout=300))
-                        (ratio.one if watched else ratio.other).append(seconds)
-                    print(f"  turn {turn}: {ratio.ratios[-1]:.4f}", file=sys.stderr, flush=True)
-                ratios.append(ratio)
-                print(ratio.row(), flush=True)
+                ranks = pool.run(_seconds, part, arguments.rounds, timeout=3600)
+            # Of each turn the slower rank.
+            watched, alone = (
+                [max(turn) for turn in zip(*(rank[side] for rank in ranks), strict=True)]
+                for side in (0, 1)
+            )
+            ratios.append(Ratio(f"{part}, with a Monitor and without", watched, alone, _MOST))
+            print(ratios[-1].row(), flush=True)
     write_json(arguments.json, arguments.engine, ratios)
     if any(ratio.is_over for ratio in ratios):
         sys.exit(1)
 
 
-def _seconds(part: str, watched: bool) -> float:
-    """The mean time of a step of `fit` on this rank; the first steps are not counted."""
-    import keras
+class _Turns(keras.callbacks.Callback):
+    """Lets a `fit` run while it has its turn, and measures the turns; the first is not counted.
 
+    Attributes:
+        seconds: The mean time of a step, by turn.
+    """
+
+    def __init__(self, own: threading.Semaphore, other: threading.Semaphore):
+        super().__init__()
+        self.seconds: list[float] = []
+        self._own, self._other, self._begin = own, other, 0.0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch % _STEPS:
+            return
+        if batch > _STEPS:
+            self.seconds.append((time.perf_counter() - self._begin) / _STEPS)
+        if batch:
+            self._other.release()
+            self._own.acquire()
+        self._begin = time.perf_counter()
+
+
+def _seconds(part: str, turns: int) -> tuple[list[float], list[float]]:
+    """The time of a step of `fit` on this rank, with a `Monitor` and without, by turn."""
     from tfdist.monitoring import Monitor
 
-    if part not in _made:
-        _made[part] = (*_make(part), Monitor(every=20, show=False))
-    model, data, monitor = _made[part]
-    begins: list[float] = []
-    clock = keras.callbacks.LambdaCallback(
-        on_train_batch_begin=lambda batch, logs: begins.append(time.perf_counter())
-    )
-    callbacks = [clock, monitor] if watched else [clock]
-    model.fit(data, steps_per_epoch=_STEPS, verbose=0, callbacks=callbacks)
-    return (begins[-1] - begins[2]) / (len(begins) - 3)
+    tokens = threading.Semaphore(1), threading.Semaphore(0)
+    clocks = _Turns(*tokens), _Turns(*reversed(tokens))
+    callbacks = [clocks[0], Monitor(every=20, show=False)], [clocks[1]]
+    trainings = [_make(part) for _ in clocks]
+
+    def train(side: int) -> None:
+        model, data = trainings[side]
+        tokens[side].acquire()
+        try:
+            # A step more, at whose beginning the last turn ends.
+            steps = (turns + 1) * _STEPS + 1
+            model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=callbacks[side])
+        finally:
+            tokens[1 - side].release()
+
+    with ThreadPoolExecutor(len(clocks)) as threads:
+        list(threads.map(train, range(len(clocks))))
+    return clocks[0].seconds, clocks[1].seconds
 
 
 def _make(part: str):
-    import keras
     import numpy as np
     import tensorflow as tf
 
