@@ -57,6 +57,8 @@ _FRESH = ((4, 128, 4), (4, 512, 8))
 #: Layouts whose messages say how long one takes while ranks compute: of two ranks, and of one model.
 _BUSY = (Layout(tensor=2), Layout(context=2))
 _BUSY_MODEL, _BUSY_ROWS = (4, 128), 16
+#: How often, in turn with the model alone: what messages take is a small difference of long times.
+_BUSY_TURNS = 2
 _SIZES = [4096, 1 << 20, 1 << 22]
 #: By how much the bytes of a layout may be off: more than any in docs/planning.md.
 _MEMORY_MARGIN = 0.25
@@ -126,7 +128,11 @@ def measure_machine(ranks: int, engine: str) -> Machine:
             ]
             together = [_slowest(train(pool, models[i], Layout(), rows[i])) for i in _TOGETHER]
             idle = link_of(_SIZES, pool.run(trials.collective_seconds, _SIZES, False, timeout=300))
-            kept_busy = [_slowest(train(pool, busy, layout, _BUSY_ROWS)) for layout in _BUSY]
+            longer = 0.0
+            for _ in range(_BUSY_TURNS):
+                single = _slowest(pool.run(trials.alone, busy, _BUSY_ROWS, timeout=300))
+                for layout in _BUSY:
+                    longer += _slowest(train(pool, busy, layout, _BUSY_ROWS)) - single
     step, layer, flop, byte = fit_rates(models, rows, [each / share for each in measured])
     base, fragmentation = _memory(peaks)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -162,7 +168,7 @@ def measure_machine(ranks: int, engine: str) -> Machine:
         name=platform.node() or "this machine",
         source=f"calibrated {datetime.date.today()} with {ranks} ranks of {engine}",
     )
-    machine = machine.replace(inside=_busy_link(machine, busy, few, kept_busy))
+    machine = machine.replace(inside=_busy_link(machine, busy, few, longer / _BUSY_TURNS, share))
     if ranks == few:
         return machine
     with RankPool(ranks, engine) as pool:
@@ -190,27 +196,35 @@ def _crowding(machine: Machine, model: Transformer, seconds: float) -> float:
     return max(math.log(max(grown, turns)) / math.log(turns) - 1, 0.0)
 
 
-def _busy_link(machine: Machine, model: Transformer, ranks: int, seconds: Sequence[float]) -> Link:
+def _busy_link(
+    machine: Machine, model: Transformer, ranks: int, longer: float, share: float
+) -> Link:
     """The link as ranks have it that compute: its latency such that layouts take what they took.
 
-    Whoever waits for a message shares the processor with what computes. The mean of the layouts.
+    Whoever waits for a message shares the processor with what computes. What layouts take is compared
+    with the model alone, in estimates as in measurements, so that errors of the model's estimate cancel.
+
+    Args:
+        machine: The machine, with the link as idle ranks have it.
+        model: The model.
+        ranks: How many ranks trained.
+        longer: By how many seconds the steps of all `_BUSY` took longer than those of the model alone.
+        share: How many ranks share a processor.
     """
     machine, link = machine.replace(ranks_per_host=ranks), machine.inside
-    batch, far = _BUSY_ROWS * ranks, 0.1
-    found = []
-    for layout, measured in zip(_BUSY, seconds, strict=True):
-        layout = dataclasses.replace(layout, data=ranks // layout.ranks)
-        none, much = (
-            estimate(
-                model,
-                machine.replace(inside=Link(latency, link.bandwidth)),
-                layout,
-                global_batch=batch,
-            ).step_seconds
-            for latency in (0.0, far)
+    alone = share * estimate(model, machine, Layout(), global_batch=_BUSY_ROWS).step_seconds
+    layouts = [dataclasses.replace(each, data=ranks // each.ranks) for each in _BUSY]
+
+    def predicted(latency: float) -> float:
+        linked = machine.replace(inside=Link(latency, link.bandwidth))
+        return sum(
+            estimate(model, linked, each, global_batch=_BUSY_ROWS * ranks).step_seconds - alone
+            for each in layouts
         )
-        found.append(far * (measured - none) / (much - none))
-    return Link(max(float(np.mean(found)), link.latency), link.bandwidth)
+
+    none, far = predicted(0.0), 0.1
+    latency = far * (longer - none) / (predicted(far) - none)
+    return Link(max(latency, link.latency), link.bandwidth)
 
 
 def _slowest(found: Sequence[trials.Measured]) -> float:
@@ -289,6 +303,6 @@ CALIBRATE = command.Program(
     _main,
     _VALUES,
     usage="tfdist-plan calibrate [flags]",
-    summary="Measures this machine in about a minute, and writes what it takes to a file.",
+    summary="Measures this machine in two minutes, and writes what it takes to a file.",
     check=_check,
 )
