@@ -57,8 +57,8 @@ _FRESH = ((4, 128, 4), (4, 512, 8))
 #: Layouts whose messages say how long one takes while ranks compute: of two ranks, and of one model.
 _BUSY = (Layout(tensor=2), Layout(context=2))
 _BUSY_MODEL, _BUSY_ROWS = (4, 128), 16
-#: How often, in turn with the model alone: what messages take is a small difference of long times.
-_BUSY_TURNS = 2
+#: More than elsewhere: what messages take is a small difference of long times.
+_BUSY_STEPS = 12
 _SIZES = [4096, 1 << 20, 1 << 22]
 #: By how much the bytes of a layout may be off: more than any in docs/planning.md.
 _MEMORY_MARGIN = 0.25
@@ -69,7 +69,10 @@ def _model(layers: int, width: int) -> Transformer:
 
 
 def fit_rates(
-    models: Sequence[Transformer], rows: Sequence[int], seconds: Sequence[float]
+    models: Sequence[Transformer],
+    rows: Sequence[int],
+    seconds: Sequence[float],
+    fastest: float = math.inf,
 ) -> tuple[float, float, float, float]:
     """Seconds of a step and of a layer, seconds a FLOP, and seconds a byte, by least squares.
 
@@ -80,6 +83,7 @@ def fit_rates(
         models: What was trained.
         rows: Rows of each batch.
         seconds: Of each step.
+        fastest: How many bytes memory moves in a second at most.
     """
     from scipy import optimize
 
@@ -94,9 +98,10 @@ def fit_rates(
     matrix, target = np.array(lines), np.array(seconds)
     scale = matrix.max(axis=0)
     weighed = matrix / scale / target[:, None]
-    found, _ = optimize.nnls(weighed, np.ones(len(target)))
+    least = np.array([0.0, 0.0, 1e-15, max(1 / fastest, 1e-14)]) * scale
+    found = optimize.lsq_linear(weighed, np.ones(len(target)), (least, np.inf), tol=1e-12).x
     step, layer, flop, byte = (float(each) for each in found / scale)
-    return step, layer, max(flop, 1e-15), max(byte, 1e-14)
+    return step, layer, flop, byte
 
 
 def measure_machine(ranks: int, engine: str) -> Machine:
@@ -110,10 +115,15 @@ def measure_machine(ranks: int, engine: str) -> Machine:
     busy = _model(*_BUSY_MODEL)
 
     def train(
-        pool: RankPool, model: Transformer, layout: Layout, each: int, size: int = few
+        pool: RankPool,
+        model: Transformer,
+        layout: Layout,
+        each: int,
+        size: int = few,
+        steps: int = trials.STEPS,
     ) -> list[trials.Measured]:
         layout = dataclasses.replace(layout, data=size // layout.ranks)
-        return pool.run(trials.trial, model, layout, each * size, timeout=300)
+        return pool.run(trials.trial, model, layout, each * size, steps, timeout=300)
 
     peaks = []
     for place, (layers, width, each) in enumerate(_FRESH):
@@ -128,12 +138,15 @@ def measure_machine(ranks: int, engine: str) -> Machine:
             ]
             together = [_slowest(train(pool, models[i], Layout(), rows[i])) for i in _TOGETHER]
             idle = link_of(_SIZES, pool.run(trials.collective_seconds, _SIZES, False, timeout=300))
-            longer = 0.0
-            for _ in range(_BUSY_TURNS):
-                single = _slowest(pool.run(trials.alone, busy, _BUSY_ROWS, timeout=300))
-                for layout in _BUSY:
-                    longer += _slowest(train(pool, busy, layout, _BUSY_ROWS)) - single
-    step, layer, flop, byte = fit_rates(models, rows, [each / share for each in measured])
+            single = pool.run(trials.alone, busy, _BUSY_ROWS, _BUSY_STEPS, timeout=300)
+            longer = sum(
+                _slowest(train(pool, busy, layout, _BUSY_ROWS, steps=_BUSY_STEPS))
+                - _slowest(single)
+                for layout in _BUSY
+            )
+            fastest = min(pool.run(trials.moved_bytes_per_second, timeout=300))
+    each_alone = [seconds / share for seconds in measured]
+    step, layer, flop, byte = fit_rates(models, rows, each_alone, fastest * share)
     base, fragmentation = _memory(peaks)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     sent = [4.0 * count_parameters(models[place]) for place in _TOGETHER]
@@ -168,7 +181,7 @@ def measure_machine(ranks: int, engine: str) -> Machine:
         name=platform.node() or "this machine",
         source=f"calibrated {datetime.date.today()} with {ranks} ranks of {engine}",
     )
-    machine = machine.replace(inside=_busy_link(machine, busy, few, longer / _BUSY_TURNS, share))
+    machine = machine.replace(inside=_busy_link(machine, busy, few, longer, share))
     if ranks == few:
         return machine
     with RankPool(ranks, engine) as pool:

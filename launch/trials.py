@@ -18,6 +18,7 @@ from tfdist.planner import Layout, Transformer
 from tfdist.runtime.process_memory import forget_peak, peak_bytes, resident_bytes
 
 __all__ = [
+    "STEPS",
     "Measured",
     "all_reduce_seconds",
     "alone",
@@ -25,11 +26,13 @@ __all__ = [
     "fit_begins",
     "median_interval",
     "model_of",
+    "moved_bytes_per_second",
     "train",
     "trial",
 ]
 
-_STEPS = 6
+#: How many are timed.
+STEPS = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +68,7 @@ def model_of(sizes: Transformer, **options: Any) -> Any:
     )
 
 
-def trial(sizes: Transformer, layout: Layout, global_batch: int, steps: int = _STEPS) -> Measured:
+def trial(sizes: Transformer, layout: Layout, global_batch: int, steps: int = STEPS) -> Measured:
     """Trains some steps by a layout on this rank and the others of its pool.
 
     Args:
@@ -81,7 +84,7 @@ def trial(sizes: Transformer, layout: Layout, global_batch: int, steps: int = _S
     )
 
 
-def alone(sizes: Transformer, rows: int, steps: int = _STEPS) -> Measured:
+def alone(sizes: Transformer, rows: int, steps: int = STEPS) -> Measured:
     """Trains some steps on this rank, while the others of its pool do so, each for itself."""
     from tfdist import strategies
 
@@ -89,7 +92,7 @@ def alone(sizes: Transformer, rows: int, steps: int = _STEPS) -> Measured:
 
 
 def train(
-    strategy: Any, sizes: Transformer, layout: Layout, global_batch: int, steps: int = _STEPS
+    strategy: Any, sizes: Transformer, layout: Layout, global_batch: int, steps: int = STEPS
 ) -> Measured:
     """Trains some steps under a strategy, over whose mesh the layout goes.
 
@@ -192,6 +195,19 @@ def all_reduce_seconds(group: Any, sizes: Sequence[int], bulk: bool, repeats: in
             times.append(time.perf_counter() - begin)
         found.append(statistics.median(times[2:]))
     return found
+
+
+def moved_bytes_per_second(repeats: int = 20) -> float:
+    """How many bytes an addition to an array reads and writes in a second, at the fastest."""
+    import tensorflow as tf
+
+    array = tf.ones([1 << 21])
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        (array + 1.0).numpy()
+        times.append(time.perf_counter() - begin)
+    return 2 * 4 * (1 << 21) / min(times)
 
 
 def _trim() -> None:

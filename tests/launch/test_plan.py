@@ -124,6 +124,8 @@ def test_rates_are_found_again():
     step, layer, flop, byte = fit_rates(models, rows, seconds)
     assert step == pytest.approx(5e-3, rel=0.02) and layer == pytest.approx(1e-3, rel=0.02)
     assert 1 / flop == pytest.approx(5e10, rel=0.02) and 1 / byte == pytest.approx(4e9, rel=0.02)
+    limited = fit_rates(models, rows, seconds, fastest=3e9)
+    assert 1 / limited[3] == pytest.approx(3e9, rel=0.02) and min(limited) >= 0
 
 
 @pytest.mark.slow

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import configparser
+import importlib.metadata
 import os
 import re
 import shutil
@@ -12,6 +15,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.conftest import skip_without
 
@@ -26,6 +31,9 @@ _HOOK = """
 import setuptools.build_meta, sys
 print(getattr(setuptools.build_meta, sys.argv[1])(sys.argv[2]))
 """
+
+#: What the package takes where its user has it, and says so where not.
+_OF_THE_USERS = {"horovod", "keras_hub", "opentelemetry"}
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -121,6 +129,41 @@ def package_files(folder: Path, *endings: str) -> set[str]:
     for place, _, names in os.walk(folder / "tfdist", followlinks=True):
         below = Path(place).relative_to(folder)
         found |= {(below / name).as_posix() for name in names if name.endswith(endings)}
+    return found
+
+
+def test_the_package_asks_for_what_it_imports():
+    """Else something works only where another package has brought it."""
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    extras = dict(config["options.extras_require"])
+    del extras["dev"]
+    lines = "\n".join([config["options"]["install_requires"], *extras.values()]).splitlines()
+    asked = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    # Keras and TensorFlow bring h5py, rich and the like.
+    for base in ("keras", "tensorflow"):
+        asked += map(Requirement, importlib.metadata.requires(base) or ())
+    names = {canonicalize_name(each.name) for each in asked if "extra" not in str(each.marker)}
+    brought_by = importlib.metadata.packages_distributions()
+    missing = {}
+    for folder in ("tfdist", *LINKED):
+        for path in (ROOT / folder).rglob("*.py"):
+            if (ROOT / "benchmarks" / "peers") in path.parents:
+                continue
+            for module in _imported(path) - sys.stdlib_module_names - _OF_THE_USERS - {"tfdist"}:
+                if names.isdisjoint(map(canonicalize_name, brought_by.get(module, [module]))):
+                    missing[module] = path.relative_to(ROOT)
+    assert not missing
+
+
+def _imported(path: Path) -> set[str]:
+    """The first names of the modules that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {each.name.partition(".")[0] for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
     return found
 
 
