@@ -15,6 +15,7 @@ from absl import flags
 
 from tfdist.launch import command
 from tfdist.launch.flag_values import FlagDefiner, output_file
+from tfdist.launch.quiet import quiet_start
 
 __all__ = ["PROGRAM", "measured_bandwidth", "measured_flops", "run"]
 
@@ -49,13 +50,15 @@ def _check(_: list[str]) -> None:
 
 
 def _main(_: None) -> None:
-    import tensorflow as tf
+    with quiet_start():
+        import tensorflow as tf
 
-    from tfdist import strategies
-    from tfdist.collectives import all_reduce
-    from tfdist.monitoring.monitor.peaks import Peak
-    from tfdist.monitoring.monitor.words import big
+        from tfdist import strategies
+        from tfdist.collectives import all_reduce
+        from tfdist.monitoring.monitor.peaks import Peak
+        from tfdist.monitoring.monitor.words import big
 
+        tf.config.list_physical_devices()
     if _THREADS.value:
         tf.config.threading.set_intra_op_parallelism_threads(_THREADS.value)
     try:

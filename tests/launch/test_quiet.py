@@ -100,6 +100,12 @@ def test_tfdist_train_alone_says_nothing_of_tensorflows_start():
 
 
 @pytest.mark.timeout(200)
+def test_the_peak_of_one_process_is_one_line():
+    (line,) = started("tfdist-bench", "peak", "--size=64", "--seconds=0.1", "--threads=1")
+    assert line.startswith("peak=") and "of each of 1 ranks" in line
+
+
+@pytest.mark.timeout(200)
 def test_the_proof_of_horovod_is_one_line():
     skip_without("horovod")
     (line,) = started("tfdist-install-horovod", "--check")
