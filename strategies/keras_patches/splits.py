@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import Group, broadcast
+from tfdist.monitoring.causes import SAVED
 from tfdist.sharding.layout import VariableLayout, global_shape, layout_of, whole_value
 from tfdist.sharding.parts import deep_copy
 
@@ -41,7 +42,7 @@ def whole_values(
     """
     found = {}
     for variable, _ in variables:
-        whole = whole_value(variable, "saved").numpy()
+        whole = whole_value(variable, SAVED).numpy()
         if keep:
             found[id(variable)] = whole
     return found

@@ -130,16 +130,21 @@ def test_a_cause_is_named_where_a_fit_lacks_ranks():
     assert "strategy.is_chief" in cause
     assert likely_cause("all_reduce/data/bucket", [0], [1]) == ""
     assert likely_cause("all_gather/world/fit/arguments/size", [0, 1], []) == ""
+    for collective in ("all_gather/data/saved", "all_reduce/world/save_weights"):
+        cause = likely_cause(collective, [0], [1])
+        assert cause.startswith(
+            "Rank 0 called `save` (or `save_weights`, `export`), rank 1 did not: "
+        )
 
 
 PROGRAM = """
 import keras, numpy as np, tfdist
-strategy = tfdist.strategies.auto(watchdog_seconds=20)
+strategy = tfdist.strategies.auto(watchdog_seconds=20, zero_stage={stage})
 with strategy.scope():
     model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
 if strategy.is_chief:
-    model.fit(np.ones([8, 3]), np.ones([8, 1]), verbose=0)
+    {call}
 """
 
 
@@ -149,6 +154,7 @@ def _run(tmp_path: Path, text: str, *launcher: str) -> subprocess.CompletedProce
     environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     return subprocess.run(
         [*launcher, sys.executable, str(script)],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=120,
@@ -159,12 +165,33 @@ def _run(tmp_path: Path, text: str, *launcher: str) -> subprocess.CompletedProce
 @pytest.mark.parametrize("engine", slow_but(["tensorflow"], ["horovod", "tensorflow"]))
 def test_fit_behind_is_chief_is_named_as_the_cause(tmp_path, engine):
     skip_without(engine)
-    launcher = Path(sys.executable).parent / "tfdist-run"
-    done = _run(tmp_path, PROGRAM, str(launcher), "-np", "2", f"--engine={engine}", "--")
+    call = "model.fit(np.ones([8, 3]), np.ones([8, 1]), verbose=0)"
+    verdict = _verdict(tmp_path, engine, call)
+    assert "Rank 0 called `fit` (or `evaluate`, `predict`), rank 1 did not: all" in verdict
+
+
+@pytest.mark.parametrize("engine", slow_but(["tensorflow"], ["horovod", "tensorflow"]))
+@pytest.mark.parametrize(
+    ("method", "stage"),
+    [
+        pytest.param("save('m.keras')", 0, marks=pytest.mark.slow),
+        ("save_weights('m.weights.h5')", 3),
+    ],
+)
+def test_a_save_behind_is_chief_is_named_as_the_cause(tmp_path, method, stage, engine):
+    skip_without(engine)
+    verdict = _verdict(tmp_path, engine, f"model.{method}", stage)
+    assert "Rank 0 called `save` (or `save_weights`, `export`), rank 1 did not: all" in verdict
+
+
+def _verdict(tmp_path: Path, engine: str, call: str, stage: int = 0) -> str:
+    """What the watchdog says of a call that the chief alone makes."""
+    launcher = str(Path(sys.executable).parent / "tfdist-run")
+    program = PROGRAM.format(call=call, stage=stage)
+    done = _run(tmp_path, program, launcher, "-np", "2", f"--engine={engine}", "--")
     assert done.returncode == 75, done.stdout + done.stderr
-    verdicts = [line for line in done.stdout.splitlines() if "watchdog on rank 0" in line]
-    assert len(verdicts) == 1, done.stdout
-    assert "Rank 0 called `fit` (or `evaluate`, `predict`), rank 1 did not: all" in verdicts[0]
+    (verdict,) = [line for line in done.stdout.splitlines() if "watchdog on rank 0" in line]
+    return verdict
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 
 from tfdist.monitoring.report import rank_words
 
-__all__ = ["ARGUMENTS", "likely_cause"]
+__all__ = ["ARGUMENTS", "SAVED", "likely_cause"]
 
 #: What the collective serves that `fit`, `evaluate` and `predict` begin with: one name for the three,
 #: so that ranks which call another of them meet, too.
 ARGUMENTS = "fit/arguments"
+#: What the collectives serve that gather a model's shards to be written.
+SAVED = "saved"
+#: Those, and the barriers after the chief has written, which bear the names of methods.
+_SAVING = {SAVED, "save", "save_weights", "export"}
 
 
 def likely_cause(collective: str, there: Sequence[int], missing: Sequence[int]) -> str:
@@ -19,9 +23,15 @@ def likely_cause(collective: str, there: Sequence[int], missing: Sequence[int]) 
     `there` are the ranks that wait in the collective, `missing` those that do not. A blank ends the
     sentence.
     """
-    if f"/{ARGUMENTS}" not in collective or not there or not missing:
+    if not there or not missing:
+        return ""
+    if f"/{ARGUMENTS}" in collective:
+        did = "called `fit` (or `evaluate`, `predict`)"
+    elif not _SAVING.isdisjoint(collective.split("/")):
+        did = "called `save` (or `save_weights`, `export`)"
+    else:
         return ""
     return (
-        f"{rank_words(there).capitalize()} called `fit` (or `evaluate`, `predict`), "
-        f"{rank_words(missing)} did not: all ranks call it, also where `strategy.is_chief` is False. "
+        f"{rank_words(there).capitalize()} {did}, {rank_words(missing)} did not: all ranks call it, "
+        "also where `strategy.is_chief` is False. "
     )
