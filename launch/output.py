@@ -23,6 +23,8 @@ _NOISE = re.compile(
     # Each is logged as an error at every start of a TensorFlow with CUDA, and is none.
     rb"|(?:E|W)0000 .*Unable to register cu(?:DNN|FFT|BLAS) factory"
     rb"|W0000 .*computation placer already registered"
+    # Logged as an error too, where another kernel multiplies integers.
+    rb"|E0000 .*oneDNN supports DT_\w+ only on platforms with .* Falling back to the default"
 )
 #: The same of a machine without a GPU: CUDA finds none.
 _NO_GPU = re.compile(rb"E0000 .*failed call to cuInit|E0000 .*cuda_platform\.cc")

@@ -17,6 +17,8 @@ NOISE = [
     b"To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow with "
     b"the appropriate compiler flags.",
     b"/job:worker/replica:0/task:1",
+    b"E0000 00:00:1.2   3 util.cc:131] oneDNN supports DT_INT32 only on platforms with AVX-512. Falling back to the "
+    b"default Eigen-based implementation if present.",
     b"E0000 00:00:1.2   3 cuda_dnn.cc:8310] Unable to register cuDNN factory: Attempting to register",
 ]
 NO_GPU = (
