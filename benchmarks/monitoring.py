@@ -32,6 +32,8 @@ __all__ = ["main"]
 _MOST = 1.01
 #: Of a turn: at least one block of steps of which ranks tell each other.
 _STEPS = 24
+#: That a turn may take; the first makes graphs.
+_SECONDS = 300
 _PARTS = ("gpt", "convnet")
 
 
@@ -76,7 +78,8 @@ class _Turns(keras.callbacks.Callback):
             self.seconds.append((time.perf_counter() - self._begin) / _STEPS)
         if batch:
             self._other.release()
-            self._own.acquire()
+            if not self._own.acquire(timeout=_SECONDS):
+                raise TimeoutError(f"The other `fit` did not end its turn within {_SECONDS} s.")
         self._begin = time.perf_counter()
 
 
