@@ -13,6 +13,7 @@ from tfdist.collectives import all_gather, all_reduce
 from tfdist.context import DistributedStrategy, ReplicaContext
 from tfdist.data.sharding import equal_steps, is_per_rank, mark_per_rank, shard_batches
 from tfdist.data.tokens import agreed_split, shard_tokens
+from tfdist.graph.arrival import after_arrival
 from tfdist.keras_step import KerasStep
 from tfdist.monitoring.work import WorkMeter
 from tfdist.strategies.keras_patches.steps import run_keras_step
@@ -81,7 +82,7 @@ class ParallelExtended(OneDeviceExtended):
         if step is not None:
             step.tokens = tokens
         context = ReplicaContext(self._parallel, step, tokens)
-        with tf.device(self._device), context:
+        with tf.device(self._device), context, after_arrival((args, kwargs)):
             meter = self.work_meter
             if step is None:
                 outputs = fn(*args, **kwargs)

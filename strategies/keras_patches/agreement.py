@@ -49,13 +49,16 @@ def check_agreement(strategy, kind: str, arguments: Mapping[str, Any]) -> None:
         ValueError: They differ; on all ranks.
     """
     own = _facts(arguments)
-    every = all_gather_object((kind, own), strategy.group(), name=ARGUMENTS)
-    kinds = [other for other, _ in every]
+    engine = strategy.engine
+    every = all_gather_object((kind, own, engine.run), strategy.group(), name=ARGUMENTS)
+    # A rank that failed in an earlier call may have counted fewer.
+    engine.begin_run(1 + max(run for _, _, run in every))
+    kinds = [other for other, _, _ in every]
     if len(set(kinds)) > 1:
         raise ValueError(
             f"All ranks call the same of `fit`, `evaluate` and `predict`. Received: {_by_rank(kinds)}."
         )
-    facts = [other for _, other in every]
+    facts = [other for _, other, _ in every]
     names = dict.fromkeys(name for other in facts for name in other)
     for name in names:
         values = [other.get(name, "nothing") for other in facts]

@@ -44,6 +44,8 @@ class Engine(abc.ABC):
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
         self.recorder = FlightRecorder()
+        #: Which call of `fit`, `evaluate` or `predict` is under way, as all ranks count.
+        self.run = 0
         self._groups: dict[tuple, Group] = {}
         #: Asked for by each call of a layer and for each variable, so that it is not worked out anew.
         self._by_axes: dict[tuple[str, ...], Group] = {}
@@ -179,6 +181,14 @@ class Engine(abc.ABC):
         with tf.control_dependencies([after]):
             like = tf.zeros([size], dtype)
         return self.broadcast(like, 1 - pair.rank, pair, name)
+
+    def begin_run(self, run: int) -> None:
+        """Called by all ranks between two steps: what a step that failed has left behind is void.
+
+        Args:
+            run: The number of the run, larger than that of any before.
+        """
+        self.run = run
 
     def transport(self, group: Group, *, reduces: bool = False, bulk: bool = False) -> Engine:
         """Which engine carries an operation: this one, or one that it wraps.

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.group import Group
 from tfdist.collectives.names import unique_name
+from tfdist.graph.arrival import arrival
 
 __all__ = [
     "SEND_NAME",
@@ -153,7 +154,8 @@ def _run(operation: str, name: str | None, group: Group, tensor, call, transport
     if not tf.executing_eagerly():
         # Grappler would run a collective of constants while it optimizes, on the ranks where it
         # happens to; it never folds a placeholder, whatever its default.
-        tensor = tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)
+        with arrival():
+            tensor = tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)
     return group.engine.recorder.watch(
         full, group.label, group.ranks, tensor, lambda x: call(x, full), transport.lane
     )

@@ -135,4 +135,6 @@ def functions() -> ctypes.CDLL:
     load()
     found = ctypes.CDLL(str(library_path()))
     found.tfdist_flush.argtypes = [ctypes.c_double]
+    found.tfdist_begin_run.argtypes = [ctypes.c_int64]
+    found.tfdist_begin_run.restype = None
     return found

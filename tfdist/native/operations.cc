@@ -34,6 +34,7 @@ REGISTER_OP("TfdistSend")
     .Attr("T: type")
     .Attr("to: list(int)")
     .Attr("tag: string")
+    .Attr("in_graph: bool")
     .SetIsStateful()
     .SetShapeFn([](tensorflow::shape_inference::InferenceContext* context) {
       for (int i = 1; i < context->num_inputs(); ++i) context->set_output(i - 1, context->input(i));
@@ -50,6 +51,7 @@ REGISTER_OP("TfdistReceive")
     .Attr("shape: shape")
     .Attr("source: int")
     .Attr("tag: string")
+    .Attr("in_graph: bool")
     .SetIsStateful()
     .SetShapeFn(tensorflow::shape_inference::ExplicitShape)
     .Doc("Returns the next tensor of this tag from a rank; `after` only says when to begin.");
@@ -70,11 +72,17 @@ absl::Status Named(const std::string& tag, const absl::Status& status) {
   return absl::Status(status.code(), tag + ": " + std::string(status.message()));
 }
 
+// Each eager operation is a step of its own to TensorFlow: there is nothing to tell them apart by.
+int64_t StepId(const OpKernelContext* context, bool in_graph) {
+  return in_graph ? context->step_id() : 0;
+}
+
 class SendKernel : public OpKernel {
  public:
   explicit SendKernel(OpKernelConstruction* context) : OpKernel(context) {
     OP_REQUIRES_OK(context, context->GetAttr("to", &to_));
     OP_REQUIRES_OK(context, context->GetAttr("tag", &tag_));
+    OP_REQUIRES_OK(context, context->GetAttr("in_graph", &in_graph_));
     OP_REQUIRES(context, tensorflow::DataTypeCanUseMemcpy(context->input_type(1)),
                 absl::InvalidArgumentError("Only tensors of plain numbers can be sent"));
     OP_REQUIRES(context, static_cast<int>(to_.size()) == context->num_inputs() - 1,
@@ -82,16 +90,18 @@ class SendKernel : public OpKernel {
   }
 
   void Compute(OpKernelContext* context) override {
+    const Call call{tag_, StepId(context, in_graph_)};
     for (size_t i = 0; i < to_.size(); ++i) {
       const Tensor& tensor = context->input(i + 1);
       context->set_output(i, tensor);
-      OP_REQUIRES_OK(context, Named(tag_, Transport::Get().Send(to_[i], tag_, tensor)));
+      OP_REQUIRES_OK(context, Named(tag_, Transport::Get().Send(to_[i], call, tensor)));
     }
   }
 
  private:
   std::vector<int> to_;
   std::string tag_;
+  bool in_graph_ = false;
 };
 
 class ReceiveKernel : public AsyncOpKernel {
@@ -99,6 +109,7 @@ class ReceiveKernel : public AsyncOpKernel {
   explicit ReceiveKernel(OpKernelConstruction* context) : AsyncOpKernel(context) {
     OP_REQUIRES_OK(context, context->GetAttr("source", &source_));
     OP_REQUIRES_OK(context, context->GetAttr("tag", &tag_));
+    OP_REQUIRES_OK(context, context->GetAttr("in_graph", &in_graph_));
     OP_REQUIRES_OK(context, context->GetAttr("shape", &shape_));
   }
 
@@ -122,7 +133,7 @@ class ReceiveKernel : public AsyncOpKernel {
       return;
     }
     const int64_t number = Transport::Get().Receive(
-        source, tag,
+        source, {tag, StepId(context, in_graph_)},
         [this, context, manager, token, done](absl::Status status, Tensor tensor) {
           // Not `Deregister`, which waits for the callback that may have brought us here.
           if (manager != nullptr) manager->TryDeregisterCallback(*token);
@@ -149,6 +160,7 @@ class ReceiveKernel : public AsyncOpKernel {
  private:
   int source_;
   std::string tag_;
+  bool in_graph_ = false;
   tensorflow::PartialTensorShape shape_;
 };
 
@@ -227,6 +239,8 @@ TF_CALL_COMPLEX_TYPES(REGISTER_SUM);
 extern "C" {
 
 void tfdist_add_peer(int rank, int socket) { tfdist::Transport::Get().AddPeer(rank, socket); }
+
+void tfdist_begin_run(int64_t run) { tfdist::Transport::Get().BeginRun(run); }
 
 void tfdist_close() { tfdist::Transport::Get().Close(); }
 

@@ -20,9 +20,11 @@ namespace {
 
 using tensorflow::Tensor;
 
-constexpr uint32_t kMagic = 0x74666433;  // "tfd3"
+constexpr uint32_t kMagic = 0x74666434;  // "tfd4"
 constexpr int kMaxDims = 32;
 constexpr uint32_t kMaxTag = 1 << 12;
+// More than a process runs at a time.
+constexpr size_t kMaxSteps = 64;
 
 size_t ContentBytes(const Tensor& tensor) { return tensor.tensor_data().size(); }
 
@@ -41,14 +43,16 @@ struct Peer::Header {
   int32_t dims;
   uint32_t tag_bytes;
   uint64_t content_bytes;
+  int64_t run, step;
 };
 
 struct Peer::Message {
-  Message(const std::string& tag, const Tensor& content)
+  Message(const std::string& tag, const Moment& now, const Tensor& content)
       : tensor(content), body(content.tensor_data()) {
     const int dims = content.dims();
-    const Header header{kMagic, static_cast<int32_t>(content.dtype()), dims,
-                        static_cast<uint32_t>(tag.size()), body.size()};
+    const Header header{kMagic,  static_cast<int32_t>(content.dtype()),
+                        dims,    static_cast<uint32_t>(tag.size()),
+                        body.size(), now.run, now.step};
     head.append(reinterpret_cast<const char*>(&header), sizeof(header));
     for (int i = 0; i < dims; ++i) {
       const int64_t size = content.dim_size(i);
@@ -79,28 +83,89 @@ void Peer::Start() {
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
-absl::Status Peer::Send(const std::string& tag, const Tensor& tensor) {
+void Peer::BeginRun(int64_t run) {
+  {
+    std::lock_guard<std::mutex> lock(step_mutex_);
+    run_ = run;
+    num_steps_ = 0;
+    steps_.clear();
+  }
+  std::vector<Transport::Arrival> late;
+  {
+    std::lock_guard<std::mutex> lock(read_mutex_);
+    for (auto it = mailboxes_.begin(); it != mailboxes_.end();) {
+      Mailbox& box = it->second;
+      while (!box.arrived.empty() && box.arrived.front().sent.run < run) box.arrived.pop_front();
+      while (!box.waiting.empty() && box.waiting.front().moment.run < run) {
+        late.push_back(std::move(box.waiting.front().arrival));
+        box.waiting.pop_front();
+      }
+      // Tags of graphs that are gone would stay for ever.
+      it = box.arrived.empty() && box.waiting.empty() ? mailboxes_.erase(it) : std::next(it);
+    }
+  }
+  for (auto& arrival : late) {
+    arrival(absl::CancelledError("The step was left while it waited for rank " +
+                                 std::to_string(rank_)),
+            Tensor());
+  }
+}
+
+Peer::Moment Peer::Now(int64_t step_id) {
+  std::lock_guard<std::mutex> lock(step_mutex_);
+  if (step_id == 0) return {run_, 0};
+  for (auto it = steps_.rbegin(); it != steps_.rend(); ++it) {
+    if (it->first == step_id) return {run_, it->second};
+  }
+  steps_.emplace_back(step_id, ++num_steps_);
+  if (steps_.size() > kMaxSteps) steps_.pop_front();
+  return {run_, num_steps_};
+}
+
+bool Peer::IsStale(const Moment& sent, const Moment& wanted) {
+  return sent.run < wanted.run || (sent.run == wanted.run && sent.step < wanted.step);
+}
+
+absl::Status Peer::Matches(const Moment& sent, const Moment& wanted) const {
+  if (sent.run == wanted.run && sent.step == wanted.step) return absl::OkStatus();
+  const bool other_run = sent.run != wanted.run;
+  return absl::FailedPreconditionError(
+      "The ranks are in different steps: rank " + std::to_string(rank_) + " is in " +
+      (other_run ? "call " + std::to_string(sent.run) + " of fit, evaluate or predict"
+                 : "step " + std::to_string(sent.step)) +
+      ", this rank in " + std::to_string(other_run ? wanted.run : wanted.step) +
+      ". A step must end in the same way on all ranks: an exception that one rank catches has to "
+      "reach the others");
+}
+
+absl::Status Peer::Send(const Call& call, const Tensor& tensor) {
+  const Moment now = Now(call.step_id);
   std::lock_guard<std::mutex> lock(write_mutex_);
   if (!write_status_.ok()) return write_status_;
   sent_ += ContentBytes(tensor);
-  write_status_ = Post(Message(tag, tensor));
+  write_status_ = Post(Message(call.tag, now, tensor));
   return write_status_;
 }
 
-int64_t Peer::Receive(const std::string& tag, Transport::Arrival arrival) {
+int64_t Peer::Receive(const Call& call, Transport::Arrival arrival) {
+  const Moment now = Now(call.step_id);
   Tensor tensor;
   absl::Status status;
   {
     std::lock_guard<std::mutex> lock(read_mutex_);
-    Mailbox& box = mailboxes_[tag];
+    Mailbox& box = mailboxes_[call.tag];
+    while (!box.arrived.empty() && IsStale(box.arrived.front().sent, now)) box.arrived.pop_front();
     if (!box.arrived.empty()) {
-      tensor = std::move(box.arrived.front());
-      box.arrived.pop_front();
+      status = Matches(box.arrived.front().sent, now);
+      if (status.ok()) {
+        tensor = std::move(box.arrived.front().tensor);
+        box.arrived.pop_front();
+      }
     } else if (!read_status_.ok()) {
       status = read_status_;
     } else {
       const int64_t number = ++last_number_;
-      box.waiting.emplace_back(number, std::move(arrival));
+      box.waiting.push_back({number, now, std::move(arrival)});
       return number;
     }
   }
@@ -114,9 +179,9 @@ void Peer::Abandon(const std::string& tag, int64_t number) {
     std::lock_guard<std::mutex> lock(read_mutex_);
     auto& waiting = mailboxes_[tag].waiting;
     auto found = std::find_if(waiting.begin(), waiting.end(),
-                              [&](const auto& entry) { return entry.first == number; });
+                              [&](const auto& entry) { return entry.number == number; });
     if (found == waiting.end()) return;
-    arrival = std::move(found->second);
+    arrival = std::move(found->arrival);
     waiting.erase(found);
   }
   arrival(absl::CancelledError("The step was cancelled while it waited for rank " +
@@ -210,7 +275,7 @@ void Peer::ReadAll() {
     std::lock_guard<std::mutex> lock(read_mutex_);
     read_status_ = status;
     for (auto& [tag, box] : mailboxes_) {
-      for (auto& [number, arrival] : box.waiting) left.push_back(std::move(arrival));
+      for (auto& waiting : box.waiting) left.push_back(std::move(waiting.arrival));
       box.waiting.clear();
     }
   }
@@ -251,23 +316,31 @@ absl::Status Peer::ReadOne() {
   status = Read(target, header.content_bytes);
   if (!status.ok()) return status;
   received_ += header.content_bytes;
-  Deliver(tag, std::move(tensor));
+  Deliver(tag, {header.run, header.step}, std::move(tensor));
   return absl::OkStatus();
 }
 
-void Peer::Deliver(const std::string& tag, Tensor tensor) {
+void Peer::Deliver(const std::string& tag, const Moment& sent, Tensor tensor) {
   Transport::Arrival arrival;
+  absl::Status status;
   {
     std::lock_guard<std::mutex> lock(read_mutex_);
     Mailbox& box = mailboxes_[tag];
     if (box.waiting.empty()) {
-      box.arrived.push_back(std::move(tensor));
+      box.arrived.push_back({sent, std::move(tensor)});
       return;
     }
-    arrival = std::move(box.waiting.front().second);
+    const Moment wanted = box.waiting.front().moment;
+    if (IsStale(sent, wanted)) return;
+    status = Matches(sent, wanted);
+    arrival = std::move(box.waiting.front().arrival);
     box.waiting.pop_front();
+    if (!status.ok()) {
+      box.arrived.push_back({sent, std::move(tensor)});
+      tensor = Tensor();
+    }
   }
-  arrival(absl::OkStatus(), std::move(tensor));
+  arrival(status, std::move(tensor));
 }
 
 // Small reads go through a buffer, so that a small message costs one call of the kernel.

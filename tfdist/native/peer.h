@@ -36,8 +36,9 @@ class Peer : public std::enable_shared_from_this<Peer> {
   void Start();
 
   // As those of `Transport`.
-  absl::Status Send(const std::string& tag, const tensorflow::Tensor& tensor);
-  int64_t Receive(const std::string& tag, Transport::Arrival arrival);
+  void BeginRun(int64_t run);
+  absl::Status Send(const Call& call, const tensorflow::Tensor& tensor);
+  int64_t Receive(const Call& call, Transport::Arrival arrival);
   void Abandon(const std::string& tag, int64_t number);
 
   // Ends the connection and both threads; what waits is told so.
@@ -52,10 +53,31 @@ class Peer : public std::enable_shared_from_this<Peer> {
  private:
   struct Header;
   struct Message;
-  struct Mailbox {
-    std::deque<tensorflow::Tensor> arrived;
-    std::deque<std::pair<int64_t, Transport::Arrival>> waiting;
+  // When a message was sent, as both ranks count: the run, and the how-manieth step of it in which
+  // they exchange messages with each other; step 0 of what runs eagerly.
+  struct Moment {
+    int64_t run = 0, step = 0;
   };
+  struct Arrived {
+    Moment sent;
+    tensorflow::Tensor tensor;
+  };
+  struct Waiting {
+    int64_t number;
+    Moment moment;
+    Transport::Arrival arrival;
+  };
+  struct Mailbox {
+    std::deque<Arrived> arrived;
+    std::deque<Waiting> waiting;
+  };
+
+  // The moment of an operation that runs now.
+  Moment Now(int64_t step_id);
+  // Whether `sent` is of an earlier moment than `wanted`: a message that nobody will receive.
+  static bool IsStale(const Moment& sent, const Moment& wanted);
+  // Ok where a message of that moment is the one that a receive of another waits for.
+  absl::Status Matches(const Moment& sent, const Moment& wanted) const;
 
   // Of the writing side; `write_mutex_` is held.
   absl::Status Post(Message message);
@@ -66,11 +88,16 @@ class Peer : public std::enable_shared_from_this<Peer> {
   void ReadAll();
   absl::Status ReadOne();
   absl::Status Read(void* target, size_t bytes);
-  void Deliver(const std::string& tag, tensorflow::Tensor tensor);
+  void Deliver(const std::string& tag, const Moment& sent, tensorflow::Tensor tensor);
 
   const int rank_;
   const int socket_;
   std::atomic<int64_t> sent_{0}, received_{0};
+
+  // The steps of this run in which a message was sent or asked for, the newest last.
+  std::mutex step_mutex_;
+  int64_t run_ = 0, num_steps_ = 0;
+  std::deque<std::pair<int64_t, int64_t>> steps_;  // TensorFlow's id, and the number.
 
   std::mutex write_mutex_;
   std::condition_variable write_ready_, write_done_;

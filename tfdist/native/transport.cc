@@ -19,6 +19,7 @@ void Transport::AddPeer(int rank, int socket) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     peers_[rank] = peer;
+    peer->BeginRun(run_);
   }
   peer->Start();
 }
@@ -32,19 +33,29 @@ void Transport::Close() {
   for (auto& [rank, peer] : peers) peer->Close();
 }
 
-absl::Status Transport::Send(int rank, const std::string& tag, const Tensor& tensor) {
-  auto peer = Find(rank);
-  if (peer == nullptr) return Gone(rank, "there never was one");
-  return peer->Send(tag, tensor);
+void Transport::BeginRun(int64_t run) {
+  std::vector<std::shared_ptr<Peer>> peers;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    run_ = run;
+    for (auto& [rank, peer] : peers_) peers.push_back(peer);
+  }
+  for (auto& peer : peers) peer->BeginRun(run);
 }
 
-int64_t Transport::Receive(int rank, const std::string& tag, Arrival arrival) {
+absl::Status Transport::Send(int rank, const Call& call, const Tensor& tensor) {
+  auto peer = Find(rank);
+  if (peer == nullptr) return Gone(rank, "there never was one");
+  return peer->Send(call, tensor);
+}
+
+int64_t Transport::Receive(int rank, const Call& call, Arrival arrival) {
   auto peer = Find(rank);
   if (peer == nullptr) {
     arrival(Gone(rank, "there never was one"), Tensor());
     return 0;
   }
-  return peer->Receive(tag, std::move(arrival));
+  return peer->Receive(call, std::move(arrival));
 }
 
 void Transport::Abandon(int rank, const std::string& tag, int64_t number) {

@@ -101,6 +101,11 @@ class P2PEngine(Engine):
         """The inner engine's."""
         return self.inner.host_address()
 
+    def begin_run(self, run: int) -> None:
+        """Drops the messages that steps of earlier runs left behind."""
+        super().begin_run(run)
+        functions().tfdist_begin_run(run)
+
     def close(self) -> None:
         """Ends the connections, once all that was sent has left this process."""
         flush()
@@ -194,7 +199,11 @@ class P2PEngine(Engine):
     def _send(self, tensors: list, to: list[int], name: str) -> list:
         """Sends a tensor to each of some ranks of the world; returns the tensors."""
         return self._operations.tfdist_send(
-            ticket=self._ticket(f"send/{name}"), tensors=tensors, to=to, tag=name
+            ticket=self._ticket(f"send/{name}"),
+            tensors=tensors,
+            to=to,
+            tag=name,
+            in_graph=not tf.executing_eagerly(),
         )
 
     def _receive(self, after: tf.Tensor, dtype, source: int, name: str, shape):
@@ -214,6 +223,7 @@ class P2PEngine(Engine):
             shape=shape,
             source=source,
             tag=name,
+            in_graph=not tf.executing_eagerly(),
         )
 
     def _reduce(self, parts: list, reduction: str):
