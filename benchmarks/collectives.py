@@ -68,7 +68,7 @@ _SECONDS = _define.float(
     lower_bound=0.01,
     upper_bound=3600.0,
 )
-_BULK = _define.boolean("bulk", False, "All-reduce as gradients travel, by the engine")
+_BULK = _define.boolean("bulk", False, "All-reduce by the engine, not peer to peer")
 _JSON = _define.string("json", None, "A file for the measurements")
 
 _LINK_BYTES = 64 << 20

@@ -3,7 +3,7 @@
     tfdist-run -np 2 -- tfdist-bench peak --output=peak.json
 
 All ranks multiply matrices at the same time, as in a training: ranks of one machine share it. What they
-send is measured by sums of 64 MiB, as gradients travel.
+send is measured by sums of 64 MiB, by the engine's own ring.
 """
 
 from __future__ import annotations

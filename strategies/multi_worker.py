@@ -28,7 +28,7 @@ class MultiWorkerStrategy(ParallelStrategy):
         mesh: How the workers are laid out; all on the data axis by default.
         engine: A `TensorFlowEngine` that already runs, in place of a new one for `mesh`.
         communication: "auto", "ring" or "nccl", for a new engine.
-        p2p: Whether latency-critical operations go peer to peer, in groups of up to 8 ranks on CPUs.
+        p2p: Whether operations go peer to peer, in groups of up to 8 ranks on CPUs.
             `tfdist-install-horovod` builds the library for it.
         watchdog_seconds: As in `ParallelStrategy`; also how long the ranks may take to meet.
         **options: Others of `ParallelStrategy`.

@@ -72,9 +72,8 @@ class ParallelStrategy(DistributedStrategy):
             the job; 0 for never. A rank that dies ends it at once.
         deterministic: Whether the same program on the same mesh and as many hosts gives the same
             numbers bit for bit. TensorFlow's engine always adds up in one order; Horovod does if it
-            fuses nothing, which this asks of it, and buckets have one size. What happens inside a
-            rank is TensorFlow's: on a GPU, call `tf.config.experimental.enable_op_determinism()`,
-            too.
+            fuses nothing, which this asks of it. What happens inside a rank is TensorFlow's: on a GPU,
+            call `tf.config.experimental.enable_op_determinism()`, too.
 
     Raises:
         ValueError: An argument is out of its range.

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 LIST = ROOT / "docs" / "api.txt"
 #: Documents for those who work on tfdist itself.
 INSIDE = {"architecture.md"}
-#: Rooms that documents name as a whole, and a file.
+#: Modules that are not public, of which the documents say so, and a file.
 ROOMS = {"tfdist.collectives.mappings", "tfdist.pipeline.timeline", "tfdist.lock"}
 
 

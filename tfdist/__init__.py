@@ -1,4 +1,4 @@
-"""tfdist: data, tensor, pipeline and ZeRO parallel training for Keras 3 on TensorFlow.
+"""tfdist: data, tensor, pipeline, expert and context parallelism and ZeRO for Keras 3 on TensorFlow.
 
 ```python
 import keras, tfdist

@@ -37,6 +37,14 @@ def test_every_public_name_has_a_level_that_is_explained():
         assert f"\n| {level} | " in text, level
 
 
+def test_what_two_rooms_export_has_one_level():
+    given, found = levels(), {}
+    for name, value in public_objects().items():
+        if isinstance(value, type):
+            found.setdefault(value, set()).add(level_of(name, given))
+    assert not {kind for kind, all_levels in found.items() if len(all_levels) > 1}
+
+
 def test_every_row_is_about_a_public_name():
     public = public_objects()
     idle = [

@@ -57,8 +57,8 @@ def all_reduce(
         group: The group.
         reduction: "sum", "mean" (floating dtypes), "max" or "min". For bool only "max" (any) and
             "min" (all).
-        bulk: Whether nothing waits for the result soon, as with the gradients of a step: it then
-            goes by the engine's own ring, together with others, and not directly.
+        bulk: Whether nothing waits for the result soon: it then goes by the engine's own ring,
+            together with others, and not directly. The gradients of a step do not go this way.
         name: What the operation serves, for messages.
 
     Returns:

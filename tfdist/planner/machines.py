@@ -117,9 +117,8 @@ class Machine:
         memory_bandwidth: Bytes a second from and to a rank's memory.
         inside: The link between ranks of a host.
         between: The link between ranks of two hosts, of one port.
-        bulk: The link as gradients have it inside of a host, where an engine of their own carries
-            them; None for `inside`. Its latency is that of an all-reduce as a whole, in which ranks
-            agree on what travels.
+        bulk: The link as gradients have it inside of a host, as `calibrate` measures it; None for
+            `inside`. Its latency is that of an all-reduce as a whole.
         ranks_per_host: Ranks of a host.
         ports: Ports of a host to other hosts; None for one a rank.
         processors: How many ranks of a host compute at full speed at a time; None for all.

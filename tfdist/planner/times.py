@@ -221,7 +221,7 @@ def gradient_seconds(
         if group.between is None:
             link = machine.inside
             if machine.bulk is not None:
-                # Ranks agree on what travels once, however many hops that makes.
+                # Measured for an all-reduce as a whole, however many hops that makes.
                 once, link = machine.bulk.latency / 2, Link(0.0, machine.bulk.bandwidth)
             link = Link(link.latency, link.bandwidth / shared)
             group = Way(group.ranks, group.members, link, None, link)

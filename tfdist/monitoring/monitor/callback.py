@@ -31,12 +31,12 @@ class Monitor(keras.callbacks.Callback):
     Works with any Keras model, alone or under a strategy of tfdist; every rank has the callback. Each
     report has the samples and tokens of a second, the time of a step and its spread, the sections that
     add up to the step, FLOPs and their share of the peak (MFU), communication, memory, the norm of the
-    gradients, the loss scale and the time that is left. Logs of epochs get the same figures.
+    gradients, the loss scale and the time that is left. Logs of epochs get the first few of them.
     docs/monitoring.md says how each is measured.
 
     Args:
         every: After how many steps a report is due; it comes when the ranks have next told each other
-            their figures, every 16 to 24 steps.
+            their figures, every 16 to 24 steps, and less often where steps take less than 5 ms.
         peak: The most floating-point operations that a rank does in a second, for MFU: a number, or the
             file that `tfdist-bench peak --output` wrote, which has the bandwidth too.
         show: Whether the chief shows reports: as a table that is drawn anew in a terminal, else as lines.
