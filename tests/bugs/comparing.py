@@ -9,14 +9,22 @@ import numpy as np
 from tests.strategies.programs import in_one_process
 from tfdist import Mesh
 
-__all__ = ["check", "on_mesh", "outcome"]
+__all__ = ["check", "compare", "on_mesh", "outcome"]
 
 
-def outcome(model, history: dict | None = None, **more) -> dict[str, Any]:
-    """What is compared: the logs, the global weights, and what else is given."""
+def outcome(model, history: dict | None = None, *, staged: bool = False, **more) -> dict[str, Any]:
+    """What is compared: the logs, the global weights, and what else is given.
+
+    Args:
+        model: The model.
+        history: The logs.
+        staged: Whether ranks hold other layers, so that weights are not compared.
+        **more: Numbers, texts, arrays and nests of these.
+    """
     from tfdist.sharding import whole_value
 
-    weights = {f"{i}": np.asarray(whole_value(w)) for i, w in enumerate(model.weights)}
+    held = [] if staged else model.weights
+    weights = {f"{i}": np.asarray(whole_value(weight)) for i, weight in enumerate(held)}
     return {"history": history or {}, "weights": weights, **more}
 
 
