@@ -29,6 +29,7 @@ from tfdist.strategies import keras_patches
 from tfdist.strategies.extended import ParallelExtended
 from tfdist.strategies.keras_patches.steps import count_rows
 from tfdist.strategies.randomness import share_random_state
+from tfdist.strategies.whole_gradients import clip_by_global_norm
 from tfdist.zero.unshard import gathered_for_step
 
 __all__ = ["WATCHDOG_SECONDS", "ParallelStrategy", "check_options", "meeting", "notice_one_rank"]
@@ -177,6 +178,63 @@ class ParallelStrategy(DistributedStrategy):
         if replica is not None:
             return replica.all_gather(value, axis)
         return super().gather(value, axis)
+
+    def global_norm(self, gradients, variables) -> tf.Tensor:
+        """The norm of the gradients of the global batch: of all parts of split variables, each once.
+
+        Called by a `train_step` or another function of `strategy.run`, on all ranks.
+
+        Args:
+            gradients: A list of what `tape.gradient` returned for the variables: tensors, IndexedSlices
+                or None.
+            variables: The Keras variables, in the same order.
+
+        Returns:
+            A float32 scalar, the same on all ranks.
+
+        Raises:
+            RuntimeError: Called outside of `strategy.run`.
+            ValueError: The lists are not equally long.
+        """
+        return self._clipped(gradients, variables, None)[1]
+
+    def clip_by_global_norm(self, gradients, variables, clip_norm) -> tuple[list, tf.Tensor]:
+        """As `tf.clip_by_global_norm`, of the gradients of the global batch, on any mesh.
+
+        The gradients are reduced here, and not again by the optimizer that gets them.
+
+        Args:
+            gradients: A list of what `tape.gradient` returned for the variables: tensors, IndexedSlices
+                or None.
+            variables: The Keras variables, in the same order.
+            clip_norm: The largest norm: a positive number or a scalar tensor.
+
+        Returns:
+            The clipped gradients of what this rank holds, for `optimizer.apply` (under ZeRO-3 they are
+            flat shards), and the norm before clipping.
+
+        Raises:
+            RuntimeError: Called outside of `strategy.run`.
+            ValueError: The lists are not equally long.
+        """
+        if not tf.is_tensor(clip_norm):
+            checks.number("clip_norm", clip_norm, above=0, maximum=sys.float_info.max)
+        return self._clipped(gradients, variables, clip_norm)
+
+    def _clipped(self, gradients, variables, clip_norm) -> tuple[list, tf.Tensor]:
+        gradients, variables = list(gradients), list(variables)
+        if len(gradients) != len(variables):
+            raise ValueError(
+                "There must be a gradient, or None, for each variable. Received: "
+                f"{len(gradients)} gradients and {len(variables)} variables."
+            )
+        replica = current_replica()
+        if replica is None or replica.strategy is not self:
+            raise RuntimeError(
+                "Gradients are clipped in a training step or another function of `strategy.run`. "
+                "Received: a call outside of it."
+            )
+        return clip_by_global_norm(gradients, variables, clip_norm, replica)
 
     def run(self, fn, args=(), kwargs=None, options=None):
         """Runs `fn` on this rank, in replica context.

@@ -169,6 +169,10 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         in_step: The ranks of the world that step together now; None where all do.
         at_end: What is called when the function is over that the context is for.
         gradient_paths: Of the calls of `optimizer.apply` under way, the innermost last.
+        gradient_reads: What a training step of the user's own makes of gradients, since a tape returned
+            them; None in other functions.
+        gradient_marks: The gradients that are known to be global already, if there are some.
+        gradients_are_global: Whether the user says so of those that `optimizer.apply` is given.
         sums_gradients: Whether `all_reduce` does what it says. Keras sums gradients by it right before
             an update, where they are global already.
         has_padding: Whether what is computed now is of a row that is not there, since this rank has
@@ -190,6 +194,9 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         self.tokens = tokens
         self.at_end: list[Callable[[], None]] = []
         self.gradient_paths: list = []
+        self.gradient_reads: Any = None
+        self.gradient_marks: Any = None
+        self.gradients_are_global = False
         self.sums_gradients = True
         self.has_padding: tf.Tensor | None = None
         self._row_group = group
@@ -236,7 +243,9 @@ class ReplicaContext(tf.distribute.ReplicaContext):
                 tensor = tf.where(self.has_padding, tf.zeros_like(tensor), tensor)
             return weighted(lambda x: all_reduce(x, self._group, reduction), tensor, self.step)
 
-        return tf.nest.map_structure(reduce, value)
+        if self.gradient_reads is None or reduction != "sum":
+            return tf.nest.map_structure(reduce, value)
+        return self.gradient_reads.summed(lambda own: tf.nest.map_structure(reduce, own), value)
 
     def all_gather(self, value, axis, options=None):
         """Concatenates the ranks' tensors along `axis`, in the order of rows; differentiable.

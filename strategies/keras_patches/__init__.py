@@ -20,6 +20,7 @@ from tfdist.strategies.keras_patches import (
     parameters,
     randomness,
     saving,
+    tapes,
     trainer,
 )
 
@@ -37,6 +38,7 @@ _MODULES = (
     empty_batches,
     randomness,
     saving,
+    tapes,
     trainer,
 )
 

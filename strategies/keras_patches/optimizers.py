@@ -19,9 +19,10 @@ from tfdist.gradient_options import GradientOptions
 from tfdist.gradients.elementwise import check_elementwise
 from tfdist.gradients.path import GradientPath, current_path
 from tfdist.keras_internals.patching import Patch
-from tfdist.keras_internals.private import BaseOptimizer, TFOptimizer
+from tfdist.keras_internals.private import BaseOptimizer, LossScaleOptimizer, TFOptimizer
 from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.sharding.parts import FlatShard
+from tfdist.strategies.whole_gradients import origins_of
 from tfdist.zero.sharded_variable import as_shards
 from tfdist.zero.update import LocalShard, all_gather_parameters
 
@@ -40,7 +41,8 @@ def _apply(original, self, grads, trainable_variables=None):
         )
         variables = list(variables)
         _prepare(self, variables)
-        path = GradientPath(replica, self, variables)
+        grads, origins = origins_of(grads, variables, replica)
+        path = GradientPath(replica, self, variables, origins)
         with path.under_way():
             grads = path.weigh(grads)
             if path.accumulates_global():
@@ -49,6 +51,28 @@ def _apply(original, self, grads, trainable_variables=None):
             if path.accumulation is not None:
                 path.accumulation.end_step()
             return result
+
+
+def _apply_gradients(original, self, grads_and_vars, **kwargs):
+    """As in TensorFlow's Keras before 3: where the user has reduced gradients, nothing is done to them."""
+    replica = current_replica()
+    if replica is None or not kwargs:
+        return original(self, grads_and_vars, **kwargs)
+    is_global = bool(kwargs.pop("skip_gradients_aggregation", False))
+    is_global |= not kwargs.pop("experimental_aggregate_gradients", True)
+    before, replica.gradients_are_global = replica.gradients_are_global, is_global
+    try:
+        return original(self, grads_and_vars, **kwargs)
+    finally:
+        replica.gradients_are_global = before
+
+
+def _apply_scaled(original, self, grads, trainable_variables=None):
+    """A loss scale looks at gradients for every step, which is no reading of the user's."""
+    replica = current_replica()
+    if replica is not None and replica.gradient_reads is not None:
+        grads = replica.gradient_reads.behind(list(grads))
+    return original(self, grads, trainable_variables)
 
 
 def _prepare(optimizer, variables) -> None:
@@ -149,6 +173,8 @@ def _local_shards(variables, options: GradientOptions) -> Iterator[list]:
 
 PATCHES = (
     Patch(BaseOptimizer, "apply", ("self", "grads", "trainable_variables"), _apply),
+    Patch(BaseOptimizer, "apply_gradients", ("self", "grads_and_vars"), _apply_gradients),
+    Patch(LossScaleOptimizer, "apply", ("self", "grads", "trainable_variables"), _apply_scaled),
     Patch(BaseOptimizer, "_clip_gradients", ("self", "grads"), _clip_gradients),
     Patch(
         TFOptimizer,

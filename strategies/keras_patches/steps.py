@@ -2,33 +2,52 @@
 
 from __future__ import annotations
 
+import functools
+
 import keras
 import tensorflow as tf
 
 from tfdist.collectives import all_reduce
+from tfdist.context import current_replica
 from tfdist.keras_step import KerasStep
+from tfdist.sharding.updates import unwrapped
+from tfdist.strategies.gradient_reads import call_step
 from tfdist.strategies.keras_patches.metrics import global_results
 from tfdist.strategies.keras_patches.synchronization import keep_states_without_samples
 
 __all__ = ["count_rows", "run_keras_step"]
 
+#: They hand gradients to optimizers as tapes return them.
+_LIBRARIES = ("keras", "tfdist")
+
 
 def run_keras_step(step: KerasStep, fn, *args, **kwargs):
     """Calls a Keras step in replica context; returns its logs, those of a custom step global."""
+    call = functools.partial(fn, *args, **kwargs)
+    replica = current_replica()
+    if step.kind == "train" and replica.strategy.mesh.size > 1 and _reads_gradients(step, fn):
+        call = functools.partial(call_step, replica, call)
     if step.group.size == 1:
-        return fn(*args, **kwargs)
+        return call()
     # In the graph of the step, whichever inner graph asks for them first.
     _ = step.gradient_share, step.has_samples
     put_back = None if step.is_even else keep_states_without_samples(step)
     name = f"{step.kind}_step"
     if getattr(type(step.model), name) is getattr(keras.Model, name):
-        logs = fn(*args, **kwargs)
+        logs = call()
     else:
         with global_results(step.model, step.model.distribute_strategy):
-            logs = _average_logs(fn(*args, **kwargs), step)
+            logs = _average_logs(call(), step)
     if put_back is not None:
         put_back()
     return logs
+
+
+def _reads_gradients(step: KerasStep, fn) -> bool:
+    """Whether code of the user's own comes by gradients before they are reduced."""
+    optimizer = type(unwrapped(step.model.optimizer))
+    functions = (fn, *(getattr(optimizer, name, fn) for name in ("apply", "apply_gradients")))
+    return any(function.__module__.split(".")[0] not in _LIBRARIES for function in functions)
 
 
 def count_rows(data) -> int | tf.Tensor:

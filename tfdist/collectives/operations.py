@@ -33,6 +33,7 @@ from tfdist.collectives.raw import (
     send_tensor,
     shape_of,
 )
+from tfdist.collectives.sums import note_sum
 from tfdist.graph.custom_gradient import custom_gradient
 
 __all__ = [
@@ -87,7 +88,10 @@ def all_reduce(
 
         return y, gradient
 
-    return reduce(tensor)
+    reduced = reduce(tensor)
+    if reduction == "sum":
+        note_sum(reduced)
+    return reduced
 
 
 def all_gather(

@@ -9,8 +9,15 @@ import tensorflow as tf
 
 from tfdist.collectives import all_reduce
 from tfdist.sharding.layout import layout_of, sum_over_parts
+from tfdist.sharding.parts import FlatShard
 
-__all__ = ["clip_spread_gradients", "is_spread", "squared_norms"]
+__all__ = [
+    "clip_spread_gradients",
+    "is_spread",
+    "squared_norms",
+    "sum_over_stages",
+    "times",
+]
 
 
 def is_spread(variable) -> bool:
@@ -18,16 +25,20 @@ def is_spread(variable) -> bool:
     return layout_of(variable).is_spread
 
 
-def squared_norms(gradients: Sequence, variables: Sequence) -> list:
+def squared_norms(
+    gradients: Sequence, variables: Sequence, shards: Sequence[FlatShard | None] | None = None
+) -> list:
     """The squared norm of each gradient's global array; None stays None.
 
     Args:
         gradients: Tensors or None, as the optimizer applies them.
         variables: Their variables.
+        shards: The flat shards that the gradients are of; by default those that optimizers apply.
     """
     places = [place for place, gradient in enumerate(gradients) if gradient is not None]
     sums = [_sum_of_squares(gradients[place]) for place in places]
-    sums = sum_over_parts(sums, [variables[place] for place in places])
+    cuts = None if shards is None else [shards[place] for place in places]
+    sums = sum_over_parts(sums, [variables[place] for place in places], cuts)
     norms: list = [None] * len(gradients)
     for place, norm in zip(places, sums, strict=True):
         norms[place] = norm
@@ -55,7 +66,7 @@ def clip_spread_gradients(
         ]
     elif optimizer.global_clipnorm:
         limit = optimizer.global_clipnorm
-        norm = tf.sqrt(_sum_over_stages(squared_norms(gradients, variables), variables))
+        norm = tf.sqrt(sum_over_stages(squared_norms(gradients, variables), variables))
         # Not a number where the norm is none, as in Keras.
         scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
         scales = [scale] * len(gradients)
@@ -68,12 +79,12 @@ def clip_spread_gradients(
             for gradient in gradients
         ]
     return [
-        None if gradient is None else _times(gradient, scale)
+        None if gradient is None else times(gradient, scale)
         for gradient, scale in zip(gradients, scales, strict=True)
     ]
 
 
-def _sum_over_stages(squares: Sequence, variables: Sequence) -> tf.Tensor:
+def sum_over_stages(squares: Sequence, variables: Sequence) -> tf.Tensor:
     """The sum of squared norms, those of other stages too."""
     stages = [layout_of(variable).stage for variable in variables]
     pipeline = next((stage.group for stage in stages if stage is not None), None)
@@ -97,7 +108,8 @@ def _sum_of_squares(gradient):
     return tf.reduce_sum(tf.square(tf.cast(values, tf.float32)))
 
 
-def _times(gradient, scale):
+def times(gradient, scale):
+    """A gradient times a scalar."""
     if isinstance(gradient, tf.IndexedSlices):
         values = gradient.values * tf.cast(scale, gradient.dtype)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow as tf
 
@@ -30,6 +31,7 @@ from tfdist.gradient_options import GradientOptions
 from tfdist.gradients.clipping import clip_spread_gradients
 from tfdist.gradients.compressed import compression_state, reduce_compressed
 from tfdist.gradients.norms import weighted_square
+from tfdist.gradients.origins import Origin
 from tfdist.gradients.reduce import (
     reduce_gradients,
     rows_are_fewer,
@@ -37,8 +39,10 @@ from tfdist.gradients.reduce import (
     weigh_gradients,
 )
 from tfdist.gradients.reduce_scatter import reduce_scatter_gradients
+from tfdist.gradients.sparse import shard_of_rows
 from tfdist.local_steps import group_in_step
 from tfdist.sharding.layout import VariableLayout, layout_of
+from tfdist.sharding.parts import FlatShard
 from tfdist.sharding.updates import needs_rows
 from tfdist.step_clock import Column, current_stamps
 
@@ -61,16 +65,24 @@ class GradientPath:
         replica: The replica context.
         optimizer: The optimizer.
         variables: The variables, in the order of the gradients.
+        origins: Of each gradient, whether the step has it global already; None: all are this rank's.
 
     Attributes:
         variables: The variables.
         state: How far the gradients are.
     """
 
-    def __init__(self, replica: ReplicaContext, optimizer, variables: Sequence):
+    def __init__(
+        self,
+        replica: ReplicaContext,
+        optimizer,
+        variables: Sequence,
+        origins: Sequence[Origin] | None = None,
+    ):
         self._replica, self._optimizer = replica, optimizer
         self._strategy = replica.strategy
         self.variables = list(variables)
+        self._origins = list(origins or [Origin.LOCAL] * len(self.variables))
         self.state = State.LOCAL
 
     @property
@@ -112,27 +124,64 @@ class GradientPath:
 
         Of what Keras leaves out from here on, the variables are no longer kept.
         """
-        weighed = weigh_gradients(gradients, self._replica.step)
-        pairs = zip(gradients, weighed, self._layouts, self.variables, strict=True)
+        step = self._replica.step
+        own = self._lying_flat(gradients)
+        weighed = weigh_gradients(own, step)
+        rest = zip(own, weighed, self._layouts, self.variables, self._origins, strict=True)
         # Those of parameters that lie flat were weighed and reduced as they came. What Keras takes for
         # new values of variables, and not for gradients, is left alone.
         found = [
-            own
+            given
             if layout.flat is not None
             or layout.has_global_gradient(self._strategy.mesh)
             or _overwrites(variable)
+            or origin is not Origin.LOCAL
             else new
-            for own, new, layout, variable in pairs
+            for given, new, layout, variable, origin in rest
         ]
-        meter = self._strategy.noise_meter
-        if meter is not None:
-            meter.add(found, self.variables, self._replica.step)
-        self.variables = [
-            variable
-            for gradient, variable in zip(found, self.variables, strict=True)
+        self._measure(found)
+        kept = [
+            place
+            for place, (gradient, variable) in enumerate(zip(found, self.variables, strict=True))
             if gradient is not None and not _overwrites(variable)
         ]
+        self.variables = [self.variables[place] for place in kept]
+        self._origins = [self._origins[place] for place in kept]
         return found
+
+    def _lying_flat(self, gradients: Sequence) -> list:
+        """Whole gradients of parameters that lie flat, which the step has made, as their shards."""
+        found = list(gradients)
+        for place, layout in enumerate(self._layouts):
+            gradient, shard = found[place], layout.flat
+            if gradient is None or shard is None or self._origins[place] is Origin.PART:
+                continue
+            if self._origins[place] is Origin.LOCAL:
+                # Of a step that hands on what tapes return it has the shape of the shard.
+                is_whole = tuple(gradient.shape) == shard.array_shape
+                if self._replica.gradient_reads is None or not is_whole:
+                    continue
+                step = self._replica.step
+                (gradient,) = weigh_gradients([gradient], step)
+                reduction = layout.reduction(self._strategy.mesh, step)
+                (found[place],) = reduce_scatter_gradients(
+                    [gradient], [shard], reduction, self.options
+                )
+            else:
+                found[place] = _shard(gradient, shard)
+        return found
+
+    def _measure(self, gradients: Sequence) -> None:
+        meter = self._strategy.noise_meter
+        if meter is None:
+            return
+        if any(origin is not Origin.LOCAL for origin in self._origins):
+            raise ValueError(
+                "GradientNoise compares the ranks' own gradients with the global one, so a training "
+                "step must hand gradients to the optimizer as the tape returns them. Received: a "
+                "train_step that reads them before."
+            )
+        meter.add(gradients, self.variables, self._replica.step)
 
     def accumulates_global(self) -> bool:
         """Whether gradients are reduced before they are accumulated."""
@@ -163,9 +212,18 @@ class GradientPath:
     def _reduce(self, gradients: Sequence) -> list:
         options, mesh = self.options, self._strategy.mesh
         keep_rows = needs_rows(self._optimizer)
-        found = sum_partial_gradients(gradients, self._layouts, options)
+        found, given = list(gradients), self._given()
+        ours = sum_partial_gradients(
+            [None if place in given else gradient for place, gradient in enumerate(found)],
+            self._layouts,
+            options,
+        )
         places: dict[tuple[Group, str], list[int]] = {}
         for place, layout in enumerate(self._layouts):
+            if place in given:
+                found[place] = given[place](found[place])
+                continue
+            found[place] = ours[place]
             # Those of parameters that lie flat were reduced as they came.
             if layout.flat is None:
                 group = self._strategy.group(*layout.gradient_axes(mesh))
@@ -190,6 +248,16 @@ class GradientPath:
                 found[place] = gradient
         if options.compression is not None:
             compression_state(self._optimizer, options.compression).end_step()
+        return found
+
+    def _given(self) -> dict[int, Callable]:
+        """The places of gradients that were global before, and what takes this rank's part of them."""
+        found: dict[int, Callable] = {}
+        for place, (origin, layout) in enumerate(zip(self._origins, self._layouts, strict=True)):
+            if origin is not Origin.LOCAL:
+                cut = layout.state is not None and layout.flat is None and origin is Origin.GLOBAL
+                shard = layout.state
+                found[place] = functools.partial(_shard, shard=shard) if cut else lambda own: own
         return found
 
     def _reduce_compressed(
@@ -252,6 +320,13 @@ class GradientPath:
         """Clips gradients that lie in parts on several ranks."""
         self.state = State.CLIPPED
         return clip_spread_gradients(self._optimizer, gradients, self.variables)
+
+
+def _shard(gradient, shard: FlatShard):
+    """This rank's shard of a gradient that is whole."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return shard_of_rows(gradient, shard)
+    return None if gradient is None else shard.local_shard(gradient)
 
 
 def _overwrites(variable) -> bool:

@@ -8,10 +8,11 @@ for each token of the batch. The values of the ids do not tell the two apart; wh
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterable
 
 import tensorflow as tf
 
-__all__ = ["is_independent_of_batch", "mark_independent"]
+__all__ = ["is_independent_of_batch", "mark_independent", "trace_back"]
 
 #: By graph, the names of tensors that were marked.
 _marked: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -28,24 +29,54 @@ def is_independent_of_batch(tensor: tf.Tensor) -> bool:
     Args:
         tensor: A tensor of a graph. What is not known to be independent counts as dependent.
     """
-    known: set[int] = set()
-    waiting = [tensor]
+    return trace_back([tensor], lambda tensor: False)[1]
+
+
+def trace_back(
+    tensors: Iterable[tf.Tensor], is_end: Callable[[tf.Tensor], bool]
+) -> tuple[list[tf.Tensor], bool]:
+    """Follows tensors of a graph back to what they are made of.
+
+    Args:
+        tensors: The tensors.
+        is_end: Whether a tensor is not followed further.
+
+    Returns:
+        The ends that were come by, and whether the tensors are independent of the batch, as
+        `is_independent_of_batch` has it, if these ends are.
+    """
+    known: set[tuple[int, str]] = set()
+    ends: list[tf.Tensor] = []
+    waiting, is_independent = list(tensors), True
     while waiting:
         tensor = waiting.pop()
-        if id(tensor) in known:
+        if is_end(tensor):
+            ends.append(tensor)
             continue
-        known.add(id(tensor))
+        if not tf.is_symbolic_tensor(tensor):
+            continue  # Made outside of the graph.
+        key = id(tensor.graph), tensor.name
+        if key in known:
+            continue
+        known.add(key)
         sources = _sources(tensor)
         if sources is None:
-            return False
+            is_independent = False
+            sources = _inputs(tensor)
         waiting += sources
-    return True
+    return ends, is_independent
+
+
+def _inputs(tensor) -> list:
+    """What an operation has taken, also from the graph around its own."""
+    if tensor.op.type == "Placeholder":
+        outer = {inner.name: outer for outer, inner in getattr(tensor.graph, "captures", ())}
+        return [outer[tensor.name]] if tensor.name in outer else []
+    return list(tensor.op.inputs)
 
 
 def _sources(tensor) -> list | None:
     """What a tensor is made of; None where it depends on the batch, or may do so."""
-    if not tf.is_symbolic_tensor(tensor):
-        return []  # Made outside of the graph.
     operation = tensor.op
     if tensor.name in _marked.get(tensor.graph, ()):
         return []

@@ -268,22 +268,23 @@ def replicated_variables(
     ]
 
 
-def sum_over_parts(values: Sequence, variables: Sequence) -> list:
+def sum_over_parts(
+    values: Sequence, variables: Sequence, shards: Sequence[FlatShard | None] | None = None
+) -> list:
     """Sums scalars over the ranks that hold the other parts, with one collective a group.
 
     Args:
         values: A scalar tensor of each variable: this rank's part of a sum over its entries.
         variables: The variables.
+        shards: The flat shards that the values are of; by default those that optimizers apply.
 
     Returns:
         The scalar tensors, each the sum over the variable's global array.
     """
     totals = list(values)
     layouts = [layout_of(variable) for variable in variables]
-    for part in (
-        [layout.slice for layout in layouts],
-        [layout.gradient_shard for layout in layouts],
-    ):
+    shards = [layout.gradient_shard for layout in layouts] if shards is None else shards
+    for part in ([layout.slice for layout in layouts], shards):
         groups = [None if each is None else each.group for each in part]
         for group in dict.fromkeys(group for group in groups if group is not None):
             places = [place for place, other in enumerate(groups) if other == group]

@@ -35,17 +35,40 @@ __all__ = [
     "ShardedVariable",
     "as_shards",
     "gather_arrays",
+    "gather_gradients",
     "given",
     "is_given",
     "read_arrays",
+    "rows_of_gradients",
     "shard_gradients",
     "shard_variable",
     "unshard_variable",
 ]
 
 
+class _Rows:
+    """The rows of sparse gradients, of all ranks, as they were before they were cut into shards."""
+
+    def __init__(self):
+        self._found: dict[int, list[tf.IndexedSlices]] = {}
+
+    def add(self, variable: ShardedVariable, rows: tf.IndexedSlices) -> None:
+        """Notes the rows of one use of a variable."""
+        self._found.setdefault(id(variable), []).append(rows)
+
+    def of(self, variable: ShardedVariable) -> tf.IndexedSlices:
+        """The rows of all uses of a variable."""
+        found = self._found[id(variable)]
+        if len(found) == 1:
+            return found[0]
+        values = tf.concat([rows.values for rows in found], axis=0)
+        indices = tf.concat([rows.indices for rows in found], axis=0)
+        return tf.IndexedSlices(values, indices, found[0].dense_shape)
+
+
 class _Local(threading.local):
     as_shards = False
+    rows: _Rows | None = None
 
     def __init__(self):
         self.given: dict[int, tf.Tensor] = {}
@@ -254,6 +277,8 @@ def shard_gradients(variables: Sequence[ShardedVariable], gradients: Sequence, n
         if isinstance(found[place], tf.IndexedSlices):
             what = f"{name}/gradients/{place}"
             rows = reduce_rows(found[place], cuts[place].group, reduction, what)
+            if _local.rows is not None:
+                _local.rows.add(variable, rows)
             found[place] = shard_of_rows(rows, cuts[place])
         else:
             places.setdefault(reduction, []).append(place)
@@ -266,6 +291,38 @@ def shard_gradients(variables: Sequence[ShardedVariable], gradients: Sequence, n
         shards = _packed(reduce, arrays, [cuts[place] for place in some], f"{name}/gradients")
         for place, shard in zip(some, shards, strict=True):
             found[place] = shard
+    return found
+
+
+@contextlib.contextmanager
+def rows_of_gradients() -> Iterator[_Rows]:
+    """Inside, notes the rows of sparse gradients whose shards a tape returns."""
+    before, _local.rows = _local.rows, _Rows()
+    try:
+        yield _local.rows
+    finally:
+        _local.rows = before
+
+
+def gather_gradients(shards: Sequence, variables: Sequence[ShardedVariable], rows: _Rows) -> list:
+    """The gradients of arrays, of which a tape has returned those of this rank's shards.
+
+    Args:
+        shards: Tensors, or IndexedSlices.
+        variables: Their variables.
+        rows: What was noted while they were computed.
+    """
+    found: list = list(shards)
+    dense = []
+    for place, (shard, variable) in enumerate(zip(shards, variables, strict=True)):
+        if isinstance(shard, tf.IndexedSlices):
+            found[place] = rows.of(variable)
+        else:
+            dense.append(place)
+    cuts = [_shard_of(variables[place]) for place in dense]
+    arrays = _packed(all_gather_arrays, [shards[p] for p in dense], cuts, "gradients/whole")
+    for place, array in zip(dense, arrays, strict=True):
+        found[place] = array
     return found
 
 

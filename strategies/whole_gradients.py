@@ -1,0 +1,144 @@
+"""Gradients as one process has them: reduced over the ranks, and whole on each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdist.collectives import Group
+from tfdist.context import ReplicaContext
+from tfdist.gradients.clipping import squared_norms, sum_over_stages, times
+from tfdist.gradients.origins import Marks, Origin
+from tfdist.gradients.reduce import reduce_gradients, sum_partial_gradients, weigh_gradients
+from tfdist.local_steps import group_in_step
+from tfdist.sharding.layout import layout_of
+from tfdist.zero.sharded_variable import gather_gradients
+
+__all__ = ["clip_by_global_norm", "is_part", "origins_of", "whole_gradients"]
+
+
+def is_part(variable) -> bool:
+    """Whether a rank has no more of a variable's gradient than a slice, a stage's or a part's."""
+    layout = layout_of(variable)
+    return any(part is not None for part in (layout.slice, layout.stage, layout.partial_over))
+
+
+def whole_gradients(
+    gradients: Sequence, variables: Sequence, replica: ReplicaContext, rows
+) -> list:
+    """Reduces this rank's gradients; those of shards are gathered too.
+
+    Args:
+        gradients: Tensors or IndexedSlices, as a tape returns them.
+        variables: Their variables, none of which is a part.
+        replica: The replica context.
+        rows: What `rows_of_gradients` has found while they were computed.
+    """
+    found = _global_parts(gradients, variables, replica)
+    places = [place for place, each in enumerate(variables) if layout_of(each).flat is not None]
+    whole = gather_gradients([found[p] for p in places], [variables[p] for p in places], rows)
+    for place, gradient in zip(places, whole, strict=True):
+        found[place] = gradient
+    return found
+
+
+def _global_parts(gradients: Sequence, variables: Sequence, replica: ReplicaContext) -> list:
+    """Reduces this rank's gradients; sparse ones stay so, with the rows of all ranks.
+
+    Args:
+        gradients: Tensors, IndexedSlices or None, as a tape returns them.
+        variables: Their variables.
+        replica: The replica context.
+
+    Returns:
+        Gradients of what this rank holds: of slices slices, under ZeRO-3 shards, of others the whole.
+    """
+    strategy, step = replica.strategy, replica.step
+    options, mesh = strategy.gradient_options, strategy.mesh
+    layouts = [layout_of(variable) for variable in variables]
+    weighed = weigh_gradients(gradients, step)
+    found = [
+        own if layout.flat is not None or layout.has_global_gradient(mesh) else new
+        for own, new, layout in zip(gradients, weighed, layouts, strict=True)
+    ]
+    found = sum_partial_gradients(found, layouts, options)
+    places: dict[tuple[Group, str], list[int]] = {}
+    for place, layout in enumerate(layouts):
+        # Those of parameters that lie flat were reduced as they came.
+        if layout.flat is None:
+            group = group_in_step(strategy.group(*layout.gradient_axes(mesh)), replica.in_step)
+            places.setdefault((group, layout.reduction(mesh, step)), []).append(place)
+    for (group, reduction), some in places.items():
+        wanted = [found[place] for place in some]
+        reduced = reduce_gradients(wanted, group, reduction, options, keep_rows=True)
+        for place, gradient in zip(some, reduced, strict=True):
+            found[place] = gradient
+    return found
+
+
+def origins_of(
+    gradients: Sequence, variables: Sequence, replica: ReplicaContext
+) -> tuple[list, list[Origin]]:
+    """Gradients that an optimizer is given: as a tape returned them, or as the step has made them.
+
+    Args:
+        gradients: Tensors, IndexedSlices or None.
+        variables: Their variables.
+        replica: The replica context.
+
+    Returns:
+        What handles among them stand for, and of each whether it is still to be reduced.
+
+    Raises:
+        ValueError: One is of a kind that no reduction makes right.
+    """
+    reads, marks = replica.gradient_reads, replica.gradient_marks
+    given = list(gradients) if reads is None else reads.behind(gradients)
+    if replica.gradients_are_global:
+        return given, [Origin.GLOBAL] * len(given)
+    if reads is not None:
+        return given, reads.origins(given, variables)
+    if marks is not None:
+        return given, [marks.global_origin(gradient) for gradient in given]
+    return given, [Origin.LOCAL] * len(given)
+
+
+def clip_by_global_norm(
+    gradients: Sequence, variables: Sequence, clip_norm, replica: ReplicaContext
+) -> tuple[list, tf.Tensor]:
+    """Reduces the gradients of a step, once, and clips them by the norm that one process has.
+
+    Args:
+        gradients: Tensors, IndexedSlices or None: as a tape returned them, or global already.
+        variables: Their variables.
+        clip_norm: The largest norm, a scalar; None for any.
+        replica: The replica context.
+
+    Returns:
+        Gradients of what this rank holds, which optimizers take for global; and the norm before.
+    """
+    found, origins = origins_of(gradients, variables, replica)
+    local = [place for place, origin in enumerate(origins) if origin is Origin.LOCAL]
+    reduced = _global_parts([found[p] for p in local], [variables[p] for p in local], replica)
+    for place, gradient in zip(local, reduced, strict=True):
+        found[place] = gradient
+        lies_flat = layout_of(variables[place]).flat is not None
+        origins[place] = Origin.PART if lies_flat else Origin.GLOBAL
+    shards = [
+        layout_of(variable).flat if origin is Origin.PART else None
+        for variable, origin in zip(variables, origins, strict=True)
+    ]
+    squares = squared_norms(found, variables, shards)
+    norm = tf.sqrt(sum_over_stages(squares, variables))
+    # Not a number where the norm is none, as in TensorFlow.
+    scale = 1.0
+    if clip_norm is not None:
+        limit = tf.cast(clip_norm, norm.dtype)
+        scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
+    if replica.gradient_marks is None:
+        replica.gradient_marks = Marks()
+    clipped = [None if gradient is None else times(gradient, scale) for gradient in found]
+    for gradient, origin in zip(clipped, origins, strict=True):
+        replica.gradient_marks.set([gradient], origin)
+    return clipped, norm
