@@ -4,8 +4,8 @@ At the end of an epoch a rank may get no rows. Many kernels do not stand that: t
 TensorFlow takes on newer CPUs, give tensors of other shapes or none, some end the process, and
 gradients of depthwise convolutions are what the memory held before. So the outermost layer of a
 call, which most often is the model, gets a row where there is none, and gives none back. Losses and
-metrics get one too: the loss of a rank without samples has no weight, and what its metrics have
-counted is taken back at the end of the step.
+metrics get one too: the loss of a rank without samples has no weight, what its metrics have counted is
+taken back at the end of the step, and what layers have kept of that row at the end of their call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import CompileLoss, CompileMetrics
 from tfdist.strategies.keras_patches.losses import of_each_sample
 from tfdist.strategies.keras_patches.parameters import call_gathered
-from tfdist.strategies.keras_patches.synchronization import kept_where_empty
+from tfdist.strategies.keras_patches.synchronization import StatesOfCall, kept_where_empty
 
 __all__ = ["PATCHES"]
 
@@ -40,8 +40,11 @@ def _call(original, self, *args, **kwargs):
     for place in places:
         flat[place] = _with_a_row(flat[place])
     args, kwargs = tf.nest.pack_sequence_as((args, kwargs), flat)
+    step = replica.step
+    states = StatesOfCall(self, is_alone=step is not None and step.gradient_group.size == 1)
     with replica.padded(rows == 0):
         outputs = call_gathered(original, self, *args, **kwargs)
+    states.put_back(rows)
     return tf.nest.map_structure(lambda value: _without_it(value, rows), outputs)
 
 

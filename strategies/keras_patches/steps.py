@@ -13,7 +13,7 @@ from tfdist.keras_step import KerasStep
 from tfdist.sharding.updates import unwrapped
 from tfdist.strategies.gradient_reads import call_step
 from tfdist.strategies.keras_patches.metrics import global_results
-from tfdist.strategies.keras_patches.synchronization import keep_states_without_samples
+from tfdist.strategies.keras_patches.synchronization import keep_metrics_without_samples
 
 __all__ = ["count_rows", "run_keras_step"]
 
@@ -31,7 +31,7 @@ def run_keras_step(step: KerasStep, fn, *args, **kwargs):
         return call()
     # In the graph of the step, whichever inner graph asks for them first.
     _ = step.gradient_share, step.has_samples
-    put_back = None if step.is_even else keep_states_without_samples(step)
+    put_back = None if step.is_even else keep_metrics_without_samples(step)
     name = f"{step.kind}_step"
     if getattr(type(step.model), name) is getattr(keras.Model, name):
         logs = call()

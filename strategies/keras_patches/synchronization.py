@@ -8,7 +8,11 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import broadcast
+from tfdist.collectives.shared import is_shared
 from tfdist.gradients.buckets import buckets
+from tfdist.graph.dependence import trace_back
+from tfdist.keras_internals.attributes import stored_value
+from tfdist.keras_internals.functional import without_values
 from tfdist.keras_step import KerasStep
 from tfdist.layers.states import average_states, layer_states
 from tfdist.local_steps import local_optimizer
@@ -16,8 +20,9 @@ from tfdist.sharding.layout import replicated_variables
 from tfdist.sharding.parts import deep_copy
 
 __all__ = [
+    "StatesOfCall",
     "broadcast_variables",
-    "keep_states_without_samples",
+    "keep_metrics_without_samples",
     "kept_where_empty",
     "synchronize_layer_states",
 ]
@@ -59,20 +64,73 @@ def synchronize_layer_states(model: keras.Model) -> None:
     average_states(layer_states(model), model.distribute_strategy.gradient_group)
 
 
-def keep_states_without_samples(step: KerasStep) -> Callable:
-    """Notes what the model holds of past samples; the returned function puts it back.
-
-    For a rank that gets no sample in a step: metrics must not count a step of nothing, and layers
-    saw a row that is not there. Layer states that the other ranks' samples moved (a synchronized
-    BatchNormalization) stay moved.
+def keep_metrics_without_samples(step: KerasStep) -> Callable:
+    """Notes what metrics have counted; the returned function puts it back where a rank has no sample.
 
     Args:
         step: The Keras step under way.
     """
     metrics = [variable for metric in step.model.metrics for variable in metric.variables]
-    # A rank that steps by itself has no others whose samples would move anything.
-    states = layer_states(step.model, of_own_rows=step.gradient_group.size > 1)
-    return kept_where_empty([*metrics, *states], tf.convert_to_tensor(step.rows))
+    return kept_where_empty(metrics, tf.convert_to_tensor(step.rows))
+
+
+class StatesOfCall:
+    """What a layer keeps of past samples, noted before it is called with a row that is not there.
+
+    Args:
+        layer: The layer.
+        is_alone: Whether no other rank's samples move anything.
+    """
+
+    def __init__(self, layer: keras.layers.Layer, *, is_alone: bool):
+        states = layer_states(layer, of_own_rows=not is_alone)
+        self._states = [state for state in states if not without_values(state)]
+        self._is_alone = is_alone
+        self._before = [tf.identity(state.value) for state in self._states]
+        self._begin = 0 if tf.executing_eagerly() else len(_graph().get_operations())
+
+    def put_back(self, rows: tf.Tensor) -> None:
+        """Undoes what the call has assigned, if there are no rows.
+
+        States that follow what all ranks have gathered or added up stay as they are.
+        """
+        moved = range(len(self._states)) if tf.executing_eagerly() else self._moved()
+        if not moved:
+            return
+
+        def put_back():
+            for place in moved:
+                self._states[place].assign(self._before[place])
+            return rows
+
+        tf.cond(tf.equal(rows, 0), put_back, lambda: rows)
+
+    def _moved(self) -> list[int]:
+        """The places of states that operations of the call assign by this rank's own rows."""
+        graph = _graph()
+        places = {
+            graph.capture(stored_value(state).handle).name: place
+            for place, state in enumerate(self._states)
+        }
+        found = set()
+        for operation in graph.get_operations()[self._begin :]:
+            if operation.type == "ReadVariableOp":
+                continue
+            for tensor in operation.inputs:
+                place = places.get(tensor.name)
+                if place is not None and (self._is_alone or not _is_same_on_all_ranks(operation)):
+                    found.add(place)
+        return sorted(found)
+
+
+def _is_same_on_all_ranks(operation: tf.Operation) -> bool:
+    """Whether what an operation assigns is made of nothing but what all ranks have."""
+    is_assignment = operation.type.startswith("Assign") and operation.type.endswith("VariableOp")
+    return is_assignment and trace_back(operation.inputs[1:], is_shared)[1]
+
+
+def _graph() -> tf.Graph:
+    return tf.compat.v1.get_default_graph()
 
 
 def kept_where_empty(variables: Sequence[keras.Variable], rows: tf.Tensor) -> Callable:

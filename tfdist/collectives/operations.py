@@ -33,7 +33,7 @@ from tfdist.collectives.raw import (
     send_tensor,
     shape_of,
 )
-from tfdist.collectives.sums import note_sum
+from tfdist.collectives.shared import note_shared
 from tfdist.graph.custom_gradient import custom_gradient
 
 __all__ = [
@@ -88,10 +88,7 @@ def all_reduce(
 
         return y, gradient
 
-    reduced = reduce(tensor)
-    if reduction == "sum":
-        note_sum(reduced)
-    return reduced
+    return note_shared(reduce(tensor), is_sum=reduction == "sum")
 
 
 def all_gather(
@@ -137,7 +134,7 @@ def all_gather(
 
         return _from_front(y, axis), gradient
 
-    return gather(tensor)
+    return note_shared(gather(tensor))
 
 
 def reduce_scatter(
@@ -257,7 +254,7 @@ def broadcast(tensor, group: Group, root: int = 0, *, name: str | None = None):
 
         return y, gradient
 
-    return copy(tensor)
+    return note_shared(copy(tensor))
 
 
 def send(tensor, group: Group, to: int, *, name: str | None = None):

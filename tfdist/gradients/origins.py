@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
-from tfdist.collectives.sums import is_sum_over_ranks
+from tfdist.collectives.shared import is_sum_over_ranks
 from tfdist.graph.dependence import trace_back
 
 __all__ = ["Marks", "Origin", "parts_of_gradient"]
