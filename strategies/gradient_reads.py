@@ -10,7 +10,6 @@ calls return what is reduced already.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,23 +18,15 @@ import tensorflow as tf
 
 from tfdist.context import ReplicaContext
 from tfdist.gradients.origins import Marks, Origin, parts_of_gradient
+from tfdist.graph.loops import is_called_by_loop
 from tfdist.graph.tapes import others_record
 from tfdist.keras_internals.attributes import stored_value
 from tfdist.local_steps import local_optimizer
 from tfdist.sharding.layout import layout_of
-from tfdist.strategies.whole_gradients import is_part, whole_gradients
+from tfdist.strategies.whole_gradients import gather_flat_gradients, is_part, whole_gradients
 from tfdist.zero.sharded_variable import rows_of_gradients
 
 __all__ = ["GradientReads", "call_step"]
-
-#: TensorFlow's functions that call another one many times, or for many rows.
-_LOOPS = frozenset(
-    [
-        "tensorflow.python.ops.map_fn",
-        "tensorflow.python.ops.parallel_for.control_flow_ops",
-        "tensorflow.python.ops.while_loop",
-    ]
-)
 
 
 def call_step(replica: ReplicaContext, call: Callable[[], Any]) -> Any:
@@ -142,9 +133,10 @@ class GradientReads:
         if not places:
             return found
         some, own = [flat[place] for place in places], [variables[place] for place in places]
-        if others_record(tape) or _is_in_loop():
-            some = [_like(gradient, gradient) for gradient in some]
-            self._mark_own(some, own)
+        if others_record(tape) or is_called_by_loop(call_step.__code__):
+            # Those of shards were reduced on the way.
+            some = gather_flat_gradients([_like(each, each) for each in some], own, rows)
+            self.marks.set(some, Origin.LOCAL)
         else:
             some = self._of_a_call(some, own, rows)
         for place, gradient in zip(places, some, strict=True):
@@ -171,17 +163,12 @@ class GradientReads:
         self._handles += [
             (handle, gradient, number) for handle, gradient in zip(handles, gradients, strict=True)
         ]
-        self._mark_own(gradients, variables, only_shards=True)
-        self.marks.set(handles, Origin.HANDLE)
-        return handles
-
-    def _mark_own(self, gradients: Sequence, variables: Sequence, *, only_shards=False) -> None:
-        """Marks what a tape has returned; gradients of shards were reduced on the way."""
         for gradient, variable in zip(gradients, variables, strict=True):
             if layout_of(variable).flat is not None:
+                # What a loss scale makes of it was reduced, too.
                 self.marks.set([gradient], Origin.PART)
-            elif not only_shards:
-                self.marks.set([gradient], Origin.LOCAL)
+        self.marks.set(handles, Origin.HANDLE)
+        return handles
 
     def _has_parts(self, variables: Sequence) -> bool:
         """Whether no rank has the whole gradients, or they are not those of one model."""
@@ -238,12 +225,14 @@ class GradientReads:
                 computed from parts.
         """
         known = {id(own) for _, own, _ in self._handles}
-        return [
-            Origin.LOCAL
-            if gradient is None or id(gradient) in known
-            else self._origin(gradient, variable)
-            for gradient, variable in zip(gradients, variables, strict=True)
-        ]
+
+        def origin(gradient, variable) -> Origin:
+            if gradient is None or id(gradient) in known:
+                # Gradients of shards were reduced as they came.
+                return Origin.LOCAL if layout_of(variable).flat is None else Origin.PART
+            return self._origin(gradient, variable)
+
+        return [origin(*pair) for pair in zip(gradients, variables, strict=True)]
 
     def _origin(self, gradient, variable) -> Origin:
         found, is_same = self.marks.trace(gradient)
@@ -293,13 +282,3 @@ def _like(gradient, found):
     return tf.IndexedSlices(
         tf.identity(found.values), tf.identity(found.indices), found.dense_shape
     )
-
-
-def _is_in_loop() -> bool:
-    """Whether the step has called one of TensorFlow's loops, which called what asks."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not call_step.__code__:
-        if frame.f_globals.get("__name__") in _LOOPS:
-            return True
-        frame = frame.f_back
-    return False

@@ -15,7 +15,13 @@ from tfdist.local_steps import group_in_step
 from tfdist.sharding.layout import layout_of
 from tfdist.zero.sharded_variable import gather_gradients
 
-__all__ = ["clip_by_global_norm", "is_part", "origins_of", "whole_gradients"]
+__all__ = [
+    "clip_by_global_norm",
+    "gather_flat_gradients",
+    "is_part",
+    "origins_of",
+    "whole_gradients",
+]
 
 
 def is_part(variable) -> bool:
@@ -35,7 +41,18 @@ def whole_gradients(
         replica: The replica context.
         rows: What `rows_of_gradients` has found while they were computed.
     """
-    found = _global_parts(gradients, variables, replica)
+    return gather_flat_gradients(_global_parts(gradients, variables, replica), variables, rows)
+
+
+def gather_flat_gradients(gradients: Sequence, variables: Sequence, rows) -> list:
+    """Gradients of which those of shards are made whole.
+
+    Args:
+        gradients: Tensors or IndexedSlices, as a tape returns them.
+        variables: Their variables.
+        rows: What `rows_of_gradients` has found while they were computed.
+    """
+    found = list(gradients)
     places = [place for place, each in enumerate(variables) if layout_of(each).flat is not None]
     whole = gather_gradients([found[p] for p in places], [variables[p] for p in places], rows)
     for place, gradient in zip(places, whole, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdist.context import current_replica
+from tfdist.graph.tapes import passing
 from tfdist.keras_internals.patching import Patch
 
 __all__ = ["PATCHES"]
@@ -13,9 +14,10 @@ __all__ = ["PATCHES"]
 def _gradient(original, self, target, sources, *args, **kwargs):
     """Without it a step that clips, logs or adds up gradients would take this rank's for those of all."""
     replica = current_replica()
-    if replica is None or replica.gradient_reads is None:
-        return original(self, target, sources, *args, **kwargs)
-    return replica.gradient_reads.gradient(original, self, target, sources, *args, **kwargs)
+    with passing(sources):
+        if replica is None or replica.gradient_reads is None:
+            return original(self, target, sources, *args, **kwargs)
+        return replica.gradient_reads.gradient(original, self, target, sources, *args, **kwargs)
 
 
 PATCHES = (Patch(tf.GradientTape, "gradient", ("self", "target", "sources"), _gradient),)

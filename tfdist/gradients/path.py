@@ -125,7 +125,9 @@ class GradientPath:
         Of what Keras leaves out from here on, the variables are no longer kept.
         """
         step = self._replica.step
-        own = self._lying_flat(gradients)
+        own = self._lying_flat(
+            [self._of_its_shape(*pair) for pair in zip(gradients, self.variables, strict=True)]
+        )
         weighed = weigh_gradients(own, step)
         rest = zip(own, weighed, self._layouts, self.variables, self._origins, strict=True)
         # Those of parameters that lie flat were weighed and reduced as they came. What Keras takes for
@@ -148,6 +150,20 @@ class GradientPath:
         self.variables = [self.variables[place] for place in kept]
         self._origins = [self._origins[place] for place in kept]
         return found
+
+    def _of_its_shape(self, gradient, variable):
+        """A gradient whose shape the graph does not know, and which has none where there are no rows."""
+        step = self._replica.step
+        if step is None or step.is_even or not tf.is_tensor(gradient):
+            return gradient
+        shape = layout_of(variable).flat
+        shape = tuple(variable.shape) if shape is None else (shape.share,)
+        if gradient.shape.is_fully_defined() or not gradient.shape.is_compatible_with(shape):
+            return gradient
+        found = tf.cond(
+            tf.equal(step.rows, 0), lambda: tf.zeros(shape, gradient.dtype), lambda: gradient
+        )
+        return tf.ensure_shape(found, shape)
 
     def _lying_flat(self, gradients: Sequence) -> list:
         """Whole gradients of parameters that lie flat, which the step has made, as their shards."""

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.graph.provenance import with_provenance
+from tfdist.graph.tapes import current_pass
 
 __all__ = ["Region", "keep", "replace"]
 
@@ -51,6 +52,16 @@ class Region:
         self.outputs: list[tf.Tensor] = []
         self.arrived: list[tf.Tensor] = []
         self.backward: int | None = None
+        self._pass: int | None = None
+        self._is_passed_again = False
+
+    @property
+    def is_passed_once(self) -> bool:
+        """Whether all gradients have come in the backward pass under way.
+
+        A gradient of a gradient takes what an earlier pass has made, which must not wait for a later one.
+        """
+        return not self._is_passed_again and self._pass == current_pass()
 
     def end(self, outputs):
         """Ends the region.
@@ -77,6 +88,8 @@ class Region:
             def gradient(dy):
                 if self.backward is None:
                     self.backward = len(self.graph.get_operations())
+                    self._pass = current_pass()
+                self._is_passed_again |= self._pass != current_pass()
                 self.arrived.append(dy)
                 return dy
 
@@ -104,7 +117,7 @@ class Region:
             begin: By names of tensors that they take, what their copies take. What they take
                 else is taken by the copies too, and so stands until then.
         """
-        if self.backward is None or self.last is None:
+        if self.backward is None or self.last is None or not self.is_passed_once:
             return
         copies = _copies.setdefault(self.graph, {})
         copies |= begin

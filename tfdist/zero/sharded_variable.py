@@ -23,6 +23,8 @@ from tfdist.gradient_options import GradientOptions
 from tfdist.gradients.reduce import weigh_gradients
 from tfdist.gradients.sparse import reduce_rows, shard_of_rows
 from tfdist.graph.custom_gradient import custom_gradient
+from tfdist.graph.loops import is_called_for_rows
+from tfdist.graph.tapes import is_wanted
 from tfdist.keras_internals.attributes import autocast, stored_dtype, stored_value
 from tfdist.keras_internals.private import in_stateless_scope
 from tfdist.keras_internals.stored import StoredArray
@@ -234,24 +236,43 @@ def gather_arrays(
             before they are reduced.
         on_reduced: Called with the gradients of the shards.
     """
+    _refuse_rows(name)
     cuts = [_shard_of(variable) for variable in variables]
     trained = [place for place, variable in enumerate(variables) if variable.trainable]
 
     @custom_gradient
     def collect(*own):
         def gradient(*upstream):
+            wanted = [p for p in trained if is_wanted(variables[p], variables[p]._own)]
+            if not wanted:
+                return [None] * len(variables)
+            _refuse_rows(name)
             if on_gradient is not None:
                 on_gradient()
-            wanted = [upstream[place] for place in trained]
-            shards = shard_gradients([variables[place] for place in trained], wanted, name)
+            shards = shard_gradients(
+                [variables[place] for place in wanted], [upstream[place] for place in wanted], name
+            )
             if on_reduced is not None:
                 on_reduced([getattr(shard, "values", shard) for shard in shards])
-            by_place = dict(zip(trained, shards, strict=True))
+            by_place = dict(zip(wanted, shards, strict=True))
             return [by_place.get(place) for place in range(len(variables))]
 
         return _packed(all_gather_arrays, own, cuts, name), gradient
 
     return list(collect(*[tf.convert_to_tensor(variable._own) for variable in variables]))
+
+
+def _refuse_rows(name: str) -> None:
+    """Raises where parameters are gathered once for each row: ranks may have other numbers of rows.
+
+    Raises:
+        ValueError: A function of `vectorized_map`, `map_fn` or `jacobian` is traced.
+    """
+    if not tf.executing_eagerly() and is_called_for_rows():
+        raise ValueError(
+            "ZeRO-3 cannot gather parameters inside of `tf.vectorized_map`, `tf.map_fn` or "
+            f"`tape.jacobian`. Received: a use of {name} there. Use zero_stage=2."
+        )
 
 
 def shard_gradients(variables: Sequence[ShardedVariable], gradients: Sequence, name: str) -> list:

@@ -130,6 +130,8 @@ class _Call:
         if self.region.backward is None or not behind:
             # The layer that the forward pass ends with is needed again at once.
             return
+        if not all(call.region.is_passed_once for call in (self, *behind)):
+            return
         if _is_followed_by_collective(self.arrays, self.region.backward):
             return
         # Where ranks compute faster than they talk, gradients on their way must not pile up.
