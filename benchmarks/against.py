@@ -1,9 +1,10 @@
 """`tfdist-bench training --against=COMMIT`: two trees of tfdist in turns, and what a change did to steps.
 
-A ratio is that of one round: the median step of the checkout's turn over that of the commit's. Its
-interval is one of order statistics: it holds the median with at least the probability that it names,
-whatever the distribution. All rows together are one more row, whose ratio in a round is the geometric
-mean of theirs.
+A ratio is that of one round: the median step of the checkout's turn over that of the commit's. That of the
+processor time of a step stands beside it: what else runs on the machine changes it less, but it does not see
+how long ranks wait. Intervals are those of order statistics: they hold the median with at least the
+probability that is named, whatever the distribution. All rows together are one more row, whose ratio in a
+round is the geometric mean of theirs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tfdist.benchmarks.commits import Tree
@@ -20,10 +21,10 @@ from tfdist.benchmarks.comparisons import ROWS, SIZES, Job
 from tfdist.benchmarks.jobs import JobError
 from tfdist.benchmarks.turns import take_turns
 
-__all__ = ["HEADER", "Interval", "Row", "all_rows", "measure", "interval_of_median", "write"]
+__all__ = ["Interval", "Row", "all_rows", "header", "interval_of_median", "measure", "write"]
 
 _CONFIDENCE = 0.95
-HEADER = f"{'':<22} {'new':>12} {'old':>12}   new / old  [interval of the median]"
+_COLUMNS = f"{'':<22} {'new':>12} {'old':>12}   new / old                  processor, new / old"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,15 @@ def interval_of_median(values: Sequence[float]) -> Interval:
     return Interval(ordered[rank - 1], ordered[count - rank], 1.0 - 2.0 * beyond)
 
 
+def header(rounds: int) -> str:
+    """What stands above the lines of rows."""
+    confidence = interval_of_median(range(rounds)).confidence
+    return (
+        f"Medians of {rounds} rounds, with intervals of {confidence:.1%} by order statistics.\n"
+        f"{_COLUMNS}"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A row, measured.
@@ -64,6 +74,7 @@ class Row:
     Attributes:
         name: What `--only` calls it.
         ratios: By round, the time of a step of the checkout over that of the commit.
+        processor: The same of the processor time of a step, on the rank that uses most.
         new: By round, the median time of a step of the checkout, on the slowest rank; empty for all
             rows together.
         old: That of the commit.
@@ -71,6 +82,7 @@ class Row:
 
     name: str
     ratios: list[float]
+    processor: list[float]
     new: list[float] = dataclasses.field(default_factory=list)
     old: list[float] = dataclasses.field(default_factory=list)
 
@@ -80,17 +92,24 @@ class Row:
             f" {1e3 * statistics.median(side):9.2f} ms" if side else " " * 13
             for side in (self.new, self.old)
         )
-        found = interval_of_median(self.ratios)
-        return (
-            f"{self.name:<22}{times}   {statistics.median(self.ratios):9.3f}  "
-            f"[{found.low:.3f}, {found.high:.3f}], {found.confidence:.1%}"
-        )
+        ratios = "".join(f"   {_with_interval(each):<24}" for each in (self.ratios, self.processor))
+        return f"{self.name:<22}{times}{ratios}".rstrip()
+
+
+def _with_interval(ratios: Sequence[float]) -> str:
+    found = interval_of_median(ratios)
+    return f"{statistics.median(ratios):.3f} [{found.low:.3f}, {found.high:.3f}]"
 
 
 def all_rows(rows: Sequence[Row]) -> Row:
     """The geometric mean of the ratios of rows, by round."""
-    rounds = zip(*(row.ratios for row in rows), strict=True)
-    return Row("geometric mean", [statistics.geometric_mean(ratios) for ratios in rounds])
+
+    def means(ratios: Iterable[list[float]]) -> list[float]:
+        return [statistics.geometric_mean(each) for each in zip(*ratios, strict=True)]
+
+    return Row(
+        "geometric mean", means(row.ratios for row in rows), means(row.processor for row in rows)
+    )
 
 
 def measure(
@@ -130,8 +149,15 @@ def measure(
     for tree, running in zip((new, old), jobs, strict=True):
         if running.packages != {str(tree.folder / "tfdist" / "__init__.py")}:
             raise JobError(f"Ranks of {tree.folder} have imported {running.packages}.")
-    times = [[block.seconds for block in own[1:]] for own in blocks]
-    return Row(name, [a / b for a, b in zip(*times, strict=True)], *times)
+    new_blocks, old_blocks = (own[1:] for own in blocks)
+    pairs = list(zip(new_blocks, old_blocks, strict=True))
+    return Row(
+        name,
+        ratios=[a.seconds / b.seconds for a, b in pairs],
+        processor=[a.processor / b.processor for a, b in pairs],
+        new=[block.seconds for block in new_blocks],
+        old=[block.seconds for block in old_blocks],
+    )
 
 
 def _of_tree(job: Job, tree: Tree, variables: dict[str, str]) -> Job:
@@ -145,15 +171,21 @@ def _of_tree(job: Job, tree: Tree, variables: dict[str, str]) -> Job:
 
 def write(path: Path, new: Tree, old: Tree, machine: str, day: str, rows: Sequence[Row]) -> None:
     """Writes rows, and all of them together, as JSON."""
-    lines = []
-    for row in [*rows, all_rows(rows)]:
-        interval = dataclasses.asdict(interval_of_median(row.ratios))
-        lines.append(
-            {**dataclasses.asdict(row), "ratio": statistics.median(row.ratios), **interval}
-        )
+    lines = [
+        {
+            **dataclasses.asdict(row),
+            "ratio": _summary(row.ratios),
+            "processor_ratio": _summary(row.processor),
+        }
+        for row in [*rows, all_rows(rows)]
+    ]
     trees = {
         name: {"commit": tree.commit, "folder": str(tree.folder)}
         for name, tree in (("new", new), ("old", old))
     }
     found = {**trees, "machine": machine, "day": day, "rows": lines}
     path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _summary(ratios: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(ratios), **dataclasses.asdict(interval_of_median(ratios))}

@@ -159,13 +159,14 @@ def _main(chosen: list[Comparison] | Against) -> int:
 def _compare_trees(chosen: Against) -> int:
     """Measures rows of the checkout and of a commit, and prints and writes what has come out."""
     new, peers = chosen.new, Path(_PEERS.value)
+    rounds = _ROUNDS.value or 15
     rows: list[against.Row] = []
     failed = False
     try:
         with exit_on_signals():
             old = commits.tree_of(new, chosen.commit, peers)
             print(f"new: {new.folder}, {new.commit}\nold: {old.folder}, {old.commit}")
-            print(against.HEADER, flush=True)
+            print(against.header(rounds), flush=True)
             for name in chosen.names:
                 try:
                     row = against.measure(
@@ -174,7 +175,7 @@ def _compare_trees(chosen: Against) -> int:
                         old,
                         sizes=_SIZES.value,
                         peers=peers,
-                        rounds=_ROUNDS.value or 15,
+                        rounds=rounds,
                         steps=_STEPS.value,
                         timeout=_TIMEOUT.value,
                         variables=_allocator_variables(),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from scipy.stats import binom
 
-from tfdist.benchmarks.against import Row, all_rows, interval_of_median
+from tfdist.benchmarks.against import Row, all_rows, header, interval_of_median
 from tfdist.benchmarks.commits import checkout, resolve, tree_of
 from tfdist.benchmarks.comparisons import COMPARISONS, ROWS, SIZES
 from tfdist.launch.command import UsageError
@@ -48,16 +48,21 @@ def test_the_interval_is_the_narrowest_with_95_percent(count):
 
 
 def test_all_rows_are_the_geometric_mean_by_round():
-    rows = [Row("a", [2.0, 1.0, 3.0]), Row("b", [0.5, 4.0, 3.0])]
+    rows = [Row("a", [2.0, 1.0, 3.0], [1.0, 1.0, 4.0]), Row("b", [0.5, 4.0, 3.0], [1.0] * 3)]
     assert all_rows(rows).ratios == pytest.approx([1.0, 2.0, 3.0])
-    assert "2.000  [1.000, 3.000], 75.0%" in all_rows(rows).line()
+    assert all_rows(rows).processor == pytest.approx([1.0, 1.0, 2.0])
+    assert all_rows(rows).line().split() == (
+        ["geometric", "mean", "2.000", "[1.000,", "3.000]", "1.000", "[1.000,", "2.000]"]
+    )
+    assert "3 rounds, with intervals of 75.0%" in header(3)
 
 
 def test_a_line_has_the_times_of_both_trees():
-    line = Row("gpt-data", [0.5, 1.0], new=[0.1, 0.2], old=[0.2, 0.2]).line()
-    assert line.split() == (
-        ["gpt-data", "150.00", "ms", "200.00", "ms", "0.750", "[0.500,", "1.000],", "50.0%"]
-    )
+    line = Row("gpt-data", [0.5, 1.0], [0.9, 0.9], new=[0.1, 0.2], old=[0.2, 0.2]).line()
+    assert line.split() == [
+        *("gpt-data", "150.00", "ms", "200.00", "ms"),
+        *("0.750", "[0.500,", "1.000]", "0.900", "[0.900,", "0.900]"),
+    ]
 
 
 def test_rows_are_each_job_of_tfdist_once():
@@ -145,14 +150,22 @@ def test_both_trees_train(tmp_path):
     assert lines[0] == f"new: {new}, {commit[:12]} with changes"
     assert lines[1] == f"old: {old}, {commit[:12]}"
     names = ["convnet-one-process", "gpt-one-process", "geometric"]
-    assert [line.split()[0] for line in lines[3:]] == names
+    assert [line.split()[0] for line in lines[4:]] == names
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["new"]["folder"] == str(new) and found["old"]["folder"] == str(old)
     *rows, together = found["rows"]
     for row in rows:
         assert len(row["new"]) == len(row["old"]) == 2 and min(row["new"] + row["old"]) > 0
         assert row["ratios"] == [a / b for a, b in zip(row["new"], row["old"], strict=True)]
-        assert row["low"] == min(row["ratios"]) and row["high"] == max(row["ratios"])
+        assert len(row["processor"]) == 2 and min(row["processor"]) > 0
+        for ratios, summary in (("ratios", "ratio"), ("processor", "processor_ratio")):
+            low, high = min(row[ratios]), max(row[ratios])
+            assert row[summary] == {
+                "median": pytest.approx((low + high) / 2),
+                "low": low,
+                "high": high,
+                "confidence": 0.5,
+            }
     assert together["ratios"] == pytest.approx(
         [
             statistics.geometric_mean(pair)
