@@ -68,12 +68,16 @@ class Jobs:
         self._started: list[subprocess.Popen] = []
 
     def start(self, *arguments, program=PROGRAM, **options) -> subprocess.Popen:
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+        options = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            "start_new_session": True,
+            "preexec_fn": heed_signals,
+        } | options
         job = subprocess.Popen(
             [*program, *arguments],
             env={**os.environ, "TFDIST_TEST_MARK": self._mark, **options.pop("environment", {})},
-            start_new_session=True,
-            preexec_fn=heed_signals,
             **options,
         )
         self._started.append(job)
