@@ -44,24 +44,27 @@ class Watch(keras.callbacks.Callback):
                 os.kill(os.getpid(), signal.SIGKILL)
         with open(os.path.join(self._folder, f"steps{self._index}"), "w") as file:
             file.write(str(len(self.ahead)))
-        held = self._options.get("held", {})
-        if self._index in held.get("workers", ()) and len(self.ahead) == held.get("after"):
-            wait_for(self._folder, held["until"])
+        held = self._options.get("held")
+        if held and self._index == 0 and len(self.ahead) == 1:
+            for worker in held["workers"]:
+                wait_for(self._folder, worker, held["reached"])
+        elif held and self._index in held["workers"] and len(self.ahead) == held.get("after"):
+            wait_for(self._folder, 0, held["until"])
 
 
-def wait_for(folder: str, steps: int) -> None:
-    """Returns when worker 0 has made so many executions of steps."""
-    path = os.path.join(folder, "steps0")
-    while not os.path.exists(path) or int(Path(path).read_text() or 0) < steps:
+def wait_for(folder: str, worker: int, executions: int) -> None:
+    """Returns when a worker has made so many executions of steps."""
+    path = Path(folder, f"steps{worker}")
+    while not path.exists() or int(path.read_text() or 0) < executions:
         time.sleep(0.01)
 
 
-def held_in_data(dataset, folder: str, batch: int, steps: int):
+def held_in_data(dataset, folder: str, batch: int, executions: int):
     """The data set, which yields a batch when worker 0 has made so many executions of steps."""
 
     def hold(number):
         if number == batch:
-            wait_for(folder, steps)
+            wait_for(folder, 0, executions)
         return np.int64(0)
 
     def element(number, data):

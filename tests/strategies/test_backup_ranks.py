@@ -105,7 +105,7 @@ def test_what_does_not_go_with_backup_ranks():
 
 
 #: By name, workers and backups; which of them are held, where and at which execution; and how many steps
-#: that has. Worker 0 is the slowest until the others are held, so that what these sent last was in time.
+#: that has. Worker 0 lets these come so far first, so that what they sent last was in time.
 _HELD = {
     "as-many": (2, 1, [1], "after", 4, 1),
     "more": (3, 2, [1, 2], "after", 4, 1),
@@ -132,10 +132,13 @@ def test_workers_that_are_held_make_no_update_after_the_last_step(tmp_path, name
         batch_size=32,
         epochs=1,
         step_seconds=0.02,
-        slow=0,
-        slower=4,
         execution=execution,
-        held={"workers": held, where: place, "until": executions},
+        held={
+            "workers": held,
+            where: place,
+            "reached": place if where == "after" else place // execution,
+            "until": executions,
+        },
         timeout=240,
     )
     assert code == 0, output
