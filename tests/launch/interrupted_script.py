@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
+from unittest import mock
 
 
-def main(moment: str, folder: str | None = None) -> None:
+def main(moment: str, folder: str = "") -> None:
     if moment == "import":
         print("importing", flush=True)
 
@@ -38,7 +39,7 @@ def main(moment: str, folder: str | None = None) -> None:
         model.compile("adam", "mse")
     callbacks: list = [Say()]
     if moment == "saving":
-        Manifest.write = write
+        mock.patch.object(Manifest, "write", write).start()
         # The main thread writes, so that it is there that the signal finds the rank.
         saver = tfdist.checkpoint.Checkpointer(folder, every_steps=2, asynchronous=False)
         callbacks.append(saver)
