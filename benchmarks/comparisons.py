@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["COMPARISONS", "SIZES", "UNUSED", "Comparison", "Job"]
+__all__ = ["COMPARISONS", "ROWS", "SIZES", "UNUSED", "Comparison", "Job"]
 
 #: Of the models and their global batches. The large ones are where the parameters' memory counts most,
 #: the tiny ones are to try whether all runs.
@@ -21,6 +21,7 @@ SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
             "batch": 16,
         },
         "convnet": {"side": 32, "classes": 10, "batch": 64},
+        "mlp": {"features": 784, "layers": 3, "hidden": 512, "classes": 10, "batch": 256},
         # GPT-2 small. `rank` is that of adapters; `prompt` and `written` are tokens of generation.
         "gpt2": {
             "layers": 12,
@@ -53,6 +54,7 @@ SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
             "batch": 8,
         },
         "convnet": {"side": 64, "classes": 10, "batch": 64},
+        "mlp": {"features": 784, "layers": 6, "hidden": 2048, "classes": 10, "batch": 256},
         "dlrm": {
             "tables": 26,
             "vocabulary": 500_000,
@@ -65,6 +67,7 @@ SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "tiny": {
         "gpt": {"layers": 2, "width": 32, "heads": 2, "tokens": 16, "vocabulary": 64, "batch": 8},
         "convnet": {"side": 8, "classes": 10, "batch": 8},
+        "mlp": {"features": 8, "layers": 2, "hidden": 16, "classes": 10, "batch": 8},
         "gpt2": {
             "layers": 2,
             "width": 32,
@@ -293,4 +296,25 @@ COMPARISONS: Mapping[str, Comparison] = {
         ("dlrm", _DLRM_ONLY),
     )
     for name, sides in found.items()
+}
+
+#: By name, the model and the job of tfdist that `--against` runs on two trees: each kind once.
+ROWS: Mapping[str, tuple[str, Job]] = {
+    "mlp-data": ("mlp", _DATA),
+    "convnet-data": ("convnet", _DATA),
+    "convnet-tensorflow": ("convnet", _DATA_TENSORFLOW),
+    "convnet-one-process": ("convnet", _ONE_PROCESS),
+    "dlrm-embeddings": ("dlrm", _DLRM_ONLY["horovod"][0]),
+    "gpt-data": ("gpt", _DATA),
+    "gpt-tensorflow": ("gpt", _DATA_TENSORFLOW),
+    "gpt-one-process": ("gpt", _ONE_PROCESS),
+    "gpt-tensor": ("gpt", _GPT_ONLY["tensor"][0]),
+    "gpt-pipeline-gpipe": ("gpt", _GPT_ONLY["pipeline-gpipe"][0]),
+    "gpt-pipeline-1f1b": ("gpt", _GPT_ONLY["pipeline-1f1b"][0]),
+    "gpt-experts": ("gpt", _GPT_ONLY["experts"][0]),
+    **{
+        f"gpt-zero-{stage}": ("gpt", _ours(f"ZeRO-{stage}", zero_stage=stage))
+        for stage in (1, 2, 3)
+    },
+    "gpt-recompute": ("gpt", _ours("recompute", recompute="every_layer")),
 }

@@ -67,6 +67,7 @@ class RunningJob:
         parameters: How many the model has, over all ranks, without adapters.
         trained: How many are trained.
         imported: The bytes that a rank's process had before it built anything; the most of all.
+        packages: The files of the `tfdist` that ranks have imported; None for those without it.
 
     Raises:
         JobError: The environment is not there, or a rank ended or did not answer.
@@ -81,6 +82,7 @@ class RunningJob:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._resources = contextlib.ExitStack()
         self.parameters = self.trained = self.imported = 0
+        self.packages: set[str | None] = set()
 
     def __enter__(self) -> RunningJob:
         try:
@@ -92,6 +94,7 @@ class RunningJob:
         self.parameters = max(answer["parameters"] for answer in ready)
         self.trained = max(answer["trained"] for answer in ready)
         self.imported = max(answer["imported"] for answer in ready)
+        self.packages = {answer["tfdist"] for answer in ready}
         self._signal(signal.SIGSTOP)
         return self
 

@@ -3,6 +3,7 @@
     make peers                                  # makes an environment for each of the others
     tfdist-bench training --json=training.json --document=docs/performance.md
     tfdist-bench training --only=gpt-ddp,gpt-fsdp --rounds=5
+    tfdist-bench training --against=HEAD~1      # the checkout and a commit, alone: what a change did
 
 Both jobs of a comparison live at once and take turns: one trains a block of steps while the other
 waits, so what else the machine does falls on both. The ratio is that of the medians of a round's two
@@ -16,28 +17,44 @@ import dataclasses
 import datetime
 import os
 import platform
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from absl import flags
 
-from tfdist.benchmarks import findings
-from tfdist.benchmarks.comparisons import COMPARISONS, SIZES, Comparison, Job
+from tfdist.benchmarks import against, commits, findings
+from tfdist.benchmarks.comparisons import COMPARISONS, ROWS, SIZES, Comparison, Job
 from tfdist.benchmarks.environments import versions
 from tfdist.benchmarks.findings import Finding, Side
 from tfdist.benchmarks.job_variables import ONEDNN
 from tfdist.benchmarks.jobs import Block, JobError, RunningJob, interpreter
 from tfdist.benchmarks.measuring import has_between, write_between
 from tfdist.benchmarks.model_flops import gemm_peak, step_flops
+from tfdist.benchmarks.turns import take_turns
 from tfdist.launch import command
-from tfdist.launch.flag_values import YEAR, FlagDefiner, input_file, output_file, refuse
+from tfdist.launch.flag_values import (
+    YEAR,
+    FlagDefiner,
+    input_file,
+    output_file,
+    refuse,
+    refuse_ignored,
+)
+from tfdist.runtime.sessions import exit_on_signals
 
 __all__ = ["PROGRAM", "compare", "run"]
 
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
 _ONLY = _define.list("only", None, "Some comparisons, by name")
-_ROUNDS = _define.integer("rounds", 9, "Turns", lower_bound=1, upper_bound=10_000)
-_STEPS = _define.integer("steps", 8, "Of each turn", lower_bound=1, upper_bound=1_000_000)
+_AGAINST = _define.string("against", None, "A commit: compares this checkout with it alone")
+_ROUNDS = _define.integer(
+    "rounds", None, "Turns [9; --against: 15]", lower_bound=1, upper_bound=10_000
+)
+_STEPS = _define.integer(
+    "steps", None, "Of each turn [8; --against: 2 s]", lower_bound=1, upper_bound=1_000_000
+)
 _PEERS = _define.string("peers", ".peers", "What `make peers` made")
 _SIZES = _define.enum("sizes", "full", list(SIZES), "Of the models")
 _ALLOCATOR = _define.string("allocator", None, "A library of malloc that all take: libtcmalloc")
@@ -53,7 +70,14 @@ _TIMEOUT = _define.float(
 )
 
 _MARK = "tfdist-bench training"
-_WARM_UP = 3
+
+
+class Against(NamedTuple):
+    """What `--against` asks for: the checkout, the hash of the commit, and the names of rows."""
+
+    new: commits.Tree
+    commit: str
+    names: list[str]
 
 
 def run(arguments: list[str] | None = None) -> None:
@@ -61,7 +85,7 @@ def run(arguments: list[str] | None = None) -> None:
     PROGRAM.run(arguments)
 
 
-def _check(_: list[str]) -> list[Comparison]:
+def _check(_: list[str]) -> list[Comparison] | Against:
     if _JSON.value is not None:
         output_file("json", _JSON.value)
     if _PICTURE.value is not None:
@@ -70,7 +94,7 @@ def _check(_: list[str]) -> list[Comparison]:
         input_file("allocator", _ALLOCATOR.value)  # The loader would warn, and go on without.
     if _DOCUMENT.value is not None:
         _check_document(_DOCUMENT.value)
-    return _chosen()
+    return _chosen() if _AGAINST.value is None else _check_against(_AGAINST.value)
 
 
 def _check_document(path: str) -> None:
@@ -88,7 +112,18 @@ def _check_document(path: str) -> None:
         raise refuse("document", path, marks)
 
 
-def _main(chosen: list[Comparison]) -> int:
+def _check_against(name: str) -> Against:
+    refuse_ignored(
+        _VALUES, (_DOCUMENT, _PICTURE), "is for comparisons with others", f"--against={name}"
+    )
+    names = _names(ROWS, " with --against")
+    new = commits.checkout()
+    return Against(new, commits.resolve(new.folder, name), names)
+
+
+def _main(chosen: list[Comparison] | Against) -> int:
+    if isinstance(chosen, Against):
+        return _compare_trees(chosen)
     known = _known()
     failed = False
     peaks: dict[int, float] = {}  # By threads.
@@ -101,8 +136,8 @@ def _main(chosen: list[Comparison]) -> int:
                 comparison,
                 sizes=_SIZES.value,
                 peers=Path(_PEERS.value),
-                rounds=_ROUNDS.value,
-                steps=_STEPS.value,
+                rounds=_ROUNDS.value or 9,
+                steps=_STEPS.value or 8,
                 timeout=_TIMEOUT.value,
             )
             found = dataclasses.replace(found, gemm_peak=peaks[threads])
@@ -118,6 +153,47 @@ def _main(chosen: list[Comparison]) -> int:
         known[comparison.name] = found
         # After each, so that nothing is lost when it is stopped.
         _keep([known[name] for name in COMPARISONS if name in known])
+    return int(failed)
+
+
+def _compare_trees(chosen: Against) -> int:
+    """Measures rows of the checkout and of a commit, and prints and writes what has come out."""
+    new, peers = chosen.new, Path(_PEERS.value)
+    rounds = _ROUNDS.value or 15
+    rows: list[against.Row] = []
+    failed = False
+    try:
+        with exit_on_signals():
+            old = commits.tree_of(new, chosen.commit, peers)
+            print(f"new: {new.folder}, {new.commit}\nold: {old.folder}, {old.commit}")
+            print(against.header(rounds), flush=True)
+            for name in chosen.names:
+                try:
+                    row = against.measure(
+                        name,
+                        new,
+                        old,
+                        sizes=_SIZES.value,
+                        peers=peers,
+                        rounds=rounds,
+                        steps=_STEPS.value,
+                        timeout=_TIMEOUT.value,
+                        variables=_allocator_variables(),
+                    )
+                except JobError as error:
+                    command.say("tfdist-bench", f"{name}: {error}")
+                    failed = True
+                    continue
+                rows.append(row)
+                print(row.line(), flush=True)
+                if _JSON.value:  # After each, so that nothing is lost when it is stopped.
+                    day = datetime.date.today().isoformat()
+                    against.write(Path(_JSON.value), new, old, _machine(), day, rows)
+    except KeyboardInterrupt:
+        command.say("tfdist-bench", "Stopped.")
+        return 130
+    if rows:
+        print(against.all_rows(rows).line())
     return int(failed)
 
 
@@ -139,22 +215,9 @@ def compare(
     """
     size = SIZES[sizes][comparison.model]
     sides = (comparison.ours, comparison.theirs)
-    blocks: tuple[list[Block], list[Block]] = ([], [])
-    with contextlib.ExitStack() as stack:
-        # One after the other: a start takes all cores.
-        jobs = []
-        for job, own in zip(sides, blocks, strict=True):
-            running = RunningJob(job, comparison.model, size, peers, timeout)
-            jobs.append(stack.enter_context(running))
-            own.append(running.block(_WARM_UP))
-        if jobs[0].parameters != jobs[1].parameters:
-            raise JobError(
-                f"The models differ: {sides[0].title} has {jobs[0].parameters:,} parameters, "
-                f"{sides[1].title} {jobs[1].parameters:,}."
-            )
-        for number in range(rounds):
-            for index in (0, 1) if number % 2 == 0 else (1, 0):
-                blocks[index].append(jobs[index].block(steps))
+    jobs, blocks = take_turns(
+        sides, comparison.model, size, peers, rounds=rounds, steps=steps, timeout=timeout
+    )
     ours, theirs = (_side(*each, peers) for each in zip(sides, jobs, blocks, strict=True))
     return Finding(
         comparison.name,
@@ -171,11 +234,6 @@ def compare(
 def _side(job: Job, running: RunningJob, blocks: list[Block], peers: Path) -> Side:
     first, *turns = blocks
     last = turns[-1]
-    if first.loss is not None and last.loss is not None and not last.loss < first.loss:
-        raise JobError(
-            f"{job.title} does not learn: its loss was {first.loss:.4f} at first, "
-            f"{last.loss:.4f} at last."
-        )
     return Side(
         title=job.title,
         versions=versions(job.environment, peers),
@@ -189,12 +247,17 @@ def _side(job: Job, running: RunningJob, blocks: list[Block], peers: Path) -> Si
     )
 
 
-def _chosen() -> list[Comparison]:
-    names = list(COMPARISONS) if _ONLY.value is None else _ONLY.value
+def _names(known: Iterable[str], where: str = "") -> list[str]:
+    """Those of `--only`, or all that there are."""
+    names = list(known) if _ONLY.value is None else _ONLY.value
     for name in names:
-        if name not in COMPARISONS:
-            raise command.UsageError(f"--only is of {', '.join(COMPARISONS)}. Received: {name!r}.")
-    chosen = [_with_allocator(COMPARISONS[name]) for name in names]
+        if name not in known:
+            raise command.UsageError(f"--only{where} is of {', '.join(known)}. Received: {name!r}.")
+    return names
+
+
+def _chosen() -> list[Comparison]:
+    chosen = [_with_allocator(COMPARISONS[name]) for name in _names(COMPARISONS)]
     for comparison in chosen:
         for job in (comparison.ours, comparison.theirs):
             try:
@@ -206,16 +269,19 @@ def _chosen() -> list[Comparison]:
 
 def _with_allocator(comparison: Comparison) -> Comparison:
     """The comparison with the allocator of `--allocator` on both sides."""
-    if _ALLOCATOR.value is None:
-        return comparison
-    path = Path(_ALLOCATOR.value).absolute()
-    # oneDNN's pool in TensorFlow would ask for large blocks only, and keep them.
-    variables = {"LD_PRELOAD": str(path), "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1"}
     ours, theirs = (
-        dataclasses.replace(job, variables={**job.variables, **variables})
+        dataclasses.replace(job, variables={**job.variables, **_allocator_variables()})
         for job in (comparison.ours, comparison.theirs)
     )
     return dataclasses.replace(comparison, ours=ours, theirs=theirs)
+
+
+def _allocator_variables() -> dict[str, str]:
+    if _ALLOCATOR.value is None:
+        return {}
+    path = Path(_ALLOCATOR.value).absolute()
+    # oneDNN's pool in TensorFlow would ask for large blocks only, and keep them.
+    return {"LD_PRELOAD": str(path), "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1"}
 
 
 def _known() -> dict[str, Finding]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, cast
 
 from tfdist.launch.command import UsageError, say
-from tfdist.launch.processes import RankProcess, start_session
+from tfdist.launch.processes import RankProcess, kill_session, start_session
 from tfdist.launch.remote_rank import INFO_PREFIX
 from tfdist.runtime.rendezvous import address_towards
 
@@ -112,9 +112,9 @@ def reach(
             ReachedHost(host, process, _host_info(host, process, deadline))
             for host, process in started
         ]
-    except UsageError:
+    except BaseException:  # Also where Ctrl-C ends the wait for a host.
         for _, process in started:
-            process.kill()
+            kill_session(process.pid)
         raise
 
 

@@ -7,8 +7,11 @@ import functools
 import importlib.util
 import secrets
 import shutil
+import signal
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from absl import flags
 
@@ -24,12 +27,13 @@ from tfdist.launch.flag_values import (
     refuse_ignored,
 )
 from tfdist.launch.hosts import Host, HostDiscovery, assign_hosts, is_this_machine, parse_hosts
-from tfdist.launch.processes import RankProcess
+from tfdist.launch.processes import RankProcess, signal_name
 from tfdist.launch.restarts import run_with_restarts
 from tfdist.launch.supervisor import Supervisor
 from tfdist.runtime.lock_owner import JOB
-from tfdist.runtime.recovery import FAILED_AT
+from tfdist.runtime.recovery import FAILED_AT, NEWEST
 from tfdist.runtime.rendezvous import MEANT_RANKS, Endpoint, environments, interface_towards
+from tfdist.runtime.sessions import exit_on_signals
 
 __all__ = ["PROGRAM", "run"]
 
@@ -221,6 +225,8 @@ def _main(job: _Job | str) -> int:
             for index, (far, environment) in enumerate(zip(reached, found, strict=True)):
                 begin = RankProcess.start if far is None else far.start
                 environment = {**environment, MEANT_RANKS: str(job.size), JOB: token}
+                if far is None:
+                    environment[NEWEST] = str(newest)
                 if failed_at is not None:
                     environment[FAILED_AT] = repr(failed_at)
                 is_server = index >= len(names) - job.servers
@@ -233,20 +239,29 @@ def _main(job: _Job | str) -> int:
                 save_seconds=_SAVE_SECONDS.value,
                 has_gpu=count_gpus() > 0 or any(far is not None for far in reached),
                 should_end=should_end,
+                newest_checkpoint=lambda: newest.read_text() if newest.exists() else None,
             )
             return supervisor, supervisor.run()
 
-    discovery = None if _DISCOVERY.value is None else HostDiscovery(_DISCOVERY.value)
-    return run_with_restarts(
-        start,
-        job.hosts,
-        job.least,
-        job.most,
-        max_restarts=_restarts(),
-        longest_delay=_RESTART_SECONDS.value,
-        discovery=discovery,
-        exclude_after=_EXCLUDE_AFTER.value,
-    )
+    try:
+        with exit_on_signals(), tempfile.TemporaryDirectory(prefix="tfdist-run-") as folder:
+            newest = Path(folder, "newest")
+            discovery = None if _DISCOVERY.value is None else HostDiscovery(_DISCOVERY.value)
+            return run_with_restarts(
+                start,
+                job.hosts,
+                job.least,
+                job.most,
+                max_restarts=_restarts(),
+                longest_delay=_RESTART_SECONDS.value,
+                discovery=discovery,
+                exclude_after=_EXCLUDE_AFTER.value,
+            )
+    except (KeyboardInterrupt, SystemExit) as error:
+        # While a rank runs, its supervisor takes signals.
+        code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else int(error.code or 0)
+        command.say("tfdist-run", f"ended by {signal_name(code - 128)}; no rank was running.")
+        return code
 
 
 def _restarts() -> int:

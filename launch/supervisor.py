@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
 from tfdist.launch.command import say
+from tfdist.launch.interruption import LastWords
 from tfdist.launch.output import RankOutput
 from tfdist.launch.processes import RankProcess, signal_name
 from tfdist.runtime.exit_codes import ENDED_BY_WATCHDOG, PREEMPTED, USAGE
@@ -53,6 +54,7 @@ class Supervisor:
         save_seconds: How long ranks have to save after a SIGTERM.
         has_gpu: Whether ranks may have GPUs: then what CUDA says at the start is no noise.
         should_end: Asked now and then; once it says yes the ranks get a SIGTERM.
+        newest_checkpoint: Returns the newest one that was saved, or None where none is known.
 
     Attributes:
         was_asked: Whether `should_end` did.
@@ -73,12 +75,14 @@ class Supervisor:
         save_seconds: float = 30.0,
         has_gpu: bool = True,
         should_end: Callable[[], bool] = lambda: False,
+        newest_checkpoint: Callable[[], str | None] = lambda: None,
     ):
         self._starts = starts
         self._size = len(starts) - servers
         self._servers = range(self._size, len(starts))
         self._frozen_seconds = frozen_seconds
         self._save_seconds, self._should_end = save_seconds, should_end
+        self._newest_checkpoint = newest_checkpoint
         self._output = RankOutput(self._write, has_gpu=has_gpu)
         self._ranks: list[RankProcess] = []
         self._outputs: dict[int, IO[bytes]] = {}
@@ -90,6 +94,8 @@ class Supervisor:
         self._ended_here: set[int] = set()
         self._frozen: int | None = None
         self._signal: int | None = None
+        self._is_urgent = False
+        self._last_words = LastWords()
 
     def run(self) -> int:
         """Runs the job and returns its exit code: that of the rank that failed first, or 0.
@@ -148,6 +154,8 @@ class Supervisor:
                 failed or is_over or self.was_told or self.was_asked or self._frozen is not None
             ):
                 continue
+            if self._is_urgent:
+                self._end(signal.SIGKILL)
             if ending_since is None:
                 ending_since, self.failed_at = time.monotonic(), time.time()
                 grace = self._grace()
@@ -204,9 +212,11 @@ class Supervisor:
             if rest := self._unfinished[rank]:
                 self._print(rank, [bytes(rest)])
                 rest.clear()
+            self._output.print(self._label(rank), self._last_words.end(rank, code))
             self._output.end(self._label(rank))
             self._ends.append((rank, code))
-            goes_on = self._servers and code not in (0, USAGE) and not self._ended_here
+            is_ending = self._ended_here or self.was_told
+            goes_on = self._servers and code not in (0, USAGE) and not is_ending
             if goes_on and rank < self._size and self._running_ranks():
                 said = process.describe(code).replace("failed first", "failed")
                 say("tfdist-run", f"rank {rank} {said}; the others go on.")
@@ -248,8 +258,11 @@ class Supervisor:
                 self._selector.close()
 
     def _on_signal(self, number: int, _) -> None:
-        self._signal = number
-        self._forward(number)
+        # Who presses Ctrl-C once more does not want to wait.
+        self._is_urgent |= self.was_told and number == signal.SIGINT
+        if not self._is_urgent:
+            self._signal = number
+            self._forward(number)
 
     def _forward(self, number: int) -> None:
         for process in self._ranks:
@@ -298,6 +311,8 @@ class Supervisor:
         return True
 
     def _print(self, rank: int, lines: Sequence[bytes]) -> None:
+        if self.was_told:
+            lines = self._last_words.take(rank, lines)
         self._output.print(self._label(rank), lines)
 
     def _label(self, rank: int) -> bytes:
@@ -342,7 +357,12 @@ class Supervisor:
             )
             return PREEMPTED
         if self._signal is not None:
-            say("tfdist-run", f"ended by {signal_name(self._signal)}.")
+            said = f"ended by {signal_name(self._signal)}"
+            if self._is_urgent:
+                said += ", and by a SIGINT after it that killed the ranks"
+            kept = self._newest_checkpoint()
+            where = "" if kept is None else f" The newest checkpoint is {kept}."
+            say("tfdist-run", f"{said}; no rank is running any more.{where}")
             return 128 + self._signal
         if self._frozen is not None:
             say(

@@ -111,14 +111,22 @@ class _CatchingUp:
 
     def _step(self, function: Callable, iterator: Any) -> None:
         steps = self._model.steps_per_execution
-        # What the first step returns is what the others return.
-        if self._logs is not None and self._store.is_behind(steps):
-            for _ in range(steps):
-                next(iterator)
+        for done in range(steps):
+            # What the first step returns is what the others return.
+            is_behind = self._logs is not None and self._store.is_behind()
+            try:
+                if is_behind:
+                    next(iterator)
+                else:
+                    # Of several steps one may be left out, and others not: Keras gets a batch of each.
+                    self._logs = function(iterator if steps == 1 else [next(iterator)])
+            except StopIteration:
+                if not done:
+                    raise
+                return
             # Not before: where the data ends there is nothing to leave out.
-            self._store.skip(steps)
-        else:
-            self._logs = function(iterator)
+            if is_behind:
+                self._store.skip()
 
 
 class _Redoing(_CatchingUp):

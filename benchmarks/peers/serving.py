@@ -20,7 +20,7 @@ class Settings:
 
     Attributes:
         program: The module of this folder.
-        model: "gpt", "gpt2", "convnet" or "dlrm".
+        model: "gpt", "gpt2", "convnet", "mlp" or "dlrm".
         sizes: Of the model and its global batch.
         rank: Which rank this is.
         ranks: How many there are.
@@ -100,6 +100,9 @@ def global_batch(settings: Settings) -> tuple[Any, np.ndarray]:
             ids = random.choice(vocabulary, (rows, 1), p=weights / weights.sum())
             inputs[f"id_{table}"] = random.permutation(vocabulary)[ids].astype("int32")
         return inputs, (inputs["dense"][:, :1] > 0).astype("float32")
+    if settings.model == "mlp":
+        features = random.normal(size=(sizes["batch"], sizes["features"])).astype("float32")
+        return features, random.integers(0, sizes["classes"], sizes["batch"], "int32")
     if settings.model != "convnet":
         shape = sizes["batch"], sizes["tokens"]
         tokens = random.integers(0, sizes["vocabulary"], shape, "int32")

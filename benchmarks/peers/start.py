@@ -35,7 +35,12 @@ def main() -> None:
     def tell(**answer: Any) -> None:
         answers.write(json.dumps(answer) + "\n")
 
-    tell(parameters=training.parameters, trained=training.trained, imported=imported)
+    tell(
+        parameters=training.parameters,
+        trained=training.trained,
+        imported=imported,
+        tfdist=getattr(sys.modules.get("tfdist"), "__file__", None),
+    )
     for line in sys.stdin:
         block = training.block(int(line))
         tell(

@@ -9,6 +9,7 @@ import tfdist
 from tfdist import layers, models, strategies
 from tfdist.monitoring import memory_report
 from tfdist.pipeline import PipelineModel, deferred_weights
+from tfdist.recompute import recompute
 
 from .serving import FitTraining, Settings, Training, global_batch
 
@@ -28,6 +29,7 @@ def prepare(settings: Settings) -> Training:
     pipeline = options.pop("pipeline", None)
     mesh = tfdist.Mesh(**options.pop("mesh", {}))
     experts = options.pop("experts", {})
+    policy = options.pop("recompute", None)
     keras.utils.set_random_seed(0)
     strategy = STRATEGIES[engine](mesh, **options)
     with strategy.scope():
@@ -37,6 +39,8 @@ def prepare(settings: Settings) -> Training:
             with deferred_weights():
                 model = _model(settings, tied=False)
             model = PipelineModel(model, **pipeline)
+        if policy is not None:
+            recompute(model, policy)
         model.compile(_optimizer(settings), _loss(settings))
     data = tf.data.Dataset.from_tensors(global_batch(settings)).repeat()
     return FitTraining(model, data, _clock, _parameters(model, strategy))
@@ -73,6 +77,10 @@ def _model(settings: Settings, tied: bool, **experts) -> keras.Model:
             embedding_dim=sizes["width"],
             bottom_widths=(sizes["hidden"],),
             top_widths=(2 * sizes["hidden"], sizes["hidden"]),
+        )
+    if settings.model == "mlp":
+        return models.mlp(
+            (sizes["features"],), sizes["classes"], widths=[sizes["hidden"]] * sizes["layers"]
         )
     side = sizes["side"]
     model = models.convnet((side, side, 3), sizes["classes"])

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import uuid
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -68,12 +69,17 @@ class Jobs:
         self._started: list[subprocess.Popen] = []
 
     def start(self, *arguments, program=PROGRAM, **options) -> subprocess.Popen:
-        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+        defaults: dict[str, Any] = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "text": True,
+            "start_new_session": True,
+            "preexec_fn": heed_signals,
+        }
+        options = defaults | options
         job = subprocess.Popen(
             [*program, *arguments],
             env={**os.environ, "TFDIST_TEST_MARK": self._mark, **options.pop("environment", {})},
-            start_new_session=True,
-            preexec_fn=heed_signals,
             **options,
         )
         self._started.append(job)

@@ -75,7 +75,7 @@ def test_signals_reach_all_ranks_and_end_the_job(jobs, number, code):
     said = wait_for(job, "[0] up", "[1] up")
     job.send_signal(number)
     finished = finish(job, said)
-    assert_said(finished, code, f"ended by SIG{name}.")
+    assert_said(finished, code, f"ended by SIG{name}; no rank is running any more.")
     assert sorted(finished.stdout.splitlines()[-2:]) == ["[0] told", "[1] told"]
 
 
@@ -87,7 +87,7 @@ def test_ranks_that_ignore_signals_are_killed(jobs):
     )
     said = wait_for(job, "[0] up", "[1] up")
     job.send_signal(signal.SIGINT)
-    assert_said(finish(job, said), 130, "ended by SIGINT.")
+    assert_said(finish(job, said), 130, "ended by SIGINT; no rank is running any more.")
 
 
 def test_a_job_under_nohup_outlives_its_terminal(jobs, tmp_path):
@@ -106,7 +106,7 @@ def test_ranks_end_when_nobody_reads_what_they_print(jobs):
     job.stdout.close()
     errors = job.stderr.read()
     assert job.wait(TIMEOUT) == 128 + signal.SIGPIPE
-    assert errors == "tfdist-run: ended by SIGPIPE.\n"
+    assert errors == "tfdist-run: ended by SIGPIPE; no rank is running any more.\n"
 
 
 # Ranks that are stopped.

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -19,7 +20,7 @@ import tfdist
 
 
 class Watch(keras.callbacks.Callback):
-    """Kills this worker, and notes how far ahead each of its steps began."""
+    """Kills or holds this worker, and notes how far ahead each of its steps began."""
 
     def __init__(self, strategy, index: int, options: dict, folder: str):
         super().__init__()
@@ -43,6 +44,34 @@ class Watch(keras.callbacks.Callback):
                 os.kill(os.getpid(), signal.SIGKILL)
         with open(os.path.join(self._folder, f"steps{self._index}"), "w") as file:
             file.write(str(len(self.ahead)))
+        held = self._options.get("held")
+        if held and self._index == 0 and len(self.ahead) == 1:
+            for worker in held["workers"]:
+                wait_for(self._folder, worker, held["reached"])
+        elif held and self._index in held["workers"] and len(self.ahead) == held.get("after"):
+            wait_for(self._folder, 0, held["until"])
+
+
+def wait_for(folder: str, worker: int, executions: int) -> None:
+    """Returns when a worker has made so many executions of steps."""
+    path = Path(folder, f"steps{worker}")
+    while not path.exists() or int(path.read_text() or 0) < executions:
+        time.sleep(0.01)
+
+
+def held_in_data(dataset, folder: str, batch: int, executions: int):
+    """The data set, which yields a batch when worker 0 has made so many executions of steps."""
+
+    def hold(number):
+        if number == batch:
+            wait_for(folder, 0, executions)
+        return np.int64(0)
+
+    def element(number, data):
+        with tf.control_dependencies([tf.numpy_function(hold, [number], tf.int64)]):
+            return tf.nest.map_structure(tf.identity, data)
+
+    return dataset.enumerate().map(element)
 
 
 class Slow(keras.layers.Layer):
@@ -114,12 +143,20 @@ def main(folder: str, options: dict) -> None:
             keras.optimizers.Adam(0.002) if options.get("digits") else keras.optimizers.SGD(0.05),
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
+            steps_per_execution=options.get("execution", 1),
         )
     watch = Watch(strategy, index, options, folder)
+    batch_size = options.get("batch_size", 16)
+    held = options.get("held", {})
+    if index in held.get("workers", ()) and "batch" in held:
+        # Of the data set before each worker takes its part.
+        number = held["batch"] * strategy.num_workers + index
+        x = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)
+        x, y, batch_size = held_in_data(x, folder, number, held["until"]), None, None
     history = model.fit(
         x,
         y,
-        batch_size=options.get("batch_size", 16),
+        batch_size=batch_size,
         epochs=options["epochs"],
         verbose=0,
         callbacks=[watch],

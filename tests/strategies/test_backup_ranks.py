@@ -7,19 +7,26 @@ import pytest
 
 from tests.strategies.asynchronous_runs import run
 from tfdist.asynchronous.round import Round
+from tfdist.asynchronous.statistics import Staleness
+from tfdist.asynchronous.store import ParameterStore
 from tfdist.strategies import ParameterServerStrategy
 from tfdist.strategies.parameter_server_fit import _CatchingUp
 
 
-def check_counts(found: dict[int, dict], workers: int, taken: int) -> None:
-    """Every step of every worker is accounted for, and each update took as many gradients."""
+def check_counts(
+    found: dict[int, dict], workers: int, taken: int, steps: int | None = None
+) -> None:
+    """Every step of every worker is accounted for, and each update took as many gradients.
+
+    `steps` are those of each worker, where an execution has several.
+    """
+    assert sorted(found) == list(range(workers))
     for worker, each in found.items():
         (in_time,), (dropped,) = each["updates"], each["dropped"]
         skipped = each["history"]["skipped_batches"][-1]
-        assert in_time[worker] + dropped[worker] + skipped == each["steps"]
+        assert in_time[worker] + dropped[worker] + skipped == (steps or each["steps"])
         assert len(in_time) == workers
-        # A worker may begin a step that no other makes any more.
-        assert 0 <= sum(in_time) - taken * found[0]["iterations"] < taken
+        assert sum(in_time) == taken * found[0]["iterations"]
         # A rank that comes back is in step: all end with one model.
         assert each["weights"] == pytest.approx(found[0]["weights"], abs=0)
 
@@ -97,49 +104,109 @@ def test_what_does_not_go_with_backup_ranks():
         ParameterServerStrategy(backup_ranks=0, max_staleness=2)
 
 
+#: By name, workers and backups; which of them are held, where and at which execution; and how many steps
+#: that has. Worker 0 lets these come so far first, so that what they sent last was in time.
+_HELD = {
+    "as-many": (2, 1, [1], "after", 4, 1),
+    "more": (3, 2, [1, 2], "after", 4, 1),
+    "data-as-many": (2, 1, [1], "batch", 5, 1),
+    "data-more": (3, 2, [1, 2], "batch", 5, 1),
+    "fewer": (3, 1, [2], "after", 4, 1),
+    "executions": (3, 1, [2], "after", 1, 4),
+    "executions-data-more": (3, 2, [1, 2], "batch", 5, 4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", _HELD)
+def test_workers_that_are_held_make_no_update_after_the_last_step(tmp_path, name):
+    """They come back when the others are at their end, and leave out what these have made."""
+    workers, backups, held, where, place, execution = _HELD[name]
+    steps = 10 if workers == 3 else 15
+    executions = -(-steps // execution)
+    code, output, found = run(
+        tmp_path,
+        np=workers,
+        backup=backups,
+        batch_size=32,
+        epochs=1,
+        step_seconds=0.02,
+        execution=execution,
+        held={
+            "workers": held,
+            where: place,
+            "reached": place if where == "after" else place // execution,
+            "until": executions,
+        },
+        timeout=240,
+    )
+    assert code == 0, output
+    assert found[0]["iterations"] == steps
+    check_counts(found, workers, workers - backups, steps)
+    for worker in held:
+        # One that is held in the data has begun a step, whose gradient comes too late.
+        begun = place * execution if where == "after" else place + 1
+        assert found[worker]["history"]["skipped_batches"][-1] >= steps - begun
+    assert found[0]["steps"] == executions
+
+
 def test_a_worker_that_is_late_catches_up():
     steps = Round(1)
-    assert not steps.is_behind(1)  # Nothing is known yet.
-    steps.note_push(then=[0, 0], before=[0, 0])
-    assert not steps.was_late and not steps.is_over([1, 0]) and steps.is_over([1, 1])
+    assert not steps.is_behind()  # Nothing is known yet.
+    steps.note_push([0, 0])
+    assert not steps.is_over([1, 0]) and steps.is_over([1, 1]) and not steps.is_behind()
     # Meanwhile the others made four more; the server that is behind decides.
-    steps.note_push(then=[1, 1], before=[6, 5])
-    assert steps.was_late and steps.is_over([6, 5])
+    steps.note_push([6, 5])
+    assert steps.is_over([6, 5])
     for _ in range(3):
-        assert steps.is_behind(1)
-        steps.skip(1)
-    assert not steps.is_behind(1) and (steps.step, steps.skipped) == (5, 3)
-    # Several steps at a time are left out as a whole.
-    steps.known = [9, 9]
-    assert steps.is_behind(3)
-    steps.skip(3)
-    assert not steps.is_behind(3)
+        assert steps.is_behind()
+        steps.skip()
+    assert not steps.is_behind() and (steps.step, steps.skipped) == (5, 3)
 
 
-def test_a_gradient_in_time_for_a_later_update_leaves_out_the_step_between():
-    """Else two workers that were slow once make an update more at the end."""
-    steps = Round(2)
-    steps.note_push(then=[0], before=[0])
-    assert not steps.is_behind(1)
-    # Others made update 1 before this worker read the parameters of its second step.
-    steps.note_push(then=[2], before=[2])
-    assert not steps.was_late and steps.is_behind(1) and not steps.is_behind(2)
-    steps.skip(1)
-    assert not steps.is_behind(1) and (steps.step, steps.skipped) == (3, 1)
-    # The update is not made yet: the worker still waits for it.
-    assert not steps.is_over(steps.known) and steps.is_over([3])
+def test_a_gradient_counts_for_the_step_of_its_batch_alone():
+    """Others made updates between this worker's look and its read: it may be that no step is left."""
+    pushed = []
+
+    class Hosted:
+        parameters: list = []
+
+        def push(self, kinds, grads, deltas, rate, more, then, shard):
+            pushed.append(then)
+            return [9, 8], [None]
+
+    class Members:
+        table_after, feeds = None, []
+
+        def tick(self):
+            return ()
+
+        def see(self, table):
+            pass
+
+    store = ParameterStore.__new__(ParameterStore)
+    store._round, store.members, store.staleness = Round(1), Members(), Staleness()
+    store._then = {}
+    for step in (0, 1):
+        store._versions = [9, 8]
+        store._write(Hosted(), [], [], 0.1, [])
+        assert pushed[step] == [step, step]
 
 
 class Behind:
-    """Servers that are ahead for good; counts what is left out."""
+    """Servers that are so many steps ahead; counts what is left out."""
 
     skipped = 0
 
-    def is_behind(self, steps):
-        return True
+    def __init__(self, ahead=1_000):
+        self._ahead = ahead
 
-    def skip(self, steps):
-        self.skipped += steps
+    def is_behind(self):
+        return self.skipped < self._ahead
+
+    def skip(self):
+        self.skipped += 1
 
 
 def test_what_is_left_out_at_the_end_of_the_data_is_not_counted():
@@ -153,3 +220,23 @@ def test_what_is_left_out_at_the_end_of_the_data_is_not_counted():
     with pytest.raises(StopIteration):
         catching_up._step(next, batches)
     assert store.skipped == 2 and catching_up._logs == "a"
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3, 4, 5, 9])
+def test_a_part_of_an_execution_is_left_out(ahead):
+    """With four steps in each of 11: in the first the worker is in step, in the last there are three."""
+    store, model = Behind(ahead), keras.Model()
+    model.steps_per_execution = 4
+    catching_up, batches, made = _CatchingUp(model, store), iter(range(11)), []
+
+    def function(iterator):
+        made.extend(iterator)
+        return made[-1]
+
+    for _ in range(3):
+        catching_up._step(function, batches)
+    with pytest.raises(StopIteration):
+        catching_up._step(function, batches)
+    left_out = min(ahead, 10)
+    # The first step of all shows what the others return.
+    assert made == [0, *range(1 + left_out, 11)] and store.skipped == left_out

@@ -21,6 +21,9 @@ MEMBERS_SECONDS = 0.5
 class Round:
     """The steps of one worker in one `fit`, by the servers' counts of updates.
 
+    The gradient of a worker's step s counts for the update s alone. Else one whose step others have made
+    could be in time for a later update, and there would be updates after the last step.
+
     Args:
         quorum: How many gradients make an update.
         shard: Whose batches the worker's gradients are of.
@@ -31,7 +34,6 @@ class Round:
         known: Each server's count of updates, as far as this worker knows.
         step: How many of its batches are done with: computed, or left out.
         skipped: How many were left out.
-        was_late: Whether the last gradient was too late for some server.
         is_last: Whether so many workers have come to the end of their batches that the others are too
             few for an update. They leave out what they have left.
     """
@@ -40,41 +42,26 @@ class Round:
         self.quorum, self.shard = quorum, shard
         self.known: list[int] = []
         self.step = self.skipped = 0
-        self.was_late = self.is_last = False
-        self._sent_for: list[int] = []
+        self.is_last = False
 
     def is_one_version(self, versions: Sequence[int]) -> bool:
         """Whether a gradient may be computed from what servers held after some counts of updates."""
         del versions
         return True
 
-    def then(self, versions: Sequence[int]) -> list[int]:
-        """The count of updates, by server, at which a gradient counts.
-
-        Args:
-            versions: Each server's count when the parameters were read.
-        """
-        return list(versions)
-
     def is_enough(self, workers: np.ndarray) -> bool:
         """Whether some workers are enough for an update; [workers]: which take part."""
         return int(workers.sum()) >= self.quorum
 
-    def note_push(self, then: Sequence[int], before: Sequence[int]) -> None:
-        """A gradient was sent.
-
-        Args:
-            then: Each server's count when the parameters were read.
-            before: Its count when the gradient came. One that was late need not wait.
-        """
-        self._sent_for, self.known = list(then), list(before)
-        self.was_late = self._sent_for != self.known
+    def note_push(self, before: Sequence[int]) -> None:
+        """A gradient was sent, and came after each server's count of updates `before`."""
+        self.known = list(before)
         self.step += 1
 
     def is_over(self, versions: Sequence[int]) -> bool:
-        """Whether the update is made that the last gradient was for, on all servers."""
+        """Whether the update of the last step is made, on all servers."""
         self.known = list(versions)
-        return all(now > sent for now, sent in zip(versions, self._sent_for, strict=False))
+        return min(versions) >= self.step
 
     def wait(self, hosted: HostedModel, members: Membership, seconds: float) -> None:
         """Returns once the update is made that the last gradient was for, or never will be.
@@ -87,7 +74,7 @@ class Round:
         Raises:
             ParameterServerError: Too few workers are left, or none of them sends a gradient.
         """
-        if self.is_last or self.is_over(self.known):
+        if self.is_last:
             return
         looked = time.monotonic()
 
@@ -105,24 +92,17 @@ class Round:
                     "Start the job again, with more `backup_ranks`, or with the workers that ended."
                 )
             if not self.is_enough(fitting) and not self.is_over(hosted.versions()):
-                hosted.withdraw(self._sent_for)
+                hosted.withdraw([self.step - 1] * len(self.known))
                 self.is_last = True
             return self.is_last
 
         wait(is_over, seconds, "Too few gradients come for an update", LONGEST_LOOK_SECONDS)
 
-    def is_behind(self, steps: int) -> bool:
-        """Whether the updates of the next steps were made without this worker, or none will be made."""
-        if self.is_last or not self.known:
-            return self.is_last
-        made = min(self.known)
-        if self._sent_for and not self.was_late:
-            # The update of a gradient in time is as good as made. It may be a later one than this step's:
-            # a worker that is slow once reads what others have made meanwhile.
-            made = max(made, min(self._sent_for) + 1)
-        return made - self.step >= steps
+    def is_behind(self) -> bool:
+        """Whether the update of the next step was made without this worker, or none will be made."""
+        return self.is_last or min(self.known, default=0) > self.step
 
-    def skip(self, steps: int) -> None:
-        """Leaves out the next batches."""
-        self.step += steps
-        self.skipped += steps
+    def skip(self) -> None:
+        """Leaves out the next batch."""
+        self.step += 1
+        self.skipped += 1

@@ -33,18 +33,11 @@ def round_of(worker: int, quorum: int | None, speculative: bool) -> Round:
 
 
 class SpeculativeRound(Round):
-    """The steps of a worker with batches of its own, of each of which a gradient counts once.
-
-    The batch of step s is for the update s alone, whatever was read when its gradient was computed.
-    """
+    """The steps of a worker with batches of its own, of each of which a gradient counts once."""
 
     def is_one_version(self, versions: Sequence[int]) -> bool:
         """See `Round`."""
         return len(set(versions)) == 1
-
-    def then(self, versions: Sequence[int]) -> list[int]:
-        """See `Round`."""
-        return [self.step] * len(versions)
 
     def is_enough(self, workers: np.ndarray) -> bool:
         """See `Round`: one backup is enough for all batches whose workers have ended."""
@@ -71,7 +64,7 @@ class BackupRound(SpeculativeRound):
         self._patience = 0.0
         self._looked = time.monotonic()
 
-    def note_push(self, then: Sequence[int], before: Sequence[int]) -> None:
+    def note_push(self, before: Sequence[int]) -> None:
         """See `Round`: of a step it may send several gradients."""
         self.known = list(before)
 

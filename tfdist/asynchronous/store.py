@@ -266,6 +266,7 @@ class ParameterStore:
 
     def finish_fit(self, hosted: HostedModel) -> None:
         """Waits for the other workers that live, and copies what all have made."""
+        self._wait_for_update()
         self.members.finish_fit(self._seconds)
         self.refresh(hosted, with_optimizer=self.is_chief)
 
@@ -286,14 +287,11 @@ class ParameterStore:
 
     def _read(self, hosted: HostedModel, indices: Sequence[int]) -> list[np.ndarray]:
         self._ahead = self.members.wait_for_turn(self._max_staleness)
-        if self._quorum is not None:
-            self._round.wait(hosted, self.members, self._seconds)
         end = time.monotonic() + _MIXED_SECONDS
         values, self._versions = hosted.pull(indices)
         while not self._round.is_one_version(self._versions) and time.monotonic() < end:
             time.sleep(0.001)
             values, self._versions = hosted.pull(indices)
-        self._round.known = self._versions
         first_state = len(hosted.parameters)
         self._then = {index: value for index, value in values.items() if index >= first_state}
         return [values[index] for index in indices]
@@ -342,9 +340,6 @@ class ParameterStore:
         tf.numpy_function(write, [rate, *tensors, *states], tf.int64)
 
     def _write(self, hosted: HostedModel, kinds, given, rate, values) -> np.int64:
-        if self._round.is_last:
-            self._round.skip(1)  # It was begun when others were still there.
-            return np.int64(0)
         left = list(values)
         grads = {}
         for index in given:
@@ -356,9 +351,9 @@ class ParameterStore:
             if index in self._then and not np.array_equal(value, self._then[index]):
                 deltas[index] = value - self._then[index]
         more = ([self.members.table_after], self.members.feeds, [*self.members.tick()])
-        then, shard = self._round.then(self._versions), self._round.shard
+        then, shard = [self._round.step] * len(self._versions), self._round.shard
         before, (table,) = hosted.push(kinds, grads, deltas, rate, more, then, shard)
-        self._round.note_push(then, before)
+        self._round.note_push(before)
         self._pushed = hosted
         self.members.see(table)
         self.staleness.count(
@@ -384,20 +379,21 @@ class ParameterStore:
         self._round.step = epochs * steps_per_epoch
         return epochs
 
-    def is_behind(self, steps: int) -> bool:
-        """Whether this worker is to leave out its next batches: the others have made those steps.
+    def is_behind(self) -> bool:
+        """Whether this worker is to leave out its next batch, since the others have made that step.
 
-        Args:
-            steps: How many batches.
+        Returns once the update of its last step is made.
         """
-        if self._round.was_late and self._pushed is not None:
-            # The others go on while it catches up.
-            self._round.known = self._pushed.versions()
-        return self._round.is_behind(steps)
+        self._wait_for_update()
+        return self._round.is_behind()
 
-    def skip(self, steps: int) -> None:
-        """Leaves out this worker's next batches."""
-        self._round.skip(steps)
+    def _wait_for_update(self) -> None:
+        if self._quorum is not None and self._pushed is not None:
+            self._guarded(self._round.wait, self._pushed, self.members, self._seconds)
+
+    def skip(self) -> None:
+        """Leaves out this worker's next batch."""
+        self._round.skip()
 
     def next_shard(self) -> int | None:
         """Whose batch of this step a backup redoes next; None once the step is made.

@@ -32,7 +32,7 @@ from tfdist.keras_internals.attributes import initial_epoch
 from tfdist.layers.states import layer_states
 from tfdist.runtime.directories import checked_directory
 from tfdist.runtime.exit_codes import PREEMPTED
-from tfdist.runtime.recovery import down_since
+from tfdist.runtime.recovery import down_since, note_newest
 from tfdist.step_clock import timer
 
 __all__ = ["Checkpointer"]
@@ -339,6 +339,7 @@ class Checkpointer(keras.callbacks.Callback):
             except InUseError as error:
                 raise StorageError(str(error)) from error
         self._retention.completed(path)
+        note_newest(path)
 
     def _finish(self) -> None:
         """Waits for the save that is under way."""

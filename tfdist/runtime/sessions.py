@@ -22,7 +22,10 @@ __all__ = ["exit_on_signals", "kill_session", "run_in_session"]
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP raise `SystemExit`, as SIGINT raises `KeyboardInterrupt`."""
+    """Inside, SIGTERM and SIGHUP raise `SystemExit`, as SIGINT raises `KeyboardInterrupt`.
+
+    One that is ignored stays so, as SIGHUP under nohup.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -30,7 +33,12 @@ def exit_on_signals() -> Iterator[None]:
     def end(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heeded = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) != signal.SIG_IGN
+    ]
+    before = {number: signal.signal(number, end) for number in heeded}
     try:
         yield
     finally:

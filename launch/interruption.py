@@ -1,0 +1,127 @@
+"""What ranks say only because their job was told to end: it is left out of the launcher's output.
+
+A rank that Ctrl-C reaches ends with a traceback to where it was, and those that wait for it with an error of
+a collective, warnings of TensorFlow or Horovod, and the watchdog's verdict. Whoever pressed the keys knows. What the
+program itself prints stays, and so do tracebacks of other errors, as of one in a `finally`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from tfdist.runtime.exit_codes import ENDED_BY_WATCHDOG
+
+__all__ = ["LastWords"]
+
+_TRACEBACK = re.compile(rb"Traceback \(most recent call last\):$")
+#: What stands before a traceback that belongs to it: of an exception that Python could not raise, and of a
+#: process of `multiprocessing`.
+_BEFORE = re.compile(rb"Exception ignored (?:in|on|while)\b.*:|Process [\w:-]+:$")
+#: What joins two tracebacks.
+_AND_THEN = (
+    b"During handling of the above exception, another exception occurred:",
+    b"The above exception was the direct cause of the following exception:",
+)
+_INTERRUPT = re.compile(rb"KeyboardInterrupt\b|.*REPLACED BY KeyboardInterrupt\b")
+_OF_LIBRARIES = re.compile(
+    rb"[WE]\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] "
+    rb"|\d{4}-\d\d-\d\d [\d:.]+: [WE] (?:tensorflow|external)/"
+    rb"|\[\d{4}-\d\d-\d\d [\d:.]+: [WEF] \S*horovod/\S+\] "
+)
+_OF_WATCHDOG = re.compile(rb"tfdist watchdog\b")
+_END_OF_VERDICT = b"Ending this rank."
+#: How the message of an error in a graph begins and ends.
+_OF_GRAPH, _END_OF_GRAPH = b"Graph execution error:", b"[Op:"
+
+
+class LastWords:
+    """Takes the lines of ranks from when the job was told to end.
+
+    What comes before the first sign of an end goes on at once. The rest is held until the rank has ended,
+    since its exit code tells why it did.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[bytes]] = {}
+
+    def take(self, rank: int, lines: Sequence[bytes]) -> Sequence[bytes]:
+        """Returns the lines of a rank that are to be printed now."""
+        if rank in self._held:
+            self._held[rank] += lines
+            return []
+        for place, line in enumerate(lines):
+            if any(sign.match(line) for sign in (_TRACEBACK, _BEFORE, _OF_LIBRARIES, _OF_WATCHDOG)):
+                self._held[rank] = list(lines[place:])
+                return lines[:place]
+        return lines
+
+    def end(self, rank: int, code: int) -> list[bytes]:
+        """Returns the lines of a rank that has ended that are to be printed still.
+
+        Args:
+            rank: The rank.
+            code: Its exit code. The watchdog's says that its errors are of another rank's end.
+        """
+        lines, found = self._held.pop(rank, []), []
+        place = 0
+        while place < len(lines):
+            begin = place
+            if _is_traceback(lines, place):
+                place, error = _end_of_traceback(lines, place)
+                # One without an error was cut by SIGKILL.
+                if error and code != ENDED_BY_WATCHDOG and not _INTERRUPT.match(error):
+                    found += lines[begin:place]
+            elif _OF_WATCHDOG.match(lines[place]):
+                while place < len(lines) and not lines[place].endswith(_END_OF_VERDICT):
+                    place += 1
+                place += 1
+            elif _OF_LIBRARIES.match(lines[place]):
+                place = _indented(lines, place + 1)
+            else:
+                found.append(lines[place])
+                place += 1
+        return found
+
+
+def _is_traceback(lines: Sequence[bytes], place: int) -> bool:
+    if _BEFORE.match(lines[place]):
+        place += 1
+    return place < len(lines) and _TRACEBACK.match(lines[place]) is not None
+
+
+def _end_of_traceback(lines: Sequence[bytes], place: int) -> tuple[int, bytes]:
+    """The place after a traceback and those that are joined to it, and the last error's first line."""
+    while not _TRACEBACK.match(lines[place]):
+        place += 1
+    # Python writes empty lines between where it has nothing to underline.
+    place = _indented(lines, place + 1, b" \t\n")
+    error = lines[place] if place < len(lines) else b""
+    place = _end_of_message(lines, place)
+    following = _indented(lines, place, b"\n")
+    if following < len(lines) and lines[following] in _AND_THEN:
+        following = _indented(lines, following + 1, b"\n")
+        if following < len(lines) and _TRACEBACK.match(lines[following]):
+            return _end_of_traceback(lines, following)
+    return place, error
+
+
+def _end_of_message(lines: Sequence[bytes], place: int) -> int:
+    """The place after an error's message, of which TensorFlow and pybind11 write several lines."""
+    if place >= len(lines):
+        return place
+    if lines[place].endswith(_OF_GRAPH):
+        for last in range(place, len(lines)):
+            if _END_OF_GRAPH in lines[last]:
+                return last + 1
+    at = _indented(lines, place + 1, b"\n")
+    if at < len(lines) and lines[at] == b"At:":
+        return _indented(lines, at + 1, b" \t")
+    return place + 1
+
+
+def _indented(lines: Sequence[bytes], place: int, beginnings: bytes = b" \t") -> int:
+    """The place after lines that begin with one of some characters; that of an empty one is its end."""
+    while place < len(lines) and (lines[place][:1] or b"\n") in beginnings:
+        place += 1
+    return place
