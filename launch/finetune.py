@@ -372,7 +372,14 @@ PROGRAM = command.Program(
     folded={
         "for the steps": [
             flag.name
-            for flag in (_SEED, _LOSS_CHUNK, _BLOCK_SIZE, _DTYPE, _WORLD.steps_per_execution)
+            for flag in (
+                _SEED,
+                _LOSS_CHUNK,
+                _BIASES,
+                _BLOCK_SIZE,
+                _DTYPE,
+                _WORLD.steps_per_execution,
+            )
         ],
         "for checkpoints": [_CHECKPOINTS.save_every.name, _CHECKPOINTS.keep.name],
         "for memory and links": [

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,22 +88,21 @@ def make(folder: Path) -> None:
                 values = {path: _rounded(path, value) for path, value in values.items()}
             if "lora" in case:
                 for place, (a, b) in adapters.items():
-                    _add(values, *place.split("/"), a.astype("float32") @ b.astype("float32"))
+                    _add(values, place, a.astype("float32") @ b.astype("float32"))
             if tied:
                 values["lm_head.weight"] = values[_table(values)]
             model.load_state_dict({path: torch.tensor(value) for path, value in values.items()})
             logits[case] = _logits(model, ids)
-        np.savez_compressed(
-            folder / f"{name}.npz",
-            config=json.dumps(
-                json.loads(config.to_json_string()) | {"architectures": [type(model).__name__]}
-            ),
-            tokens=ids.astype("int32"),
+        described = json.loads(config.to_json_string())
+        arrays: dict[str, Any] = {
+            "config": json.dumps(described | {"architectures": [type(model).__name__]}),
+            "tokens": ids.astype("int32"),
             **{f"weights/{path}": value for path, value in weights.items()},
             **{f"lora/{place}/a": a for place, (a, _) in adapters.items()},
             **{f"lora/{place}/b": b for place, (_, b) in adapters.items()},
             **{f"logits/{case}": value for case, value in logits.items()},
-        )
+        }
+        np.savez_compressed(folder / f"{name}.npz", **arrays)
         print(f"{name}: {(folder / f'{name}.npz').stat().st_size:,} bytes")
 
 
@@ -134,8 +134,9 @@ def _rounded(path: str, value: np.ndarray) -> np.ndarray:
     return (np.round(value * scale) / scale).astype("float32")
 
 
-def _add(values, layer: str, part: str, product: np.ndarray) -> None:
+def _add(values, place: str, product: np.ndarray) -> None:
     """Adds an adapter of [inputs, heads, size of a head]."""
+    layer, part = place.split("/")
     added = product.reshape(product.shape[0], -1)
     path = f"transformer.h.{layer}.attn.c_attn.weight"
     if path in values:

@@ -63,7 +63,6 @@ _NOT_WRITTEN: dict[str, dict[str, tuple]] = {
         "attention_logit_soft_cap": (None,),
         "final_logit_soft_cap": (None,),
         "is_embedding_model": (False,),
-        "vision_encoder": (None,),
     },
     "Llama3Backbone": {"rope_position_scaling_factor": (1.0, 1)},
     "MistralBackbone": {"rope_scaling_factor": (1.0, 1)},
@@ -180,22 +179,10 @@ def _check(model, dequantize: bool) -> list[str]:
             f"KerasHub exports models with {', '.join(sorted(known))}. Received: `{model.name}` with "
             f"{kind}. {_INSTEAD}"
         )
-    for name, right in _NOT_WRITTEN.get(kind, {}).items():
-        value = getattr(backbone, name, right[0])
-        if value not in right:
-            shown = value if isinstance(value, (int, float)) else type(value).__name__
-            raise ValueError(
-                f"KerasHub's export of {kind} requires {name}={right[0]}, or the file would be that of "
-                f"another model. Received: {name}={shown}. {_INSTEAD}"
-            )
-    # Gemma's heads are written in another order where they are wider than the layer, and the
-    # configuration of Mistral has another width of them.
-    width = getattr(backbone, "head_dim", None) if kind in _NARROW_HEADS else None
-    if width and backbone.num_query_heads * width != backbone.hidden_dim:
+    for requires, received in _not_written(kind, backbone):
         raise ValueError(
-            f"KerasHub's export of {kind} requires num_query_heads * head_dim = hidden_dim, or the "
-            f"file would be that of another model. Received: {backbone.num_query_heads} * {width} "
-            f"and hidden_dim={backbone.hidden_dim}. {_INSTEAD}"
+            f"KerasHub's export of {kind} requires {requires}, or the file would be that of another "
+            f"model. Received: {received}. {_INSTEAD}"
         )
     modes = quantization_modes(model)
     if modes and not dequantize:
@@ -207,6 +194,23 @@ def _check(model, dequantize: bool) -> list[str]:
     if modes:
         check_mergeable(model)
     return modes
+
+
+def _not_written(kind: str, backbone) -> Iterator[tuple[str, str]]:
+    """What the exporter of a backbone gets wrong of this one: what it requires, and what there is."""
+    for name, right in _NOT_WRITTEN.get(kind, {}).items():
+        value = getattr(backbone, name, right[0])
+        if value not in right:
+            yield f"{name}={right[0]}", f"{name}={value}"
+    # Gemma's heads are written in another order where they are wider than the layer, and the
+    # configuration of Mistral has another width of them.
+    width = getattr(backbone, "head_dim", None) if kind in _NARROW_HEADS else None
+    if width and backbone.num_query_heads * width != backbone.hidden_dim:
+        found = f"{backbone.num_query_heads} * {width} and hidden_dim={backbone.hidden_dim}"
+        yield "num_query_heads * head_dim = hidden_dim", found
+    # Whatever the configuration says, transformers takes it so.
+    if kind == "Gemma4Backbone" and backbone.layer_types[-1] != "full_attention":
+        yield "a last layer of full_attention", backbone.layer_types[-1]
 
 
 def _complete(plain, folder: Path) -> None:

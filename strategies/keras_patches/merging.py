@@ -91,6 +91,12 @@ def merged_model(model: keras.Model) -> keras.Model:
     # A strategy is in scope in one thread, and would take a part of the new weights.
     with ThreadPoolExecutor(1) as thread:
         plain = thread.submit(build).result()
+    if quantization_modes(plain):
+        raise ValueError(
+            "`dequantize=True` is for quantized layers of the backbone itself. Received: "
+            f"`{backbone.name}` with a part that is a model of its own, and quantized. Save it by "
+            "`save_to_preset`."
+        )
     own, others = (
         [layer for layer in all_layers(each) if variables_of_layer(layer)]
         for each in (backbone, getattr(plain, "backbone", plain))

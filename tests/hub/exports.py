@@ -11,6 +11,7 @@ import contextlib
 import json
 import types
 from pathlib import Path
+from unittest import mock
 
 import keras
 import numpy as np
@@ -86,16 +87,8 @@ def messages():
     from absl import logging
 
     found: list[str] = []
-    before = logging.warning
-
-    def warning(text, *args):
-        found.append(text % args)
-
-    logging.warning = warning
-    try:
+    with mock.patch.object(logging, "warning", lambda text, *args: found.append(text % args)):
         yield found
-    finally:
-        logging.warning = before
 
 
 def exported(
@@ -228,6 +221,9 @@ def refused(kinds: list[str], options: dict, folder: str) -> dict[str, str]:
             **sizes, image_size=None, head_dim=2
         ),
         "windows of qwen": lambda: models.QwenBackbone(**sizes, use_sliding_window_attention=True),
+        "gemma 4 that ends locally": lambda: models.Gemma4Backbone(
+            **sizes, image_size=None, head_dim=2, use_sliding_window_attention=True
+        ),
         "llama 2": lambda: models.LlamaBackbone(**sizes),
         "float8": lambda: quantized("float8"),
         "int8": lambda: quantized("int8"),

@@ -143,6 +143,7 @@ REFUSED = {
     "gemma 2": ("use_post_ffw_norm=False", "Received: use_post_ffw_norm=True"),
     "gemma 3 without norms": ("use_post_ffw_norm=True", "Received: use_post_ffw_norm=False"),
     "windows of qwen": ("use_sliding_window_attention=False", "save_to_preset"),
+    "gemma 4 that ends locally": ("a last layer of full_attention", "Received: sliding_attention"),
     "llama 2": ("Llama3Backbone, ", "with LlamaBackbone", "save_to_preset"),
     "float8": ("'float8' in `transformer_layer_0/", "with Keras 3", "save_to_preset"),
     "int8": ("quantized to int8", "dequantize=True", "save_to_preset"),
