@@ -125,6 +125,8 @@ def _export(original: Callable, self, path, *args, dequantize: bool = False, **k
     checks.boolean("dequantize", dequantize)
     modes = _check(self, dequantize)
     before = _outputs(self) if modes else None
+    # Of a backbone alone `include_lm_head` comes behind the path.
+    has_head = hasattr(self, "backbone") or any(args[:1]) or kwargs.get("include_lm_head", False)
 
     def write(model):
         plain: Any = merged_model(model)
@@ -134,7 +136,7 @@ def _export(original: Callable, self, path, *args, dequantize: bool = False, **k
                 original(plain, str(new), *args, **kwargs)
             finally:
                 _exporting.under_way = False
-            _complete(plain, new)
+            _complete(plain, new, has_head)
         if modes:
             _tell_difference(modes, before, _outputs(plain))
 
@@ -213,10 +215,10 @@ def _not_written(kind: str, backbone) -> Iterator[tuple[str, str]]:
         yield "a last layer of full_attention", backbone.layer_types[-1]
 
 
-def _complete(plain, folder: Path) -> None:
+def _complete(plain, folder: Path, has_head: bool) -> None:
     backbone = getattr(plain, "backbone", plain)
     more = dict(_COMPLETED.get(type(backbone).__name__, {}))
-    if backbone is plain:
+    if not has_head:
         more.pop("architectures", None)  # Transformers has another class for it.
     if more:
         file = folder / _CONFIG

@@ -59,13 +59,13 @@ def is_product(layer) -> bool:
     return isinstance(layer, (keras.layers.Dense, keras.layers.EinsumDense))
 
 
-def load(name: str, folder: str, kind: str, dtype: str = "float32", mode: str = "int8"):
+def load(name: str, folder: str, kind: str, dtype: str = "float32"):
     """The task of a checkpoint, quantized and with the adapters where the kind says so."""
     import keras_hub
 
     task = keras_hub.models.CausalLM.from_preset(folder, preprocessor=None, dtype=dtype)
     if "int8" in kind:
-        task.backbone.quantize(mode, filters=is_product)
+        task.backbone.quantize("int8", filters=is_product)
     if "lora" in kind:
         task.backbone.enable_lora(2)
         found = golden(name)
@@ -123,6 +123,41 @@ def exported(
                 task.export_to_transformers(place)
         said[kind] = found
     return said
+
+
+def exported_otherwise(name: str, checkpoint: str, folder: str, options: dict) -> np.ndarray:
+    """Exports a model with adapters by KerasHub's functions, and its backbone, whose outputs it returns."""
+    from keras_hub.src.utils.transformers.export import hf_exporter
+
+    import tfdist
+
+    keras.backend.clear_session()
+    with scope(options):
+        task = tfdist.parallelize(load(name, checkpoint, "lora"))
+    hf_exporter.export_to_safetensors(task, f"{folder}/function")
+    # As a program has it that imported it before the first model was made.
+    hf_exporter.export_to_safetensors.__wrapped__(task, f"{folder}/early")
+    task.backbone.export_to_transformers(f"{folder}/backbone")
+    return logits(task.backbone, golden(name)["tokens"])
+
+
+def exported_quantized(
+    name: str, checkpoint: str, folder: str, options: dict, mode: str, block_size: int | None
+) -> np.ndarray:
+    """Exports a model that is quantized with its tables, and returns its logits."""
+    import tfdist
+
+    keras.backend.clear_session()
+    config = None
+    if mode == "int4":
+        config = keras.quantizers.Int4QuantizationConfig(block_size=block_size)
+    with scope(options):
+        task = load(name, checkpoint, "plain")
+        task.backbone.quantize(mode, config=config)
+        if options.get("mesh"):
+            tfdist.parallelize(task)
+    task.export_to_transformers(folder, dequantize=True)
+    return logits(task, golden(name)["tokens"])
 
 
 def reimported(name: str, folder: str, dtype: str = "float32") -> np.ndarray:

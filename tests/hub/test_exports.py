@@ -110,6 +110,59 @@ PARTS = [("q", "bias"), ("q", "weight"), ("v", "bias"), ("v", "weight")]
 
 @pytest.mark.slow
 @on_ranks(("horovod", 2))
+@pytest.mark.parametrize("name", ["GPT2", "Gemma3"])
+def test_functions_and_backbones(pool, one_process, tmp_path, name):
+    checkpoint = exports.write_checkpoint(name, tmp_path / "checkpoint")
+    options = exports.LAYOUTS["tensor"]
+    pool.run(exports.exported_otherwise, name, checkpoint, str(tmp_path), options, timeout=240)
+    whole = exports.tensors(str(tmp_path / "function"))
+    for kind in ("function", "early"):
+        (found,) = one_process.run(exports.reimported, name, str(tmp_path / kind), timeout=120)
+        np.testing.assert_allclose(found, exports.golden(name)["logits/lora"], atol=1e-5)
+    backbone = exports.tensors(str(tmp_path / "backbone"))
+    # transformers calls the parts of a Gemma 3 without a head by shorter names.
+    prefix = "model." if name == "Gemma3" else ""
+    assert {f"{prefix}{path}" for path in backbone} == set(whole) - {"lm_head.weight"}
+    for path, value in backbone.items():
+        np.testing.assert_array_equal(value, whole[f"{prefix}{path}"])
+
+
+@pytest.mark.slow
+@on_ranks(("horovod", 2))
+@pytest.mark.parametrize("layout", ["one", "tensor"])
+@pytest.mark.parametrize(
+    ("mode", "block_size", "rounding"), [("int8", None, 0.1), ("int4", -1, 0.1), ("int4", 2, 1e-5)]
+)
+@pytest.mark.parametrize("name", ["Llama3", "Qwen"])
+def test_quantized_tables(pool, one_process, tmp_path, name, mode, block_size, rounding, layout):
+    """Llama's has another table for the way back. What also rounds inputs, differs by that."""
+    checkpoint = exports.write_checkpoint(name, tmp_path / "checkpoint")
+    folder = str(tmp_path / "exported")
+    arguments = name, checkpoint, folder, exports.LAYOUTS[layout], mode, block_size
+    ranks = one_process if layout == "one" else pool
+    right, *_ = ranks.run(exports.exported_quantized, *arguments, timeout=240)
+    (found,) = one_process.run(exports.reimported, name, folder, timeout=120)
+    assert np.abs(found - right).max() < rounding * right.std()
+    most = 127 if mode == "int8" else 7
+    table = exports.golden(name)["weights/model.embed_tokens.weight"].astype("float32")
+    if block_size != 2:
+        scale = most / (np.abs(table).max(-1, keepdims=True) + 1e-7)
+        expected = np.round(table * scale) / scale
+        written = exports.tensors(folder)["model.embed_tokens.weight"]
+        np.testing.assert_allclose(written, expected, atol=1e-5)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(one_process, tmp_path):
+    checkpoint = exports.write_checkpoint("Qwen", tmp_path / "checkpoint")
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        one_process.run(
+            exports.exported, "Qwen", checkpoint, str(tmp_path / "file"), {}, ["plain"], timeout=120
+        )
+
+
+@pytest.mark.slow
+@on_ranks(("horovod", 2))
 @pytest.mark.parametrize("dtype", ["mixed_bfloat16", "bfloat16"])
 @pytest.mark.parametrize("name", ["Llama3", "Gemma3"])
 def test_policies(pool, one_process, tmp_path, name, dtype):
@@ -202,10 +255,15 @@ def test_transformers_reads_what_ranks_export(pool, one_process, tmp_path, name)
     checkpoint = exports.write_checkpoint(name, tmp_path / "checkpoint")
     options = exports.LAYOUTS["tensor"]
     pool.run(exports.exported, name, checkpoint, str(tmp_path), options, exports.KINDS, timeout=300)
-    folders = [tmp_path / kind for kind in exports.KINDS]
+    hidden, _ = pool.run(
+        exports.exported_otherwise, name, checkpoint, str(tmp_path), options, timeout=240
+    )
     golden = exports.golden(name)
-    for kind, folder in zip(exports.KINDS, folders, strict=True):
-        np.savez(folder / "expected.npz", tokens=golden["tokens"], logits=golden[f"logits/{kind}"])
+    expected = {kind: {"logits": golden[f"logits/{kind}"]} for kind in exports.KINDS}
+    expected |= {"function": expected["lora"], "backbone": {"outputs": hidden}}
+    folders = [tmp_path / kind for kind in expected]
+    for folder in folders:
+        np.savez(folder / "expected.npz", tokens=golden["tokens"], **expected[folder.name])
     program = ROOT / "benchmarks" / "peers" / "transformers_exports.py"
     job = subprocess.run(
         [str(TRANSFORMERS), "-P", str(program), "check", *map(str, folders)],
