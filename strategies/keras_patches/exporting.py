@@ -241,7 +241,7 @@ def _outputs(model) -> np.ndarray | None:
 
 def _tell_difference(modes: list[str], before, after) -> None:
     """What a user of the export sees of the quantization: it also rounds the inputs of products."""
-    words = "their outputs were not compared, for the model cannot be called on a rank"
+    words = "outputs were not compared, for no rank can call the quantized model"
     if before is not None and after is not None:
         apart, size = np.abs(after - before).max(), before.std()
         words = (

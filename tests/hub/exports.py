@@ -218,20 +218,23 @@ def tensors(folder: str) -> dict[str, np.ndarray]:
     return load_file(Path(folder) / "model.safetensors")
 
 
-def tokenizers_exported(folder: str, options: dict, times: int) -> list[str]:
-    """Exports a tokenizer, and a preprocessor, on each rank at once; returns the files."""
+def tokenizers_exported(folder: str, options: dict, times: int) -> None:
+    """Exports a tokenizer and a preprocessor, on each rank at once, and a task with both."""
     import keras_hub
 
+    models = keras_hub.models
     with scope(options):
         # The first model in a scope has KerasHub's methods wrapped.
-        keras_hub.models.GPT2Backbone(8, 1, 1, 4, 8, max_sequence_length=4)
+        backbone = models.GPT2Backbone(4, 1, 1, 4, 16, max_sequence_length=4)
     vocabulary = {"<|endoftext|>": 0, "a": 1, "b": 2, "ab": 3}
-    tokenizer = keras_hub.models.GPT2Tokenizer(vocabulary=vocabulary, merges=["a b"])
-    preprocessor = keras_hub.models.GPT2CausalLMPreprocessor(tokenizer, sequence_length=4)
+    tokenizer = models.GPT2Tokenizer(vocabulary=vocabulary, merges=["a b"])
+    preprocessor = models.GPT2CausalLMPreprocessor(tokenizer, sequence_length=4)
     for number in range(times):
         tokenizer.export_to_transformers(f"{folder}/tokenizer-{number}")
         preprocessor.export_to_transformers(f"{folder}/preprocessor-{number}")
-    return sorted(path.name for path in Path(folder).glob("*-0/*"))
+    with scope(options):
+        task = models.GPT2CausalLM(backbone=backbone, preprocessor=preprocessor)
+    task.export_to_transformers(f"{folder}/task")
 
 
 def refused(kinds: list[str], options: dict, folder: str) -> dict[str, str]:

@@ -182,12 +182,16 @@ def test_policies(pool, one_process, tmp_path, name, dtype):
 
 @on_ranks(("tensorflow", 2))
 def test_ranks_export_a_tokenizer_at_once(pool, tmp_path):
-    times = 5
-    for files in pool.run(exports.tokenizers_exported, str(tmp_path), {}, times, timeout=120):
-        assert files == sorted(["merges.txt", "tokenizer_config.json", "vocab.json"] * 2)
-    for folder in tmp_path.iterdir():
-        assert len(list(folder.iterdir())) == 3
+    pool.run(exports.tokenizers_exported, str(tmp_path), {}, 5, timeout=120)
+    tokenizer = {"merges.txt", "tokenizer_config.json", "vocab.json"}
+    folders = list(tmp_path.iterdir())
+    assert len(folders) == 11
+    for folder in folders:
+        model = {"config.json", "model.safetensors"} if folder.name == "task" else set()
+        assert {file.name for file in folder.iterdir()} == tokenizer | model
         assert json.loads((folder / "vocab.json").read_text())["ab"] == 3
+    # That of the tokenizer, and not GPT-2's own.
+    assert exports.config_of(str(tmp_path / "task"))["eos_token_id"] == 0
 
 
 REFUSED = {
