@@ -19,6 +19,7 @@ from absl import flags, logging
 from tfdist.errors import TfdistError
 from tfdist.launch.flag_values import UsageError, check_values
 from tfdist.runtime import exit_codes, uncaught
+from tfdist.runtime.versions import VersionError
 
 __all__ = ["Failure", "Program", "UsageError", "run_without_choice", "say"]
 
@@ -94,9 +95,10 @@ class Program:
     def run(self, arguments: Sequence[str] | None = None) -> NoReturn:
         """Parses the command line, program name first, does the work, and exits.
 
-        A bad flag or value ends with one line and exit code 2, what can be expected to fail (a disk
-        that is full, a file that cannot be written) with one line and code 1, and Ctrl-C with code
-        130. Other exceptions are mistakes of the program's, and keep their tracebacks.
+        A bad flag or value, or a version of a library that tfdist does not work with, ends with one
+        line and exit code 2, what can be expected to fail (a disk that is full, a file that cannot be
+        written) with one line and code 1, and Ctrl-C with code 130. Other exceptions are mistakes of
+        the program's, and keep their tracebacks.
         """
         arguments = list(sys.argv if arguments is None else arguments)
         if not flags.FLAGS.is_parsed():
@@ -116,7 +118,7 @@ class Program:
 
     def _tell(self, kind, error, trace) -> None:
         """Says why the program ends: what can be expected in one line."""
-        if isinstance(error, UsageError | Failure) or _is_of_the_machine(error):
+        if isinstance(error, UsageError | Failure | VersionError) or _is_of_the_machine(error):
             say(self.name, " ".join(str(error).split()))
         elif not isinstance(error, KeyboardInterrupt):
             sys.__excepthook__(kind, error, trace)
@@ -127,7 +129,7 @@ class Failure(TfdistError):
 
 
 def _code_of(error: BaseException) -> int:
-    if isinstance(error, UsageError):
+    if isinstance(error, UsageError | VersionError):
         return exit_codes.USAGE
     if isinstance(error, KeyboardInterrupt):
         return 128 + signal.SIGINT

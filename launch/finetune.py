@@ -40,6 +40,9 @@ _DATA_DIR = _DEFINE.string("data_dir", None, "Folder of the TFDS data sets")
 _LORA = _DEFINE.integer(
     "lora_rank", 0, "Rank of LoRA adapters; 0: all weights", lower_bound=0, upper_bound=_MOST
 )
+_BIASES = _DEFINE.boolean(
+    "train_biases", False, "Train the biases of layers with adapters too; plain KerasHub reads none"
+)
 _QUANTIZE = _DEFINE.enum(
     "quantize", "none", ["none", "int8", "int4"], "Quantization of the frozen weights"
 )
@@ -126,6 +129,8 @@ def _check(_: list[str]) -> tuple[Layout, dict[str, Any]]:
             "--quantize leaves nothing to train without adapters: add --lora_rank. Received: "
             f"--quantize={_QUANTIZE.value} --lora_rank=0."
         )
+    if not _LORA.value:
+        refuse_ignored(_VALUES, (_BIASES,), "is for --lora_rank", "--lora_rank=0")
     if _QUANTIZE.value != "int4":
         refuse_ignored(
             _VALUES, (_BLOCK_SIZE,), "is for --quantize=int4", f"--quantize={_QUANTIZE.value}"
@@ -292,6 +297,9 @@ def _load():
             )
         if _LORA.value:
             backbone.enable_lora(_LORA.value)
+            for variable in [] if _BIASES.value else backbone.trainable_variables:
+                # KerasHub lets biases train, and its files of adapters do not hold them.
+                variable.trainable = variable.name.startswith("lora_")
     except (ValueError, TypeError, OSError) as error:
         raise UsageError(f"--preset={_PRESET.value}: {_one_line(error)}") from error
     inputs = task.input
@@ -364,7 +372,14 @@ PROGRAM = command.Program(
     folded={
         "for the steps": [
             flag.name
-            for flag in (_SEED, _LOSS_CHUNK, _BLOCK_SIZE, _DTYPE, _WORLD.steps_per_execution)
+            for flag in (
+                _SEED,
+                _LOSS_CHUNK,
+                _BIASES,
+                _BLOCK_SIZE,
+                _DTYPE,
+                _WORLD.steps_per_execution,
+            )
         ],
         "for checkpoints": [_CHECKPOINTS.save_every.name, _CHECKPOINTS.keep.name],
         "for memory and links": [

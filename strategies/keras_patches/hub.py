@@ -9,10 +9,15 @@ from __future__ import annotations
 import functools
 import sys
 
+import keras
 import tensorflow as tf
+from absl import logging
 
 from tfdist.context import current_replica
+from tfdist.keras_internals.attributes import variables_of_layer
 from tfdist.keras_internals.patching import Patch, apply_patches
+from tfdist.keras_internals.private import all_layers, saving_lib
+from tfdist.strategies.keras_patches.exporting import exporting_patches
 from tfdist.strategies.keras_patches.generating import generate_alike
 from tfdist.strategies.keras_patches.reading import reading_parts
 from tfdist.strategies.keras_patches.saving import write_once, write_some_once
@@ -29,10 +34,80 @@ _WITH_BALANCE_LOSSES = (
 )
 
 
+#: The group of a file of adapters that holds what else was trained; KerasHub reads others alone.
+_BESIDE = "tfdist"
+
+
 def _save_adapter(original, self, filepath):
-    """The chief gathers the adapter alone, not the model that it is for."""
-    adapter = [(v, layout) for v, layout in split_variables(self) if v.name.startswith("lora_")]
-    return write_some_once(original, self, adapter, filepath)
+    """The chief gathers the adapter alone, not the model that it is for.
+
+    KerasHub leaves out what is trained beside: the biases, which its `enable_lora` lets train, or
+    what a program says.
+    """
+    trained = {id(variable) for variable in self.trainable_variables}
+    beside = [
+        (place, variable)
+        for place, layer in enumerate(_layers_of_adapters(self))
+        for variable in variables_of_layer(layer)
+        if id(variable) in trained and not variable.name.startswith("lora_")
+    ]
+    wanted = {id(variable) for _, variable in beside}
+    some = [
+        (variable, layout)
+        for variable, layout in split_variables(self)
+        if variable.name.startswith("lora_") or id(variable) in wanted
+    ]
+
+    @functools.wraps(original)
+    def write(self, filepath):
+        original(self, filepath)
+        if not beside:
+            return
+        import h5py
+
+        with h5py.File(filepath, "a") as file:
+            for place, variable in beside:
+                value = keras.ops.convert_to_numpy(variable.value)
+                # HDF5 has no bfloat16.
+                value = value if value.dtype.kind == "f" else value.astype("float32")
+                file[f"{_BESIDE}/{place}/vars/{variable.name}"] = value
+        logging.warning(
+            "tfdist: %s holds %d weights beside the adapter, as `%s`, since they were trained; tfdist "
+            "reads them, and plain KerasHub will not.",
+            filepath,
+            len(beside),
+            beside[0][1].path,
+        )
+
+    return write_some_once(write, self, some, filepath)
+
+
+def _layers_of_adapters(backbone) -> list:
+    """The layers by whose places KerasHub names adapters."""
+    return [layer for layer in all_layers(backbone, include_self=False) if layer.weights]
+
+
+def _read_beside(backbone, filepath) -> None:
+    """Assigns what a file of adapters holds beside them."""
+    import h5py
+
+    with h5py.File(filepath, "r") as file:
+        places = {place: list(file[_BESIDE][place]["vars"]) for place in file.get(_BESIDE, ())}
+    if not places:
+        return
+    layers = _layers_of_adapters(backbone)
+    store = saving_lib.H5IOStore(filepath, mode="r")
+    for place, names in places.items():
+        layer = layers[int(place)] if int(place) < len(layers) else None
+        own = {} if layer is None else {v.name: v for v in variables_of_layer(layer)}
+        for name in names:
+            if name not in own:
+                raise ValueError(
+                    f"An adapter is one of the model that it was trained for. Received: {str(filepath)!r}, "
+                    f"which has a `{name}` of layer {place} that `{backbone.name}` has not."
+                )
+            own[name].assign(store.get(f"{_BESIDE}/{place}")[name])
+    store.close()
 
 
 def _load_adapter(original, self, filepath):
@@ -44,7 +119,8 @@ def _load_adapter(original, self, filepath):
         with h5py.File(filepath, "r") as file:
             self.enable_lora(int(file["lora/vars/rank"][()]))
     with reading_parts(self):
-        return original(self, filepath)
+        original(self, filepath)
+        _read_beside(self, filepath)
 
 
 def _balance(original, router_logits, num_experts, top_k, attention_mask=None):
@@ -83,6 +159,7 @@ def patches_of(models) -> tuple[Patch, ...]:
     ]
     return (
         *balance,
+        *exporting_patches(models),
         Patch(models.Backbone, "save_lora_weights", ("self", "filepath"), _save_adapter),
         Patch(models.Backbone, "load_lora_weights", ("self", "filepath"), _load_adapter),
         Patch(models.Backbone, "save_to_preset", ("self", "preset_dir"), write_once),

@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 
@@ -59,6 +60,7 @@ LAYOUTS = {
     "int4": ["--zero_stage=3", "--lora_rank=4", "--quantize=int4"],
     "int4 in blocks": ["--tensor=2", "--lora_rank=4", "--quantize=int4", "--block_size=16"],
     "whole": ["--tensor=2"],
+    "biases": ["--tensor=2", "--lora_rank=4", "--train_biases"],
     "logits": ["--tensor=2", "--lora_rank=4", "--loss_chunk=0"],
 }
 
@@ -85,6 +87,10 @@ def test_the_adapter_is_one_of_plain_keras_hub(preset, text, tmp_path, axis):
     before, after, where = perplexities(job)
     assert after < 0.98 * before and f"{axis} 2" in where
     assert "Zwölf" in job.stdout
+    # Biases stay: an adapter without them is the whole of what was trained.
+    assert "plain KerasHub will not" not in job.stdout
+    with h5py.File(output / "adapter.lora.h5") as file:
+        assert list(file) == ["lora"]
     model = keras_hub.models.CausalLM.from_preset(preset)
     model.backbone.enable_lora(4)
     model.backbone.load_lora_weights(str(output / "adapter.lora.h5"))
@@ -96,6 +102,19 @@ def test_the_adapter_is_one_of_plain_keras_hub(preset, text, tmp_path, axis):
     model.preprocessor = None
     loss = model.evaluate(x, rows[:, 1:], verbose=0)[0]
     assert np.exp(loss) == pytest.approx(after, rel=0.2)
+
+
+@pytest.mark.slow
+def test_biases_train_where_that_is_asked_for(preset, text, tmp_path):
+    """Their adapter says so, in one line of the chief."""
+    flags = ["--tensor=2", "--lora_rank=4", "--train_biases", f"--output={tmp_path}"]
+    job = run([*RUN, "--", *program(preset, text), *flags])
+    perplexities(job)
+    # `tfdist-run` prints what its ranks say on its own stdout.
+    told = [line for line in job.stdout.splitlines() if "plain KerasHub will not" in line]
+    assert len(told) == 1 and told[0].startswith("[0]") and "/bias`" in told[0], job.stdout
+    with h5py.File(tmp_path / "adapter.lora.h5") as file:
+        assert set(file) == {"lora", "tfdist"}
 
 
 @pytest.mark.slow
@@ -130,6 +149,7 @@ def test_a_training_goes_on_in_its_workdir(preset, text, tmp_path):
         (["--data_dir=/tmp"], "--data_dir is for --dataset=tfds:NAME"),
         (["--quantize=int8"], "add --lora_rank"),
         (["--block_size=8", "--lora_rank=4"], "--block_size is for --quantize=int4"),
+        (["--train_biases"], "--train_biases is for --lora_rank"),
         (["--strategy=tpu"], "for ranks"),
         (["--batch_size=0"], "batch_size"),
         (["--output=/"], "--output"),

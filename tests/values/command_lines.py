@@ -62,6 +62,7 @@ COMPANIONS: dict[tuple[str, str], list[str]] = {
     ("tfdist-finetune", "save_every"): ["--workdir=checkpoints"],
     ("tfdist-finetune", "keep"): ["--workdir=checkpoints"],
     ("tfdist-finetune", "quantize"): ["--lora_rank=8"],
+    ("tfdist-finetune", "train_biases"): ["--lora_rank=8"],
     ("tfdist-finetune", "block_size"): ["--lora_rank=8", "--quantize=int4"],
     ("tfdist-finetune", "data_dir"): ["--dataset=tfds:imdb_reviews"],
     ("tfdist-schedule", "chunks"): ["--schedule=interleaved"],

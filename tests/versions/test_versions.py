@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import configparser
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +41,42 @@ def test_what_is_out_of_the_range_is_refused_in_one_line(name, monkeypatch):
         monkeypatch.setenv(ANY_VERSION, "1")
         check_version(name, version)
         monkeypatch.delenv(ANY_VERSION)
+
+
+#: A program that meets a Keras of another version, which has a module elsewhere.
+_MEETS = """
+import sys, wrapt
+def move(keras):
+    keras.__version__ = {version!r}
+    del keras.src.backend.tensorflow.nn
+    sys.modules["keras.src.backend.tensorflow.nn"] = None
+wrapt.register_post_import_hook(move, "keras")
+from tfdist.launch import train
+train.PROGRAM.run(["tfdist-train", "--model=convnet"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "tries"),
+    [
+        pytest.param("3.16.0.dev20261027", "0", id="refused", marks=pytest.mark.slow),
+        pytest.param("3.17.0", "1", id="let in"),
+    ],
+)
+def test_programs_refuse_another_keras_in_one_line(version, tries):
+    """Also one that was let in, and has a name elsewhere."""
+    job = subprocess.run(
+        [sys.executable, "-c", _MEETS.format(version=version)],
+        env=os.environ | {ANY_VERSION: tries, "TF_CPP_MIN_LOG_LEVEL": "2"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    lines = [line for line in job.stderr.splitlines() if line.startswith("tfdist-train: ")]
+    assert job.returncode == 2 and len(lines) == 1, job.stderr
+    assert "Traceback" not in job.stderr
+    assert version in lines[0] and range_of("keras") in lines[0]
+    assert ("keras.src.backend.tensorflow" in lines[0]) == (tries == "1")
 
 
 def test_the_table_has_a_row_for_each_pair():

@@ -99,6 +99,8 @@ int4_inputs = Attribute("_orig_input_dim", keras.layers.Dense)
 int4_outputs = Attribute("_orig_output_dim", keras.layers.Dense, since=(3, 14))
 int4_columns = Attribute("_int4_unpacked_column_size", keras.layers.EinsumDense, since=(3, 14))
 quantization_axes = Attribute("_kernel_reduced_axes", keras.layers.EinsumDense)
+# A method, from the scales of an int8 kernel to what the kernel itself is divided by.
+adjust_scale = Attribute("_adjust_scale_for_dequant", keras.layers.EinsumDense)
 # Grouped attention has no public ones, and alone a gate: since 3.14.
 _BOTH = (keras.layers.GroupQueryAttention, keras.layers.MultiHeadAttention)
 projections = {

@@ -10,6 +10,8 @@ from typing import Any
 
 import keras
 
+from tfdist.runtime.versions import VersionError, range_of
+
 __all__ = ["Patch", "apply_patches", "check_parameters", "moved"]
 
 _applied: set[tuple[int, str, int]] = set()
@@ -36,7 +38,7 @@ def apply_patches(patches: Sequence[Patch]) -> None:
     """Wraps each function that is not wrapped yet.
 
     Raises:
-        ImportError: Keras has no such function, or its parameters are others.
+        VersionError: Keras has no such function, or its parameters are others.
     """
     for patch in patches:
         key = (id(patch.owner), patch.name, id(patch.call))
@@ -52,7 +54,7 @@ def check_parameters(owner: Any, name: str, parameters: tuple[str, ...]) -> None
     """Compares a function of Keras and its first parameters with what tfdist relies on.
 
     Raises:
-        ImportError: There is none, or its parameters are others.
+        VersionError: There is none, or its parameters are others.
     """
     function = getattr(owner, name, None)
     found = tuple(inspect.signature(function).parameters) if callable(function) else ()
@@ -60,11 +62,12 @@ def check_parameters(owner: Any, name: str, parameters: tuple[str, ...]) -> None
         raise moved(f"{owner.__name__}.{name}{parameters}", found or "nothing")
 
 
-def moved(expected: str, found: object) -> ImportError:
+def moved(expected: str, found: object) -> VersionError:
     """The error for a Keras that lacks something that tfdist relies on."""
-    return ImportError(
+    return VersionError(
         f"This tfdist knows another Keras than {keras.__version__}: it relies on `{expected}`. "
-        f"Found: {found}. Install the Keras that tfdist's metadata asks for."
+        f"Found: {found}. Install the Keras that it was tested with: pip install "
+        f"'keras{range_of('keras')}'."
     )
 
 

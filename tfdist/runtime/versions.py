@@ -9,13 +9,19 @@ from __future__ import annotations
 import os
 import re
 
-__all__ = ["ANY_VERSION", "RANGES", "check_version", "range_of"]
+from tfdist.errors import TfdistError
+
+__all__ = ["ANY_VERSION", "RANGES", "VersionError", "check_version", "range_of"]
 
 #: By distribution: the first version in the range, and the first behind it. `setup.cfg` has the same.
 RANGES = {"tensorflow": ((2, 18), (2, 22)), "keras": ((3, 12), (3, 16))}
 #: A variable that lets others in, such as nightly builds.
 ANY_VERSION = "TFDIST_ANY_VERSION"
 _NAMES = {"tensorflow": "TensorFlow", "keras": "Keras"}
+
+
+class VersionError(TfdistError, ImportError):
+    """A library is installed in a version that tfdist does not work with: one line says so."""
 
 
 def range_of(name: str) -> str:
@@ -32,7 +38,7 @@ def check_version(name: str, version: str) -> None:
         version: Its version.
 
     Raises:
-        ImportError: It is out of the range, and `TFDIST_ANY_VERSION` is not 1.
+        VersionError: It is out of the range, and `TFDIST_ANY_VERSION` is not 1.
     """
     first, end = RANGES[name]
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
@@ -42,7 +48,7 @@ def check_version(name: str, version: str) -> None:
         return
     if os.environ.get(ANY_VERSION) == "1":
         return
-    raise ImportError(
+    raise VersionError(
         f"tfdist works with {_NAMES[name]} {range_of(name)}. Received: {_NAMES[name]} {version}. "
         f"pip install '{name}{range_of(name)}', or set {ANY_VERSION}=1 to try this one."
     )

@@ -1,0 +1,187 @@
+"""What a fine-tuned model of KerasHub computes, as a plain one: adapters added, quantized weights as floats."""
+
+from __future__ import annotations
+
+import inspect
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras import ops
+
+from tfdist.keras_internals.attributes import (
+    adjust_scale,
+    int4_block_size,
+    int4_columns,
+    int4_inputs,
+    int4_outputs,
+    kernel_of,
+    stored_value,
+    table_of,
+    variables_of_layer,
+)
+from tfdist.keras_internals.functional import deferred_weights
+from tfdist.keras_internals.private import all_layers
+
+__all__ = ["check_mergeable", "merged_model", "quantization_modes"]
+
+_PRODUCTS = (keras.layers.Dense, keras.layers.EinsumDense)
+_TABLES = keras.layers.Embedding  # `ReversibleEmbedding` is one.
+_MODES = ("int8", "int4")
+
+
+def quantization_modes(model: keras.Model) -> list[str]:
+    """How the layers of a model are quantized, each way once; none for a model of floats."""
+    return sorted({layer.quantization_mode for layer in all_layers(model)} - {None})
+
+
+def check_mergeable(model: keras.Model) -> None:
+    """Raises where a layer is quantized otherwise than its floats can be had from.
+
+    Raises:
+        ValueError: It is neither int8 nor int4 of this Keras, or of another class.
+    """
+    for layer in all_layers(model):
+        mode = layer.quantization_mode
+        if mode is None or not variables_of_layer(layer):
+            continue
+        known = isinstance(layer, (*_PRODUCTS, _TABLES)) and mode in _MODES
+        if not known or (mode == "int4" and not int4_outputs.is_known):
+            raise ValueError(
+                "`dequantize=True` is for layers of Dense, EinsumDense and Embedding in int8, or in int4 "
+                f"with Keras 3.14 or later. Received: {mode!r} in `{layer.path}`, a "
+                f"{type(layer).__name__}, with Keras {keras.__version__}. Save the model by "
+                "`save_to_preset`."
+            )
+
+
+def merged_model(model: keras.Model) -> keras.Model:
+    """A plain backbone or task of KerasHub, which computes what a fine-tuned one does.
+
+    It shares the memory of those weights that are the same in both.
+
+    Args:
+        model: A backbone, or a task, whose variables are global arrays.
+
+    Returns:
+        One of the same class, without a strategy, adapters or quantized layers.
+
+    Raises:
+        ValueError: The layers of the model are not those that its configuration makes.
+    """
+    backbone: Any = getattr(model, "backbone", model)
+    # The widest of the weights': a policy of its own is one of computing, and of quantizing.
+    dtypes = {layer.variable_dtype for layer in all_layers(backbone) if variables_of_layer(layer)}
+    dtype = max(dtypes, key=lambda name: (tf.as_dtype(name).size, name))
+    config = backbone.get_config()
+    # KerasHub 0.32 leaves `tie_word_embeddings` out of the configuration of Llama.
+    for name in inspect.signature(type(backbone).__init__).parameters:
+        if name not in config and hasattr(backbone, name):
+            config[name] = getattr(backbone, name)
+    config["dtype"] = dtype
+
+    def build():
+        with deferred_weights():
+            plain = type(backbone).from_config(config)
+            if model is backbone:
+                return plain
+            return type(model)(backbone=plain, preprocessor=model.preprocessor, compile=False)
+
+    # A strategy is in scope in one thread, and would take a part of the new weights.
+    with ThreadPoolExecutor(1) as thread:
+        plain = thread.submit(build).result()
+    if quantization_modes(plain):
+        raise ValueError(
+            "`dequantize=True` is for quantized layers of the backbone itself. Received: "
+            f"`{backbone.name}` with a part that is a model of its own, and quantized. Save it by "
+            "`save_to_preset`."
+        )
+    own, others = (
+        [layer for layer in all_layers(each) if variables_of_layer(layer)]
+        for each in (backbone, getattr(plain, "backbone", plain))
+    )
+    if [type(layer) for layer in own] != [type(layer) for layer in others]:
+        raise ValueError(
+            "A model is exported by its configuration. Received: layers of "
+            f"`{backbone.name}` that its `get_config()` does not make."
+        )
+    for layer, other in zip(own, others, strict=True):
+        values = {variable.name: stored_value(variable) for variable in variables_of_layer(layer)}
+        values |= _merged(layer)
+        for variable in variables_of_layer(other):
+            value = values.get(variable.name)
+            if value is None or tuple(value.shape) != tuple(variable.shape):
+                raise ValueError(
+                    "A model is exported by its configuration. Received: "
+                    f"`{layer.path}` without a `{variable.name}` of shape {tuple(variable.shape)}."
+                )
+            same = value.dtype.name == tf.as_dtype(dtype).name
+            stored_value.set(variable, value if same else tf.cast(value, dtype))
+    return plain
+
+
+def _merged(layer: keras.Layer) -> dict[str, Any]:
+    """Those weights of a layer that adapters or quantization change, by name, in float32."""
+    mode = layer.quantization_mode
+    if isinstance(layer, _PRODUCTS) and (mode or layer.lora_enabled):
+        kernel = _floats_of_kernel(layer) if mode else _read(kernel_of(layer))
+        return {"kernel": _with_adapter(layer, kernel, "lora_kernel")}
+    if isinstance(layer, _TABLES) and (mode or layer.lora_enabled):
+        table = _floats_of_table(layer, "embeddings") if mode else _read(table_of(layer))
+        found = {"embeddings": _with_adapter(layer, table, "lora_embeddings")}
+        if mode and not getattr(layer, "tie_weights", True):
+            found["reverse_embeddings"] = _floats_of_table(layer, "reverse_embeddings")
+        return found
+    return {}
+
+
+def _with_adapter(layer, weight, name: str):
+    if not layer.lora_enabled:
+        return weight
+    a, b = _read(getattr(layer, f"{name}_a")), _read(getattr(layer, f"{name}_b"))
+    return weight + (layer.lora_alpha / layer.lora_rank) * ops.matmul(a, b)
+
+
+def _floats_of_kernel(layer):
+    """What the codes of a Dense or an EinsumDense stand for."""
+    scale = _read(layer.kernel_scale)
+    if layer.quantization_mode == "int8":
+        if isinstance(layer, keras.layers.EinsumDense):
+            scale = adjust_scale(layer)(scale)
+        return _read(kernel_of(layer)) / scale
+    is_dense = isinstance(layer, keras.layers.Dense)
+    outputs = int4_outputs(layer) if is_dense else int4_columns(layer)
+    floats = _unpacked(layer, kernel_of(layer), outputs, scale, "kernel_zero", axis=1)
+    shape = (int4_inputs(layer), outputs) if is_dense else layer.original_kernel_shape
+    return tf.reshape(floats, shape)
+
+
+def _floats_of_table(layer, name: str):
+    """The same of an Embedding; in reverse its dims are the other way round."""
+    reverse = name == "reverse_embeddings"
+    codes = layer.reverse_embeddings if reverse else table_of(layer)
+    scale = _read(getattr(layer, f"{name}_scale"))
+    if layer.quantization_mode == "int8":
+        return _read(codes) / (scale if reverse else scale[:, None])
+    if reverse:  # Packed along its inputs, which the dim of a row is.
+        return _unpacked(layer, codes, layer.output_dim, scale, f"{name}_zero", axis=0, groups=0)
+    in_blocks = int4_block_size(layer, None) not in (None, -1)
+    scale = scale if in_blocks else scale[:, None]
+    return _unpacked(layer, codes, layer.output_dim, scale, f"{name}_zero", axis=1, groups=1)
+
+
+def _unpacked(layer, codes, size: int, scale, zero: str, *, axis: int, groups: int = 0):
+    """The floats of int4: two codes in a byte along `axis`, blocks of rows along `groups`."""
+    codes = keras.quantizers.unpack_int4(stored_value(codes), size, axis=axis)
+    codes = tf.cast(codes, tf.float32)
+    if int4_block_size(layer, None) in (None, -1):
+        return codes / scale
+    # With blocks Keras multiplies by scales, and without it divides by them.
+    block = tf.cast(stored_value(layer.g_idx), tf.int32)
+    zeros = tf.gather(_read(getattr(layer, zero)), block, axis=groups)
+    return (codes - zeros) * tf.gather(scale, block, axis=groups)
+
+
+def _read(variable):
+    return tf.cast(stored_value(variable), tf.float32)
