@@ -34,6 +34,7 @@ class ParallelExtended(OneDeviceExtended):
         self._parallel = strategy
         self._local = threading.local()
         self._batch_logs_read: tf.Variable | None = None
+        self._runs: tf.Variable | None = None
         #: Times the training steps of this rank, where shares of rows follow its speed.
         self.work_meter: WorkMeter | None = None
         #: Whether callbacks are at the beginning of `fit`, where some restore on the chief alone.
@@ -82,6 +83,7 @@ class ParallelExtended(OneDeviceExtended):
         if step is not None:
             step.tokens = tokens
         context = ReplicaContext(self._parallel, step, tokens)
+        self._count_run()
         with tf.device(self._device), context, after_arrival((args, kwargs)):
             meter = self.work_meter
             if step is None:
@@ -118,6 +120,18 @@ class ParallelExtended(OneDeviceExtended):
             with tf.init_scope():
                 self._batch_logs_read = tf.Variable(True, trainable=False, name="batch_logs_read")
         return self._batch_logs_read
+
+    def _count_run(self) -> None:
+        if self._parallel.mesh.size == 1:
+            return
+        if self._runs is None:
+            with tf.init_scope(), tf.device("/CPU:0"):
+                self._runs = tf.Variable(0, trainable=False, dtype=tf.int64, name="runs")
+        self._runs.assign_add(1, read_value=False)
+
+    def num_runs(self) -> int:
+        """How many calls of `strategy.run` there have been, in graphs too. Eager only."""
+        return 0 if self._runs is None else int(self._runs.numpy())
 
     # -- reductions -------------------------------------------------------------------------
 

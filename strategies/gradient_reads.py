@@ -82,7 +82,7 @@ class GradientReads:
 
     def __init__(self, replica: ReplicaContext, calls: frozenset[int] | None):
         self._replica, self._calls = replica, calls
-        self._model = None if replica.step is None else replica.step.model
+        self._model: Any = None if replica.step is None else replica.step.model
         self.marks = Marks()
         self._num_calls = 0
         self._is_in_call = False
@@ -136,7 +136,7 @@ class GradientReads:
         if others_record(tape) or is_called_by_loop(call_step.__code__):
             # Those of shards were reduced on the way.
             some = gather_flat_gradients([_like(each, each) for each in some], own, rows)
-            self.marks.set(some, Origin.LOCAL)
+            self.marks.put(some, Origin.LOCAL)
         else:
             some = self._of_a_call(some, own, rows)
         for place, gradient in zip(places, some, strict=True):
@@ -154,7 +154,7 @@ class GradientReads:
             is_global = False
         if is_global:
             found = whole_gradients(gradients, variables, self._replica, rows)
-            self.marks.set(found, Origin.GLOBAL)
+            self.marks.put(found, Origin.GLOBAL)
             return found
         handles = [
             _handle(gradient, variable, rows)
@@ -166,8 +166,8 @@ class GradientReads:
         for gradient, variable in zip(gradients, variables, strict=True):
             if layout_of(variable).flat is not None:
                 # What a loss scale makes of it was reduced, too.
-                self.marks.set([gradient], Origin.PART)
-        self.marks.set(handles, Origin.HANDLE)
+                self.marks.put([gradient], Origin.PART)
+        self.marks.put(handles, Origin.HANDLE)
         return handles
 
     def _has_parts(self, variables: Sequence) -> bool:
@@ -201,13 +201,18 @@ class GradientReads:
         known = {id(handle): own for handle, own, _ in self._handles}
         return [known.get(id(gradient), gradient) for gradient in gradients]
 
+    def is_as_taken(self, gradient) -> bool:
+        """Whether there is no gradient, it is sparse, or a tape returned this very one."""
+        is_dense = tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices)
+        return not is_dense or any(own is gradient for _, own, _ in self._handles)
+
     def summed(self, reduce: Callable, value):
         """A sum over the replicas, taken by the step: of gradients it is of the ranks' own."""
         given = tf.nest.flatten(value)
         sums = reduce(tf.nest.pack_sequence_as(value, self.behind(given)))
         for part, total in zip(given, tf.nest.flatten(sums), strict=True):
             if tf.is_tensor(part) and self.marks.of(part) is not None:
-                self.marks.set([total], Origin.SUM)
+                self.marks.put([total], Origin.SUM)
         return sums
 
     def origins(self, gradients: Sequence, variables: Sequence) -> list[Origin]:

@@ -157,5 +157,5 @@ def clip_by_global_norm(
         replica.gradient_marks = Marks()
     clipped = [None if gradient is None else times(gradient, scale) for gradient in found]
     for gradient, origin in zip(clipped, origins, strict=True):
-        replica.gradient_marks.set([gradient], origin)
+        replica.gradient_marks.put([gradient], origin)
     return clipped, norm

@@ -34,6 +34,7 @@ _ROOMS = (
     "hub",
     "layers",
     "learning_rate",
+    "losses",
     "models",
     "monitoring",
     "optimizers",

@@ -172,6 +172,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         gradient_reads: What a training step of the user's own makes of gradients, since a tape returned
             them; None in other functions.
         gradient_marks: The gradients that are known to be global already, if there are some.
+        num_gathers: How many times rows were gathered.
         gradients_are_global: Whether the user says so of those that `optimizer.apply` is given.
         sums_gradients: Whether `all_reduce` does what it says. Keras sums gradients by it right before
             an update, where they are global already.
@@ -197,6 +198,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
         self.gradient_reads: Any = None
         self.gradient_marks: Any = None
         self.gradients_are_global = False
+        self.num_gathers = 0
         self.sums_gradients = True
         self.has_padding: tf.Tensor | None = None
         self._row_group = group
@@ -259,6 +261,7 @@ class ReplicaContext(tf.distribute.ReplicaContext):
             options: Not used.
         """
         del options
+        self.num_gathers += 1
 
         def gather(tensor):
             if self.has_padding is not None:

@@ -9,11 +9,13 @@ that it relies on, so a Keras that moved is told apart at once.
 from tfdist.keras_internals.patching import apply_patches
 from tfdist.keras_internals.private import check_signatures
 from tfdist.strategies.keras_patches import (
+    batch_losses,
     data,
     empty_batches,
     kernels,
     loss_scale,
     losses,
+    metric_reads,
     metrics,
     normalization,
     optimizers,
@@ -27,6 +29,7 @@ from tfdist.strategies.keras_patches import (
 __all__ = ["install"]
 
 _MODULES = (
+    batch_losses,
     data,
     kernels,
     loss_scale,
@@ -48,3 +51,4 @@ def install() -> None:
     check_signatures()
     for module in _MODULES:
         apply_patches(module.PATCHES)
+    metric_reads.install()

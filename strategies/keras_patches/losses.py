@@ -16,6 +16,7 @@ from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import loss_module
 from tfdist.keras_step import KerasStep
+from tfdist.strategies.keras_patches.batch_losses import notice_scalar, of_whole_batch
 
 __all__ = ["PATCHES", "of_each_sample"]
 
@@ -30,8 +31,9 @@ def _reduce(
     """The loss of this rank's rows, so scaled that its gradient is right once weighed by share."""
     loss = original(values, sample_weight, mask, reduction, dtype)
     step = current_step()
-    if step is None:
+    if step is None or of_whole_batch():
         return loss
+    notice_scalar(values)
     if reduction == "sum":
         # Weighing by share would make a mean of it.
         return tf.math.divide_no_nan(loss, tf.cast(_share(step), loss.dtype))

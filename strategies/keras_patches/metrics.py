@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfdist.collectives import Group, all_reduce, broadcast
-from tfdist.context import current_step, role_of, strategy_of
-from tfdist.keras_internals.attributes import loss_variables
+from tfdist.context import current_step, strategy_of
 from tfdist.keras_internals.patching import Patch
-from tfdist.keras_internals.private import TensorFlowTrainer, in_stateless_scope
+from tfdist.keras_internals.private import TensorFlowTrainer
 from tfdist.keras_step import KerasStep
+from tfdist.strategies.keras_patches.batch_losses import notice_scalar
+from tfdist.strategies.keras_patches.counting import Counting, states_on_read
 from tfdist.strategies.keras_patches.loss_scale import loss_scale_logs
+from tfdist.strategies.keras_patches.metric_reads import keep_states
 
-__all__ = ["PATCHES", "global_results"]
+__all__ = ["PATCHES"]
 
 
 def _get_metrics_result(original, self):
@@ -39,19 +37,13 @@ def _global_metrics(original, self):
     strategy: Any = strategy_of(self)
     if strategy is None:
         return original(self)
-    counting = _Counting(self, strategy)
-    if counting.group.size == 1:
-        return original(self)
-    variables = [
-        variable
-        for metric in self.metrics
-        for variable in metric.variables
-        if variable.synchronization == "on_read"
-    ]
-    if not variables:
+    counting = Counting(self, strategy)
+    variables = states_on_read(self.metrics)
+    if counting.group.size == 1 or not variables:
         return original(self)
     if current_step() is None:
         states = counting.reduce(variables)
+        keep_states(self.metrics, variables, states)
     else:
         states = tf.cond(
             strategy.extended.batch_logs_read,
@@ -62,85 +54,6 @@ def _global_metrics(original, self):
         return original(self)
 
 
-@contextlib.contextmanager
-def global_results(model, strategy) -> Iterator[None]:
-    """Inside, `metric.result()` of the model's metrics is that of all ranks' samples.
-
-    For a custom `train_step` or `test_step`, which may return the results of its metrics one by
-    one, under names that `get_metrics_result` does not know.
-    """
-    counting = _Counting(model, strategy)
-    metrics = [metric for metric in model.metrics if metric.variables]
-    for metric in metrics:
-        metric.result = functools.partial(_global_result, metric, metric.result, counting)
-    try:
-        yield
-    finally:
-        for metric in metrics:
-            del metric.result
-
-
-def _global_result(metric, result, counting: _Counting):
-    if in_stateless_scope():
-        return result()  # `get_metrics_result` has put the global states in place.
-    variables = [variable for variable in metric.variables if variable.synchronization == "on_read"]
-    states = counting.reduce(variables)
-    with keras.StatelessScope(state_mapping=list(zip(variables, states, strict=True))):
-        return result()
-
-
-class _Counting:
-    """Which ranks count samples in a model's metrics.
-
-    Those that have other samples; in a pipeline the rank of the last stage does so for the others
-    of its axis, which at most add to the reported loss.
-
-    Attributes:
-        group: The ranks whose states are to be put together.
-    """
-
-    def __init__(self, model, strategy):
-        mesh, role = strategy.mesh, role_of(model)
-        self.group: Group = strategy.group(*mesh.gradient_axes, *role.axes)
-        self._counts = role.sees_outputs
-        self._counters = strategy.gradient_group.size
-        self._loss = loss_variables(model)
-        # One of the ranks that count, for states that cannot be added up.
-        last = {axis: mesh.shape[axis] - 1 for axis in role.axes}
-        one = mesh.rank_at(dict.fromkeys(mesh.gradient_axes, 0) | last)
-        self._root = self.group.ranks.index(one)
-
-    def reduce(self, variables) -> list[tf.Tensor]:
-        """The variables' values over all ranks, in as few collectives as there are kinds of them."""
-        kinds: dict[tuple, list[int]] = {}
-        for index, variable in enumerate(variables):
-            kinds.setdefault((variable.dtype, variable.aggregation), []).append(index)
-        states: list = [None] * len(variables)
-        for (dtype, aggregation), indices in kinds.items():
-            some = [variables[index] for index in indices]
-            values = [tf.convert_to_tensor(variable.value) for variable in some]
-            flat = self._reduce_flat(some, values, aggregation, f"metrics/{aggregation}-{dtype}")
-            parts = tf.split(flat, [value.shape.num_elements() for value in values])
-            for index, part, value in zip(indices, parts, values, strict=True):
-                states[index] = tf.reshape(part, value.shape)
-        return states
-
-    def _reduce_flat(self, variables, values, aggregation: str, name: str) -> tf.Tensor:
-        adds = aggregation in ("sum", "mean")
-        if adds and not self._counts:
-            values = [
-                value if id(variable) in self._loss else tf.zeros_like(value)
-                for variable, value in zip(variables, values, strict=True)
-            ]
-        flat = tf.concat([tf.reshape(value, [-1]) for value in values], axis=0)
-        if not adds:
-            return broadcast(flat, self.group, self._root, name=name)
-        flat = all_reduce(flat, self.group, "sum", name=name)
-        if aggregation == "mean":
-            flat = tf.cast(flat / tf.cast(self._counters, flat.dtype), flat.dtype)
-        return flat
-
-
 def _update_mean(original, self, values, sample_weight=None):
     """A step's scalar, such as its loss, counts by the share of samples that it is the mean of.
 
@@ -148,6 +61,8 @@ def _update_mean(original, self, values, sample_weight=None):
     by its mean over tokens, and so a rank's mean over those that it has counts by their number.
     """
     step = current_step()
+    if step is not None:
+        notice_scalar(values)
     if step is None or step.is_even:
         return original(self, values, sample_weight)
     is_scalar = (

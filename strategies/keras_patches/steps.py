@@ -12,7 +12,7 @@ from tfdist.context import current_replica
 from tfdist.keras_step import KerasStep
 from tfdist.sharding.updates import unwrapped
 from tfdist.strategies.gradient_reads import call_step
-from tfdist.strategies.keras_patches.metrics import global_results
+from tfdist.strategies.keras_patches.metric_reads import bind_metrics
 from tfdist.strategies.keras_patches.synchronization import keep_metrics_without_samples
 
 __all__ = ["count_rows", "run_keras_step"]
@@ -25,19 +25,20 @@ def run_keras_step(step: KerasStep, fn, *args, **kwargs):
     """Calls a Keras step in replica context; returns its logs, those of a custom step global."""
     call = functools.partial(fn, *args, **kwargs)
     replica = current_replica()
-    if step.kind == "train" and replica.strategy.mesh.size > 1 and _reads_gradients(step, fn):
+    if replica is None or replica.strategy.mesh.size == 1:
+        return call()
+    if step.kind == "train" and _reads_gradients(step, fn):
         call = functools.partial(call_step, replica, call)
     if step.group.size == 1:
         return call()
     # In the graph of the step, whichever inner graph asks for them first.
     _ = step.gradient_share, step.has_samples
     put_back = None if step.is_even else keep_metrics_without_samples(step)
+    bind_metrics(step.model)
     name = f"{step.kind}_step"
-    if getattr(type(step.model), name) is getattr(keras.Model, name):
-        logs = call()
-    else:
-        with global_results(step.model, step.model.distribute_strategy):
-            logs = _average_logs(call(), step)
+    logs = call()
+    if getattr(type(step.model), name) is not getattr(keras.Model, name):
+        logs = _average_logs(logs, step)
     if put_back is not None:
         put_back()
     return logs

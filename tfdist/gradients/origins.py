@@ -38,7 +38,7 @@ class Marks:
     def __init__(self):
         self._found: dict[tuple, tuple[tf.Tensor, Origin]] = {}
 
-    def set(self, gradients: Iterable, origin: Origin) -> None:
+    def put(self, gradients: Iterable, origin: Origin) -> None:
         """Notes where gradients come from: tensors, IndexedSlices or None."""
         for gradient in gradients:
             for part in parts_of_gradient(gradient):

@@ -152,17 +152,20 @@ class GradientPath:
         return found
 
     def _of_its_shape(self, gradient, variable):
-        """A gradient whose shape the graph does not know, and which has none where there are no rows."""
-        step = self._replica.step
-        if step is None or step.is_even or not tf.is_tensor(gradient):
+        """A dense gradient that a step has made itself, which may be of any shape where there are no rows.
+
+        TensorFlow's `jacobian` of no rows, for one, has none of the dims of the variable.
+        """
+        step, reads = self._replica.step, self._replica.gradient_reads
+        if step is None or step.is_even or reads is None or reads.is_as_taken(gradient):
             return gradient
-        shape = layout_of(variable).flat
-        shape = tuple(variable.shape) if shape is None else (shape.share,)
-        if gradient.shape.is_fully_defined() or not gradient.shape.is_compatible_with(shape):
+        shard = layout_of(variable).flat
+        shapes = [tuple(variable.shape), () if shard is None else (shard.share,)]
+        shape = next((each for each in shapes if gradient.shape.is_compatible_with(each)), None)
+        if shape is None:
             return gradient
-        found = tf.cond(
-            tf.equal(step.rows, 0), lambda: tf.zeros(shape, gradient.dtype), lambda: gradient
-        )
+        zeros = tf.zeros(shape, gradient.dtype)
+        found = tf.cond(tf.equal(step.rows, 0), lambda: zeros, lambda: gradient)
         return tf.ensure_shape(found, shape)
 
     def _lying_flat(self, gradients: Sequence) -> list:
@@ -271,9 +274,8 @@ class GradientPath:
         found: dict[int, Callable] = {}
         for place, (origin, layout) in enumerate(zip(self._origins, self._layouts, strict=True)):
             if origin is not Origin.LOCAL:
-                cut = layout.state is not None and layout.flat is None and origin is Origin.GLOBAL
-                shard = layout.state
-                found[place] = functools.partial(_shard, shard=shard) if cut else lambda own: own
+                shard = None if layout.flat is not None or origin is Origin.PART else layout.state
+                found[place] = functools.partial(_shard, shard=shard)
         return found
 
     def _reduce_compressed(
@@ -338,8 +340,10 @@ class GradientPath:
         return clip_spread_gradients(self._optimizer, gradients, self.variables)
 
 
-def _shard(gradient, shard: FlatShard):
-    """This rank's shard of a gradient that is whole."""
+def _shard(gradient, shard: FlatShard | None):
+    """This rank's shard of a gradient that is whole; all of it where that is None."""
+    if shard is None:
+        return gradient
     if isinstance(gradient, tf.IndexedSlices):
         return shard_of_rows(gradient, shard)
     return None if gradient is None else shard.local_shard(gradient)

@@ -7,7 +7,7 @@ The Python stack does; `tests/graph/test_loops.py` fails where TensorFlow's modu
 from __future__ import annotations
 
 import sys
-from types import CodeType
+from types import CodeType, FrameType
 
 __all__ = ["is_called_by_loop", "is_called_for_rows"]
 
@@ -33,7 +33,7 @@ def is_called_for_rows() -> bool:
 
 
 def _is_called_by(modules: frozenset[str], outermost: CodeType | None) -> bool:
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not outermost:
         if frame.f_globals.get("__name__") in modules:
             return True

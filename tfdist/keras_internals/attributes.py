@@ -15,6 +15,7 @@ from tfdist.keras_internals.patching import moved
 from tfdist.keras_internals.private import (
     BaseOptimizer,
     EpochIterator,
+    LossFunctionWrapper,
     Node,
     Operation,
     TensorFlowTrainer,
@@ -116,6 +117,11 @@ history = Attribute("_keras_history", Node)
 # Of operations, to which the history points.
 inbound_nodes = Attribute("_inbound_nodes", Operation)
 keras_logits = Attribute("_keras_logits", nn)
+
+# Of losses and metrics of functions: what they call, and how.
+loss_arguments = Attribute("_fn_kwargs", LossFunctionWrapper)
+metric_arguments = Attribute("_fn_kwargs", keras.metrics.MeanMetricWrapper)
+metric_function = Attribute("_fn", keras.metrics.MeanMetricWrapper)
 
 # Of models. `compute_loss` adds the layers' losses, and `compute_metrics` reads all metrics.
 compile_loss = Attribute("_compile_loss", TensorFlowTrainer)

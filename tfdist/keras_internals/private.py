@@ -16,6 +16,7 @@ from keras.src.backend.tensorflow import nn
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer, TFEpochIterator
 from keras.src.losses import loss as loss_module
+from keras.src.losses.losses import LossFunctionWrapper
 from keras.src.models.functional import Functional
 from keras.src.ops.node import Node
 from keras.src.ops.operation import Operation
@@ -39,6 +40,7 @@ __all__ = [
     "EpochIterator",
     "Functional",
     "GeneratorDataAdapter",
+    "LossFunctionWrapper",
     "LossScaleOptimizer",
     "Node",
     "Operation",

@@ -1,0 +1,204 @@
+"""Metrics that are read anywhere: in a callback, after `evaluate`, behind a loop of the user's own.
+
+What functions of `strategy.run` and steps of Keras have counted is each rank's own, and is put together
+when `result` is called. Every class of metrics has a `result` of its own, so each class is wrapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.context import DistributedStrategy, current_replica, strategy_of
+from tfdist.keras_internals.private import in_stateless_scope
+from tfdist.strategies.keras_patches.counting import Counting, states_on_read
+
+__all__ = ["bind_metrics", "install", "keep_states"]
+
+
+@dataclasses.dataclass(eq=False)
+class _Record:
+    """What is known of a metric.
+
+    Attributes:
+        strategy: Whose ranks count in it.
+        model: Its model, if it has one.
+        is_counted_outside: Whether it was updated outside of `strategy.run` since it was reset.
+        reset_at: How many calls of `strategy.run` there had been when it was reset.
+        read_at: The same of when its states were put together last.
+        states: These states.
+    """
+
+    strategy: DistributedStrategy
+    model: weakref.ref | None = None
+    is_counted_outside: bool = False
+    reset_at: int = -1
+    read_at: int = -1
+    states: list = dataclasses.field(default_factory=list)
+
+
+class _Local(threading.local):
+    def __init__(self):
+        self.under_way: set[int] = set()
+
+
+_local = _Local()
+_records: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_wrapped: weakref.WeakSet = weakref.WeakSet()
+
+
+def bind_metrics(model: keras.Model) -> None:
+    """Notes that the metrics of a model are counted in its steps, also where this rank has none."""
+    strategy = strategy_of(model)
+    if strategy is None or strategy.mesh.size == 1:
+        return
+    for metric in model.metrics:
+        record = _records.setdefault(metric, _Record(strategy))
+        record.strategy, record.model = strategy, weakref.ref(model)
+
+
+def keep_states(metrics: Sequence, variables: Sequence, states: Sequence) -> None:
+    """Notes the states of metrics that were put together outside of a step."""
+    found = {id(variable): state for variable, state in zip(variables, states, strict=True)}
+    for metric in metrics:
+        record = _records.get(metric)
+        if record is not None and tf.executing_eagerly():
+            record.read_at = record.strategy.extended.num_runs()
+            record.states = [found[id(variable)] for variable in states_on_read([metric])]
+
+
+def _update(original: Callable, self, *args, **kwargs):
+    with _outermost(self) as is_outermost:
+        if is_outermost:
+            _note_update(self)
+        return original(self, *args, **kwargs)
+
+
+def _note_update(metric) -> None:
+    replica = current_replica()
+    if replica is not None:
+        if replica.strategy.mesh.size > 1:
+            _records.setdefault(metric, _Record(replica.strategy)).strategy = replica.strategy
+    elif (record := _records.get(metric)) is not None and not in_stateless_scope():
+        record.is_counted_outside = True
+
+
+def _reset(original: Callable, self, *args, **kwargs):
+    record = _records.get(self)
+    if record is not None and tf.executing_eagerly():
+        record.is_counted_outside = False
+        record.reset_at = record.strategy.extended.num_runs()
+        record.read_at, record.states = -1, []
+    return original(self, *args, **kwargs)
+
+
+def _result(original: Callable, self, *args, **kwargs):
+    with _outermost(self) as is_outermost:
+        if not is_outermost:
+            return original(self, *args, **kwargs)
+        if in_stateless_scope():
+            return _without_variables(original(self, *args, **kwargs))
+        record, replica = _records.get(self), current_replica()
+        # A function of `strategy.run` sees its replica, as everywhere in TensorFlow.
+        if record is None or (replica is not None and replica.step is None):
+            return original(self, *args, **kwargs)
+        variables = states_on_read([self])
+        states = _global_states(self, record, variables)
+        if states is None:
+            return original(self, *args, **kwargs)
+        with keras.StatelessScope(state_mapping=list(zip(variables, states, strict=True))):
+            return _without_variables(original(self, *args, **kwargs))
+
+
+def _global_states(metric, record: _Record, variables: Sequence) -> Sequence | None:
+    """The states over all ranks; None where they are those of this rank."""
+    model = None if record.model is None else record.model()
+    counting = Counting(model, record.strategy)
+    if counting.group.size == 1 or not variables:
+        return None
+    if not tf.executing_eagerly():
+        return counting.reduce(variables, metric.name)
+    runs = record.strategy.extended.num_runs()
+    if runs == record.reset_at:
+        return None
+    if record.is_counted_outside:
+        raise ValueError(
+            "A metric must be updated either in `strategy.run` and steps of Keras, whose ranks' counts "
+            "are added up, or outside of them, where each rank counts all. Received: the metric "
+            f"`{metric.name}`, which was updated in both since it was reset. Use two metrics, or call "
+            "`reset_state` between."
+        )
+    if runs != record.read_at:
+        record.states = counting.reduce(variables, metric.name)
+        record.read_at = runs
+    return record.states
+
+
+def _without_variables(result: Any) -> Any:
+    """A result whose variables are read now: afterwards they are this rank's again."""
+    return tf.nest.map_structure(
+        lambda part: tf.convert_to_tensor(part.value) if isinstance(part, keras.Variable) else part,
+        result,
+    )
+
+
+@contextlib.contextmanager
+def _outermost(metric) -> Iterator[bool]:
+    """Whether a method of a metric was not called by one of the same metric."""
+    key = id(metric)
+    if key in _local.under_way:
+        yield False
+        return
+    _local.under_way.add(key)
+    try:
+        yield True
+    finally:
+        _local.under_way.discard(key)
+
+
+_METHODS = {"result": _result, "update_state": _update, "reset_state": _reset}
+
+
+def install() -> None:
+    """Wraps the methods of all classes of metrics, those that are still to be made too."""
+    metric = keras.metrics.Metric
+    if metric in _wrapped:
+        return
+    before = metric.__init_subclass__
+
+    def wrap(cls, **kwargs):
+        before(**kwargs)
+        _wrap(cls)
+
+    metric.__init_subclass__ = classmethod(wrap)
+    waiting = [metric]
+    while waiting:
+        cls = waiting.pop()
+        _wrap(cls)
+        waiting += cls.__subclasses__()
+
+
+def _wrap(cls: type) -> None:
+    if cls in _wrapped:
+        return
+    _wrapped.add(cls)
+    for name, call in _METHODS.items():
+        original = vars(cls).get(name)
+        if callable(original):
+            setattr(cls, name, _called(original, call))
+
+
+def _called(original: Callable, call: Callable) -> Callable:
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        return call(original, self, *args, **kwargs)
+
+    return method

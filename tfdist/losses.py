@@ -1,0 +1,150 @@
+"""Losses and metrics that are one number of a whole batch, and what metrics do with their states.
+
+A rank has some rows of the batch. A function with a number for each row needs nothing; one with a
+number for all of them is another one of fewer rows, unless it is a mean over rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist import checks
+from tfdist.context import current_replica, role_of
+from tfdist.graph.provenance import with_provenance
+
+__all__ = ["mean_of_rows", "over_batch", "set_aggregation"]
+
+_DECLARED, _AGGREGATION = "_tfdist_declared", "_tfdist_aggregation"
+_AGGREGATIONS = ("sum", "mean", "max", "min")
+
+
+def over_batch(function: Callable) -> Callable:
+    """A loss or metric function that is given the rows of the whole batch, on every rank.
+
+    Its value is the same on all ranks, and its gradient that of one process. In a pipeline it
+    requires `num_microbatches=1`.
+
+    ```python
+    model.compile("adam", loss=over_batch(soft_dice), metrics=[over_batch(dice_coefficient)])
+    ```
+
+    Args:
+        function: A function of `y_true` and `y_pred`, nests of tensors of shape [rows, ...], such as one
+            that compares rows with each other or takes a quotient of sums over them; or a
+            `keras.losses.Loss`.
+
+    Returns:
+        A function of the same name.
+
+    Raises:
+        TypeError: It is not callable.
+    """
+    _check(function)
+
+    @functools.wraps(function, updated=())
+    def gathered(y_true, y_pred, *args, **kwargs):
+        return function(*all_rows((y_true, y_pred)), *args, **kwargs)
+
+    return _declared(gathered, function)
+
+
+def mean_of_rows(function: Callable) -> Callable:
+    """A loss or metric function whose value is a mean over rows: so declared, it is used as it is.
+
+    Args:
+        function: A function of `y_true` and `y_pred` that returns a scalar.
+
+    Returns:
+        A function of the same name.
+
+    Raises:
+        TypeError: It is not callable.
+    """
+    _check(function)
+
+    @functools.wraps(function, updated=())
+    def called(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return _declared(called, function)
+
+
+def set_aggregation(variable: keras.Variable, aggregation: str) -> keras.Variable:
+    """Says how the ranks' values of a metric's variable become one; the sum is the default.
+
+    ```python
+    self.largest = set_aggregation(self.add_weight(initializer="zeros", name="largest"), "max")
+    ```
+
+    Args:
+        variable: A variable of a metric.
+        aggregation: "sum", "mean", "max" or "min".
+
+    Returns:
+        The variable.
+
+    Raises:
+        TypeError: It is not a Keras variable.
+        ValueError: The aggregation is unknown.
+    """
+    checks.instance("variable", variable, keras.Variable, "a Keras variable")
+    setattr(variable, _AGGREGATION, checks.one_of("aggregation", aggregation, _AGGREGATIONS))
+    return variable
+
+
+def aggregation_of(variable: keras.Variable) -> str:
+    """How the ranks' values of a metric's variable become one."""
+    return getattr(variable, _AGGREGATION, variable.aggregation)
+
+
+def is_declared(function: Any) -> bool:
+    """Whether the user has said what a function of a batch is."""
+    return getattr(function, _DECLARED, False)
+
+
+def all_rows(values: Any) -> Any:
+    """A nest of tensors of rows, in a step those of all ranks; outside of one as it is.
+
+    Raises:
+        ValueError: In a pipeline's step of several micro-batches.
+    """
+    replica = current_replica()
+    if replica is None or replica.strategy.row_group.size == 1:
+        return values
+    step = replica.step
+    parts = 1 if step is None or step.kind != "train" else role_of(step.model).num_microbatches
+    if parts > 1:
+        raise ValueError(
+            "A loss over the whole batch cannot be computed from micro-batches. Received: "
+            f"num_microbatches={parts} in `{step.model.name}`. Use num_microbatches=1, or a loss with a "
+            "number for each row."
+        )
+
+    def gather(tensor):
+        if tensor is None:
+            return None
+        tensor = keras.ops.convert_to_tensor(tensor)
+        if not tensor.shape.rank:
+            return tensor
+        return with_provenance(lambda part: replica.all_gather(part, 0), tensor)
+
+    return tf.nest.map_structure(gather, values)
+
+
+def _check(function: Any) -> None:
+    if not callable(function) or isinstance(function, keras.metrics.Metric):
+        raise TypeError(
+            "A function of y_true and y_pred, or a keras.losses.Loss, is expected. Received: "
+            f"{function!r}."
+        )
+
+
+def _declared(wrapper: Any, function: Any) -> Callable:
+    wrapper.__name__ = getattr(function, "__name__", None) or getattr(function, "name", "loss")
+    setattr(wrapper, _DECLARED, True)
+    return wrapper
