@@ -114,7 +114,7 @@ def all_rows(values: Any) -> Any:
         ValueError: In a pipeline's step of several micro-batches.
     """
     replica = current_replica()
-    if replica is None or replica.strategy.row_group.size == 1:
+    if replica is None:
         return values
     step = replica.step
     parts = 1 if step is None or step.kind != "train" else role_of(step.model).num_microbatches
@@ -124,6 +124,8 @@ def all_rows(values: Any) -> Any:
             f"num_microbatches={parts} in `{step.model.name}`. Use num_microbatches=1, or a loss with a "
             "number for each row."
         )
+    if replica.strategy.row_group.size == 1:
+        return values
 
     def gather(tensor):
         if tensor is None:

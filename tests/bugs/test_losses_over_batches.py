@@ -188,7 +188,7 @@ def test_micro_batches_are_refused(pool):
 
 def test_what_is_no_function_is_refused():
     for declare in (tfdist.losses.over_batch, tfdist.losses.mean_of_rows):
-        with pytest.raises(TypeError, match="keras.losses.Loss"):
+        with pytest.raises(TypeError, match=r"keras\.losses\.Loss"):
             declare(keras.metrics.Mean())
     with pytest.raises(ValueError, match="aggregation"):
         tfdist.losses.set_aggregation(keras.Variable(0.0), "median")

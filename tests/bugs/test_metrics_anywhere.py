@@ -7,6 +7,8 @@ The story: behind TensorFlow's own tutorial loop each rank read the accuracy of 
 
 from __future__ import annotations
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -83,7 +85,7 @@ class Reads(keras.callbacks.Callback):
     def _read(self):
         for metric in self.model.metrics[1:]:
             for value in tf.nest.flatten(metric.result()):
-                self.seen.append(float(value))
+                self.seen += np.ravel(value).tolist()
 
     def on_epoch_end(self, epoch, logs=None):
         self._read()
@@ -191,9 +193,7 @@ def reads_of_a_metric(strategy):
         metric.result()
     metric.reset_state()
     metric.update_state(3.0)
-    return [after - before for before, after in zip(counts, counts[1:], strict=False)], float(
-        metric.result()
-    )
+    return [after - before for before, after in itertools.pairwise(counts)], float(metric.result())
 
 
 @on_ranks(("horovod", 2))

@@ -9,14 +9,23 @@ from __future__ import annotations
 
 import functools
 
+import keras
 import pytest
+import tensorflow as tf
 
-from tests.bugs.comparing import check
-from tests.bugs.gradient_programs import PROGRAMS
+import tfdist
+from tests.bugs import gradient_programs
+from tests.bugs.comparing import check, on_mesh
+from tests.bugs.gradient_programs import PROGRAMS, Clips, Decays, train
 from tests.conftest import on_ranks, slow_but
+from tfdist import Mesh
 
 QUICK = [("Clips", 0), ("Clips", 3), ("Accumulates", 0), ("Words", 3)]
-CASES = [(name, stage) for name in PROGRAMS for stage in (0, 1, 2, 3)]
+#: Gradients of rows, which ZeRO-3 refuses.
+OF_ROWS = ("PrivatePerRow", "PrivateByJacobian")
+CASES = [
+    (name, stage) for name in PROGRAMS for stage in (0, 1, 2, 3) if stage < 3 or name not in OF_ROWS
+]
 #: Half precision, and what divides by small norms.
 TOLERANCES = {"ClipsMixedPrecision": 2e-3}
 
@@ -32,4 +41,159 @@ def test_as_one_process(pool, one_process, name, zero_stage):
 @pytest.mark.parametrize("name", slow_but(["Clips"], PROGRAMS))
 def test_eagerly(pool, one_process, name):
     program = functools.partial(PROGRAMS[name], run_eagerly=True, epochs=1)
-    check(pool, one_process, program, tolerance=TOLERANCES.get(name, 2e-5), zero_stage=3)
+    stage = 2 if name in OF_ROWS else 3
+    check(pool, one_process, program, tolerance=TOLERANCES.get(name, 2e-5), zero_stage=stage)
+
+
+class Sums(gradient_programs.Plain):
+    """Sums gradients over the replicas by hand."""
+
+    skips = False
+
+    def apply(self, gradients):
+        if tf.distribute.has_strategy():
+            gradients = tf.distribute.get_replica_context().all_reduce("SUM", gradients)
+        pairs = zip(gradients, self.trainable_variables, strict=True)
+        options = {"skip_gradients_aggregation": True} if self.skips else {}
+        self.optimizer.apply_gradients(pairs, **options)
+        return {}
+
+
+class Mixes(gradient_programs.Plain):
+    """Adds a gradient that a loop has taken to a global one."""
+
+    def apply(self, gradients):
+        def of_a_part(_):
+            return Mixes.gradients(self, *self.batch)[1][0]
+
+        first = gradients[0] / tf.norm(gradients[0])
+        own = tf.map_fn(of_a_part, tf.zeros([2]))
+        return super().apply([first + own[0], *gradients[1:]])
+
+    def train_step(self, batch):
+        self.batch = batch
+        return super().train_step(batch)
+
+
+@on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
+def test_a_sum_over_replicas_is_refused(pool):
+    program = functools.partial(train, step=Sums)
+    with pytest.raises(ValueError, match="skip_gradients_aggregation=True"):
+        pool.run(on_mesh, program, Mesh(), {}, timeout=60)
+
+
+class ScaledSums(Sums):
+    """The same with a loss over the size of the global batch, so that the sum is right."""
+
+    skips = True
+
+    def gradients(self, x, y):
+        with tf.GradientTape() as tape:
+            losses = gradient_programs.cross_entropy(y, self(x, training=True))
+            loss = tf.reduce_sum(losses) / gradient_programs.BATCH
+        return 0.0 * loss, tape.gradient(loss, self.trainable_variables)
+
+    def apply(self, gradients):
+        if tf.distribute.has_strategy():
+            return super().apply(gradients)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {}
+
+
+@on_ranks(("horovod", 2), slow=[("tensorflow", 2), ("horovod", 3)])
+@pytest.mark.parametrize("zero_stage", slow_but([0], [0, 1, 2]))
+def test_what_the_user_has_reduced_is_taken_as_it_is(pool, one_process, zero_stage):
+    program = functools.partial(train, step=ScaledSums)
+    check(pool, one_process, program, zero_stage=zero_stage)
+
+
+class ByStrategy(gradient_programs.Plain):
+    """Clips by the strategy's own functions, which work on each mesh."""
+
+    def apply(self, gradients):
+        variables = self.trainable_variables
+        if not tf.distribute.has_strategy():
+            clipped, norm = tf.clip_by_global_norm(gradients, 0.3)
+        else:
+            strategy = tf.distribute.get_strategy()
+            clipped, norm = strategy.clip_by_global_norm(gradients, variables, 0.3)
+        self.optimizer.apply(clipped, variables)
+        return {"norm": norm}
+
+
+class NormByStrategy(gradient_programs.Plain):
+    def apply(self, gradients):
+        variables = self.trainable_variables
+        if not tf.distribute.has_strategy():
+            norm = tf.linalg.global_norm(gradients)
+        else:
+            norm = tf.distribute.get_strategy().global_norm(gradients, variables)
+        self.optimizer.apply(gradients, variables)
+        return {"norm": norm}
+
+
+def split():
+    return [
+        keras.Input((gradient_programs.FEATURES,)),
+        tfdist.layers.ColumnParallelDense(8, activation="tanh"),
+        tfdist.layers.RowParallelDense(gradient_programs.CLASSES),
+    ]
+
+
+@on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
+@pytest.mark.parametrize(
+    ("step", "zero_stage"),
+    slow_but(
+        [(ByStrategy, 3)],
+        [(step, z) for step in (ByStrategy, NormByStrategy) for z in (0, 1, 2, 3)],
+    ),
+)
+def test_by_the_strategy(pool, one_process, step, zero_stage):
+    check(pool, one_process, functools.partial(train, step=step), zero_stage=zero_stage)
+
+
+@on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
+@pytest.mark.parametrize("step", slow_but([ByStrategy], [ByStrategy, NormByStrategy]))
+@pytest.mark.parametrize("eager", slow_but([False], [False, True]))
+def test_by_the_strategy_on_a_tensor_axis(pool, one_process, step, eager):
+    program = functools.partial(train, step=step, layers=split, run_eagerly=eager)
+    check(pool, one_process, program, Mesh(tensor=2))
+
+
+@pytest.mark.slow
+@on_ranks(("horovod", 4))
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_by_the_strategy_on_two_axes(pool, one_process, zero_stage):
+    program = functools.partial(train, step=ByStrategy, layers=split)
+    check(pool, one_process, program, Mesh(data=2, tensor=2), zero_stage=zero_stage)
+
+
+def local_optimizer():
+    return tfdist.optimizers.LocalSGD("sgd", sync_every=2)
+
+
+@on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [(Mesh(tensor=2), {"layers": split}), (Mesh(), {"optimizer": local_optimizer})],
+    ids=["tensor", "local"],
+)
+@pytest.mark.parametrize("step", slow_but([Clips], [Clips, Decays]))
+def test_parts_are_not_read(pool, mesh, options, step):
+    program = functools.partial(train, step=step, **options)
+    with pytest.raises(ValueError, match=r"strategy\.global_norm.*strategy\.clip_by_global_norm"):
+        pool.run(on_mesh, program, mesh, {}, timeout=60)
+
+
+@pytest.mark.slow
+@on_ranks(("horovod", 2))
+def test_a_mixture_is_refused(pool):
+    with pytest.raises(ValueError, match="a global and a local"):
+        pool.run(on_mesh, functools.partial(train, step=Mixes), Mesh(), {}, timeout=60)
+
+
+@on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_rows_under_zero_3_are_refused(pool, name):
+    with pytest.raises(ValueError, match="zero_stage=2"):
+        pool.run(on_mesh, PROGRAMS[name], Mesh(), {"zero_stage": 3}, timeout=60)
