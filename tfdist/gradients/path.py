@@ -126,7 +126,12 @@ class GradientPath:
         """
         step = self._replica.step
         own = self._lying_flat(
-            [self._of_its_shape(*pair) for pair in zip(gradients, self.variables, strict=True)]
+            [
+                self._of_its_shape(gradient, variable) if origin is Origin.LOCAL else gradient
+                for gradient, variable, origin in zip(
+                    gradients, self.variables, self._origins, strict=True
+                )
+            ]
         )
         weighed = weigh_gradients(own, step)
         rest = zip(own, weighed, self._layouts, self.variables, self._origins, strict=True)

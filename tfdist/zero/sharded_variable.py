@@ -266,10 +266,10 @@ def _refuse_rows(name: str) -> None:
     """Raises where parameters are gathered once for each row: ranks may have other numbers of rows.
 
     Raises:
-        ValueError: A function of `vectorized_map`, `map_fn` or `jacobian` is traced.
+        NotImplementedError: A function of `vectorized_map`, `map_fn` or `jacobian` is traced.
     """
     if not tf.executing_eagerly() and is_called_for_rows():
-        raise ValueError(
+        raise NotImplementedError(
             "ZeRO-3 cannot gather parameters inside of `tf.vectorized_map`, `tf.map_fn` or "
             f"`tape.jacobian`. Received: a use of {name} there. Use zero_stage=2."
         )
