@@ -117,13 +117,14 @@ def all_rows(values: Any) -> Any:
     if replica is None:
         return values
     step = replica.step
-    parts = 1 if step is None or step.kind != "train" else role_of(step.model).num_microbatches
-    if parts > 1:
-        raise ValueError(
-            "A loss over the whole batch cannot be computed from micro-batches. Received: "
-            f"num_microbatches={parts} in `{step.model.name}`. Use num_microbatches=1, or a loss with a "
-            "number for each row."
-        )
+    if step is not None and step.kind == "train":
+        parts = role_of(step.model).num_microbatches
+        if parts > 1:
+            raise ValueError(
+                "A loss over the whole batch cannot be computed from micro-batches. Received: "
+                f"num_microbatches={parts} in `{step.model.name}`. Use num_microbatches=1, or a loss "
+                "with a number for each row."
+            )
     if replica.strategy.row_group.size == 1:
         return values
 

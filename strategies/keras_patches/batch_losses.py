@@ -50,7 +50,7 @@ def notice_scalar(values) -> None:
     # What has gathered rows by itself is of all of them.
     if is_known or replica.num_gathers > _local.gathers or not replica.strategy.is_chief:
         return
-    name = getattr(source, "__name__", None) or getattr(source, "name", type(source).__name__)
+    name = str(getattr(source, "__name__", None) or getattr(source, "name", type(source).__name__))
     if name not in _noticed:
         _noticed.add(name)
         _logger.warning(
