@@ -39,6 +39,7 @@ __all__ = [
     "gather_arrays",
     "gather_gradients",
     "given",
+    "holds",
     "is_given",
     "read_arrays",
     "rows_of_gradients",
@@ -143,13 +144,29 @@ class ShardedVariable(HookedVariable):
         """What gradient tapes know the shard by."""
         return stored_value(self).handle
 
+    @property
+    def constraint(self):
+        """As it is called: inside `as_shards` it sees the whole array, and returns a shard."""
+        rule = super().constraint
+        if rule is None or not _local.as_shards or self.is_whole:
+            return rule
+        return lambda _: self._cut(rule(read_arrays([self], f"constrained/{self.path}")[0]))
+
+    @constraint.setter
+    def constraint(self, value):
+        HookedVariable.constraint.fset(self, value)
+
     def overwrite(self, value) -> None:
         """Assigns a whole array; inside `as_shards` a shard."""
         if self.is_whole or _local.as_shards:
             super().overwrite(value)
-        else:
-            own = _shard_of(self).local_shard(tf.cast(value, self._own.dtype))
-            self._own.assign(deep_copy(own))
+            return
+        self._own.assign(deep_copy(self._cut(value)))
+        if is_given(self):
+            _renew_given(self, value)
+
+    def _cut(self, value) -> tf.Tensor:
+        return _shard_of(self).local_shard(tf.cast(value, self._own.dtype))
 
 
 def _shard_of(variable: ShardedVariable) -> FlatShard:
@@ -199,12 +216,35 @@ def as_shards() -> Iterator[None]:
 @contextlib.contextmanager
 def given(variables: Sequence[ShardedVariable], arrays: Sequence[tf.Tensor]) -> Iterator[None]:
     """Inside, reading these variables costs nothing."""
-    before = _local.given
-    _local.given = before | {id(v): array for v, array in zip(variables, arrays, strict=True)}
+    before = {id(v): _local.given.get(id(v)) for v in variables}
+    _local.given |= {id(v): array for v, array in zip(variables, arrays, strict=True)}
     try:
         yield
     finally:
-        _local.given = before
+        for key, array in before.items():
+            if array is None:
+                _local.given.pop(key, None)
+            else:
+                _local.given[key] = array
+
+
+def _renew_given(variable: ShardedVariable, value) -> None:
+    """After an assignment by the layer itself: what it reads from here on, with the gradient of a read."""
+    array = _local.given[id(variable)]
+    if tf.is_symbolic_tensor(array) and array.graph is not tf.compat.v1.get_default_graph():
+        del _local.given[id(variable)]  # In a branch: the layer gathers it when it reads it.
+        return
+
+    @custom_gradient
+    def overwritten(array):
+        return tf.cast(value, array.dtype), lambda upstream: upstream
+
+    _local.given[id(variable)] = overwritten(array)
+
+
+def holds(variable: ShardedVariable, array: tf.Tensor) -> bool:
+    """Whether a read gives the very array that was given."""
+    return _local.given.get(id(variable)) is array
 
 
 def is_given(variable: ShardedVariable) -> bool:
