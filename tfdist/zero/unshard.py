@@ -16,13 +16,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.graph.rematerialize import Region, replace
+from tfdist.zero.sharded_gradients import shard_gradients
 from tfdist.zero.sharded_variable import (
     ShardedVariable,
     gather_arrays,
     given,
     holds,
     read_arrays,
-    shard_gradients,
 )
 
 __all__ = ["gathered", "gathered_for_step"]
@@ -136,7 +136,8 @@ class _Call:
             return
         if not all(call.region.is_passed_once for call in (self, *behind)):
             return
-        if _is_followed_by_collective(self.arrays, self.region.backward):
+        made = [tensor for o in self._made_of_parameters() for tensor in o.outputs]
+        if _is_followed_by_collective([*self.arrays, *made], self.region.backward):
             return
         # Where ranks compute faster than they talk, gradients on their way must not pile up.
         earlier = [shard for call in behind[1:2] for shard in call.reduced]
