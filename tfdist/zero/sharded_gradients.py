@@ -111,11 +111,10 @@ def _reduced(
     reduction = "mean" if is_own and step is not None else "sum"
 
     def run(*arrays):
-        if is_own:
-            arrays = weigh_gradients(arrays, step)
+        weighed = weigh_gradients(arrays, step) if is_own else arrays
         shards = packed(
             lambda some, cuts, name: reduce_scatter_arrays(some, cuts, reduction, options, name),
-            arrays,
+            weighed,
             cuts,
             f"{name}/gradients",
         )
