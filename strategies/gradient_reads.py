@@ -24,7 +24,7 @@ from tfdist.keras_internals.attributes import stored_value
 from tfdist.local_steps import local_optimizer
 from tfdist.sharding.layout import layout_of
 from tfdist.strategies.whole_gradients import gather_flat_gradients, is_part, whole_gradients
-from tfdist.zero.sharded_variable import rows_of_gradients
+from tfdist.zero.sharded_gradients import rows_of_gradients
 
 __all__ = ["GradientReads", "call_step"]
 

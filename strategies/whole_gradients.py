@@ -13,7 +13,7 @@ from tfdist.gradients.origins import Marks, Origin
 from tfdist.gradients.reduce import reduce_gradients, sum_partial_gradients, weigh_gradients
 from tfdist.local_steps import group_in_step
 from tfdist.sharding.layout import layout_of
-from tfdist.zero.sharded_variable import gather_gradients
+from tfdist.zero.sharded_gradients import gather_gradients
 
 __all__ = [
     "clip_by_global_norm",

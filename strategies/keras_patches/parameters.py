@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import keras
 import tensorflow as tf
 
@@ -27,14 +29,18 @@ __all__ = ["PATCHES", "call_gathered"]
 
 
 def _add_weight(original, self, *args, **kwargs):
-    variable = original(self, *args, **kwargs)
     strategy = current_strategy()
-    layout = begin_layout(variable)
-    if strategy is not None:
-        install_hub()
-        group = strategy.group(*layout.gradient_axes(strategy.mesh))
-        if strategy.zero_stage == 3 and variable.trainable and group.size > 1:
-            shard_variable(variable, group)
+    # A step that builds its layers makes them before it begins: a value that its graph makes later could
+    # not be cut into shards.
+    lifted = strategy is not None and strategy.zero_stage == 3
+    with tf.init_scope() if lifted else contextlib.nullcontext():
+        variable = original(self, *args, **kwargs)
+        layout = begin_layout(variable)
+        if strategy is not None:
+            install_hub()
+            group = strategy.group(*layout.gradient_axes(strategy.mesh))
+            if strategy.zero_stage == 3 and variable.trainable and group.size > 1:
+                shard_variable(variable, group)
     return variable
 
 
@@ -57,6 +63,7 @@ def call_gathered(original, self, *args, **kwargs):
 
 
 def _with_shards(original, *args, **kwargs):
+    """What takes `variable.value` for the memory of a variable, in methods that no gradient goes through."""
     with as_shards():
         return original(*args, **kwargs)
 
@@ -64,4 +71,13 @@ def _with_shards(original, *args, **kwargs):
 PATCHES = (
     Patch(keras.layers.Layer, "add_weight", ("self",), _add_weight),
     Patch(TFOptimizer, "_var_key", ("self", "variable"), _with_shards),
+    Patch(
+        keras.callbacks.SwapEMAWeights, "_tf_swap_variables", ("self", "optimizer"), _with_shards
+    ),
+    Patch(
+        keras.callbacks.SwapEMAWeights,
+        "_tf_finalize_ema_values",
+        ("self", "optimizer"),
+        _with_shards,
+    ),
 )

@@ -243,8 +243,7 @@ def _maybe_symbolic_build(original, self, iterator=None, data_batch=None):
     try:
         return original(self, None, data_batch)
     except Exception as error:
-        has_own_step = type(self).train_step is not keras.Model.train_step
-        if not has_own_step or strategy.zero_stage == 3:
+        if type(self).train_step is keras.Model.train_step:
             raise
         # What is wrong with the model itself the first step says again.
         _logger.info("%s makes its variables in the first step: %s", self.name, error)

@@ -13,6 +13,7 @@ import math
 import tensorflow as tf
 
 from tfdist.collectives import Group, all_gather
+from tfdist.graph.compiling import needs_fixed_sizes
 from tfdist.graph.dependence import is_independent_of_batch
 from tfdist.sharding.parts import FlatShard
 
@@ -91,11 +92,21 @@ def shard_of_rows(gradient: tf.IndexedSlices, shard: FlatShard) -> tf.IndexedSli
         shard: How the array is cut.
 
     Returns:
-        Entries of the shard: values of shape [entries], indices in [0, share).
+        Entries of the shard: values of shape [entries], indices in [0, share). Where sizes are fixed, what
+        lies in other shards is zero at place 0: no elementwise update, norm or clipping is another for it.
     """
     width = math.prod(shard.array_shape[1:])
     begin, end = shard.span
     indices = tf.cast(gradient.indices, tf.int64)
+    if needs_fixed_sizes():
+        rows = tf.reshape(gradient.values, [-1, width])
+        places = indices[:, None] * width + tf.range(width, dtype=tf.int64)
+        inside = tf.logical_and(places >= begin, places < end)
+        return tf.IndexedSlices(
+            tf.reshape(tf.where(inside, rows, tf.zeros([], rows.dtype)), [-1]),
+            tf.reshape(tf.where(inside, places - begin, tf.zeros([], tf.int64)), [-1]),
+            tf.constant([shard.share], tf.int64),
+        )
     near = tf.logical_and(indices >= begin // width, indices < math.ceil(end / width))
     rows = tf.boolean_mask(tf.reshape(gradient.values, [-1, width]), near)
     places = tf.boolean_mask(indices, near)[:, None] * width + tf.range(width, dtype=tf.int64)

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-__all__ = ["current_pass", "is_wanted", "others_record", "passing"]
+__all__ = ["any_records", "current_pass", "is_wanted", "others_record", "passing"]
 
 
 class _Local(threading.local):
@@ -55,7 +55,12 @@ def is_wanted(*variables: Any) -> bool:
     return _local.sources is None or any(id(variable) in _local.sources for variable in variables)
 
 
+def any_records() -> bool:
+    """Whether a tape records what is computed now."""
+    return bool(record.could_possibly_record())
+
+
 def others_record(tape: tf.GradientTape) -> bool:
     """Whether another tape than this one records what is computed now."""
     with tape.stop_recording() if tape._recording else contextlib.nullcontext():
-        return bool(record.could_possibly_record())
+        return any_records()

@@ -5,7 +5,12 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from tfdist.keras_internals.attributes import stored_value
+
 __all__ = ["HookedVariable", "renew"]
+
+#: Under which a `tf.train.Checkpoint` has the value of any variable.
+_SAVED = "VARIABLE_VALUE"
 
 
 class HookedVariable(keras.Variable):
@@ -24,6 +29,17 @@ class HookedVariable(keras.Variable):
 
     def _direct_assign(self, value):
         self.overwrite(value)
+
+    @property
+    def _shared_name(self):
+        return stored_value(self)._shared_name
+
+    def _serialize_to_tensors(self):
+        # Keras' own asks `value` for all of this, which is a tensor here.
+        return {_SAVED: tf.convert_to_tensor(self.value)}
+
+    def _restore_from_tensors(self, restored_tensors):
+        self.assign(restored_tensors[_SAVED])
 
 
 def renew(variable: keras.Variable, value) -> None:

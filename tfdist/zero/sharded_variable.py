@@ -18,10 +18,6 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import Group
-from tfdist.context import current_step, current_strategy
-from tfdist.gradient_options import GradientOptions
-from tfdist.gradients.reduce import weigh_gradients
-from tfdist.gradients.sparse import reduce_rows, shard_of_rows
 from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.graph.loops import is_called_for_rows
 from tfdist.graph.tapes import is_wanted
@@ -29,48 +25,26 @@ from tfdist.keras_internals.attributes import autocast, stored_dtype, stored_val
 from tfdist.keras_internals.private import in_stateless_scope
 from tfdist.keras_internals.stored import StoredArray
 from tfdist.keras_internals.variables import HookedVariable, renew
-from tfdist.sharding.collectives import all_gather_arrays, reduce_scatter_arrays
-from tfdist.sharding.layout import layout_of, update_layout
+from tfdist.sharding.collectives import all_gather_arrays
+from tfdist.sharding.layout import update_layout
 from tfdist.sharding.parts import FlatShard, deep_copy
+from tfdist.zero.sharded_gradients import flat_shard, packed, shard_gradients
 
 __all__ = [
     "ShardedVariable",
     "as_shards",
     "gather_arrays",
-    "gather_gradients",
     "given",
+    "holds",
     "is_given",
     "read_arrays",
-    "rows_of_gradients",
-    "shard_gradients",
     "shard_variable",
     "unshard_variable",
 ]
 
 
-class _Rows:
-    """The rows of sparse gradients, of all ranks, as they were before they were cut into shards."""
-
-    def __init__(self):
-        self._found: dict[int, list[tf.IndexedSlices]] = {}
-
-    def add(self, variable: ShardedVariable, rows: tf.IndexedSlices) -> None:
-        """Notes the rows of one use of a variable."""
-        self._found.setdefault(id(variable), []).append(rows)
-
-    def of(self, variable: ShardedVariable) -> tf.IndexedSlices:
-        """The rows of all uses of a variable."""
-        found = self._found[id(variable)]
-        if len(found) == 1:
-            return found[0]
-        values = tf.concat([rows.values for rows in found], axis=0)
-        indices = tf.concat([rows.indices for rows in found], axis=0)
-        return tf.IndexedSlices(values, indices, found[0].dense_shape)
-
-
 class _Local(threading.local):
     as_shards = False
-    rows: _Rows | None = None
 
     def __init__(self):
         self.given: dict[int, tf.Tensor] = {}
@@ -143,20 +117,29 @@ class ShardedVariable(HookedVariable):
         """What gradient tapes know the shard by."""
         return stored_value(self).handle
 
+    @property
+    def constraint(self):
+        """As it is called: inside `as_shards` it sees the whole array, and returns a shard."""
+        rule = super().constraint
+        if rule is None or not _local.as_shards or self.is_whole:
+            return rule
+        return lambda _: self._cut(rule(read_arrays([self], f"constrained/{self.path}")[0]))
+
+    @constraint.setter
+    def constraint(self, value):
+        HookedVariable.constraint.fset(self, value)
+
     def overwrite(self, value) -> None:
         """Assigns a whole array; inside `as_shards` a shard."""
         if self.is_whole or _local.as_shards:
             super().overwrite(value)
-        else:
-            own = _shard_of(self).local_shard(tf.cast(value, self._own.dtype))
-            self._own.assign(deep_copy(own))
+            return
+        self._own.assign(deep_copy(self._cut(value)))
+        if is_given(self):
+            _renew_given(self, value)
 
-
-def _shard_of(variable: ShardedVariable) -> FlatShard:
-    shard = layout_of(variable).flat
-    if shard is None:
-        raise RuntimeError(f"The variable {variable.path} has no value yet.")
-    return shard
+    def _cut(self, value) -> tf.Tensor:
+        return flat_shard(self).local_shard(tf.cast(value, self._own.dtype))
 
 
 def shard_variable(variable: keras.Variable, group: Group) -> None:
@@ -199,12 +182,35 @@ def as_shards() -> Iterator[None]:
 @contextlib.contextmanager
 def given(variables: Sequence[ShardedVariable], arrays: Sequence[tf.Tensor]) -> Iterator[None]:
     """Inside, reading these variables costs nothing."""
-    before = _local.given
-    _local.given = before | {id(v): array for v, array in zip(variables, arrays, strict=True)}
+    before = {id(v): _local.given.get(id(v)) for v in variables}
+    _local.given |= {id(v): array for v, array in zip(variables, arrays, strict=True)}
     try:
         yield
     finally:
-        _local.given = before
+        for key, array in before.items():
+            if array is None:
+                _local.given.pop(key, None)
+            else:
+                _local.given[key] = array
+
+
+def _renew_given(variable: ShardedVariable, value) -> None:
+    """After an assignment by the layer itself: what it reads from here on, with the gradient of a read."""
+    array = _local.given[id(variable)]
+    if tf.is_symbolic_tensor(array) and array.graph is not tf.compat.v1.get_default_graph():
+        del _local.given[id(variable)]  # In a branch: the layer gathers it when it reads it.
+        return
+
+    @custom_gradient
+    def overwritten(array):
+        return tf.cast(value, array.dtype), lambda upstream: upstream
+
+    _local.given[id(variable)] = overwritten(array)
+
+
+def holds(variable: ShardedVariable, array: tf.Tensor) -> bool:
+    """Whether a read gives the very array that was given."""
+    return _local.given.get(id(variable)) is array
 
 
 def is_given(variable: ShardedVariable) -> bool:
@@ -215,7 +221,7 @@ def is_given(variable: ShardedVariable) -> bool:
 def read_arrays(variables: Sequence[ShardedVariable], name: str) -> list[tf.Tensor]:
     """The arrays, in one collective for each dtype; without a gradient."""
     own = [tf.convert_to_tensor(variable._own) for variable in variables]
-    return _packed(all_gather_arrays, own, [_shard_of(v) for v in variables], name)
+    return packed(all_gather_arrays, own, [flat_shard(v) for v in variables], name)
 
 
 def gather_arrays(
@@ -237,7 +243,7 @@ def gather_arrays(
         on_reduced: Called with the gradients of the shards.
     """
     _refuse_rows(name)
-    cuts = [_shard_of(variable) for variable in variables]
+    cuts = [flat_shard(variable) for variable in variables]
     trained = [place for place, variable in enumerate(variables) if variable.trainable]
 
     @custom_gradient
@@ -257,7 +263,7 @@ def gather_arrays(
             by_place = dict(zip(wanted, shards, strict=True))
             return [by_place.get(place) for place in range(len(variables))]
 
-        return _packed(all_gather_arrays, own, cuts, name), gradient
+        return packed(all_gather_arrays, own, cuts, name), gradient
 
     return list(collect(*[tf.convert_to_tensor(variable._own) for variable in variables]))
 
@@ -273,87 +279,3 @@ def _refuse_rows(name: str) -> None:
             "ZeRO-3 cannot gather parameters inside of `tf.vectorized_map`, `tf.map_fn` or "
             f"`tape.jacobian`. Received: a use of {name} there. Use zero_stage=2."
         )
-
-
-def shard_gradients(variables: Sequence[ShardedVariable], gradients: Sequence, name: str) -> list:
-    """Reduces gradients of arrays over the ranks, as gradients of this rank's shards.
-
-    Sparse ones, as those of embeddings, stay sparse.
-
-    Args:
-        variables: The variables.
-        gradients: For each a tensor or an IndexedSlices, of its array.
-        name: What the variables serve, for messages.
-    """
-    cuts = [_shard_of(variable) for variable in variables]
-    step, strategy = current_step(), current_strategy()
-    options = GradientOptions() if strategy is None else strategy.gradient_options
-    found: list = list(gradients)
-    places: dict[str, list[int]] = {}
-    for place, variable in enumerate(variables):
-        reduction = "sum"
-        if strategy is None or not layout_of(variable).has_global_gradient(strategy.mesh):
-            (found[place],) = weigh_gradients([found[place]], step)
-            reduction = "sum" if step is None else "mean"
-        if isinstance(found[place], tf.IndexedSlices):
-            what = f"{name}/gradients/{place}"
-            rows = reduce_rows(found[place], cuts[place].group, reduction, what)
-            if _local.rows is not None:
-                _local.rows.add(variable, rows)
-            found[place] = shard_of_rows(rows, cuts[place])
-        else:
-            places.setdefault(reduction, []).append(place)
-    for reduction, some in places.items():
-        arrays = [tf.convert_to_tensor(found[place]) for place in some]
-
-        def reduce(arrays, shards, name, reduction=reduction):
-            return reduce_scatter_arrays(arrays, shards, reduction, options, name)
-
-        shards = _packed(reduce, arrays, [cuts[place] for place in some], f"{name}/gradients")
-        for place, shard in zip(some, shards, strict=True):
-            found[place] = shard
-    return found
-
-
-@contextlib.contextmanager
-def rows_of_gradients() -> Iterator[_Rows]:
-    """Inside, notes the rows of sparse gradients whose shards a tape returns."""
-    before, _local.rows = _local.rows, _Rows()
-    try:
-        yield _local.rows
-    finally:
-        _local.rows = before
-
-
-def gather_gradients(shards: Sequence, variables: Sequence[ShardedVariable], rows: _Rows) -> list:
-    """The gradients of arrays, of which a tape has returned those of this rank's shards.
-
-    Args:
-        shards: Tensors, or IndexedSlices.
-        variables: Their variables.
-        rows: What was noted while they were computed.
-    """
-    found: list = list(shards)
-    dense = []
-    for place, (shard, variable) in enumerate(zip(shards, variables, strict=True)):
-        if isinstance(shard, tf.IndexedSlices):
-            found[place] = rows.of(variable)
-        else:
-            dense.append(place)
-    cuts = [_shard_of(variables[place]) for place in dense]
-    arrays = _packed(all_gather_arrays, [shards[p] for p in dense], cuts, "gradients/whole")
-    for place, array in zip(dense, arrays, strict=True):
-        found[place] = array
-    return found
-
-
-def _packed(run, tensors: Sequence, shards: Sequence[FlatShard], name: str) -> list:
-    """Calls `run` for the tensors of each dtype and group; what it returns, in the order given."""
-    found: list = [None] * len(tensors)
-    kinds = [(tensor.dtype, cut.group) for tensor, cut in zip(tensors, shards, strict=True)]
-    for kind in dict.fromkeys(kinds):
-        places = [place for place, other in enumerate(kinds) if other == kind]
-        results = run([tensors[p] for p in places], [shards[p] for p in places], name)
-        for place, result in zip(places, results, strict=True):
-            found[place] = result
-    return found

@@ -16,12 +16,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.graph.rematerialize import Region, replace
+from tfdist.zero.sharded_gradients import shard_gradients
 from tfdist.zero.sharded_variable import (
     ShardedVariable,
     gather_arrays,
     given,
+    holds,
     read_arrays,
-    shard_gradients,
 )
 
 __all__ = ["gathered", "gathered_for_step"]
@@ -78,6 +79,8 @@ def gathered(
     call.region = Region()
     with given(variables, call.arrays):
         yield call.region.end
+        # A second gathering would give the backward pass what the layer has assigned.
+        call.assigns = not all(map(holds, variables, call.arrays))
 
 
 @contextlib.contextmanager
@@ -121,18 +124,20 @@ class _Call:
     def __init__(self, what: str, variables: Sequence[ShardedVariable], inputs):
         self.what, self.variables, self.inputs = what, list(variables), list(inputs)
         self.reduced: list[tf.Tensor] = []
+        self.assigns = False
 
     def gather_again(self) -> None:
         """Called when the backward pass through the layer is in the graph."""
         graph = self.region.graph
         calls = _calls[graph]
         behind = [c for c in calls[calls.index(self) + 1 :] if c.region.backward is not None]
-        if self.region.backward is None or not behind:
+        if self.region.backward is None or not behind or self.assigns:
             # The layer that the forward pass ends with is needed again at once.
             return
         if not all(call.region.is_passed_once for call in (self, *behind)):
             return
-        if _is_followed_by_collective(self.arrays, self.region.backward):
+        made = [tensor for o in self._made_of_parameters() for tensor in o.outputs]
+        if _is_followed_by_collective([*self.arrays, *made], self.region.backward):
             return
         # Where ranks compute faster than they talk, gradients on their way must not pile up.
         earlier = [shard for call in behind[1:2] for shard in call.reduced]

@@ -17,6 +17,7 @@ from tfdist.collectives.mappings import (
     reduce_scatter_to_sequence_region,
 )
 from tfdist.context import current_replica
+from tfdist.graph.compiling import check_sizes_may_change
 from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.layers.dense import check_divides
 from tfdist.layers.experts.balancing import BiasState
@@ -229,7 +230,11 @@ class MixtureOfExperts(keras.layers.Layer):
             inputs: The tokens.
             mask: Which of them count in losses and counts: bool, [batch, ...]; None for all.
             training: Whether counts and bias are updated.
+
+        Raises:
+            ValueError: XLA compiles parts of the step.
         """
+        check_sizes_may_change(f"the experts of `{self.name}`")
         split = self._tensor if self._config["sequence_parallel"] else None
         whole = to_router = inputs
         if split is not None:

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfdist import checks
 from tfdist.collectives import Group
 from tfdist.context import ReplicaContext, current_replica, current_strategy
+from tfdist.graph.compiling import check_sizes_may_change
 from tfdist.keras_step import with_global_gradient
 from tfdist.layers.sharded_embedding.bags import Bags, bags_of
 from tfdist.layers.sharded_embedding.config import FeatureConfig, TableConfig, tables_of
@@ -145,6 +146,7 @@ class ShardedEmbedding(keras.layers.Layer):
                 tf.cast(tf.gather(self._weights_of[feature.table.name].value, some), dtype)
                 for feature, some in zip(self.features, ids, strict=True)
             ]
+        check_sizes_may_change(f"the tables of `{self.name}`")
         places = [
             [place for place, feature in enumerate(self.features) if feature.table is table]
             for table in self._tables
