@@ -22,6 +22,7 @@ from tfdist.strategies.keras_patches import (
     saving,
     tapes,
     trainer,
+    writers,
 )
 
 __all__ = ["install"]
@@ -40,6 +41,7 @@ _MODULES = (
     saving,
     tapes,
     trainer,
+    writers,
 )
 
 
