@@ -90,9 +90,9 @@ def _write_agreed(original, self, split: Sequence, strategy, *args, **kwargs):
         raise error
     for rank, outcome in enumerate(outcomes):
         if outcome is not None:
-            raise _unpacked(
-                *outcome, f"Rank {rank} raised this in `{name}`, where it writes for all."
-            )
+            found = _unpacked(*outcome)
+            found.add_note(f"Rank {rank} raised this in `{name}`, where it writes for all.")
+            raise found
     return result
 
 
@@ -108,16 +108,13 @@ def _packed(error: Exception | None) -> tuple[bytes, str] | None:
     return content, f"{type(error).__name__}: {error}"
 
 
-def _unpacked(content: bytes, words: str, note: str) -> Exception:
+def _unpacked(content: bytes, words: str) -> Exception:
     """The exception of another rank; a `RuntimeError` in its words where it does not pickle."""
     try:
         error = pickle.loads(content)
     except Exception:
         error = None
-    if not isinstance(error, Exception):
-        error = RuntimeError(words)
-    error.add_note(note)
-    return error
+    return error if isinstance(error, Exception) else RuntimeError(words)
 
 
 def save_checkpoint(original, self, *args, **kwargs):

@@ -75,7 +75,7 @@ def _restore(original, self, *args, **kwargs):
     if _writes(self):
         original(self, *args, **kwargs)
     elif getattr(self, _RESTORES, False):
-        receive_slices(self.model, strategy_of(self.model).group())
+        receive_slices(self.model, self.model.distribute_strategy.group())
 
 
 def _back_up(original, self, *args, **kwargs):

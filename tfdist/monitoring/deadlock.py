@@ -111,7 +111,8 @@ class DeadlockProof:
 
 def _leans(call: Mapping[str, Any], missing: Mapping[tuple, set[int]]) -> bool:
     found = missing.get(_key(call))
-    return bool(found) and not found.isdisjoint(call["needed"])
+    # Of none the whole of a large group would be looked through.
+    return found is not None and bool(found) and not found.isdisjoint(call["needed"])
 
 
 def _words(
