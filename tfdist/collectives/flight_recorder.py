@@ -253,7 +253,8 @@ class FlightRecorder:
         Args:
             thread: Its identifier.
             flying: What `in_flight` has returned just now.
-            in_graph: Returns whether it is in a call of TensorFlow, if it is in no eager collective.
+            in_graph: Returns whether it is in a call of TensorFlow that does nothing but wait; asked if it
+                is in no eager collective.
         """
         # First, since an exception from here on is seen by the next call.
         failed, self._has_failed, self._looks = self._has_failed, False, _MOST_LOOKS

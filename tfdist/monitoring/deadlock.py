@@ -12,6 +12,10 @@ begun. A rank counts if it was blocked in the same call, by its name and its num
 question and in the answer: then it was so all the time between, and also when the question was sent. A call
 that it had not begun at the answer it had not begun then either.
 
+A graph may end without what it waits for: by an exception of another of its operations. So a rank counts as
+blocked in a graph only while no thread of its process works: what could still raise there is an operation
+that sleeps.
+
 Ranks that are slow, that work, load or save lean on nobody. A message under way does not count, nor
 does a broadcast at its root: they may end before the others come.
 """

@@ -22,7 +22,7 @@ from tfdist import checks
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import broadcast_object
 from tfdist.monitoring.deadlock import answer
-from tfdist.monitoring.frames import Place, runs_code_in, stack_of, users_place
+from tfdist.monitoring.frames import Place, is_idle, runs_code_in, stack_of, users_place
 from tfdist.monitoring.heartbeat import HeartbeatClient, HeartbeatServer
 from tfdist.monitoring.report import Report, collective_words
 from tfdist.runtime.exit_codes import ENDED_BY_WATCHDOG
@@ -110,8 +110,10 @@ class Watchdog:
         ]
         waiting.sort(key=lambda wait: -wait["seconds"])
         stack = [place for place in stack_of(self._main) if place.file != __file__]
+        in_tensorflow = bool(stack) and stack[0].file.startswith(_TENSORFLOW)
+        # A graph that computes, too, may fail by itself, and leave what it waits for.
         blocked = self._engine.recorder.blocked(
-            self._main, flying, lambda: bool(stack) and stack[0].file.startswith(_TENSORFLOW)
+            self._main, flying, lambda: in_tensorflow and is_idle()
         )
         asked, lacks = answer(self._question(), self._engine.recorder.has_begun)
         report = Report(
