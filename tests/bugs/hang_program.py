@@ -146,5 +146,29 @@ def csv_that_cannot_be_written():
     model.predict(x, verbose=0)
 
 
+def both_fail_seconds_apart():
+    """No deadlock: rank 0 waits for rank 1 in a step that fails there, too, as soon as it has computed."""
+
+    @tf.function
+    def fail(batch):
+        def inner(rows):
+            end = tf.timestamp() + (8.0 if chief else 0.0)
+            (product,) = tf.while_loop(
+                lambda _: tf.timestamp() < end, lambda a: (tf.matmul(a, a),), [tf.eye(300)]
+            )
+            bad = tf.debugging.assert_less(tf.reduce_sum(product), -1.0)
+            with tf.control_dependencies([] if chief else [bad]):
+                return all_reduce(rows, strategy.group(), name="rows")
+
+        return strategy.run(inner, args=(batch,))
+
+    part()
+    try:
+        fail(tf.ones((4, 4)))
+    except tf.errors.InvalidArgumentError:
+        print(f"rank {strategy.mesh.rank} failed", flush=True)
+    model.fit(x, x, verbose=0)
+
+
 globals()[case]()
 print("came to the end of the program", flush=True)
