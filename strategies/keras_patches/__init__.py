@@ -24,6 +24,7 @@ from tfdist.strategies.keras_patches import (
     saving,
     tapes,
     trainer,
+    writers,
 )
 
 __all__ = ["install"]
@@ -43,6 +44,7 @@ _MODULES = (
     saving,
     tapes,
     trainer,
+    writers,
 )
 
 

@@ -14,23 +14,16 @@ from tfdist.collectives.objects import broadcast_object
 from tfdist.context import role_of
 from tfdist.monitoring.compression import compression_statistics
 from tfdist.strategies.balancing import Balancing
-from tfdist.strategies.keras_patches.splits import receive_slices
 from tfdist.strategies.keras_patches.synchronization import (
     broadcast_variables,
     synchronize_layer_states,
 )
+from tfdist.strategies.keras_patches.writers import WRITERS, note_restores, silence
 
 __all__ = ["callbacks_of_rank", "check_callbacks", "reads_batch_logs"]
 
 _logger = logging.getLogger("tfdist")
 
-#: They only write what they are shown, so other ranks than the chief can do without.
-_WRITERS = (
-    keras.callbacks.CSVLogger,
-    keras.callbacks.ProgbarLogger,
-    keras.callbacks.RemoteMonitor,
-    keras.callbacks.TensorBoard,
-)
 _BATCH_ENDS = ("on_batch_end", "on_train_batch_end", "on_test_batch_end", "on_predict_batch_end")
 
 
@@ -96,52 +89,18 @@ def _overrides(callback, name: str) -> bool:
 
 def _on_follower(callback):
     """What stands for a callback on a rank that does not write; None if nothing has to."""
-    if isinstance(callback, keras.callbacks.BackupAndRestore):
-        return _BackupFollower(callback)
-    if isinstance(callback, keras.callbacks.TensorBoard) and callback.embeddings_freq:
-        return _TensorBoardFollower(callback)
-    return None if isinstance(callback, _WRITERS) else callback
+    if type(callback) in WRITERS and not _reads_the_model(callback):
+        return None
+    silence(callback)
+    return callback
 
 
-class _BackupFollower(keras.callbacks.BackupAndRestore):
-    """`BackupAndRestore` on a rank that does not write: takes part in saves, touches no file.
-
-    What the chief restores reaches this rank with its weights, slices of split ones here.
-
-    Attributes:
-        restores: Whether the chief is about to.
-    """
-
-    restores = False
-
-    def __init__(self, callback: keras.callbacks.BackupAndRestore):
-        super().__init__(
-            callback.backup_dir,
-            save_freq=callback.save_freq,
-            double_checkpoint=callback.double_checkpoint,
-            delete_checkpoint=False,
-        )
-
-    def on_train_begin(self, logs=None):
-        if self.restores:
-            receive_slices(self.model, self.model.distribute_strategy.group())
-
-    def _save_model(self):
-        self.model.save_weights(filepath=self._weights_path, overwrite=True)
-
-
-class _TensorBoardFollower(keras.callbacks.Callback):
-    """`TensorBoard` on a rank that does not write: takes part where it saves embeddings."""
-
-    async_safe = True
-
-    def __init__(self, callback: keras.callbacks.TensorBoard):
-        super().__init__()
-        self._embeddings_freq = callback.embeddings_freq
-
-    def on_epoch_end(self, epoch, logs=None):
-        if epoch % self._embeddings_freq == 0:
-            self.model.save_weights("embeddings.weights.h5")
+def _reads_the_model(callback) -> bool:
+    """Whether one of Keras' own writers takes a step that all ranks have to take with it."""
+    return isinstance(callback, keras.callbacks.TensorBoard) and bool(
+        # Weights that are split, as under ZeRO-3, are gathered where they are read.
+        callback.embeddings_freq or callback.histogram_freq
+    )
 
 
 class _AgreeFirst(keras.callbacks.Callback):
@@ -161,8 +120,7 @@ class _AgreeFirst(keras.callbacks.Callback):
         found = [tf.io.gfile.exists(backup._weights_path) for backup in self._backups]
         found = broadcast_object(found, self._strategy.group(), name="backups")
         for backup, restores in zip(self._backups, found, strict=True):
-            if isinstance(backup, _BackupFollower):
-                backup.restores = restores
+            note_restores(backup, restores)
 
     def on_epoch_end(self, epoch, logs=None):
         synchronize_layer_states(self.model)

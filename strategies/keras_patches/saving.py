@@ -1,28 +1,47 @@
 """Saving: every rank calls it, the chief alone writes, and all go on when the file is there.
 
-Files hold global arrays, so they load on any mesh and on one device.
+Files hold global arrays, so they load on any mesh and on one device. What the chief raises while it
+writes all ranks raise, so that a program that catches it goes on alike on all.
 """
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 
-from tfdist.collectives import barrier
+from tfdist.collectives.objects import all_gather_object
 from tfdist.context import strategy_of
 from tfdist.keras_internals.patching import Patch
-from tfdist.keras_internals.private import saving_lib
+from tfdist.keras_internals.private import file_utils, saving_lib
 from tfdist.strategies.keras_patches.local_steps import global_parameters
 from tfdist.strategies.keras_patches.reading import has_parts, reading_parts
 from tfdist.strategies.keras_patches.splits import split_variables, standing_in, whole_values
 from tfdist.strategies.keras_patches.synchronization import synchronize_layer_states
 
-__all__ = ["PATCHES", "write_once", "write_some_once"]
+__all__ = ["PATCHES", "save_checkpoint", "write_once", "write_some_once"]
 
-_loading, _writing = threading.local(), threading.local()
+_loading = threading.local()
+
+
+class _Writing(threading.local):
+    """What this thread is about to write.
+
+    Attributes:
+        under_way: Whether the chief writes.
+        checkpoint: Whose callback is about to save a checkpoint: the strategy of its model.
+        failed: What the chief raised when it made the folder for it.
+    """
+
+    under_way = False
+    checkpoint: Any = None
+    failed: OSError | None = None
+
+
+_writing = _Writing()
 
 
 def write_once(original, self, *args, **kwargs):
@@ -41,7 +60,7 @@ def write_some_once(original, self, split: Sequence, *args, **kwargs):
         **kwargs: For the method.
     """
     strategy = strategy_of(self)
-    if strategy is None or getattr(_writing, "under_way", False):
+    if strategy is None or _writing.under_way:
         return original(self, *args, **kwargs)
     with global_parameters(self):
         return _write_agreed(original, self, split, strategy, *args, **kwargs)
@@ -52,17 +71,76 @@ def _write_agreed(original, self, split: Sequence, strategy, *args, **kwargs):
         return original(self, *args, **kwargs)
     synchronize_layer_states(self)
     wholes = whole_values(split, keep=strategy.is_chief)
-    result = None
+    result, error = None, None
     if strategy.is_chief:
         _writing.under_way = True
         try:
+            if _writing.failed is not None:
+                raise _writing.failed
             with standing_in(split, wholes):
                 result = original(self, *args, **kwargs)
+        except Exception as raised:
+            error = raised
         finally:
             _writing.under_way = False
     # By the method's name, which errors show: a rank that does not call it is the usual mistake.
-    barrier(strategy.group(), name=getattr(original, "__name__", "save"))
+    name = getattr(original, "__name__", "save")
+    outcomes = all_gather_object(_packed(error), strategy.group(), name=name)
+    if error is not None:
+        raise error
+    for rank, outcome in enumerate(outcomes):
+        if outcome is not None:
+            found = _unpacked(*outcome)
+            found.add_note(f"Rank {rank} raised this in `{name}`, where it writes for all.")
+            raise found
     return result
+
+
+def _packed(error: Exception | None) -> tuple[bytes, str] | None:
+    """An exception for other ranks: itself, where it pickles, and in words."""
+    if error is None:
+        return None
+    try:
+        # By name, so that what the program catches is its own class on every rank.
+        content = pickle.dumps(error)
+    except Exception:
+        content = b""
+    return content, f"{type(error).__name__}: {error}"
+
+
+def _unpacked(content: bytes, words: str) -> Exception:
+    """The exception of another rank; a `RuntimeError` in its words where it does not pickle."""
+    try:
+        error = pickle.loads(content)
+    except Exception:
+        error = None
+    return error if isinstance(error, Exception) else RuntimeError(words)
+
+
+def save_checkpoint(original, self, *args, **kwargs):
+    """A callback that saves: it makes the folder before, on the chief alone, which may fail there."""
+    strategy = strategy_of(self.model)
+    if strategy is None or strategy.group().size == 1:
+        return original(self, *args, **kwargs)
+    _writing.checkpoint = strategy
+    try:
+        original(self, *args, **kwargs)
+        if _writing.failed is not None:
+            raise _writing.failed  # Nothing was saved there after all.
+    finally:
+        _writing.checkpoint = _writing.failed = None
+
+
+def _make_folder(original, path):
+    """The folder of a checkpoint: what the chief raises there it raises where all ranks hear of it."""
+    if _writing.checkpoint is None or _writing.under_way:
+        return original(path)
+    if _writing.checkpoint.is_chief:
+        try:
+            original(path)
+        except OSError as error:
+            _writing.failed = error
+    return None
 
 
 def _export(original, self, *args, **kwargs):
@@ -96,5 +174,6 @@ PATCHES = (
     Patch(keras.Model, "save", ("self", "filepath"), write_once),
     Patch(keras.Model, "save_weights", ("self", "filepath"), write_once),
     Patch(keras.Model, "export", ("self", "filepath"), _export),
+    Patch(file_utils, "makedirs", ("path",), _make_folder),
     Patch(saving_lib, "_load_state", ("saveable", "weights_store"), _load_state),
 )

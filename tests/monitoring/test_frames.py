@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import keras
 import pytest
+import tensorflow as tf
 
 from tfdist.monitoring import frames
-from tfdist.monitoring.frames import runs_code_in, stack_of
+from tfdist.monitoring.frames import Place, is_idle, runs_code_in, stack_of, users_place
 
 #: Has the garbage collector want to run just as frames are listed, and find a `threading.local`.
 LOOK = """
@@ -137,3 +140,39 @@ def test_code_that_another_thread_runs():
     over.set()
     thread.join()
     assert not runs_code_in(here)  # This thread does not count.
+
+
+def test_a_process_is_idle_unless_a_thread_computes():
+    assert is_idle()
+    end = threading.Event()
+
+    def compute():
+        content = bytes(1 << 24)
+        while not end.is_set():
+            hashlib.sha256(content)  # Without the interpreter's lock.
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        assert not is_idle()
+    finally:
+        end.set()
+        thread.join()
+    assert is_idle()
+
+
+def test_the_users_line_is_the_innermost_that_is_no_librarys():
+
+    own = Place("/home/me/train.py", 12, "main")
+    deep = [
+        Place("<string>", 908, "tfdist_receive"),
+        Place(tf.__file__, 1, "execute"),
+        Place(frames.__file__, 2, "stack_of"),
+        Place(threading.__file__, 3, "run"),
+        Place(keras.__file__, 4, "fit"),
+        Place("/tmp/__autograph_generated_file1.py", 5, "tf__step"),
+    ]
+    assert users_place([*deep, own, Place("/home/me/run.py", 1, "run")]) == own
+    assert users_place(deep) == deep[2]
+    assert users_place([deep[0], Place("<string>", 1, "<module>")]).function == "<module>"
+    assert users_place([]) is None

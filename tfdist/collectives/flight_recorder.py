@@ -11,18 +11,24 @@ thread can read them. Collectives of such graphs are counted by callbacks after 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import tensorflow as tf
 
 from tfdist.step_clock import Column, Stamps, current_stamps
 
-__all__ = ["FlightRecorder", "InFlight", "outermost_is_eager"]
+__all__ = ["Blocked", "FlightRecorder", "InFlight", "outermost_is_eager"]
 
 _serial_numbers = itertools.count()
+#: Of the collectives of a graph that a thread waits in, so many are told.
+_MOST_BLOCKED = 8
+#: So many exceptions of TensorFlow are looked into between two calls of `blocked`; it takes milliseconds.
+_MOST_LOOKS = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +46,23 @@ class InFlight:
     name: str
     group: str
     ranks: tuple[int, ...]
+    occurrence: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocked:
+    """A collective that a thread cannot leave before other ranks have begun it.
+
+    Attributes:
+        name: As in `InFlight`.
+        ranks: As in `InFlight`.
+        needed: Those of the ranks that have to begin it.
+        occurrence: As in `InFlight`.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    needed: tuple[int, ...]
     occurrence: int
 
 
@@ -101,6 +124,10 @@ class _Entry:
         self.ended: _Counter | None = None
         #: How many calls began and will not end, since the graph that they were in failed.
         self.abandoned = 0
+        #: Which ranks have to begin it, of one in a graph; none where its traces differ.
+        self.needed: tuple[int, ...] | None = None
+        #: Calls up to this one may have failed with their graph.
+        self.suspect = 0
 
     def make_counters(self) -> tuple[_Counter, _Counter] | tuple[_HostCounter, _HostCounter]:
         if not outermost_is_eager():
@@ -108,6 +135,10 @@ class _Entry:
         if self.begun is None or self.ended is None:
             self.begun, self.ended = _Counter(), _Counter()
         return self.begun, self.ended
+
+    @property
+    def is_in_graphs(self) -> bool:
+        return self.begun is not None
 
     def counts(self) -> tuple[int, int]:
         # The ends are read first: an operation that ends in between is then seen as under way,
@@ -140,7 +171,14 @@ class FlightRecorder:
     def __init__(self):
         self._entries: dict[tuple, _Entry] = {}
         self._lock = threading.Lock()
+        #: The threads that have called collectives, and what each is inside of eagerly.
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._inside: dict[int, tuple[_Entry, tuple[int, ...]]] = {}
+        self._has_failed = False
+        self._looks = _MOST_LOOKS
         self.enabled = True
+        _recorders.add(self)
+        _note_errors()
 
     def watch(
         self,
@@ -150,6 +188,7 @@ class FlightRecorder:
         tensor: tf.Tensor,
         operation: Callable[[tf.Tensor], tf.Tensor | tuple],
         lane: str = "",
+        needed: tuple[int, ...] | None = None,
     ) -> tf.Tensor | tuple:
         """Returns `operation(tensor)`, counted as begun once `tensor` is there and as ended after.
 
@@ -160,6 +199,7 @@ class FlightRecorder:
             tensor: What it begins with.
             operation: What it does.
             lane: The transport that carries it, for those who time steps (`tfdist.step_clock`).
+            needed: The ranks that have to begin it before it can end here; all of the group if None.
         """
         stamps = current_stamps()
         if stamps is not None:
@@ -167,11 +207,18 @@ class FlightRecorder:
         if not self.enabled:
             return operation(tensor)
         entry = self._entry(name, group_label, ranks)
+        needed = ranks if needed is None else needed
+        thread = self._note_thread()
         if tf.executing_eagerly():
-            entry.begun_on_host.add_now()
-            result = operation(tensor)
-            entry.ended_on_host.add_now()
+            self._inside[thread] = entry, needed
+            try:
+                entry.begun_on_host.add_now()
+                result = operation(tensor)
+                entry.ended_on_host.add_now()
+            finally:
+                self._inside.pop(thread, None)
             return result
+        entry.needed = needed if entry.needed in (None, needed) else ()
         begun, ended = entry.make_counters()
         with tf.control_dependencies([tensor]):
             began = begun.add_one()
@@ -193,6 +240,74 @@ class FlightRecorder:
                 found.append(InFlight(entry.name, entry.group, entry.ranks, begun))
         return found
 
+    def blocked(
+        self, thread: int, flying: Sequence[InFlight], in_graph: Callable[[], bool]
+    ) -> list[Blocked]:
+        """What a thread cannot leave before other ranks come; nothing where that is not certain.
+
+        It is certain of an eager call, and of what is under way in a graph that the thread runs. It is
+        not where another living thread has called collectives, too, since that one may do next what
+        the other ranks wait for; where a call of the same name failed before, since the ranks may then
+        count differently; and where an exception of TensorFlow may have ended the graph.
+
+        Args:
+            thread: Its identifier.
+            flying: What `in_flight` has returned just now.
+            in_graph: Returns whether it is in a call of TensorFlow that does nothing but wait; asked if it
+                is in no eager collective.
+        """
+        # First, since an exception from here on is seen by the next call.
+        failed, self._has_failed, self._looks = self._has_failed, False, _MOST_LOOKS
+        with self._lock:
+            entries = [self._entries[call.name, call.ranks] for call in flying]
+            threads = list(self._threads)
+        in_graphs = [
+            (entry, call.occurrence)
+            for entry, call in zip(entries, flying, strict=True)
+            if entry.is_in_graphs
+        ]
+        if failed:
+            for entry, occurrence in in_graphs:
+                entry.suspect = occurrence
+        if any(other.ident != thread and other.is_alive() for other in threads):
+            return []
+        running = [entry for entry, occurrence in in_graphs if occurrence > entry.suspect]
+        inside = self._inside.get(thread)
+        if inside is not None:
+            # A graph that runs meanwhile is another thread's.
+            return [] if running else _blocked_in([inside])
+        if not running or not in_graph():
+            return []
+        return _blocked_in([(entry, entry.needed or ()) for entry in running])[:_MOST_BLOCKED]
+
+    def note_error(self) -> None:
+        """What is under way in graphs may have ended by an exception of TensorFlow."""
+        if self._looks <= 0:
+            self._has_failed = True
+            return
+        self._looks -= 1
+        for call in self.in_flight():
+            with self._lock:
+                entry = self._entries[call.name, call.ranks]
+            if entry.is_in_graphs:
+                entry.suspect = call.occurrence
+
+    def has_begun(self, name: str, ranks: Sequence[int], occurrence: int) -> bool:
+        """Whether this rank has begun a call, or may do so in a graph that is under way.
+
+        Args:
+            name: As in `Blocked`.
+            ranks: As in `Blocked`.
+            occurrence: As in `Blocked`.
+        """
+        with self._lock:
+            entry = self._entries.get((name, tuple(ranks)))
+        if entry is None:
+            return False
+        if entry.is_in_graphs and not self._inside:
+            return True
+        return entry.counts()[0] >= occurrence
+
     def abandon(self, calls: Iterable[InFlight]) -> None:
         """Takes calls for over that began in a graph that has failed, and will never end."""
         for call in calls:
@@ -213,9 +328,47 @@ class FlightRecorder:
             entries = list(self._entries.values())
         return sum(entry.counts()[1] for entry in entries)
 
+    def _note_thread(self) -> int:
+        thread = threading.current_thread()
+        if thread not in self._threads:
+            with self._lock:
+                self._threads.add(thread)
+        return threading.get_ident()
+
     def _entry(self, name: str, group_label: str, ranks: tuple[int, ...]) -> _Entry:
         key = (name, ranks)
         with self._lock:
             if key not in self._entries:
                 self._entries[key] = _Entry(name, group_label, ranks)
             return self._entries[key]
+
+
+def _blocked_in(calls: Iterable[tuple[_Entry, tuple[int, ...]]]) -> list[Blocked]:
+    found = []
+    for entry, needed in calls:
+        begun, ended = entry.counts()
+        if needed and begun == ended + 1 and begun > entry.suspect:
+            found.append(Blocked(entry.name, entry.ranks, needed, begun))
+    return found
+
+
+_recorders: weakref.WeakSet[FlightRecorder] = weakref.WeakSet()
+
+
+@functools.cache
+def _note_errors() -> None:
+    """Has each exception of TensorFlow noted, whoever catches it: a graph may have ended by it.
+
+    Nothing else tells that the collectives which were under way there will never end.
+    """
+    original = tf.errors.OpError.__init__
+
+    @functools.wraps(original)
+    def note(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        # TensorFlow raises many while it builds a graph, and catches them.
+        if tf.executing_eagerly() and threading.current_thread() is threading.main_thread():
+            for recorder in tuple(_recorders):
+                recorder.note_error()
+
+    tf.errors.OpError.__init__ = note

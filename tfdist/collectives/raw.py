@@ -127,6 +127,8 @@ def raw_broadcast(tensor, root: int, group: Group, name: str | None):
         flat,
         lambda x, n: transport.broadcast(x, root, group, n),
         transport,
+        # The root may go on before the others have come.
+        needed=() if group.rank == root else (group.ranks[root],),
     )
     return restore(reshape(flat))
 
@@ -148,7 +150,15 @@ def _use(sent, name: str) -> None:
     tf.raw_ops.AssignVariableOp(resource=handle, value=total)
 
 
-def _run(operation: str, name: str | None, group: Group, tensor, call, transport: Engine):
+def _run(
+    operation: str,
+    name: str | None,
+    group: Group,
+    tensor,
+    call,
+    transport: Engine,
+    needed: tuple[int, ...] | None = None,
+):
     """Calls the engine under a name, with the flight recorder on."""
     full = unique_name(f"{operation}/{group.label}" + (f"/{name}" if name else ""))
     if not tf.executing_eagerly():
@@ -157,7 +167,13 @@ def _run(operation: str, name: str | None, group: Group, tensor, call, transport
         with arrival():
             tensor = tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)
     return group.engine.recorder.watch(
-        full, group.label, group.ranks, tensor, lambda x: call(x, full), transport.lane
+        full,
+        group.label,
+        group.ranks,
+        tensor,
+        lambda x: call(x, full),
+        transport.lane,
+        needed,
     )
 
 
@@ -213,7 +229,9 @@ def send_tensor(tensor: tf.Tensor, group: Group, to: int, *, name: str | None = 
     wire, restore = _movable(tensor, transport)
     flat, reshape = _as_vector(wire)
     what = f"{engine.rank}-to-{other}/{name or SEND_NAME}"
-    sent = _run("send", what, pair, flat, lambda x, full: engine.send(x, other, full), transport)
+    sent = _run(
+        "send", what, pair, flat, lambda x, full: engine.send(x, other, full), transport, needed=()
+    )
     if not transport.sends_unused:
         _use(sent, f"{pair.label}/{what}")
     return restore(reshape(sent))
@@ -255,6 +273,7 @@ def receive_tensor(
         tf.constant(0),
         lambda after, full: engine.receive(size, wire, other, full, after),
         transport,
+        needed=(other,),
     )
     if unused:
         _use(flat, f"{pair.label}/{what}")

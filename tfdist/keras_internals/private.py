@@ -28,6 +28,7 @@ from keras.src.saving import saving_lib
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
+from keras.src.utils import file_utils
 from keras.src.utils.naming import to_snake_case
 
 from tfdist.keras_internals.patching import check_parameters, moved
@@ -54,6 +55,7 @@ __all__ = [
     "get_keras_mask",
     "global_state",
     "h5_dataset",
+    "file_utils",
     "in_stateless_scope",
     "loss_module",
     "nn",

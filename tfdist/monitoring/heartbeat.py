@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tfdist.monitoring.causes import likely_cause
+from tfdist.monitoring.deadlock import DeadlockProof
 from tfdist.monitoring.report import (
     Report,
     collective_words,
@@ -41,6 +42,8 @@ _PURPOSE = "heartbeat server"
 _SERVER_RANK = 0
 _CONSEQUENCE_SECONDS = 3.0
 _TICK_SECONDS = 0.25
+#: How long what a rank sent before it ended may be on its way to those that wait for it.
+_GRACE_SECONDS = 3.0
 #: In a large world ranks report less often, so that the server has no more to read than this. A death is
 #: seen at once all the same, by the connection that ends.
 _REPORTS_PER_SECOND = 200
@@ -94,6 +97,7 @@ class HeartbeatServer:
         self._heard: dict[int, float] = {}
         self._reports: dict[int, Report] = {}
         self._gone: dict[int, float] = {}
+        self._proof = DeadlockProof()
         self._warned = False
         self._started = time.monotonic()
         self._over = threading.Event()
@@ -137,7 +141,8 @@ class HeartbeatServer:
             self._tell({"verdict": verdict})
         elif now - self._told >= self._every:
             self._told = now
-            self._tell({"alive": True, "every": self._every})
+            question = self._guard(self._proof.question, self._reports, default=None)
+            self._tell({"alive": True, "every": self._every, "question": question})
         if verdict or self._all_left():
             self._over.set()
         if not self._warned and (warning := self._stuck(min(60.0, self._timeout / 2))):
@@ -223,7 +228,7 @@ class HeartbeatServer:
                 continue
             if now - heard > self._timeout:
                 return f"Rank {rank} {silent_for(now - heard)}{last_seen(report)}"
-        if left := self._left_behind():
+        if left := self._left_behind() or self._proof.verdict(self._reports):
             return left
         failed = [(self._heard[r.rank], r) for r in self._reports.values() if r.failed]
         if failed and now - min(failed, key=lambda item: item[0])[0] > _CONSEQUENCE_SECONDS:
@@ -238,12 +243,13 @@ class HeartbeatServer:
             return ""
         for report in self._reports.values():
             for wait in report.waiting:
-                if not report.failed and wait["seconds"] <= 5.0:
+                if not report.failed and wait["seconds"] <= _GRACE_SECONDS:
                     continue
                 if ended := [rank for rank in wait["ranks"] if rank in gone]:
                     return likely_cause(wait["name"], [report.rank], ended) + (
                         f"{rank_words(ended).capitalize()} ended while rank {report.rank} waits in "
-                        f"{collective_words(wait)}. All ranks must run the same steps."
+                        f"{collective_words(wait)}, called at {report.doing}. All ranks must run the "
+                        "same steps."
                     )
         return ""
 
@@ -282,6 +288,7 @@ class HeartbeatServer:
             )
         ]
         lines += [f"  rank {rank} {whereabouts(self._reports.get(rank))}" for rank in missing]
+        lines += [f"  rank {rank} waits at {self._reports[rank].doing}." for rank in there[:4]]
         return "\n".join(lines)
 
 
@@ -319,6 +326,8 @@ class HeartbeatClient:
         self._guard = _Guard()
         self._lock = threading.Lock()
         self.ended = threading.Event()
+        #: What the server last asked all ranks, for `report` to answer.
+        self.question: Any = None
         self._every = 1.0
         self._channel = Channel(connect(address, key, _PURPOSE, rank, timeout=max(timeout, 10.0)))
         self.say(self._next_report())
@@ -357,6 +366,8 @@ class HeartbeatClient:
                     return self._lost(verdict)
                 if isinstance(every := message.get("every"), float) and every >= 1.0:
                     self._every = every
+                if (question := message.get("question")) and question != self.question:
+                    self.question, said = question, 0.0  # It is answered at once.
                 if isinstance(warning := message.get("warning"), str):
                     self._guard(self._on_warning, warning, default=None)
             except TimeoutError:

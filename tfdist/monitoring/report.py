@@ -8,11 +8,22 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Report", "collective_words", "last_seen", "rank_words", "silent_for", "whereabouts"]
+__all__ = [
+    "Report",
+    "collective_words",
+    "last_seen",
+    "packed",
+    "rank_words",
+    "silent_for",
+    "unpacked",
+    "whereabouts",
+]
 
 #: What a report is cut to, so that it fits into a message in a world of any size.
 _MOST_RANKS = 20_000
 _LONGEST_TEXT = 2000
+#: Of a collective that a rank is blocked in, since the server sends it to all.
+_LONGEST_NAME = 500
 #: More ranks than these are packed where they are equally far apart.
 _MOST_LISTED = 16
 
@@ -25,6 +36,10 @@ class Report:
         rank: The rank.
         waiting: The collectives under way: a list of dicts with `name`, `ranks`, `occurrence`
             and `seconds`, how long.
+        blocked: What the main thread cannot leave before other ranks come: a list of dicts with `name`,
+            `ranks`, `needed` and `occurrence`, as in `tfdist.collectives.flight_recorder.Blocked`.
+        asked: The last question of the server, by its number.
+        lacks: Which of the collectives that it asked for this rank has not begun, by their places.
         doing: Where the main thread stands, in words.
         ended: Said goodbye.
         failed: The exception that ends it, or "".
@@ -33,6 +48,9 @@ class Report:
 
     rank: int
     waiting: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    blocked: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    asked: int = 0
+    lacks: list[int] = dataclasses.field(default_factory=list)
     doing: str = ""
     ended: bool = False
     failed: str = ""
@@ -46,10 +64,15 @@ class Report:
             ranks += len(wait["ranks"]) + 1
             if waiting and ranks > _MOST_RANKS:
                 break
-            short = {"name": wait["name"][:_LONGEST_TEXT], "ranks": _packed(wait["ranks"])}
+            short = {"name": wait["name"][:_LONGEST_TEXT], "ranks": packed(wait["ranks"])}
             waiting.append({**wait, **short})
+        blocked = [
+            {**call, "ranks": packed(call["ranks"]), "needed": packed(call["needed"])}
+            for call in self.blocked
+            if len(call["name"]) <= _LONGEST_NAME
+        ]
         cut = {"doing": self.doing[:_LONGEST_TEXT], "failed": self.failed[:_LONGEST_TEXT]}
-        return {**dataclasses.asdict(self), "waiting": waiting, **cut}
+        return {**vars(self), "waiting": waiting, "blocked": blocked, **cut}
 
     @classmethod
     def from_message(cls, message: dict[str, Any], size: int) -> Report:
@@ -67,7 +90,15 @@ class Report:
             raise ValueError(f"a report of rank {report.rank}, of {size} ranks")
         if not all(_is_wait(wait, size) for wait in report.waiting):
             raise ValueError("a report with a malformed list of collectives")
-        report.waiting = [{**wait, "ranks": _unpacked(wait["ranks"])} for wait in report.waiting]
+        if not all(_is_blocked(call, size) for call in report.blocked) or not all(
+            type(place) is int for place in report.lacks
+        ):
+            raise ValueError("a report with a malformed list of what it is blocked in")
+        report.waiting = [{**wait, "ranks": unpacked(wait["ranks"])} for wait in report.waiting]
+        report.blocked = [
+            {**call, "ranks": unpacked(call["ranks"]), "needed": unpacked(call["needed"])}
+            for call in report.blocked
+        ]
         return report
 
 
@@ -93,7 +124,19 @@ def _is_wait(wait: Any, size: int) -> bool:
     )
 
 
-def _packed(ranks: Sequence[int]) -> list[int] | dict[str, int]:
+def _is_blocked(call: Any, size: int) -> bool:
+    return (
+        isinstance(call, dict)
+        and call.keys() == {"name", "ranks", "needed", "occurrence"}
+        and isinstance(call["name"], str)
+        and len(call["name"]) <= _LONGEST_NAME
+        and type(call["occurrence"]) is int
+        and _are_ranks(call["ranks"], size)
+        and _are_ranks(call["needed"], size)
+    )
+
+
+def packed(ranks: Sequence[int]) -> list[int] | dict[str, int]:
     """Ranks for a message: of many that lie equally far apart, as those of an axis do, the ends alone.
 
     In a world of thousands each rank reports groups of thousands, which the server would have to read.
@@ -105,7 +148,8 @@ def _packed(ranks: Sequence[int]) -> list[int] | dict[str, int]:
     return list(ranks)
 
 
-def _unpacked(ranks: list[int] | dict[str, int]) -> Sequence[int]:
+def unpacked(ranks: list[int] | dict[str, int]) -> Sequence[int]:
+    """What `packed` made of ranks."""
     if isinstance(ranks, dict):
         return range(ranks["first"], ranks["last"] + 1, ranks["step"])
     return ranks
@@ -138,7 +182,8 @@ def silent_for(seconds: float) -> str:
 def last_seen(report: Report) -> str:
     """Where a rank was when it last reported, as one more sentence, or ""."""
     if report.waiting:
-        return f" Last seen in {collective_words(report.waiting[0])}."
+        place = f", called at {report.doing}" if report.doing else ""
+        return f" Last seen in {collective_words(report.waiting[0])}{place}."
     return f" Last seen at {report.doing}." if report.doing else ""
 
 
@@ -149,5 +194,6 @@ def whereabouts(report: Report | None) -> str:
     if report.ended:
         return "has ended."
     if report.waiting:
-        return f"waits in {collective_words(report.waiting[0])} instead."
+        place = f", called at {report.doing}" if report.doing else ""
+        return f"waits in {collective_words(report.waiting[0])} instead{place}."
     return f"is at {report.doing}."

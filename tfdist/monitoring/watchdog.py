@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import faulthandler
 import os
 import secrets
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import tensorflow as tf
 from tfdist import checks
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import broadcast_object
-from tfdist.monitoring.frames import runs_code_in, stack_of
+from tfdist.monitoring.deadlock import answer
+from tfdist.monitoring.frames import Place, is_idle, runs_code_in, stack_of, users_place
 from tfdist.monitoring.heartbeat import HeartbeatClient, HeartbeatServer
 from tfdist.monitoring.report import Report, collective_words
 from tfdist.runtime.exit_codes import ENDED_BY_WATCHDOG
@@ -64,7 +66,9 @@ class Watchdog:
             atexit.register(self._server.see_out)
             contact = (engine.host_address(), self._server.port, key)
         host, port, key = broadcast_object(contact, engine.group(), name="watchdog")
-        self._client = HeartbeatClient(
+        #: What the server last asked; the client wants a first report while it is made.
+        self._question: Callable[[], Any] = lambda: None
+        self._client = client = HeartbeatClient(
             engine.rank,
             (host, port),
             key,
@@ -73,6 +77,7 @@ class Watchdog:
             on_verdict=self._end,
             on_warning=self._warn,
         )
+        self._question = lambda: client.question
         atexit.register(self._leave)
         engine.at_shutdown(self.close)
 
@@ -104,16 +109,24 @@ class Watchdog:
             for op, key in zip(flying, keys, strict=True)
         ]
         waiting.sort(key=lambda wait: -wait["seconds"])
-        report = Report(self._engine.rank, waiting=waiting, doing=self._main_thread())
+        stack = [place for place in stack_of(self._main) if place.file != __file__]
+        in_tensorflow = bool(stack) and stack[0].file.startswith(_TENSORFLOW)
+        # A graph that computes, too, may fail by itself, and leave what it waits for.
+        blocked = self._engine.recorder.blocked(
+            self._main, flying, lambda: in_tensorflow and is_idle()
+        )
+        asked, lacks = answer(self._question(), self._engine.recorder.has_begun)
+        report = Report(
+            self._engine.rank,
+            waiting=waiting,
+            blocked=[dataclasses.asdict(call) for call in blocked],
+            asked=asked,
+            lacks=lacks,
+            doing=_place_words(stack),
+        )
         # Looked for each time, as what runs at a process' end may itself wait for another rank.
         error = uncaught()
         return report if error is None else _failed(report, error)
-
-    def _main_thread(self) -> str:
-        """Where the main thread stands: the innermost line that is not a library's."""
-        stack = [place for place in stack_of(self._main) if place.file != __file__]
-        own = [place for place in stack if "site-packages" not in place.file] or stack
-        return f"{own[0].file}:{own[0].line} in {own[0].function}" if own else "its end"
 
     def _leave(self) -> None:
         """At the end of the process: says what ended it, if an exception did, and goodbye."""
@@ -159,7 +172,15 @@ class Watchdog:
             return f"Where this rank is cannot be told: {error}. "
         if not report.waiting:
             return f"This rank is at {report.doing}. "
-        return f"This rank waits in {collective_words(report.waiting[0])}. "
+        return (
+            f"This rank waits in {collective_words(report.waiting[0])}, called at {report.doing}. "
+        )
+
+
+def _place_words(stack: Sequence[Place]) -> str:
+    """Where a thread stands: the innermost line of the user's."""
+    place = users_place(stack)
+    return "its end" if place is None else f"{place.file}:{place.line} in {place.function}"
 
 
 def _failed(report: Report, error: BaseException) -> Report:
