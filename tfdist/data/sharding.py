@@ -17,6 +17,7 @@ from tfdist.row_shares import RowShares
 __all__ = [
     "empty_batch",
     "equal_steps",
+    "is_none",
     "is_per_rank",
     "length_varies",
     "mark_length_varies",
@@ -198,7 +199,8 @@ def remaining_batches(dataset: tf.data.Dataset, samples: int, batch_size: int) -
             "Ranks that read data of their own cannot go on with another batch size in the middle "
             "of an epoch. Received: a data set of `distribute_datasets_from_function`."
         )
-    whole = all(_rows_of(spec) is not None for spec in _flat_spec(batches))
+    present = [spec for spec in _flat_spec(batches) if not is_none(spec)]
+    whole = all(_rows_of(spec) is not None for spec in present)
     return batches.unbatch().skip(samples).batch(batch_size, drop_remainder=whole)
 
 
@@ -276,6 +278,11 @@ def _flat_spec(dataset) -> list:
     return tf.nest.flatten(dataset.element_spec)
 
 
+def is_none(spec) -> bool:
+    """Whether this stands for a None, as for an optional input; TensorFlow has no public name for it."""
+    return type(spec).__name__ == "NoneTensorSpec"
+
+
 def _rows_of(spec) -> int | None:
     shape = getattr(spec, "shape", None)
     return shape[0] if shape is not None and shape.rank else None
@@ -313,6 +320,8 @@ def empty_batch(spec):
     """
 
     def empty(part):
+        if is_none(part):
+            return None
         if not isinstance(part, tf.TensorSpec):
             raise ValueError(
                 "A shorter rank's data set is filled up with empty batches of dense tensors. "
@@ -356,7 +365,7 @@ def _check_shuffles_alike(dataset) -> None:
 
 
 def _leading_size(batch):
-    part = tf.nest.flatten(batch)[0]
+    part = next(part for part in tf.nest.flatten(batch) if part is not None)
     if isinstance(part, tf.RaggedTensor):
         return tf.cast(part.nrows(), tf.int64)
     if isinstance(part, tf.SparseTensor):
@@ -365,6 +374,8 @@ def _leading_size(batch):
 
 
 def _rows(part, start, end):
+    if part is None:  # An optional input.
+        return None
     if isinstance(part, tf.SparseTensor):
         size = tf.concat([[end - start], part.dense_shape[1:]], axis=0)
         begin = tf.concat([[start], tf.zeros_like(part.dense_shape[1:])], axis=0)
