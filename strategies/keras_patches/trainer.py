@@ -32,8 +32,9 @@ from tfdist.strategies.keras_patches.callbacks import (
     check_callbacks,
     reads_batch_logs,
 )
-from tfdist.strategies.keras_patches.data import recorded
+from tfdist.strategies.keras_patches.data import first_batch_compared, recorded
 from tfdist.strategies.keras_patches.local_steps import framed, global_parameters
+from tfdist.strategies.keras_patches.scopes import notice_no_scope
 from tfdist.strategies.keras_patches.synchronization import synchronize_layer_states
 from tfdist.strategies.randomness import share_random_state
 
@@ -71,7 +72,9 @@ def _fit(original, self, *args, **kwargs):
     if asynchronous is not None:
         return asynchronous.fit(functools.partial(_fit_to_the_end, original), arguments)
     strategy = _parallel_strategy(self)
-    if strategy_of(self) is not None:
+    if strategy_of(self) is None:
+        notice_no_scope(self)
+    else:
         _adopt_optimizers(self, strategy_of(self))
         arguments["callbacks"] = framed(self, tf.nest.flatten(arguments["callbacks"] or []))
     if strategy is None:
@@ -80,7 +83,8 @@ def _fit(original, self, *args, **kwargs):
     check_agreement(strategy, "fit", arguments)
     share_random_state(strategy.group())
     _prepare_callbacks(strategy, arguments, training=True)
-    return _fit_to_the_end(original, arguments)
+    with first_batch_compared():
+        return _fit_to_the_end(original, arguments)
 
 
 def _refuse_xla(model, strategy) -> None:

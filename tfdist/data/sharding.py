@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
+from tfdist.data.read_ahead import is_drawn_when_needed, sources
 from tfdist.row_shares import RowShares
 
 __all__ = [
@@ -29,12 +30,10 @@ __all__ = [
     "shard_whole_batches",
     "shard_whole_steps",
     "with_unknown_rows",
-    "without_prefetch",
 ]
 
 _MARK = "_tfdist_per_rank"
 _GLOBAL = "_tfdist_global_batches"
-_DRAWN_ONCE = "_tfdist_drawn_once"
 _OWN_BATCHES = "_tfdist_own_batches"
 _LENGTH_VARIES = "_tfdist_length_varies"
 
@@ -94,7 +93,7 @@ def shard_batches(
     # One slice costs less than handing it to another thread.
     options = tf.data.Options()
     options.deterministic = True
-    ahead = 0 if getattr(dataset, _DRAWN_ONCE, False) else 2
+    ahead = 0 if is_drawn_when_needed(dataset) else 2
     if shares is not None:
         # Rows are taken when a step asks for them: ahead of it, ranks would see other shares.
         options.experimental_optimization.inject_prefetch = False
@@ -164,22 +163,6 @@ def shard_whole_steps(
 def own_batches(dataset) -> tuple[int, int] | None:
     """Of what `shard_whole_batches` returned: the number of shards, and which it is."""
     return getattr(dataset, _OWN_BATCHES, None)
-
-
-def without_prefetch(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns the data set of a Python generator that a `prefetch` ends, as one without it.
-
-    A generator goes on where it was last drawn from. A prefetch draws ahead, as many batches as
-    time allows, and the next iterator would not get those: each rank would go on at another batch.
-    """
-    (drawn,) = _sources(dataset)
-    options = tf.data.Options()
-    options.experimental_optimization.inject_prefetch = False
-    # A map that runs in several threads draws ahead too.
-    options.experimental_optimization.map_parallelization = False
-    drawn = drawn.with_options(options)
-    setattr(drawn, _DRAWN_ONCE, True)
-    return drawn
 
 
 def remaining_batches(dataset: tf.data.Dataset, samples: int, batch_size: int) -> tf.data.Dataset:
@@ -266,7 +249,7 @@ def length_varies(dataset) -> bool:
 def _is_marked(dataset, mark: str) -> bool:
     if getattr(dataset, mark, False):
         return True
-    return any(_is_marked(source, mark) for source in _sources(dataset))
+    return any(_is_marked(source, mark) for source in sources(dataset))
 
 
 def _is_passed_as_arguments(dataset) -> bool:
@@ -333,11 +316,6 @@ def empty_batch(spec):
     return tf.nest.map_structure(empty, spec)
 
 
-def _sources(dataset) -> list:
-    """The data sets that a data set was made from; `_inputs` is all that TensorFlow offers."""
-    return list(dataset._inputs()) if isinstance(dataset, tf.data.Dataset) else []
-
-
 def _check_has_batch_dim(dataset) -> None:
     for spec in tf.nest.flatten(dataset.element_spec):
         shape = getattr(spec, "shape", None)
@@ -360,7 +338,7 @@ def _check_shuffles_alike(dataset) -> None:
                 "the ranks would take their rows from different batches. Make the strategy before "
                 "the data set (it gives all ranks one seed), or pass `shuffle(..., seed=)`."
             )
-    for source in _sources(dataset):
+    for source in sources(dataset):
         _check_shuffles_alike(source)
 
 
