@@ -28,6 +28,9 @@ def drawn_when_needed(dataset: tf.data.Dataset) -> tf.data.Dataset:
     options.experimental_optimization.inject_prefetch = False
     # A map that runs in several threads draws ahead too.
     options.experimental_optimization.map_parallelization = False
+    # So does one that is joined with what makes batches of its rows.
+    options.experimental_optimization.map_and_batch_fusion = False
+    options.experimental_optimization.parallel_batch = False
     drawn = dataset.with_options(options)
     setattr(drawn, _MARK, True)
     return drawn
