@@ -112,9 +112,7 @@ def test_a_data_set_without_an_end(pool, workers):
 @on_ranks(("horovod", 2))
 @pytest.mark.parametrize("workers", ["one", "two"])
 def test_several_steps_in_one_execution(pool, workers):
-    program = functools.partial(
-        orders, steps_per_execution=2, endless=True, **WORKERS[workers]
-    )
+    program = functools.partial(orders, steps_per_execution=2, endless=True, **WORKERS[workers])
     for seen in pool.run(on_mesh, program, Mesh(), {}):
         assert seen == [[order, order] for order in range(1, EPOCHS + 1) for _ in range(STEPS // 2)]
 
@@ -146,7 +144,11 @@ def train(strategy, *, validation: bool = False, **options):
 
 
 #: Keras prepares the same batches in each run by one worker; more do so where all fit into their queue.
-STEADY = {"one": {}, "two": {"workers": 2}, "processes": {"workers": 2, "use_multiprocessing": True}}
+STEADY = {
+    "one": {},
+    "two": {"workers": 2},
+    "processes": {"workers": 2, "use_multiprocessing": True},
+}
 
 
 @on_ranks(("horovod", 2), slow=[("tensorflow", 3)])

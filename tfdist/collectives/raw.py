@@ -89,7 +89,9 @@ def _gather_text(tensor, group: Group, uneven: bool, name: str | None):
     """Strings travel as their bytes, beside their lengths."""
     with tf.device("/CPU:0"):
         own = tf.io.decode_raw(tf.strings.reduce_join(tf.reshape(tensor, [-1])), tf.uint8)
-        lengths = raw_all_gather(tf.strings.length(tensor), group, uneven, f"{name or 'text'}/lengths")
+        lengths = raw_all_gather(
+            tf.strings.length(tensor), group, uneven, f"{name or 'text'}/lengths"
+        )
         content = raw_all_gather(own, group, True, name)
         letters = tf.gather([bytes([code]) for code in range(256)], tf.cast(content, tf.int32))
         counts = tf.reshape(lengths, [-1])

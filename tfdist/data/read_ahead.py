@@ -12,7 +12,7 @@ __all__ = ["drawn_when_needed", "is_drawn_when_needed", "sources", "without_earl
 
 _MARK = "_tfdist_drawn_when_needed"
 #: States of random generators, by dtype and sizes: what is drawn depends on the order alone.
-_RANDOM_STATES = ((tf.uint32, [2]), (tf.int64, [3]))
+_RANDOM_STATES = ((tf.uint32, [2]), (tf.int64, [2]), (tf.int64, [3]))
 
 
 def sources(dataset) -> list:
