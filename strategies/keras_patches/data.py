@@ -87,7 +87,9 @@ def _draw_when_needed(source, strategy: DistributedStrategy) -> None:
     adapter, steps = source.data_adapter, source.steps_per_epoch
     if isinstance(adapter, PyDatasetAdapter) and steps:
         # Several steps in one execution draw all of its batches.
-        prepare_by_epoch(adapter, -(-steps // source.steps_per_execution) * source.steps_per_execution)
+        prepare_by_epoch(
+            adapter, -(-steps // source.steps_per_execution) * source.steps_per_execution
+        )
     elif not isinstance(adapter, GeneratorDataAdapter):
         return
     # All ranks' generators have to be at the same batch when another iterator goes on with them.

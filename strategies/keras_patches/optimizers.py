@@ -141,6 +141,8 @@ def _refuse_outside(optimizer, reference) -> None:
     else:
         cause = "the model was built outside of the scope"
         remedy = "Build both inside `with strategy.scope():`"
+    # Keras takes it for built by now, and would not begin again.
+    optimizer.built = False
     raise RuntimeError(
         f"The optimizer `{optimizer.name}` was made under `strategy.scope()`, and so has to be what it "
         f"updates. Received: the variable `{getattr(reference, 'path', reference.name)}`; {cause}. {remedy}."

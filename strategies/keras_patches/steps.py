@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import all_gather, all_reduce
-from tfdist.context import current_replica
+from tfdist.context import ReplicaContext, current_replica
 from tfdist.keras_step import KerasStep
 from tfdist.sharding.updates import unwrapped
 from tfdist.strategies.gradient_reads import call_step
@@ -25,7 +26,7 @@ _LIBRARIES = ("keras", "tfdist")
 def run_keras_step(step: KerasStep, fn, *args, **kwargs):
     """Calls a Keras step in replica context; returns its logs, those of a custom step global."""
     call = functools.partial(fn, *args, **kwargs)
-    replica = current_replica()
+    replica: Any = current_replica()
     if step.kind == "train" and replica.strategy.mesh.size > 1 and _reads_gradients(step, fn):
         call = functools.partial(call_step, replica, call)
     if step.group.size == 1:
@@ -38,7 +39,7 @@ def run_keras_step(step: KerasStep, fn, *args, **kwargs):
         logs = call()
     else:
         with global_results(step.model, step.model.distribute_strategy):
-            logs = _average_logs(call(), step)
+            logs = _average_logs(call(), step, replica)
     if put_back is not None:
         put_back()
     return logs
@@ -72,7 +73,7 @@ def count_rows(data) -> int | tf.Tensor:
     )
 
 
-def _average_logs(logs, step: KerasStep):
+def _average_logs(logs, step: KerasStep, replica: ReplicaContext):
     """The mean over samples of each floating tensor that a custom step returned.
 
     Such a step may return values that no metric holds, and Keras shows the last as they are.
@@ -86,7 +87,7 @@ def _average_logs(logs, step: KerasStep):
         if isinstance(value, tf.Tensor) and value.dtype.is_floating
     ]
     for place in [place for place in places if _has_rows(flat[place], step)]:
-        flat[place] = current_replica().all_gather(flat[place], 0)
+        flat[place] = replica.all_gather(flat[place], 0)
         places.remove(place)
     if places:
         exact = any(flat[place].dtype == tf.float64 for place in places)
@@ -104,7 +105,9 @@ def _average_logs(logs, step: KerasStep):
 def _as_tensor(value):
     """A log, if it may be another on each rank, as a tensor: in a graph all others are constants."""
     is_variable = isinstance(value, keras.Variable | tf.Variable)
-    if is_variable or (tf.executing_eagerly() and isinstance(value, float | np.floating | np.ndarray)):
+    if is_variable or (
+        tf.executing_eagerly() and isinstance(value, float | np.floating | np.ndarray)
+    ):
         return tf.convert_to_tensor(value)
     return value
 

@@ -49,7 +49,6 @@ def mixed(strategy):
         optimizer.apply(gradients, inside.trainable_variables)
     said["apply"] = str(error.value)
     with strategy.scope():
-        optimizer = keras.optimizers.Adam()
         optimizer.build(inside.trainable_variables)
     optimizer.apply(gradients, inside.trainable_variables)
     return said
