@@ -11,6 +11,8 @@ from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 
 from tfdist.collectives import all_gather, all_reduce
 from tfdist.context import DistributedStrategy, ReplicaContext
+from tfdist.data.first_batch import FirstBatch
+from tfdist.data.read_ahead import without_early_reads
 from tfdist.data.sharding import equal_steps, is_per_rank, mark_per_rank, shard_batches
 from tfdist.data.tokens import agreed_split, shard_tokens
 from tfdist.graph.arrival import after_arrival
@@ -39,6 +41,7 @@ class ParallelExtended(OneDeviceExtended):
         self.work_meter: WorkMeter | None = None
         #: Whether callbacks are at the beginning of `fit`, where some restore on the chief alone.
         self.restores = False
+        self._first_batch: FirstBatch | None = None
 
     # -- what ranks are ---------------------------------------------------------------------
 
@@ -153,10 +156,23 @@ class ParallelExtended(OneDeviceExtended):
 
     # -- data -------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def noting(self, first: FirstBatch | None) -> Iterator[None]:
+        """Inside, data sets that are distributed note the first of their global batches."""
+        self._first_batch = first
+        try:
+            yield
+        finally:
+            self._first_batch = None
+
     def _experimental_distribute_dataset(self, dataset, options):
         del options
         if is_per_rank(dataset):
             return equal_steps(dataset, self._parallel.group())
+        if self._in_multi_worker_mode():
+            dataset = without_early_reads(dataset)
+            if self._first_batch is not None:
+                dataset = self._first_batch.noted(dataset)
         group = self._parallel.row_group
         return self._own_tokens(
             shard_batches(dataset, group.size, group.rank, self._parallel.row_shares)

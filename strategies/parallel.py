@@ -27,6 +27,7 @@ from tfdist.runtime.schedulers import started_by_scheduler
 from tfdist.shares import MeasuredShares, check_batch_shares
 from tfdist.strategies import keras_patches
 from tfdist.strategies.extended import ParallelExtended
+from tfdist.strategies.keras_patches.scopes import note_strategy
 from tfdist.strategies.keras_patches.steps import count_rows
 from tfdist.strategies.randomness import share_random_state
 from tfdist.strategies.whole_gradients import clip_by_global_norm
@@ -128,6 +129,7 @@ class ParallelStrategy(DistributedStrategy):
         if watchdog_seconds and engine.size > 1:
             self._watchdog = Watchdog(engine, watchdog_seconds)
         keras_patches.install()
+        note_strategy(self)
 
     @property
     def engine(self) -> Engine:

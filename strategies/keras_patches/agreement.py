@@ -6,6 +6,7 @@ Lengths, dtypes and shapes are compared, not values: that is one small message.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from tfdist.data.sharding import is_per_rank
 from tfdist.monitoring.causes import ARGUMENTS
 from tfdist.monitoring.report import rank_words
 
-__all__ = ["check_agreement", "describe"]
+__all__ = ["check_agreement", "compare_first_batches", "describe"]
 
 #: Arguments that are data, and those that say how many steps there are.
 _DATA = ("x", "y", "sample_weight", "validation_data")
@@ -33,6 +34,8 @@ _NUMBERS = (
     "validation_split",
     "validation_steps",
 )
+#: The environment variable that silences the warning of unlike batches.
+COMPARE = "TFDIST_COMPARE_BATCHES"
 _MOST_SHOWN = 4
 _MOST_PARTS = 64
 
@@ -71,6 +74,28 @@ def check_agreement(strategy, kind: str, arguments: Mapping[str, Any]) -> None:
             )
     if strategy.is_chief:
         _notice_large_batch(kind, arguments)
+
+
+def compare_first_batches(strategy, digest: int) -> None:
+    """Warns where the ranks' first global batches differ; each of them calls this.
+
+    Args:
+        strategy: The strategy.
+        digest: That of this rank's batch, before its rows were taken.
+    """
+    every = all_gather_object(digest, strategy.group(), name="first-batch")
+    if len(set(every)) == 1 or not strategy.is_chief or os.environ.get(COMPARE) == "0":
+        return
+    others = [rank for rank, other in enumerate(every) if other != every[0]]
+    logging.warning(
+        "tfdist: ranks iterate the same batches, of which each takes its own rows. Received: in `fit` "
+        "another first batch on %s than on rank 0, so rows are lost or seen twice. Either the data are cut "
+        "by rank before, as by `ds.shard(size, rank)`: leave that out, or give them by "
+        "`strategy.distribute_datasets_from_function`; or the pipeline draws random values on each rank, "
+        "as of a NumPy generator without a seed: seed it alike. %s=0 leaves this warning out.",
+        rank_words(others),
+        COMPARE,
+    )
 
 
 def describe(value: Any) -> str:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist.data.sharding import own_batches
+from tfdist.data.sharding import is_none, own_batches
 
 __all__ = ["batch_of", "count_own_batches"]
 
 
 def batch_of(iterator):
     """A batch as its specification: to draw one would move a data set that shuffles."""
-    # The class of a None's specification is public since TensorFlow 2.21, and what it stands for always.
     return tf.nest.map_structure(
-        lambda part: None if part.value_type is type(None) else part,
+        lambda part: None if is_none(part) else part,
         iterator._distributed_dataset.element_spec,
     )
 

@@ -7,18 +7,28 @@ import functools
 from collections.abc import Iterator
 
 from tfdist.context import DistributedStrategy
+from tfdist.data.first_batch import FirstBatch
 from tfdist.data.position import DataPosition
-from tfdist.data.sharding import length_varies, without_prefetch
+from tfdist.data.read_ahead import drawn_when_needed
+from tfdist.data.sharding import length_varies
 from tfdist.keras_internals import attributes
 from tfdist.keras_internals.patching import Patch
-from tfdist.keras_internals.private import GeneratorDataAdapter, TFEpochIterator
+from tfdist.keras_internals.private import (
+    GeneratorDataAdapter,
+    PyDatasetAdapter,
+    TFEpochIterator,
+)
 from tfdist.strategies.asynchronous import AsynchronousStrategy
+from tfdist.strategies.keras_patches.agreement import compare_first_batches
 from tfdist.strategies.keras_patches.asynchronous import count_own_batches
+from tfdist.strategies.keras_patches.py_datasets import prepare_by_epoch
 
-__all__ = ["PATCHES", "began_before", "recorded"]
+__all__ = ["PATCHES", "began_before", "first_batch_compared", "recorded"]
 
 #: Of the calls of `fit` under way, the innermost last.
 _open: list[DataPosition] = []
+#: For each of them the digest of its data, until these are made.
+_awaited: list[FirstBatch | None] = []
 
 
 @contextlib.contextmanager
@@ -36,15 +46,31 @@ def began_before() -> bool:
     return bool(_open) and _open[-1].done_before > 0
 
 
+@contextlib.contextmanager
+def first_batch_compared() -> Iterator[None]:
+    """Inside, a digest of the first batch of the first data, those of a `fit`, is compared among ranks."""
+    _awaited.append(FirstBatch())
+    try:
+        yield
+    finally:
+        _awaited.pop()
+
+
 def _init(original, self, distribute_strategy=None, *args, **kwargs):
-    original(self, distribute_strategy, *args, **kwargs)
     is_ours = isinstance(distribute_strategy, DistributedStrategy)
-    ours = is_ours and distribute_strategy.mesh.size > 1
-    if ours and isinstance(self.data_adapter, GeneratorDataAdapter):
-        # All ranks' generators have to be at the same batch when another iterator goes on with them.
-        self._distributed_dataset = distribute_strategy.experimental_distribute_dataset(
-            without_prefetch(self.data_adapter.get_tf_dataset())
-        )
+    if not is_ours or distribute_strategy.mesh.size == 1:
+        original(self, distribute_strategy, *args, **kwargs)
+    else:
+        first = _awaited[-1] if _awaited else None
+        if first is not None:
+            _awaited[-1] = None
+        with distribute_strategy.extended.noting(first):
+            original(self, distribute_strategy, *args, **kwargs)
+            _draw_when_needed(self, distribute_strategy)
+        if first is not None:
+            self._enumerate_iterator = functools.partial(
+                _with_comparison, self._enumerate_iterator, distribute_strategy, first
+            )
     if isinstance(distribute_strategy, AsynchronousStrategy):
         count_own_batches(self)
     if length_varies(self._distributed_dataset):
@@ -54,6 +80,31 @@ def _init(original, self, distribute_strategy=None, *args, **kwargs):
         # Of this iterator alone: the training data's.
         self._get_iterator = functools.partial(position.dataset, self._get_iterator)
         self._enumerate_iterator = functools.partial(position.steps, self._enumerate_iterator)
+
+
+def _draw_when_needed(source, strategy: DistributedStrategy) -> None:
+    """Takes the prefetch away where a batch depends on when it is prepared."""
+    adapter, steps = source.data_adapter, source.steps_per_epoch
+    if isinstance(adapter, PyDatasetAdapter) and steps:
+        # Several steps in one execution draw all of its batches.
+        prepare_by_epoch(
+            adapter, -(-steps // source.steps_per_execution) * source.steps_per_execution
+        )
+    elif not isinstance(adapter, GeneratorDataAdapter):
+        return
+    # All ranks' generators have to be at the same batch when another iterator goes on with them.
+    source._distributed_dataset = strategy.experimental_distribute_dataset(
+        drawn_when_needed(adapter.get_tf_dataset())
+    )
+
+
+def _with_comparison(original, strategy: DistributedStrategy, first: FirstBatch):
+    """The steps of an epoch; after the first of all, whether it had the same batch on all ranks."""
+    for step in original():
+        yield step
+        if not first.is_compared:
+            first.is_compared = True
+            compare_first_batches(strategy, first.value())
 
 
 def _to_the_end(source, original):

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 
 import keras
 
-from tfdist.context import current_replica, current_strategy
+from tfdist.context import DistributedStrategy, current_replica, current_strategy
 from tfdist.gradient_options import GradientOptions
 from tfdist.gradients.elementwise import check_elementwise
 from tfdist.gradients.path import GradientPath, current_path
+from tfdist.keras_internals.attributes import stored_value
 from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import BaseOptimizer, LossScaleOptimizer, TFOptimizer
 from tfdist.sharding.layout import layout_of, update_layout
@@ -40,6 +41,8 @@ def _apply(original, self, grads, trainable_variables=None):
             self._trainable_variables if trainable_variables is None else trainable_variables
         )
         variables = list(variables)
+        # One that was made outside of the scope makes its variables here.
+        self._distribution_strategy = replica.strategy
         _prepare(self, variables)
         grads, origins = origins_of(grads, variables, replica)
         path = GradientPath(replica, self, variables, origins)
@@ -107,6 +110,7 @@ def _add_variable_from_reference(original, self, reference_variable, name=None, 
     strategy = current_strategy()
     with as_shards():
         if strategy is None:
+            _refuse_outside(self, reference_variable)
             return original(self, reference_variable, name, *args, **kwargs)
         if isinstance(reference_variable, keras.Variable):
             _prepare(self, [reference_variable])
@@ -123,6 +127,26 @@ def _add_variable_from_reference(original, self, reference_variable, name=None, 
         if layout.is_spread:
             update_layout(variable, slice=layout.slice, flat=state, stage=layout.stage)
         return variable
+
+
+def _refuse_outside(optimizer, reference) -> None:
+    """TensorFlow would say that the scope is missing, and not of what."""
+    strategy = optimizer._distribution_strategy
+    if not isinstance(strategy, DistributedStrategy):
+        return
+    value = stored_value(reference) if isinstance(reference, keras.Variable) else reference
+    if getattr(value, "_distribute_strategy", None) is strategy:
+        cause = "the optimizer was called outside of `strategy.run` and of the scope"
+        remedy = "Call `optimizer.build(model.trainable_variables)` inside of the scope before"
+    else:
+        cause = "the model was built outside of the scope"
+        remedy = "Build both inside `with strategy.scope():`"
+    # Keras takes it for built by now, and would not begin again.
+    optimizer.built = False
+    raise RuntimeError(
+        f"The optimizer `{optimizer.name}` was made under `strategy.scope()`, and so has to be what it "
+        f"updates. Received: the variable `{getattr(reference, 'path', reference.name)}`; {cause}. {remedy}."
+    )
 
 
 @dataclasses.dataclass

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from tfdist.collectives import all_reduce
-from tfdist.context import current_replica
+from tfdist.collectives import all_gather, all_reduce
+from tfdist.context import ReplicaContext, current_replica
 from tfdist.keras_step import KerasStep
 from tfdist.sharding.updates import unwrapped
 from tfdist.strategies.gradient_reads import call_step
@@ -38,7 +39,7 @@ def run_keras_step(step: KerasStep, fn, *args, **kwargs):
     name = f"{step.kind}_step"
     logs = call()
     if getattr(type(step.model), name) is not getattr(keras.Model, name):
-        logs = _average_logs(logs, step)
+        logs = _average_logs(logs, step, replica)
     if put_back is not None:
         put_back()
     return logs
@@ -72,22 +73,50 @@ def count_rows(data) -> int | tf.Tensor:
     )
 
 
-def _average_logs(logs, step: KerasStep):
-    """The mean over samples of each scalar that a custom step returned.
+def _average_logs(logs, step: KerasStep, replica: ReplicaContext):
+    """The mean over samples of each floating tensor that a custom step returned.
 
     Such a step may return values that no metric holds, and Keras shows the last as they are.
-    Results of metrics that are global already do not change.
+    Results of metrics that are global already do not change. What has a number for each row, as far
+    as that can be told, is joined.
     """
-    flat = tf.nest.flatten(logs)
+    flat = [_as_tensor(value) for value in tf.nest.flatten(logs)]
     places = [
         place
         for place, value in enumerate(flat)
-        if tf.is_tensor(value) and value.shape.rank == 0 and value.dtype.is_floating
+        if isinstance(value, tf.Tensor) and value.dtype.is_floating
     ]
-    if not places:
-        return logs
-    values = tf.stack([tf.cast(flat[place], tf.float32) for place in places])
-    means = all_reduce(tf.math.multiply_no_nan(values, step.share), step.group, name="logs")
-    for place, mean in zip(places, tf.unstack(means), strict=True):
-        flat[place] = tf.cast(mean, flat[place].dtype)
+    for place in [place for place in places if _has_rows(flat[place], step)]:
+        flat[place] = replica.all_gather(flat[place], 0)
+        places.remove(place)
+    if places:
+        exact = any(flat[place].dtype == tf.float64 for place in places)
+        wire = tf.float64 if exact else tf.float32
+        parts = [tf.reshape(tf.cast(flat[place], wire), [-1]) for place in places]
+        values = tf.concat(parts, axis=0)
+        share = tf.cast(step.share, wire)
+        means = all_reduce(tf.math.multiply_no_nan(values, share), step.group, name="logs")
+        for place, mean in zip(places, tf.split(means, [p.shape[0] for p in parts]), strict=True):
+            mean = tf.reshape(mean, flat[place].shape)
+            flat[place] = tf.cast(mean, flat[place].dtype)
     return tf.nest.pack_sequence_as(logs, flat)
+
+
+def _as_tensor(value):
+    """A log, if it may be another on each rank, as a tensor: in a graph all others are constants."""
+    is_variable = isinstance(value, keras.Variable | tf.Variable)
+    if is_variable or (
+        tf.executing_eagerly() and isinstance(value, float | np.floating | np.ndarray)
+    ):
+        return tf.convert_to_tensor(value)
+    return value
+
+
+def _has_rows(value: tf.Tensor, step: KerasStep) -> bool:
+    """Whether its first dim is that of the rows: it is open in a graph, or not the same on all ranks."""
+    if value.shape.rank == 0:
+        return False
+    if not tf.executing_eagerly():
+        return not value.shape.is_fully_defined()
+    sizes = all_gather(tf.shape(value)[:1], step.group, name="logs/rows")
+    return bool(tf.reduce_any(sizes != sizes[0]))

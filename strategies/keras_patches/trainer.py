@@ -32,8 +32,9 @@ from tfdist.strategies.keras_patches.callbacks import (
     check_callbacks,
     reads_batch_logs,
 )
-from tfdist.strategies.keras_patches.data import recorded
+from tfdist.strategies.keras_patches.data import first_batch_compared, recorded
 from tfdist.strategies.keras_patches.local_steps import framed, global_parameters
+from tfdist.strategies.keras_patches.scopes import notice_no_scope
 from tfdist.strategies.keras_patches.synchronization import synchronize_layer_states
 from tfdist.strategies.randomness import share_random_state
 
@@ -71,21 +72,28 @@ def _fit(original, self, *args, **kwargs):
     if asynchronous is not None:
         return asynchronous.fit(functools.partial(_fit_to_the_end, original), arguments)
     strategy = _parallel_strategy(self)
-    if strategy_of(self) is not None:
+    if strategy_of(self) is None:
+        notice_no_scope(self)
+    else:
         _adopt_optimizers(self, strategy_of(self))
         arguments["callbacks"] = framed(self, tf.nest.flatten(arguments["callbacks"] or []))
     if strategy is None:
         return _fit_to_the_end(original, arguments)
-    if self.jit_compile:
+    _refuse_xla(self, strategy)
+    check_agreement(strategy, "fit", arguments)
+    share_random_state(strategy.group())
+    _prepare_callbacks(strategy, arguments, training=True)
+    with first_batch_compared():
+        return _fit_to_the_end(original, arguments)
+
+
+def _refuse_xla(model, strategy) -> None:
+    if model.jit_compile:
         raise ValueError(
             "XLA cannot compile collectives of "
             f"the {strategy.engine.name} engine. Received: compile(jit_compile=True) on "
             f"{strategy.mesh.size} ranks. Leave `jit_compile` out, or set it to False."
         )
-    check_agreement(strategy, "fit", arguments)
-    share_random_state(strategy.group())
-    _prepare_callbacks(strategy, arguments, training=True)
-    return _fit_to_the_end(original, arguments)
 
 
 def _fit_to_the_end(original, arguments: dict):
@@ -150,6 +158,7 @@ def _evaluate(original, self, *args, **kwargs):
     if strategy is None:
         with global_parameters(self):
             return original(self, *args, **kwargs)
+    _refuse_xla(self, strategy)
     arguments = _arguments(original, self, *args, **kwargs)
     # Inside `fit` the callbacks are those of `fit`, prepared there.
     inside_fit = isinstance(arguments["callbacks"], keras.callbacks.CallbackList)
@@ -185,7 +194,7 @@ def _predict(original, self, *args, **kwargs):
 def _predict_on_batch(original, self, x):
     if _parallel_strategy(self) is None:
         return original(self, x)
-    rows = tf.nest.flatten(x)[0].shape[0]
+    rows = _first(x).shape[0]
     return self.predict(x, batch_size=rows, verbose=0)
 
 
@@ -212,15 +221,21 @@ def _own_rows(model, batch):
     strategy = _parallel_strategy(model)
     if strategy is None:
         return batch
+    _refuse_xla(model, strategy)
     strategy.extended.batch_logs_read.assign(True)
     group = strategy.row_group
-    rows = tf.nest.flatten(batch[0])[0].shape[0]
+    rows = _first(batch).shape[0]
     own = batch
     if rows % group.size == 0:
         start, end = row_range(rows, group.size, group.rank)
         own = tf.nest.map_structure(lambda part: None if part is None else part[start:end], batch)
     tokens = strategy.token_group
     return own if tokens.size == 1 else own_tokens(own, tokens.size, tokens.rank, even=True)
+
+
+def _first(batch):
+    """The first part of a batch that is there: optional inputs may be None."""
+    return next(part for part in tf.nest.flatten(batch) if part is not None)
 
 
 def _maybe_symbolic_build(original, self, iterator=None, data_batch=None):

@@ -9,6 +9,7 @@ from tfdist.collectives.engine import REDUCTIONS
 from tfdist.collectives.group import Group
 
 __all__ = [
+    "check_carried",
     "check_divides",
     "check_group",
     "check_reduction",
@@ -28,22 +29,41 @@ def check_reduction(reduction: str, dtype: tf.DType) -> None:
             f"Booleans reduce by 'max' (any) or 'min' (all). Received: reduction={reduction!r}; "
             "cast to an integer dtype to count them."
         )
-    if reduction == "mean" and not dtype.is_floating:
+    if dtype.is_complex and reduction in ("max", "min"):
+        raise ValueError(
+            f"Complex numbers have no order. Received: reduction={reduction!r} of {dtype.name}; "
+            "reduce their `tf.abs`."
+        )
+    if reduction == "mean" and not (dtype.is_floating or dtype.is_complex):
         raise ValueError(
             f"The mean of {dtype.name} is not {dtype.name}. Cast to a floating dtype first, or "
             "use reduction='sum'."
         )
 
 
-def checked_tensor(tensor, group: Group, name: str | None, argument: str = "tensor") -> tf.Tensor:
+def checked_tensor(
+    tensor, group: Group, name: str | None, argument: str = "tensor", *, may_be_text: bool = False
+) -> tf.Tensor:
     """What is to be carried, as a tensor, once the group and the name are known to be some."""
     check_group(group, name)
     try:
-        return tf.convert_to_tensor(tensor)
+        found = tf.convert_to_tensor(tensor)
     except (ValueError, TypeError, OverflowError) as error:
         raise checks.refuse(
             argument, tensor, "a tensor, or what TensorFlow makes one of", TypeError
         ) from error
+    if not (may_be_text and found.dtype == tf.string):
+        check_carried(found.dtype)
+    return found
+
+
+def check_carried(dtype: tf.DType) -> None:
+    """Raises TypeError where an operation cannot carry what is no number."""
+    if dtype in (tf.string, tf.variant, tf.resource):
+        raise TypeError(
+            "This operation carries numbers and booleans; strings are carried by `all_gather` alone. "
+            f"Received: a tensor of dtype {dtype.name}. Send what the strings stand for, such as ids."
+        )
 
 
 def check_group(group: Group, name: str | None) -> None:

@@ -97,7 +97,7 @@ def all_gather(
     """Concatenates the members' tensors in group order; every member gets the result.
 
     Args:
-        tensor: A tensor of rank one or more.
+        tensor: A tensor of rank one or more; also one of strings, which have no gradient.
         group: The group.
         axis: The dim along which the tensors are joined.
         uneven: Whether the members' sizes along `axis` may differ. All other sizes are the same
@@ -107,7 +107,7 @@ def all_gather(
     Returns:
         A tensor whose size along `axis` is the sum of the members'.
     """
-    tensor = checked_tensor(tensor, group, name)
+    tensor = checked_tensor(tensor, group, name, may_be_text=True)
     checks.boolean("uneven", uneven)
     axis = checked_axis(tensor, axis, "all_gather")
     if group.size == 1:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
@@ -26,7 +27,27 @@ __all__ = [
 
 SEND_NAME = "send-recv"
 
+#: Complex numbers travel as pairs of these, which all engines carry.
+_HALVES = {tf.complex64: tf.float32, tf.complex128: tf.float64}
 
+
+def _in_halves(operation: Callable) -> Callable:
+    """The operation, also for complex numbers, whose real and imaginary parts are its last dim then."""
+
+    @functools.wraps(operation)
+    def carried(tensor, *args, **kwargs):
+        half = _HALVES.get(tensor.dtype)
+        if half is None:
+            return operation(tensor, *args, **kwargs)
+        moved = operation(tf.bitcast(tensor, half), *args, **kwargs)
+        return tf.nest.map_structure(
+            lambda part: tf.bitcast(part, tensor.dtype) if part.dtype == half else part, moved
+        )
+
+    return carried
+
+
+@_in_halves
 def raw_all_reduce(tensor, group: Group, reduction: str, name: str | None, bulk: bool = False):
     """As `all_reduce`."""
     if tensor.shape.num_elements() == 0:
@@ -48,8 +69,11 @@ def raw_all_reduce(tensor, group: Group, reduction: str, name: str | None, bulk:
     return tf.cast(restore(flat), dtype)
 
 
+@_in_halves
 def raw_all_gather(tensor, group: Group, uneven: bool, name: str | None):
     """As `all_gather` along dim 0."""
+    if tensor.dtype == tf.string:
+        return _gather_text(tensor, group, uneven, name)
     if not uneven and tensor.shape.num_elements() == 0:
         return tf.tile(tensor, [group.size] + [1] * (tensor.shape.rank - 1))
     transport = group.engine.transport(group)
@@ -61,6 +85,22 @@ def raw_all_gather(tensor, group: Group, uneven: bool, name: str | None):
     return restore(gathered)
 
 
+def _gather_text(tensor, group: Group, uneven: bool, name: str | None):
+    """Strings travel as their bytes, beside their lengths."""
+    with tf.device("/CPU:0"):
+        own = tf.io.decode_raw(tf.strings.reduce_join(tf.reshape(tensor, [-1])), tf.uint8)
+        lengths = raw_all_gather(
+            tf.strings.length(tensor), group, uneven, f"{name or 'text'}/lengths"
+        )
+        content = raw_all_gather(own, group, True, name)
+        letters = tf.gather([bytes([code]) for code in range(256)], tf.cast(content, tf.int32))
+        counts = tf.reshape(lengths, [-1])
+        places = tf.repeat(tf.range(tf.size(counts)), counts)
+        joined = tf.strings.unsorted_segment_join(letters, places, tf.size(counts))
+        return _shaped(tf.reshape(joined, tf.shape(lengths)), lengths.shape)
+
+
+@_in_halves
 def raw_reduce_scatter(tensor, group: Group, reduction: str, name: str | None):
     """As `reduce_scatter` along dim 0."""
     transport, dtype, rows = group.engine.transport(group), tensor.dtype, tensor.shape[0]
@@ -83,6 +123,7 @@ def raw_reduce_scatter(tensor, group: Group, reduction: str, name: str | None):
     return tf.cast(share, dtype)
 
 
+@_in_halves
 def raw_all_to_all(tensor, group: Group, name: str | None):
     """As `all_to_all` with equal parts."""
     if tensor.shape.num_elements() == 0:
@@ -96,6 +137,7 @@ def raw_all_to_all(tensor, group: Group, name: str | None):
     return restore(received)
 
 
+@_in_halves
 def raw_all_to_all_uneven(tensor, splits, group: Group, name: str | None):
     """As `all_to_all` with splits."""
     transport = group.engine.transport(group)
@@ -113,6 +155,7 @@ def raw_all_to_all_uneven(tensor, splits, group: Group, name: str | None):
     return restore(rows), received
 
 
+@_in_halves
 def raw_broadcast(tensor, root: int, group: Group, name: str | None):
     """As `broadcast`."""
     if tensor.shape.num_elements() == 0:
@@ -209,6 +252,7 @@ def _shaped(tensor, shape):
     return tensor
 
 
+@_in_halves
 def send_tensor(tensor: tf.Tensor, group: Group, to: int, *, name: str | None = None) -> tf.Tensor:
     """Sends a tensor to one member, which calls `receive_tensor`; without a gradient.
 
@@ -256,6 +300,11 @@ def receive_tensor(
         name: What the transfer serves, for messages; the same at the sender.
         unused: Whether it is received also where nobody uses it.
     """
+    if dtype in _HALVES:
+        halves = receive_tensor(
+            [*shape, 2], _HALVES[dtype], group, source, name=name, unused=unused
+        )
+        return tf.bitcast(halves, dtype)
     static = [size if isinstance(size, int) else None for size in shape]
     elements = tf.TensorShape(static).num_elements()
     if elements == 0:

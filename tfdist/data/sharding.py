@@ -12,11 +12,13 @@ import tensorflow as tf
 
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
+from tfdist.data.read_ahead import is_drawn_when_needed, sources
 from tfdist.row_shares import RowShares
 
 __all__ = [
     "empty_batch",
     "equal_steps",
+    "is_none",
     "is_per_rank",
     "length_varies",
     "mark_length_varies",
@@ -28,12 +30,10 @@ __all__ = [
     "shard_whole_batches",
     "shard_whole_steps",
     "with_unknown_rows",
-    "without_prefetch",
 ]
 
 _MARK = "_tfdist_per_rank"
 _GLOBAL = "_tfdist_global_batches"
-_DRAWN_ONCE = "_tfdist_drawn_once"
 _OWN_BATCHES = "_tfdist_own_batches"
 _LENGTH_VARIES = "_tfdist_length_varies"
 
@@ -93,7 +93,7 @@ def shard_batches(
     # One slice costs less than handing it to another thread.
     options = tf.data.Options()
     options.deterministic = True
-    ahead = 0 if getattr(dataset, _DRAWN_ONCE, False) else 2
+    ahead = 0 if is_drawn_when_needed(dataset) else 2
     if shares is not None:
         # Rows are taken when a step asks for them: ahead of it, ranks would see other shares.
         options.experimental_optimization.inject_prefetch = False
@@ -165,22 +165,6 @@ def own_batches(dataset) -> tuple[int, int] | None:
     return getattr(dataset, _OWN_BATCHES, None)
 
 
-def without_prefetch(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns the data set of a Python generator that a `prefetch` ends, as one without it.
-
-    A generator goes on where it was last drawn from. A prefetch draws ahead, as many batches as
-    time allows, and the next iterator would not get those: each rank would go on at another batch.
-    """
-    (drawn,) = _sources(dataset)
-    options = tf.data.Options()
-    options.experimental_optimization.inject_prefetch = False
-    # A map that runs in several threads draws ahead too.
-    options.experimental_optimization.map_parallelization = False
-    drawn = drawn.with_options(options)
-    setattr(drawn, _DRAWN_ONCE, True)
-    return drawn
-
-
 def remaining_batches(dataset: tf.data.Dataset, samples: int, batch_size: int) -> tf.data.Dataset:
     """The global batches of a data set after some samples, in another size.
 
@@ -198,7 +182,8 @@ def remaining_batches(dataset: tf.data.Dataset, samples: int, batch_size: int) -
             "Ranks that read data of their own cannot go on with another batch size in the middle "
             "of an epoch. Received: a data set of `distribute_datasets_from_function`."
         )
-    whole = all(_rows_of(spec) is not None for spec in _flat_spec(batches))
+    present = [spec for spec in _flat_spec(batches) if not is_none(spec)]
+    whole = all(_rows_of(spec) is not None for spec in present)
     return batches.unbatch().skip(samples).batch(batch_size, drop_remainder=whole)
 
 
@@ -264,7 +249,7 @@ def length_varies(dataset) -> bool:
 def _is_marked(dataset, mark: str) -> bool:
     if getattr(dataset, mark, False):
         return True
-    return any(_is_marked(source, mark) for source in _sources(dataset))
+    return any(_is_marked(source, mark) for source in sources(dataset))
 
 
 def _is_passed_as_arguments(dataset) -> bool:
@@ -274,6 +259,11 @@ def _is_passed_as_arguments(dataset) -> bool:
 
 def _flat_spec(dataset) -> list:
     return tf.nest.flatten(dataset.element_spec)
+
+
+def is_none(spec) -> bool:
+    """Whether this stands for a None, as for an optional input; TensorFlow has no public name for it."""
+    return type(spec).__name__ == "NoneTensorSpec"
 
 
 def _rows_of(spec) -> int | None:
@@ -313,6 +303,8 @@ def empty_batch(spec):
     """
 
     def empty(part):
+        if is_none(part):
+            return None
         if not isinstance(part, tf.TensorSpec):
             raise ValueError(
                 "A shorter rank's data set is filled up with empty batches of dense tensors. "
@@ -322,11 +314,6 @@ def empty_batch(spec):
         return tf.zeros([0, *inner], part.dtype)
 
     return tf.nest.map_structure(empty, spec)
-
-
-def _sources(dataset) -> list:
-    """The data sets that a data set was made from; `_inputs` is all that TensorFlow offers."""
-    return list(dataset._inputs()) if isinstance(dataset, tf.data.Dataset) else []
 
 
 def _check_has_batch_dim(dataset) -> None:
@@ -351,12 +338,12 @@ def _check_shuffles_alike(dataset) -> None:
                 "the ranks would take their rows from different batches. Make the strategy before "
                 "the data set (it gives all ranks one seed), or pass `shuffle(..., seed=)`."
             )
-    for source in _sources(dataset):
+    for source in sources(dataset):
         _check_shuffles_alike(source)
 
 
 def _leading_size(batch):
-    part = tf.nest.flatten(batch)[0]
+    part = next(part for part in tf.nest.flatten(batch) if part is not None)
     if isinstance(part, tf.RaggedTensor):
         return tf.cast(part.nrows(), tf.int64)
     if isinstance(part, tf.SparseTensor):
@@ -365,6 +352,8 @@ def _leading_size(batch):
 
 
 def _rows(part, start, end):
+    if part is None:  # An optional input.
+        return None
     if isinstance(part, tf.SparseTensor):
         size = tf.concat([[end - start], part.dense_shape[1:]], axis=0)
         begin = tf.concat([[start], tf.zeros_like(part.dense_shape[1:])], axis=0)

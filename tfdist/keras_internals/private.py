@@ -27,6 +27,7 @@ from keras.src.random.seed_generator import SeedGenerator, draw_seed
 from keras.src.saving import saving_lib
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.utils import file_utils
 from keras.src.utils.naming import to_snake_case
@@ -45,6 +46,7 @@ __all__ = [
     "LossScaleOptimizer",
     "Node",
     "Operation",
+    "PyDatasetAdapter",
     "SeedGenerator",
     "TFEpochIterator",
     "TFOptimizer",

@@ -324,4 +324,6 @@ def _made_up_sample(model: keras.Model):
             f"parallelize(..., sample=...). Received: the input `{spec.name}`."
         )
 
-    return keras.tree.map_structure(make, model.input)
+    # A Sequential takes one tensor, and keeps no structure of it.
+    taken = inputs[0] if isinstance(model, keras.Sequential) else model.input
+    return keras.tree.map_structure(make, taken)
