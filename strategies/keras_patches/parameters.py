@@ -72,12 +72,9 @@ PATCHES = (
     Patch(keras.layers.Layer, "add_weight", ("self",), _add_weight),
     Patch(TFOptimizer, "_var_key", ("self", "variable"), _with_shards),
     Patch(
-        keras.callbacks.SwapEMAWeights, "_tf_swap_variables", ("self", "optimizer"), _with_shards
-    ),
-    Patch(
         keras.callbacks.SwapEMAWeights,
-        "_tf_finalize_ema_values",
-        ("self", "optimizer"),
+        "_apply_to_ema_optimizers",
+        ("self", "tf_fn", "backend_fn"),
         _with_shards,
     ),
 )

@@ -33,8 +33,8 @@ def train(strategy, family: str, policy: str):
             for layer in all_layers(model):
                 if isinstance(layer, keras.layers.Dropout):
                     layer.rate = 0.0
-            # A constant scale: an overflow of the first steps would leave nothing to compare.
-            rule = keras.optimizers.SGD(0.05, momentum=0.9, loss_scale_factor=1.0)
+            rule = keras.optimizers.SGD(0.05, momentum=0.9)
+            # Without a loss scale, whose first steps overflow and change nothing.
             model.compile(rule, cross_entropy(), auto_scale_loss=False)
         history = model.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0).history
     finally:

@@ -197,7 +197,7 @@ def reduced_layers() -> set[str]:
     import tensorflow as tf
 
     from tfdist.testing import strategy
-    from tfdist.zero import sharded_variable as module
+    from tfdist.zero import sharded_gradients as module
 
     keras.backend.clear_session()
     with strategy(zero_stage=3).scope():
