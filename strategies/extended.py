@@ -10,6 +10,7 @@ import tensorflow as tf
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 
 from tfdist.collectives import all_gather, all_reduce
+from tfdist.collectives.flight_recorder import outermost_is_eager
 from tfdist.context import DistributedStrategy, ReplicaContext
 from tfdist.data.first_batch import FirstBatch
 from tfdist.data.read_ahead import without_early_reads
@@ -125,7 +126,8 @@ class ParallelExtended(OneDeviceExtended):
         return self._batch_logs_read
 
     def _count_run(self) -> None:
-        if self._parallel.mesh.size == 1:
+        # A graph of TensorFlow 1 has sessions with variables of their own.
+        if self._parallel.mesh.size == 1 or not outermost_is_eager():
             return
         if self._runs is None:
             with tf.init_scope(), tf.device("/CPU:0"):
