@@ -140,11 +140,14 @@ def all_rows(values: Any) -> Any:
 
 
 def _check(function: Any) -> None:
-    if not callable(function) or isinstance(function, keras.metrics.Metric):
-        raise TypeError(
-            "A function of y_true and y_pred, or a keras.losses.Loss, is expected. Received: "
-            f"{function!r}."
+    if isinstance(function, keras.metrics.Metric):
+        raise checks.refuse(
+            "function",
+            function,
+            "a function of y_true and y_pred, or a keras.losses.Loss",
+            TypeError,
         )
+    checks.function("function", function)
 
 
 def _declared(wrapper: Any, function: Any) -> Callable:

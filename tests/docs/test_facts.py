@@ -18,7 +18,7 @@ FLAGS_OF_OTHERS = {
     "the benchmarks": {"map", "only", "rounds", "steps", "table", "ways", "rate", "rows", "torch"},
     "unshare": {"net"},
     "sbatch": {"qos"},
-    "XLA": {"xla_force_host_platform_device_count"},
+    "XLA": {"tf_xla_auto_jit", "xla_force_host_platform_device_count"},
     "horovodrun": {"host"},
 }
 
