@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tests.gradients.test_throttle import ancestors
 from tfdist.graph.arrival import after_arrival, arrival
-
-
-def ancestors(operation) -> set[str]:
-    found, waiting = set(), [operation]
-    while waiting:
-        one = waiting.pop()
-        if one.name not in found:
-            found.add(one.name)
-            waiting += [tensor.op for tensor in one.inputs] + list(one.control_inputs)
-    return found
 
 
 def test_what_does_not_take_the_batch_waits_for_it():

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
@@ -199,7 +198,8 @@ class GradientPath:
         meter = self._strategy.noise_meter
         if meter is None:
             return
-        if any(origin is not Origin.LOCAL for origin in self._origins):
+        # Under ZeRO-3 gradients are parts as the tape returns them.
+        if Origin.GLOBAL in self._origins:
             raise ValueError(
                 "GradientNoise compares the ranks' own gradients with the global one, so a training "
                 "step must hand gradients to the optimizer as the tape returns them. Received: a "
@@ -245,7 +245,7 @@ class GradientPath:
         places: dict[tuple[Group, str], list[int]] = {}
         for place, layout in enumerate(self._layouts):
             if place in given:
-                found[place] = given[place](found[place])
+                found[place] = _shard(found[place], given[place])
                 continue
             found[place] = ours[place]
             # Those of parameters that lie flat were reduced as they came.
@@ -274,14 +274,13 @@ class GradientPath:
             compression_state(self._optimizer, options.compression).end_step()
         return found
 
-    def _given(self) -> dict[int, Callable]:
-        """The places of gradients that were global before, and what takes this rank's part of them."""
-        found: dict[int, Callable] = {}
-        for place, (origin, layout) in enumerate(zip(self._origins, self._layouts, strict=True)):
-            if origin is not Origin.LOCAL:
-                shard = None if layout.flat is not None or origin is Origin.PART else layout.state
-                found[place] = functools.partial(_shard, shard=shard)
-        return found
+    def _given(self) -> dict[int, FlatShard | None]:
+        """The places of gradients that were global before, and the shards that are taken of them."""
+        return {
+            place: None if layout.flat is not None or origin is Origin.PART else layout.state
+            for place, (origin, layout) in enumerate(zip(self._origins, self._layouts, strict=True))
+            if origin is not Origin.LOCAL
+        }
 
     def _reduce_compressed(
         self, found: list, places: Sequence[int], group: Group, reduction: str, *, begins: bool
