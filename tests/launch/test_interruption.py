@@ -233,7 +233,7 @@ def far(tmp_path):
 @pytest.mark.parametrize("is_urgent", [False, True], ids=["once", "twice"])
 def test_ctrl_c_ends_ranks_on_other_hosts(jobs, far, is_urgent):
     flags, environment = far()
-    deaf = "import signal; signal.signal(signal.SIGINT, lambda *_: print('told', flush=True))"
+    deaf = "import os, signal; signal.signal(signal.SIGINT, lambda *_: os.write(1, b'told\\n'))"
     script = (deaf if is_urgent else "") + _RANK.format(more="")
     job = jobs.start(*flags, *PYTHON, script, environment=environment)
     said = wait_for(job, "[0] up", "[1] up")
