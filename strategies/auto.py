@@ -38,7 +38,14 @@ def auto(mesh: Mesh | None = None, **options) -> ParallelStrategy | ParameterSer
     Raises:
         ValueError: Horovod's variables and TF_CONFIG speak of different worlds, the mesh does not fill
             the world, or parameter servers are asked for what they cannot do.
+        TypeError: An option is unknown, or an engine was given.
     """
+    if "engine" in options:
+        raise TypeError(
+            "auto takes the engine of the launcher, and no engine= of its own. Start the ranks by "
+            "`tfdist-run --engine=tensorflow` (or `horovod`), or make a HorovodStrategy or a "
+            f"MultiWorkerStrategy. Received: engine={options['engine']!r}."
+        )
     check_options(mesh, None, **options)
     if cluster_from_environment() is not None:
         return _parameter_servers(mesh, options)

@@ -125,6 +125,15 @@ def exported(
     return said
 
 
+def raised_by_export(name: str, checkpoint: str, folder: str, options: dict) -> tuple[str, list[str]]:
+    """The class of what the export of a plain model raises, and its notes."""
+    try:
+        exported(name, checkpoint, folder, options, ["plain"])
+    except Exception as error:
+        return type(error).__name__, list(getattr(error, "__notes__", []))
+    return "nothing", []
+
+
 def exported_otherwise(name: str, checkpoint: str, folder: str, options: dict) -> np.ndarray:
     """Exports a model with adapters by KerasHub's functions, and its backbone, whose outputs it returns."""
     from keras_hub.src.utils.transformers.export import hf_exporter

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.conftest import on_ranks
+from tests.conftest import on_ranks, slow_but
 from tests.hub import exports
 
 pytest.importorskip("keras_hub")
@@ -159,6 +160,22 @@ def test_a_folder_that_cannot_be_written_is_an_error(one_process, tmp_path):
         one_process.run(
             exports.exported, "Qwen", checkpoint, str(tmp_path / "file"), {}, ["plain"], timeout=120
         )
+
+
+@on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
+@pytest.mark.parametrize("layout", slow_but(["zero"], ["tensor", "zero", "pipeline"]))
+def test_a_folder_that_the_chief_cannot_write_is_an_error_of_all(pool, tmp_path, layout):
+    checkpoint = exports.write_checkpoint("Qwen", tmp_path / "checkpoint")
+    (tmp_path / "file").touch()
+    options = exports.LAYOUTS[layout]
+    before = time.monotonic()
+    results = pool.run(
+        exports.raised_by_export, "Qwen", checkpoint, str(tmp_path / "file"), options, timeout=120
+    )
+    print(f"{time.monotonic() - before:.1f} s")
+    for rank, (kind, notes) in enumerate(results):
+        assert kind == "NotADirectoryError", results
+        assert rank == 0 or "Rank 0 raised this in" in notes[0], results
 
 
 @pytest.mark.slow

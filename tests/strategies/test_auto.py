@@ -70,3 +70,8 @@ def test_arguments_out_of_range():
         strategies.LocalStrategy(bucket_mib=0)
     with pytest.raises(ValueError, match="watchdog_seconds"):
         strategies.LocalStrategy(watchdog_seconds=-1)
+
+
+def test_an_engine_is_the_launchers():
+    with pytest.raises(TypeError, match=r"tfdist-run --engine=tensorflow.*engine='horovod'"):
+        strategies.auto(engine="horovod")
