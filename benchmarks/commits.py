@@ -15,6 +15,7 @@ from pathlib import Path
 
 import tfdist
 from tfdist.benchmarks.job_variables import outside
+from tfdist.checks import one_line
 from tfdist.launch.command import Failure, UsageError
 from tfdist.runtime.sessions import run_in_session
 
@@ -69,7 +70,7 @@ def resolve(folder: Path, name: str) -> str:
     except Failure:
         raise UsageError(
             f"--against must be a commit of {folder}, such as HEAD~1 or a tag. Received: "
-            f"--against={name[:200]}."
+            f"--against={one_line(name, 200)}."
         ) from None
 
 

@@ -21,6 +21,7 @@ from typing import IO, Any, cast
 from tfdist.benchmarks.comparisons import Job
 from tfdist.benchmarks.environments import MADE
 from tfdist.benchmarks.job_variables import RESTLESS, outside, variables
+from tfdist.checks import one_line
 from tfdist.errors import TfdistError
 from tfdist.runtime.orphan_guard import OrphanGuard
 
@@ -208,7 +209,7 @@ class RunningJob:
         lines = self._logs[rank].read_text(errors="replace").strip().splitlines()
         # Below the error its threads and libraries may still have their say.
         errors = [line for line in lines if _ERROR.match(line)] or lines
-        said = f": {errors[-1].strip()[:300]}" if errors else ""
+        said = f": {one_line(errors[-1])}" if errors else ""
         return JobError(f"{self._job.title}: rank {rank} {how}{said}")
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from tfdist.benchmarks.comparisons import Comparison
 from tfdist.benchmarks.job_variables import outside
 from tfdist.benchmarks.jobs import JobError
+from tfdist.checks import one_line
 from tfdist.planner import Transformer
 from tfdist.planner.parts import training_flops
 from tfdist.runtime.sessions import run_in_session
@@ -83,5 +84,5 @@ def gemm_peak(threads: int) -> float:
         )
         if finished.returncode:
             said = (finished.stderr.strip().splitlines() or ["nothing was said"])[-1]
-            raise JobError(f"The peak of products could not be measured: {said[:300]}")
+            raise JobError(f"The peak of products could not be measured: {one_line(said)}")
         return float(json.loads(path.read_text())["flops"])

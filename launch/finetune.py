@@ -16,6 +16,7 @@ from typing import Any
 
 from absl import flags
 
+from tfdist.checks import one_line
 from tfdist.launch import command
 from tfdist.launch.checkpoint_flags import CheckpointFlags
 from tfdist.launch.command import UsageError
@@ -239,7 +240,7 @@ def _preprocessor():
     except Exception as error:
         # Whatever the classes that the files of a preset name raise.
         raise UsageError(
-            f"--preset={_PRESET.value}: its tokenizer cannot be read: {_one_line(error)}"
+            f"--preset={_PRESET.value}: its tokenizer cannot be read: {one_line(error)}"
         ) from error
 
 
@@ -301,7 +302,7 @@ def _load():
                 # KerasHub lets biases train, and its files of adapters do not hold them.
                 variable.trainable = variable.name.startswith("lora_")
     except (ValueError, TypeError, OSError) as error:
-        raise UsageError(f"--preset={_PRESET.value}: {_one_line(error)}") from error
+        raise UsageError(f"--preset={_PRESET.value}: {one_line(error)}") from error
     inputs = task.input
     if not isinstance(inputs, dict) or set(inputs) != {"token_ids", "padding_mask"}:
         raise UsageError(
@@ -357,10 +358,6 @@ def _sizes(task, on: World) -> str:
 
 def _perplexity(loss: float) -> str:
     return f"{math.exp(loss):.3f}" if loss < 700 else "inf"
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:500]
 
 
 PROGRAM = command.Program(

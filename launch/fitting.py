@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
+from tfdist.checks import one_line
 from tfdist.launch.command import Failure, UsageError
 from tfdist.runtime.process_memory import peak_bytes
 
@@ -48,7 +49,7 @@ def expected_errors(workdir: str | None, dataset: str) -> Iterator[None]:
 def _record_of(message: str) -> str:
     """Which record of a file TensorFlow found damaged, of all that it says of its graph."""
     found = re.search(r"[\w ]*\b(corrupted|truncated) record[^\n\[]*", message)
-    return found[0].strip() if found else " ".join(message.split())[:200]
+    return found[0].strip() if found else one_line(message)
 
 
 def summary(history: Mapping[str, Sequence[float]], seconds: float) -> str:

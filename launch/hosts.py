@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tfdist.checks import one_line
 from tfdist.launch.command import UsageError, say
 from tfdist.launch.flag_values import MOST_RANKS_OF_A_HOST
 
@@ -62,7 +63,7 @@ def parse_hosts(text: str) -> list[Host]:
         if host is None:
             raise UsageError(
                 f"-H is host:slots,host:slots with at most {MOST_RANKS_OF_A_HOST:,} slots each. "
-                f"Received: {part[:80]!r} in -H {text[:200]!r}."
+                f"Received: {one_line(part, 80)!r} in -H {one_line(text, 200)!r}."
             )
         hosts.append(host)
     return hosts

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from tfdist.checks import one_line
 from tfdist.launch.flag_values import (
     MOST_RANKS,
     MOST_RANKS_OF_A_HOST,
@@ -100,8 +101,7 @@ class ModelFlags:
             config = json.loads(path.read_text(encoding="utf-8"))
             return from_config(config, length=self._length.value)
         except (OSError, ValueError, TypeError, RecursionError) as error:
-            words = " ".join(str(error).split())[:300]
-            raise UsageError(f"--preset={self.preset.value}: {words}") from None
+            raise UsageError(f"--preset={self.preset.value}: {one_line(error)}") from None
 
 
 class MachineFlags:

@@ -10,6 +10,7 @@ import os
 
 from absl import flags
 
+from tfdist.checks import one_line
 from tfdist.launch import command
 from tfdist.launch.flag_values import FlagDefiner, output_file
 
@@ -29,11 +30,11 @@ def _check(words: list[str]) -> tuple[str, str]:
     if len(words) != 1:
         raise command.UsageError(
             "tfdist-report takes one trace, file of reports, or folder of them. Received: "
-            f"{' '.join(words)[:200] or 'none'}."
+            f"{one_line(' '.join(words), 200) or 'none'}."
         )
     path = words[0]
     if not os.path.exists(path):
-        raise command.UsageError(f"{path[:200]} does not exist.")
+        raise command.UsageError(f"{path} does not exist.")
     output = _OUTPUT.value or "report.html"
     output_file("output", output)
     return path, output

@@ -40,5 +40,5 @@ def tpu(name: str = "local") -> tf.distribute.TPUStrategy:
         tf.tpu.experimental.initialize_tpu_system(resolver)
         return tf.distribute.TPUStrategy(resolver)
     except (ValueError, RuntimeError, OSError, tf.errors.OpError) as error:
-        first = " ".join(str(error).split())[:200]
-        raise NoTPUError(f"There is no TPU {name!r}: {type(error).__name__}: {first}") from error
+        said = checks.one_line(error)
+        raise NoTPUError(f"There is no TPU {name!r}: {type(error).__name__}: {said}") from error

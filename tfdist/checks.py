@@ -15,6 +15,7 @@ import contextlib
 import math
 import numbers
 import os
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "integers",
     "number",
     "numbers_of",
+    "one_line",
     "one_of",
     "path",
     "refuse",
@@ -52,6 +54,16 @@ def shown(value: Any) -> str:
     if len(found) > _SHOWN_CHARACTERS:
         found = f"{found[: _SHOWN_CHARACTERS - 3]}..."
     return found
+
+
+def one_line(text: object, most: int = 500) -> str:
+    """A text on one line; a longer one ends after a whole word, and says so by " ..."."""
+    words = " ".join(str(text).split())
+    if len(words) <= most:
+        return words
+    if " " not in words[: most - 3]:
+        return f"{words[: most - 4]} ..."
+    return textwrap.shorten(words, most, placeholder=" ...")
 
 
 def refuse(name: str, value: Any, meaning: str, error: type[Exception] = ValueError) -> Exception:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, cast
 
+from tfdist.checks import one_line
 from tfdist.launch.doctor import far
 from tfdist.launch.doctor.findings import Finding, ok, problem
 from tfdist.launch.doctor.machine import RANK_BYTES
@@ -120,7 +121,7 @@ def _failure(host: str, said: str) -> Finding:
     for pattern, text, remedy in _SSH_FAILURES:
         if re.search(pattern, said):
             return problem(host, text, remedy.format(host=host))
-    return problem(host, f"it cannot be examined: {said[:300]}", f"try: ssh {host} true")
+    return problem(host, f"it cannot be examined: {one_line(said)}", f"try: ssh {host} true")
 
 
 def _compare(host: Host, there: _Far) -> list[Finding]:

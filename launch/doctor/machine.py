@@ -8,6 +8,7 @@ import resource
 import shutil
 import tempfile
 
+from tfdist.checks import one_line
 from tfdist.launch.counting import count_cores
 from tfdist.launch.doctor.findings import Finding, answer_of, note, ok, problem
 from tfdist.launch.doctor.software import Trials
@@ -135,7 +136,7 @@ def _nvidia(seconds: float) -> tuple[list[str] | None, str]:
     if code is None:
         return None, f"nvidia-smi did not end within {seconds:g} s"
     if code:
-        return None, f"nvidia-smi failed: {' '.join((errors or output).split())[:200]}"
+        return None, f"nvidia-smi failed: {one_line(errors or output)}"
     rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line]
     names = [f"{name}, {size}" for name, size, _ in (row for row in rows if len(row) == 3)]
     return names, f"NVIDIA {rows[0][2]}" if rows and len(rows[0]) == 3 else ""

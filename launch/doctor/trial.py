@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import textwrap
 import time
 from collections.abc import Callable
 from typing import Any
@@ -96,8 +97,8 @@ def main() -> None:
         try:
             found = step()
         except Exception as error:  # Whatever a broken library raises is what is asked for.
-            words = " ".join(str(error).split())
-            found = {"error": f"{type(error).__name__}: {words[:300]}"}
+            words = textwrap.shorten(str(error), 500, placeholder=" ...")
+            found = {"error": f"{type(error).__name__}: {words}"}
         found |= {"step": name, "seconds": round(time.monotonic() - begin, 2)}
         print(PREFIX + json.dumps(found), flush=True)
         if name == "tensorflow" and "error" in found:

@@ -125,7 +125,9 @@ def exported(
     return said
 
 
-def raised_by_export(name: str, checkpoint: str, folder: str, options: dict) -> tuple[str, list[str]]:
+def raised_by_export(
+    name: str, checkpoint: str, folder: str, options: dict
+) -> tuple[str, list[str]]:
     """The class of what the export of a plain model raises, and its notes."""
     try:
         exported(name, checkpoint, folder, options, ["plain"])

@@ -19,6 +19,7 @@ from tfdist.asynchronous.membership import Membership, wait
 from tfdist.asynchronous.server_part import DENSE, NONE, SPARSE
 from tfdist.asynchronous.speculation import BackupRound, round_of
 from tfdist.asynchronous.statistics import Staleness
+from tfdist.checks import one_line
 from tfdist.data.random_state import global_seed, random_state, set_random_state
 
 __all__ = ["ParameterStore"]
@@ -196,7 +197,7 @@ class ParameterStore:
         if found is not None and found[0] != hosted.signature:
             raise ValueError(
                 "All workers make the same model with the same optimizer. Received: on worker "
-                f"{self.cluster.index} {hosted.signature[:300]}, on worker 0 {found[0][:300]}."
+                f"{self.cluster.index} {one_line(hosted.signature)}, on worker 0 {one_line(found[0])}."
             )
         self.refresh(hosted, with_optimizer=self.is_chief)
         return None if found is None else found[1]

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.data.sharding import mark_per_rank
-from tfdist.datasets.preparing import import_tfds, one_line, prepare
+from tfdist.datasets.preparing import first_line, import_tfds, prepare
 from tfdist.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ def open_builder(name: str, data_dir: str | os.PathLike | None) -> tfds.core.Dat
         ) from None
     except Exception as error:
         raise ValueError(
-            f"The data set {name!r} cannot be opened in data_dir={root!r}: {one_line(error)}."
+            f"The data set {name!r} cannot be opened in data_dir={root!r}: {first_line(error)}."
         ) from error
 
 
@@ -288,7 +288,7 @@ def prepare_builder(
         raise
     except Exception as error:
         raise RuntimeError(
-            f"The data set {name!r} cannot be prepared in {where}: {one_line(error)}. Prepare "
+            f"The data set {name!r} cannot be prepared in {where}: {first_line(error)}. Prepare "
             "it where the network is at hand and copy the folder, or take one that needs no "
             f"download: {instead}."
         ) from error
@@ -335,5 +335,5 @@ def _read(
     except Exception as error:
         raise ValueError(
             f"The split {split!r} of the data set {name!r} in "
-            f"data_dir={os.fspath(builder.data_dir_root)!r} cannot be read: {one_line(error)}."
+            f"data_dir={os.fspath(builder.data_dir_root)!r} cannot be read: {first_line(error)}."
         ) from error

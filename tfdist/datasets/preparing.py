@@ -18,7 +18,7 @@ from absl import logging
 if TYPE_CHECKING:
     import tensorflow_datasets as tfds
 
-__all__ = ["import_tfds", "one_line", "prepare", "prepare_once"]
+__all__ = ["first_line", "import_tfds", "prepare", "prepare_once"]
 
 
 def prepare(builder: tfds.core.DatasetBuilder) -> None:
@@ -66,7 +66,7 @@ def import_tfds() -> ModuleType:
     except ImportError as error:
         raise ImportError(
             "Data sets are read with TensorFlow Datasets, which cannot be imported "
-            f"({one_line(error)}): pip install 'tfdist[data]'"
+            f"({first_line(error)}): pip install 'tfdist[data]'"
         ) from error
     return tensorflow_datasets
 
@@ -94,7 +94,7 @@ def _locked(data_dir: str, name: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            file.write(one_line(error))
+            file.write(first_line(error))
             raise
 
 
@@ -128,7 +128,7 @@ def _private_random_numbers() -> Iterator[None]:
         random.setstate(state)
 
 
-def one_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """The kind of an error and the first line of what it says."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip(' .:!')}" if lines else type(error).__name__

@@ -8,6 +8,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+from tfdist.checks import one_line
+
 __all__ = [
     "Report",
     "collective_words",
@@ -81,10 +83,10 @@ class Report:
         fields = {field.name for field in dataclasses.fields(cls)}
         if message.keys() != fields:
             wrong = sorted(message.keys() ^ fields)
-            raise ValueError(f"a report whose fields are wrong: {str(wrong)[:100]}")
+            raise ValueError(f"a report whose fields are wrong: {one_line(wrong, 200)}")
         for name, value in message.items():
             if type(value) is not type(getattr(report, name)):
-                raise ValueError(f"a report with {name}={str(value)[:100]!r}")
+                raise ValueError(f"a report with {name}={one_line(value, 100)!r}")
             setattr(report, name, value)
         if not 0 <= report.rank < size:
             raise ValueError(f"a report of rank {report.rank}, of {size} ranks")

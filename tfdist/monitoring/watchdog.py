@@ -19,6 +19,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import checks
+from tfdist.checks import one_line
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import broadcast_object
 from tfdist.monitoring.deadlock import answer
@@ -185,7 +186,7 @@ def _place_words(stack: Sequence[Place]) -> str:
 
 def _failed(report: Report, error: BaseException) -> Report:
     summary = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-    report.failed = summary[:500]
+    report.failed = one_line(summary)
     report.in_collective = bool(report.waiting)
     return report
 

@@ -11,6 +11,7 @@ import threading
 import time
 from typing import Any
 
+from tfdist.checks import one_line
 from tfdist.errors import TfdistError
 
 __all__ = ["Channel", "ProtocolError"]
@@ -149,7 +150,7 @@ class Channel:
         try:
             message = json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise ProtocolError(f"a message that is not JSON: {str(error)[:100]}") from None
+            raise ProtocolError(f"a message that is not JSON: {one_line(error)}") from None
         if not isinstance(message, dict):
             raise ProtocolError("a message that is no JSON object")
         return message

@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tfdist.checks import one_line
 from tfdist.runtime import AuthenticationError, Channel, Listener, bind, connect
 from tfdist.runtime.job_key import JOB_TOKEN, job_key
 from tfdist.runtime.rendezvous import Endpoint, environments, free_ports, with_interface
@@ -105,7 +106,7 @@ class Hello(NamedTuple):
             and 0 < port < 1 << 16
         ):
             return cls(host, port)
-        raise ConnectionError(f"it says {str(message)[:200]} instead of its host and port")
+        raise ConnectionError(f"it says {one_line(message, 200)} instead of its host and port")
 
 
 def meeting_point(started: Started, environment: Mapping[str, str]) -> tuple[str, int]:
@@ -256,5 +257,5 @@ def _checked(variables: dict[str, Any]) -> dict[str, str]:
     """The variables that the first rank has sent; refuses what a meeting does not set."""
     for name, value in variables.items():
         if not _VARIABLES.fullmatch(name) or not isinstance(value, str) or "\0" in value:
-            raise ConnectionError(f"it sets {name[:100]}, which is not for it to set")
+            raise ConnectionError(f"it sets {one_line(name, 100)}, which is not for it to set")
     return variables

@@ -58,7 +58,7 @@ def checked_peak(name: str, value: Any) -> Peak | None:
         peak = Peak(found["flops"], found.get("bytes_per_second"))
         sizes = (peak.flops, 1.0 if peak.bytes_per_second is None else peak.bytes_per_second)
         if not all(type(s) in (int, float) and math.isfinite(s) and s > 0 for s in sizes):
-            raise ValueError(f"it holds {found!r}"[:200])
+            raise ValueError(f"it holds {checks.shown(found)}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise checks.refuse(
             name,
