@@ -7,7 +7,7 @@ import pytest
 
 import tfdist
 from tfdist.planner import Layout, Transformer, describe, estimate, machine
-from tfdist.planner.parts import count_parameters, forward_flops
+from tfdist.planner.parts import count_active_parameters, count_parameters, forward_flops
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,38 @@ def test_a_gpt(options):
     found = describe(model, length=16)
     assert isinstance(found, Transformer) and found.layers == 3
     assert count_parameters(found) == model.count_params()
+    # One of 4 experts is used.
+    unused = 3 / 4 * sum(w.shape.num_elements() for w in expert_weights(model))
+    assert count_active_parameters(found) == model.count_params() - unused
+
+
+def expert_weights(model) -> list:
+    """The weights of experts, whose first dim is that of the experts."""
+    mixtures = [block.mlp for block in model.layers if hasattr(block, "mlp")]
+    return [
+        each.value
+        for mixture in mixtures
+        if isinstance(mixture, tfdist.layers.MixtureOfExperts)
+        for each in mixture.trainable_variables
+        if each.name != "router_kernel"
+    ]
+
+
+def test_a_mixture_in_a_chain():
+    """What of it is active, where nobody knows the model."""
+    model = keras.Sequential(
+        [
+            keras.Input((8,)),
+            keras.layers.Dense(8),
+            tfdist.layers.MixtureOfExperts(num_experts=4, hidden_dim=16, top_k=1, use_bias=False),
+            keras.layers.Dense(2),
+        ]
+    )
+    found = describe(model)
+    unused = 3 * (3 * 8 * 16)  # Of each of three experts, three matrices.
+    assert count_parameters(found) - count_active_parameters(found) == unused
+    step = estimate(found, machine("a100"), Layout(), global_batch=4)
+    assert step.flops_6nd == 6 * 4 * (model.count_params() - unused)
 
 
 def test_a_chain():

@@ -20,7 +20,8 @@ from tfdist.planner import (
     machine,
 )
 from tfdist.planner.calibration import read_machine, write_machine
-from tfdist.planner.parts import count_parameters, forward_flops
+from tfdist.planner.configs import KNOWN
+from tfdist.planner.parts import count_active_parameters, count_parameters, forward_flops
 from tfdist.quantities import as_bytes, as_seconds, read_bytes
 
 SIZES = {"layers": 2, "width": 64, "heads": 4, "vocabulary": 100, "length": 32}
@@ -167,6 +168,35 @@ def test_what_lies_far_beyond_calibration_is_marked():
     assert not estimate(model, near, Layout(data=8), global_batch=8).extrapolated
     far = estimate(model, near, Layout(data=16), global_batch=16)
     assert far.extrapolated and "extrapolated" in str(far)
+
+
+def test_6nd_counts_the_active_parameters():
+    """Jiang et al. 2024 (arXiv:2401.04088), section 1: 47B parameters, of which a token uses 13B."""
+    model = Transformer(**KNOWN["mixtral-8x7b"])
+    assert count_parameters(model) == pytest.approx(46.7e9, rel=0.002)
+    assert count_active_parameters(model) == pytest.approx(12.9e9, rel=0.002)
+    found = estimate(
+        model, machine("h100", memory=1e13), Layout(dtype="mixed_bfloat16"), global_batch=2
+    )
+    assert found.flops_6nd == pytest.approx(6 * 12.9e9 * 2 * 8192, rel=0.002)
+    assert found.flops_6nd < found.flops  # Which has the attention core, too.
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "size"),
+    [
+        ("float32", "adam", 8),
+        ("mixed_bfloat16", "adam", 8),
+        ("bfloat16", "adam", 4),
+        ("bfloat16", "momentum", 2),
+        ("bfloat16", "sgd", 0),
+        ("deepspeed", "adam", 12),
+        ("megatron", "adam", 12),
+    ],
+)
+def test_bytes_of_the_optimizer(dtype, optimizer, size):
+    """Keras keeps moments in the dtype of the weights; the others in float32, beside a float32 copy."""
+    assert Layout(dtype=dtype, optimizer=optimizer).state_bytes == size
 
 
 def test_units():

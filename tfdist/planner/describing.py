@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from tfdist import checks
+from tfdist.keras_internals.private import all_layers
 from tfdist.planner.models import Transformer
 from tfdist.planner.parts import Model, Part
 
@@ -113,6 +114,15 @@ def _transformer(model: Any, length: int | None) -> Transformer | None:
     )
 
 
+def _inactive(model: Any) -> float:
+    """The parameters of experts that a token is not sent to."""
+    from tfdist.layers import MixtureOfExperts
+
+    mixtures = [each for each in all_layers(model) if isinstance(each, MixtureOfExperts)]
+    counts = [each.num_parameters for each in mixtures]
+    return float(sum(each["total"] - each["active"] for each in counts))
+
+
 def _chain(model: Any) -> Described:
     from tfdist.pipeline.chain import Chain
     from tfdist.pipeline.costs import kept_bytes, training_graph
@@ -127,6 +137,7 @@ def _chain(model: Any) -> Described:
             Part(
                 f"{number}: {link.model.name}",
                 whole_parameters=link.parameters,
+                inactive_parameters=_inactive(link.model),
                 flops=float(count),
                 # In elements of float32, as it was traced.
                 kept_whole=kept_bytes(graph, forward) / 4,

@@ -10,7 +10,14 @@ from tfdist.planner import communication
 from tfdist.planner.layouts import Layout
 from tfdist.planner.machines import Machine
 from tfdist.planner.memory import Memory, PartBytes, part_bytes, rank_memory
-from tfdist.planner.parts import Model, Part, check_model, count_parameters, training_flops
+from tfdist.planner.parts import (
+    Model,
+    Part,
+    check_model,
+    count_active_parameters,
+    count_parameters,
+    training_flops,
+)
 from tfdist.planner.stages import Stage, cut, of_rank
 from tfdist.planner.times import PassTimes, Ways, gradient_seconds, part_times, pipeline_seconds
 from tfdist.quantities import as_bytes, as_count, as_seconds
@@ -38,6 +45,7 @@ class Estimate:
         layout: The layout.
         global_batch: Samples of a step.
         parameters: Of the model.
+        active_parameters: Of these, those that a token uses: of a mixture `top_k` experts.
         flops: Model FLOPs of a step, exact by layer.
         memory: Bytes of the rank that has most.
         memory_limit: Bytes that a rank may use.
@@ -53,6 +61,7 @@ class Estimate:
     layout: Layout
     global_batch: int
     parameters: float
+    active_parameters: float
     flops: float
     memory: Memory
     memory_limit: float
@@ -85,8 +94,8 @@ class Estimate:
 
     @property
     def flops_6nd(self) -> float:
-        """FLOPs of a step by 6 N D: 6 for each parameter and token (Kaplan et al. 2020)."""
-        return 6.0 * self.parameters * self.tokens
+        """FLOPs of a step by 6 N D: 6 for each active parameter and token (Kaplan et al. 2020)."""
+        return 6.0 * self.active_parameters * self.tokens
 
     @property
     def binding(self) -> str:
@@ -260,6 +269,7 @@ def assemble(
         layout=layout,
         global_batch=global_batch,
         parameters=count_parameters(model),
+        active_parameters=count_active_parameters(model),
         flops=global_batch * training_flops(model),
         memory=max(memories, key=lambda each: each.total),
         memory_limit=machine.memory if memory is None else memory,

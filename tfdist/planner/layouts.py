@@ -9,7 +9,7 @@ from tfdist import checks
 from tfdist.mesh import DEFAULT_ORDER, Mesh
 from tfdist.pipeline.schedules import SCHEDULES
 
-__all__ = ["AXES", "PRECISIONS", "RECOMPUTE", "Layout", "Precision"]
+__all__ = ["AXES", "OPTIMIZERS", "PRECISIONS", "RECOMPUTE", "Layout", "Precision", "state_bytes"]
 
 #: Fastest axis first: neighbours on it are nearest.
 AXES = tuple(reversed(DEFAULT_ORDER))
@@ -29,6 +29,7 @@ class Precision:
         master: Bytes of a copy that the optimizer has beside it, sharded with its state.
         copy: Bytes of a copy for products, which is there from the forward to the backward pass.
         sent: Bytes of a gradient on its way to other ranks.
+        state: Bytes of each number that the optimizer keeps.
     """
 
     compute: str
@@ -38,22 +39,35 @@ class Precision:
     master: int
     copy: int
     sent: int
+    state: int
 
 
 #: By name: Keras' policies; and 16-bit parameters with a float32 copy in the optimizer, as in
 #: DeepSpeed (Rajbhandari et al. 2020, section 3.1: 2 + 2 + 4 bytes and the moments), and with
-#: gradients added up in float32, as in Megatron-LM.
+#: gradients added up in float32, as in Megatron-LM. Keras' optimizers keep what they keep in the dtype of the
+#: parameter.
 PRECISIONS: dict[str, Precision] = {
-    "float32": Precision("float32", 4, 4, 4, 0, 0, 4),
-    "mixed_bfloat16": Precision("bfloat16", 2, 4, 4, 0, 2, 4),
-    "mixed_float16": Precision("float16", 2, 4, 4, 0, 2, 4),
-    "bfloat16": Precision("bfloat16", 2, 2, 2, 0, 0, 2),
-    "deepspeed": Precision("float16", 2, 2, 2, 4, 0, 2),
-    "megatron": Precision("bfloat16", 2, 2, 4, 4, 0, 4),
+    "float32": Precision("float32", 4, 4, 4, 0, 0, 4, 4),
+    "mixed_bfloat16": Precision("bfloat16", 2, 4, 4, 0, 2, 4, 4),
+    "mixed_float16": Precision("float16", 2, 4, 4, 0, 2, 4, 4),
+    "bfloat16": Precision("bfloat16", 2, 2, 2, 0, 0, 2, 2),
+    "deepspeed": Precision("float16", 2, 2, 2, 4, 0, 2, 4),
+    "megatron": Precision("bfloat16", 2, 2, 4, 4, 0, 4, 4),
 }
 
 #: Numbers that an optimizer keeps for each parameter.
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
+
+
+def state_bytes(optimizer: str, dtype: str) -> int:
+    """Bytes that an optimizer keeps for a parameter, with its copy of it.
+
+    Args:
+        optimizer: A name of `OPTIMIZERS`.
+        dtype: A name of `PRECISIONS`.
+    """
+    precision = PRECISIONS[dtype]
+    return precision.state * OPTIMIZERS[optimizer] + precision.master
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +171,7 @@ class Layout:
     @property
     def state_bytes(self) -> int:
         """Bytes that the optimizer keeps for a parameter, with its copy of it."""
-        return 4 * OPTIMIZERS[self.optimizer] + self.precision.master
+        return state_bytes(self.optimizer, self.dtype)
 
     @property
     def kind(self) -> str:

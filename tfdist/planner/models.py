@@ -173,12 +173,14 @@ class Transformer:
         core = 4.0 * self.heads * d * s * s * (0.5 if self.causal_flops else 1.0)
         router = h * self.experts if self.experts else 0
         common = self._norm_parameters() * 2 + output_biases
+        expert = network + hidden_biases + output_biases
         return Part(
             "block",
             count=self.layers,
             whole_parameters=common + router + (0 if self.experts else output_biases),
             split_parameters=attention + biases + (0 if self.experts else network + hidden_biases),
-            expert_parameters=(network + hidden_biases + output_biases) * (self.experts or 0),
+            expert_parameters=expert * (self.experts or 0),
+            inactive_parameters=expert * (self.experts - used) if self.experts else 0,
             flops=2.0 * s * (attention + used * network + router),
             attention_flops=core,
             kept_whole=whole + extra,

@@ -7,7 +7,15 @@ from typing import Any, Protocol
 
 from tfdist import checks
 
-__all__ = ["Model", "Part", "check_model", "count_parameters", "forward_flops", "training_flops"]
+__all__ = [
+    "Model",
+    "Part",
+    "check_model",
+    "count_active_parameters",
+    "count_parameters",
+    "forward_flops",
+    "training_flops",
+]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,6 +32,7 @@ class Part:
         whole_parameters: Parameters that each tensor rank has.
         split_parameters: Parameters that tensor ranks split.
         expert_parameters: Those of all experts; split over expert and tensor axis.
+        inactive_parameters: Of all these, those of experts that a token is not sent to.
         flops: FLOPs of a forward pass, split over the tensor axis, without the attention core.
         attention_flops: Those of the attention core, which selective recompute does again.
         kept_whole: Elements kept for the backward pass, not split.
@@ -46,6 +55,7 @@ class Part:
     whole_parameters: float = 0
     split_parameters: float = 0
     expert_parameters: float = 0
+    inactive_parameters: float = 0
     flops: float = 0.0
     attention_flops: float = 0.0
     kept_whole: float = 0.0
@@ -102,6 +112,13 @@ def check_model(model: Any) -> None:
 def count_parameters(model: Model) -> float:
     """All parameters, those that two parts share counted once."""
     return sum(part.count * part.parameters for part in model.parts) - model.shared_parameters
+
+
+def count_active_parameters(model: Model) -> float:
+    """The parameters that a token uses: of a mixture those of `top_k` experts, not of all."""
+    return count_parameters(model) - sum(
+        part.count * part.inactive_parameters for part in model.parts
+    )
 
 
 def forward_flops(model: Model) -> float:

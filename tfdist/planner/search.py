@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from tfdist import checks
 from tfdist.planner.estimates import Estimate, PartCosts, assemble, misfit, part_costs, tied
-from tfdist.planner.layouts import OPTIMIZERS, PRECISIONS, RECOMPUTE, Layout
+from tfdist.planner.layouts import OPTIMIZERS, PRECISIONS, RECOMPUTE, Layout, state_bytes
 from tfdist.planner.machines import Machine
 from tfdist.planner.parts import Model
 from tfdist.planner.times import Ways
@@ -336,7 +336,7 @@ class Search:
     def _is_too_large(self, group: Group, zero: int, found: Found) -> bool:
         data, expert, context, pipeline, _ = group.sizes
         precision, sharers = PRECISIONS[self._limits.dtype], data * context
-        state = 4 * OPTIMIZERS[self._limits.optimizer] + precision.master
+        state = state_bytes(self._limits.optimizer, self._limits.dtype)
         whole = group.dense + group.experts
         shared = group.dense / (sharers * expert) + group.experts / sharers
         kinds = {
