@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 from tfdist import checks
-from tfdist.keras_internals.private import all_layers
 from tfdist.planner.models import Transformer
 from tfdist.planner.parts import Model, Part
 
@@ -116,6 +115,7 @@ def _transformer(model: Any, length: int | None) -> Transformer | None:
 
 def _inactive(model: Any) -> float:
     """The parameters of experts that a token is not sent to."""
+    from tfdist.keras_internals.private import all_layers
     from tfdist.layers import MixtureOfExperts
 
     mixtures = [each for each in all_layers(model) if isinstance(each, MixtureOfExperts)]
