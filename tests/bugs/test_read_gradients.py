@@ -198,3 +198,45 @@ def test_a_mixture_is_refused(pool):
 def test_rows_under_zero_3_are_refused(pool, name):
     with pytest.raises(NotImplementedError, match="zero_stage=2"):
         pool.run(on_mesh, PROGRAMS[name], Mesh(), {"zero_stage": 3}, timeout=60)
+
+
+def bytes_of_steps(kind: type[keras.Sequential], zero_stage: int, accumulation: int) -> list[int]:
+    """The bytes that a rank sends in each of four steps, the first update behind it."""
+    from tfdist.collectives.p2p import traffic
+    from tfdist.testing import strategy
+
+    keras.utils.set_random_seed(1)
+    with strategy(zero_stage=zero_stage).scope():
+        model = kind([keras.Input((16,)), keras.layers.Dense(64, "tanh"), keras.layers.Dense(4)])
+        steps = {"gradient_accumulation_steps": accumulation} if accumulation > 1 else {}
+        model.compile(keras.optimizers.Adam(**steps), "mse")
+    found: list[int] = []
+    count = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: found.append(traffic().sent)
+    )
+    x = tf.random.stateless_normal((8 * (4 + 2 * accumulation), 16), (1, 2))
+    model.fit(x, x[:, :4], batch_size=8, verbose=0, callbacks=[count])
+    return [after - before for before, after in zip(found[-5:], found[-4:], strict=False)]
+
+
+@on_ranks(("horovod", 2), slow=[("horovod", 3)])
+@pytest.mark.parametrize(
+    ("zero_stage", "accumulation"),
+    slow_but([(3, 1)], [(stage, steps) for stage in range(4) for steps in (1, 2)]),
+)
+def test_a_step_that_leaves_gradients_alone_sends_what_keras_own_does(
+    pool, zero_stage, accumulation
+):
+    """Where a step clips, they are summed as often; under ZeRO-3 the shards are gathered beside."""
+    counts = {
+        kind: pool.run(bytes_of_steps, kind, zero_stage, accumulation, timeout=120)
+        for kind in (keras.Sequential, gradient_programs.Plain, Clips)
+    }
+    own = counts[keras.Sequential]
+    assert all(len(steps) == 4 and max(steps) > 4000 for steps in own)
+    # Keras' own has two numbers of its loss beside.
+    for ours, keras_own in zip(counts[gradient_programs.Plain], own, strict=True):
+        assert max(abs(a - b) for a, b in zip(ours, keras_own, strict=True)) <= 8
+    if accumulation == 1:
+        more = sum(counts[Clips][0]) / sum(own[0])
+        assert more < 1.01 if zero_stage < 3 else 1.0 < more < 1.5
