@@ -227,7 +227,7 @@ def bytes_of_steps(kind: type[keras.Sequential], zero_stage: int, accumulation: 
 def test_a_step_that_leaves_gradients_alone_sends_what_keras_own_does(
     pool, zero_stage, accumulation
 ):
-    """Where a step clips, they are summed as often; under ZeRO-3 the shards are gathered beside."""
+    """Where a step clips, they are summed as often; under ZeRO the shards are gathered beside."""
     counts = {
         kind: pool.run(bytes_of_steps, kind, zero_stage, accumulation, timeout=120)
         for kind in (keras.Sequential, gradient_programs.Plain, Clips)
@@ -239,4 +239,4 @@ def test_a_step_that_leaves_gradients_alone_sends_what_keras_own_does(
         assert max(abs(a - b) for a, b in zip(ours, keras_own, strict=True)) <= 8
     if accumulation == 1:
         more = sum(counts[Clips][0]) / sum(own[0])
-        assert more < 1.01 if zero_stage < 3 else 1.0 < more < 1.5
+        assert more < 1.01 if zero_stage == 0 else 1.1 < more < 1.6
