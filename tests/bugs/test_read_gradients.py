@@ -239,4 +239,5 @@ def test_a_step_that_leaves_gradients_alone_sends_what_keras_own_does(
         assert max(abs(a - b) for a, b in zip(ours, keras_own, strict=True)) <= 8
     if accumulation == 1:
         more = sum(counts[Clips][0]) / sum(own[0])
-        assert more < 1.01 if zero_stage == 0 else 1.1 < more < 1.6
+        # Small ones go to each rank whole, which is twice as much on three.
+        assert more < 1.01 if zero_stage == 0 else 1.1 < more < 2.0
