@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tfdist.launch.flag_values import UsageError, input_file
 from tfdist.launch.mesh_flags import Layout
-from tfdist.mesh import Mesh
 from tfdist.runtime.horovod_variables import started_by_horovod
 from tfdist.runtime.tf_config import read_tf_config
 
@@ -21,8 +20,6 @@ __all__ = ["Automatic", "chosen", "machine_file", "number_of_ranks"]
 
 #: What `tfdist-plan calibrate` writes where no flag says otherwise.
 _FILE = "machine.json"
-
-_MESH = Mesh()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,23 +72,21 @@ def number_of_ranks() -> int:
     return 1 if config is None else max(len(config.workers), 1)
 
 
-@functools.cache
 def chosen(
     value: str,
     transformer: planner.Transformer,
     batch: int,
     ranks: int,
-    *,
-    context: bool = True,
+    limits: Mapping[str, Any],
 ) -> Automatic:
-    """The fastest layout of a model that this program can run.
+    """The fastest layout of a model that this program can run, of what its flags leave open.
 
     Args:
         value: The flag's.
         transformer: The model.
-        batch: Samples of a step.
+        batch: Samples of an update.
         ranks: Ranks that were started.
-        context: Whether sequences may be split.
+        limits: What is not open, as `tfdist.planner.Limits` has it.
 
     Raises:
         UsageError: The file is no calibration, or no layout fits.
@@ -105,15 +100,20 @@ def chosen(
         machine = read_machine(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"--plan={value}: {error}") from None
-    axes = tuple(axis for axis in _MESH.order if context or axis not in _MESH.token_axes)
-    # What flags of the model or of the optimizer would have to say is left as it is.
-    limits = planner.Limits(axes=axes, sequence_parallel=False, accumulate=False)
-    found = planner.plan(
-        transformer, machine, global_batch=batch, ranks=ranks, limits=limits, best=1
-    )
+    try:
+        found = planner.plan(
+            transformer,
+            machine,
+            global_batch=batch,
+            ranks=ranks,
+            limits=planner.Limits(**limits),
+            best=1,
+        )
+    except ValueError as error:  # The machine has no rate for the dtype.
+        raise UsageError(f"--plan={value}: {error}") from None
     if not found.best:
         raise UsageError(
-            f"--plan={value}: no layout on {ranks} ranks divides --batch_size={batch} and fits."
+            f"--plan={value}: no layout on {ranks} ranks divides an update of {batch} samples and fits."
         )
     best = found.best[0]
     layout = best.layout

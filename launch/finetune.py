@@ -24,6 +24,7 @@ from tfdist.launch.corpus import check_source, read_tokens
 from tfdist.launch.fitting import expected_errors, speed_callback, warmup_cosine
 from tfdist.launch.flag_values import FlagDefiner, folder, refuse_ignored
 from tfdist.launch.mesh_flags import Layout, MeshFlags
+from tfdist.launch.optimizer_flags import OptimizerFlags, read_recompute
 from tfdist.launch.quiet import quiet_start
 from tfdist.launch.world import World, WorldFlags
 
@@ -54,12 +55,6 @@ _BLOCK_SIZE = _DEFINE.integer(
     lower_bound=1,
     upper_bound=_MOST,
 )
-_DTYPE = _DEFINE.enum(
-    "dtype",
-    "own",
-    ["own", "float32", "bfloat16", "mixed_bfloat16"],
-    "Dtype policy; own: the preset's",
-)
 _SEQ_LENGTH = _DEFINE.integer(
     "seq_length", 128, "Tokens per window of text", lower_bound=1, upper_bound=_MOST
 )
@@ -88,6 +83,10 @@ _THREADS = _DEFINE.integer(
 _VERBOSE = _DEFINE.integer(
     "verbose", 2, "0: silent, 1: progress bar, 2: one line per epoch", lower_bound=0, upper_bound=2
 )
+_RECOMPUTE = _DEFINE.string(
+    "recompute", "none", "none, selective, sqrt, every_layer, or bytes to keep: budget:2GiB"
+)
+_OPTIMIZER = OptimizerFlags(_DEFINE, "adamw", has_own_policy=True)
 _CHECKPOINTS = CheckpointFlags(_DEFINE)
 _MESH = MeshFlags(_DEFINE)
 _WORLD = WorldFlags(_DEFINE, _MESH)
@@ -142,6 +141,8 @@ def _check(_: list[str]) -> tuple[Layout, dict[str, Any]]:
         raise UsageError("tfdist-finetune is for ranks. Received: --strategy=tpu.")
     layout = _MESH.layout()
     _WORLD.check(layout)
+    _OPTIMIZER.check(is_tpu=False, has_sync=False)
+    read_recompute(_RECOMPUTE.name, _RECOMPUTE.value)
     if layout.context > 1:
         raise UsageError(
             "The layers of KerasHub's models know no context axis: leave --context out, or train "
@@ -176,6 +177,7 @@ def _main(checked: tuple[Layout, dict[str, Any]]) -> None:
     # --- Model ---------------------------------------------------------------------------------
     with on.strategy.scope():
         task = _load()
+        _recompute(task, layout, batch_size // on.data)
         model = task if layout.pipeline == 1 else _pipeline(task, layout, on)
         rate = warmup_cosine(_LEARNING_RATE.value, _EPOCHS.value * windows.steps)
         loss = tfdist.layers.VocabParallelCrossEntropy(
@@ -183,12 +185,15 @@ def _main(checked: tuple[Layout, dict[str, Any]]) -> None:
         )
         # A task's own metric would take whole logits.
         options = {"weighted_metrics": None} if model is task else {}
-        model.compile(
-            keras.optimizers.AdamW(rate, weight_decay=0.01, global_clipnorm=1.0),
-            loss,
-            steps_per_execution=min(on.steps_per_execution, windows.steps),
-            **options,
-        )
+        with _OPTIMIZER.expected_errors():
+            optimizer = _OPTIMIZER.make("AdamW", rate, weight_decay=0.01, global_clipnorm=1.0)
+            model.compile(
+                _OPTIMIZER.scaled(optimizer),
+                loss,
+                steps_per_execution=min(on.steps_per_execution, windows.steps),
+                **options,
+                **_OPTIMIZER.compile_options,
+            )
     if on.is_chief:
         print(_sizes(task, on), flush=True)
 
@@ -196,7 +201,7 @@ def _main(checked: tuple[Layout, dict[str, Any]]) -> None:
     speed = speed_callback(windows.steps * batch_size * _SEQ_LENGTH.value)
     callbacks = [speed, tfdist.monitoring.TerminateOnNonFinite()]
     callbacks += _CHECKPOINTS.callbacks(saving, batch_size)
-    with expected_errors(_CHECKPOINTS.workdir, _DATASET.value):
+    with expected_errors(_CHECKPOINTS.workdir, _DATASET.value), _OPTIMIZER.expected_errors():
         before = model.evaluate(windows.validation, verbose=0)
         history = model.fit(
             windows.train,
@@ -216,6 +221,8 @@ def _main(checked: tuple[Layout, dict[str, Any]]) -> None:
     if _OUTPUT.value is not None:
         lines.append(f"Saved: {_save(task)}")
     loss = history.history["val_loss"][-1]
+    if _OPTIMIZER.averages:  # Which take the weights' place when `fit` ends.
+        loss = model.evaluate(windows.validation, verbose=0)
     lines.append(
         f"Validation loss {loss:.4f}, perplexity {_perplexity(before)} before and "
         f"{_perplexity(loss)} after, on {windows.tokens:,} tokens of {_DATASET.value}; "
@@ -283,7 +290,7 @@ def _load():
 
     import tfdist
 
-    options = {} if _DTYPE.value == "own" else {"dtype": _DTYPE.value}
+    options = {} if _OPTIMIZER.policy is None else {"dtype": _OPTIMIZER.policy}
     try:
         task = tfdist.load_preset(_PRESET.value, preprocessor=None, compile=False, **options)
         backbone = task.backbone
@@ -316,6 +323,22 @@ def _load():
             f"Received: --seq_length={_SEQ_LENGTH.value}."
         )
     return task
+
+
+def _recompute(task, layout: Layout, rows: int) -> None:
+    from tfdist.recompute import recompute
+
+    if not (arguments := read_recompute(_RECOMPUTE.name, _RECOMPUTE.value)):
+        return
+    if "budget" in arguments:
+        arguments |= {
+            "rows": -(-rows // layout.num_microbatches),
+            "input_shape": (_SEQ_LENGTH.value,),
+        }
+    try:
+        recompute(task, **arguments)
+    except ValueError as error:
+        raise UsageError(f"--recompute={_RECOMPUTE.value}: {error}") from error
 
 
 def _pipeline(task, layout: Layout, on: World):
@@ -374,7 +397,8 @@ PROGRAM = command.Program(
                 _LOSS_CHUNK,
                 _BIASES,
                 _BLOCK_SIZE,
-                _DTYPE,
+                _RECOMPUTE,
+                *_OPTIMIZER.every,
                 _WORLD.steps_per_execution,
             )
         ],

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from tfdist.launch.automatic import Automatic, chosen
 from tfdist.launch.fitting import warmup_cosine
-from tfdist.launch.flag_values import UsageError, input_file, refuse_ignored
+from tfdist.launch.flag_values import UsageError, as_given, input_file, refuse_ignored
 from tfdist.launch.mesh_flags import Layout
+from tfdist.launch.model_sizes import LONG, sizes_of
 from tfdist.launch.tasks import DEFINE, Data, Settings, Task
+from tfdist.mesh import DEFAULT_ORDER
+
+if TYPE_CHECKING:
+    from tfdist.planner import Transformer
 
 __all__ = ["Language"]
 
@@ -17,11 +25,24 @@ _MOST = 1 << 20
 _MOST_PARAMETERS = 10**13
 _MOST_TOKENS = 1 << 26
 
+#: Tokens of a text: its bytes.
+_BYTES = 256
+
+_CONFIG = DEFINE.string("config", None, "Sizes of a known model, or a config.json: llama3-8b")
 _LAYERS = DEFINE.integer("layers", 4, "Transformer blocks", lower_bound=1, upper_bound=10_000)
 _WIDTH = DEFINE.integer(
     "width", 128, "Width of the residual stream", lower_bound=1, upper_bound=_MOST
 )
 _HEADS = DEFINE.integer("heads", 4, "Attention heads per block", lower_bound=1, upper_bound=_MOST)
+_KV_HEADS = DEFINE.integer(
+    "kv_heads", None, "Key/value heads [heads]", lower_bound=1, upper_bound=_MOST
+)
+_HIDDEN = DEFINE.integer(
+    "hidden", None, "Hidden units of a block [4 width]", lower_bound=1, upper_bound=_MOST
+)
+_VOCABULARY = DEFINE.integer(
+    "vocabulary", _BYTES, "Tokens of the vocabulary", lower_bound=_BYTES, upper_bound=1 << 24
+)
 _SEQ_LENGTH = DEFINE.integer(
     "seq_length", 128, "Bytes per window of text", lower_bound=1, upper_bound=_MOST
 )
@@ -45,6 +66,9 @@ _SAMPLE = DEFINE.integer(
     "sample", 0, "Bytes to generate after training", lower_bound=0, upper_bound=_MOST
 )
 
+#: What --config says instead.
+_SIZES = (_LAYERS, _WIDTH, _HEADS, _KV_HEADS, _HIDDEN, _VOCABULARY, _EXPERTS, _TOP_K)
+
 #: What a sample goes on from: the end of a paragraph.
 _PROMPT = b"\n\n"
 #: Below one: likely bytes more often than the model would, unlikely ones seldom.
@@ -62,15 +86,12 @@ class Language(Task):
     learning_rate = 3e-3
     item = "tokens"
     flags = (
-        _LAYERS,
-        _WIDTH,
-        _HEADS,
+        _CONFIG,
+        *_SIZES,
         _SEQ_LENGTH,
         _DROPOUT,
         _SAMPLE,
         _SEQUENCE_PARALLEL,
-        _EXPERTS,
-        _TOP_K,
         _CONTEXT_ATTENTION,
     )
 
@@ -93,15 +114,56 @@ class Language(Task):
             )
         if settings.dataset.startswith("text:"):
             input_file("dataset", settings.dataset.removeprefix("text:"), "text:")
-        self._check_size(settings)
-        _check_divides("width", _WIDTH.value, "heads", _HEADS.value)
-        _check_divides("heads", _HEADS.value, "tensor", settings.layout.tensor)
-        self._check_experts(settings)
+        if _CONFIG.value is None:
+            _check_divides("width", _WIDTH.value, "heads", _HEADS.value)
+            _check_divides("heads", _HEADS.value, "tensor", settings.layout.tensor)
+            self._check_experts(settings)
+        sizes = self._sizes()
+        self._check_size(settings, sizes)
+        for axis in ("tensor", "expert"):
+            ranks = getattr(settings.layout, axis)
+            if why := sizes.divides(axis, ranks):
+                raise UsageError(f"--{axis}={ranks} cannot divide the model: {why}.")
         if _SEQUENCE_PARALLEL.value:
             _check_divides("seq_length", _SEQ_LENGTH.value, "tensor", settings.layout.tensor)
-        self._check_context(settings.layout)
+        self._check_context(settings.layout, sizes)
 
-    def _check_context(self, layout: Layout) -> None:
+    def _sizes(self) -> Transformer:
+        """The model of the flags."""
+        from tfdist.planner import Transformer
+
+        dropout, length = _DROPOUT.value > 0, _SEQ_LENGTH.value
+        blockwise = length >= LONG and not dropout
+        if _CONFIG.value is not None:
+            given = f"--config={_CONFIG.value}"
+            refuse_ignored(DEFINE.values, _SIZES, "is what --config says", given)
+            sizes = sizes_of("config", _CONFIG.value, length)
+            if sizes.vocabulary < _BYTES:
+                raise UsageError(
+                    f"--config requires a vocabulary of {_BYTES} tokens at least, one for each byte. "
+                    f"Received: {given}, which has {sizes.vocabulary}."
+                )
+            return dataclasses.replace(sizes, dropout=dropout, blockwise=blockwise)
+        try:
+            return Transformer(
+                layers=_LAYERS.value,
+                width=_WIDTH.value,
+                heads=_HEADS.value,
+                kv_heads=_KV_HEADS.value,
+                hidden=_HIDDEN.value,
+                vocabulary=_VOCABULARY.value,
+                length=length,
+                experts=_EXPERTS.value,
+                top_k=_TOP_K.value,
+                # Small models learn with rotary ones in a fraction of the steps that learned ones take.
+                learned_positions=False,
+                dropout=dropout,
+                blockwise=blockwise,
+            )
+        except ValueError as error:
+            raise UsageError(f"{as_given(DEFINE.values, _SIZES)}: {error}") from None
+
+    def _check_context(self, layout: Layout, sizes: Transformer) -> None:
         context, length = layout.context, _SEQ_LENGTH.value
         given = f"--context={context}"
         if context == 1:
@@ -128,11 +190,11 @@ class Language(Task):
                 f"Each rank of the context axis has a token at least. Received: --seq_length={length} "
                 f"{given}."
             )
-        heads = _HEADS.value // layout.tensor
+        heads = sizes.heads // layout.tensor
         if _CONTEXT_ATTENTION.value == "ulysses" and heads % context:
             raise UsageError(
                 "--context_attention=ulysses gives each rank of the context axis as many heads: --heads "
-                f"must be a multiple of --tensor times --context. Received: --heads={_HEADS.value} "
+                f"must be a multiple of --tensor times --context. Received: --heads={sizes.heads} "
                 f"--tensor={layout.tensor} {given}; or take ring."
             )
 
@@ -152,13 +214,14 @@ class Language(Task):
                 f"--top_k is at most --experts. Received: --top_k={_TOP_K.value} --experts={experts}."
             )
 
-    def _check_size(self, settings: Settings) -> None:
-        parameters = (4 + 8 * (_EXPERTS.value or 1)) * _LAYERS.value * _WIDTH.value**2
+    def _check_size(self, settings: Settings, sizes: Transformer) -> None:
+        from tfdist.planner.parts import count_parameters
+
+        parameters = count_parameters(sizes)
         if parameters > _MOST_PARAMETERS:
             raise UsageError(
                 f"A model has at most {_MOST_PARAMETERS:,} parameters. Received: "
-                f"--layers={_LAYERS.value} --width={_WIDTH.value}"
-                f"{f' --experts={_EXPERTS.value}' if _EXPERTS.value else ''}, which is {parameters:,}."
+                f"{as_given(DEFINE.values, (_CONFIG, *_SIZES))}, which is {parameters:,.0f}."
             )
         tokens = settings.batch_size * _SEQ_LENGTH.value
         if tokens > _MOST_TOKENS:
@@ -167,25 +230,21 @@ class Language(Task):
                 f"--batch_size={settings.batch_size} --seq_length={_SEQ_LENGTH.value}."
             )
 
-    def planned(self, value: str, batch: int, ranks: int) -> Automatic:
-        """The layout that `--plan` chooses for the model of the flags."""
-        from tfdist.planner import Transformer
+    def planned(self, value: str, batch: int, ranks: int, limits: Mapping[str, Any]) -> Automatic:
+        """The layout that `--plan` chooses for the model of the flags.
 
-        try:
-            sizes = Transformer(
-                layers=_LAYERS.value,
-                width=_WIDTH.value,
-                heads=_HEADS.value,
-                vocabulary=256,
-                length=_SEQ_LENGTH.value,
-                experts=_EXPERTS.value,
-                top_k=_TOP_K.value,
-                learned_positions=False,
-                dropout=_DROPOUT.value > 0,
-            )
-        except ValueError as error:
-            raise UsageError(f"--plan={value}: {error}") from None
-        return chosen(value, sizes, batch, ranks, context=not _DROPOUT.value)
+        Args:
+            value: The flag's.
+            batch: Samples of an update.
+            ranks: Ranks that were started.
+            limits: What other flags say, as `tfdist.planner.Limits` has it.
+        """
+        split = _SEQUENCE_PARALLEL.value
+        axes = [*DEFAULT_ORDER]
+        if _DROPOUT.value or split:
+            axes.remove("context")
+        own = {"axes": tuple(axes), "sequence_parallel": (split,)}
+        return chosen(value, self._sizes(), batch, ranks, limits={**own, **limits})
 
     def load(self, settings: Settings) -> Data:
         """Cuts the text into windows."""
@@ -229,27 +288,21 @@ class Language(Task):
     def build(self, settings: Settings):
         """Makes a GPT of the sizes in the flags."""
         from tfdist import models
+        from tfdist.planner.programs import gpt_arguments
 
-        return models.gpt(
-            self._text.vocabulary_size,
-            num_layers=_LAYERS.value,
-            width=_WIDTH.value,
-            num_heads=_HEADS.value,
-            max_length=_SEQ_LENGTH.value,
-            # Small models learn with them in a fraction of the steps that learned ones take.
-            positions="rotary",
-            dropout=_DROPOUT.value,
-            sequence_parallel=_SEQUENCE_PARALLEL.value,
-            num_experts=_EXPERTS.value,
-            top_k=_TOP_K.value,
+        sizes = self._sizes()
+        arguments = gpt_arguments(sizes) | {
+            "dropout": _DROPOUT.value,
+            "sequence_parallel": _SEQUENCE_PARALLEL.value,
             # Of each sequence, so that a pipeline's micro-batches change nothing.
-            experts={"balance_over": "sequence"} if _EXPERTS.value else None,
-            context_attention=_CONTEXT_ATTENTION.value,
-        )
+            "experts": {"balance_over": "sequence"} if sizes.experts else None,
+            "context_attention": _CONTEXT_ATTENTION.value,
+        }
+        return models.gpt(sizes.vocabulary, **arguments)
 
     def callbacks(self) -> list:
         """How evenly experts are used, where there are some."""
-        if _EXPERTS.value is None:
+        if self._sizes().experts is None:
             return []
         from tfdist.monitoring import ExpertLoad
 
@@ -271,7 +324,7 @@ class Language(Task):
             beta_2=0.95,
             global_clipnorm=1.0,
         )
-        loss = layers.VocabParallelCrossEntropy(self._text.vocabulary_size)
+        loss = layers.VocabParallelCrossEntropy(self._sizes().vocabulary)
         model.compile(optimizer, loss, **options)
 
     def verdict(self, logs) -> str:
@@ -292,7 +345,8 @@ class Language(Task):
         tokens = models.generate(
             model, list(_PROMPT), _SAMPLE.value, temperature=_TEMPERATURE, seed=self._seed
         )
-        return bytes(tokens[len(_PROMPT) :].tolist()).decode(errors="replace")
+        written = [token for token in tokens[len(_PROMPT) :].tolist() if token < _BYTES]
+        return bytes(written).decode(errors="replace")
 
 
 def _check_divides(what: str, value: int, by: str, divisor: int) -> None:

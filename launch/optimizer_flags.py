@@ -30,7 +30,7 @@ _OPTIMIZERS = {
     "lion": "Lion",
     "rmsprop": "RMSprop",
 }
-_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16")
+_POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
 _LARGEST_SCALE = 2.0**40
 _RECOMPUTE = ("none", "selective", "sqrt", "every_layer")
 
@@ -40,18 +40,27 @@ class OptimizerFlags:
 
     Args:
         define: Defines them.
+        own: What the program trains with by itself, in words.
+        has_own_policy: Whether a model brings dtypes of its own, which it keeps by default.
 
     Attributes:
         every: All of them.
     """
 
-    def __init__(self, define: FlagDefiner):
+    def __init__(self, define: FlagDefiner, own: str, *, has_own_policy: bool = False):
         self._values = define.values
         self._optimizer = define.enum(
             "optimizer",
             "own",
             ["own", *_OPTIMIZERS],
-            "Optimizer; own: adam, and adamw for gpt",
+            f"Optimizer; own: {own}",
+        )
+        self._momentum = define.float(
+            "momentum",
+            0.0,
+            "Momentum of sgd",
+            lower_bound=0.0,
+            upper_bound=0.999999,
         )
         self._decay = define.float(
             "weight_decay",
@@ -81,14 +90,16 @@ class OptimizerFlags:
             lower_bound=1,
             upper_bound=1 << 20,
         )
-        self._policy = define.enum(
-            "dtype_policy", "float32", list(_POLICIES), "Dtypes that the model computes in"
-        )
+        policies, words = list(_POLICIES), "Dtypes that the model computes in"
+        if has_own_policy:
+            policies, words = ["own", *policies], f"{words}; own: the preset's"
+        self._policy = define.enum("dtype_policy", policies[0], policies, words)
         self._loss_scale = define.string(
-            "loss_scale", "auto", "A number, none, or auto: dynamic with mixed_float16"
+            "loss_scale", "auto", "A number, none, or auto: dynamic with (mixed_)float16"
         )
         self.every: Sequence[flags.FlagHolder] = (
             self._optimizer,
+            self._momentum,
             self._decay,
             self._clip,
             self._ema,
@@ -113,6 +124,9 @@ class OptimizerFlags:
             UsageError: Flags that do not go together.
         """
         self._fixed_scale()
+        if self._optimizer.value != "sgd":
+            given = f"--optimizer={self._optimizer.value}"
+            refuse_ignored(self._values, (self._momentum,), "is for --optimizer=sgd", given)
         if is_tpu:
             of_dtypes = (self._policy, self._loss_scale)
             refuse_ignored(
@@ -143,11 +157,35 @@ class OptimizerFlags:
             raise refuse(self._loss_scale.name, text, meaning)
         return scale
 
+    @property
+    def accumulation(self) -> int:
+        """Steps whose gradients make one update."""
+        return self._accumulate.value
+
+    @property
+    def policy(self) -> str | None:
+        """The dtypes of the layers; None for those that the model brings."""
+        return None if self._policy.value == "own" else self._policy.value
+
     def set_policy(self) -> None:
         """Sets the dtypes of the layers that are made from now on."""
         import keras
 
         keras.config.set_dtype_policy(self._policy.value)
+
+    def planned(self, own: str) -> dict[str, Any]:
+        """What the planner is told: fields of `tfdist.planner.Limits`.
+
+        Args:
+            own: The class of the task's optimizer, as `keras.optimizers` names it.
+        """
+        optimizer = _OPTIMIZERS.get(self._optimizer.value, own).lower()
+        return {
+            "optimizer": "momentum" if optimizer == "sgd" and self._momentum.value else optimizer,
+            "ema": self.averages,
+            "dtype": self._policy.value,
+            "accumulation": self._accumulate.value,
+        }
 
     def make(self, own: str, rate: Any, *, undecayed: Sequence[str] = (), **arguments: Any) -> Any:
         """Makes an optimizer: that of a task, or what the flags say instead.
@@ -168,15 +206,26 @@ class OptimizerFlags:
         for flag, argument in ((self._decay, "weight_decay"), (self._clip, "global_clipnorm")):
             if flag.value is not None:
                 arguments[argument] = flag.value or None
+        if self._momentum.value:
+            arguments["momentum"] = self._momentum.value
         if self._ema.value is not None:
             arguments |= {"use_ema": True, "ema_momentum": self._ema.value}
         if self._accumulate.value > 1:
             arguments["gradient_accumulation_steps"] = self._accumulate.value
-        if (scale := self._fixed_scale()) is not None:
+        scale = self._fixed_scale()
+        if scale is not None:
             arguments["loss_scale_factor"] = scale
         optimizer = getattr(keras.optimizers, name)(rate, **arguments)
         if undecayed and optimizer.weight_decay:
             optimizer.exclude_from_weight_decay(var_names=list(undecayed))
+        return optimizer
+
+    def scaled(self, optimizer: Any) -> Any:
+        """An optimizer with the loss scale of float16; under mixed_float16 `compile` adds it."""
+        import keras
+
+        if self._policy.value == "float16" and self._loss_scale.value == "auto":
+            return keras.optimizers.LossScaleOptimizer(optimizer)
         return optimizer
 
     @property

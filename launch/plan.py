@@ -6,6 +6,7 @@ tfdist-plan --layers=24 --width=1024 --heads=16 --machine=this.json --ranks=8
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 from absl import flags
@@ -15,11 +16,11 @@ from tfdist.launch.calibrating import CALIBRATE
 from tfdist.launch.flag_values import FlagDefiner, UsageError, output_file
 from tfdist.launch.plan_flags import MachineFlags, ModelFlags
 from tfdist.launch.plan_laws import FIT, GOODPUT, OPTIMUM
-from tfdist.planner import Limits, Machine, Transformer, plan
-from tfdist.planner.choice import code, summary
-from tfdist.planner.choice import flags as flags_of
-from tfdist.planner.layouts import PRECISIONS
+from tfdist.planner import Limits, Machine, Plan, Transformer, plan
+from tfdist.planner.choice import summary
+from tfdist.planner.layouts import OPTIMIZERS, PRECISIONS
 from tfdist.planner.pictures import save_picture
+from tfdist.planner.programs import code, command_line, refusal
 
 __all__ = ["PROGRAMS", "run"]
 
@@ -30,8 +31,13 @@ _MACHINE = MachineFlags(_define)
 _BATCH_SIZE = _define.integer(
     "batch_size", None, "Samples of an update [4 a rank]", lower_bound=1, upper_bound=1 << 24
 )
-_DTYPE = _define.enum("dtype", "float32", list(PRECISIONS), "What parameters and products are in")
-_OPTIMIZER = _define.enum("optimizer", "adam", ["adam", "momentum", "sgd"], "Optimizer")
+_DTYPE = _define.enum(
+    "dtype",
+    None,
+    list(PRECISIONS),
+    "Dtypes of weights and products [16 bits, mixed, where the machine has them]",
+)
+_OPTIMIZER = _define.enum("optimizer", "adam", list(OPTIMIZERS), "Optimizer")
 _BEST = _define.integer("best", 3, "How many to show", lower_bound=1, upper_bound=100)
 _PICTURE = _define.string("picture", None, "File to draw the layouts to (.png, .svg, .pdf)")
 #: What matplotlib is asked for; the file's ending says which.
@@ -48,7 +54,15 @@ def run() -> None:
 
 def _check(_: list[str]) -> tuple[Transformer, Machine, int, int, Limits]:
     found, ranks = _MACHINE.machine()
-    limits = Limits(dtype=_DTYPE.value, optimizer=_OPTIMIZER.value)
+    limits = Limits(dtype=_DTYPE.value or _fastest(found), optimizer=_OPTIMIZER.value)
+    if _MODEL.is_kerashub_preset:
+        # What tfdist-finetune does of KerasHub's layers.
+        limits = dataclasses.replace(
+            limits,
+            axes=("data", "pipeline", "tensor"),
+            recompute=("none", "sqrt", "every_layer"),
+            sequence_parallel=(False,),
+        )
     if PRECISIONS[limits.dtype].compute not in found.flops:
         raise UsageError(
             f"--dtype={limits.dtype}: {found.name} has rates for {', '.join(found.flops)}."
@@ -56,6 +70,14 @@ def _check(_: list[str]) -> tuple[Transformer, Machine, int, int, Limits]:
     if _PICTURE.value is not None:
         output_file("picture", _PICTURE.value, _PICTURES)
     return _MODEL.model(), found, ranks, _BATCH_SIZE.value or 4 * ranks, limits
+
+
+def _fastest(found: Machine) -> str:
+    """The policy that trains fastest on a machine, of those that keep weights in float32."""
+    for dtype in ("bfloat16", "float16"):
+        if dtype in found.flops:
+            return f"mixed_{dtype}"
+    return "float32"
 
 
 def _main(checked: tuple[Transformer, Machine, int, int, Limits]) -> int:
@@ -66,19 +88,31 @@ def _main(checked: tuple[Transformer, Machine, int, int, Limits]) -> int:
         )
     except ValueError as error:
         raise UsageError(str(error)) from None
-    print(f"{found.name} ({found.source}), {ranks} ranks, {batch} samples a step.\n")
+    print(
+        f"{found.name} ({found.source}), {ranks} ranks, {batch} samples an update, --dtype={limits.dtype}.\n"
+    )
     print(chosen)
     if not chosen.best:
         return 1
     print(f"\n{summary(chosen.best[0])}")
-    for place, each in enumerate(chosen.best, 1):
-        print(f"\n{place}. tfdist-train {flags_of(each.layout)}\n\n{code(each.layout)}")
+    if why := refusal(chosen.best[0].layout):
+        print(f"\n{why}")
+    else:
+        _print_programs(model, chosen, batch)
     if _PICTURE.value is not None:
         try:
             save_picture(chosen, _PICTURE.value)
         except (ValueError, ImportError) as error:
             raise UsageError(f"--picture={_PICTURE.value}: {error}") from None
     return 0
+
+
+def _print_programs(model: Transformer, chosen: Plan, batch: int) -> None:
+    preset = _MODEL.preset.value if _MODEL.is_kerashub_preset else None
+    for place, each in enumerate(chosen.best, 1):
+        line = command_line(_MODEL.command(model), each.layout, global_batch=batch)
+        lines = code(model, each.layout, global_batch=batch, preset=preset)
+        print(f"\n{place}. {line}\n\n{lines}")
 
 
 _LAYOUT = command.Program(

@@ -2,46 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
+import dataclasses
 from typing import Any
 
-from tfdist.checks import one_line
 from tfdist.launch.flag_values import (
     MOST_RANKS,
     MOST_RANKS_OF_A_HOST,
     FlagDefiner,
     UsageError,
     as_given,
-    input_file,
     refuse,
     refuse_ignored,
 )
-from tfdist.planner import DEVICES, Machine, Transformer, from_config, machine
+from tfdist.launch.model_sizes import LONG, file_or_name, is_preset, sizes_of
+from tfdist.planner import DEVICES, Machine, Transformer, machine
 from tfdist.planner.calibration import read_machine
-from tfdist.planner.configs import KNOWN
 from tfdist.quantities import read_bytes
 
-__all__ = ["MachineFlags", "ModelFlags", "file_or_name"]
+__all__ = ["MachineFlags", "ModelFlags"]
 
 _MOST = 1 << 24
-_CONFIG = "config.json"
-
-
-def file_or_name(flag: str, value: str, names: Any) -> Path | None:
-    """The file that a flag names, or None where it is one of some names."""
-    if value in names:
-        return None
-    path = Path(os.path.expanduser(value))
-    try:
-        path = path / _CONFIG if path.is_dir() else path
-    except (OSError, ValueError) as error:
-        raise refuse(flag, value, f"a file, or one of {', '.join(names)}") from error
-    if os.sep not in value and not path.exists():
-        raise refuse(flag, value, f"a file, or one of {', '.join(names)}")
-    input_file(flag, str(path))
-    return path
 
 
 class ModelFlags:
@@ -85,23 +65,35 @@ class ModelFlags:
         if self.preset.value is None:
             sizes = {flag.name: flag.value for flag in self.sizes}
             try:
-                return Transformer(**sizes, length=self._length.value or 2048)
+                # As `tfdist-train --model=gpt` makes it.
+                length = self._length.value or 2048
+                return Transformer(
+                    **sizes, length=length, learned_positions=False, blockwise=length >= LONG
+                )
             except ValueError as error:
                 raise UsageError(f"{as_given(self._values, self.sizes)}: {error}") from None
         refuse_ignored(
             self._values, self.sizes, "describes a model by hand", f"--preset={self.preset.value}"
         )
-        path = file_or_name("preset", self.preset.value, KNOWN)
-        try:
-            if path is None:
-                known = dict(KNOWN[self.preset.value])
-                if self._length.value is not None:
-                    known["length"] = self._length.value
-                return Transformer(**known)
-            config = json.loads(path.read_text(encoding="utf-8"))
-            return from_config(config, length=self._length.value)
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise UsageError(f"--preset={self.preset.value}: {one_line(error)}") from None
+        sizes = sizes_of("preset", self.preset.value, self._length.value)
+        return dataclasses.replace(sizes, blockwise=sizes.length >= LONG)
+
+    @property
+    def is_kerashub_preset(self) -> bool:
+        """Whether they name a preset of KerasHub, with its weights."""
+        return self.preset.value is not None and is_preset(self.preset.value)
+
+    def command(self, model: Transformer) -> list[str]:
+        """The program that trains the model, and its flags for it."""
+        length = f"--seq_length={model.length}"
+        if self.is_kerashub_preset:
+            return ["tfdist-finetune", f"--preset={self.preset.value}", length]
+        if self.preset.value is not None:
+            return ["tfdist-train", "--model=gpt", f"--config={self.preset.value}", length]
+        sizes = [f"--{flag.name}={flag.value}" for flag in self.sizes if flag.value is not None]
+        if model.experts is None:
+            sizes = [each for each in sizes if not each.startswith("--top_k=")]
+        return ["tfdist-train", "--model=gpt", *sizes, length]
 
 
 class MachineFlags:

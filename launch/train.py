@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import time
 from typing import Any
@@ -91,7 +92,7 @@ _PLAN = DEFINE.string(
 )
 _WORLD = WorldFlags(DEFINE, _MESH)
 _LOCAL = LocalFlags(DEFINE)
-_OPTIMIZER = OptimizerFlags(DEFINE)
+_OPTIMIZER = OptimizerFlags(DEFINE, "adam, and adamw for gpt")
 _MONITOR = MonitorFlags(DEFINE)
 
 
@@ -234,9 +235,10 @@ def _choose_task() -> tuple[Task, Settings]:
 
 def _make_optimizer(own: str, rate, **arguments):
     """The optimizer that trains: the task's or the flags', with what local steps put around it."""
-    return _LOCAL.around(_OPTIMIZER.make(own, rate, **arguments))
+    return _OPTIMIZER.scaled(_LOCAL.around(_OPTIMIZER.make(own, rate, **arguments)))
 
 
+@functools.cache
 def _planned(task: Task) -> Automatic:
     """What `--plan` chooses; refuses flags that say it by hand."""
     given = f"--plan={_PLAN.value}"
@@ -249,8 +251,12 @@ def _planned(task: Task) -> Automatic:
     if _WORLD.is_tpu or _WORLD.has_servers:
         raise command.UsageError(f"--plan lays out ranks. Received: {given}, and none.")
     ranks = number_of_ranks()
-    batch = _BATCH_SIZE.value or task.batch_size
-    return task.planned(_PLAN.value, batch, ranks)
+    batch = (_BATCH_SIZE.value or task.batch_size) * _OPTIMIZER.accumulation
+    limits = _OPTIMIZER.planned("AdamW")
+    limits |= _WORLD.planned(limits["dtype"])
+    if _LOCAL.is_given:
+        limits["zero_stages"] = (0,)
+    return task.planned(_PLAN.value, batch, ranks, limits)
 
 
 def _replicas_and_batch(task: Task, layout: Layout, on: World) -> tuple[int, int]:

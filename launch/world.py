@@ -126,6 +126,15 @@ class WorldFlags:
             return config is not None and bool(config.servers)
         return self._strategy.value == "parameter_server"
 
+    def planned(self, dtype: str) -> dict[str, Any]:
+        """What the planner is told: fields of `tfdist.planner.Limits`, for a policy of dtypes."""
+        found: dict[str, Any] = {}
+        if self.compression.value != "none":
+            found["zero_stages"] = (0, 1, 2)
+        if self.communication_dtype.value != "own" and dtype not in ("bfloat16", "float16"):
+            found["compression"] = 2.0
+        return found
+
     def check(self, layout: Layout) -> None:
         """Refuses flags that do not go together."""
         check_compression(self.compression.name, self.compression.value)

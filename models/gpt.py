@@ -20,6 +20,7 @@ def gpt(
     width: int = 256,
     num_heads: int = 4,
     num_key_value_heads: int | None = None,
+    head_dim: int | None = None,
     hidden_dim: int | None = None,
     max_length: int = 128,
     activation: str = "gelu",
@@ -28,6 +29,7 @@ def gpt(
     dropout: float = 0.0,
     attention_dropout: float | None = None,
     use_bias: bool = True,
+    normalization: str = "layer",
     sequence_parallel: bool = False,
     num_experts: int | None = None,
     top_k: int = 2,
@@ -45,8 +47,9 @@ def gpt(
         vocabulary_size: The number of tokens.
         num_layers: The number of blocks.
         width: The size of the residual stream.
-        num_heads: The number of query heads of a block; it divides the width.
+        num_heads: The number of query heads of a block.
         num_key_value_heads: The number of key/value heads; None for `num_heads`.
+        head_dim: The size of a head; None for width / num_heads.
         hidden_dim: The number of hidden units of a block; None for 4 * width.
         max_length: The longest sequence, in tokens.
         activation: Of the feed-forward parts: "gelu" or "swiglu".
@@ -55,6 +58,7 @@ def gpt(
         dropout: The share of activations that is dropped.
         attention_dropout: The share of attention weights that is; None for `dropout`.
         use_bias: Whether products have a bias.
+        normalization: "layer" or "rms".
         sequence_parallel: Whether normalizations and dropout run on a slice of the sequence on
             each tensor rank, which then divides by the tensor axis.
         num_experts: The number of networks in each feed-forward part, split over the expert axis: see
@@ -78,6 +82,7 @@ def gpt(
     width = checks.integer("width", width, minimum=1)
     num_heads = checks.integer("num_heads", num_heads, minimum=1)
     checks.integer("num_key_value_heads", num_key_value_heads, minimum=1, optional=True)
+    checks.integer("head_dim", head_dim, minimum=1, optional=True)
     checks.integer("hidden_dim", hidden_dim, minimum=1, optional=True)
     max_length = checks.integer("max_length", max_length, minimum=1)
     checks.one_of("activation", activation, ("gelu", "swiglu"))
@@ -86,6 +91,7 @@ def gpt(
     checks.number("dropout", dropout, minimum=0, maximum=1)
     checks.number("attention_dropout", attention_dropout, minimum=0, maximum=1, optional=True)
     checks.boolean("use_bias", use_bias)
+    checks.one_of("normalization", normalization, layers.transformer.NORMALIZATIONS)
     checks.boolean("sequence_parallel", sequence_parallel)
     checks.integer("num_experts", num_experts, minimum=1, optional=True)
     top_k = checks.integer("top_k", top_k, minimum=1)
@@ -120,11 +126,13 @@ def gpt(
             num_heads,
             hidden_dim or 4 * width,
             num_key_value_heads=num_key_value_heads,
+            head_dim=head_dim,
             activation=activation,
             dropout=dropout,
             attention_dropout=attention_dropout,
             use_bias=use_bias,
             rotary_base=10_000.0 if positions == "rotary" else None,
+            normalization=normalization,
             sequence_parallel=sequence_parallel,
             context_attention=context_attention,
             initializer_stddev=stddev,
@@ -133,7 +141,7 @@ def gpt(
             experts=of_experts,
             name=f"block_{number}",
         )(x)
-    x = layers.LayerNormalization(
+    x = layers.transformer.NORMALIZATIONS[normalization](
         epsilon=1e-5, sequence_parallel=sequence_parallel, name="final_norm"
     )(x)
     if tied_head:

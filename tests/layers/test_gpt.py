@@ -17,6 +17,8 @@ VARIANTS = {
         "activation": "swiglu",
         "tied_head": False,
         "use_bias": False,
+        "normalization": "rms",
+        "head_dim": 24,
     },
     "experts": {
         "num_experts": 4,

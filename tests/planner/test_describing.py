@@ -14,7 +14,14 @@ from tfdist.planner.parts import count_active_parameters, count_parameters, forw
     "options",
     [
         {},
-        {"positions": "rotary", "tied_head": False, "activation": "swiglu", "use_bias": False},
+        {
+            "positions": "rotary",
+            "tied_head": False,
+            "activation": "swiglu",
+            "use_bias": False,
+            "normalization": "rms",
+            "head_dim": 12,
+        },
         {"num_key_value_heads": 2, "hidden_dim": 40},
         {"num_experts": 4, "top_k": 1},
     ],

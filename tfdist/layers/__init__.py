@@ -12,7 +12,7 @@ from tfdist.layers.embedding import VocabParallelEmbedding, VocabParallelHead
 from tfdist.layers.experts import MixtureOfExperts
 from tfdist.layers.feed_forward import ParallelMLP
 from tfdist.layers.losses import VocabParallelCrossEntropy
-from tfdist.layers.normalization import LayerNormalization
+from tfdist.layers.normalization import LayerNormalization, RMSNormalization
 from tfdist.layers.positions import PositionEmbedding
 from tfdist.layers.sharded_embedding import FeatureConfig, ShardedEmbedding, TableConfig
 from tfdist.layers.transformer import TransformerDecoderBlock
@@ -27,6 +27,7 @@ __all__ = [
     "ParallelMultiHeadAttention",
     "PositionEmbedding",
     "RowParallelDense",
+    "RMSNormalization",
     "ShardedEmbedding",
     "TableConfig",
     "TransformerDecoderBlock",

@@ -1,4 +1,4 @@
-"""Layer normalization, in few passes over memory, whole or on a slice of the sequence."""
+"""Layer and RMS normalization, whole or on a slice of the sequence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tfdist.native import load, may_take_kernels
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.weights import tensor_group, value_tensor
 
-__all__ = ["LayerNormalization", "normalized_in_one_pass"]
+__all__ = ["LayerNormalization", "RMSNormalization", "normalized_in_one_pass"]
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
@@ -32,7 +32,7 @@ class LayerNormalization(keras.layers.LayerNormalization):
         if kwargs.pop("axis", -1) not in (-1, [-1], (-1,)) or kwargs.pop("rms_scaling", False):
             raise ValueError(
                 f"{type(self).__name__} normalizes the last dim by mean and variance. For other "
-                "axes and for RMS scaling take keras.layers.LayerNormalization."
+                "axes take keras.layers.LayerNormalization, and for RMS scaling RMSNormalization."
             )
         if "epsilon" in kwargs:
             checks.number("epsilon", kwargs["epsilon"], minimum=0)
@@ -70,6 +70,40 @@ class LayerNormalization(keras.layers.LayerNormalization):
         config = {**super().get_config(), "sequence_parallel": self.sequence_parallel}
         config.pop("rms_scaling", None)
         return config
+
+
+@keras.saving.register_keras_serializable(package="tfdist")
+class RMSNormalization(keras.layers.RMSNormalization):
+    """`keras.layers.RMSNormalization` over the last dim (Zhang and Sennrich 2019).
+
+    Args:
+        sequence_parallel: Whether the input is this tensor rank's slice of the sequence.
+        **kwargs: As for `keras.layers.RMSNormalization`, without `axis`.
+    """
+
+    splits_tokens = True
+
+    def __init__(self, *, sequence_parallel: bool = False, **kwargs):
+        if kwargs.pop("axis", -1) not in (-1, [-1], (-1,)):
+            raise ValueError(
+                f"{type(self).__name__} normalizes the last dim. For other axes take "
+                "keras.layers.RMSNormalization."
+            )
+        if "epsilon" in kwargs:
+            checks.number("epsilon", kwargs["epsilon"], minimum=0)
+        super().__init__(axis=-1, **kwargs)
+        self.sequence_parallel = checks.boolean("sequence_parallel", sequence_parallel)
+        self._group = tensor_group()
+
+    def build(self, input_shape):
+        """Adds the scale."""
+        super().build(input_shape)
+        if self.sequence_parallel and self._group is not None:
+            update_layout(self.scale, partial_over=self._group)
+
+    def get_config(self):
+        """The configuration, the same on any mesh."""
+        return {**super().get_config(), "sequence_parallel": self.sequence_parallel}
 
 
 def normalized_in_one_pass(layer: keras.layers.LayerNormalization, inputs):

@@ -13,9 +13,11 @@ from tfdist.layers.context_parallel import KINDS
 from tfdist.layers.dropout import Dropout
 from tfdist.layers.experts import MixtureOfExperts
 from tfdist.layers.feed_forward import ACTIVATIONS, ParallelMLP
-from tfdist.layers.normalization import LayerNormalization
+from tfdist.layers.normalization import LayerNormalization, RMSNormalization
 
-__all__ = ["TransformerDecoderBlock"]
+__all__ = ["NORMALIZATIONS", "TransformerDecoderBlock"]
+
+NORMALIZATIONS = {"layer": LayerNormalization, "rms": RMSNormalization}
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
@@ -26,14 +28,16 @@ class TransformerDecoderBlock(keras.layers.Layer):
     `sequence_parallel` a gather and a reduce-scatter in the place of each.
 
     Args:
-        num_heads: The global number of query heads; it divides the width.
+        num_heads: The global number of query heads.
         hidden_dim: The global number of hidden units of the feed-forward part.
         num_key_value_heads: The global number of key/value heads; None for `num_heads`.
+        head_dim: The size of a head; None for the width / `num_heads`.
         activation: "gelu" or "swiglu".
         dropout: The share of activations that is dropped, in the attention and after each part.
         attention_dropout: The share in the attention; None for `dropout`.
         use_bias: Whether products have a bias.
         rotary_base: None, or the base of rotary position embeddings.
+        normalization: "layer" or "rms".
         epsilon: Of the normalizations.
         sequence_parallel: Whether input and output are this tensor rank's slice of dim 1.
         context_attention: As for `ParallelMultiHeadAttention`.
@@ -53,11 +57,13 @@ class TransformerDecoderBlock(keras.layers.Layer):
         hidden_dim: int,
         *,
         num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
         activation: str = "gelu",
         dropout: float = 0.0,
         attention_dropout: float | None = None,
         use_bias: bool = True,
         rotary_base: float | None = None,
+        normalization: str = "layer",
         epsilon: float = 1e-5,
         sequence_parallel: bool = False,
         context_attention: str = "ring",
@@ -80,6 +86,7 @@ class TransformerDecoderBlock(keras.layers.Layer):
             "num_key_value_heads": checks.integer(
                 "num_key_value_heads", num_key_value_heads, minimum=1, optional=True
             ),
+            "head_dim": checks.integer("head_dim", head_dim, minimum=1, optional=True),
             "activation": checks.one_of("activation", activation, ACTIVATIONS),
             "dropout": checks.number("dropout", dropout, minimum=0, maximum=1),
             "attention_dropout": checks.number(
@@ -87,6 +94,7 @@ class TransformerDecoderBlock(keras.layers.Layer):
             ),
             "use_bias": checks.boolean("use_bias", use_bias),
             "rotary_base": checks.number("rotary_base", rotary_base, above=0, optional=True),
+            "normalization": checks.one_of("normalization", normalization, NORMALIZATIONS),
             "epsilon": checks.number("epsilon", epsilon, minimum=0),
             "sequence_parallel": checks.boolean("sequence_parallel", sequence_parallel),
             "context_attention": checks.one_of("context_attention", context_attention, KINDS),
@@ -104,10 +112,10 @@ class TransformerDecoderBlock(keras.layers.Layer):
         """Builds the parts."""
         config = self._config
         width = input_shape[-1]
-        if width % config["num_heads"]:
+        if config["head_dim"] is None and width % config["num_heads"]:
             raise ValueError(
-                f"num_heads divides the width. Received: width={width}, "
-                f"num_heads={config['num_heads']} in `{self.name}`."
+                "The width must be divisible by `num_heads`, unless `head_dim` is given. Received: "
+                f"width={width}, num_heads={config['num_heads']} in `{self.name}`."
             )
         split = config["sequence_parallel"]
         policy = {"dtype": self.dtype_policy}
@@ -128,7 +136,7 @@ class TransformerDecoderBlock(keras.layers.Layer):
             }
 
         def norm(name):
-            return LayerNormalization(
+            return NORMALIZATIONS[config["normalization"]](
                 epsilon=config["epsilon"], sequence_parallel=split, name=name, **policy
             )
 
@@ -136,7 +144,7 @@ class TransformerDecoderBlock(keras.layers.Layer):
         self.attention_norm = norm("attention_norm")
         self.attention = ParallelMultiHeadAttention(
             config["num_heads"],
-            width // config["num_heads"],
+            config["head_dim"] or width // config["num_heads"],
             num_key_value_heads=config["num_key_value_heads"],
             causal=True,
             dropout=config["dropout"] if of_attention is None else of_attention,

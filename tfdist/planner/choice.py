@@ -8,13 +8,12 @@ from tabulate import tabulate
 
 from tfdist import checks
 from tfdist.planner.estimates import Estimate
-from tfdist.planner.layouts import Layout
 from tfdist.planner.machines import Machine
 from tfdist.planner.parts import Model, check_model, count_parameters
 from tfdist.planner.search import Limits, Search
 from tfdist.quantities import as_bytes, as_count, as_seconds
 
-__all__ = ["Plan", "Rejection", "code", "flags", "plan"]
+__all__ = ["Plan", "Rejection", "plan", "summary"]
 
 _MOST_RANKS = 1 << 20
 
@@ -154,58 +153,6 @@ def plan(
     )
 
 
-def code(layout: Layout) -> str:
-    """The lines of a program that trains by a layout."""
-    axes = ", ".join(
-        f"{axis}={getattr(layout, axis)}"
-        for axis in ("data", "expert", "context", "pipeline", "tensor")
-        if getattr(layout, axis) > 1
-    )
-    options = f", zero_stage={layout.zero_stage}" if layout.zero_stage else ""
-    lines = []
-    if layout.dtype.startswith("mixed"):
-        lines.append(f'keras.config.set_dtype_policy("{layout.dtype}")')
-    lines += [
-        f"strategy = tfdist.strategies.auto(tfdist.Mesh({axes}){options})",
-        "with strategy.scope():",
-        "    model = build()",
-    ]
-    if layout.sequence_parallel:
-        lines[-1] = "    model = build(sequence_parallel=True)"
-    if layout.recompute != "none":
-        lines.append(f'    tfdist.recompute.recompute(model, "{layout.recompute}")')
-    if layout.pipeline > 1:
-        chunks = f", chunks={layout.chunks}" if layout.chunks > 1 else ""
-        lines.append(
-            "    model = tfdist.pipeline.PipelineModel(model, "
-            f'num_microbatches={layout.num_microbatches}, schedule="{layout.schedule}"{chunks})'
-        )
-    if layout.accumulation > 1:
-        lines.append(
-            f"    optimizer = keras.optimizers.Adam(gradient_accumulation_steps={layout.accumulation})"
-        )
-    return "\n".join(lines)
-
-
-def flags(layout: Layout) -> str:
-    """The flags of `tfdist-train` for a layout."""
-    found = [
-        f"--{axis}={getattr(layout, axis)}"
-        for axis in ("data", "expert", "context", "pipeline", "tensor")
-        if getattr(layout, axis) > 1
-    ]
-    if layout.pipeline > 1:
-        found += [f"--num_microbatches={layout.num_microbatches}", f"--schedule={layout.schedule}"]
-        found += [f"--chunks={layout.chunks}"] if layout.chunks > 1 else []
-    if layout.zero_stage:
-        found.append(f"--zero_stage={layout.zero_stage}")
-    if layout.recompute != "none":
-        found.append(f"--recompute={layout.recompute}")
-    if layout.sequence_parallel and layout.tensor > 1:
-        found.append("--sequence_parallel")
-    return " ".join(found)
-
-
 def summary(estimate: Estimate) -> str:
     """Where the time, the bytes and the traffic of a layout go, as text."""
     times = [(kind, as_seconds(each)) for kind, each in estimate.seconds.items() if each > 0]
@@ -225,5 +172,5 @@ def summary(estimate: Estimate) -> str:
         tables.append(tabulate(sent, head, disable_numparse=True, colalign=("left", "right")))
     return (
         f"{estimate}\n{as_count(estimate.flops)} model FLOPs a step, exact; "
-        f"{as_count(estimate.flops_6nd)} by 6ND\n\n" + "\n\n".join(tables)
+        f"{as_count(estimate.flops_6nd)} by 6ND of the active parameters\n\n" + "\n\n".join(tables)
     )

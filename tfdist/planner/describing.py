@@ -77,6 +77,7 @@ def _transformer(model: Any, length: int | None) -> Transformer | None:
         layers.VocabParallelHead,
         layers.PositionEmbedding,
         layers.LayerNormalization,
+        layers.RMSNormalization,
         layers.Dropout,
         keras.layers.InputLayer,
     )
@@ -99,6 +100,7 @@ def _transformer(model: Any, length: int | None) -> Transformer | None:
         width=table["output_dim"],
         heads=first["num_heads"],
         kv_heads=first["num_key_value_heads"],
+        head_dim=first["head_dim"],
         hidden=first["hidden_dim"],
         vocabulary=table["input_dim"],
         length=length,
@@ -108,6 +110,7 @@ def _transformer(model: Any, length: int | None) -> Transformer | None:
         tied=not any(isinstance(each, layers.VocabParallelHead) for each in model.layers),
         learned_positions=bool(positions),
         use_bias=first["use_bias"],
+        norm_bias=first["normalization"] == "layer",
         dropout=bool(first["dropout"]),
         blockwise=length >= 1024,
     )

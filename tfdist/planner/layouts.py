@@ -9,7 +9,16 @@ from tfdist import checks
 from tfdist.mesh import DEFAULT_ORDER, Mesh
 from tfdist.pipeline.schedules import SCHEDULES
 
-__all__ = ["AXES", "OPTIMIZERS", "PRECISIONS", "RECOMPUTE", "Layout", "Precision", "state_bytes"]
+__all__ = [
+    "AXES",
+    "FOREIGN",
+    "OPTIMIZERS",
+    "PRECISIONS",
+    "RECOMPUTE",
+    "Layout",
+    "Precision",
+    "state_bytes",
+]
 
 #: Fastest axis first: neighbours on it are nearest.
 AXES = tuple(reversed(DEFAULT_ORDER))
@@ -51,23 +60,38 @@ PRECISIONS: dict[str, Precision] = {
     "mixed_bfloat16": Precision("bfloat16", 2, 4, 4, 0, 2, 4, 4),
     "mixed_float16": Precision("float16", 2, 4, 4, 0, 2, 4, 4),
     "bfloat16": Precision("bfloat16", 2, 2, 2, 0, 0, 2, 2),
+    "float16": Precision("float16", 2, 2, 2, 0, 0, 2, 2),
     "deepspeed": Precision("float16", 2, 2, 2, 4, 0, 2, 4),
     "megatron": Precision("bfloat16", 2, 2, 4, 4, 0, 4, 4),
 }
 
-#: Numbers that an optimizer keeps for each parameter.
-OPTIMIZERS = {"sgd": 0, "momentum": 1, "lion": 1, "adam": 2, "adamw": 2}
+#: Those of other systems, which tfdist plans and does not run.
+FOREIGN = {"deepspeed": "DeepSpeed", "megatron": "Megatron-LM"}
+
+#: Numbers that an optimizer keeps for each parameter; what Adafactor has for a row and a column of a
+#: matrix is not counted.
+OPTIMIZERS = {
+    "sgd": 0,
+    "adafactor": 0,
+    "momentum": 1,
+    "rmsprop": 1,
+    "lion": 1,
+    "adam": 2,
+    "adamw": 2,
+    "lamb": 2,
+}
 
 
-def state_bytes(optimizer: str, dtype: str) -> int:
+def state_bytes(optimizer: str, dtype: str, *, ema: bool = False) -> int:
     """Bytes that an optimizer keeps for a parameter, with its copy of it.
 
     Args:
         optimizer: A name of `OPTIMIZERS`.
         dtype: A name of `PRECISIONS`.
+        ema: Whether it keeps a moving average of the parameters.
     """
     precision = PRECISIONS[dtype]
-    return precision.state * OPTIMIZERS[optimizer] + precision.master
+    return precision.state * (OPTIMIZERS[optimizer] + ema) + precision.master
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +112,8 @@ class Layout:
         num_microbatches: Into how many parts a rank's rows are cut.
         accumulation: Steps whose gradients are added up before an update.
         dtype: A name of `PRECISIONS`.
-        optimizer: "adam", "adamw", "momentum", "lion" or "sgd".
+        optimizer: A name of `OPTIMIZERS`: "adam", "momentum", "sgd" and others.
+        ema: Whether the optimizer keeps a moving average of the parameters.
         sequence_parallel: Whether what tensor ranks do not split they split along the sequence.
         compression: By how much gradients shrink on their way; 1 for not at all.
         recompute_messages: Whether recompute sends again over the tensor axis what the forward pass
@@ -114,6 +139,7 @@ class Layout:
     accumulation: int = 1
     dtype: str = "float32"
     optimizer: str = "adam"
+    ema: bool = False
     sequence_parallel: bool = False
     compression: float = 1.0
     recompute_messages: bool = False
@@ -128,7 +154,7 @@ class Layout:
         checks.one_of("schedule", self.schedule, SCHEDULES)
         checks.one_of("dtype", self.dtype, PRECISIONS)
         checks.one_of("optimizer", self.optimizer, OPTIMIZERS)
-        for name in ("sequence_parallel", "recompute_messages", "split_messages"):
+        for name in ("ema", "sequence_parallel", "recompute_messages", "split_messages"):
             checks.boolean(name, getattr(self, name))
         checks.number("compression", self.compression, minimum=1)
         if self.chunks > 1 and self.schedule != "interleaved":
@@ -171,7 +197,7 @@ class Layout:
     @property
     def state_bytes(self) -> int:
         """Bytes that the optimizer keeps for a parameter, with its copy of it."""
-        return state_bytes(self.optimizer, self.dtype)
+        return state_bytes(self.optimizer, self.dtype, ema=self.ema)
 
     @property
     def kind(self) -> str:

@@ -63,7 +63,7 @@ class Device:
 
 def _device(
     name: str,
-    bfloat16: float,
+    half: float,
     float32: float,
     gigabytes: float,
     bandwidth: float,
@@ -72,9 +72,11 @@ def _device(
     per_host: int,
     watts: float,
     source: str,
+    dtypes: tuple[str, ...] = ("float16", "bfloat16"),
 ) -> Device:
     """TFLOP/s, GB, GB/s, GB/s, GB/s and W; `float32` is what float32 products of Keras take."""
-    rates = {"float32": float32 * 1e12, "float16": bfloat16 * 1e12, "bfloat16": bfloat16 * 1e12}
+    rates = {"float32": float32 * 1e12}
+    rates |= dict.fromkeys(dtypes, half * 1000000000000.0)
     return Device(
         name, rates, int(gigabytes * 1e9), bandwidth * 1e9, link * 1e9, network * 1e9,
         per_host, watts, source,
@@ -88,8 +90,20 @@ _AMD = "AMD data sheet of the Instinct"
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        _device("v100", 125, 15.7, 34.36, 900, 150, 12.5, 8, 300, f"{_NVIDIA} V100 SXM2 32GB"),
-        _device("t4", 65, 8.1, 17.18, 320, 16, 3.1, 4, 70, f"{_NVIDIA} T4"),
+        _device(
+            "v100",
+            125,
+            15.7,
+            34.36,
+            900,
+            150,
+            12.5,
+            8,
+            300,
+            f"{_NVIDIA} V100 SXM2 32GB",
+            ("float16",),
+        ),
+        _device("t4", 65, 8.1, 17.18, 320, 16, 3.1, 4, 70, f"{_NVIDIA} T4", ("float16",)),
         _device("a10", 125, 31.2, 25.77, 600, 32, 6.25, 4, 150, f"{_NVIDIA} A10"),
         _device("l4", 121, 30.3, 25.77, 300, 32, 6.25, 8, 72, f"{_NVIDIA} L4"),
         _device("l40s", 362, 91.6, 51.54, 864, 32, 25, 8, 350, f"{_NVIDIA} L40S"),
@@ -100,9 +114,11 @@ DEVICES: dict[str, Device] = {
         _device("b200", 2250, 80, 192, 8000, 900, 50, 8, 1000, f"{_NVIDIA} DGX B200"),
         _device("mi250x", 383, 47.9, 137.4, 3277, 100, 12.5, 4, 560, f"{_AMD} MI250X"),
         _device("mi300x", 1307.4, 163.4, 206.2, 5300, 448, 50, 8, 750, f"{_AMD} MI300X"),
-        _device("tpu-v4", 275, 137, 34.36, 1200, 50, 50, 4, 192, f"{_GOOGLE} v4"),
-        _device("tpu-v5e", 197, 98, 17.18, 819, 50, 50, 8, 200, f"{_GOOGLE} v5e"),
-        _device("tpu-v5p", 459, 229, 102.0, 2765, 100, 100, 4, 350, f"{_GOOGLE} v5p"),
+        _device("tpu-v4", 275, 137, 34.36, 1200, 50, 50, 4, 192, f"{_GOOGLE} v4", ("bfloat16",)),
+        _device("tpu-v5e", 197, 98, 17.18, 819, 50, 50, 8, 200, f"{_GOOGLE} v5e", ("bfloat16",)),
+        _device(
+            "tpu-v5p", 459, 229, 102.0, 2765, 100, 100, 4, 350, f"{_GOOGLE} v5p", ("bfloat16",)
+        ),
     )
 }
 

@@ -37,8 +37,10 @@ class Limits:
         chunks: Stages of a rank, for the interleaved schedule.
         dtype: As in `Layout`.
         optimizer: As in `Layout`.
-        sequence_parallel: Whether tensor ranks may split sequences, too.
-        accumulate: Whether gradients of several steps may be added up.
+        ema: As in `Layout`.
+        compression: As in `Layout`.
+        sequence_parallel: Whether tensor ranks split sequences, too.
+        accumulation: Steps whose gradients make one update; None for any number.
         most_tensor: The largest tensor axis; None for any.
         most_rows: The most rows of a micro-batch; None for any.
 
@@ -54,8 +56,10 @@ class Limits:
     chunks: tuple[int, ...] = (2, 4)
     dtype: str = "float32"
     optimizer: str = "adam"
-    sequence_parallel: bool = True
-    accumulate: bool = True
+    ema: bool = False
+    compression: float = 1.0
+    sequence_parallel: tuple[bool, ...] = (False, True)
+    accumulation: int | None = None
     most_tensor: int | None = None
     most_rows: int | None = None
 
@@ -66,6 +70,7 @@ class Limits:
             "zero_stages": (0, 1, 2, 3),
             "recompute": RECOMPUTE,
             "schedules": ("gpipe", "1f1b", "interleaved", "zero-bubble"),
+            "sequence_parallel": (False, True),
         }
         for name, known in choices.items():
             given = getattr(self, name)
@@ -74,8 +79,9 @@ class Limits:
         checks.integers("chunks", self.chunks, minimum=2)
         checks.one_of("dtype", self.dtype, PRECISIONS)
         checks.one_of("optimizer", self.optimizer, OPTIMIZERS)
-        checks.boolean("sequence_parallel", self.sequence_parallel)
-        checks.boolean("accumulate", self.accumulate)
+        checks.boolean("ema", self.ema)
+        checks.number("compression", self.compression, minimum=1)
+        checks.integer("accumulation", self.accumulation, minimum=1, optional=True)
         checks.integer("most_tensor", self.most_tensor, minimum=1, optional=True)
         checks.integer("most_rows", self.most_rows, minimum=1, optional=True)
 
@@ -87,7 +93,7 @@ class Group:
     Attributes:
         sizes: Ranks of the axes, in the order of `tfdist.Mesh`.
         rows: Rows of a micro-batch.
-        passes: Micro-batches of a step, one after the other.
+        passes: Micro-batches of an update, one after the other.
         recompute: Policy of recompute.
         sequence_parallel: As in `Layout`.
         kind: The axes in use.
@@ -119,7 +125,7 @@ class Group:
                 (schedule, chunks)
                 for schedule in limits.schedules
                 for chunks in (limits.chunks if schedule == "interleaved" else (1,))
-                if schedule != "interleaved" or self.passes % p == 0
+                if schedule != "interleaved" or self.passes // (limits.accumulation or 1) % p == 0
             ]
         # Alone a rank has nobody to share states with.
         is_alone = self.sizes[0] * self.sizes[1] * self.sizes[2] == 1
@@ -129,17 +135,19 @@ class Group:
 
     def layout(self, limits: Limits, schedule: str, chunks: int, zero: int) -> Layout:
         """One of its layouts."""
-        p = self.sizes[3]
+        p, steps = self.sizes[3], limits.accumulation or 1
         return dataclasses.replace(
             _layout(self.sizes),
             zero_stage=zero,
             recompute=self.recompute,
             schedule=schedule,
             chunks=chunks,
-            num_microbatches=self.passes if p > 1 else 1,
-            accumulation=1 if p > 1 else self.passes,
+            num_microbatches=self.passes // steps if p > 1 else 1,
+            accumulation=steps if p > 1 else self.passes,
             dtype=limits.dtype,
             optimizer=limits.optimizer,
+            ema=limits.ema,
+            compression=limits.compression,
             sequence_parallel=self.sequence_parallel,
         )
 
@@ -234,15 +242,13 @@ class Search:
                 refused.setdefault(layout.kind, why)
                 continue
             divided.add(layout.kind)
-            per_rank = self._batch // (sizes[0] * sizes[1])
-            parallel = (
-                (False, True) if sizes[4] > 1 and self._limits.sequence_parallel else (False,)
-            )
+            per_rank, fixed = self._batch // (sizes[0] * sizes[1]), self._limits.accumulation
+            parallel = self._limits.sequence_parallel if sizes[4] > 1 else (False,)
             for rows, policy, split in itertools.product(
                 divisors(per_rank), self._limits.recompute, parallel
             ):
-                is_split = rows < per_rank and sizes[3] == 1
-                if is_split and not self._limits.accumulate:
+                passes = per_rank // rows
+                if fixed is not None and (passes % fixed or (sizes[3] == 1 and passes != fixed)):
                     continue
                 if rows <= (self._limits.most_rows or rows):
                     yield self._group(layout, sizes, rows, per_rank // rows, policy, split)
@@ -300,6 +306,7 @@ class Search:
             sequence_parallel=split,
             dtype=self._limits.dtype,
             optimizer=self._limits.optimizer,
+            ema=self._limits.ema,
         )
         costs = tied(self._model, changed, self._costs_of(changed, rows)[0])
         seconds = sum(part.count * part.times.total for part in costs)
@@ -336,7 +343,8 @@ class Search:
     def _is_too_large(self, group: Group, zero: int, found: Found) -> bool:
         data, expert, context, pipeline, _ = group.sizes
         precision, sharers = PRECISIONS[self._limits.dtype], data * context
-        state = state_bytes(self._limits.optimizer, self._limits.dtype)
+        limits = self._limits
+        state = state_bytes(limits.optimizer, limits.dtype, ema=limits.ema)
         whole = group.dense + group.experts
         shared = group.dense / (sharers * expert) + group.experts / sharers
         kinds = {
