@@ -157,7 +157,7 @@ def summary(estimate: Estimate) -> str:
     """Where the time, the bytes and the traffic of a layout go, as text."""
     times = [(kind, as_seconds(each)) for kind, each in estimate.seconds.items() if each > 0]
     memory = estimate.memory
-    kinds = ("parameters", "gradients", "optimizer", "activations", "working", "buffers",
+    kinds = ("parameters", "copies", "gradients", "optimizer", "activations", "working", "buffers",
              "allocator", "process")  # fmt: skip
     held = [(kind, as_bytes(getattr(memory, kind))) for kind in kinds if getattr(memory, kind)]
     sent = [(axis, as_bytes(each)) for axis, each in estimate.traffic.items() if each]

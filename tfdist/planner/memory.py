@@ -31,7 +31,8 @@ class Memory:
     """Bytes that a rank has at the peak of a step.
 
     Attributes:
-        parameters: Parameters as they are stored, with 16-bit copies for products.
+        parameters: Parameters as they are stored.
+        copies: Their 16-bit copies for products.
         gradients: Their gradients.
         optimizer: What the optimizer keeps, with its copy of parameters.
         activations: What the backward pass takes of forward passes.
@@ -44,6 +45,7 @@ class Memory:
     """
 
     parameters: float
+    copies: float
     gradients: float
     optimizer: float
     activations: float
@@ -64,12 +66,15 @@ class Memory:
     @property
     def total(self) -> float:
         """All bytes."""
-        return self.parameters + self.optimizer + self.step + self.allocator + self.process
+        stored = self.parameters + self.copies + self.optimizer
+        return stored + self.step + self.allocator + self.process
 
     @property
     def largest(self) -> str:
         """The kind that has most."""
-        kinds = ("parameters", "gradients", "optimizer", "activations", "working", "buffers")
+        kinds = (
+            "parameters", "copies", "gradients", "optimizer", "activations", "working", "buffers",
+        )  # fmt: skip
         return max(kinds, key=lambda kind: getattr(self, kind))
 
 
@@ -224,7 +229,8 @@ def rank_memory(
     elif zero == 3:
         buffers += 2 * largest * (precision.parameter + precision.gradient)
     found = Memory(
-        parameters=precision.parameter * (shared if zero == 3 else whole) + copies,
+        parameters=precision.parameter * (shared if zero == 3 else whole),
+        copies=copies,
         gradients=gradients,
         optimizer=layout.state_bytes * (shared if zero else whole),
         activations=kept * held(layout, place),
