@@ -32,10 +32,10 @@ AXES = {
 DTYPES = ["float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16"]
 BATCH = 8
 #: Of an optimizer beside its state: the count of steps and the rate; of a loss scale its own two.
-COUNTERS = 32
+COUNTERS = 40
 
 
-def run(program: str, rows: int, length: int, vocabulary: int) -> dict[str, int | None]:
+def run(program: str, rows: int, length: int, vocabulary: int) -> dict[str, int]:
     """Runs a program on two batches; the planned bytes of this rank, and of live variables."""
     import keras
 
@@ -57,7 +57,6 @@ def run(program: str, rows: int, length: int, vocabulary: int) -> dict[str, int 
     found = memory_report(model, rows=rows)
     state = found.row("optimizer state").measured
     return {
-        "policy": model.layers[-1].compute_dtype if hasattr(model, "layers") else None,
         "parameters": found.row("parameters").measured,
         "gradients": found.row("gradients").planned,
         "optimizer": state,
@@ -76,8 +75,8 @@ def test_a_program_takes_what_was_planned(pool, axis, dtype, optimizer):
     program = code(model, layout, global_batch=BATCH)
     rows = layout.microbatch_rows(BATCH)
     found = pool.run(run, program, rows, model.length, model.vocabulary, timeout=200)
-    # The planner has the rank with most.
-    most = {kind: max(each[kind] or 0 for each in found) for kind in found[0] if kind != "policy"}
+    # That with most: the first stage of a pipeline; elsewhere all have the same.
+    most = found[0]
     assert most["parameters"] == planned.parameters
     assert most["gradients"] == planned.gradients
     assert planned.optimizer <= most["optimizer"] <= planned.optimizer + COUNTERS
