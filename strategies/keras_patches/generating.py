@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.collectives import Group, all_gather_object, broadcast
 from tfdist.context import strategy_of
-from tfdist.native import generating
+from tfdist.native import taking_kernels
 
 __all__ = ["generate_alike"]
 
@@ -34,7 +34,7 @@ def generate_alike(original, self, inputs, *args, **kwargs):
         # A model that was not compiled has no sampler; `generate` itself says so.
         for variable in getattr(getattr(self, "sampler", None), "variables", ()):
             variable.assign(broadcast(variable.value, group, name="generate/seed"))
-        with generating():
+        with taking_kernels():
             return original(self, inputs, *args, **kwargs)
     return original(self, inputs, *args, **kwargs)
 

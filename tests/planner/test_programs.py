@@ -30,7 +30,7 @@ AXES = {
     "recompute": (PLAIN, {"data": 2, "recompute": "every_layer"}),
 }
 DTYPES = ["float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16"]
-BATCH = 8
+BATCH = 32
 #: Of an optimizer beside its state: the count of steps and the rate; of a loss scale its own two.
 COUNTERS = 40
 
@@ -54,7 +54,7 @@ def run(program: str, rows: int, length: int, vocabulary: int) -> dict[str, int]
         finally:
             keras.config.set_dtype_policy(before)
     model = names["model"]
-    found = memory_report(model, rows=rows)
+    found = memory_report(model, rows=rows, input_shape=(length,))
     state = found.row("optimizer state").measured
     return {
         "parameters": found.row("parameters").measured,
@@ -80,8 +80,11 @@ def test_a_program_takes_what_was_planned(pool, axis, dtype, optimizer):
     assert most["parameters"] == planned.parameters
     assert most["gradients"] == planned.gradients
     assert planned.optimizer <= most["optimizer"] <= planned.optimizer + COUNTERS
-    if most["activations"]:
-        assert most["activations"] == pytest.approx(planned.activations, rel=0.1)
+    # The report knows no loss, which keeps the logits; of a pipeline no stage; and not how many tokens an
+    # expert gets.
+    logits = 4 * rows * model.length * model.vocabulary / (layout.tensor * layout.context)
+    if layout.pipeline == layout.expert == 1:
+        assert most["activations"] == pytest.approx(planned.activations - logits, rel=0.1)
 
 
 def test_a_program_of_a_model_that_the_planner_cannot_build():

@@ -74,7 +74,10 @@ class LayerNormalization(keras.layers.LayerNormalization):
 
 @keras.saving.register_keras_serializable(package="tfdist")
 class RMSNormalization(keras.layers.RMSNormalization):
-    """`keras.layers.RMSNormalization` over the last dim (Zhang and Sennrich 2019).
+    """`keras.layers.RMSNormalization` over the last dim, with a backward pass of its own.
+
+    As that of `LayerNormalization` it takes the closed form, and keeps only the normalized input (Zhang
+    and Sennrich 2019, "Root Mean Square Layer Normalization").
 
     Args:
         sequence_parallel: Whether the input is this tensor rank's slice of the sequence.
@@ -100,6 +103,16 @@ class RMSNormalization(keras.layers.RMSNormalization):
         super().build(input_shape)
         if self.sequence_parallel and self._group is not None:
             update_layout(self.scale, partial_over=self._group)
+
+    def call(self, inputs):
+        """[..., features] to the same shape."""
+        outputs = _normalize(_wide(inputs), self.epsilon, centers=False)
+        outputs *= tf.cast(value_tensor(self.scale), outputs.dtype)
+        return tf.cast(outputs, self.compute_dtype)
+
+    def compute_output_shape(self, input_shape):
+        """That of the input."""
+        return input_shape
 
     def get_config(self):
         """The configuration, the same on any mesh."""
@@ -143,17 +156,17 @@ def _one_pass(inputs, scale, offset, epsilon: float):
     return normalize(inputs, scale, offset)
 
 
-def _normalize(inputs, epsilon: float):
+def _normalize(inputs, epsilon: float, *, centers: bool = True):
     @custom_gradient
     def normalize(x):
-        centered = x - tf.reduce_mean(x, axis=-1, keepdims=True)
+        centered = x - tf.reduce_mean(x, axis=-1, keepdims=True) if centers else x
         variance = tf.reduce_mean(tf.square(centered), axis=-1, keepdims=True)
         inverse = tf.math.rsqrt(variance + epsilon)
         y = centered * inverse
 
         def gradient(dy):
-            mean = tf.reduce_mean(dy, axis=-1, keepdims=True)
             along = tf.reduce_mean(dy * y, axis=-1, keepdims=True)
+            mean = tf.reduce_mean(dy, axis=-1, keepdims=True) if centers else 0.0
             return inverse * (dy - mean - y * along)
 
         return y, gradient

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import keras
 import tensorflow as tf
 from tabulate import tabulate
 
 from tfdist import checks
-from tfdist.context import strategy_of
+from tfdist.context import ReplicaContext, strategy_of
 from tfdist.keras_internals.attributes import stored_value
 from tfdist.keras_internals.functional import trace_graph
 from tfdist.monitoring.memory import PeakMemory
+from tfdist.native import taking_kernels
 from tfdist.pipeline.costs import kept_bytes
 from tfdist.sharding.layout import layout_of
+from tfdist.token_split import TokenSplit
 
 __all__ = ["MemoryReport", "MemoryReporter", "MemoryRow", "memory_report", "parameter_bytes"]
 
@@ -73,7 +76,11 @@ class MemoryReport:
 
 
 def memory_report(
-    model: keras.Model, step_peak: int | None = None, *, rows: int | None = None
+    model: keras.Model,
+    step_peak: int | None = None,
+    *,
+    rows: int | None = None,
+    input_shape: Sequence[int] | None = None,
 ) -> MemoryReport:
     """What takes memory on this rank; no collective, so any rank may call it alone.
 
@@ -84,12 +91,14 @@ def memory_report(
         model: A compiled model. Its optimizer's state is known once it was built, as in `fit`.
         rows: The rows of a batch on this rank, for activations. They are planned for models with one
             input whose shape is known.
+        input_shape: The shape of a row, with all its tokens, where the model leaves some of it open.
         step_peak: Bytes that a training step took beyond what stands between steps; see
             `MemoryReporter`.
     """
     checks.instance("model", model, keras.Model, "a Keras model")
     checks.integer("step_peak", step_peak, minimum=0, maximum=2**63 - 1, optional=True)
     rows = checks.integer("rows", rows, minimum=1, optional=True)
+    shape = checks.integers("input_shape", input_shape, minimum=1, optional=True)
     strategy = strategy_of(model)
     stage = 0 if strategy is None else strategy.zero_stage
     optimizer = getattr(model, "optimizer", None)
@@ -107,7 +116,7 @@ def memory_report(
         MemoryRow("gradients", parameters.whole, math.ceil(local / shards), None),
         _row("optimizer state", state),
     ]
-    activations = None if rows is None else _activations(model, rows)
+    activations = None if rows is None else _activations(model, rows, shape)
     if activations is not None:
         found.append(MemoryRow("activations", None, activations, None))
     if step_peak is not None:
@@ -159,10 +168,13 @@ class MemoryReporter(keras.callbacks.Callback):
                 file.write(self.report.to_json())
 
 
-def _activations(model: keras.Model, rows: int) -> int | None:
+def _activations(model: keras.Model, rows: int, input_shape: tuple[int, ...] | None) -> int | None:
     """Bytes that stand from a forward to a backward pass; None where they cannot be foreseen."""
     inputs = tf.nest.flatten(getattr(model, "inputs", None) or [])
-    if len(inputs) != 1 or None in inputs[0].shape[1:]:
+    if len(inputs) != 1:
+        return None
+    shape = inputs[0].shape[1:] if input_shape is None else input_shape
+    if None in shape:
         return None
     marks: dict = {}
 
@@ -173,8 +185,17 @@ def _activations(model: keras.Model, rows: int) -> int | None:
         gradients = tape.gradient(y, model.trainable_variables)
         return [gradient for gradient in gradients if gradient is not None]
 
-    spec = tf.TensorSpec((rows, *inputs[0].shape[1:]), inputs[0].dtype)
-    graph = trace_graph(step, [spec])
+    # What is kept depends on the kernels and on the part of the tokens that a step has.
+    strategy, inside = strategy_of(model), contextlib.ExitStack()
+    with inside:
+        if strategy is not None:
+            inside.enter_context(taking_kernels())
+            group = strategy.token_group
+            if group.size > 1:
+                tokens = TokenSplit(group.size, group.rank, shape[0])
+                shape = (tokens.count(), *shape[1:])
+                inside.enter_context(ReplicaContext(strategy, None, tokens))
+        graph = trace_graph(step, [tf.TensorSpec((rows, *shape), inputs[0].dtype)])
     return kept_bytes(graph, marks["forward"])
 
 

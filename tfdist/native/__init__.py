@@ -5,14 +5,14 @@ TensorFlow that is installed. Everything works without it: collectives go by way
 layers by TensorFlow's own kernels.
 """
 
-from tfdist.native.kernels import generating, has_kernels, may_take_kernels
+from tfdist.native.kernels import has_kernels, may_take_kernels, taking_kernels
 from tfdist.native.library import build, find_library, functions, library_path, load
 
 __all__ = [
     "build",
     "find_library",
     "functions",
-    "generating",
+    "taking_kernels",
     "has_kernels",
     "library_path",
     "load",

@@ -11,11 +11,11 @@ import tensorflow as tf
 
 from tfdist.native.library import find_library
 
-__all__ = ["generating", "has_kernels", "may_take_kernels"]
+__all__ = ["has_kernels", "may_take_kernels", "taking_kernels"]
 
 
 class _Local(threading.local):
-    generates = False
+    takes = False
 
 
 _local = _Local()
@@ -28,22 +28,22 @@ def has_kernels() -> bool:
 
 
 @contextlib.contextmanager
-def generating() -> Iterator[None]:
-    """Inside, several ranks generate from one model, which may take kernels as in a step."""
-    before, _local.generates = _local.generates, True
+def taking_kernels() -> Iterator[None]:
+    """Inside, layers may take kernels as in a step: in generation, and in graphs that are only counted."""
+    before, _local.takes = _local.takes, True
     try:
         yield
     finally:
-        _local.generates = before
+        _local.takes = before
 
 
 def may_take_kernels() -> bool:
-    """Whether a step of one of tfdist's strategies, or `generating`, is under way that may take kernels.
+    """Whether a step of one of tfdist's strategies, or `taking_kernels`, is under way that may take kernels.
 
     XLA knows of none: on several ranks it compiles no step, on one where the model says so. What is
     exported must run where the library is not; it is made outside of steps.
     """
-    if _local.generates:
+    if _local.takes:
         return has_kernels()
     replica = tf.distribute.get_replica_context()
     mesh = getattr(replica.strategy, "mesh", None) if replica is not None else None

@@ -21,6 +21,10 @@ __all__ = ["bytes_of", "kept_bytes", "link_costs", "measure_seconds", "training_
 #: Far more than a micro-batch has, or a median needs.
 _MOST_ROWS = 1 << 20
 _MOST_REPEATS = 10_000
+#: Operations whose result is their first input, or that of its number, in another shape.
+_ALIASES = (
+    "ExpandDims", "Identity", "IdentityN", "PreventGradient", "Reshape", "Squeeze", "StopGradient",
+)  # fmt: skip
 
 
 def link_costs(
@@ -126,15 +130,23 @@ def kept_bytes(graph: tf.Graph, backward: int) -> int:
         backward: How many operations the forward pass has.
     """
     late = set(graph.get_operations()[backward:])
-    kept = {
-        tensor.name: tensor
-        for operation in late
-        for tensor in operation.inputs
-        # Weights and constants take no memory of their own in a step.
-        if tensor.op not in late
-        and tensor.op.type not in ("ReadVariableOp", "Const", "Placeholder")
-    }
-    return sum(bytes_of(tensor) for tensor in kept.values())
+    kept = {}
+    for operation in late:
+        for tensor in operation.inputs:
+            if tensor.op not in late:
+                tensor = _buffer_of(tensor)
+                kept[tensor.name] = tensor
+    # Weights and constants take no memory of their own in a step.
+    free = ("ReadVariableOp", "Const", "Placeholder")
+    return sum(bytes_of(tensor) for tensor in kept.values() if tensor.op.type not in free)
+
+
+def _buffer_of(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor whose memory this one has: what only renames or reshapes moves nothing."""
+    while tensor.op.type in _ALIASES:
+        place = tensor.value_index if tensor.op.type == "IdentityN" else 0
+        tensor = tensor.op.inputs[place]
+    return tensor
 
 
 def bytes_of(tensor: tf.Tensor) -> int:

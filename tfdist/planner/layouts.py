@@ -119,6 +119,8 @@ class Layout:
         recompute_messages: Whether recompute sends again over the tensor axis what the forward pass
             had from there. tfdist keeps it, and leaves out the product that leads to it; Megatron-LM does
             the whole block again.
+        gathers_again: Whether the backward pass gathers the inputs of products again that sequence
+            parallelism splits. tfdist keeps what the forward pass has gathered; Megatron-LM does so.
         split_messages: Whether a pipeline's message is divided over the tensor ranks and gathered by
             the receivers (Narayanan et al. 2021, section 4.1: scatter/gather).
 
@@ -143,6 +145,7 @@ class Layout:
     sequence_parallel: bool = False
     compression: float = 1.0
     recompute_messages: bool = False
+    gathers_again: bool = False
     split_messages: bool = False
 
     def __post_init__(self):
@@ -154,7 +157,14 @@ class Layout:
         checks.one_of("schedule", self.schedule, SCHEDULES)
         checks.one_of("dtype", self.dtype, PRECISIONS)
         checks.one_of("optimizer", self.optimizer, OPTIMIZERS)
-        for name in ("ema", "sequence_parallel", "recompute_messages", "split_messages"):
+        switches = (
+            "ema",
+            "sequence_parallel",
+            "recompute_messages",
+            "gathers_again",
+            "split_messages",
+        )
+        for name in switches:
             checks.boolean(name, getattr(self, name))
         checks.number("compression", self.compression, minimum=1)
         if self.chunks > 1 and self.schedule != "interleaved":

@@ -79,9 +79,10 @@ class Memory:
 
 
 def rank_parameters(part: Part, layout: Layout) -> tuple[float, float]:
-    """Parameters of a part on a rank: of dense layers, and of experts."""
-    t = layout.tensor
-    dense = part.whole_parameters + part.split_parameters / t
+    """Parameters of a part on a rank, in units of the policy's: of dense layers, and of experts."""
+    t, size = layout.tensor, layout.precision.parameter
+    wider = 0.0 if layout.precision.master else part.float32_parameters * (4 / size - 1)
+    dense = part.whole_parameters + wider + part.split_parameters / t
     return dense, part.expert_parameters / (layout.expert * t)
 
 
@@ -90,17 +91,21 @@ def kept_bytes(part: Part, layout: Layout, rows: float, recompute: str = "none")
 
     Korthikanti et al. 2022, equations 1 to 6, for any dtype: of a block, without recompute
     s b h (10 + 24 / t + 5 a s / (h t)), with sequence parallelism s b h / t (34 + 5 a s / h), with
-    the attention core recomputed without the term in a, and 2 s b h where a block is recomputed.
+    the attention core recomputed without the term in a, and 2 s b h where a block is recomputed. With
+    sequence parallelism they gather the inputs of products again in the backward pass; tfdist keeps
+    them, s b h (4 + 30 / t + ...), which saves a message.
     """
     width, t = layout.precision.activation, layout.tensor
     whole = t if layout.sequence_parallel else 1
     scale = rows / (layout.context if part.splits_tokens else 1)
     if recompute == "every_layer":
         return scale * width * part.output / whole
-    found = (width * part.kept_whole + part.mask_whole) / whole
+    gathered = part.kept_gathered if whole > 1 and not layout.gathers_again else 0.0
+    found = (width * (part.kept_whole - gathered) + part.mask_whole) / whole + width * gathered
     found += (width * part.kept_split + 4 * part.float32_split) / t
     if recompute != "selective":
-        found += (width * part.kept_attention + part.mask_attention) / t
+        core = part.kept_ring if layout.context > 1 else part.kept_attention
+        found += (width * core + part.mask_attention) / t
     return scale * found
 
 

@@ -172,23 +172,27 @@ class Transformer:
         scores = self.heads * s * s
         core = 4.0 * self.heads * d * s * s * (0.5 if self.causal_flops else 1.0)
         router = h * self.experts if self.experts else 0
+        # By blocks a row of scores leaves its log-sum-exp. A matrix of all scores leaves the softmax and,
+        # dropped, once more; it reads a key and a value for each query head.
+        by_blocks = 2 * self.heads * s
+        matrix = scores * (2 if self.dropout else 1) + 2 * s * (queries - keys)
         common = self._norm_parameters() * 2 + output_biases
         expert = network + hidden_biases + output_biases
         return Part(
             "block",
             count=self.layers,
             whole_parameters=common + router + (0 if self.experts else output_biases),
+            float32_parameters=router,
             split_parameters=attention + biases + (0 if self.experts else network + hidden_biases),
             expert_parameters=expert * (self.experts or 0),
             inactive_parameters=expert * (self.experts - used) if self.experts else 0,
             flops=2.0 * s * (attention + used * network + router),
             attention_flops=core,
             kept_whole=whole + extra,
+            kept_gathered=2 * s * h,
             kept_split=s * (2 * queries + 2 * keys) + used * network_kept,
-            # By blocks a row of scores leaves its log-sum-exp; else softmax and, dropped, once more.
-            kept_attention=2 * self.heads * s
-            if self.blockwise
-            else scores * (2 if self.dropout else 1),
+            kept_attention=by_blocks if self.blockwise else matrix,
+            kept_ring=by_blocks,
             mask_whole=2 * s * h if self.dropout else 0,
             mask_attention=scores if self.dropout and not self.blockwise else 0,
             output=s * h,
@@ -209,6 +213,7 @@ class Transformer:
             flops=2.0 * s * h * self.vocabulary,
             # The last norm's input and the product's: Korthikanti et al., section 4.3.
             kept_whole=2 * s * h,
+            kept_gathered=s * h,
             float32_split=s * self.vocabulary,
             output=0,
             tensor_sums=0,

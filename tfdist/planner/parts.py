@@ -30,14 +30,17 @@ class Part:
         name: What it is.
         count: How many equal ones follow each other.
         whole_parameters: Parameters that each tensor rank has.
+        float32_parameters: Of these, those that are float32 whatever the policy, as routers are.
         split_parameters: Parameters that tensor ranks split.
         expert_parameters: Those of all experts; split over expert and tensor axis.
         inactive_parameters: Of all these, those of experts that a token is not sent to.
         flops: FLOPs of a forward pass, split over the tensor axis, without the attention core.
         attention_flops: Those of the attention core, which selective recompute does again.
         kept_whole: Elements kept for the backward pass, not split.
+        kept_gathered: Of these, inputs of products that sequence parallelism gathers.
         kept_split: Elements kept that tensor ranks split.
         kept_attention: Elements of the attention core that are kept, split.
+        kept_ring: Those on a context axis, where attention goes by blocks.
         mask_whole: Bytes of dropout masks, not split.
         mask_attention: Bytes of those of the attention core, split.
         float32_split: Elements kept in float32 whatever the dtype, as logits; split.
@@ -53,14 +56,17 @@ class Part:
     name: str
     count: int = 1
     whole_parameters: float = 0
+    float32_parameters: float = 0
     split_parameters: float = 0
     expert_parameters: float = 0
     inactive_parameters: float = 0
     flops: float = 0.0
     attention_flops: float = 0.0
     kept_whole: float = 0.0
+    kept_gathered: float = 0.0
     kept_split: float = 0.0
     kept_attention: float = 0.0
+    kept_ring: float = 0.0
     mask_whole: float = 0.0
     mask_attention: float = 0.0
     float32_split: float = 0.0
