@@ -8,7 +8,13 @@ import tensorflow as tf
 
 from tfdist.collectives import Group
 from tfdist.collectives.objects import broadcast_object
-from tfdist.data.random_state import global_seed, random_state, set_random_state
+from tfdist.data.random_state import (
+    global_seed,
+    operation_seeds,
+    random_state,
+    set_operation_seeds,
+    set_random_state,
+)
 
 __all__ = ["share_random_state"]
 
@@ -17,8 +23,8 @@ def share_random_state(group: Group) -> None:
     """Gives every rank the random state of the group's first: Python's, NumPy's, TensorFlow's.
 
     Initializers, `fit(shuffle=True)` and `Dataset.shuffle` then draw the same on all ranks,
-    whether or not the user set a seed. TensorFlow without a global seed gets one, drawn by the
-    first rank.
+    whether or not the user set a seed, and whatever one of them has drawn alone. TensorFlow without
+    a global seed gets one, drawn by the first rank.
     """
     if group.size == 1:
         return
@@ -27,8 +33,10 @@ def share_random_state(group: Group) -> None:
         seed = global_seed()
         if seed is None:
             seed = random.SystemRandom().randrange(2**31)
-        state = random_state(), seed
-    drawn_from, seed = broadcast_object(state, group, name="random-state")
+            tf.random.set_seed(seed)
+        state = random_state(), seed, operation_seeds()
+    drawn_from, seed, operations = broadcast_object(state, group, name="random-state")
     set_random_state(drawn_from)
     if global_seed() != seed:
         tf.random.set_seed(seed)
+    set_operation_seeds(operations)

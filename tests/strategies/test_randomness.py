@@ -15,6 +15,7 @@ import tensorflow as tf
 from tests.conftest import on_ranks
 from tests.strategies import programs
 from tests.strategies.programs import BATCH, UNEVEN_ROWS, finish, images, scope, start
+from tfdist.data.random_state import global_seed, operation_seeds, set_operation_seeds
 from tfdist.strategies.keras_patches.synchronization import broadcast_variables
 
 on_kinds = on_ranks(("horovod", 3), slow=[("tensorflow", 3)])
@@ -66,6 +67,39 @@ def test_local_strategy_is_plain_keras(one_process):
     (local,) = one_process.run(programs.on_rank, train_with_dropout)
     programs.assert_same([local], plain, weights=0, logs=0)
     assert local.extra == plain.extra
+
+
+def shuffle_again(strategy):
+    """Three trainings, each on data that are shuffled without a seed of their own."""
+    start()
+    x, y = images(UNEVEN_ROWS)
+    model, logs = compiled(strategy, programs.mlp), []
+    for _ in range(3):
+        data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(UNEVEN_ROWS).batch(BATCH)
+        logs.append(model.fit(data, epochs=2, verbose=0).history["loss"])
+    history = model.fit(x, y, batch_size=BATCH, verbose=0)
+    return finish(model, history, x, y, extra=logs)
+
+
+@on_kinds
+def test_data_of_each_fit_are_shuffled_as_in_one_process(pool, one_process):
+    """The chief drew one more seed in each `fit`, so from the second on ranks had other batches."""
+    (plain,) = one_process.run(programs.in_one_process, shuffle_again)
+    results = pool.run(programs.on_rank, shuffle_again)
+    programs.assert_same(results, plain, weights=1e-5, logs=1e-5)
+    for result in results:
+        np.testing.assert_allclose(result.extra, plain.extra, rtol=1e-5)
+
+
+def test_where_tensorflow_keeps_seeds():
+    """`global_seed` draws nothing; what is drawn afterwards follows from what was put back."""
+    tf.random.set_seed(7)
+    before = operation_seeds()
+    assert global_seed() == 7 and operation_seeds() == before
+    drawn = tf.compat.v1.get_seed(None)
+    assert operation_seeds() != before
+    set_operation_seeds(before)
+    assert tf.compat.v1.get_seed(None) == drawn
 
 
 def draw_masks(strategy):

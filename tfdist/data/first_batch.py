@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfdist.graph.compiling import outside_clusters
+
 __all__ = ["FirstBatch"]
 
 #: So many elements of a tensor from its beginning count, and as many spread over the whole.
@@ -27,11 +29,12 @@ class FirstBatch:
         """The same batches, the first of which is noted."""
         is_tuple = type(dataset.element_spec) is tuple
 
+        @outside_clusters
         def note(*batch):
             tf.cond(
                 self._digest < 0,
-                lambda: self._digest.assign(_digest(batch)),
-                lambda: self._digest.read_value(),
+                outside_clusters(lambda: self._digest.assign(_digest(batch))),
+                self._digest.read_value,
             )
             return batch if is_tuple else batch[0]
 

@@ -8,9 +8,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
-__all__ = ["global_seed", "kept_random_state", "random_state", "set_random_state"]
+# Private: what is public (`tf.compat.v1.get_seed`) draws the seed of an operation whenever it is asked, and
+# nothing public says how many were drawn. tests/strategies/test_randomness.py fails where they move.
+from tensorflow.python.eager import context
+
+__all__ = [
+    "global_seed",
+    "kept_random_state",
+    "operation_seeds",
+    "random_state",
+    "set_operation_seeds",
+    "set_random_state",
+]
 
 
 def random_state() -> dict[str, Any]:
@@ -43,5 +53,18 @@ def kept_random_state() -> Iterator[None]:
 
 def global_seed() -> int | None:
     """The seed of `tf.random.set_seed`; None where none is set."""
-    seed = tf.compat.v1.get_seed(None)[0]
+    seed = context.global_seed()
     return None if seed is None else int(seed)
+
+
+def operation_seeds() -> tuple:
+    """From where TensorFlow draws the next seeds of operations, where a global seed is set.
+
+    `Dataset.shuffle` without a seed draws one when it is called, and so do random operations.
+    """
+    return context.context()._rng.getstate()
+
+
+def set_operation_seeds(state: tuple) -> None:
+    """Puts back what `operation_seeds` returned; the global seed is the same as then."""
+    context.context()._rng.setstate(state)

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
 from tfdist.data.read_ahead import is_drawn_when_needed, sources
+from tfdist.graph.compiling import outside_clusters
 from tfdist.row_shares import RowShares
 
 __all__ = [
@@ -78,6 +79,7 @@ def shard_batches(
     _check_shuffles_alike(dataset)
     is_tuple = _is_passed_as_arguments(dataset)
 
+    @outside_clusters
     def take_rows(*batch):
         rows = _leading_size(batch)
         if isinstance(rows, int) and rows % num_shards:

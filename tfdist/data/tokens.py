@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import Group, all_reduce
+from tfdist.graph.compiling import outside_clusters
 from tfdist.keras_internals.private import Functional
 from tfdist.token_split import TokenSplit
 
@@ -94,6 +95,7 @@ def shard_tokens(dataset: tf.data.Dataset, num_shards: int, index: int) -> tf.da
     """
     is_tuple = type(dataset.element_spec) is tuple
 
+    @outside_clusters
     def take(*batch):
         own = own_tokens(batch, num_shards, index)
         return own if is_tuple else own[0]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+from collections.abc import Callable
 
 import tensorflow as tf
 
-__all__ = ["check_sizes_may_change", "needs_fixed_sizes"]
+__all__ = ["check_sizes_may_change", "needs_fixed_sizes", "outside_clusters"]
 
 
 def needs_fixed_sizes() -> bool:
@@ -21,6 +23,21 @@ def needs_fixed_sizes() -> bool:
         return True  # A file of flags.
     asked = re.findall(r"tf_xla_auto_jit[= ]*(\S+)", flags)
     return bool(asked and asked[-1] not in ("0", "-1")) or bool(tf.config.optimizer.get_jit())
+
+
+def outside_clusters(function: Callable) -> Callable:
+    """The function, for `Dataset.map`, in no cluster that XLA compiles.
+
+    TensorFlow finds two devices for a cluster in the input of a rank of `tf.distribute`, and fails:
+    "Multiple CPU devices".
+    """
+
+    @functools.wraps(function)
+    def outside(*args):
+        with tf.xla.experimental.jit_scope(compile_ops=False):
+            return function(*args)
+
+    return outside
 
 
 def check_sizes_may_change(what: str) -> None:
