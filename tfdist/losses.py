@@ -16,10 +16,12 @@ import tensorflow as tf
 from tfdist import checks
 from tfdist.context import current_replica, role_of
 from tfdist.graph.provenance import with_provenance
+from tfdist.keras_internals.attributes import loss_arguments
 
 __all__ = ["mean_of_rows", "over_batch", "set_aggregation"]
 
-_DECLARED, _AGGREGATION = "_tfdist_declared", "_tfdist_aggregation"
+_DECLARED, _GATHERS = "_tfdist_declared", "_tfdist_gathers"
+_AGGREGATION = "_tfdist_aggregation"
 _AGGREGATIONS = ("sum", "mean", "max", "min")
 
 
@@ -50,6 +52,7 @@ def over_batch(function: Callable) -> Callable:
     def gathered(y_true, y_pred, *args, **kwargs):
         return function(*all_rows((y_true, y_pred)), *args, **kwargs)
 
+    setattr(gathered, _GATHERS, True)
     return _declared(gathered, function)
 
 
@@ -107,6 +110,42 @@ def is_declared(function: Any) -> bool:
     return getattr(function, _DECLARED, False)
 
 
+def compares_rows(function: Any, arguments: dict) -> bool:
+    """Whether a function of Keras' has sums over the rows in it, or compares them with each other."""
+    if function is keras.losses.circle:
+        return arguments.get("ref_embeddings") is None
+    if function not in (keras.losses.dice, keras.losses.tversky):
+        return False
+    axis = arguments.get("axis")
+    return axis is None or 0 in tf.nest.flatten(axis)
+
+
+def check_micro_batches(losses: Any, parts: int, name: str) -> None:
+    """Refuses losses that need the rows of the whole batch where a step has micro-batches.
+
+    Args:
+        losses: What `compile` was given: a nest of losses, functions and names.
+        parts: The number of micro-batches.
+        name: The model's.
+
+    Raises:
+        ValueError: There is such a loss.
+    """
+    for loss in keras.tree.flatten(losses) if parts > 1 else ():
+        loss = keras.losses.get(loss)
+        function, arguments = getattr(loss, "fn", loss), loss_arguments(loss, {})
+        if getattr(function, _GATHERS, False) or compares_rows(function, arguments):
+            raise _of_micro_batches(parts, name)
+
+
+def _of_micro_batches(parts: int, name: str) -> ValueError:
+    return ValueError(
+        "A loss over the whole batch cannot be computed from micro-batches. Received: "
+        f"num_microbatches={parts} in `{name}`. Use num_microbatches=1, or a loss with a number for each "
+        "row."
+    )
+
+
 def all_rows(values: Any) -> Any:
     """A nest of tensors of rows, in a step those of all ranks; outside of one as it is.
 
@@ -120,11 +159,7 @@ def all_rows(values: Any) -> Any:
     if step is not None and step.kind == "train":
         parts = role_of(step.model).num_microbatches
         if parts > 1:
-            raise ValueError(
-                "A loss over the whole batch cannot be computed from micro-batches. Received: "
-                f"num_microbatches={parts} in `{step.model.name}`. Use num_microbatches=1, or a loss "
-                "with a number for each row."
-            )
+            raise _of_micro_batches(parts, step.model.name)
     if replica.strategy.row_group.size == 1:
         return values
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfdist.context import current_replica, current_step
 from tfdist.keras_internals.attributes import loss_arguments, metric_arguments, metric_function
 from tfdist.keras_internals.patching import Patch
-from tfdist.losses import all_rows, is_declared
+from tfdist.losses import all_rows, compares_rows, is_declared
 
 __all__ = ["PATCHES", "notice_scalar", "of_whole_batch"]
 
@@ -80,7 +79,7 @@ def _call_loss(original, self, y_true, y_pred, sample_weight=None):
     if current_step() is None:
         return original(self, y_true, y_pred, sample_weight)
     function = getattr(self, "fn", None)
-    is_whole = _is_over_batch(function, loss_arguments(self, {}))
+    is_whole = compares_rows(function, loss_arguments(self, {}))
     if is_whole:
         y_true, y_pred, sample_weight = all_rows((y_true, y_pred, sample_weight))
     source = self if function is None else function
@@ -92,21 +91,11 @@ def _update_metric(original, self, y_true, y_pred, sample_weight=None):
     if current_step() is None:
         return original(self, y_true, y_pred, sample_weight)
     function = metric_function(self)
-    is_whole = _is_over_batch(function, metric_arguments(self))
+    is_whole = compares_rows(function, metric_arguments(self))
     if is_whole:
         y_true, y_pred, sample_weight = all_rows((y_true, y_pred, sample_weight))
     with _computing(function, of_whole_batch=is_whole):
         return original(self, y_true, y_pred, sample_weight)
-
-
-def _is_over_batch(function: Callable | None, arguments: dict) -> bool:
-    """Whether a function of Keras' has sums over the rows in it, or compares them with each other."""
-    if function is keras.losses.circle:
-        return arguments.get("ref_embeddings") is None
-    if function not in (keras.losses.dice, keras.losses.tversky):
-        return False
-    axis = arguments.get("axis")
-    return axis is None or 0 in tf.nest.flatten(axis)
 
 
 PATCHES = (

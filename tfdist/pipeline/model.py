@@ -14,6 +14,7 @@ from tfdist.collectives.objects import all_gather_object
 from tfdist.context import ModelRole, current_strategy
 from tfdist.graph.provenance import with_provenance
 from tfdist.keras_internals.attributes import count_batch, loss_tracker, own_metrics
+from tfdist.losses import check_micro_batches
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.costs import measure_seconds
 from tfdist.pipeline.generation import TextGenerator
@@ -170,8 +171,13 @@ class PipelineModel(keras.Model):
             sampler: How `generate` draws tokens: a name or an object of `keras_hub.samplers`. None for
                 that of the task, or the default of its family.
             **kwargs: For Keras' `compile`.
+
+        Raises:
+            ValueError: A loss needs the rows of the whole batch, and a step has micro-batches.
         """
         super().compile(*args, **kwargs)
+        # Here, where all ranks are told: the loss is computed by the last stage alone.
+        check_micro_batches(self.loss, self._runtime.schedule.num_microbatches, self.name)
         # Layers that got LoRA since have more weights.
         self._runtime.placement.renew()
         self._runtime.text = None
