@@ -10,7 +10,14 @@ from absl import flags
 from tabulate import tabulate
 
 from tfdist.launch import command
-from tfdist.launch.flag_values import MOST_RANKS, FlagDefiner, UsageError, input_file, refuse
+from tfdist.launch.flag_values import (
+    MOST_RANKS,
+    FlagDefiner,
+    UsageError,
+    input_file,
+    refuse,
+    refuse_ignored,
+)
 from tfdist.planner import goodput, laws
 from tfdist.quantities import as_count, as_seconds
 
@@ -128,7 +135,18 @@ _OPTIMUM_VALUES = flags.FlagValues()
 _define = FlagDefiner(_OPTIMUM_VALUES)
 _FLOPS = _define.float("flops", None, "Training FLOPs", lower_bound=1.0, upper_bound=1e40)
 _PARAMETERS = _define.float(
-    "parameters", None, "Parameters of a model", lower_bound=1.0, upper_bound=1e18
+    "parameters",
+    None,
+    "Parameters of a model; of a mixture the active ones",
+    lower_bound=1.0,
+    upper_bound=1e18,
+)
+_TOKENS = _define.float(
+    "tokens",
+    None,
+    "Tokens that it learns from [the best number]",
+    lower_bound=1.0,
+    upper_bound=1e18,
 )
 
 
@@ -138,23 +156,54 @@ def _check_optimum(_: list[str]) -> None:
             "Give --flops or --parameters, one of them. Received: "
             f"--flops={_FLOPS.value}, --parameters={_PARAMETERS.value}."
         )
+    if _PARAMETERS.value is None:
+        refuse_ignored(_OPTIMUM_VALUES, (_TOKENS,), "is for --parameters", "--flops")
 
 
 def _optimum(_: None) -> int:
-    if _PARAMETERS.value is not None:
+    if _PARAMETERS.value is not None and _TOKENS.value is not None:
+        flops = laws.training_flops(_PARAMETERS.value, _TOKENS.value)
+        _print_losses(_PARAMETERS.value, _TOKENS.value)
+    elif _PARAMETERS.value is not None:
         tokens = laws.CHINCHILLA.tokens_for(_PARAMETERS.value)
         flops = laws.training_flops(_PARAMETERS.value, tokens)
         print(
             f"{as_count(_PARAMETERS.value)} parameters are the best use of {as_count(flops)} FLOPs, for "
             f"{as_count(tokens)} tokens."
         )
+        _print_losses(_PARAMETERS.value, tokens)
     else:
         flops = _FLOPS.value
         n, d = laws.kaplan_optimum(flops)
-        print(f"Kaplan et al. 2020: {as_count(n)} parameters, {as_count(d)} tokens.")
+        print(
+            f"Kaplan et al. 2020: {as_count(n)} parameters, {as_count(d)} tokens, loss "
+            f"L(C) = (3.1e8 / C)^0.050 = {laws.kaplan_loss(flops=flops):.3f}."
+        )
     print("Hoffmann et al. 2022, constants of Besiroglu et al. 2024:")
     _print_optimum(laws.CHINCHILLA, flops)
     return 0
+
+
+def _print_losses(n: float, d: float) -> None:
+    """The losses of both laws for N parameters and D tokens, in nats a token."""
+    law = laws.CHINCHILLA
+    chinchilla = (
+        f"E + A/N^alpha + B/D^beta = {law.irreducible:g} + {law.of_parameters:g}/N^{law.alpha:g} + "
+        f"{law.of_tokens:g}/D^{law.beta:g}"
+    )
+    rows = [
+        ("Kaplan et al. 2020, L(N)", "(8.8e13/N)^0.076", laws.kaplan_loss(n)),
+        ("L(D)", "(5.4e13/D)^0.095", laws.kaplan_loss(tokens=d)),
+        (
+            "L(N, D)",
+            "((6.4e13/N)^(0.076/0.103) + 1.8e13/D)^0.103",
+            laws.kaplan_loss(n, d),
+        ),
+        ("Hoffmann et al. 2022", chinchilla, law.loss(n, d)),
+    ]
+    shown = [(name, formula, f"{loss:.3f}") for name, formula, loss in rows]
+    head = (f"loss of {as_count(n)} parameters after {as_count(d)} tokens", "formula", "nats")
+    print(f"\n{tabulate(shown, head, disable_numparse=True)}\n")
 
 
 OPTIMUM = command.Program(

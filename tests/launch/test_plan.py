@@ -88,6 +88,17 @@ def test_refusals():
         assert said in finished.stderr and finished.stderr.count("\n") == 1, finished.stderr
 
 
+def test_losses_of_both_laws():
+    printed = plan("optimum", "--parameters=1.5e9", "--tokens=2.2e10").stdout
+    for formula, loss in (
+        ("(8.8e13/N)^0.076", "2.304"),
+        ("(5.4e13/D)^0.095", "2.099"),
+        ("1.8172 + 482.01/N^0.3478 + 2085.43/D^0.3658", "2.471"),
+    ):
+        assert f"{formula} " in printed and loss in printed, printed
+    assert plan("optimum", "--flops=1e21", "--tokens=1e9").returncode == 2
+
+
 def test_a_fit_of_runs(tmp_path):
     law = laws.Law(1.7, 400.0, 900.0, 0.34, 0.31)
     runs = [

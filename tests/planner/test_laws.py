@@ -46,7 +46,15 @@ def test_kaplan():
     parameters, tokens = laws.kaplan_optimum(flops)
     assert 5e11 < parameters < 5e12 and 1e11 < tokens < 1e12
     assert laws.kaplan_loss(flops=flops) == pytest.approx(1.7, abs=0.1)
-    assert laws.kaplan_loss(1.5e9) == pytest.approx(2.30, abs=0.02)
+    # By hand: (8.8e13 / 1.5e9)^0.076, (5.4e13 / 2.2e10)^0.095 and (3.1e8 / 1)^0.050.
+    assert laws.kaplan_loss(1.5e9) == pytest.approx(2.3036, abs=2e-4)
+    assert laws.kaplan_loss(tokens=2.2e10) == pytest.approx(2.0992, abs=2e-4)
+    assert laws.kaplan_loss(flops=laws.PETAFLOP_DAY) == pytest.approx(2.6581, abs=2e-4)
+    # Section 4.1: overfitting is below 0.02 from D = 5,000 N^0.74 on.
+    for parameters in (1e8, 1e9, 1e10):
+        tokens = 5e3 * parameters**0.74
+        excess = laws.kaplan_loss(parameters, tokens) / laws.kaplan_loss(parameters, 1e30) - 1
+        assert excess == pytest.approx(0.02, abs=0.01)
     assert laws.kaplan_loss(1e9, 1e30) < laws.kaplan_loss(1e9, 1e9)
     for wrong in ({}, {"flops": 1.0, "tokens": 1.0}, {"parameters": -1.0}):
         with pytest.raises(ValueError, match="Received"):
@@ -89,11 +97,20 @@ def test_a_law_is_fitted_with_its_ranges():
             laws.fit_law(wrong, [1e9] * len(wrong), [3.0] * len(wrong))
 
 
-def test_save_interval_is_that_of_checkpoints():
-    from tfdist.checkpoint.intervals import young_daly
-
-    for save, mtbf in ((1, 3600), (60, 1e5), (10, 4)):
-        assert save_interval(save, mtbf) == young_daly(save, mtbf)
+@pytest.mark.parametrize(
+    ("save", "mtbf", "interval"),
+    [
+        # Young's sqrt(2 x 60 s x 24 h) is 3,219.938 s. Daly's equation 37 multiplies it by
+        # 1 + sqrt(60 / 172,800) / 3 + 60 / 172,800 / 9 = 1.00624983, and takes off 60 s.
+        (60, 86_400, 3180.062),
+        # sqrt(2 x 1 x 3,600) = 84.8528 by 1.00394390, less 1.
+        (1, 3600, 84.1875),
+        # Where a save takes twice the time between failures, he takes that time.
+        (10, 4, 4.0),
+    ],
+)
+def test_save_interval(save, mtbf, interval):
+    assert save_interval(save, mtbf) == pytest.approx(interval, abs=1e-3)
 
 
 def test_goodput_of_llama_405b():

@@ -30,7 +30,8 @@ AXES = {
     "recompute": (PLAIN, {"data": 2, "recompute": "every_layer"}),
 }
 DTYPES = ["float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16"]
-BATCH = 32
+#: Enough rows for the copies of weights to be little beside activations.
+BATCH = 64
 #: Of an optimizer beside its state: the count of steps and the rate; of a loss scale its own two.
 COUNTERS = 40
 

@@ -15,9 +15,9 @@ _RATE, _CUBIC = 1.5957691216057308, 0.044715  # 2 * sqrt(2 / pi)
 def gelu(x):
     """The tanh approximation of GELU (Hendrycks and Gimpel 2016), of any shape.
 
-    0.5 (1 + tanh(u)) is the logistic function of 2 u, whose gradient comes from its value. In steps
-    of tfdist's strategies on CPUs the compiled library computes it, in one pass, and only x is kept
-    for the backward pass; the two differ by rounding.
+    0.5 (1 + tanh(u)) is the logistic function of 2 u, whose gradient comes from its value. Only x is kept
+    for the backward pass. In steps of tfdist's strategies on CPUs the compiled library computes it, in
+    one pass; the two differ by rounding.
     """
     return _one_pass(x) if x.dtype == tf.float32 and may_take_kernels() else _by_tensorflow(x)
 
@@ -32,11 +32,13 @@ def _one_pass(x):
 
 @custom_gradient
 def _by_tensorflow(x):
-    square = tf.square(x)
-    gate = tf.sigmoid(x * (_RATE + _RATE * _CUBIC * square))
+    def gate_and_square():
+        square = tf.square(x)
+        return tf.sigmoid(x * (_RATE + _RATE * _CUBIC * square)), square
 
     def gradient(dy):
+        gate, square = gate_and_square()
         slope = x * (_RATE + 3 * _RATE * _CUBIC * square)
         return dy * gate * (1 + slope * (1 - gate))
 
-    return x * gate, gradient
+    return x * gate_and_square()[0], gradient

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.context import current_tokens
+from tfdist.graph.custom_gradient import custom_gradient
 from tfdist.layers.blockwise import blockwise_attention
 from tfdist.layers.context_parallel import (
     KINDS,
@@ -221,7 +222,7 @@ class ParallelMultiHeadAttention(keras.layers.Layer):
         query *= 1.0 / math.sqrt(self.key_dim)
         scores = tf.matmul(query, key, transpose_b=True)
         scores = self._mask(scores, attention_mask, self._queries)
-        weights = tf.cast(tf.nn.softmax(_wide(scores)), value.dtype)
+        weights = tf.nn.softmax(scores) if scores.dtype.size > 2 else _narrow_softmax(scores)
         weights = self.attention_dropout(weights, training=training)
         attended = tf.matmul(weights, value)
         if attention_mask is None:
@@ -270,8 +271,17 @@ class ParallelMultiHeadAttention(keras.layers.Layer):
         }
 
 
-def _wide(scores):
-    return tf.cast(scores, tf.float32) if scores.dtype.size < 4 else scores
+@custom_gradient
+def _narrow_softmax(scores):
+    """The softmax over the last dim, computed in float32 and kept in the 16 bits of the scores."""
+    weights = tf.cast(tf.nn.softmax(tf.cast(scores, tf.float32)), scores.dtype)
+
+    def gradient(dy):
+        kept, wide = tf.cast(weights, tf.float32), tf.cast(dy, tf.float32)
+        along = tf.reduce_sum(kept * wide, axis=-1, keepdims=True)
+        return tf.cast(kept * (wide - along), scores.dtype)
+
+    return weights, gradient
 
 
 def _rotate(x, base: float, positions):

@@ -53,13 +53,12 @@ class LayerNormalization(keras.layers.LayerNormalization):
         found = normalized_in_one_pass(self, inputs)
         if found is not None:
             return found
-        wide = _wide(inputs)
-        outputs = _normalize(wide, self.epsilon)
-        if self.gamma is not None:
-            outputs *= tf.cast(value_tensor(self.gamma), outputs.dtype)
-        if self.beta is not None:
-            outputs += tf.cast(value_tensor(self.beta), outputs.dtype)
-        return tf.cast(outputs, self.compute_dtype)
+        dtype = _wide_dtype(inputs)
+        scale, offset = (
+            None if each is None else tf.cast(value_tensor(each), dtype)
+            for each in (self.gamma, self.beta)
+        )
+        return tf.cast(_normalize(inputs, scale, offset, self.epsilon), self.compute_dtype)
 
     def compute_output_shape(self, input_shape):
         """That of the input."""
@@ -106,8 +105,8 @@ class RMSNormalization(keras.layers.RMSNormalization):
 
     def call(self, inputs):
         """[..., features] to the same shape."""
-        outputs = _normalize(_wide(inputs), self.epsilon, centers=False)
-        outputs *= tf.cast(value_tensor(self.scale), outputs.dtype)
+        scale = tf.cast(value_tensor(self.scale), _wide_dtype(inputs))
+        outputs = _normalize(inputs, scale, None, self.epsilon, centers=False)
         return tf.cast(outputs, self.compute_dtype)
 
     def compute_output_shape(self, input_shape):
@@ -126,15 +125,18 @@ def normalized_in_one_pass(layer: keras.layers.LayerNormalization, inputs):
     """
     if layer.gamma is None or layer.beta is None or not may_take_kernels():
         return None
-    wide = _wide(inputs)
-    if wide.dtype != tf.float32:
+    if inputs.dtype.size > 4:
         return None
-    scale, offset = (tf.cast(value_tensor(each), wide.dtype) for each in (layer.gamma, layer.beta))
-    return tf.cast(_one_pass(wide, scale, offset, layer.epsilon), layer.compute_dtype)
+    scale, offset = (tf.cast(value_tensor(each), tf.float32) for each in (layer.gamma, layer.beta))
+    return tf.cast(_one_pass(inputs, scale, offset, layer.epsilon), layer.compute_dtype)
 
 
 def _wide(inputs):
-    return tf.cast(inputs, "float32") if inputs.dtype.size < 4 else inputs
+    return tf.cast(inputs, _wide_dtype(inputs))
+
+
+def _wide_dtype(inputs) -> tf.DType:
+    return tf.float32 if inputs.dtype.size < 4 else inputs.dtype
 
 
 def _one_pass(inputs, scale, offset, epsilon: float):
@@ -143,32 +145,56 @@ def _one_pass(inputs, scale, offset, epsilon: float):
     @custom_gradient
     def normalize(x, scale, offset):
         y, mean, inverse = load().tfdist_layer_norm(
-            x=x, scale=scale, offset=offset, epsilon=epsilon
+            x=_wide(x), scale=scale, offset=offset, epsilon=epsilon
         )
 
         def gradient(dy):
-            return load().tfdist_layer_norm_gradient(
-                dy=dy, x=x, scale=scale, mean=mean, inverse=inverse
+            dx, *others = load().tfdist_layer_norm_gradient(
+                dy=dy, x=_wide(x), scale=scale, mean=mean, inverse=inverse
             )
+            return tf.cast(dx, x.dtype), *others
 
         return y, gradient
 
     return normalize(inputs, scale, offset)
 
 
-def _normalize(inputs, epsilon: float, *, centers: bool = True):
+def _normalize(inputs, scale, offset, epsilon: float, *, centers: bool = True):
+    """In float32 at least. Of a narrower input that is kept, else the normalized one.
+
+    Args:
+        inputs: Shape [..., features].
+        scale: Shape [features], or None.
+        offset: Shape [features], or None.
+        epsilon: Is added to the variance.
+        centers: Whether the mean is taken off.
+    """
+
     @custom_gradient
-    def normalize(x):
-        centered = x - tf.reduce_mean(x, axis=-1, keepdims=True) if centers else x
-        variance = tf.reduce_mean(tf.square(centered), axis=-1, keepdims=True)
+    def normalize(x, *_):
+        def centered():
+            wide = _wide(x)
+            return wide - mean if centers else wide
+
+        mean = tf.reduce_mean(_wide(x), axis=-1, keepdims=True) if centers else None
+        variance = tf.reduce_mean(tf.square(centered()), axis=-1, keepdims=True)
         inverse = tf.math.rsqrt(variance + epsilon)
-        y = centered * inverse
+        y = centered() * inverse
 
         def gradient(dy):
-            along = tf.reduce_mean(dy * y, axis=-1, keepdims=True)
-            mean = tf.reduce_mean(dy, axis=-1, keepdims=True) if centers else 0.0
-            return inverse * (dy - mean - y * along)
+            again = y if x.dtype.size >= 4 else centered() * inverse
+            inner = dy if scale is None else dy * scale
+            along = tf.reduce_mean(inner * again, axis=-1, keepdims=True)
+            shift = tf.reduce_mean(inner, axis=-1, keepdims=True) if centers else 0.0
+            found = [tf.cast(inverse * (inner - shift - again * along), x.dtype)]
+            others = tf.range(tf.rank(dy) - 1)
+            if scale is not None:
+                found.append(tf.reduce_sum(dy * again, others))
+            if offset is not None:
+                found.append(tf.reduce_sum(dy, others))
+            return tuple(found)
 
-        return y, gradient
+        outputs = y if scale is None else y * scale
+        return outputs if offset is None else outputs + offset, gradient
 
-    return normalize(inputs)
+    return normalize(inputs, *(each for each in (scale, offset) if each is not None))

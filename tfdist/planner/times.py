@@ -194,7 +194,8 @@ def gradient_seconds(
 
     An all-reduce moves 2 (n - 1) / n of the gradients' bytes; a reduce-scatter and an all-gather, as
     ZeRO 1 and 2 have them, as much; ZeRO 3 gathers parameters twice and scatters gradients once
-    (Rajbhandari et al. 2020, section 7), in each micro-step anew. What shows is not the longer of
+    (Rajbhandari et al. 2020, section 7), in each micro-step anew. In a pipeline it gathers a rank's
+    stages once, before a step's schedule begins. What shows is not the longer of
     the messages and the backward pass behind which they go: both slow each other, so that of the
     shorter only the share `overlap` of the machine is hidden.
 
@@ -239,14 +240,19 @@ def gradient_seconds(
         # layer ahead.
         seconds += times * scatter
         sent += times * share * gradients
-        if layout.zero_stage == 3:
-            passes = 1 if layout.pipeline > 1 else 2 * micro
-            seconds += passes * gather
-            sent += passes * share * gathered
+        if layout.zero_stage == 3 and layout.pipeline > 1:
+            # All of a rank's stages, before the schedule begins: nothing hides it.
+            shown += micro * gather
+            sent += micro * share * gathered
+        elif layout.zero_stage == 3:
+            seconds += 2 * micro * gather
+            sent += 2 * micro * share * gathered
         else:
             shown += gather
             sent += share * gathered
-    # In stage 3 forward passes hide gatherings, too.
-    window *= 1.5 * micro if layout.zero_stage == 3 else (micro if layout.zero_stage == 2 else 1)
+    if layout.zero_stage >= 2:
+        window *= micro
+    if layout.zero_stage == 3 and layout.pipeline == 1:
+        window *= 1.5  # Forward passes hide gatherings, too.
     hidden = machine.overlap * min(seconds, window)
     return seconds - hidden + shown, sent
