@@ -223,6 +223,11 @@ def assemble(
     shared = _sharing(layout, machine)
     dense, experts = _parameters(counts[slowest], parts)
     shown, sent = gradient_seconds(dense, experts, layout, machine, ways, busy.backward, shared)
+    # What first and last stage share they add up, when all micro-batches are through.
+    tied_bytes = 0.0
+    if p > 1 and model.shared_parameters:
+        tied_bytes = model.shared_parameters / layout.tensor * layout.precision.sent
+        shown += communication.send(tied_bytes, ways["pipeline",].slowest)
     most = max(set(counts), key=lambda each: sum(_parameters(each, parts)))
     update = _update_seconds(*_parameters(most, parts), layout, machine)
     passes = layout.accumulation * layout.num_microbatches
@@ -253,12 +258,14 @@ def assemble(
         "optimizer": crowded * update,
         "other": machine.step_seconds,
     }
+    # A rank sends each micro-batch on, and its gradient back; the first and the last of two only one of them.
+    hops = 0 if p == 1 else 1 if p == 2 and layout.chunks == 1 else 2
     traffic = {
         "data": sent,
         "tensor": passes * busy.tensor_bytes,
         "expert": passes * busy.expert_bytes,
         "context": passes * busy.context_bytes,
-        "pipeline": 2 * passes * layout.chunks * hop_bytes if p > 1 else 0.0,
+        "pipeline": hops * passes * layout.chunks * hop_bytes + tied_bytes,
     }
     held_bytes = [part.bytes for part in parts]
     memories = [
