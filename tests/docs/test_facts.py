@@ -9,6 +9,7 @@ import tomllib
 
 import pytest
 
+from tests.docs import tables
 from tests.docs.blocks import ROOT, documents
 from tests.values.command_lines import programs
 
@@ -190,3 +191,9 @@ def test_the_picture_of_the_readme_has_the_ratios_of_the_table():
     )
     assert numbers is not None
     assert numbers.groups() == (f"{min(others):.2f}", f"{max(others):.2f}", *own)
+
+
+@pytest.mark.parametrize(("document", "name"), tables.TABLES)
+def test_tables_are_as_the_planner_computes_them(document, name):
+    """`python -m tests.docs.tables` writes them anew."""
+    assert tables.in_document(document, name) == tables.TABLES[document, name]()
