@@ -21,6 +21,7 @@ from tfdist.planner.choice import summary
 from tfdist.planner.layouts import OPTIMIZERS, PRECISIONS
 from tfdist.planner.pictures import save_picture
 from tfdist.planner.programs import code, command_line, refusal
+from tfdist.planner.requirements import requirement, table
 
 __all__ = ["PROGRAMS", "run"]
 
@@ -95,6 +96,8 @@ def _main(checked: tuple[Transformer, Machine, int, int, Limits]) -> int:
     if not chosen.best:
         return 1
     print(f"\n{summary(chosen.best[0])}")
+    if (asked := requirement(chosen.best[0], found)) is not None:
+        print(f"\n{table(asked)}")
     if why := refusal(chosen.best[0].layout):
         print(f"\n{why}")
     else:

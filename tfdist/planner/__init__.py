@@ -8,10 +8,12 @@ from tfdist.planner.choice import Plan, plan
 from tfdist.planner.configs import from_config
 from tfdist.planner.describing import describe
 from tfdist.planner.estimates import Estimate, estimate
+from tfdist.planner.goodput import required_bandwidth
 from tfdist.planner.jobs import JobTimes, bottleneck, simulate_job
 from tfdist.planner.layouts import Layout
 from tfdist.planner.machines import DEVICES, Link, Machine, machine
 from tfdist.planner.models import MLP, ConvNet, Transformer
+from tfdist.planner.requirements import Requirement, largest_latency, requirement
 from tfdist.planner.search import Limits
 from tfdist.planner.simulation import simulate_step
 
@@ -26,15 +28,19 @@ __all__ = [
     "MLP",
     "Machine",
     "Plan",
+    "Requirement",
     "Transformer",
     "bottleneck",
     "describe",
     "estimate",
     "from_config",
     "goodput",
+    "largest_latency",
     "laws",
     "machine",
     "plan",
+    "required_bandwidth",
+    "requirement",
     "simulate_job",
     "simulate_step",
 ]
