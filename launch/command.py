@@ -182,11 +182,11 @@ def _help(program: Program, *, full: bool) -> str:
     shown = [flag for name, flag in found.items() if name not in folded]
     if full:
         shown += [flag for name, flag in found.items() if name in folded]
-    rows = [(_shown(flag), _explained(flag)) for flag in shown]
+    width = min(shutil.get_terminal_size((80, 24)).columns, 100)
+    rows = [_row(flag, width - 2 - _COLUMN) for flag in shown]
     if full or not folded:
         rows.append(("--flagfile=FILE", "File of flags, one per line"))
-    width = min(shutil.get_terminal_size((80, 24)).columns, 100)
-    formatter = argparse.HelpFormatter(program.name, max_help_position=22, width=width)
+    formatter = argparse.HelpFormatter(program.name, max_help_position=_COLUMN, width=width)
     formatter.add_text(program.summary)
     formatter.add_text(f"Usage: {program.usage}")
     for left, text in rows:
@@ -211,15 +211,31 @@ def _help(program: Program, *, full: bool) -> str:
 _LAST = "--helpfull explains these flags too; --flagfile=FILE reads flags from a file"
 
 
+#: Where explanations begin.
+_COLUMN = 22
+
+
+def _row(flag: flags.Flag, room: int) -> tuple[str, str]:
+    """A flag and its explanation; values that are too long beside the name go there, where it has room."""
+    if not isinstance(flag, flags.EnumFlag):
+        return _shown(flag), _explained(flag)
+    # absl puts an enumeration's values before the help.
+    text, values = flag.help.split(">: ", 1)[1].rstrip("."), flag.parser.enum_values
+    beside = f"--{flag.name}={'|'.join(values)}"
+    explained = f"{text}: {', '.join(values)}{_default(flag)}"
+    if len(beside) > _COLUMN - 2 and len(explained) <= room:
+        return f"--{flag.name}", explained
+    return beside, f"{text}{_default(flag)}"
+
+
 def _shown(flag: flags.Flag) -> str:
-    if isinstance(flag, flags.EnumFlag):
-        return f"--{flag.name}={'|'.join(flag.parser.enum_values)}"
     # Only what is on by default is ever switched off.
     return f"--[no]{flag.name}" if flag.boolean and flag.default else f"--{flag.name}"
 
 
 def _explained(flag: flags.Flag) -> str:
-    # absl puts an enumeration's values before the help; they stand with the name here.
-    text = flag.help.split(">: ", 1)[1] if isinstance(flag, flags.EnumFlag) else flag.help
-    default = "" if flag.default in (None, "", False) else f" [{flag.default}]"
-    return f"{text.rstrip('.')}{default}"
+    return f"{flag.help.rstrip('.')}{_default(flag)}"
+
+
+def _default(flag: flags.Flag) -> str:
+    return "" if flag.default in (None, "", False) else f" [{flag.default}]"

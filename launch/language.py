@@ -13,7 +13,7 @@ from tfdist.launch.flag_values import UsageError, as_given, input_file, refuse_i
 from tfdist.launch.mesh_flags import Layout
 from tfdist.launch.model_sizes import LONG, sizes_of
 from tfdist.launch.tasks import DEFINE, Data, Settings, Task
-from tfdist.mesh import DEFAULT_ORDER
+from tfdist.mesh import Mesh
 
 if TYPE_CHECKING:
     from tfdist.planner import Transformer
@@ -25,6 +25,7 @@ _MOST = 1 << 20
 _MOST_PARAMETERS = 10**13
 _MOST_TOKENS = 1 << 26
 
+_MESH = Mesh()
 #: Tokens of a text: its bytes.
 _BYTES = 256
 
@@ -120,9 +121,9 @@ class Language(Task):
             self._check_experts(settings)
         sizes = self._sizes()
         self._check_size(settings, sizes)
-        for axis in ("tensor", "expert"):
-            ranks = getattr(settings.layout, axis)
-            if why := sizes.divides(axis, ranks):
+        for axis, ranks in settings.layout.mesh.shape.items():
+            # What a context axis asks of a sequence stands below.
+            if axis not in _MESH.token_axes and (why := sizes.divides(axis, ranks)):
                 raise UsageError(f"--{axis}={ranks} cannot divide the model: {why}.")
         if _SEQUENCE_PARALLEL.value:
             _check_divides("seq_length", _SEQ_LENGTH.value, "tensor", settings.layout.tensor)
@@ -240,10 +241,9 @@ class Language(Task):
             limits: What other flags say, as `tfdist.planner.Limits` has it.
         """
         split = _SEQUENCE_PARALLEL.value
-        axes = [*DEFAULT_ORDER]
-        if _DROPOUT.value or split:
-            axes.remove("context")
-        own = {"axes": tuple(axes), "sequence_parallel": (split,)}
+        is_whole = split or _DROPOUT.value > 0
+        axes = tuple(a for a in _MESH.order if not (is_whole and a in _MESH.token_axes))
+        own = {"axes": axes, "sequence_parallel": (split,)}
         return chosen(value, self._sizes(), batch, ranks, limits={**own, **limits})
 
     def load(self, settings: Settings) -> Data:

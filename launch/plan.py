@@ -16,6 +16,7 @@ from tfdist.launch.calibrating import CALIBRATE
 from tfdist.launch.flag_values import FlagDefiner, UsageError, output_file
 from tfdist.launch.plan_flags import MachineFlags, ModelFlags
 from tfdist.launch.plan_laws import FIT, GOODPUT, OPTIMUM
+from tfdist.mesh import Mesh
 from tfdist.planner import Limits, Machine, Plan, Transformer, plan
 from tfdist.planner.choice import summary
 from tfdist.planner.layouts import OPTIMIZERS, PRECISIONS
@@ -41,6 +42,7 @@ _DTYPE = _define.enum(
 _OPTIMIZER = _define.enum("optimizer", "adam", list(OPTIMIZERS), "Optimizer")
 _BEST = _define.integer("best", 3, "How many to show", lower_bound=1, upper_bound=100)
 _PICTURE = _define.string("picture", None, "File to draw the layouts to (.png, .svg, .pdf)")
+_MESH = Mesh()
 #: What matplotlib is asked for; the file's ending says which.
 _PICTURES = (".png", ".svg", ".pdf")
 
@@ -60,7 +62,7 @@ def _check(_: list[str]) -> tuple[Transformer, Machine, int, int, Limits]:
         # What tfdist-finetune does of KerasHub's layers.
         limits = dataclasses.replace(
             limits,
-            axes=("data", "pipeline", "tensor"),
+            axes=(*_MESH.replica_axes, *_MESH.stage_axes, *_MESH.weight_axes),
             recompute=("none", "sqrt", "every_layer"),
             sequence_parallel=(False,),
         )

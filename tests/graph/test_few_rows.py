@@ -38,7 +38,7 @@ def product(rows, matrix, transposed: bool):
     def run(rows, matrix):
         with tf.GradientTape() as tape:
             tape.watch([rows, matrix])
-            with native.generating():
+            with native.taking_kernels():
                 y = few_rows.matmul(rows, tf.transpose(matrix) if transposed else matrix)
             loss = tf.reduce_sum(y * slopes(y.shape))
         return y, *tape.gradient(loss, [rows, matrix])
@@ -80,13 +80,13 @@ def test_what_is_no_number_is_seen():
     ("rows", "dtype"), [(9, "float32"), (0, "float32"), (None, "float32"), (4, "bfloat16")]
 )
 def test_others_are_tensorflows(rows, dtype):
-    with tf.Graph().as_default() as graph, native.generating():
+    with tf.Graph().as_default() as graph, native.taking_kernels():
         few_rows.matmul(tf.compat.v1.placeholder(dtype, [rows, 3]), tf.zeros([3, 2], dtype))
     assert "TfdistFewRowsMatMul" not in {o.type for o in graph.get_operations()}
 
 
 def test_only_a_plain_transposition_is_left_out():
-    with tf.Graph().as_default() as graph, native.generating():
+    with tf.Graph().as_default() as graph, native.taking_kernels():
         rows, matrix = tf.zeros([2, 3]), tf.zeros([3, 2])
         few_rows.matmul(rows, tf.transpose(matrix, [0, 1]))
     (found,) = [o for o in graph.get_operations() if o.type == "TfdistFewRowsMatMul"]

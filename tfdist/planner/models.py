@@ -124,8 +124,10 @@ class Transformer:
 
     def divides(self, axis: str, ranks: int) -> str | None:
         """Whether an axis of so many ranks can split it; see `Model`."""
-        if axis == "tensor" and self.key_value_heads % ranks and self.heads % ranks:
+        if axis == "tensor" and self.heads % ranks:
             return f"{self.heads} heads do not divide by {ranks}"
+        if axis == "tensor" and self.key_value_heads % ranks:
+            return f"{self.key_value_heads} key/value heads do not divide by {ranks}"
         if axis == "tensor" and self.hidden_units % ranks:
             return f"{self.hidden_units} hidden units do not divide by {ranks}"
         if axis == "pipeline" and ranks > self.layers:
