@@ -68,9 +68,8 @@ def check(job: subprocess.CompletedProcess) -> None:
     assert "perplexity" in job.stdout and "on 2 rank(s)" in job.stdout
 
 
-@pytest.mark.parametrize(
-    "name", ["Llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("GPT-2", "Mixtral"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
 def test_models_of_configurations(tmp_path, text, name):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIGS[name]))

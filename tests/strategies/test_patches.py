@@ -201,6 +201,7 @@ def test_training_outside_is_kerass_own(monkeypatch, strategy, optimizer):
     assert_identical(wrapped, expected)
 
 
+@pytest.mark.slow
 def test_mirrored_strategy_is_as_no_strategy():
     x, y = images(UNEVEN_ROWS)
 
