@@ -149,10 +149,13 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
         print(_planned(task).words)
     with on.strategy.scope():
         model = _build(task, settings, data, on.data)
-        options = {"steps_per_execution": min(on.steps_per_execution, data.steps)}
+        steps = min(on.steps_per_execution, data.steps)
+        options = {"steps_per_execution": steps}
         with _OPTIMIZER.expected_errors():
             task.compile(model, rate, _make_optimizer, **options, **_OPTIMIZER.compile_options)
 
+    if on.is_tpu:
+        print(f"{steps} steps a call of Keras; its callbacks for batches are called after these.")
     callbacks = [speed := speed_callback(data.items), *task.callbacks()]
     if on.is_tpu or _WORLD.has_servers:
         callbacks.append(keras.callbacks.TerminateOnNaN())

@@ -69,7 +69,7 @@ class WorldFlags:
         self.steps_per_execution = define.integer(
             "steps_per_execution",
             1,
-            "Steps per call of Keras [1; TPU: 32]",
+            "Steps per call of Keras [1; TPU: 32, or an epoch's]",
             lower_bound=1,
             upper_bound=1 << 20,
         )

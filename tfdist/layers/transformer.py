@@ -17,7 +17,10 @@ from tfdist.layers.normalization import LayerNormalization, RMSNormalization
 
 __all__ = ["NORMALIZATIONS", "TransformerDecoderBlock"]
 
-NORMALIZATIONS: dict[str, type[keras.layers.Layer]] = {"layer": LayerNormalization, "rms": RMSNormalization}
+NORMALIZATIONS: dict[str, type[keras.layers.Layer]] = {
+    "layer": LayerNormalization,
+    "rms": RMSNormalization,
+}
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
