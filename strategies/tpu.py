@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.errors import TfdistError
+from tfdist.untested import say_untested
 
 __all__ = ["NoTPUError", "tpu"]
 
@@ -38,7 +39,9 @@ def tpu(name: str = "local") -> tf.distribute.TPUStrategy:
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name)
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
-        return tf.distribute.TPUStrategy(resolver)
+        strategy = tf.distribute.TPUStrategy(resolver)
     except (ValueError, RuntimeError, OSError, tf.errors.OpError) as error:
         said = checks.one_line(error)
         raise NoTPUError(f"There is no TPU {name!r}: {type(error).__name__}: {said}") from error
+    say_untested("a TPU")
+    return strategy

@@ -13,6 +13,7 @@ from tfdist.collectives.tensorflow_cluster import bring_up_cluster
 from tfdist.mesh import Mesh
 from tfdist.runtime.schedulers import join, started_by_scheduler
 from tfdist.runtime.tf_config import read_tf_config
+from tfdist.untested import say_untested
 
 __all__ = ["COMMUNICATIONS", "TensorFlowEngine", "started_by_tf_config"]
 
@@ -71,6 +72,8 @@ class TensorFlowEngine(Engine):
         if scheduled and not started_by_tf_config():
             join("tensorflow", scheduled)
         rank, size = started_by_tf_config() or (0, 1)
+        if communication == "nccl" and rank == 0:
+            say_untested("NCCL (communication='nccl')")
         resolved = (mesh or Mesh()).resolve(size=size, rank=rank)
         self._hint = communication
         if size > 1:
