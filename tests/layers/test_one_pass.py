@@ -73,10 +73,43 @@ def test_layer_normalization(shape):
         lambda *inputs: normalization._one_pass(*inputs, 1e-3), *map(tf.constant, inputs)
     )
     exact = with_gradients(
-        lambda x, scale, offset: normalization._normalize(x, 1e-3) * scale + offset,
+        lambda x, scale, offset: normalized(x, centers=True) * scale + offset,
         *[tf.constant(each, tf.float64) for each in inputs],
     )
     assert_close(found, exact)
+
+
+def normalized(x, *, centers: bool):
+    """By the formula, step by step."""
+    if centers:
+        x -= tf.reduce_mean(x, axis=-1, keepdims=True)
+    return x / tf.sqrt(tf.reduce_mean(x * x, axis=-1, keepdims=True) + 1e-3)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("centers", [True, False], ids=["layer", "rms"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_normalization_by_tensorflow(shape, centers, dtype):
+    """What is narrow is kept narrow, and computed in float32."""
+    random = np.random.default_rng(0)
+    x = tf.cast(3 * random.normal(size=shape) + 1, dtype)
+    scale, offset = (tf.constant(each, tf.float32) for each in random.normal(size=(2, shape[-1])))
+    found = with_gradients(
+        lambda *inputs: normalization._normalize(*inputs, 1e-3, centers=centers), x, scale, offset
+    )
+    exact = with_gradients(
+        lambda x, scale, offset: normalized(x, centers=centers) * scale + offset,
+        *[tf.cast(each, tf.float64) for each in (x, scale, offset)],
+    )
+    if dtype == "float32":
+        assert_close(found, exact)
+    else:
+        value, *gradients = found
+        assert_close([value], exact[:1])
+        # That of the input is rounded to the input's dtype.
+        for one, other in zip(gradients, exact[1:], strict=True):
+            most = float(tf.reduce_max(tf.abs(other)))
+            np.testing.assert_allclose(tf.cast(one, tf.float64), other, atol=2**-7 * most)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
