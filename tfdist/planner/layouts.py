@@ -23,6 +23,9 @@ __all__ = [
 #: Fastest axis first: neighbours on it are nearest.
 AXES = tuple(reversed(DEFAULT_ORDER))
 
+#: In the order of words, code and flags.
+_SHOWN = ("data", "expert", "context", "pipeline", "tensor")
+
 RECOMPUTE = ("none", "selective", "sqrt", "every_layer")
 
 
@@ -212,9 +215,13 @@ class Layout:
     @property
     def kind(self) -> str:
         """The axes that it uses, in words."""
-        used = [axis for axis in ("data", "expert", "context", "pipeline", "tensor")
-                if getattr(self, axis) > 1]  # fmt: skip
-        return " x ".join(used) or "one rank"
+        return " x ".join(self.used_axes) or "one rank"
+
+    @property
+    def used_axes(self) -> dict[str, int]:
+        """The axes of several ranks, and how many these are."""
+        sizes = {axis: getattr(self, axis) for axis in _SHOWN}
+        return {axis: size for axis, size in sizes.items() if size > 1}
 
     def microbatch_rows(self, global_batch: int) -> int:
         """Rows of a micro-batch on a rank.
@@ -248,8 +255,7 @@ class Layout:
 
     def words(self) -> str:
         """The layout in a few words."""
-        axes = [f"{axis} {getattr(self, axis)}" for axis in ("data", "expert", "context", "pipeline", "tensor")
-                if getattr(self, axis) > 1]  # fmt: skip
+        axes = [f"{axis} {size}" for axis, size in self.used_axes.items()]
         more = []
         if self.pipeline > 1:
             chunks = f" v{self.chunks}" if self.chunks > 1 else ""

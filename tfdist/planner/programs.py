@@ -16,7 +16,6 @@ __all__ = ["code", "command_line", "gpt_arguments", "layout_flags", "refusal"]
 
 #: A call is broken where it is longer.
 _LINE = 92
-_AXES = ("data", "expert", "context", "pipeline", "tensor")
 #: By name of the planner, the class of `keras.optimizers` and its arguments.
 _OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {}),
@@ -86,7 +85,7 @@ def code(model: Model, layout: Layout, *, global_batch: int, preset: str | None 
     lines = ["import keras", "import tfdist", ""]
     if layout.dtype != "float32":
         lines.append(f'keras.config.set_dtype_policy("{layout.dtype}")')
-    axes = ", ".join(f"{axis}={size}" for axis, size in _sizes(layout))
+    axes = ", ".join(f"{axis}={size}" for axis, size in layout.used_axes.items())
     options = f", zero_stage={layout.zero_stage}" if layout.zero_stage else ""
     lines += [
         f"strategy = tfdist.strategies.auto(tfdist.Mesh({axes}){options})",
@@ -152,13 +151,9 @@ def _literal(value: Any) -> str:
     return repr(value).replace("'", '"')
 
 
-def _sizes(layout: Layout) -> list[tuple[str, int]]:
-    return [(axis, getattr(layout, axis)) for axis in _AXES if getattr(layout, axis) > 1]
-
-
 def layout_flags(layout: Layout) -> list[str]:
     """The flags of `tfdist-train` and `tfdist-finetune` that lay out the ranks."""
-    found = [f"--{axis}={size}" for axis, size in _sizes(layout)]
+    found = [f"--{axis}={size}" for axis, size in layout.used_axes.items()]
     if layout.pipeline > 1:
         found += [f"--num_microbatches={layout.num_microbatches}", f"--schedule={layout.schedule}"]
         found += [f"--chunks={layout.chunks}"] if layout.chunks > 1 else []

@@ -251,7 +251,7 @@ class Search:
                 if fixed is not None and (passes % fixed or (sizes[3] == 1 and passes != fixed)):
                     continue
                 if rows <= (self._limits.most_rows or rows):
-                    yield self._group(layout, sizes, rows, per_rank // rows, policy, split)
+                    yield self._group(layout, sizes, rows, passes, policy, split)
         for kind in refused.keys() - divided:
             self.kinds[kind] = Found(why=refused[kind])
 
