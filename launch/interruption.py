@@ -23,7 +23,10 @@ _AND_THEN = (
     b"During handling of the above exception, another exception occurred:",
     b"The above exception was the direct cause of the following exception:",
 )
-_INTERRUPT = re.compile(rb"KeyboardInterrupt\b|.*REPLACED BY KeyboardInterrupt\b")
+#: An import from C loses the exception that ended it.
+_INTERRUPT = re.compile(
+    rb"KeyboardInterrupt\b|.*REPLACED BY KeyboardInterrupt\b|.*PyCapsule_Import could not import module\b"
+)
 _OF_LIBRARIES = re.compile(
     rb"[WE]\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] "
     rb"|\d{4}-\d\d-\d\d [\d:.]+: [WE] (?:tensorflow|external)/"
@@ -33,6 +36,8 @@ _OF_WATCHDOG = re.compile(rb"tfdist watchdog\b")
 _END_OF_VERDICT = b"Ending this rank."
 #: How the message of an error in a graph begins and ends.
 _OF_GRAPH, _END_OF_GRAPH = b"Graph execution error:", b"[Op:"
+#: The same of NumPy's advice about an import that failed.
+_OF_IMPORT, _END_OF_IMPORT = b"ImportError: ", b"Original error was: "
 
 
 class LastWords:
@@ -97,7 +102,10 @@ def _end_of_traceback(lines: Sequence[bytes], place: int) -> tuple[int, bytes]:
     # Python writes empty lines between where it has nothing to underline.
     place = _indented(lines, place + 1, b" \t\n")
     error = lines[place] if place < len(lines) else b""
-    place = _end_of_message(lines, place)
+    end = _end_of_message(lines, place)
+    if error == _OF_IMPORT:
+        error = lines[end - 1]
+    place = end
     following = _indented(lines, place, b"\n")
     if following < len(lines) and lines[following] in _AND_THEN:
         following = _indented(lines, following + 1, b"\n")
@@ -110,10 +118,11 @@ def _end_of_message(lines: Sequence[bytes], place: int) -> int:
     """The place after an error's message, of which TensorFlow and pybind11 write several lines."""
     if place >= len(lines):
         return place
-    if lines[place].endswith(_OF_GRAPH):
-        for last in range(place, len(lines)):
-            if _END_OF_GRAPH in lines[last]:
-                return last + 1
+    for beginning, end in ((_OF_GRAPH, _END_OF_GRAPH), (_OF_IMPORT, _END_OF_IMPORT)):
+        if lines[place].endswith(beginning):
+            for last in range(place, len(lines)):
+                if end in lines[last]:
+                    return last + 1
     at = _indented(lines, place + 1, b"\n")
     if at < len(lines) and lines[at] == b"At:":
         return _indented(lines, at + 1, b" \t")

@@ -54,6 +54,26 @@ REPLACED = [
     "At:",
     "  /a/errors_impl.py(412): __init__",
 ]
+NUMPY = [
+    "KeyboardInterrupt",
+    "",
+    "The above exception was the direct cause of the following exception:",
+    "",
+    HEAD,
+    *FRAMES,
+    "ImportError: ",
+    "",
+    "Importing the numpy C-extensions failed. This error can happen for",
+    "many reasons, often due to issues with your setup.",
+    "",
+    'Original error was: PyCapsule_Import could not import module "datetime"',
+]
+CAPSULE = [HEAD, *FRAMES, 'ImportError: PyCapsule_Import could not import module "datetime"']
+MISSING = [
+    *CAPSULE[:-1],
+    *NUMPY[NUMPY.index("ImportError: ") : -1],
+    "Original error was: libblas.so.3: cannot open shared object file",
+]
 VERDICT = [
     "tfdist watchdog on rank 0: Rank 1 ended while rank 0 waits in all_reduce/a (call 29).",
     "This rank waits in all_reduce/a (call 29). Ending this rank.",
@@ -92,6 +112,8 @@ def shown(lines, code):
         [*ABORTED, *DURING, *INTERRUPT],
         [*REAL[:-1], *DURING, *INTERRUPT],
         REPLACED,
+        [HEAD, *FRAMES, *NUMPY],
+        CAPSULE,
         WARNING,
         [HOROVOD],
         VERDICT,
@@ -107,7 +129,13 @@ def test_what_only_tells_of_the_interruption_is_left_out(lines, code):
 
 
 @pytest.mark.parametrize(
-    "lines", [REAL, [*INTERRUPT, *DURING, *REAL], [HEAD, *FRAMES, "", "ZeroDivisionError: by zero"]]
+    "lines",
+    [
+        REAL,
+        MISSING,
+        [*INTERRUPT, *DURING, *REAL],
+        [HEAD, *FRAMES, "", "ZeroDivisionError: by zero"],
+    ],
 )
 def test_another_error_is_shown(lines):
     assert shown(["before", *lines, "after"], _FAILED) == ["before", *lines, "after"]
