@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tfdist.benchmarks import buckets, collectives, environments, peak, training
+from tfdist.benchmarks import buckets, collectives, environments, peak, scaling, training
 from tfdist.launch import command
 
 __all__ = ["PROGRAMS", "run"]
@@ -13,6 +13,7 @@ PROGRAMS = {
     "buckets": buckets.PROGRAM,
     "collectives": collectives.PROGRAM,
     "peak": peak.PROGRAM,
+    "scaling": scaling.PROGRAM,
     "training": training.PROGRAM,
     "peers": environments.PROGRAM,
 }
@@ -29,8 +30,8 @@ def run() -> None:
         ", ".join(PROGRAMS),
         usage="tfdist-bench PROGRAM [flags]",
         summary="Measures. PROGRAM is buckets (the size of gradient buckets that suits a network), "
-        "collectives (time and bandwidth between ranks), peak (the most that a rank does), training (times of a step beside those of "
-        "other libraries) or peers (makes environments for these); tfdist-bench PROGRAM --help tells more.",
+        "collectives (time and bandwidth between ranks), peak (the most that a rank does), scaling (speed-up and efficiency of a "
+        "training over its ranks), training (times of a step beside those of other libraries) or peers (makes environments for these); tfdist-bench PROGRAM --help tells more.",
     )
 
 

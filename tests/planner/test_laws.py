@@ -80,6 +80,20 @@ def test_a_serial_share_is_found():
         laws.serial_share([2, 2], [1.0, 1.0])
 
 
+def test_serial_shares_by_hand():
+    # Two ranks at 5.5 s of 10 s: 10 (s + (1 - s) / 2) = 5.5, so s is a tenth.
+    assert laws.serial_share([1, 2], [10.0, 5.5]).value == pytest.approx(0.1)
+    # Four ranks do four times the work in 12.5 s of 10: 3.2 times as fast, and 4 - 3 s = 3.2.
+    found = laws.serial_share([1, 4], [10.0, 12.5], weak=True)
+    assert found.value == pytest.approx(0.8 / 3) and found.low == -np.inf
+    # Speed-ups of 1.8 and 3.2: (1 x 0.2 + 3 x 0.8) / (1 + 9).
+    found = laws.serial_share([1, 2, 4], [10.0, 20 / 1.8, 12.5], weak=True)
+    assert found.value == pytest.approx(0.26) and found.low < 0.26 < found.high
+    for wrong in ([2, 4], [10.0, 11.0]), ([1, 2], [10.0, 0.0]):
+        with pytest.raises(ValueError, match="Received"):
+            laws.serial_share(*wrong, weak=True)
+
+
 def test_a_law_is_fitted_with_its_ranges():
     truth = laws.Law(1.7, 400.0, 900.0, 0.34, 0.31)
     draw = np.random.default_rng(1)

@@ -268,37 +268,62 @@ def parallel_efficiency(one: float, many: float, ranks: int, *, weak: bool = Fal
     return one / many if weak else one / (many * ranks)
 
 
-def serial_share(ranks: Sequence[int], seconds: Sequence[float]) -> Range:
-    """The share of work that is not divided, by Amdahl's law and least squares, with its range.
+def serial_share(ranks: Sequence[int], seconds: Sequence[float], *, weak: bool = False) -> Range:
+    """The share of work that is not divided, by least squares, with its range.
 
-    T_n = T_1 (s + (1 - s) / n) is a line in 1 / n; the range is that of Student's t at 95%, and
-    infinite for two measurements.
+    By Amdahl's law, T_n = T_1 (s + (1 - s) / n), which is a line in 1 / n. With `weak` by Gustafson's: the
+    speed-up S_n = n T_1 / T_n is n - s (n - 1). The range is that of Student's t at 95%, and infinite
+    for two measurements.
 
     Args:
-        ranks: Numbers of ranks, two different ones at least.
-        seconds: Seconds of the same work on so many.
+        ranks: Numbers of ranks, two different ones at least; one of them is 1 with `weak`.
+        seconds: Seconds of the same work on so many; with `weak`, of n times the work.
+        weak: Whether each rank has as much work as the one.
     """
     from scipy import stats
 
     ranks = checks.integers("ranks", ranks, minimum=1)
-    seconds = checks.numbers_of("seconds", seconds, minimum=0)
-    if len(ranks) != len(seconds) or len(set(ranks)) < 2:
+    seconds = checks.numbers_of("seconds", seconds)
+    for each in seconds:
+        checks.number("seconds", each, above=0)
+    checks.boolean("weak", weak)
+    if len(ranks) != len(seconds) or len(set(ranks)) < 2 or (weak and 1 not in ranks):
         raise ValueError(
-            "`ranks` are two different numbers at least, and each has one of the `seconds`. "
-            f"Received: ranks={checks.shown(ranks)}, seconds={checks.shown(seconds)}."
+            "`ranks` must be two different numbers at least, with a 1 for `weak`, and each has one of the "
+            f"`seconds`. Received: ranks={checks.shown(ranks)}, seconds={checks.shown(seconds)}."
         )
-    inverse = 1 / np.array(ranks, float)
-    line = stats.linregress(inverse, np.array(seconds))
-    whole = line.slope + line.intercept
-    share = line.intercept / whole
+    if weak:
+        share, error = _lost_share(np.array(ranks, float), np.array(seconds))
+    else:
+        share, error = _serial_intercept(1 / np.array(ranks, float), np.array(seconds))
     if len(ranks) == 2:
-        return Range(float(share), -math.inf, math.inf)
+        return Range(share, -math.inf, math.inf)
+    width = float(stats.t.ppf(0.975, len(ranks) - 2)) * error
+    return Range(share, share - width, share + width)
+
+
+def _serial_intercept(inverse: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
+    """Amdahl's serial share and its standard error."""
+    from scipy import stats
+
+    line = stats.linregress(inverse, seconds)
+    whole = line.slope + line.intercept
     # Of intercept / (slope + intercept), to first order; their covariance is -mean(x) var(slope).
     cov = -inverse.mean() * line.stderr**2
     gradient = np.array([-line.intercept, line.slope]) / whole**2
     matrix = np.array([[line.stderr**2, cov], [cov, line.intercept_stderr**2]])
-    width = float(stats.t.ppf(0.975, len(ranks) - 2) * math.sqrt(gradient @ matrix @ gradient))
-    return Range(float(share), float(share - width), float(share + width))
+    return float(line.intercept / whole), math.sqrt(gradient @ matrix @ gradient)
+
+
+def _lost_share(ranks: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
+    """Gustafson's serial share and its standard error: of a line through the one rank."""
+    speed_up = ranks * seconds[ranks == 1].mean() / seconds
+    more, lost = ranks - 1, ranks - speed_up
+    share = float(more @ lost / (more @ more))
+    freedom = max(len(ranks) - 2, 1)
+    return share, math.sqrt(
+        float(((lost - share * more) ** 2).sum()) / freedom / float(more @ more)
+    )
 
 
 def fit_law(parameters: Sequence[float], tokens: Sequence[float], losses: Sequence[float]) -> Law:

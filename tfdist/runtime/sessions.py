@@ -47,11 +47,18 @@ def exit_on_signals() -> Iterator[None]:
 
 
 def run_in_session(
-    command: Sequence[str], *, stdout: int | IO[bytes] = subprocess.PIPE, **options: Any
+    command: Sequence[str],
+    *,
+    stdout: int | IO[bytes] = subprocess.PIPE,
+    timeout: float | None = None,
+    **options: Any,
 ) -> subprocess.CompletedProcess:
     """Runs a command as `subprocess.run` does, in a session of its own that does not outlive this.
 
     The command gets no input. Other options are those of `subprocess.Popen`.
+
+    Raises:
+        subprocess.TimeoutExpired: It took longer than `timeout` seconds, and was killed.
     """
     with (
         OrphanGuard() as guard,
@@ -65,7 +72,7 @@ def run_in_session(
     ):
         guard.watch(process.pid)
         try:
-            output, errors = process.communicate()
+            output, errors = process.communicate(timeout=timeout)
         finally:
             kill_session(process.pid)
     return subprocess.CompletedProcess(command, process.returncode, output, errors)

@@ -1,0 +1,292 @@
+"""A rank of `tfdist-bench scaling`: runs a script, and times steps of its `fit`.
+
+    python -m tfdist.benchmarks.scaling_rank SETTINGS train.py [arguments]
+
+SETTINGS is JSON of `Settings`. When enough steps are timed, more are run under a `Monitor` for the share of
+communication, the all-reduce is timed, a line of JSON goes to stdout, and the script ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import os
+import runpy
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.callbacks import Monitor
+from tfdist.context import strategy_of
+from tfdist.launch.calibrating import link_of
+from tfdist.launch.trials import all_reduce_seconds
+from tfdist.planner import Layout, Link, Machine, describe, estimate
+
+__all__ = ["BATCH", "MARK", "Settings", "StepClock"]
+
+#: The variable in which the script finds the batch of an update.
+BATCH = "TFDIST_BENCH_BATCH"
+#: What the line of a rank begins with.
+MARK = "tfdist-bench-scaling "
+
+_SIZES = (4096, 1 << 20, 1 << 22)
+_REPEATS = 8
+#: A fitted rate lies between these, in FLOP/s.
+_RATES = (1e3, 1e18)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a rank is told.
+
+    Attributes:
+        steps: How many are timed.
+        warm_up: How many come before.
+        batch: Rows of an update, for the script; None if it has its own.
+        machine: A calibrated machine, as JSON; None: `flops`, and the link as it is measured.
+        flops: FLOP/s that one rank was found to reach; None: this job finds it.
+    """
+
+    steps: int
+    warm_up: int
+    batch: int | None = None
+    machine: Mapping[str, Any] | None = None
+    flops: float | None = None
+
+
+class StepClock(keras.callbacks.Callback):
+    """Times steps, then watches as many, then ends the script.
+
+    A step is what lies between the beginnings of two batches of an epoch: callbacks of batches and input
+    count, validation does not. The last batch of an epoch, which may be a smaller one, does not count
+    either, unless it is the only one.
+
+    Args:
+        settings: How many steps.
+    """
+
+    async_safe = True  # `fit` is to run as it does without this callback.
+
+    def __init__(self, settings: Settings):
+        super().__init__()
+        self._settings = settings
+        self._seconds: list[float] = []
+        self._seen = self._calls = 0
+        self._begin = self._end = 0.0
+        self._first = self._steps = 0
+        self._monitor: Monitor | None = None
+        self._watched = 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """Begins to count the calls of an epoch."""
+        self._calls = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """The step before is over."""
+        now = time.perf_counter()
+        if self._calls:
+            self._take(now - self._begin)
+        self._begin, self._first = now, batch
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Counts the steps of a call; begins to watch, and ends the script, when it is time."""
+        tf.test.experimental.sync_devices()
+        self._end = time.perf_counter()
+        self._calls += 1
+        self._steps = batch - self._first + 1
+        self._seen += self._steps
+        if self._monitor is not None:
+            self._watched += self._steps
+            # The first call under the monitor traces its step, and is not in its figures.
+            if self._watched >= max(self._settings.steps, 2 * self._steps) + self._steps:
+                self._finish()
+        elif len(self._seconds) * self._steps >= self._settings.steps:
+            self._watch()
+
+    def on_epoch_end(self, epoch, logs=None):
+        """The only call of an epoch counts."""
+        if self._calls == 1:
+            self._take(self._end - self._begin)
+
+    def on_train_end(self, logs=None):
+        """A `fit` that ends while it is watched."""
+        if self._monitor is not None:
+            self._finish()
+
+    def _take(self, seconds: float) -> None:
+        if self._monitor is None and self._seen - self._steps >= self._settings.warm_up:
+            self._seconds.append(seconds / self._steps)
+
+    def _watch(self) -> None:
+        self._monitor = Monitor(every=1_000_000, show=False, gradient_norm=False)
+        self._monitor.set_model(self.model)
+        self._monitor.set_params(self.params)
+        self._monitor.on_train_begin()
+        self._monitor.on_epoch_begin(0)
+
+    def _finish(self) -> None:
+        monitor, self._monitor = self._monitor, None
+        if monitor is None:
+            return
+        monitor.on_train_end()
+        figures: dict[str, Any] = dict(monitor.reports[-1].logs) if monitor.reports else {}
+        sections = monitor.reports[-1].sections if monitor.reports else {}
+        low, _, high = statistics.quantiles(self._seconds, n=4)
+        per_step = figures.get("samples_per_second", 0.0) * figures.get("step_seconds", 0.0)
+        found = {
+            "seconds": statistics.median(self._seconds),
+            "quartiles": [low, high],
+            "steps": len(self._seconds),
+            "rows": round(per_step),
+            "communication": sections.get("communication"),
+            "hidden": figures.get("communication_hidden"),
+            **_predicted(self.model, self._settings, statistics.median(self._seconds), per_step),
+        }
+        # One write: what other threads print goes before or after it.
+        os.write(1, f"\n{MARK}{json.dumps(found)}\n".encode())
+        raise SystemExit(0)
+
+
+def _predicted(
+    model: keras.Model, settings: Settings, seconds: float, rows: float
+) -> dict[str, Any]:
+    """What the planner says of this job, or why it says nothing; and the link as measured."""
+    found: dict[str, Any] = {}
+    strategy = strategy_of(model)
+    ranks = 1 if strategy is None else strategy.mesh.size
+    link = bulk = Link(1e-5, 1e9)
+    if strategy is not None and ranks > 1:
+        group = strategy.engine.group()
+        link, bulk = (_link(group, ranks, is_bulk) for is_bulk in (False, True))
+        found["link"], found["bulk"] = dataclasses.asdict(link), dataclasses.asdict(bulk)
+    try:
+        layout = _layout(model, strategy)
+        described = describe(model)
+        if rows < 1:
+            raise ValueError("The rows of a step are not known.")
+        if settings.machine is not None:
+            machine = _machine_of(settings.machine)
+        elif settings.flops is None:
+            if ranks > 1:
+                raise ValueError("No step of one rank says how fast a rank is.")
+            machine = _fitted(described, layout, round(rows), seconds)
+            found["flops"] = machine.flops[layout.precision.compute]
+        else:
+            machine = _machine(settings.flops, link, bulk, ranks)
+        guess = estimate(described, machine, layout, global_batch=round(rows))
+        found["predicted"] = guess.step_seconds
+    except (TypeError, ValueError) as error:
+        found["unpredicted"] = str(error)
+    return found
+
+
+def _link(group: Any, ranks: int, is_bulk: bool) -> Link:
+    """A line through times of the all-reduce: by hop for messages, as a whole for gradients."""
+    seconds = all_reduce_seconds(group, _SIZES, is_bulk, _REPEATS)
+    if not is_bulk:
+        return link_of(_SIZES, [seconds] * ranks)
+    carried = 2 * (ranks - 1) / ranks * np.array(_SIZES)
+    slope, start = np.polyfit(carried, seconds, 1, w=1 / np.array(seconds))
+    return Link(max(float(start), 1e-7), 1 / max(float(slope), 1e-13))
+
+
+def _layout(model: keras.Model, strategy: Any) -> Layout:
+    """The layout of a compiled model.
+
+    Raises:
+        ValueError: The planner does not know what it would take.
+    """
+    axes = {} if strategy is None else strategy.mesh.shape
+    if axes.get("pipeline", 1) > 1:
+        raise ValueError("A model that is cut into stages is not described.")
+    policy = model.dtype_policy.name
+    optimizer: Any = model.optimizer
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    name = type(inner).__name__.lower()
+    if name == "sgd" and getattr(inner, "momentum", 0):
+        name = "momentum"
+    return Layout(
+        **{axis: axes.get(axis, 1) for axis in ("data", "expert", "context", "tensor")},
+        zero_stage=0 if strategy is None else strategy.zero_stage,
+        dtype=policy,
+        optimizer=name,
+        ema=bool(inner.use_ema),
+        accumulation=inner.gradient_accumulation_steps or 1,
+    )
+
+
+def _machine_of(found: Mapping[str, Any]) -> Machine:
+    links = {name: Link(**found[name]) for name in ("inside", "between", "bulk") if found.get(name)}
+    return Machine(**{**found, **links})
+
+
+def _machine(flops: float, link: Link, bulk: Link, ranks: int) -> Machine:
+    """A machine of ranks that reach so many FLOP/s; memory costs no time of its own."""
+    return Machine(
+        flops=dict.fromkeys(("float32", "bfloat16", "float16"), flops),
+        memory=1e15,
+        memory_bandwidth=1e15,
+        inside=link,
+        bulk=bulk,
+        ranks_per_host=ranks,
+        efficiency=1.0,
+        memory_efficiency=1.0,
+        # Ranks of CPUs compute and send with the same processors.
+        overlap=0.8 if tf.config.list_physical_devices("GPU") else 0.0,
+    )
+
+
+def _fitted(model: Any, layout: Layout, rows: int, seconds: float) -> Machine:
+    """The machine on which one rank's step takes what it took."""
+    low, high = _RATES
+    link = Link(1e-5, 1e9)
+    while high / low > 1.001:
+        middle = (low * high) ** 0.5
+        found = _machine(middle, link, link, 1)
+        slow = estimate(model, found, layout, global_batch=rows).step_seconds > seconds
+        low, high = (middle, high) if slow else (low, middle)
+    return _machine(high, link, link, 1)
+
+
+def time_fits(clock: StepClock) -> None:
+    """Has each `fit` of a Keras model call a clock."""
+    fit = keras.Model.fit
+    signature = inspect.signature(fit)
+
+    @functools.wraps(fit)
+    def timed(*args, **kwargs):
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments.get("callbacks")
+        if isinstance(given, keras.callbacks.CallbackList):
+            given.append(clock)
+        else:
+            single = isinstance(given, keras.callbacks.Callback)
+            bound.arguments["callbacks"] = [*([given] if single else given or []), clock]
+        return fit(*bound.args, **bound.kwargs)
+
+    keras.Model.fit = timed
+
+
+def main(words: Sequence[str]) -> None:
+    """Runs the script of the words, as `python` does."""
+    settings = Settings(**json.loads(words[0]))
+    if settings.batch is not None:
+        os.environ[BATCH] = str(settings.batch)
+    time_fits(StepClock(settings))
+    script = words[1]
+    sys.argv[:] = words[1:]
+    sys.path[0] = str(Path(script).absolute().parent)
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
