@@ -57,7 +57,7 @@ class Curve:
 
     @property
     def name(self) -> str:
-        """ "strong" or "weak"."""
+        """What it is called: `strong` or `weak`."""
         return "weak" if self.weak else "strong"
 
     @property

@@ -141,6 +141,20 @@ def test_configurations_of_kerashub_and_others():
             from_config(broken, length=8)
 
 
+def test_devices_by_their_data_sheets():
+    # Of hosts as their makers sell them: totals over the devices.
+    assert 8 * DEVICES["b200"].memory == 1440e9
+    assert 8 * DEVICES["b200"].bandwidth == 64e12
+    assert 8 * 2 * DEVICES["b200"].link == 14.4e12
+    assert 2 * 6 * DEVICES["tpu-v5p"].link == 1200e9 and 2 * 4 * DEVICES["tpu-v5e"].link == 400e9
+    # TensorFlow multiplies float32 in TF32, at half of the rate of float16, on NVIDIA's cards from Ampere on.
+    for name in ("a10", "l4", "a100", "h100", "h200", "b200"):
+        rates = DEVICES[name].flops
+        assert rates["float32"] == pytest.approx(rates["float16"] / 2, rel=0.01)
+    assert DEVICES["v100"].flops == {"float32": 15.7e12, "float16": 125e12}
+    assert all(device.source for device in DEVICES.values())
+
+
 def test_a_machine_in_a_file(tmp_path):
     path = tmp_path / "machine.json"
     for name in DEVICES:

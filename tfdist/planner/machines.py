@@ -46,7 +46,7 @@ class Device:
         link: Bytes a second to devices of the same host, in one direction.
         network: Bytes a second to other hosts per device, in one direction, as usually built.
         per_host: Devices of a usual host.
-        watts: Power at full load.
+        watts: Power at full load; None where the maker does not say.
         source: Where the figures are from.
     """
 
@@ -57,7 +57,7 @@ class Device:
     link: float
     network: float
     per_host: int
-    watts: float
+    watts: float | None
     source: str
 
 
@@ -70,57 +70,91 @@ def _device(
     link: float,
     network: float,
     per_host: int,
-    watts: float,
+    watts: float | None,
     source: str,
-    dtypes: tuple[str, ...] = ("float16", "bfloat16"),
+    dtypes: tuple[str, ...],
 ) -> Device:
-    """TFLOP/s, GB, GB/s, GB/s, GB/s and W; `float32` is what float32 products of Keras take."""
-    rates = {"float32": float32 * 1e12}
-    rates |= dict.fromkeys(dtypes, half * 1000000000000.0)
+    """TFLOP/s in half precision and float32, GB, GB/s to memory, link and network, and W."""
+    rates = {"float32": float32 * 1e12, **dict.fromkeys(dtypes, half * 1e12)}
     return Device(
         name, rates, int(gigabytes * 1e9), bandwidth * 1e9, link * 1e9, network * 1e9,
         per_host, watts, source,
     )  # fmt: skip
 
 
-_NVIDIA = "NVIDIA data sheet of the"
-_GOOGLE = "Google Cloud TPU documentation, system architecture of"
-_AMD = "AMD data sheet of the Instinct"
-#: By name. Memory is in decimal GB as the makers give it, but where they mean GiB.
+#: Half-precision dtypes of NVIDIA's cards from Ampere on, and of AMD's.
+_BOTH = ("float16", "bfloat16")
+_FLOAT16, _BFLOAT16 = ("float16",), ("bfloat16",)
+#: By name. Memory is in decimal GB: what the makers call GB is GiB on most cards, as these report it
+#: themselves. float32 is what TensorFlow takes for products of float32: TF32 from Ampere on, bfloat16 on a
+#: TPU; neither is a sparse rate. Where a data sheet tells of no network, that of a usual host stands.
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
         _device(
-            "v100",
-            125,
-            15.7,
-            34.36,
-            900,
-            150,
-            12.5,
-            8,
-            300,
-            f"{_NVIDIA} V100 SXM2 32GB",
-            ("float16",),
+            "v100", 125, 15.7, 34.36, 900, 150, 6.25, 8, 300, "NVIDIA V100 data sheet (SXM2, 32 GB); "
+            "DGX-1: 4 x 100 Gb/s for 8", _FLOAT16,
         ),
-        _device("t4", 65, 8.1, 17.18, 320, 16, 3.1, 4, 70, f"{_NVIDIA} T4", ("float16",)),
-        _device("a10", 125, 31.2, 25.77, 600, 32, 6.25, 4, 150, f"{_NVIDIA} A10"),
-        _device("l4", 121, 30.3, 25.77, 300, 32, 6.25, 8, 72, f"{_NVIDIA} L4"),
-        _device("l40s", 362, 91.6, 51.54, 864, 32, 25, 8, 350, f"{_NVIDIA} L40S"),
-        _device("a100-40", 312, 19.5, 42.95, 1555, 300, 25, 8, 400, f"{_NVIDIA} A100 SXM 40GB"),
-        _device("a100", 312, 19.5, 85.90, 2039, 300, 25, 8, 400, f"{_NVIDIA} A100 SXM 80GB"),
-        _device("h100", 989.4, 66.9, 85.90, 3350, 450, 50, 8, 700, f"{_NVIDIA} H100 SXM"),
-        _device("h200", 989.4, 66.9, 151.4, 4800, 450, 50, 8, 700, f"{_NVIDIA} H200 SXM"),
-        _device("b200", 2250, 80, 192, 8000, 900, 50, 8, 1000, f"{_NVIDIA} DGX B200"),
-        _device("mi250x", 383, 47.9, 137.4, 3277, 100, 12.5, 4, 560, f"{_AMD} MI250X"),
-        _device("mi300x", 1307.4, 163.4, 206.2, 5300, 448, 50, 8, 750, f"{_AMD} MI300X"),
-        _device("tpu-v4", 275, 137, 34.36, 1200, 50, 50, 4, 192, f"{_GOOGLE} v4", ("bfloat16",)),
-        _device("tpu-v5e", 197, 98, 17.18, 819, 50, 50, 8, 200, f"{_GOOGLE} v5e", ("bfloat16",)),
         _device(
-            "tpu-v5p", 459, 229, 102.0, 2765, 100, 100, 4, 350, f"{_GOOGLE} v5p", ("bfloat16",)
+            "t4", 65, 8.1, 17.18, 320, 16, 1.5625, 8, 70, "NVIDIA T4 data sheet; AWS g4dn.metal: "
+            "100 Gb/s for 8", _FLOAT16,
+        ),
+        _device(
+            "a10", 125, 62.5, 25.77, 600, 32, 1.5625, 8, 150, "NVIDIA A10 data sheet; AWS g5.48xlarge: "
+            "100 Gb/s for 8", _BOTH,
+        ),
+        _device(
+            "l4", 121, 60, 25.77, 300, 32, 1.5625, 8, 72, "NVIDIA L4 data sheet, half of the sparse "
+            "rates; AWS g6.48xlarge: 100 Gb/s for 8", _BOTH,
+        ),
+        _device(
+            "l40s", 362, 183, 51.54, 864, 32, 6.25, 8, 350, "NVIDIA L40S data sheet; AWS "
+            "g6e.48xlarge: 400 Gb/s for 8", _BOTH,
+        ),
+        _device(
+            "a100-40", 312, 156, 42.95, 1555, 300, 25, 8, 400, "NVIDIA A100 data sheet (SXM4, 40 GB); "
+            "DGX A100: 8 x 200 Gb/s", _BOTH,
+        ),
+        _device(
+            "a100", 312, 156, 85.90, 2039, 300, 25, 8, 400, "NVIDIA A100 data sheet (SXM4, 80 GB); "
+            "DGX A100: 8 x 200 Gb/s", _BOTH,
+        ),
+        _device(
+            "h100", 989.4, 494.7, 85.90, 3350, 450, 50, 8, 700, "NVIDIA H100 data sheet (SXM5), half of "
+            "the sparse rates; DGX H100: 8 x 400 Gb/s", _BOTH,
+        ),
+        _device(
+            "h200", 989.4, 494.7, 151.4, 4800, 450, 50, 8, 700, "NVIDIA H200 data sheet (SXM), half of "
+            "the sparse rates; DGX H200: 8 x 400 Gb/s", _BOTH,
+        ),
+        # 8 stacks hold 192 GB, of which the data sheet of the host gives 180: the others are spare.
+        _device(
+            "b200", 2250, 1125, 180, 8000, 900, 50, 8, 1000, "NVIDIA DGX B200 data sheet: 1,440 GB, "
+            "64 TB/s, 14.4 TB/s of NVLink and 8 x 400 Gb/s for 8; half of the sparse rates", _BOTH,
+        ),
+        _device(
+            "mi250x", 383, 95.7, 137.4, 3277, 100, 25, 4, 560, "AMD Instinct MI250X data sheet, matrix "
+            "rates; HPE Cray EX235a: 4 x 200 Gb/s", _BOTH,
+        ),
+        _device(
+            "mi300x", 1307.4, 163.4, 206.2, 5300, 448, 50, 8, 750, "AMD Instinct MI300X data sheet, 7 "
+            "links of 64 GB/s; 8 x 400 Gb/s", _BOTH,
+        ),
+        # Links of a torus, of which a ring takes one in each direction; they also lead to other hosts.
+        _device(
+            "tpu-v4", 275, 275, 34.36, 1200, 50, 50, 4, 192, "Google Cloud TPU v4 documentation; power: "
+            "Jouppi et al. 2023 (arXiv:2304.01433)", _BFLOAT16,
+        ),
+        _device(
+            "tpu-v5e", 197, 197, 17.18, 819, 50, 50, 8, None, "Google Cloud TPU v5e documentation: "
+            "1,600 Gb/s over 4 links", _BFLOAT16,
+        ),
+        _device(
+            "tpu-v5p", 459, 459, 102.0, 2765, 100, 100, 4, None, "Google Cloud TPU v5p documentation: "
+            "95 GiB; 4,800 Gb/s over 6 links", _BFLOAT16,
         ),
     )
-}
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
