@@ -84,7 +84,9 @@ _VERBOSE = _DEFINE.integer(
     "verbose", 2, "0: silent, 1: progress bar, 2: one line per epoch", lower_bound=0, upper_bound=2
 )
 _RECOMPUTE = _DEFINE.string(
-    "recompute", "none", "none, selective, sqrt, every_layer, or bytes to keep: budget:2GiB"
+    "recompute",
+    "none",
+    "none, selective, sqrt, every_layer, optimal, or bytes to keep: budget:2GiB",
 )
 _OPTIMIZER = OptimizerFlags(_DEFINE, "adamw", has_own_policy=True)
 _CHECKPOINTS = CheckpointFlags(_DEFINE)
@@ -330,7 +332,7 @@ def _recompute(task, layout: Layout, rows: int) -> None:
 
     if not (arguments := read_recompute(_RECOMPUTE.name, _RECOMPUTE.value)):
         return
-    if "budget" in arguments:
+    if arguments["policy"] in ("budget", "optimal"):
         arguments |= {
             "rows": -(-rows // layout.num_microbatches),
             "input_shape": (_SEQ_LENGTH.value,),
@@ -350,6 +352,7 @@ def _pipeline(task, layout: Layout, on: World):
             num_microbatches=layout.num_microbatches,
             schedule=layout.schedule,
             chunks=layout.chunks,
+            cut=layout.cut,
             input_shape=(_SEQ_LENGTH.value,),
         )
     except ValueError as error:

@@ -27,6 +27,7 @@ class Layout:
         num_microbatches: Into how many parts a rank's rows are cut; 1 without a pipeline.
         schedule: The name of the pipeline's schedule.
         chunks: How many stages a rank has, or None.
+        cut: Where the stages begin, as `PipelineModel` has it.
         zero_stage: What the ranks of the data axis share.
     """
 
@@ -34,6 +35,7 @@ class Layout:
     num_microbatches: int = 1
     schedule: str = "1f1b"
     chunks: int | None = None
+    cut: str | tuple[int, ...] = "even"
     zero_stage: int = 0
 
     @property
@@ -130,6 +132,9 @@ class MeshFlags:
         self._chunks = define.integer(
             "chunks", None, "Stages per rank, for interleaved [2]", lower_bound=1
         )
+        self._cut = define.string(
+            "cut", "even", "Pipeline stages: even, cyclic, or the layers of each, as 3,4"
+        )
         self.zero = define.integer(
             "zero_stage",
             0,
@@ -137,9 +142,9 @@ class MeshFlags:
             lower_bound=0,
             upper_bound=3,
         )
-        of_pipelines = (self._microbatches, self._schedule, self._chunks)
+        self._of_pipelines = (self._microbatches, self._schedule, self._chunks, self._cut)
         axes = (self._data, self._expert, self._tensor, self._context, self._pipeline)
-        self.mesh = (*axes, self._order, *of_pipelines)
+        self.mesh = (*axes, self._order, *self._of_pipelines)
 
     def layout(self) -> Layout:
         """What the flags say.
@@ -150,8 +155,7 @@ class MeshFlags:
         data, pipeline = self._data.value, self._pipeline.value
         schedule, chunks = self._schedule.value, self._chunks.value
         if pipeline == 1:
-            of_pipelines = (self._microbatches, self._schedule, self._chunks)
-            refuse_ignored(self._values, of_pipelines, "is for a pipeline", "--pipeline=1")
+            refuse_ignored(self._values, self._of_pipelines, "is for a pipeline", "--pipeline=1")
         if data != -1 and data < 1:
             raise refuse("data", data, "at least 1, or -1 for all that remain")
         microbatches = self._microbatches.value or (4 * pipeline if pipeline > 1 else 1)
@@ -173,5 +177,16 @@ class MeshFlags:
             num_microbatches=microbatches,
             schedule=schedule,
             chunks=chunks,
+            cut=_cut(self._cut.value),
             zero_stage=self.zero.value,
         )
+
+
+def _cut(text: str) -> str | tuple[int, ...]:
+    """The cut that --cut names."""
+    if text in ("even", "cyclic"):
+        return text
+    try:
+        return tuple(int(each) for each in text.split(","))
+    except ValueError:
+        raise refuse("cut", text, "even, cyclic, or the layers of each stage, as 3,4") from None

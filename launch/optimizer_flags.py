@@ -32,7 +32,7 @@ _OPTIMIZERS = {
 }
 _POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
 _LARGEST_SCALE = 2.0**40
-_RECOMPUTE = ("none", "selective", "sqrt", "every_layer")
+_RECOMPUTE = ("none", "selective", "sqrt", "every_layer", "optimal")
 
 
 class OptimizerFlags:

@@ -69,7 +69,9 @@ _WARMUP = DEFINE.float(
     upper_bound=10_000.0,
 )
 _RECOMPUTE = DEFINE.string(
-    "recompute", "none", "none, selective, sqrt, every_layer, or bytes to keep: budget:2GiB"
+    "recompute",
+    "none",
+    "none, selective, sqrt, every_layer, optimal, or bytes to keep: budget:2GiB",
 )
 _SEED = DEFINE.integer(
     "seed", 0, "Seed of weights and data order", lower_bound=0, upper_bound=2**32 - 1
@@ -312,6 +314,7 @@ def _build(task: Task, settings: Settings, data: Data, replicas: int):
             num_microbatches=layout.num_microbatches,
             schedule=layout.schedule,
             chunks=layout.chunks,
+            cut=layout.cut,
             input_shape=data.train.element_spec[0].shape[1:],
         )
     except ValueError as error:
@@ -324,8 +327,8 @@ def _build(task: Task, settings: Settings, data: Data, replicas: int):
 def _rows(
     settings: Settings, data: Data, replicas: int, arguments: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a budget of bytes is counted for: the rows of a rank at a time, and their shape."""
-    if "budget" not in arguments:
+    """What bytes are counted for: the rows of a rank at a time, and their shape."""
+    if arguments["policy"] not in ("budget", "optimal"):
         return {}
     rows = -(-settings.batch_size // (replicas * settings.layout.num_microbatches))
     return {"rows": rows, "input_shape": data.train.element_spec[0].shape[1:]}

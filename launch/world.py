@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from tfdist.launch.batch_shares_flag import check_batch_shares, make_batch_shares
 from tfdist.launch.compression_flag import check_compression, make_compressor
-from tfdist.launch.flag_values import YEAR, FlagDefiner, UsageError, as_given, refuse_ignored
+from tfdist.launch.flag_values import (
+    MOST_RANKS,
+    YEAR,
+    FlagDefiner,
+    UsageError,
+    as_given,
+    refuse_ignored,
+)
 from tfdist.launch.mesh_flags import Layout, MeshFlags
 from tfdist.runtime.tf_config import read_tf_config
 
@@ -99,6 +106,23 @@ class WorldFlags:
             lower_bound=0,
             upper_bound=1 << 20,
         )
+        self._backup_ranks = define.integer(
+            "backup_ranks",
+            None,
+            "Workers of parameter servers that an update does not wait for",
+            lower_bound=0,
+            upper_bound=MOST_RANKS,
+        )
+        self._speculative = define.boolean(
+            "speculative", False, "Backup ranks redo the batches of slow workers"
+        )
+        self._bucket_mib = define.integer(
+            "bucket_mib",
+            4,
+            "MiB of gradients that are sent at once",
+            lower_bound=1,
+            upper_bound=1 << 20,
+        )
         self._batch_shares = define.string(
             "batch_shares", "equal", "Rows of a rank: equal, measured, or shares as 3,1"
         )
@@ -107,6 +131,17 @@ class WorldFlags:
             self._tpu,
             self._watchdog,
             self._max_staleness,
+            self._backup_ranks,
+            self._speculative,
+            self._bucket_mib,
+            self._batch_shares,
+        )
+        self._of_servers = (self._max_staleness, self._backup_ranks, self._speculative)
+        self._of_collectives = (
+            self.communication_dtype,
+            self.compression,
+            self.deterministic,
+            self._bucket_mib,
             self._batch_shares,
         )
 
@@ -149,19 +184,13 @@ class WorldFlags:
         else:
             received = f"--strategy={self._strategy.value}"
             refuse_ignored(
-                self._values, (self._max_staleness,), "is for --strategy=parameter_server", received
+                self._values, self._of_servers, "is for --strategy=parameter_server", received
             )
         if not self.is_tpu:
             received = f"--strategy={self._strategy.value}"
             refuse_ignored(self._values, (self._tpu,), "is for --strategy=tpu", received)
             return
-        for_ranks = (
-            self._watchdog,
-            self.communication_dtype,
-            self.compression,
-            self.deterministic,
-            self._batch_shares,
-        )
+        for_ranks = (self._watchdog, *self._of_collectives)
         refuse_ignored(self._values, for_ranks, "is for ranks", "--strategy=tpu")
         split = max(layout.tensor, layout.context, layout.pipeline) > 1
         if split or layout.zero_stage:
@@ -170,12 +199,9 @@ class WorldFlags:
 
     def _check_servers(self, layout: Layout) -> None:
         received = "parameter servers"
-        refuse_ignored(
-            self._values,
-            (self.communication_dtype, self.compression, self.deterministic, self._batch_shares),
-            "is for ranks",
-            f"with {received}",
-        )
+        refuse_ignored(self._values, self._of_collectives, "is for ranks", f"with {received}")
+        if self._speculative.value and not self._backup_ranks.value:
+            raise UsageError("--speculative requires --backup_ranks. Received: no --backup_ranks.")
         split = max(layout.tensor, layout.context, layout.pipeline, layout.expert) > 1
         if split or layout.zero_stage:
             given = as_given(self._values, (*self._mesh.mesh, self._mesh.zero))
@@ -228,6 +254,8 @@ class WorldFlags:
         try:
             strategy = ParameterServerStrategy(
                 max_staleness=self._max_staleness.value,
+                backup_ranks=self._backup_ranks.value,
+                speculative=self._speculative.value,
                 watchdog_seconds=self._watchdog.value or YEAR,
             )
         except (ValueError, ParameterServerError) as error:
@@ -258,6 +286,7 @@ class WorldFlags:
                 batch_shares=make_batch_shares(self._batch_shares.value),
                 watchdog_seconds=self._watchdog.value,
                 deterministic=self.deterministic.value,
+                bucket_mib=self._bucket_mib.value,
             )
         except (ValueError, ImportError) as error:
             shown = (self._strategy, *self._mesh.mesh, self._mesh.zero, self._batch_shares)

@@ -13,11 +13,12 @@ import pytest
 from tests.conftest import skip_without
 
 FOLDER = Path(__file__).parents[2] / "examples"
-#: `make_preset.py` runs in tests/launch/test_finetune.py, whose presets it makes; a TPU has no ranks.
-OTHERS = ("make_preset.py", "tpu.py")
+#: `make_preset.py` runs in tests/launch/test_finetune.py, whose presets it makes; a TPU and Hogwild's
+#: threads have no ranks.
+OTHERS = ("make_preset.py", "tpu.py", "hogwild.py")
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in OTHERS)
 #: Of two that show another training for each number of ranks: by how much accuracies may be apart.
-APART = {"diloco.py": 0.03, "scaled_rate.py": 0.03}
+APART = {"diloco.py": 0.03, "dynamic_data.py": 0.03, "mnist.py": 0.03, "scaled_rate.py": 0.03}
 
 
 def last_line(*command: str) -> str:
@@ -48,6 +49,13 @@ def test_two_ranks_print_what_one_process_prints(script, engine):
     assert [float(n) for n in re.findall(r"\d+\.\d+", ranks)] == pytest.approx(
         numbers, abs=APART.get(script, 0.01)
     )
+
+
+@pytest.mark.slow
+def test_two_threads_of_hogwild_end_where_one_does():
+    numbers = re.findall(r"\d+\.\d+", last_line(sys.executable, str(FOLDER / "hogwild.py")))
+    one, two = map(float, numbers)
+    assert two == pytest.approx(one, abs=0.02) and one < 0.6
 
 
 def test_the_table_lists_each_with_what_it_prints():
