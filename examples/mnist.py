@@ -61,6 +61,4 @@ train = train.cache().shuffle(samples, seed=0).batch(batch_size)
 model.fit(train, epochs=EPOCHS, verbose=2)
 _, accuracy = model.evaluate(test.batch(batch_size), verbose=0)
 if strategy.is_chief:
-    print(
-        f"Accuracy {accuracy:.2%}, loss {loss:.4f}, of {info.name}, on {strategy.mesh.size} rank(s)."
-    )
+    print(f"Accuracy {accuracy:.3f} with {info.name} on {strategy.mesh.size} rank(s).")
