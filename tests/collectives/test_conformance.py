@@ -276,3 +276,32 @@ def check_operation(pool, operation, by_engine=False, dtypes=DTYPES[:1]):
     answers = pool.run(conformance, operation, by_engine, dtypes, timeout=240)
     for rank, wrong in enumerate(answers):
         assert not wrong, f"rank {rank}: {wrong[:10]}"
+
+
+def meet_at_a_barrier() -> tuple[float, float, str]:
+    """When this rank came and when it left, and what a barrier in a graph says."""
+    import time
+
+    import tensorflow as tf
+
+    from tfdist.collectives import barrier
+    from tfdist.testing import engine
+
+    group = engine().group()
+    barrier(group)
+    time.sleep(0.5 * engine().rank)
+    came = time.monotonic()
+    barrier(group)
+    left = time.monotonic()
+    try:
+        tf.function(lambda: barrier(group))()
+    except RuntimeError as error:
+        return came, left, str(error)
+    return came, left, ""
+
+
+@on_ranks(("tensorflow", 2), slow=[("horovod", 2), ("horovod", 3)])
+def test_a_barrier(pool):
+    found = pool.run(meet_at_a_barrier, timeout=60)
+    assert min(left for _, left, _ in found) >= max(came for came, _, _ in found)
+    assert all("outside of tf.function" in said for *_, said in found)

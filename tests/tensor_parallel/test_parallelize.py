@@ -192,3 +192,23 @@ def test_the_report_names_axes_and_bytes(pool):
 def test_known_plans_are_plans():
     for plan in (plans.GPT2, plans.LLAMA):
         assert set(plan.values()) <= set(plans.KINDS)
+
+
+def test_a_plan_that_is_found():
+    from tfdist.tensor_parallel import find_plan
+
+    inputs = keras.Input((6,), dtype="int32")
+    x = keras.layers.Embedding(64, 8, name="tokens")(inputs)
+    x = keras.layers.MultiHeadAttention(2, 4, name="attention")(x, x)
+    x = keras.layers.LayerNormalization(name="norm")(x)
+    model = keras.Model(inputs, keras.layers.Dense(64, name="head")(x))
+    assert find_plan(model) == {
+        "tokens/embeddings": "vocabulary",
+        "attention/query/kernel": "column",
+        "attention/key/kernel": "column",
+        "attention/value/kernel": "column",
+        "attention/attention_output/kernel": "row",
+        "head/kernel": "vocabulary",
+    }
+    with pytest.raises(ValueError, match="No attention, feed-forward block or table"):
+        find_plan(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]))
