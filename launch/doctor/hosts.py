@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import re
 import secrets
@@ -17,15 +19,19 @@ from typing import IO, Any, cast
 
 from tfdist.checks import one_line
 from tfdist.launch.doctor import far
-from tfdist.launch.doctor.findings import Finding, ok, problem
+from tfdist.launch.doctor.findings import Finding, note, ok, problem
 from tfdist.launch.doctor.machine import RANK_BYTES
 from tfdist.launch.doctor.surroundings import addresses_of
 from tfdist.launch.hosts import Host
 from tfdist.launch.processes import start_session
+from tfdist.planner.goodput import required_bandwidth
+from tfdist.planner.memory import BUCKET_BYTES
+from tfdist.planner.requirements import Requirement, largest_latency
+from tfdist.quantities import as_seconds
 from tfdist.runtime.rendezvous import address_towards
 from tfdist.runtime.sessions import kill_session
 
-__all__ = ["examine"]
+__all__ = ["Job", "examine"]
 
 Shell = Callable[[str, Sequence[str]], list[str]]
 
@@ -77,7 +83,39 @@ class _FarError(Exception):
     """The other host did not answer as it should."""
 
 
-def examine(host: Host, shell: Shell, work_folder: str, seconds: float) -> list[Finding]:
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A data-parallel training, whose gradients the links are to carry.
+
+    Attributes:
+        parameters: How many it trains, in float32.
+        step_seconds: What a step takes on a rank alone.
+        ranks: All ranks.
+    """
+
+    parameters: float
+    step_seconds: float
+    ranks: int
+
+    def asks(self, bandwidth: float, latency: float) -> Requirement:
+        """What it asks of a link of so many bytes a second, and of so many seconds."""
+        size = 4 * self.parameters
+        needed = required_bandwidth(size, 1 / self.step_seconds, self.ranks)
+        hops = 2 * (self.ranks - 1) * math.ceil(size / BUCKET_BYTES)
+        short = max(needed / bandwidth, 1.0)
+        return Requirement(
+            bandwidth=needed,
+            given_bandwidth=bandwidth,
+            latency=largest_latency(self.step_seconds, hops),
+            given_latency=latency,
+            accumulation=math.ceil(short),
+            compression=short,
+        )
+
+
+def examine(
+    host: Host, shell: Shell, work_folder: str, seconds: float, job: Job | None = None
+) -> list[Finding]:
     """What is to be said about a host that ranks are to run on.
 
     Args:
@@ -85,6 +123,7 @@ def examine(host: Host, shell: Shell, work_folder: str, seconds: float) -> list[
         shell: How a command is run there.
         work_folder: The folder that ranks work in.
         seconds: How long it may take to get there.
+        job: What the link to it is to carry.
     """
     name = host.name
     found = []
@@ -99,7 +138,7 @@ def examine(host: Host, shell: Shell, work_folder: str, seconds: float) -> list[
             found += _compare(host, there)
             found += _compare_clocks(name, there)
             found += _look_at_folder(name, there, work_folder)
-            found += _try_links(name, there)
+            found += _try_links(name, there, job)
     except _FarError as error:
         found.append(_failure(name, str(error)))
     return found
@@ -177,16 +216,18 @@ def _look_at_folder(name: str, there: _Far, folder: str) -> list[Finding]:
     return []
 
 
-def _try_links(name: str, there: _Far) -> list[Finding]:
+def _try_links(name: str, there: _Far, job: Job | None) -> list[Finding]:
     """Calls in both directions, and measures the link."""
     found = []
     address = next(iter(sorted(addresses_of(name.rpartition("@")[2]), key=len)), name)
     token = secrets.token_hex(16)
     try:
         port = there.ask("listen", token)["port"]
-        rate = _send((address, port), token)
+        rate, latency = _send((address, port), token)
         there.hear()
         found.append(ok(name, f"can be called from here; {rate / 1e6:,.0f} MB/s on one connection"))
+        if job is not None:
+            found.append(_compare_needs(name, job, rate, latency))
     except (OSError, _FarError) as error:
         text = f"TCP ports of {name} are blocked from here: {error}"
         found.append(problem(name, text, _open_ports()))
@@ -208,6 +249,16 @@ def _try_links(name: str, there: _Far) -> list[Finding]:
     return found
 
 
+def _compare_needs(name: str, job: Job, rate: float, latency: float) -> Finding:
+    """What a job asks of the link, beside what it was measured to give."""
+    asks = job.asks(rate, latency)
+    text = (
+        f"gradients ask for {asks.bandwidth / 1e6:,.0f} MB/s and {as_seconds(asks.latency)} a hop at most; the "
+        f"link gives {rate / 1e6:,.0f} MB/s and {as_seconds(latency)}"
+    )
+    return ok(name, text) if asks.is_met else note(name, text, asks.remedy)
+
+
 def _open_ports() -> str:
     return (
         "let TCP through between the hosts, ports 12000 to 32000 and those the system gives "
@@ -225,10 +276,13 @@ def _accept(server: socket.socket, token: str) -> None:
         return  # Whoever should have called says what is wrong.
 
 
-def _send(address: tuple[str, int], token: str) -> float:
-    """Calls, and fills the link for a moment; returns bytes per second."""
+def _send(address: tuple[str, int], token: str) -> tuple[float, float]:
+    """Calls, and fills the link for a moment; returns bytes per second, and seconds of one way."""
     block = bytes(1 << 18)
+    called = time.monotonic()
     with socket.create_connection(address, far.SECONDS) as sock:
+        # A connection is made by a packet there and one back.
+        latency = (time.monotonic() - called) / 2
         sock.settimeout(far.SECONDS)
         sock.sendall(token.encode())
         begin, sent = time.monotonic(), 0
@@ -237,7 +291,7 @@ def _send(address: tuple[str, int], token: str) -> float:
             sent += len(block)
         sock.shutdown(socket.SHUT_WR)
         sock.recv(1)  # The other end hangs up when it has read all.
-        return sent / (time.monotonic() - begin)
+        return sent / (time.monotonic() - begin), latency
 
 
 class _Far:

@@ -41,6 +41,21 @@ _SECONDS = _define.float(
     "seconds", 30.0, "Seconds for all checks but --meet", lower_bound=1.0, upper_bound=3600.0
 )
 
+_PARAMETERS = _define.float(
+    "parameters",
+    None,
+    "Parameters of a training: can the links carry its gradients?",
+    lower_bound=1.0,
+    upper_bound=1e15,
+)
+_STEP_SECONDS = _define.float(
+    "step_seconds",
+    None,
+    "What its step takes on a rank alone, for --parameters",
+    lower_bound=1e-6,
+    upper_bound=1e6,
+)
+
 _RANKS = 2
 
 
@@ -51,11 +66,12 @@ def run() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """A checked command line: other hosts, how they are reached, and the ranks of this machine."""
+    """A checked command line: other hosts, how they are reached, this machine's ranks, and the job."""
 
     far: Sequence[Host]
     shell: hosts.Shell
     num_ranks: int
+    job: hosts.Job | None
 
 
 def _check(_: list[str]) -> _Request:
@@ -67,7 +83,25 @@ def _check(_: list[str]) -> _Request:
     far = [host for host in named if not is_this_machine(host.name)]
     if not _IMPORTS.value:
         refuse_ignored(_VALUES, (_MEET,), "imports TensorFlow", "--noimports")
-    return _Request(far, remote.srun if in_slurm else remote.ssh, _NP.value or here or _RANKS)
+    num_ranks = _NP.value or here or _RANKS
+    size = num_ranks + sum(host.slots for host in far)
+    return _Request(far, remote.srun if in_slurm else remote.ssh, num_ranks, _job(size, bool(far)))
+
+
+def _job(ranks: int, has_hosts: bool) -> hosts.Job | None:
+    """The training that --parameters and --step_seconds describe."""
+    given = (_PARAMETERS.value, _STEP_SECONDS.value)
+    if given == (None, None):
+        return None
+    if None in given:
+        raise command.UsageError(
+            "--parameters and --step_seconds go together. Received: "
+            f"--parameters={given[0]} --step_seconds={given[1]}."
+        )
+    if not has_hosts:
+        needs = "is for links between hosts: -H host1:4,host2:4"
+        refuse_ignored(_VALUES, (_PARAMETERS, _STEP_SECONDS), needs, "no other host")
+    return hosts.Job(*given, ranks)
 
 
 def _main(request: _Request) -> int:
@@ -100,7 +134,12 @@ def _main(request: _Request) -> int:
             ("TF_CONFIG", surroundings.cluster),
         ],
         "Hosts": [
-            (host.name, functools.partial(hosts.examine, host, request.shell, folder, patience))
+            (
+                host.name,
+                functools.partial(
+                    hosts.examine, host, request.shell, folder, patience, request.job
+                ),
+            )
             for host in request.far
         ],
     }

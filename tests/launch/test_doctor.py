@@ -224,6 +224,47 @@ def test_a_machine_that_is_fine_has_no_problem(tmp_path):
     assert max(map(len, done.stdout.splitlines())) <= 80 or str(tmp_path) in done.stdout
 
 
+def test_what_gradients_ask_of_a_link():
+    from tfdist.launch.doctor.hosts import Job
+
+    # 1e9 parameters are 4e9 bytes; 2 x 3/4 of them in half a second.
+    asks = Job(parameters=1e9, step_seconds=0.5, ranks=4).asks(bandwidth=3e9, latency=1e-6)
+    assert asks.bandwidth == 12e9 and asks.compression == 4.0 and asks.accumulation == 4
+    # 954 buckets of 4 MiB, 6 hops each, in a tenth of the step.
+    assert asks.latency == pytest.approx(0.05 / (954 * 6)) and not asks.is_met
+    assert Job(1e6, 0.5, 4).asks(3e9, 1e-6).is_met
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--parameters=1e6", "--step_seconds=10"], "gradients ask for 1 MB/s"),
+        (["--parameters=1e12", "--step_seconds=0.01"], "-> the bandwidth falls short: accumulate"),
+    ],
+)
+def test_a_link_is_compared_with_a_job(tmp_path, flags, said):
+    done = doctor(
+        "--noimports",
+        "-H",
+        "127.0.0.2:2",
+        *flags,
+        environment=_program(tmp_path, "ssh", _SSH.format(before="")),
+    )
+    assert said in " ".join(done.stdout.split()), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--parameters=1e6"], "--parameters and --step_seconds go together"),
+        (["--parameters=1e6", "--step_seconds=1"], "is for links between hosts"),
+    ],
+)
+def test_a_job_without_a_link_is_refused(flags, said):
+    done = doctor("--noimports", *flags)
+    assert done.returncode == 2 and said in done.stderr
+
+
 def test_what_hangs_is_reported_and_does_not_hold_up_the_page(tmp_path):
     for name in ("ssh", "nvidia-smi"):
         environment = _program(tmp_path / "bin", name, "#!/bin/sh\nsleep 300\n")
