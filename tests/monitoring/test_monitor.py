@@ -149,6 +149,21 @@ def test_other_ways_to_run_steps(options):
     assert report.sections["forward_backward"] > 0 and report.sections["optimizer"] > 0
 
 
+def test_a_gpu_is_said_to_be_untested(monkeypatch, caplog):
+    from tfdist import untested
+
+    monkeypatch.setattr(untested, "_said", set())
+    model = dense(10)
+    devices = tf.config.list_physical_devices
+    gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
+    monkeypatch.setattr(
+        tf.config, "list_physical_devices", lambda kind=None: [gpu] if kind == "GPU" else devices()
+    )
+    for _ in range(2):
+        fit(model, steps=2, rows=4)
+    assert caplog.text.count("the Monitor (sections of a step and memory on GPUs)") == 1
+
+
 def test_a_timer_without_a_monitor_does_nothing():
     with timer("augment"):
         pass

@@ -24,6 +24,7 @@ from tfdist.mesh import Mesh
 from tfdist.native import find_library
 from tfdist.runtime.horovod_variables import started_by_horovod
 from tfdist.runtime.schedulers import join, started_by_scheduler
+from tfdist.untested import say_untested
 
 __all__ = ["HorovodEngine", "start"]
 
@@ -138,6 +139,8 @@ class HorovodEngine(Engine):
                 f"Horovod says rank {hvd.rank()} of {hvd.size()}, its launcher said rank "
                 f"{resolved.rank} of {resolved.size}. Start the ranks with `tfdist-run`."
             )
+        if hvd.nccl_built() and tf.config.list_physical_devices("GPU"):
+            say_untested("NCCL (in this build of Horovod)")
         self._sets = {tuple(range(resolved.size)): hvd.global_process_set, **sets}
         super().__init__(resolved)
 

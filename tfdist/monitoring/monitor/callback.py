@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from tfdist import checks
 from tfdist.monitoring.monitor.peaks import checked_peak
 from tfdist.monitoring.monitor.session import Options, Session
 from tfdist.monitoring.monitor.summary import Report
 from tfdist.monitoring.monitor.watch import Watch
+from tfdist.untested import say_untested
 
 __all__ = ["Monitor"]
 
@@ -108,6 +110,8 @@ class Monitor(keras.callbacks.Callback):
         """Puts the stamps into the training step, and opens what reports go to."""
         if self._session is not None:
             self._session.close()  # Of a `fit` that failed.
+        if tf.config.list_physical_devices("GPU"):
+            say_untested("the Monitor (sections of a step and memory on GPUs)")
         if self._watch is None or self._watch.model is not self.model:
             self._watch = Watch(self.model)
         self._session = Session(self._options, self._watch, self.params or {})
