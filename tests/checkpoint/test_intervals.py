@@ -1,0 +1,52 @@
+"""How often `Checkpointer(every="auto")` saves in a `fit`."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+
+import keras
+import numpy as np
+import pytest
+
+import tfdist
+from tfdist.callbacks import Checkpointer
+from tfdist.checkpoint.manifest import Manifest
+
+
+class Noting(Checkpointer):
+    """A Checkpointer that notes when its saves begin and end, of which each takes 0.2 s at least."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, asynchronous=False, **options)
+        self.saves: list[tuple[float, float]] = []
+
+    def _save(self, epoch, batch):
+        begin = time.monotonic()
+        super()._save(epoch, batch)
+        self.saves.append((begin, time.monotonic()))
+
+
+@pytest.mark.slow
+def test_auto_saves_at_daly_s_interval(tmp_path, monkeypatch):
+    write = Manifest.write
+
+    def slowly(manifest, storage):
+        write(manifest, storage)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(Manifest, "write", slowly)
+    saver = Noting(tmp_path, every="auto", failure_seconds=4.0)
+    step = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.01))
+    with tfdist.strategies.LocalStrategy().scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones((900, 2), "float32")
+    model.fit(x, x[:, :1], batch_size=1, verbose=0, callbacks=[step, saver])
+    *saves, _ = saver.saves  # The last is that of the end.
+    between = [begin - end for (_, end), (begin, _) in itertools.pairwise(saves[1:])]
+    assert len(between) >= 4
+    # Daly 2006, equation 37, of 0.2 s and 4 s, by hand:
+    # sqrt(1.6) (1 + sqrt(0.025) / 3 + 0.025 / 9) - 0.2. What a save takes beside the 0.2 s adds to it.
+    assert statistics.median(between) == pytest.approx(1.135, rel=0.15)
