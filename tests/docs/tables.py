@@ -1,10 +1,12 @@
-"""Tables of the documents that the planner computes: `python -m tests.docs.tables` writes them anew."""
+"""Tables of the documents that the code computes: `python -m tests.docs.tables` writes them anew."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from tfdist.pipeline.schedules import make_schedule
+from tfdist.pipeline.simulation import simulate
 from tfdist.planner import Layout, machine
 from tfdist.planner.memory import part_bytes, rank_memory
 from tfdist.planner.parts import Part
@@ -44,8 +46,31 @@ def zero() -> str:
     return "\n".join(lines)
 
 
+def bubble() -> str:
+    """How long ranks are idle: the table of docs/pipeline.md."""
+    kinds = [
+        (name, stages) for stages in (2, 4, 8) for name in ("1f1b", "interleaved", "zero-bubble")
+    ]
+    lines = [
+        f"| M | {' | '.join(f'`{name}`, P = {stages}' for name, stages in kinds)} |",
+        f"|---|{'---|' * len(kinds)}",
+    ]
+    for microbatches in (2, 4, 8, 16, 32):
+        shares = [
+            f"{simulate(make_schedule(name, stages, microbatches)).idle_share:.1%}"
+            if microbatches >= stages
+            else ""
+            for name, stages in kinds
+        ]
+        lines.append(f"| {microbatches} | {' | '.join(shares)} |")
+    return "\n".join(lines)
+
+
 #: By document and name, what makes the table that stands between the marks of that name.
-TABLES = {("choose.md", "planner: zero"): zero}
+TABLES = {
+    ("choose.md", "planner: zero"): zero,
+    ("pipeline.md", "schedules: bubble"): bubble,
+}
 
 
 def _marked(name: str) -> re.Pattern:
