@@ -40,6 +40,21 @@ def test_a_ring_at_the_rate_of_the_link_has_its_bus_bandwidth():
         assert ideal.bus_rate == pytest.approx(link.rate)
 
 
+def test_costs_by_hand():
+    """Of 1 MiB on 4 ranks, 10 us a hop and 5 GB/s: hops, and the bytes of each over the rate."""
+    link = Link(1e-5, 5e9)
+
+    def seconds(cost, operation):
+        return cost(Line(operation, 1 << 20, 4, 1.0), link)
+
+    assert seconds(ring_seconds, "all_reduce") == pytest.approx(3.745728e-4)
+    assert seconds(ring_seconds, "all_gather") == pytest.approx(1.872864e-4)
+    assert seconds(ring_seconds, "reduce_scatter") == pytest.approx(1.872864e-4)
+    assert seconds(ring_seconds, "broadcast") == pytest.approx(2.397152e-4)
+    assert seconds(tree_seconds, "all_reduce") == pytest.approx(8.788608e-4)
+    assert seconds(tree_seconds, "broadcast") == pytest.approx(4.394304e-4)
+
+
 def test_a_tree_is_better_where_messages_are_small():
     link = Link(1e-4, 1e9)
     small, large = (Line("all_reduce", size, 16, 1.0) for size in (64, 1 << 30))

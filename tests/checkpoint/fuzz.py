@@ -90,9 +90,11 @@ class Fuzzer:
             self._model = build_golden()
         else:
             self._model = build()
+            written = []
             with mock.patch.object(chunks, "CHUNK_BYTES", 256):
                 for step in (10, 20):
                     self._fill(step)
+                    written.append(values_of(self._model))
                     checkpoint.save(self._base, self._model, step=step, state={"step": step})
         self._old, self._new = sorted(self._base.glob("step-*"))
         self._right = {}
@@ -100,6 +102,8 @@ class Fuzzer:
             self._fill(1)
             checkpoint.restore(path, self._model)
             self._right[path.name] = values_of(self._model)
+        if version == 2 and list(self._right.values()) != written:
+            raise AssertionError("A whole checkpoint is not restored as it was saved.")
         self.counts: collections.Counter = collections.Counter()
 
     def _fill(self, seed: int) -> None:

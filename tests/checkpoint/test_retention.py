@@ -105,7 +105,8 @@ def test_names_lead_nowhere_else(one_process, tmp_path):
 def test_an_object_store(one_process, tmp_path):
     """By way of what TensorStore calls a key-value store; its driver of files stands in for one."""
     found = call(one_process, damage_programs.saved_at_an_address, str(tmp_path))
-    assert found == [{2.0}, "is damaged: its content is not what was written", {1.0}, "is missing"]
+    damaged = "kernel/c/0/0 is damaged: its content is not what was written"
+    assert found == [{2.0}, damaged, {1.0}, "bias/c/0 is missing"]
     assert not os.path.exists(tmp_path / "tfdist.lock")
 
 

@@ -11,6 +11,7 @@ from tfdist.benchmarks.measuring import peak_above
 __all__ = [
     "loaded",
     "loaded_by_hub",
+    "LARGE_PARAMETERS",
     "make_large_preset",
     "make_preset",
     "memory_of_loading",
@@ -121,6 +122,10 @@ def weights_reloaded(path: str, options: dict | None) -> dict:
             model.backbone.enable_lora(2)
             model.load_weights(path)
     return {k: v for k, v in values(model.backbone).items() if "lora" not in k}
+
+
+#: Of the model below: both tables, 24 blocks, and the last norm.
+LARGE_PARAMETERS = 50_257 * 1024 + 1024 * 1024 + 24 * 12_596_224 + 2048
 
 
 def make_large_preset(folder: str, dtype: str) -> None:

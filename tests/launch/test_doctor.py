@@ -323,6 +323,34 @@ def test_the_page_has_colours_on_terminals_alone(monkeypatch):
     assert "\x1b" not in shown.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("has_onednn", "gpus", "variable", "processor", "is_told"),
+    [
+        (False, [], None, "x86_64", True),
+        (True, [], None, "x86_64", False),
+        (None, [], None, "x86_64", False),
+        (False, ["a GPU"], None, "x86_64", False),
+        (False, [], "0", "x86_64", False),
+        (False, [], None, "aarch64", False),
+    ],
+)
+def test_when_onednn_is_missed(has_onednn, gpus, variable, processor, is_told, monkeypatch):
+    class Found(Trials):
+        def __init__(self):
+            self.has_onednn = has_onednn
+
+        def gpus(self):
+            return gpus
+
+    Found.has_onednn = None
+    monkeypatch.delenv(ONEDNN, raising=False)
+    if variable is not None:
+        monkeypatch.setenv(ONEDNN, variable)
+    monkeypatch.setattr(platform, "machine", lambda: processor)
+    found = machine.kernels(Found())
+    assert [f"export {ONEDNN}=1" in finding.remedy for finding in found] == [True] * is_told
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("value", slow_but(["0"], ["0", "1", None]))
 def test_a_tensorflow_without_onednn_is_told(value, monkeypatch):

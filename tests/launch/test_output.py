@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import time
 
 import pytest
 
@@ -106,7 +107,7 @@ def test_bars_of_several_ranks_and_of_tqdm():
 
 
 def test_hostile_lines_are_quick():
-    shown = Shown(is_terminal=False)
+    shown, begin = Shown(is_terminal=False), time.process_time()
     for line in (
         b"1/2 " + b"=" * 60_000,
         b" " * 60_000,
@@ -115,6 +116,8 @@ def test_hostile_lines_are_quick():
     ):
         shown.output.print(b"0", [line])
     shown.output.end(b"0")
+    assert time.process_time() - begin < 2
+    assert b"[0] 1/2 = = =" in shown.text
 
 
 @pytest.mark.parametrize(

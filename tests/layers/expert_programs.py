@@ -58,7 +58,10 @@ class DenseLoop(MixtureOfExperts):
             self._state().update(tf.reduce_sum(is_chosen, axis=0))
         outputs = tf.reshape(total, tf.shape(inputs))
         if config["shared_hidden_dim"] is not None:
-            outputs += self._shared_outputs(inputs)
+            shared = self.shared(inputs)
+            if config["shared_gate"]:
+                shared *= tf.sigmoid(tf.matmul(inputs, self.shared_gate_kernel.value))
+            outputs += shared
         return outputs
 
     def _state(self) -> BiasState:

@@ -195,6 +195,28 @@ def test_load_logs():
     assert load_logs({}) == {}
 
 
+def test_the_bias_by_hand():
+    """Wang et al. 2024, algorithm 1: a rate's step towards the experts that were chosen seldom."""
+    import keras
+
+    from tfdist.layers.experts.balancing import BiasState
+
+    def bias_after(state, *counts):
+        state.update(np.array(counts, "float32"))
+        return np.asarray(state.bias.value)
+
+    each = BiasState(keras.layers.Layer(), 4, rate=0.1, steps=1)
+    np.testing.assert_allclose(bias_after(each, 6, 2, 2, 2), [-0.1, 0.1, 0.1, 0.1])
+    np.testing.assert_allclose(bias_after(each, 3, 3, 3, 3), [-0.1, 0.1, 0.1, 0.1])
+    # Of two batches together: 6, 6, 4 and 4.
+    second = BiasState(keras.layers.Layer(), 4, rate=0.1, steps=2)
+    np.testing.assert_array_equal(bias_after(second, 6, 2, 2, 2), np.zeros(4))
+    np.testing.assert_allclose(bias_after(second, 0, 4, 2, 2), [-0.1, -0.1, 0.1, 0.1])
+    # What was counted before is over.
+    np.testing.assert_allclose(bias_after(second, 1, 1, 1, 1), [-0.1, -0.1, 0.1, 0.1])
+    np.testing.assert_allclose(bias_after(second, 0, 0, 0, 4), [0.0, 0.0, 0.2, 0.0], atol=1e-7)
+
+
 def test_parameter_counts():
     from tfdist import models
     from tfdist.monitoring import parameter_counts

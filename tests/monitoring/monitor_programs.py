@@ -49,9 +49,9 @@ def of_epoch(monitor: Monitor):
     return [report for report in monitor.reports if report.kind == "epoch"][-1]
 
 
-def dense(width: int = 256, **options) -> keras.Model:
+def dense(width: int = 256, activation: str = "relu", **options) -> keras.Model:
     """A network of three products."""
-    layers = [keras.layers.Dense(width, activation="relu") for _ in range(2)]
+    layers = [keras.layers.Dense(width, activation=activation) for _ in range(2)]
     model = keras.Sequential([keras.Input((width,)), *layers, keras.layers.Dense(10)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile("adam", loss, **options)

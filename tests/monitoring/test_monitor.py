@@ -89,7 +89,7 @@ def test_what_recompute_makes_again_is_no_work_of_the_model():
     counts = []
     for again in (False, True):
         with LocalStrategy().scope():
-            model = dense(64)
+            model = dense(64, "gelu")  # Its gradient takes what it was applied to.
             if again:
                 recompute(model, "every_layer")
             model.compile("sgd", "sparse_categorical_crossentropy")
@@ -97,6 +97,13 @@ def test_what_recompute_makes_again_is_no_work_of_the_model():
         counts.append((flops(monitor), of_epoch(monitor).logs))
     assert counts[0][0] == pytest.approx(counts[1][0], rel=1e-9)
     assert counts[0][1]["hfu"] == pytest.approx(counts[0][1]["mfu"], rel=1e-9)
+    # The first two of three products again; the model's are three times all, without the gradient of
+    # the input.
+    product = 2 * 16 * 64 * 64
+    model_flops = 3 * (2 * product + 2 * 16 * 64 * 10) - product
+    assert counts[1][0] == pytest.approx(model_flops, rel=1e-9)
+    again = 1 + 2 * product / model_flops
+    assert counts[1][1]["hfu"] == pytest.approx(again * counts[1][1]["mfu"], rel=1e-9)
 
 
 def test_a_loop_and_unknown_sizes_are_counted_by_what_runs():

@@ -86,6 +86,7 @@ def test_there_and_back():
     optimizer = OneBitAdam(0.01, 7, beta_1=0.8, weight_decay=0.2)
     again = keras.optimizers.deserialize(keras.optimizers.serialize(optimizer))
     assert type(again) is OneBitAdam and again.get_config() == optimizer.get_config()
+    assert (again.freeze_step, again.beta_1, again.weight_decay) == (7, 0.8, 0.2)
 
 
 @pytest.mark.parametrize(

@@ -9,30 +9,35 @@ from tfdist import optimizers
 
 
 @pytest.mark.parametrize(
-    "optimizer",
+    ("name", "inner", "arguments"),
     [
-        lambda: optimizers.LocalSGD(keras.optimizers.SGD(0.5, momentum=0.1), 3, name="own"),
-        lambda: optimizers.SlowMo("adam", 4, slow_momentum=0.5, slow_learning_rate=2.0),
-        lambda: optimizers.DiLoCo(
+        ("LocalSGD", "sgd", {"sync_every": 3, "name": "own"}),
+        ("SlowMo", "adam", {"sync_every": 4, "slow_momentum": 0.5, "slow_learning_rate": 2.0}),
+        (
+            "DiLoCo",
             "adamw",
-            12,
-            outer_learning_rate=0.5,
-            outer_momentum=0.8,
-            nesterov=False,
-            fragments=3,
-            overlap=2,
-            mixing=0.25,
-            within="host",
+            {
+                "sync_every": 12,
+                "outer_learning_rate": 0.5,
+                "outer_momentum": 0.8,
+                "nesterov": False,
+                "fragments": 3,
+                "overlap": 2,
+                "mixing": 0.25,
+                "within": "host",
+            },
         ),
     ],
-    ids=["LocalSGD", "SlowMo", "DiLoCo"],
 )
-def test_there_and_back(optimizer):
-    optimizer = optimizer()
+def test_there_and_back(name, inner, arguments):
+    optimizer = getattr(optimizers, name)(inner, **arguments)
     config = keras.optimizers.serialize(optimizer)
     again = keras.optimizers.deserialize(config)
     assert type(again) is type(optimizer)
     assert again.get_config() == optimizer.get_config()
+    assert type(again.inner_optimizer) is type(keras.optimizers.get(inner))
+    for argument, value in arguments.items():
+        assert getattr(again, argument) == value, argument
     again.learning_rate = 0.125
     assert float(again.inner_optimizer.learning_rate) == 0.125
 

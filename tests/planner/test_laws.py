@@ -175,6 +175,7 @@ def test_what_a_run_costs():
     step = estimate(model, found, Layout(data=8), global_batch=64)
     run = run_cost(step, found, 1e9, share=0.9)
     assert run.steps == math.ceil(1e9 / 65_536)
+    assert run.seconds == pytest.approx(15_259 * step.step_seconds / 0.9)
     assert run.rank_hours == pytest.approx(run.seconds * 8 / 3600)
     assert run.price == pytest.approx(2 * run.rank_hours)
     assert run.kilowatt_hours == pytest.approx(0.4 * run.rank_hours)

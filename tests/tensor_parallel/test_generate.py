@@ -22,6 +22,7 @@ slow = pytest.mark.slow
 def test_generate(pool, one_process, name, options):
     (right,) = one_process.run(families.generated, name, timeout=240)
     for found in pool.run(families.generated, name, options, timeout=240):
+        assert found.keys() == right.keys()
         for sampler, tokens in found.items():
             np.testing.assert_array_equal(tokens, right[sampler], err_msg=sampler)
     assert len({tokens.tobytes() for tokens in right.values()}) > 1
