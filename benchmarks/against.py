@@ -18,12 +18,15 @@ from pathlib import Path
 
 from tfdist.benchmarks.commits import Tree
 from tfdist.benchmarks.comparisons import ROWS, SIZES, Job
-from tfdist.benchmarks.jobs import JobError
+from tfdist.benchmarks.jobs import Block, JobError
 from tfdist.benchmarks.turns import take_turns
 
 __all__ = ["Interval", "Row", "all_rows", "header", "interval_of_median", "measure", "write"]
 
 _CONFIDENCE = 0.95
+#: How often both jobs of a row are started. Where memory and threads of a process lie by chance, steps of the same
+#: program differ by some percent for as long as it lives.
+_STARTS = 3
 _COLUMNS = f"{'':<22} {'new':>12} {'old':>12}   new / old                  processor, new / old"
 
 
@@ -142,21 +145,29 @@ def measure(
             not learn.
     """
     model, job = ROWS[name]
-    sides = [_of_tree(job, tree, variables) for tree in (new, old)]
-    jobs, blocks = take_turns(
-        sides, model, SIZES[sizes][model], peers, rounds=rounds, steps=steps, timeout=timeout
-    )
-    for tree, running in zip((new, old), jobs, strict=True):
-        if running.packages != {str(tree.folder / "tfdist" / "__init__.py")}:
-            raise JobError(f"Ranks of {tree.folder} have imported {running.packages}.")
-    new_blocks, old_blocks = (own[1:] for own in blocks)
-    pairs = list(zip(new_blocks, old_blocks, strict=True))
+    pairs: list[tuple[Block, Block]] = []
+    for start in range(min(_STARTS, rounds)):
+        trees = [new, old] if start % 2 == 0 else [old, new]
+        jobs, blocks = take_turns(
+            [_of_tree(job, tree, variables) for tree in trees],
+            model,
+            SIZES[sizes][model],
+            peers,
+            rounds=(rounds - len(pairs)) // (min(_STARTS, rounds) - start),
+            steps=steps,
+            timeout=timeout,
+        )
+        for tree, running in zip(trees, jobs, strict=True):
+            if running.packages != {str(tree.folder / "tfdist" / "__init__.py")}:
+                raise JobError(f"Ranks of {tree.folder} have imported {running.packages}.")
+        own, other = (blocks[trees.index(tree)][1:] for tree in (new, old))
+        pairs += zip(own, other, strict=True)
     return Row(
         name,
         ratios=[a.seconds / b.seconds for a, b in pairs],
         processor=[a.processor / b.processor for a, b in pairs],
-        new=[block.seconds for block in new_blocks],
-        old=[block.seconds for block in old_blocks],
+        new=[block.seconds for block, _ in pairs],
+        old=[block.seconds for _, block in pairs],
     )
 
 
