@@ -68,7 +68,7 @@ _HOSTS = _define.string("H", None, "Hosts and their slots, as of tfdist-run [thi
 _THREADS = _define.integer(
     "threads",
     None,
-    "Threads of each rank, the same in all jobs [cores / most ranks]",
+    "Threads and cores of each rank, in all jobs [cores / most ranks]",
     lower_bound=1,
     upper_bound=4096,
 )
@@ -103,9 +103,13 @@ class _Run(NamedTuple):
     threads: int
     machine: Mapping | None
 
+    def has_devices(self) -> bool:
+        """Whether ranks compute elsewhere than on this machine's cores."""
+        return bool(_HOSTS.value or count_gpus())
+
     def crowded(self) -> frozenset[int]:
         """Which numbers of ranks have more threads than there are cores."""
-        if _HOSTS.value or count_gpus():
+        if self.has_devices():
             return frozenset()
         return frozenset(each for each in self.ranks if each * self.threads > count_cores())
 
@@ -253,6 +257,7 @@ def _job(run: _Run, ranks: int, batch: int | None, flops: float | None) -> Job:
         "batch": batch,
         "machine": run.machine,
         "flops": flops,
+        "cores": None if run.has_devices() else run.threads,
     }
     script = [word.replace("{batch}", str(batch)) for word in run.words]
     hosts = ["-H", _HOSTS.value] if _HOSTS.value else []

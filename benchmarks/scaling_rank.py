@@ -30,6 +30,8 @@ from tfdist.context import strategy_of
 from tfdist.launch.calibrating import link_of
 from tfdist.launch.trials import all_reduce_seconds
 from tfdist.planner import Layout, Link, Machine, describe, estimate
+from tfdist.runtime.horovod_variables import started_by_horovod
+from tfdist.runtime.tf_config import read_tf_config
 
 __all__ = ["BATCH", "MARK", "Settings", "StepClock"]
 
@@ -54,6 +56,7 @@ class Settings:
         batch: Rows of an update, for the script; None if it has its own.
         machine: A calibrated machine, as JSON; None: `flops`, and the link as it is measured.
         flops: FLOP/s that one rank was found to reach; None: this job finds it.
+        cores: How many of this machine's each rank computes on; None for all.
     """
 
     steps: int
@@ -61,6 +64,7 @@ class Settings:
     batch: int | None = None
     machine: Mapping[str, Any] | None = None
     flops: float | None = None
+    cores: int | None = None
 
 
 class StepClock(keras.callbacks.Callback):
@@ -99,7 +103,8 @@ class StepClock(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         """Counts the steps of a call; begins to watch, and ends the script, when it is time."""
-        tf.test.experimental.sync_devices()
+        for value in list((logs or {}).values())[:1]:
+            np.asarray(value)  # A GPU is through with the step.
         self._end = time.perf_counter()
         self._calls += 1
         self._steps = batch - self._first + 1
@@ -163,11 +168,11 @@ def _predicted(
     found: dict[str, Any] = {}
     strategy = strategy_of(model)
     ranks = 1 if strategy is None else strategy.mesh.size
-    link = bulk = Link(1e-5, 1e9)
+    link = Link(1e-5, 1e9)
     if strategy is not None and ranks > 1:
-        group = strategy.engine.group()
-        link, bulk = (_link(group, ranks, is_bulk) for is_bulk in (False, True))
-        found["link"], found["bulk"] = dataclasses.asdict(link), dataclasses.asdict(bulk)
+        seconds = all_reduce_seconds(strategy.engine.group(), _SIZES, False, _REPEATS)
+        link = link_of(_SIZES, [seconds] * ranks)
+        found["link"] = dataclasses.asdict(link)
     try:
         layout = _layout(model, strategy)
         described = describe(model)
@@ -181,22 +186,12 @@ def _predicted(
             machine = _fitted(described, layout, round(rows), seconds)
             found["flops"] = machine.flops[layout.precision.compute]
         else:
-            machine = _machine(settings.flops, link, bulk, ranks)
+            machine = _machine(settings.flops, link, ranks)
         guess = estimate(described, machine, layout, global_batch=round(rows))
         found["predicted"] = guess.step_seconds
     except (TypeError, ValueError) as error:
         found["unpredicted"] = str(error)
     return found
-
-
-def _link(group: Any, ranks: int, is_bulk: bool) -> Link:
-    """A line through times of the all-reduce: by hop for messages, as a whole for gradients."""
-    seconds = all_reduce_seconds(group, _SIZES, is_bulk, _REPEATS)
-    if not is_bulk:
-        return link_of(_SIZES, [seconds] * ranks)
-    carried = 2 * (ranks - 1) / ranks * np.array(_SIZES)
-    slope, start = np.polyfit(carried, seconds, 1, w=1 / np.array(seconds))
-    return Link(max(float(start), 1e-7), 1 / max(float(slope), 1e-13))
 
 
 def _layout(model: keras.Model, strategy: Any) -> Layout:
@@ -229,14 +224,13 @@ def _machine_of(found: Mapping[str, Any]) -> Machine:
     return Machine(**{**found, **links})
 
 
-def _machine(flops: float, link: Link, bulk: Link, ranks: int) -> Machine:
+def _machine(flops: float, link: Link, ranks: int) -> Machine:
     """A machine of ranks that reach so many FLOP/s; memory costs no time of its own."""
     return Machine(
         flops=dict.fromkeys(("float32", "bfloat16", "float16"), flops),
         memory=1e15,
         memory_bandwidth=1e15,
         inside=link,
-        bulk=bulk,
         ranks_per_host=ranks,
         efficiency=1.0,
         memory_efficiency=1.0,
@@ -251,10 +245,10 @@ def _fitted(model: Any, layout: Layout, rows: int, seconds: float) -> Machine:
     link = Link(1e-5, 1e9)
     while high / low > 1.001:
         middle = (low * high) ** 0.5
-        found = _machine(middle, link, link, 1)
+        found = _machine(middle, link, 1)
         slow = estimate(model, found, layout, global_batch=rows).step_seconds > seconds
         low, high = (middle, high) if slow else (low, middle)
-    return _machine(high, link, link, 1)
+    return _machine(high, link, 1)
 
 
 def time_fits(clock: StepClock) -> None:
@@ -276,9 +270,20 @@ def time_fits(clock: StepClock) -> None:
     keras.Model.fit = timed
 
 
+def keep_to_own_cores(count: int) -> None:
+    """Takes cores of its own for this rank, so that one rank alone has no more than one of many."""
+    config = read_tf_config()
+    started = started_by_horovod() or (0 if config is None else config.index, 0)
+    cores = sorted(os.sched_getaffinity(0))
+    first = started[0] * count
+    os.sched_setaffinity(0, {cores[place % len(cores)] for place in range(first, first + count)})
+
+
 def main(words: Sequence[str]) -> None:
     """Runs the script of the words, as `python` does."""
     settings = Settings(**json.loads(words[0]))
+    if settings.cores is not None:
+        keep_to_own_cores(settings.cores)
     if settings.batch is not None:
         os.environ[BATCH] = str(settings.batch)
     time_fits(StepClock(settings))

@@ -102,11 +102,17 @@ class Curve:
         name = "Gustafson's law" if self.weak else "Amdahl's law"
         fitted = [each for each in self.jobs if each not in self.crowded]
         if len(fitted) == 2:
-            return f"{name}, solved for 1 and {max(fitted)} ranks: serial share {share.value:.1%}."
-        return (
-            f"{name}, fitted to {len(fitted)} numbers of ranks: serial share {share.value:.1%} "
-            f"(95%: {share.low:.1%} to {share.high:.1%})."
-        )
+            text = f"{name}, solved for 1 and {max(fitted)} ranks: serial share {share.value:.1%}"
+        else:
+            text = (
+                f"{name}, fitted to {len(fitted)} numbers of ranks: serial share {share.value:.1%} "
+                f"(95%: {share.low:.1%} to {share.high:.1%})"
+            )
+        if share.value > 1:
+            return f"{text}: more than all of it, since more ranks do less in the same time."
+        if share.value < 0:
+            return f"{text}: less than nothing, since ranks do more together than each alone."
+        return f"{text}."
 
     def table(self) -> str:
         """The table, and the law under it."""

@@ -76,6 +76,13 @@ def test_weak_scaling_by_hand():
     assert "Gustafson's law, solved for 1 and 4 ranks: serial share 26.7%." in curve.table()
 
 
+def test_shares_that_no_law_has_are_said_to_be_so():
+    slower = Curve(False, {1: [Job(10.0, 64)], 2: [Job(12.0, 64)]}).law()
+    assert "serial share 140.0%: more than all of it" in slower
+    faster = Curve(False, {1: [Job(10.0, 64)], 2: [Job(4.0, 64)]}).law()
+    assert "serial share -20.0%: less than nothing" in faster
+
+
 def test_the_smallest_job_stands_in_for_one_rank():
     curve = Curve(False, {2: [Job(10.0, 64)], 8: [Job(3.125, 64)]})
     assert curve.efficiencies(8) == [0.8] and curve.serial() is None
