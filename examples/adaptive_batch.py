@@ -4,7 +4,8 @@
     tfdist-run -np 2 -- python examples/adaptive_batch.py
 
 While the noise scale is above twice the batch, a larger one takes fewer updates to the same loss (McCandlish et al.
-2018). `GradientNoise` alone measures it and changes nothing. Needs scikit-learn: pip install 'tfdist[data]'.
+2018). `GradientNoise` alone measures it and changes nothing. The noise is told from the parts of a batch, of which two
+ranks have twice as many, so the batch may grow at another step. Needs scikit-learn: pip install 'tfdist[data]'.
 """
 
 import keras

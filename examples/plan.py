@@ -28,14 +28,14 @@ if strategy.is_chief:
     )
     print(found)
 
-    # A training on 100 billion tokens, on GPUs of which each fails every 20,000 hours.
+    # A training on 100 billion tokens, on GPUs of which each fails every 5,000 hours.
     cost = planner.goodput.run_cost(found.best[0], planner.machine("a100", price=2.0), tokens=1e11)
     print(f"{cost.seconds / 86_400:.0f} days of 16 GPUs cost {cost.price:,.0f}.")
     size = planner.goodput.checkpoint_bytes(found.best[0])
     job = planner.simulate_job(
         16,
         planner.JobTimes(checkpoint=size, storage=1e10, write=1e9),
-        mtbf_hours=20_000,
+        mtbf_hours=5_000,
         training_hours=cost.seconds / 3600,
     )
     print(f"{job.failures} failures; {job.goodput:.1%} of {job.seconds / 86_400:.0f} days train.")

@@ -18,7 +18,13 @@ FOLDER = Path(__file__).parents[2] / "examples"
 OTHERS = ("make_preset.py", "tpu.py", "hogwild.py")
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if path.name not in OTHERS)
 #: Of two that show another training for each number of ranks: by how much accuracies may be apart.
-APART = {"diloco.py": 0.03, "dynamic_data.py": 0.03, "mnist.py": 0.03, "scaled_rate.py": 0.03}
+APART = {
+    "adaptive_batch.py": 0.1,
+    "diloco.py": 0.03,
+    "dynamic_data.py": 0.03,
+    "mnist.py": 0.03,
+    "scaled_rate.py": 0.03,
+}
 
 
 def last_line(*command: str) -> str:
