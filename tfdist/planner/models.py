@@ -194,7 +194,8 @@ class Transformer:
             kept_gathered=2 * s * h,
             kept_split=s * (2 * queries + 2 * keys) + used * network_kept,
             kept_attention=by_blocks if self.blockwise else matrix,
-            kept_ring=by_blocks,
+            # The ring keeps its output as it is by heads, beside what the projection reads.
+            kept_ring=by_blocks + s * queries,
             mask_whole=2 * s * h if self.dropout else 0,
             mask_attention=scores if self.dropout and not self.blockwise else 0,
             output=s * h,
