@@ -96,6 +96,31 @@ def gather_on_chief():
             strategy.gather(tf.ones(3), axis=0)
 
 
+def metric_read_on_chief():
+    with strategy.scope():
+        mean = keras.metrics.Mean()
+
+    @tf.function
+    def compiled(batch):
+        step(batch)
+        strategy.run(mean.update_state, args=(batch,))
+
+    for number in range(50):
+        compiled(tf.ones((4, 4)))
+        if chief and number == 20:
+            part()
+            float(mean.result())
+
+
+def metric_read_on_chief_then_end():
+    with strategy.scope():
+        mean = keras.metrics.Mean()
+    strategy.run(mean.update_state, args=(tf.ones((4, 4)),))
+    if chief:
+        part()
+        float(mean.result())
+
+
 def fit_on_chief_then_end():
     if chief:
         part()

@@ -37,6 +37,14 @@ CASES = {
     ),
     "save_in_callback": ("wait for each other", "Rank 0 called `save` (or `save_weights`"),
     "gather_on_chief": ("wait for each other", "in gather_on_chief; rank 1 did not come"),
+    "metric_read_on_chief": (
+        "wait for each other",
+        "in metric_read_on_chief; rank 1 did not come",
+    ),
+    "metric_read_on_chief_then_end": (
+        "Rank 1 ended while rank 0 waits",
+        "in metric_read_on_chief_then_end",
+    ),
     "fit_on_chief_then_end": ("Rank 1 ended while rank 0 waits", "in fit_on_chief_then_end"),
     "fit_on_one_save_on_other": ("wait for each other", "in fit_on_one_save_on_other"),
     "input_raises_on_rank_1": ("wait for each other", "in input_raises_on_rank_1"),
