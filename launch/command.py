@@ -193,7 +193,8 @@ def _help(program: Program, *, full: bool) -> str:
         # As a positional argument, of which argparse shows the name and the help alone.
         action = argparse.Action([], "", metavar=left, help=text.replace("%", "%%"))
         formatter.add_argument(action)
-    text = formatter.format_help().rstrip()
+    # A screen of 24 lines has none to spare.
+    text = formatter.format_help().rstrip().replace("\n\nUsage: ", "\nUsage: ", 1)
     if not folded or full:
         return text
     groups = [

@@ -212,11 +212,19 @@ def integers(
     )
 
 
-def numbers_of(name: str, value: Any, *, minimum: float | None = None) -> tuple:
+def numbers_of(
+    name: str, value: Any, *, minimum: float | None = None, above: float | None = None
+) -> tuple:
     """Checks a list or tuple of finite numbers, and returns a tuple."""
     each = "finite numbers" + ("" if minimum is None else f" of at least {minimum:,}")
+    each += "" if above is None else f" above {above:,}"
     found = _each(
-        name, value, lambda entry: number(name, entry, minimum=minimum), each, False, False
+        name,
+        value,
+        lambda entry: number(name, entry, minimum=minimum, above=above),
+        each,
+        False,
+        False,
     )
     return found or ()
 

@@ -254,7 +254,7 @@ def test_a_picture_is_drawn(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "collectives, peak, training, peers"),
+        ([], "collectives, peak, scaling, training, peers"),
         (["trainings"], "Received: trainings"),
         (["training", "--only=gpt-dpp"], "--only"),
         (["training", "--rounds=0"], "--rounds"),

@@ -283,9 +283,7 @@ def serial_share(ranks: Sequence[int], seconds: Sequence[float], *, weak: bool =
     from scipy import stats
 
     ranks = checks.integers("ranks", ranks, minimum=1)
-    seconds = checks.numbers_of("seconds", seconds)
-    for each in seconds:
-        checks.number("seconds", each, above=0)
+    seconds = checks.numbers_of("seconds", seconds, above=0)
     checks.boolean("weak", weak)
     if len(ranks) != len(seconds) or len(set(ranks)) < 2 or (weak and 1 not in ranks):
         raise ValueError(
