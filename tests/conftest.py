@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests import covering
+from tests import covering, durations
 from tfdist.testing import RankPool
 
 _pools: dict[tuple[str, int], RankPool] = {}
@@ -42,6 +42,16 @@ def pytest_addoption(parser):
         default=0,
         help=f"Of a parameter with over {LONG} values, one in {TURNS}, from the value of this number [0]",
     )
+    parser.addoption(
+        "--record-durations",
+        action="store_true",
+        help="Write what cases take to tests/durations.json; long ones are slow from then on",
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("record_durations"):
+        config.pluginmanager.register(durations.Recorder())
 
 
 def on_ranks(*kinds: tuple[str, int], slow: Sequence[tuple[str, int]] = ()):
@@ -116,6 +126,7 @@ def pytest_collection_modifyitems(config, items):
             cases = _in_turn(cases, config.getoption("turn") + seen[path])
         seen[path] += 1
         _thin_out(cases, config.getoption("strength"))
+    durations.mark_long(items)
 
     def kind(item):
         params = getattr(item, "callspec", None)

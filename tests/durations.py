@@ -1,0 +1,61 @@
+"""How long cases take on two cores, and which are too long for `make test`.
+
+`pytest --record-durations` writes `durations.json`: the seconds of each case that took one or more, without
+fixtures, which cases share. What the run did not reach stays as it is there.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+__all__ = ["Recorder", "mark_long"]
+
+FILE = Path(__file__).with_name("durations.json")
+#: A case that takes longer is a slow one, unless its file has no other.
+LIMIT = 5.0
+#: What users do first stays in `make test`, however long it takes.
+ALWAYS = ("test_under_horovodrun", "test_the_demonstration_says_little", "test_commands[README.md")
+
+
+def mark_long(items: Sequence[pytest.Item], seconds: dict[str, float] | None = None) -> None:
+    """Marks cases as slow that took too long; of each file the quickest one stays.
+
+    Args:
+        items: All cases that were collected.
+        seconds: What each took; None for the file's.
+    """
+    if seconds is None:
+        seconds = json.loads(FILE.read_text())
+    quick = collections.defaultdict(list)
+    for item in items:
+        if not any(item.get_closest_marker(name) for name in ("slow", "matrix")):
+            quick[item.path].append(item)
+    for cases in quick.values():
+        cases.sort(key=lambda case: seconds.get(case.nodeid, 0.0))
+        for case in cases[1:]:
+            if seconds.get(case.nodeid, 0.0) > LIMIT and not case.name.startswith(ALWAYS):
+                case.add_marker(pytest.mark.slow)
+
+
+class Recorder:
+    """A plugin that writes down what cases take."""
+
+    def __init__(self):
+        self._seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report):
+        """Notes the time of a case that passed."""
+        if report.when == "call" and report.passed:
+            self._seconds[report.nodeid] = report.duration
+
+    def pytest_sessionfinish(self):
+        """Adds them to the file."""
+        known = json.loads(FILE.read_text()) if FILE.exists() else {}
+        known |= {name: round(each, 1) for name, each in self._seconds.items()}
+        lines = {name: each for name, each in sorted(known.items()) if each >= 1.0}
+        FILE.write_text(json.dumps(lines, indent=0) + "\n")
