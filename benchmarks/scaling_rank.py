@@ -42,6 +42,8 @@ MARK = "tfdist-bench-scaling "
 
 _SIZES = (4096, 1 << 20, 1 << 22)
 _REPEATS = 8
+#: The axes along which the planner divides a model that Keras has built.
+_DESCRIBED = ("data", "expert", "context", "tensor")
 #: A fitted rate lies between these, in FLOP/s.
 _RATES = (1e3, 1e18)
 
@@ -170,8 +172,8 @@ def _predicted(
     ranks = 1 if strategy is None else strategy.mesh.size
     link = Link(1e-5, 1e9)
     if strategy is not None and ranks > 1:
-        seconds = all_reduce_seconds(strategy.engine.group(), _SIZES, False, _REPEATS)
-        link = link_of(_SIZES, [seconds] * ranks)
+        times = all_reduce_seconds(strategy.engine.group(), _SIZES, False, _REPEATS)
+        link = link_of(_SIZES, [times] * ranks)
         found["link"] = dataclasses.asdict(link)
     try:
         layout = _layout(model, strategy)
@@ -209,8 +211,9 @@ def _layout(model: keras.Model, strategy: Any) -> Layout:
     name = type(inner).__name__.lower()
     if name == "sgd" and getattr(inner, "momentum", 0):
         name = "momentum"
+    sizes: dict[str, Any] = {axis: axes.get(axis, 1) for axis in _DESCRIBED}
     return Layout(
-        **{axis: axes.get(axis, 1) for axis in ("data", "expert", "context", "tensor")},
+        **sizes,
         zero_stage=0 if strategy is None else strategy.zero_stage,
         dtype=policy,
         optimizer=name,
