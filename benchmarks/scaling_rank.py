@@ -209,7 +209,7 @@ def _layout(model: keras.Model, strategy: Any) -> Layout:
     optimizer: Any = model.optimizer
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     name = type(inner).__name__.lower()
-    if name == "sgd" and getattr(inner, "momentum", 0):
+    if name == "sgd" and getattr(inner, "momentum", False):
         name = "momentum"
     sizes: dict[str, Any] = {axis: axes.get(axis, 1) for axis in _DESCRIBED}
     return Layout(
