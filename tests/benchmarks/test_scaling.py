@@ -204,6 +204,17 @@ def test_a_script_that_ends_too_soon(tmp_path, epochs, after, said):
 
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT)
+def test_the_fit_that_is_timed_is_that_of_the_strategy(tmp_path):
+    """It alone refuses XLA on ranks."""
+    again = "model.compile('adam', 'mse', jit_compile=True)\nmodel.fit(x, x, epochs=50, verbose=0)"
+    done = scaling(tmp_path, "--rounds=1", "--engine=tensorflow", epochs=1, after=again)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "2 ranks: " in line and "XLA cannot compile collectives" in line
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT)
 @pytest.mark.parametrize("model", ["convnet", "gpt"])
 def test_reference_models(model):
     done = bench(f"--model={model}", "--rounds=1", "--steps=8")
