@@ -133,7 +133,7 @@ class MeshFlags:
             "chunks", None, "Stages per rank, for interleaved [2]", lower_bound=1
         )
         self._cut = define.string(
-            "cut", "even", "Pipeline stages: even, cyclic, or the layers of each, as 3,4"
+            "cut", "even", "Pipeline stages: even, cyclic, or how many parts each has, 3,4"
         )
         self.zero = define.integer(
             "zero_stage",
@@ -189,4 +189,4 @@ def _cut(text: str) -> str | tuple[int, ...]:
     try:
         return tuple(int(each) for each in text.split(","))
     except ValueError:
-        raise refuse("cut", text, "even, cyclic, or the layers of each stage, as 3,4") from None
+        raise refuse("cut", text, "even, cyclic, or the parts of each stage, as 3,4") from None

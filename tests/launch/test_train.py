@@ -95,6 +95,37 @@ def test_gpt_on_two_ranks_reaches_what_one_process_reaches(tmp_path):
     assert all(loss == pytest.approx(alone, abs=0.02) for loss in losses.values()), losses
 
 
+@pytest.mark.slow
+def test_stages_by_hand_small_buckets_and_optimal_recompute_change_no_result(tmp_path):
+    (tmp_path / "text").write_bytes(b"The quick brown fox jumps over the lazy dog. " * 200)
+    gpt = [TRAIN[0], "--model=gpt", "--epochs=1", f"--dataset=text:{tmp_path / 'text'}"]
+    gpt += ["--layers=2", "--width=32", "--heads=2", "--seq_length=32", "--threads=1"]
+    gpt += ["--batch_size=8"]
+    runner = [os.path.join(BIN, "tfdist-run"), "-np=2", "--"]
+    jobs = [
+        run(gpt),
+        run([*runner, *gpt, "--pipeline=2", "--cut=2,4"]),
+        run([*runner, *gpt, "--bucket_mib=1", "--recompute=optimal"]),
+    ]
+    losses = []
+    for job in jobs:
+        assert job.returncode == 0, job.stdout[-3000:] + job.stderr[-3000:]
+        losses += map(float, re.findall(r"Validation loss ([\d.]+)", job.stdout))
+    assert losses == pytest.approx([losses[0]] * 3, abs=2e-3)
+    assert re.search(r"embedding_dropout \(2\) .*\n.* \(4\) ", jobs[1].stdout), jobs[1].stdout[
+        -3000:
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--speculative"]])
+def test_backup_ranks(data_dir, more):
+    runner = [os.path.join(BIN, "tfdist-run"), "--engine=tensorflow", "--ps=1", "-np=3", "--"]
+    job = run([*runner, *TRAIN, data_dir, "--threads=1", "--backup_ranks=1", *more])
+    assert last_word(job)[1] == "3 worker(s) of ParameterServerStrategy"
+    assert job.stdout.count("steps_of_worker_0") > 0, job.stdout[-3000:]
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -118,6 +149,15 @@ def test_gpt_on_two_ranks_reaches_what_one_process_reaches(tmp_path):
             "--heads=4 --tensor=1 --context=3",
         ),
         (["--model=gpt", "--schedule=gpipe"], "--schedule is for a pipeline"),
+        (["--cut=1,2"], "--cut is for a pipeline"),
+        (["--model=gpt", "--pipeline=2", "--cut=1,x"], "--cut must be even, cyclic, or"),
+        (["--backup_ranks=1"], "--backup_ranks is for --strategy=parameter_server"),
+        (
+            ["--strategy=parameter_server", "--speculative"],
+            "--speculative requires --backup_ranks",
+        ),
+        (["--strategy=tpu", "--bucket_mib=2"], "--bucket_mib is for ranks"),
+        (["--bucket_mib=0"], "bucket_mib"),
         (["--model=gpt", "--pipeline=2", "--sample=9"], "--sample=9 --pipeline=2"),
         (["--zero_stage=4"], "zero_stage"),
         (["--workdir=/tmp/x", "--save_every=soon"], "--save_every=soon"),
