@@ -19,7 +19,7 @@ def plan(*arguments, cwd=None):
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=280,
         cwd=cwd,
     )
 
