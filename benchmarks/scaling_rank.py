@@ -42,8 +42,6 @@ MARK = "tfdist-bench-scaling "
 
 _SIZES = (4096, 1 << 20, 1 << 22)
 _REPEATS = 8
-#: The axes along which the planner divides a model that Keras has built.
-_DESCRIBED = ("data", "expert", "context", "tensor")
 #: A fitted rate lies between these, in FLOP/s.
 _RATES = (1e3, 1e18)
 
@@ -211,7 +209,7 @@ def _layout(model: keras.Model, strategy: Any) -> Layout:
     name = type(inner).__name__.lower()
     if name == "sgd" and getattr(inner, "momentum", False):
         name = "momentum"
-    sizes: dict[str, Any] = {axis: axes.get(axis, 1) for axis in _DESCRIBED}
+    sizes: dict[str, Any] = dict(axes)
     return Layout(
         **sizes,
         zero_stage=0 if strategy is None else strategy.zero_stage,
