@@ -123,7 +123,9 @@ class Language(Task):
         self._check_size(settings, sizes)
         for axis, ranks in settings.layout.mesh.shape.items():
             # What a context axis asks of a sequence stands below; a pipeline is cut between any two layers.
-            if axis not in (*_MESH.token_axes, "pipeline") and (why := sizes.divides(axis, ranks)):
+            if axis not in (*_MESH.token_axes, *_MESH.stage_axes) and (
+                why := sizes.divides(axis, ranks)
+            ):
                 raise UsageError(f"--{axis}={ranks} cannot divide the model: {why}.")
         if _SEQUENCE_PARALLEL.value:
             _check_divides("seq_length", _SEQ_LENGTH.value, "tensor", settings.layout.tensor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from tests.durations import mark_long
 
 
@@ -47,7 +49,8 @@ def test_long_cases_are_slow_but_the_quickest_of_a_file():
     assert cases[2].marks == ["matrix"]
 
 
-def test_durations_are_written(pytester):
+def test_durations_are_written(pytester, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     pytester.makeconftest(
         "import pytest\n"
         "from tests import durations\n"
