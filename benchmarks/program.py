@@ -30,8 +30,9 @@ def run() -> None:
         ", ".join(PROGRAMS),
         usage="tfdist-bench PROGRAM [flags]",
         summary="Measures. PROGRAM is buckets (the size of gradient buckets that suits a network), "
-        "collectives (time and bandwidth between ranks), peak (the most that a rank does), scaling (speed-up and efficiency of a "
-        "training over its ranks), training (times of a step beside those of other libraries) or peers (makes environments for these); tfdist-bench PROGRAM --help tells more.",
+        "collectives (time and bandwidth between ranks), peak (the most that a rank does), scaling "
+        "(speed-up and efficiency of a training over its ranks), training (times of a step beside those of "
+        "other libraries) or peers (makes environments for these); tfdist-bench PROGRAM --help tells more.",
     )
 
 

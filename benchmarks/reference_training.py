@@ -1,6 +1,6 @@
 """A script for `tfdist-bench scaling --model=`: trains a reference model on random data.
 
-tfdist-run -np 2 -- python reference_training.py convnet|gpt ROWS
+`tfdist-run -np 2 -- python reference_training.py gpt 16`: the model, and the rows of an update.
 """
 
 from __future__ import annotations

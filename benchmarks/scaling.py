@@ -19,9 +19,9 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import flags
 
@@ -43,8 +43,12 @@ from tfdist.launch.flag_values import (
 from tfdist.planner.calibration import read_machine
 from tfdist.runtime.sessions import exit_on_signals, run_in_session
 
-__all__ = ["MODELS", "PROGRAM"]
+__all__ = ["BATCH", "MARK", "MODELS", "PROGRAM", "Settings"]
 
+#: The variable in which the script finds the batch of an update.
+BATCH = "TFDIST_BENCH_BATCH"
+#: What the line of a rank begins with.
+MARK = "tfdist-bench-scaling "
 #: Reference models, and rows of an update.
 MODELS = {"convnet": 128, "gpt": 16}
 _REFERENCE = Path(__file__).with_name("reference_training.py")
@@ -87,11 +91,32 @@ _TIMEOUT = _define.float(
 )
 
 #: The line of a rank; before it tfdist-run writes which rank it is.
-_LINE = re.compile(r"^(?:\[[^\]]*\] )?tfdist-bench-scaling (\{.*\})$", re.MULTILINE)
+_LINE = re.compile(rf"^(?:\[[^\]]*\] )?{MARK}(\{{.*\}})$", re.MULTILINE)
 _ERROR = re.compile(r"(?:\[[^\]]*\] )?[\w.]*(?:Error|Exception)\b.*|tfdist-run: .*")
 #: By how much the rows of a step may differ from what they should be: the last batch of an epoch may be
 #: a smaller one.
 _ROWS_OFF = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What a rank is told.
+
+    Attributes:
+        steps: How many are timed.
+        warm_up: How many come before.
+        batch: Rows of an update, for the script; None if it has its own.
+        machine: A calibrated machine, as JSON; None: `flops`, and the link as it is measured.
+        flops: FLOP/s that one rank was found to reach; None: this job finds it.
+        cores: How many of this machine's each rank computes on; None for all.
+    """
+
+    steps: int
+    warm_up: int
+    batch: int | None = None
+    machine: dict[str, Any] | None = None
+    flops: float | None = None
+    cores: int | None = None
 
 
 class _Run(NamedTuple):
@@ -101,7 +126,7 @@ class _Run(NamedTuple):
     ranks: list[int]
     batch: int | None
     threads: int
-    machine: Mapping | None
+    machine: dict[str, Any] | None
 
     def has_devices(self) -> bool:
         """Whether ranks compute elsewhere than on this machine's cores."""
@@ -120,9 +145,10 @@ def _check(_: list[str]) -> _Run:
             "Say what to train: --script=train.py, or --model=convnet|gpt. Received: "
             f"--script={_SCRIPT.value}, --model={_MODEL.value}."
         )
-    for flag, value in (("json", _JSON.value), ("picture", _PICTURE.value)):
-        if value is not None:
-            output_file(flag, value, (".png", ".svg", ".pdf") if flag == "picture" else ())
+    if _JSON.value is not None:
+        output_file("json", _JSON.value)
+    if _PICTURE.value is not None:
+        output_file("picture", _PICTURE.value, (".png", ".svg", ".pdf"))
     ranks = _numbers(_RANKS.value)
     batch = _BATCH.value or MODELS.get(_MODEL.value or "")
     if _MODEL.value is not None:
@@ -160,7 +186,7 @@ def _words(script: str) -> list[str]:
     return words
 
 
-def _machine() -> Mapping | None:
+def _machine() -> dict[str, Any] | None:
     if _MACHINE.value is None:
         return None
     input_file("machine", _MACHINE.value)
@@ -251,19 +277,19 @@ def _job(run: _Run, ranks: int, batch: int | None, flops: float | None) -> Job:
     Raises:
         JobError: It failed, or has too few steps of `fit`.
     """
-    settings = {
-        "steps": _STEPS.value,
-        "warm_up": _WARM_UP.value,
-        "batch": batch,
-        "machine": run.machine,
-        "flops": flops,
-        "cores": None if run.has_devices() else run.threads,
-    }
+    settings = Settings(
+        steps=_STEPS.value,
+        warm_up=_WARM_UP.value,
+        batch=batch,
+        machine=run.machine,
+        flops=flops,
+        cores=None if run.has_devices() else run.threads,
+    )
     script = [word.replace("{batch}", str(batch)) for word in run.words]
     hosts = ["-H", _HOSTS.value] if _HOSTS.value else []
     words = [sys.executable, "-m", "tfdist.launch.run", f"-np={ranks}", *hosts,
              f"--engine={_ENGINE.value}", "--", sys.executable, "-m",
-             "tfdist.benchmarks.scaling_rank", json.dumps(settings), *script]  # fmt: skip
+             "tfdist.benchmarks.scaling_rank", json.dumps(dataclasses.asdict(settings)), *script]  # fmt: skip
     try:
         done = run_in_session(
             words,

@@ -17,7 +17,7 @@ import runpy
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,46 +25,22 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.benchmarks.scaling import BATCH, MARK, Settings
 from tfdist.callbacks import Monitor
 from tfdist.context import strategy_of
 from tfdist.launch.calibrating import link_of
 from tfdist.launch.trials import all_reduce_seconds
 from tfdist.planner import Layout, Link, Machine, describe, estimate
+from tfdist.planner.calibration import machine_of
 from tfdist.runtime.horovod_variables import started_by_horovod
 from tfdist.runtime.tf_config import read_tf_config
 
-__all__ = ["BATCH", "MARK", "Settings", "StepClock"]
-
-#: The variable in which the script finds the batch of an update.
-BATCH = "TFDIST_BENCH_BATCH"
-#: What the line of a rank begins with.
-MARK = "tfdist-bench-scaling "
+__all__ = ["StepClock", "keep_to_own_cores", "time_fits"]
 
 _SIZES = (4096, 1 << 20, 1 << 22)
 _REPEATS = 8
 #: A fitted rate lies between these, in FLOP/s.
 _RATES = (1e3, 1e18)
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What a rank is told.
-
-    Attributes:
-        steps: How many are timed.
-        warm_up: How many come before.
-        batch: Rows of an update, for the script; None if it has its own.
-        machine: A calibrated machine, as JSON; None: `flops`, and the link as it is measured.
-        flops: FLOP/s that one rank was found to reach; None: this job finds it.
-        cores: How many of this machine's each rank computes on; None for all.
-    """
-
-    steps: int
-    warm_up: int
-    batch: int | None = None
-    machine: Mapping[str, Any] | None = None
-    flops: float | None = None
-    cores: int | None = None
 
 
 class StepClock(keras.callbacks.Callback):
@@ -113,7 +89,7 @@ class StepClock(keras.callbacks.Callback):
             self._watched += self._steps
             # The first call under the monitor traces its step, and is not in its figures.
             if self._watched >= max(self._settings.steps, 2 * self._steps) + self._steps:
-                self._finish()
+                self._finish(self._monitor)
         elif len(self._seconds) * self._steps >= self._settings.steps:
             self._watch()
 
@@ -125,7 +101,7 @@ class StepClock(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         """A `fit` that ends while it is watched."""
         if self._monitor is not None:
-            self._finish()
+            self._finish(self._monitor)
 
     def _take(self, seconds: float) -> None:
         if self._monitor is None and self._seen - self._steps >= self._settings.warm_up:
@@ -138,23 +114,22 @@ class StepClock(keras.callbacks.Callback):
         self._monitor.on_train_begin()
         self._monitor.on_epoch_begin(0)
 
-    def _finish(self) -> None:
-        monitor, self._monitor = self._monitor, None
-        if monitor is None:
-            return
+    def _finish(self, monitor: Monitor) -> None:
+        self._monitor = None
         monitor.on_train_end()
-        figures: dict[str, Any] = dict(monitor.reports[-1].logs) if monitor.reports else {}
-        sections = monitor.reports[-1].sections if monitor.reports else {}
-        low, _, high = statistics.quantiles(self._seconds, n=4)
+        report = monitor.reports[-1] if monitor.reports else None
+        figures = {} if report is None else report.logs
+        sections = {} if report is None else report.sections
+        low, seconds, high = statistics.quantiles(self._seconds, n=4)
         per_step = figures.get("samples_per_second", 0.0) * figures.get("step_seconds", 0.0)
         found = {
-            "seconds": statistics.median(self._seconds),
+            "seconds": seconds,
             "quartiles": [low, high],
             "steps": len(self._seconds),
             "rows": round(per_step),
             "communication": sections.get("communication"),
             "hidden": figures.get("communication_hidden"),
-            **_predicted(self.model, self._settings, statistics.median(self._seconds), per_step),
+            **_predicted(self.model, self._settings, seconds, per_step),
         }
         # One write: what other threads print goes before or after it.
         os.write(1, f"\n{MARK}{json.dumps(found)}\n".encode())
@@ -179,7 +154,7 @@ def _predicted(
         if rows < 1:
             raise ValueError("The rows of a step are not known.")
         if settings.machine is not None:
-            machine = _machine_of(settings.machine)
+            machine = machine_of(settings.machine)
         elif settings.flops is None:
             if ranks > 1:
                 raise ValueError("No step of one rank says how fast a rank is.")
@@ -218,11 +193,6 @@ def _layout(model: keras.Model, strategy: Any) -> Layout:
         ema=bool(inner.use_ema),
         accumulation=inner.gradient_accumulation_steps or 1,
     )
-
-
-def _machine_of(found: Mapping[str, Any]) -> Machine:
-    links = {name: Link(**found[name]) for name in ("inside", "between", "bulk") if found.get(name)}
-    return Machine(**{**found, **links})
 
 
 def _machine(flops: float, link: Link, ranks: int) -> Machine:

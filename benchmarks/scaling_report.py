@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tabulate import tabulate
 
 from tfdist.planner import laws
@@ -84,7 +85,9 @@ class Curve:
         return None if one is None or many is None else self._efficiency(one, many, ranks)
 
     def _efficiency(self, one: float, many: float, ranks: int) -> float:
-        return one / many if self.weak else one * self.base / (many * ranks)
+        # Ideal ranks take the base's seconds for its work a rank, however many make the base.
+        whole = one if self.weak else one * self.base
+        return laws.parallel_efficiency(whole, many, ranks, weak=self.weak)
 
     def serial(self) -> laws.Range | None:
         """The serial share of the ranks that have cores of their own; None for fewer than two jobs."""
@@ -187,38 +190,31 @@ def picture(path: Path, curves: Sequence[Curve]) -> None:
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     speed, efficiency = figure.subplots(1, 2)
     for color, curve in zip(("tab:blue", "tab:orange"), curves, strict=False):
-        ranks = list(curve.jobs)
-        found = [curve.efficiencies(each) for each in ranks]
-        middle = [statistics.median(each) for each in found]
-        errors = [
-            [m - min(each) for m, each in zip(middle, found, strict=True)],
-            [max(each) - m for m, each in zip(middle, found, strict=True)],
-        ]
-        planned = [curve.predicted(each) for each in ranks]
-        for axes, factor in ((speed, 1 / curve.base), (efficiency, None)):
-
-            def scale(values, factor=factor, ranks=ranks):
-                factors = [1.0 if factor is None else factor * each for each in ranks]
-                return [value * each for value, each in zip(values, factors, strict=True)]
-
+        ranks = np.array(list(curve.jobs))
+        rounds = np.array([curve.efficiencies(each) for each in curve.jobs])
+        planned = [curve.predicted(each) for each in curve.jobs]
+        for axes, factors in ((speed, ranks / curve.base), (efficiency, np.ones(len(ranks)))):
+            found = factors[:, None] * rounds
+            middle = np.median(found, axis=1)
             axes.errorbar(
                 ranks,
-                scale(middle),
-                [scale(each) for each in errors],
+                middle,
+                [middle - found.min(axis=1), found.max(axis=1) - middle],
                 marker="o",
                 capsize=3,
                 color=color,
                 label=f"{curve.name}, measured",
             )
-            if all(each is not None for each in planned):
-                axes.plot(ranks, scale(planned), "--", color=color, label=f"{curve.name}, planned")
-    ranks = sorted({each for curve in curves for each in curve.jobs})
-    speed.plot(ranks, [each / ranks[0] for each in ranks], ":", color="gray", label="ideal")
+            if None not in planned:
+                label = f"{curve.name}, planned"
+                axes.plot(ranks, factors * np.array(planned), "--", color=color, label=label)
+    every = sorted({each for curve in curves for each in curve.jobs})
+    speed.plot(every, [each / every[0] for each in every], ":", color="gray", label="ideal")
     efficiency.axhline(1.0, linestyle=":", color="gray")
     for axes, label in ((speed, "speed-up"), (efficiency, "efficiency")):
         axes.set_xlabel("ranks")
         axes.set_ylabel(label)
-        axes.set_xticks(ranks)
+        axes.set_xticks(every)
         axes.set_ylim(bottom=0)
     speed.legend()
     figure.savefig(path)

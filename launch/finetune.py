@@ -24,7 +24,7 @@ from tfdist.launch.corpus import check_source, read_tokens
 from tfdist.launch.fitting import expected_errors, speed_callback, warmup_cosine
 from tfdist.launch.flag_values import FlagDefiner, folder, refuse_ignored
 from tfdist.launch.mesh_flags import Layout, MeshFlags
-from tfdist.launch.optimizer_flags import OptimizerFlags, read_recompute
+from tfdist.launch.optimizer_flags import OptimizerFlags, counted_for, read_recompute
 from tfdist.launch.quiet import quiet_start
 from tfdist.launch.world import World, WorldFlags
 
@@ -332,13 +332,9 @@ def _recompute(task, layout: Layout, rows: int) -> None:
 
     if not (arguments := read_recompute(_RECOMPUTE.name, _RECOMPUTE.value)):
         return
-    if arguments["policy"] in ("budget", "optimal"):
-        arguments |= {
-            "rows": -(-rows // layout.num_microbatches),
-            "input_shape": (_SEQ_LENGTH.value,),
-        }
+    rows = -(-rows // layout.num_microbatches)
     try:
-        recompute(task, **arguments)
+        recompute(task, **counted_for(arguments, rows, (_SEQ_LENGTH.value,)))
     except ValueError as error:
         raise UsageError(f"--recompute={_RECOMPUTE.value}: {error}") from error
 

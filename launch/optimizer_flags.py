@@ -18,7 +18,7 @@ from tfdist.launch.flag_values import (
 )
 from tfdist.quantities import read_bytes
 
-__all__ = ["OptimizerFlags", "read_recompute"]
+__all__ = ["OptimizerFlags", "counted_for", "read_recompute"]
 
 #: By flag, the class of `keras.optimizers`.
 _OPTIMIZERS = {
@@ -258,3 +258,16 @@ def read_recompute(flag: str, value: str) -> dict[str, Any]:
         if kind == "budget":
             return {"policy": "budget", "budget": float(read_bytes(size))}
     raise refuse(flag, value, f"{', '.join(_RECOMPUTE)}, or budget:SIZE as in budget:2GiB")
+
+
+def counted_for(arguments: dict[str, Any], rows: int, input_shape: Any) -> dict[str, Any]:
+    """Arguments of `recompute`; for a policy that counts bytes, with what it counts them for.
+
+    Args:
+        arguments: What `read_recompute` returned.
+        rows: Rows of a rank at a time.
+        input_shape: The shape of a row.
+    """
+    if arguments["policy"] not in ("budget", "optimal"):
+        return arguments
+    return {**arguments, "rows": rows, "input_shape": input_shape}

@@ -28,7 +28,7 @@ from tfdist.launch.language import Language
 from tfdist.launch.local_flags import LocalFlags
 from tfdist.launch.mesh_flags import Layout, MeshFlags
 from tfdist.launch.monitor_flags import MonitorFlags
-from tfdist.launch.optimizer_flags import OptimizerFlags, read_recompute
+from tfdist.launch.optimizer_flags import OptimizerFlags, counted_for, read_recompute
 from tfdist.launch.quiet import quiet_start
 from tfdist.launch.recommendation import Recommendation
 from tfdist.launch.tasks import DEFINE, VALUES, Data, Settings, Task
@@ -302,8 +302,10 @@ def _build(task: Task, settings: Settings, data: Data, replicas: int):
         model = task.build(settings)
     policy = _RECOMPUTE.value if _PLAN.value is None else _planned(task).recompute
     if arguments := read_recompute(_RECOMPUTE.name, policy):
+        rows = -(-settings.batch_size // (replicas * layout.num_microbatches))
+        shape = data.train.element_spec[0].shape[1:]
         try:
-            recompute(model, **arguments, **_rows(settings, data, replicas, arguments))
+            recompute(model, **counted_for(arguments, rows, shape))
         except ValueError as error:
             raise command.UsageError(f"--recompute={policy}: {error}") from error
     if layout.pipeline == 1:
@@ -322,16 +324,6 @@ def _build(task: Task, settings: Settings, data: Data, replicas: int):
     if model.distribute_strategy.is_chief:
         print(model.partition.table())
     return model
-
-
-def _rows(
-    settings: Settings, data: Data, replicas: int, arguments: dict[str, Any]
-) -> dict[str, Any]:
-    """What bytes are counted for: the rows of a rank at a time, and their shape."""
-    if arguments["policy"] not in ("budget", "optimal"):
-        return {}
-    rows = -(-settings.batch_size // (replicas * settings.layout.num_microbatches))
-    return {"rows": rows, "input_shape": data.train.element_spec[0].shape[1:]}
 
 
 PROGRAM = command.Program(

@@ -24,9 +24,9 @@ from tfdist.launch.doctor.machine import RANK_BYTES
 from tfdist.launch.doctor.surroundings import addresses_of
 from tfdist.launch.hosts import Host
 from tfdist.launch.processes import start_session
-from tfdist.planner.goodput import required_bandwidth
+from tfdist.planner import Link, Requirement
 from tfdist.planner.memory import BUCKET_BYTES
-from tfdist.planner.requirements import Requirement, largest_latency
+from tfdist.planner.requirements import asked_of_link
 from tfdist.quantities import as_seconds
 from tfdist.runtime.rendezvous import address_towards
 from tfdist.runtime.sessions import kill_session
@@ -99,18 +99,10 @@ class Job:
 
     def asks(self, bandwidth: float, latency: float) -> Requirement:
         """What it asks of a link of so many bytes a second, and of so many seconds."""
-        size = 4 * self.parameters
-        needed = required_bandwidth(size, 1 / self.step_seconds, self.ranks)
-        hops = 2 * (self.ranks - 1) * math.ceil(size / BUCKET_BYTES)
-        short = max(needed / bandwidth, 1.0)
-        return Requirement(
-            bandwidth=needed,
-            given_bandwidth=bandwidth,
-            latency=largest_latency(self.step_seconds, hops),
-            given_latency=latency,
-            accumulation=math.ceil(short),
-            compression=short,
-        )
+        size, seconds = 4 * self.parameters, self.step_seconds
+        buckets = math.ceil(size / BUCKET_BYTES)
+        link = Link(latency, bandwidth)
+        return asked_of_link(size, buckets, self.ranks, link, seconds, seconds)
 
 
 def examine(

@@ -11,7 +11,7 @@ from typing import Any
 from tfdist import checks
 from tfdist.planner.machines import Link, Machine
 
-__all__ = ["read_machine", "write_machine"]
+__all__ = ["machine_of", "read_machine", "write_machine"]
 
 _FORMAT = "tfdist machine 1"
 
@@ -47,18 +47,28 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
         raise ValueError(
             f"A machine is a JSON file of `tfdist-plan calibrate`. Received: {str(path)!r}."
         )
+    return machine_of(found)
+
+
+def machine_of(found: dict[str, Any]) -> Machine:
+    """The machine of the figures that `dataclasses.asdict` made of one.
+
+    Raises:
+        ValueError: A figure is unknown or wrong.
+    """
     known = {field.name for field in dataclasses.fields(Machine)}
     if foreign := found.keys() - known:
         raise ValueError(
             f"A machine has no figure of that name. Received: {', '.join(sorted(foreign))}."
         )
+    links = {}
     for name in ("inside", "between", "bulk"):
         if isinstance(found.get(name), dict):
             try:
-                found[name] = Link(**found[name])
+                links[name] = Link(**found[name])
             except TypeError:
                 raise checks.refuse(name, found[name], "a latency and a bandwidth") from None
     try:
-        return Machine(**found)
+        return Machine(**{**found, **links})
     except TypeError as error:
         raise ValueError(f"A figure of the machine is wrong. Received: {error}") from None

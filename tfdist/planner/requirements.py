@@ -11,11 +11,18 @@ from tfdist import checks
 from tfdist.planner.communication import way
 from tfdist.planner.estimates import Estimate
 from tfdist.planner.goodput import required_bandwidth
-from tfdist.planner.machines import Machine
+from tfdist.planner.machines import Link, Machine
 from tfdist.planner.memory import BUCKET_BYTES
 from tfdist.quantities import as_seconds
 
-__all__ = ["LATENCY_SHARE", "Requirement", "largest_latency", "requirement", "table"]
+__all__ = [
+    "LATENCY_SHARE",
+    "Requirement",
+    "asked_of_link",
+    "largest_latency",
+    "requirement",
+    "table",
+]
 
 #: Of a step, what the latency of its messages may take.
 LATENCY_SHARE = 0.1
@@ -111,18 +118,39 @@ def requirement(estimate: Estimate, machine: Machine) -> Requirement | None:
         return None
     seconds = estimate.seconds
     busy = seconds["compute"] + seconds["bubble"] + seconds["optimizer"] + seconds["other"]
-    needed = required_bandwidth(size * sums * passes, 1 / busy, ranks)
     buckets = max(math.ceil(size / BUCKET_BYTES), 1) * passes
+    asked = asked_of_link(size * sums * passes, buckets, ranks, link, busy, estimate.step_seconds)
+    return dataclasses.replace(
+        asked,
+        accumulation=math.ceil(layout.accumulation * asked.compression)
+        if layout.zero_stage < 2
+        else None,
+        compression=layout.compression * asked.compression,
+    )
+
+
+def asked_of_link(
+    size: float, buckets: int, ranks: int, link: Link, busy_seconds: float, step_seconds: float
+) -> Requirement:
+    """What gradients that are neither accumulated nor compressed ask of a link.
+
+    Args:
+        size: Bytes that are summed in a step.
+        buckets: In how many messages.
+        ranks: Ranks that add up, two at least.
+        link: The link.
+        busy_seconds: Seconds of a step's arithmetic.
+        step_seconds: Seconds of a step.
+    """
+    needed = required_bandwidth(size, 1 / busy_seconds, ranks)
     falls_short = max(needed / link.bandwidth, 1.0)
     return Requirement(
         bandwidth=needed,
         given_bandwidth=link.bandwidth,
-        latency=largest_latency(estimate.step_seconds, 2 * (ranks - 1) * buckets),
+        latency=largest_latency(step_seconds, 2 * (ranks - 1) * buckets),
         given_latency=link.latency,
-        accumulation=math.ceil(layout.accumulation * falls_short)
-        if layout.zero_stage < 2
-        else None,
-        compression=layout.compression * falls_short,
+        accumulation=math.ceil(falls_short),
+        compression=falls_short,
     )
 
 
