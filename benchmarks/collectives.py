@@ -68,7 +68,7 @@ _SECONDS = _define.float(
     lower_bound=0.01,
     upper_bound=3600.0,
 )
-_BULK = _define.boolean("bulk", False, "All-reduce by the engine, not peer to peer")
+_BULK = _define.boolean("bulk", False, "Operations go through the engine, not peer to peer")
 _JSON = _define.string("json", None, "A file for the measurements")
 
 _LINK_BYTES = 64 << 20
@@ -163,6 +163,7 @@ def _main(_) -> None:
     while sizes[-1] * _FACTOR.value <= _LARGEST.value:
         sizes.append(sizes[-1] * _FACTOR.value)
     from tfdist import strategies
+    from tfdist.collectives.p2p import P2PEngine
 
     try:
         strategy = strategies.auto()
@@ -174,6 +175,8 @@ def _main(_) -> None:
             "A rank alone has nobody to talk to: tfdist-run -np 2 -- tfdist-bench collectives."
         )
     link = measure_link(group)
+    if _BULK.value and isinstance(strategy.engine, P2PEngine):
+        strategy.engine.enabled = False
     lines = [measure(operation, size, group) for operation in _CHOSEN.value for size in sizes]
     if not strategy.is_chief:
         return
@@ -239,13 +242,12 @@ def _operation(name: str, size: int, group) -> Callable[[], Any]:
     # An all-gather is counted by what comes out of it, the others by what goes in.
     elements = max(size // 4, group.size) // group.size * group.size
     own = tf.ones([elements // group.size if name == "all_gather" else elements])
-    options = {"bulk": True} if name == "all_reduce" and _VALUES.is_parsed() and _BULK.value else {}
     call = getattr(collectives, name)
 
     @tf.function
     def function(x):
         # All that waits is one number, which is there when the whole is.
-        return call(x, group, name=f"bench/{name}/{size}", **options)[0]
+        return call(x, group, name=f"bench/{name}/{size}")[0]
 
     return lambda: function(own).numpy()
 

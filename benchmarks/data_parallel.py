@@ -101,7 +101,7 @@ def call_seconds(elements: int, repeats: int, how: str) -> float:
     Args:
         elements: Of the tensor, 4 bytes each.
         repeats: All-reduces in the function, one after the other.
-        how: "waited for" or "bulk", as `tfdist.collectives` has it, or the engine's "bare" call.
+        how: "waited for", as `tfdist.collectives` has it, or the engine's "bare" call.
     """
     import tensorflow as tf
 
@@ -122,7 +122,7 @@ def call_seconds(elements: int, repeats: int, how: str) -> float:
                     name = f"bare{elements}.{number}" if own else f"bare{elements}"
                     x = engine().all_reduce(x, group, "mean", name)
                 else:
-                    x = collectives.all_reduce(x, group, "mean", bulk=how == "bulk")
+                    x = collectives.all_reduce(x, group, "mean")
             return x
 
         rank._state[key] = (function, tf.ones([elements]))
@@ -155,7 +155,7 @@ def measure_calls(engine: str, rounds: int) -> list[Ratio]:
     found = []
     with RankPool(2, engine, environment=ENVIRONMENT) as pool:
         for elements, repeats in ((1, 40), (1 << 14, 40), (1 << 18, 20), (1 << 22, 5)):
-            seconds: dict[str, list[float]] = {"waited for": [], "bulk": [], "bare": []}
+            seconds: dict[str, list[float]] = {"waited for": [], "bare": []}
             for _ in range(rounds):
                 for how, times in seconds.items():
                     times.append(max(pool.run(call_seconds, elements, repeats, how)))

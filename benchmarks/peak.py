@@ -110,7 +110,7 @@ def measured_bandwidth(group) -> float:
 
     @tf.function
     def total(x):
-        return all_reduce(x, group, bulk=True, name="peak/sum")[0]
+        return all_reduce(x, group, name="peak/sum")[0]
 
     array = tf.zeros([_SUM_BYTES // 4])
     total(array).numpy()

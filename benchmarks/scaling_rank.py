@@ -145,7 +145,7 @@ def _predicted(
     ranks = 1 if strategy is None else strategy.mesh.size
     link = Link(1e-5, 1e9)
     if strategy is not None and ranks > 1:
-        times = all_reduce_seconds(strategy.engine.group(), _SIZES, False, _REPEATS)
+        times = all_reduce_seconds(strategy.engine.group(), _SIZES, _REPEATS)
         link = link_of(_SIZES, [times] * ranks)
         found["link"] = dataclasses.asdict(link)
     try:

@@ -137,7 +137,7 @@ def measure_machine(ranks: int, engine: str) -> Machine:
                 for model, batch in zip(models, rows, strict=True)
             ]
             together = [_slowest(train(pool, models[i], Layout(), rows[i])) for i in _TOGETHER]
-            idle = link_of(_SIZES, pool.run(trials.collective_seconds, _SIZES, False, timeout=300))
+            idle = link_of(_SIZES, pool.run(trials.collective_seconds, _SIZES, timeout=300))
             single = _slowest(pool.run(trials.alone, busy, _BUSY_ROWS, _BUSY_STEPS, timeout=300))
             longer = sum(
                 _slowest(train(pool, busy, layout, _BUSY_ROWS, steps=_BUSY_STEPS)) - single

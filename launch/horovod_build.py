@@ -246,18 +246,20 @@ def _sum_over_ranks() -> tuple[list[float], tuple[str, ...], bool]:
     """A rank of the proof; returns the sum, what its Horovod has, and if messages go peer to peer."""
     import tensorflow as tf
 
-    from tfdist.collectives import all_reduce
     from tfdist.collectives.horovod import import_horovod
     from tfdist.collectives.p2p import P2PEngine
     from tfdist.testing import engine
 
     horovod = import_horovod()
-    total = all_reduce(tf.range(1000.0) * (engine().rank + 1.0), engine().group(), bulk=True)
+    world = engine()
+    # Horovod itself, also where messages would go peer to peer.
+    own = world.inner if isinstance(world, P2PEngine) else world
+    total = own.all_reduce(tf.range(1000.0) * (world.rank + 1.0), world.group(), "sum", "proof")
     built = {"gloo": horovod.gloo_built, "mpi": horovod.mpi_built, "nccl": horovod.nccl_built}
     return (
         total.numpy().tolist(),
         tuple(name for name, is_built in built.items() if is_built()),
-        isinstance(engine(), P2PEngine),
+        isinstance(world, P2PEngine),
     )
 
 

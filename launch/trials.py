@@ -166,14 +166,14 @@ def median_interval(begins: Sequence[float]) -> float:
     return statistics.median(b - a for a, b in itertools.pairwise(begins[1:]))
 
 
-def collective_seconds(sizes: list[int], bulk: bool, repeats: int = 12) -> list[float]:
+def collective_seconds(sizes: list[int], repeats: int = 12) -> list[float]:
     """Median seconds of an all-reduce of each size over all ranks of the pool."""
     from tfdist.testing import engine
 
-    return all_reduce_seconds(engine().group(), sizes, bulk, repeats)
+    return all_reduce_seconds(engine().group(), sizes, repeats)
 
 
-def all_reduce_seconds(group: Any, sizes: Sequence[int], bulk: bool, repeats: int) -> list[float]:
+def all_reduce_seconds(group: Any, sizes: Sequence[int], repeats: int) -> list[float]:
     """Median seconds of an all-reduce of each size over a group; two more come before."""
     import tensorflow as tf
 
@@ -185,8 +185,8 @@ def all_reduce_seconds(group: Any, sizes: Sequence[int], bulk: bool, repeats: in
 
         @tf.function
         def function(x, size=size):
-            name = f"plan/{size}/{bulk}"
-            return collectives.all_reduce(x, group, name=name, bulk=bulk)[0]
+            name = f"plan/{size}"
+            return collectives.all_reduce(x, group, name=name)[0]
 
         times = []
         for _ in range(repeats + 2):

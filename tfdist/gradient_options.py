@@ -22,12 +22,9 @@ class GradientOptions:
     Attributes:
         bucket_bytes: The size at which a bucket is full: gradients of a bucket travel as one tensor.
         communication_dtype: What gradients of wider dtypes travel in; None for their own.
-        by_engine: Whether all buckets but the last go through the engine's own ring, where there is
-            a peer-to-peer transport beside it. No strategy sets it.
         compression: What compresses the gradients of variables; None for nothing.
     """
 
     bucket_bytes: int = BUCKET_BYTES
     communication_dtype: tf.DType | None = None
-    by_engine: bool = False
     compression: Compressor | None = None

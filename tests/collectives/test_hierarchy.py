@@ -50,10 +50,7 @@ def sums(sizes: list[int]) -> list[tuple[np.ndarray, ...]]:
 
     @tf.function
     def both(x):
-        return [
-            all_reduce(x, group, how, bulk=bulk, name=f"{how}-{x.shape[0]}")
-            for how, bulk in (("mean", True), ("max", False))
-        ]
+        return [all_reduce(x, group, how, name=f"{how}-{x.shape[0]}") for how in ("mean", "max")]
 
     drawn = [np.random.default_rng(rank).normal(size=size).astype("float32") for size in sizes]
     return [tuple(part.numpy() for part in both(tf.constant(x))) for x in drawn]

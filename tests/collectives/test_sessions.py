@@ -23,7 +23,7 @@ def sums_in_sessions() -> tuple:
         with tf.Graph().as_default():
             given = tf.compat.v1.placeholder(tf.float32, [3])
             total = all_reduce(given * (world.rank + 1.0), world, name="in a session")
-            total = all_reduce(total, world, name="in a session, bulk", bulk=True)
+            total = all_reduce(total, world, name="in a session, again")
             with tf.compat.v1.Session() as session:
                 found.append(session.run(total, {given: [1.0, 2.0, 3.0]}))
     counted = recorder.progress() - before

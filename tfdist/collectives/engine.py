@@ -190,13 +190,12 @@ class Engine(abc.ABC):
         """
         self.run = run
 
-    def transport(self, group: Group, *, reduces: bool = False, bulk: bool = False) -> Engine:
+    def transport(self, group: Group, *, reduces: bool = False) -> Engine:
         """Which engine carries an operation: this one, or one that it wraps.
 
         Args:
             group: The group.
             reduces: Whether the operation is an all-reduce.
-            bulk: Whether nothing waits for the result soon.
         """
         return self
 

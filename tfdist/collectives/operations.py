@@ -48,9 +48,7 @@ __all__ = [
 ]
 
 
-def all_reduce(
-    tensor, group: Group, reduction: str = "sum", *, bulk: bool = False, name: str | None = None
-):
+def all_reduce(tensor, group: Group, reduction: str = "sum", *, name: str | None = None):
     """Reduces a tensor over the group; every member gets the result.
 
     Args:
@@ -58,8 +56,6 @@ def all_reduce(
         group: The group.
         reduction: "sum", "mean" (floating dtypes), "max" or "min". For bool only "max" (any) and
             "min" (all).
-        bulk: Whether nothing waits for the result soon: it then goes by the engine's own ring,
-            together with others, and not directly. The gradients of a step do not go this way.
         name: What the operation serves, for messages.
 
     Returns:
@@ -70,13 +66,12 @@ def all_reduce(
     """
     tensor = checked_tensor(tensor, group, name)
     check_reduction(reduction, tensor.dtype)
-    checks.boolean("bulk", bulk)
     if group.size == 1:
         return tf.identity(tensor)
 
     @custom_gradient
     def reduce(x):
-        y = raw_all_reduce(x, group, reduction, name, bulk)
+        y = raw_all_reduce(x, group, reduction, name)
 
         def gradient(dy):
             if reduction in ("sum", "mean"):

@@ -48,13 +48,13 @@ def _in_halves(operation: Callable) -> Callable:
 
 
 @_in_halves
-def raw_all_reduce(tensor, group: Group, reduction: str, name: str | None, bulk: bool = False):
+def raw_all_reduce(tensor, group: Group, reduction: str, name: str | None):
     """As `all_reduce`."""
     if tensor.shape.num_elements() == 0:
         return tf.identity(tensor)
-    transport, dtype = group.engine.transport(group, reduces=True, bulk=bulk), tensor.dtype
+    transport, dtype = group.engine.transport(group, reduces=True), tensor.dtype
     if dtype == tf.bool:
-        whole = raw_all_reduce(tf.cast(tensor, tf.int32), group, reduction, name, bulk)
+        whole = raw_all_reduce(tf.cast(tensor, tf.int32), group, reduction, name)
         return tf.cast(whole, tf.bool)
     wire = tf.cast(tensor, transport.reduce_as.get(dtype, dtype))
     flat, restore = _as_vector(wire)

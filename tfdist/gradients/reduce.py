@@ -105,10 +105,8 @@ def reduce_gradients(
     for number, bucket in enumerate(found):
         tensors = [reduced[index] for index in bucket]
         limit.begin(tensors)
-        # Nothing is left to compute while the last bucket travels: the update waits for it.
-        bulk = options.by_engine and number + 1 < len(found)
         results = _reduce_flat(
-            tensors, group, reduction, bulk, options.communication_dtype, f"{name}/bucket{number}"
+            tensors, group, reduction, options.communication_dtype, f"{name}/bucket{number}"
         )
         limit.end(results)
         for index, tensor in zip(bucket, results, strict=True):
@@ -116,15 +114,15 @@ def reduce_gradients(
     return reduced
 
 
-def _reduce_flat(tensors, group: Group, reduction: str, bulk: bool, dtype, name: str) -> list:
+def _reduce_flat(tensors, group: Group, reduction: str, dtype, name: str) -> list:
     is_narrow = is_narrower(dtype, tensors[0].dtype)
     if len(tensors) == 1 and not is_narrow:
-        return [all_reduce(tensors[0], group, reduction, bulk=bulk, name=name)]
+        return [all_reduce(tensors[0], group, reduction, name=name)]
     flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
     if is_narrow:
         flat = narrow_all_reduce(flat, group, reduction, dtype, name=name)
     else:
-        flat = all_reduce(flat, group, reduction, bulk=bulk, name=name)
+        flat = all_reduce(flat, group, reduction, name=name)
     parts = tf.split(flat, [tf.size(tensor) for tensor in tensors])
     return [
         tf.ensure_shape(tf.reshape(part, tf.shape(tensor)), tensor.shape)

@@ -79,16 +79,13 @@ class P2PEngine(Engine):
             return None
         return found
 
-    def transport(self, group, *, reduces=False, bulk=False):
-        """Bulk reductions go by the inner engine, except between hosts.
-
-        There the links are slow, and the bytes that go over them count most.
-        """
+    def transport(self, group, *, reduces=False):
+        """This engine for groups of a few, and for all-reduces that it does in two levels over hosts."""
         if not self.enabled:
             return self.inner
         if reduces and self.hierarchy(group) is not None:
             return self
-        if bulk or not self._reaches(group.ranks):
+        if not self._reaches(group.ranks):
             return self.inner
         return self
 
