@@ -1,0 +1,1 @@
+"""The house: figures of the code itself, and the rules that keep them."""

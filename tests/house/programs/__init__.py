@@ -1,0 +1,1 @@
+"""Programs that ranks run, for figures that only a run has."""
