@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tfdist.collectives.flight_recorder import FlightRecorder
+from tfdist.collectives.group import Group
 from tfdist.monitoring.deadlock import DeadlockProof, answer
 from tfdist.monitoring.report import Report
 
@@ -207,8 +208,16 @@ def test_a_question_fits_into_a_message_of_a_large_world():
     assert len(verdict.splitlines()) < 12
 
 
+def called(recorder: FlightRecorder, name: str, x, operation, needed=None):
+    """What a collective of this name does, counted."""
+    flight = recorder.flight(name, Group(WORLD, "world", None), needed=needed)
+    with flight.begin(x) as begun:
+        result = operation(begun)
+    return flight.end(result)
+
+
 def eagerly(recorder: FlightRecorder, name: str = "eager", operation=tf.identity):
-    return recorder.watch(name, "world", WORLD, tf.ones(1), operation)
+    return called(recorder, name, tf.ones(1), operation)
 
 
 def seen_inside(recorder: FlightRecorder, in_graph: bool = False, name: str = "eager") -> list:
@@ -275,7 +284,7 @@ def test_what_a_root_sends_blocks_nobody():
         seen.extend(blocked(recorder))
         return x
 
-    recorder.watch("broadcast", "world", WORLD, tf.ones(1), operation, needed=())
+    called(recorder, "broadcast", tf.ones(1), operation, needed=())
     assert seen == []
 
 
@@ -297,7 +306,7 @@ def test_a_graph_blocks_until_an_exception_may_have_ended_it():
             with tf.control_dependencies([looked, tf.debugging.assert_less(x, limit)]):
                 return tf.identity(x)
 
-        return recorder.watch("graph", "world", WORLD, x, operation)
+        return called(recorder, "graph", x, operation)
 
     step(tf.ones(1), tf.constant([2.0]))
     (inside, outside), seen = seen[:2], []

@@ -52,7 +52,10 @@ def goes_on_after_a_failed_graph(timeout: float) -> tuple[list, list, list]:
     @tf.function
     def fails_inside(x):
         # It begins, and never ends.
-        return engine.recorder.watch("fails", "world", engine.group().ranks, x, fail)
+        flight = engine.recorder.flight("fails", engine.group())
+        with flight.begin(x) as x:
+            result = fail(x)
+        return flight.end(result)
 
     try:
         step(tf.ones(3))

@@ -167,15 +167,15 @@ class Engine(abc.ABC):
         pair = self.pair(to)
         return self.broadcast(tensor, pair.rank, pair, name)
 
-    def receive(self, size, dtype: tf.DType, source: int, name: str, after: tf.Tensor) -> tf.Tensor:
+    def receive(self, after: tf.Tensor, size, dtype: tf.DType, source: int, name: str) -> tf.Tensor:
         """The vector that the rank `source` of the world sends under this name.
 
         Args:
+            after: A tensor that the operation waits for.
             size: The number of elements: an int, or an int32 scalar where only the run knows.
             dtype: The dtype.
             source: The sender.
             name: The name.
-            after: A tensor that the operation waits for.
         """
         pair = self.pair(source)
         with tf.control_dependencies([after]):

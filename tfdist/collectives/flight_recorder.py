@@ -10,19 +10,21 @@ thread can read them. Collectives of such graphs are counted by callbacks after 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.step_clock import Column, Stamps, current_stamps
+from tfdist.collectives.group import Group
+from tfdist.step_clock import Column, current_stamps
 
-__all__ = ["Blocked", "FlightRecorder", "InFlight", "outermost_is_eager"]
+__all__ = ["Blocked", "Flight", "FlightRecorder", "InFlight", "outermost_is_eager"]
 
 _serial_numbers = itertools.count()
 #: Of the collectives of a graph that a thread waits in, so many are told.
@@ -152,17 +154,82 @@ class _Entry:
         return begun, ended
 
 
-def _timed(operation: Callable, stamps: Stamps, column: Column) -> Callable:
-    """The operation, whose begin and end are stamped."""
+class Flight:
+    """One call of a collective, from begin to end.
 
-    def timed(tensor: tf.Tensor):
-        begun, end = stamps.call(column, tensor)
+    Args:
+        recorder: The recorder.
+        name: Operation, and what it serves.
+        group: Its group.
+        lane: The transport that carries it, for those who time steps (`tfdist.step_clock`).
+        needed: The ranks that must begin it before it can end here.
+    """
+
+    def __init__(
+        self, recorder: FlightRecorder, name: str, group: Group, lane: str, needed: tuple[int, ...]
+    ):
+        self.name = name
+        self._recorder, self._needed = recorder, needed
+        self._entry = recorder._entry(name, group.label, group.ranks) if recorder.enabled else None
+        self._stamps = current_stamps()
+        self._column = Column("call", name, lane, ranks=group.ranks)
+        self._ended: _Counter | _HostCounter | None = None
+        self._stamp_end: Callable | None = None
+
+    @contextlib.contextmanager
+    def begin(self, tensor: tf.Tensor) -> Iterator[tf.Tensor]:
+        """Inside, operations begin once `tensor` is there and the begin is counted.
+
+        Args:
+            tensor: What the collective begins with.
+
+        Returns:
+            A context, whose value is the tensor.
+        """
+        entry, recorder = self._entry, self._recorder
+        if entry is None:
+            with self._stamped(tensor) as stamped:
+                yield stamped
+            return
+        thread = recorder._note_thread()
+        if tf.executing_eagerly():
+            recorder._inside[thread] = entry, self._needed
+            try:
+                entry.begun_on_host.add_now()
+                with self._stamped(tensor) as stamped:
+                    yield stamped
+            finally:
+                recorder._inside.pop(thread, None)
+            return
+        entry.needed = self._needed if entry.needed in (None, self._needed) else ()
+        begun, self._ended = entry.make_counters()
+        with tf.control_dependencies([tensor]):
+            began = begun.add_one()
+        with tf.control_dependencies([began]), self._stamped(tf.identity(tensor)) as stamped:
+            yield stamped
+
+    @contextlib.contextmanager
+    def _stamped(self, tensor: tf.Tensor) -> Iterator[tf.Tensor]:
+        if self._stamps is None:
+            yield tensor
+            return
+        begun, self._stamp_end = self._stamps.call(self._column, tensor)
         with tf.control_dependencies([begun]):
-            result = operation(tf.identity(tensor))
-        end(tf.nest.flatten(result))
-        return result
+            yield tf.identity(tensor)
 
-    return timed
+    def end(self, result: tf.Tensor | tuple) -> tf.Tensor | tuple:
+        """The result of the collective, whose end is counted once it is there."""
+        if self._stamp_end is not None:
+            self._stamp_end(tf.nest.flatten(result))
+        if self._entry is None:
+            return result
+        if self._ended is None:
+            self._entry.ended_on_host.add_now()
+            return result
+        with tf.control_dependencies(tf.nest.flatten(result)):
+            finished = self._ended.add_one()
+        with tf.control_dependencies([finished]):
+            return tf.nest.map_structure(tf.identity, result)
 
 
 class FlightRecorder:
@@ -180,54 +247,18 @@ class FlightRecorder:
         _recorders.add(self)
         _note_errors()
 
-    def watch(
-        self,
-        name: str,
-        group_label: str,
-        ranks: tuple[int, ...],
-        tensor: tf.Tensor,
-        operation: Callable[[tf.Tensor], tf.Tensor | tuple],
-        lane: str = "",
-        needed: tuple[int, ...] | None = None,
-    ) -> tf.Tensor | tuple:
-        """Returns `operation(tensor)`, counted as begun once `tensor` is there and as ended after.
+    def flight(
+        self, name: str, group: Group, lane: str = "", needed: tuple[int, ...] | None = None
+    ) -> Flight:
+        """A call of a collective that is about to begin.
 
         Args:
             name: Operation, and what it serves.
-            group_label: The label of its group.
-            ranks: The ranks of its group.
-            tensor: What it begins with.
-            operation: What it does.
-            lane: The transport that carries it, for those who time steps (`tfdist.step_clock`).
-            needed: The ranks that have to begin it before it can end here; all of the group if None.
+            group: Its group.
+            lane: The transport that carries it.
+            needed: The ranks that must begin it before it can end here; all of the group if None.
         """
-        stamps = current_stamps()
-        if stamps is not None:
-            operation = _timed(operation, stamps, Column("call", name, lane, ranks=ranks))
-        if not self.enabled:
-            return operation(tensor)
-        entry = self._entry(name, group_label, ranks)
-        needed = ranks if needed is None else needed
-        thread = self._note_thread()
-        if tf.executing_eagerly():
-            self._inside[thread] = entry, needed
-            try:
-                entry.begun_on_host.add_now()
-                result = operation(tensor)
-                entry.ended_on_host.add_now()
-            finally:
-                self._inside.pop(thread, None)
-            return result
-        entry.needed = needed if entry.needed in (None, needed) else ()
-        begun, ended = entry.make_counters()
-        with tf.control_dependencies([tensor]):
-            began = begun.add_one()
-        with tf.control_dependencies([began]):
-            result = operation(tf.identity(tensor))
-        with tf.control_dependencies(tf.nest.flatten(result)):
-            finished = ended.add_one()
-        with tf.control_dependencies([finished]):
-            return tf.nest.map_structure(tf.identity, result)
+        return Flight(self, name, group, lane, group.ranks if needed is None else needed)
 
     def in_flight(self) -> list[InFlight]:
         """The collectives that have begun and not ended."""

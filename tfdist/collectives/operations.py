@@ -21,15 +21,12 @@ from tfdist.collectives.arguments import (
     checked_tensor,
 )
 from tfdist.collectives.group import Group
-from tfdist.collectives.raw import (
+from tfdist.collectives.run import (
     SEND_NAME,
-    raw_all_gather,
-    raw_all_reduce,
-    raw_all_to_all,
-    raw_all_to_all_uneven,
-    raw_broadcast,
-    raw_reduce_scatter,
+    Call,
+    gather_text,
     receive_tensor,
+    run,
     send_tensor,
     shape_of,
 )
@@ -68,17 +65,18 @@ def all_reduce(tensor, group: Group, reduction: str = "sum", *, name: str | None
     check_reduction(reduction, tensor.dtype)
     if group.size == 1:
         return tf.identity(tensor)
+    call = Call("all_reduce", group, name, reduction)
 
     @custom_gradient
     def reduce(x):
-        y = raw_all_reduce(x, group, reduction, name)
+        y = run(call, x)
 
         def gradient(dy):
             if reduction in ("sum", "mean"):
-                return raw_all_reduce(dy, group, reduction, _backward(name))
+                return run(Call("all_reduce", group, _backward(name), reduction), dy)
             # Shared evenly among all elements that attain the extremum, as tf.reduce_max does.
             attains = tf.cast(tf.equal(x, y), dy.dtype)
-            sums = raw_all_reduce(tf.stack([dy, attains]), group, "sum", _backward(name))
+            sums = run(_sum(group, _backward(name)), tf.stack([dy, attains]))
             return attains * sums[0] / sums[1]
 
         return y, gradient
@@ -107,23 +105,27 @@ def all_gather(
     axis = checked_axis(tensor, axis, "all_gather")
     if group.size == 1:
         return tf.identity(tensor)
+    if tensor.dtype == tf.string:
+        rows = gather_text(_to_front(tensor, axis), group, uneven, name)
+        return note_shared(_from_front(rows, axis))
+    call = Call("all_gather_uneven" if uneven else "all_gather", group, name)
 
     @custom_gradient
     def gather(x):
         rows = _to_front(x, axis)
-        y = raw_all_gather(rows, group, uneven, name)
+        y = run(call, rows)
         if uneven:
             own = tf.shape(rows)[:1]
-            sizes = raw_all_gather(own, group, False, f"{name or 'gathered'}/sizes")
+            sizes = run(Call("all_gather", group, f"{name or 'gathered'}/sizes"), own)
             start = tf.reduce_sum(sizes[: group.rank])
 
         def gradient(dy):
             dy = _to_front(dy, axis)
             if uneven:
-                total = raw_all_reduce(dy, group, "sum", _backward(name))
+                total = run(_sum(group, _backward(name)), dy)
                 mine = total[start : start + own[0]]
             else:
-                mine = raw_reduce_scatter(dy, group, "sum", _backward(name))
+                mine = run(Call("reduce_scatter", group, _backward(name), "sum"), dy)
             mine.set_shape(rows.shape)
             return _from_front(mine, axis)
 
@@ -157,14 +159,14 @@ def reduce_scatter(
 
     @custom_gradient
     def scatter(x):
-        y = raw_reduce_scatter(_to_front(x, axis), group, reduction, name)
+        y = run(Call("reduce_scatter", group, name, reduction), _to_front(x, axis))
 
         def gradient(dy):
             if reduction not in ("sum", "mean"):
                 raise NotImplementedError(
                     f"reduce_scatter has a gradient for 'sum' and 'mean'. Received: {reduction!r}."
                 )
-            dx = raw_all_gather(_to_front(dy, axis), group, False, _backward(name))
+            dx = run(Call("all_gather", group, _backward(name)), _to_front(dy, axis))
             if reduction == "mean":
                 dx /= tf.cast(group.size, dx.dtype)
             return _from_front(dx, axis)
@@ -200,9 +202,8 @@ def all_to_all(tensor, group: Group, splits=None, *, name: str | None = None):
 
         @custom_gradient
         def exchange(x):
-            return raw_all_to_all(x, group, name), lambda dy: raw_all_to_all(
-                dy, group, _backward(name)
-            )
+            backward = Call("all_to_all", group, _backward(name))
+            return run(Call("all_to_all", group, name), x), lambda dy: run(backward, dy)
 
         return exchange(tensor)
 
@@ -212,10 +213,10 @@ def all_to_all(tensor, group: Group, splits=None, *, name: str | None = None):
 
     @custom_gradient
     def exchange_uneven(x):
-        y, received = raw_all_to_all_uneven(x, splits, group, name)
+        y, received = run(Call("all_to_all_uneven", group, name), x, splits)
 
         def gradient(dy, _):
-            return raw_all_to_all_uneven(dy, received, group, _backward(name))[0]
+            return run(Call("all_to_all_uneven", group, _backward(name)), dy, received)[0]
 
         return (y, received), gradient
 
@@ -241,10 +242,10 @@ def broadcast(tensor, group: Group, root: int = 0, *, name: str | None = None):
 
     @custom_gradient
     def copy(x):
-        y = raw_broadcast(x, root, group, name)
+        y = run(Call("broadcast", group, name, root=root), x)
 
         def gradient(dy):
-            total = raw_all_reduce(dy, group, "sum", _backward(name))
+            total = run(_sum(group, _backward(name)), dy)
             return total if group.rank == root else tf.zeros_like(total)
 
         return y, gradient
@@ -319,7 +320,7 @@ def barrier(group: Group, *, name: str | None = None) -> None:
     if not tf.executing_eagerly():
         raise RuntimeError("`barrier` is called eagerly, outside of tf.function.")
     if group.size > 1:
-        raw_all_reduce(tf.zeros([1], tf.int32), group, "max", name or "barrier")
+        run(Call("all_reduce", group, name or "barrier", "max"), tf.zeros([1], tf.int32))
 
 
 def _to_front(tensor, axis: int):
@@ -335,6 +336,10 @@ def _swapped(rank: int, axis: int) -> list[int]:
     order = list(range(rank))
     order[0], order[axis] = order[axis], order[0]
     return order
+
+
+def _sum(group: Group, name: str) -> Call:
+    return Call("all_reduce", group, name, "sum")
 
 
 def _backward(name: str | None) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import tensorflow as tf
 
 from tfdist.collectives import Group
-from tfdist.collectives.raw import receive_tensor, send_tensor
+from tfdist.collectives.run import receive_tensor, send_tensor
 from tfdist.graph.dependence import mark_independent
 from tfdist.graph.split import Part
 from tfdist.pipeline.schedules import Action, Kind, Schedule

@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.collectives import Group
-from tfdist.collectives.raw import receive_tensor, send_tensor, shape_of
+from tfdist.collectives.run import receive_tensor, send_tensor, shape_of
 from tfdist.keras_internals.functional import trace_graph
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.partition import Partition

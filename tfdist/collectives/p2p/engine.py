@@ -183,14 +183,10 @@ class P2PEngine(Engine):
 
     def send(self, tensor, to, name):
         """As `Engine.send`."""
-        if not (self.enabled and to in self._reached):
-            return self.inner.send(tensor, to, name)
         return self._send([tensor], [to], name)[0]
 
-    def receive(self, size, dtype, source, name, after):
+    def receive(self, after, size, dtype, source, name):
         """As `Engine.receive`."""
-        if not (self.enabled and source in self._reached):
-            return self.inner.receive(size, dtype, source, name, after)
         return self._receive(after, dtype, source, name, [size if isinstance(size, int) else None])
 
     def _send(self, tensors: list, to: list[int], name: str) -> list:

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import Group
-from tfdist.collectives.raw import raw_all_gather, raw_reduce_scatter
+from tfdist.collectives.run import Call, run
 from tfdist.layers.context_parallel.pairs import Pairs, in_turn
 
 __all__ = ["gathered_forward", "gathered_gradients"]
@@ -39,12 +39,11 @@ def gathered_gradients(rows, key, value, pairs: Pairs, group: Group, name: str):
         of_query = of_rows if of_query is None else of_query + of_rows
         of_columns.append(tf.stack(found))
     every = tf.stack(of_columns)
-    of_key, of_value = tf.unstack(
-        raw_reduce_scatter(every, group, "sum", f"{name}/gradients")[0], num=2
-    )
+    scatter = Call("reduce_scatter", group, f"{name}/gradients", "sum")
+    of_key, of_value = tf.unstack(run(scatter, every)[0], num=2)
     return of_query, of_key, of_value
 
 
 def _gathered(key, value, group: Group, name: str) -> tf.Tensor:
     # Along dim 0, so that what is taken of it is no copy.
-    return raw_all_gather(tf.stack([key, value])[None], group, False, f"{name}/keys")
+    return run(Call("all_gather", group, f"{name}/keys"), tf.stack([key, value])[None])

@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import Group
-from tfdist.collectives.raw import raw_all_gather
+from tfdist.collectives.run import Call, run
 from tfdist.token_split import TokenSplit
 
 __all__ = ["Masks", "padded"]
@@ -42,9 +42,8 @@ class Masks:
         whole = 2 * tokens.chunk
         self._keys = self._pairs = None
         if keys is not None:
-            self._keys = raw_all_gather(
-                padded(keys, whole, 1)[None], group, False, f"{name}/key-mask"
-            )
+            gather = Call("all_gather", group, f"{name}/key-mask")
+            self._keys = run(gather, padded(keys, whole, 1)[None])
         if pairs is not None:
             pairs = padded(pairs, whole, 1)
             self._pairs = padded(pairs, tokens.parts * whole, 2)

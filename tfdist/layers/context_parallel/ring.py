@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import Group
-from tfdist.collectives.raw import receive_tensor, send_tensor, shape_of
+from tfdist.collectives.run import receive_tensor, send_tensor, shape_of
 from tfdist.layers.context_parallel.pairs import Pairs, in_turn
 
 __all__ = ["ring_forward", "ring_gradients"]

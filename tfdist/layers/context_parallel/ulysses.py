@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives import Group, all_to_all
-from tfdist.collectives.raw import raw_all_gather
+from tfdist.collectives.run import Call, run
 from tfdist.layers.blockwise import blockwise_attention
 from tfdist.layers.blockwise.grid import size_of
 from tfdist.layers.context_parallel.masks import padded
@@ -102,10 +102,10 @@ def _mask(keys, pairs, tokens: TokenSplit, group: Group, name: str):
     whole = 2 * tokens.chunk
     found: Any = None
     if keys is not None:
-        every = raw_all_gather(padded(keys, whole, 1)[None], group, False, f"{name}/key-mask")
+        every = run(Call("all_gather", group, f"{name}/key-mask"), padded(keys, whole, 1)[None])
         found = _in_order(every[:, :, None, :, None], tokens)[..., 0][:, :, None]
     if pairs is not None:
-        every = raw_all_gather(padded(pairs, whole, 1)[None], group, False, f"{name}/mask")
+        every = run(Call("all_gather", group, f"{name}/mask"), padded(pairs, whole, 1)[None])
         seen = _in_order(every[:, :, None], tokens)
         found = seen if found is None else tf.logical_and(found, seen)
     return found

@@ -110,7 +110,7 @@ def merged_trace(traces: Sequence[RankTrace], **more: Any) -> dict[str, Any]:
 
 
 def _end_of_message(name: str, rank: int) -> str | None:
-    """Which end of a message a slice is: names are those of `tfdist.collectives.raw`."""
+    """Which end of a message a slice is: names are those of `tfdist.collectives.run`."""
     operation, _, rest = name.partition("/")
     if operation != "send":
         return None

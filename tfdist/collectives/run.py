@@ -1,0 +1,266 @@
+"""`run`: one collective without a gradient, in any dtype and shape, named and recorded from begin to end.
+
+What engines lack is made up for here: dtypes that they cannot add or move, scalars, tensors without
+elements.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import tensorflow as tf
+
+from tfdist.collectives.engine import Engine
+from tfdist.collectives.group import Group
+from tfdist.collectives.names import unique_name
+from tfdist.graph.arrival import arrival
+
+__all__ = ["SEND_NAME", "Call", "gather_text", "receive_tensor", "run", "send_tensor", "shape_of"]
+
+SEND_NAME = "send-recv"
+
+#: Complex numbers are sent as pairs of these, which all engines carry.
+_HALVES = {tf.complex64: tf.float32, tf.complex128: tf.float64}
+#: Operations that do not look at rows: their tensors are sent as vectors. Engines see no scalars.
+_FLAT = {"all_reduce", "broadcast", "send"}
+_REDUCING = {"all_reduce", "reduce_scatter"}
+#: The names under which variants are known to users.
+_NAMES = {
+    "all_gather_uneven": "all_gather",
+    "all_to_all_uneven": "all_to_all",
+    "receive": "send",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A collective, without its tensors.
+
+    Attributes:
+        operation: The method of the engine.
+        group: The group; for "send" and "receive" a pair.
+        name: What the operation serves, for messages.
+        reduction: "sum", "mean", "max" or "min", of an operation that reduces.
+        root: The root's place in the group, of a broadcast.
+    """
+
+    operation: str
+    group: Group
+    name: str | None = None
+    reduction: str | None = None
+    root: int | None = None
+
+    @property
+    def arguments(self) -> tuple:
+        """What the engine's method takes after the tensors and before the name."""
+        if self.operation in ("send", "receive"):
+            return ()
+        if self.root is not None:
+            return self.root, self.group
+        return (self.group,) if self.reduction is None else (self.group, self.reduction)
+
+    @property
+    def label(self) -> str:
+        """The operation, its group and what it serves; not yet unique."""
+        operation = _NAMES.get(self.operation, self.operation)
+        return f"{operation}/{self.group.label}" + (f"/{self.name}" if self.name else "")
+
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """The ranks that must begin it before it can end on this one."""
+        ranks, own = self.group.ranks, self.group.rank
+        if self.operation == "receive":
+            return (ranks[1 - own],)
+        # A sender, and the root of a broadcast, may be done before the others have come.
+        if self.operation == "send" or self.root == own:
+            return ()
+        return ranks if self.root is None else (ranks[self.root],)
+
+
+def run(call: Call, tensor: tf.Tensor, *more):
+    """Runs a collective.
+
+    Args:
+        call: Which.
+        tensor: This rank's tensor: numbers or booleans.
+        *more: The engine's further arguments, such as the splits of "all_to_all_uneven".
+
+    Returns:
+        The result, in the dtype of `tensor`; of "all_to_all_uneven" also the numbers of rows received.
+    """
+    group = call.group
+    if tensor.shape.num_elements() == 0 and not call.operation.endswith("_uneven"):
+        return tf.zeros(_output_shape(call, tensor.shape), tensor.dtype)
+    transport = group.engine.transport(group, reduces=call.operation == "all_reduce")
+    wire, restore = _on_wire(tensor, transport, call)
+    flight = group.engine.recorder.flight(
+        unique_name(call.label), group, transport.lane, call.needed
+    )
+    with flight.begin(wire) as wire:
+        operation = getattr(transport, call.operation)
+        result = operation(wire, *more, *call.arguments, name=flight.name)
+    return restore(flight.end(result))
+
+
+def _on_wire(tensor: tf.Tensor, transport: Engine, call: Call) -> tuple[tf.Tensor, Callable]:
+    """The tensor as the transport carries it, and the way back from what comes."""
+    if call.operation == "receive":
+        # Its tensor says when it begins, and nothing else.
+        return _unfoldable(tensor), lambda moved: moved
+    half = _HALVES.get(tensor.dtype)
+    parts = tensor if half is None else tf.bitcast(tensor, half)
+    reduces = call.operation in _REDUCING
+    via = _wire_dtype(parts.dtype, transport, reduces)
+    wire = _converted(parts, via, reduces)
+    is_flat = call.operation in _FLAT and wire.shape.rank != 1
+    if is_flat:
+        wire = tf.reshape(wire, [-1])
+
+    def restore(moved):
+        if isinstance(moved, tuple):
+            rows, received = moved
+            received.set_shape([call.group.size])
+            return restore(rows), received
+        if is_flat:
+            shape = parts.shape
+            moved = tf.reshape(moved, shape if shape.is_fully_defined() else tf.shape(parts))
+        moved.set_shape(_output_shape(call, parts.shape))
+        moved = _converted(moved, parts.dtype, reduces)
+        return moved if half is None else tf.bitcast(moved, tensor.dtype)
+
+    return _unfoldable(wire), restore
+
+
+def _unfoldable(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor, which waits for the batch of the step, and which TensorFlow takes for no constant.
+
+    Grappler would run a collective of constants while it optimizes, on the ranks where it happens to;
+    it never folds a placeholder, whatever its default.
+    """
+    if tf.executing_eagerly():
+        return tensor
+    with arrival():
+        return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape)
+
+
+def _wire_dtype(dtype: tf.DType, transport: Engine, reduces: bool) -> tf.DType:
+    if reduces and dtype == tf.bool:
+        dtype = tf.int32
+    return (transport.reduce_as if reduces else transport.move_as).get(dtype, dtype)
+
+
+def _converted(tensor: tf.Tensor, dtype: tf.DType, reduces: bool = False) -> tf.Tensor:
+    """The tensor in another dtype: the same bits where these are only moved and have room."""
+    given = tensor.dtype
+    if reduces or given.size != dtype.size or tf.bool in (given, dtype):
+        return tf.cast(tensor, dtype)
+    return tensor if given == dtype else tf.bitcast(tensor, dtype)
+
+
+def _output_shape(call: Call, shape: tf.TensorShape) -> tf.TensorShape:
+    """The static shape of the result for a tensor of this shape."""
+    if call.operation in ("all_reduce", "all_to_all", "broadcast", "send"):
+        return shape
+    rows, size = shape[0], call.group.size
+    if rows is not None:
+        rows = {"all_gather": rows * size, "reduce_scatter": rows // size}.get(call.operation)
+    return tf.TensorShape([rows, *shape[1:]])
+
+
+def gather_text(tensor: tf.Tensor, group: Group, uneven: bool, name: str | None) -> tf.Tensor:
+    """As `all_gather` along dim 0, of strings: their bytes are sent, and their lengths."""
+    with tf.device("/CPU:0"):
+        own = tf.io.decode_raw(tf.strings.reduce_join(tf.reshape(tensor, [-1])), tf.uint8)
+        gather = "all_gather_uneven" if uneven else "all_gather"
+        lengths = run(Call(gather, group, f"{name or 'text'}/lengths"), tf.strings.length(tensor))
+        content = run(Call("all_gather_uneven", group, name), own)
+        letters = tf.gather([bytes([code]) for code in range(256)], tf.cast(content, tf.int32))
+        counts = tf.reshape(lengths, [-1])
+        places = tf.repeat(tf.range(tf.size(counts)), counts)
+        joined = tf.strings.unsorted_segment_join(letters, places, tf.size(counts))
+        return tf.ensure_shape(tf.reshape(joined, tf.shape(lengths)), lengths.shape)
+
+
+def send_tensor(tensor: tf.Tensor, group: Group, to: int, *, name: str | None = None) -> tf.Tensor:
+    """Sends a tensor to one member, which calls `receive_tensor`; without a gradient.
+
+    Args:
+        tensor: The tensor, of any shape and dtype.
+        group: The group.
+        to: The receiver's place in the group.
+        name: What the transfer serves, for messages; the same at the receiver.
+
+    Returns:
+        The tensor, once it has been handed to the transport. It is sent also where nobody uses that.
+    """
+    engine, other = group.engine, group.ranks[to]
+    pair = engine.pair(other)
+    call = Call("send", pair, f"{engine.rank}-to-{other}/{name or SEND_NAME}")
+    sent = run(call, tensor, other)
+    if not engine.transport(pair).sends_unused:
+        _use(sent, f"{pair.label}/{call.name}")
+    return sent
+
+
+def receive_tensor(
+    shape: Sequence,
+    dtype: tf.DType,
+    group: Group,
+    source: int,
+    *,
+    name: str | None = None,
+    unused: bool = False,
+) -> tf.Tensor:
+    """Receives a tensor from one member, which calls `send_tensor`; without a gradient.
+
+    Args:
+        shape: The sizes of its dims: ints, or int32 scalars where only the run knows.
+        dtype: Its dtype.
+        group: The group.
+        source: The sender's place in the group.
+        name: What the transfer serves, for messages; the same at the sender.
+        unused: Whether it is received also where nobody uses it.
+    """
+    if dtype in _HALVES:
+        halves = receive_tensor(
+            [*shape, 2], _HALVES[dtype], group, source, name=name, unused=unused
+        )
+        return tf.bitcast(halves, dtype)
+    static = tf.TensorShape([size if isinstance(size, int) else None for size in shape])
+    elements = static.num_elements()
+    if elements == 0:
+        return tf.zeros(shape, dtype)
+    engine, other = group.engine, group.ranks[source]
+    pair = engine.pair(other)
+    via = _wire_dtype(dtype, engine.transport(pair), reduces=False)
+    size = elements if elements is not None else tf.reduce_prod(tf.stack(list(shape)))
+    call = Call("receive", pair, f"{other}-to-{engine.rank}/{name or SEND_NAME}")
+    flat = run(call, tf.constant(0), size, via, other)
+    if unused:
+        _use(flat, f"{pair.label}/{call.name}")
+    return tf.ensure_shape(_converted(tf.reshape(flat, shape), dtype), static)
+
+
+def _use(sent: tf.Tensor, name: str) -> None:
+    """Makes a message an effect of the graph, where nobody uses the sender's copy or the receiver's.
+
+    TensorFlow leaves out operations whose outputs lead to nothing, unless they are known to have
+    an effect, which not all engines say of theirs. So an element is written somewhere.
+    """
+    if tf.executing_eagerly() or sent.shape.num_elements() == 0:
+        return
+    with tf.init_scope(), tf.device("/CPU:0"):
+        handle = tf.raw_ops.VarHandleOp(
+            dtype=sent.dtype, shape=[], shared_name=f"tfdist-sent/{name}/{sent.dtype.name}"
+        )
+    some = tf.reshape(sent, [-1])[:1]
+    some = tf.math.real(some) if sent.dtype.is_complex else some
+    total = tf.cast(tf.reduce_sum(tf.cast(some, tf.float32)), sent.dtype)
+    tf.raw_ops.AssignVariableOp(resource=handle, value=total)
+
+
+def shape_of(tensor: tf.Tensor) -> list:
+    """The sizes of a tensor's dims, ints where they are known."""
+    sizes = tf.shape(tensor)
+    return [sizes[i] if size is None else size for i, size in enumerate(tensor.shape)]
