@@ -75,7 +75,7 @@ def _computing(source: Any, *, of_whole_batch: bool) -> Iterator[None]:
         _local.source, _local.gathers, _local.is_of_whole_batch = before
 
 
-def _call_loss(original, self, y_true, y_pred, sample_weight=None):
+def _call_loss(self, y_true, y_pred, sample_weight=None, *, original):
     if current_step() is None:
         return original(self, y_true, y_pred, sample_weight)
     function = getattr(self, "fn", None)
@@ -87,7 +87,7 @@ def _call_loss(original, self, y_true, y_pred, sample_weight=None):
         return original(self, y_true, y_pred, sample_weight)
 
 
-def _update_metric(original, self, y_true, y_pred, sample_weight=None):
+def _update_metric(self, y_true, y_pred, sample_weight=None, *, original):
     if current_step() is None:
         return original(self, y_true, y_pred, sample_weight)
     function = metric_function(self)

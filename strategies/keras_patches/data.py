@@ -56,7 +56,7 @@ def first_batch_compared() -> Iterator[None]:
         _awaited.pop()
 
 
-def _init(original, self, distribute_strategy=None, *args, **kwargs):
+def _init(self, distribute_strategy=None, *args, original, **kwargs):
     is_ours = isinstance(distribute_strategy, DistributedStrategy)
     if not is_ours or distribute_strategy.mesh.size == 1:
         original(self, distribute_strategy, *args, **kwargs)

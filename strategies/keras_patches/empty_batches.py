@@ -27,7 +27,7 @@ from tfdist.strategies.keras_patches.synchronization import StatesOfCall, kept_w
 __all__ = ["PATCHES"]
 
 
-def _call(original, self, *args, **kwargs):
+def _call(self, *args, original, **kwargs):
     """The outermost layer of a call gets a row where there is none."""
     replica = current_replica()
     if replica is None or replica.has_padding is not None:
@@ -87,12 +87,12 @@ def _without_it(value, rows: tf.Tensor):
     return with_provenance(lambda part: part[: tf.where(rows == 0, 0, tf.shape(part)[0])], value)
 
 
-def _compile_loss(original, self, y_true, y_pred, sample_weight=None):
+def _compile_loss(self, y_true, y_pred, sample_weight=None, *, original):
     with _padded(y_true, y_pred, sample_weight) as (given, _):
         return of_each_sample(original(self, *given))
 
 
-def _compile_metrics(original, self, y_true, y_pred, sample_weight=None):
+def _compile_metrics(self, y_true, y_pred, sample_weight=None, *, original):
     """Metrics, which count nothing where there are no rows."""
     with _padded(y_true, y_pred, sample_weight) as (given, rows):
         if rows is None:

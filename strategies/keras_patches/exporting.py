@@ -103,7 +103,7 @@ def exporting_patches(models) -> tuple[Patch, ...]:
     )
 
 
-def _export(original: Callable, self, path, *args, dequantize: bool = False, **kwargs):
+def _export(self, path, *args, dequantize: bool = False, original: Callable, **kwargs):
     """Every rank calls it, and the chief writes what plain KerasHub would of a plain model.
 
     Args:
@@ -142,10 +142,10 @@ def _export(original: Callable, self, path, *args, dequantize: bool = False, **k
 
     # Errors and the watchdog show what ranks do together by its name.
     write.__name__ = getattr(original, "__name__", "export_to_transformers")
-    return write_once(write, self)
+    return write_once(self, original=write)
 
 
-def _export_tokenizer(original: Callable, tokenizer, path):
+def _export_tokenizer(tokenizer, path, *, original: Callable):
     """A tokenizer is no rank's, so each rank that calls it writes the same files.
 
     KerasHub renames some of them, and two ranks would take them away from each other.

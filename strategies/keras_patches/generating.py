@@ -15,7 +15,7 @@ from tfdist.native import taking_kernels
 __all__ = ["generate_alike"]
 
 
-def generate_alike(original, self, inputs, *args, **kwargs):
+def generate_alike(self, inputs, *args, original, **kwargs):
     """Wraps `keras_hub.models.CausalLM.generate`.
 
     Ranks that hold parts of one model compute each token together. A sampler without a seed starts

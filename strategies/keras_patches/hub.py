@@ -38,7 +38,7 @@ _WITH_BALANCE_LOSSES = (
 _BESIDE = "tfdist"
 
 
-def _save_adapter(original, self, filepath):
+def _save_adapter(self, filepath, *, original):
     """The chief gathers the adapter alone, not the model that it is for.
 
     KerasHub leaves out what is trained beside: the biases, which its `enable_lora` lets train, or
@@ -110,7 +110,7 @@ def _read_beside(backbone, filepath) -> None:
     store.close()
 
 
-def _load_adapter(original, self, filepath):
+def _load_adapter(self, filepath, *, original):
     """Each rank reads its parts of an adapter; the layers that it is for have LoRA before."""
     if not getattr(self, "_lora_enabled_layers", None):
         # What `load_lora_weights` would do itself, before its variables are known to be read.
@@ -123,7 +123,7 @@ def _load_adapter(original, self, filepath):
         _read_beside(self, filepath)
 
 
-def _balance(original, router_logits, num_experts, top_k, attention_mask=None):
+def _balance(router_logits, num_experts, top_k, attention_mask=None, *, original):
     """The balance loss of a layer of experts, of the tokens of all ranks.
 
     It is a product of two means over tokens, so the mean of the ranks' losses would be another one.

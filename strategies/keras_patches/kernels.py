@@ -19,7 +19,7 @@ __all__ = ["PATCHES"]
 _OWN_DTYPES = (tf.float32, tf.float64)
 
 
-def _adam_step(original, self, gradient, variable, learning_rate):
+def _adam_step(self, gradient, variable, learning_rate, *, original):
     """Adam and AdamW, for dense gradients."""
     is_ours = hasattr(tf.distribute.get_strategy(), "zero_stage")
     if not is_ours or self.amsgrad or not isinstance(gradient, tf.Tensor):
@@ -55,7 +55,7 @@ def _adam_step(original, self, gradient, variable, learning_rate):
     return None
 
 
-def _normalize(original, self, inputs, training=None, mask=None):
+def _normalize(self, inputs, training=None, mask=None, *, original):
     """BatchNormalization of images over this rank's own rows."""
     replica = current_replica()
     has_renorm = getattr(self, "renorm", False)  # Keras knows it since 3.14.

@@ -31,7 +31,7 @@ def loss_scale_logs(model) -> dict[str, tf.Tensor]:
     }
 
 
-def _check_finite(original, self, grads):
+def _check_finite(self, grads, *, original):
     """A gradient that overflows on one rank skips the step on all."""
     finite = original(self, grads)
     replica = current_replica()
@@ -48,7 +48,7 @@ def _check_finite(original, self, grads):
     return finite
 
 
-def _metrics_or_logs(original, self, logs):
+def _metrics_or_logs(self, logs, *, original):
     """Keras takes the metrics' own results, unless a step returns something else than these."""
     more = loss_scale_logs(self)
     if not logs and began_before():

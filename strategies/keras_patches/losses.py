@@ -21,12 +21,12 @@ from tfdist.strategies.keras_patches.batch_losses import notice_scalar, of_whole
 __all__ = ["PATCHES", "of_each_sample"]
 
 
-def _scale(original, value):
+def _scale(value, *, original):
     return original(value) if current_step() is None else value
 
 
 def _reduce(
-    original, values, sample_weight=None, mask=None, reduction="sum_over_batch_size", dtype=None
+    values, sample_weight=None, mask=None, reduction="sum_over_batch_size", dtype=None, *, original
 ):
     """The loss of this rank's rows, so scaled that its gradient is right once weighed by share."""
     loss = original(values, sample_weight, mask, reduction, dtype)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.context import DistributedStrategy, current_replica, strategy_of
+from tfdist.keras_internals.patching import replacement
 from tfdist.keras_internals.private import in_stateless_scope
 from tfdist.strategies.keras_patches.counting import Counting, states_on_read
 
@@ -75,7 +75,7 @@ def keep_states(metrics: Sequence, variables: Sequence, states: Sequence) -> Non
             record.states = [found[id(variable)] for variable in states_on_read([metric])]
 
 
-def _update(original: Callable, self, *args, **kwargs):
+def _update(self, *args, original: Callable, **kwargs):
     with _outermost(self) as is_outermost:
         if is_outermost:
             _note_update(self)
@@ -91,7 +91,7 @@ def _note_update(metric) -> None:
         record.is_counted_outside = True
 
 
-def _reset(original: Callable, self, *args, **kwargs):
+def _reset(self, *args, original: Callable, **kwargs):
     record = _records.get(self)
     if record is not None and tf.executing_eagerly():
         record.is_counted_outside = False
@@ -100,7 +100,7 @@ def _reset(original: Callable, self, *args, **kwargs):
     return original(self, *args, **kwargs)
 
 
-def _result(original: Callable, self, *args, **kwargs):
+def _result(self, *args, original: Callable, **kwargs):
     with _outermost(self) as is_outermost:
         if not is_outermost:
             return original(self, *args, **kwargs)
@@ -193,12 +193,4 @@ def _wrap(cls: type) -> None:
     for name, call in _METHODS.items():
         original = vars(cls).get(name)
         if callable(original):
-            setattr(cls, name, _called(original, call))
-
-
-def _called(original: Callable, call: Callable) -> Callable:
-    @functools.wraps(original)
-    def method(self, *args, **kwargs):
-        return call(original, self, *args, **kwargs)
-
-    return method
+            setattr(cls, name, replacement(original, call))

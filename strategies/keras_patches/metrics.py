@@ -19,7 +19,7 @@ from tfdist.strategies.keras_patches.metric_reads import keep_states
 __all__ = ["PATCHES"]
 
 
-def _get_metrics_result(original, self):
+def _get_metrics_result(self, *, original):
     """The metrics of all ranks; in a training step also what a loss scale did."""
     results = _global_metrics(original, self)
     step = current_step()
@@ -54,7 +54,7 @@ def _global_metrics(original, self):
         return original(self)
 
 
-def _update_mean(original, self, values, sample_weight=None):
+def _update_mean(self, values, sample_weight=None, *, original):
     """A step's scalar, such as its loss, counts by the share of samples that it is the mean of.
 
     Summed over ranks the scalar then counts once a step, as in a single process. Keras counts a row

@@ -21,7 +21,7 @@ from tfdist.keras_step import weighted
 __all__ = ["PATCHES"]
 
 
-def _compute_moments_sync(original, x, axes, keepdims):
+def _compute_moments_sync(x, axes, keepdims, *, original):
     """The mean and variance of all ranks' entries, from statistics that travel together.
 
     Every layer waits for its statistics before it goes on, so a step pays for the latency of each

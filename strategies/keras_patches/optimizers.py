@@ -30,7 +30,7 @@ from tfdist.zero.update import LocalShard, all_gather_parameters
 __all__ = ["PATCHES"]
 
 
-def _apply(original, self, grads, trainable_variables=None):
+def _apply(self, grads, trainable_variables=None, *, original):
     """Before accumulation: a micro-step's gradient counts by that micro-step's shares."""
     replica = current_replica()
     grads = list(grads)
@@ -56,7 +56,7 @@ def _apply(original, self, grads, trainable_variables=None):
             return result
 
 
-def _apply_gradients(original, self, grads_and_vars, **kwargs):
+def _apply_gradients(self, grads_and_vars, *, original, **kwargs):
     """As in TensorFlow's Keras before 3: where the user has reduced gradients, nothing is done to them."""
     replica = current_replica()
     if replica is None or not kwargs:
@@ -70,7 +70,7 @@ def _apply_gradients(original, self, grads_and_vars, **kwargs):
         replica.gradients_are_global = before
 
 
-def _apply_scaled(original, self, grads, trainable_variables=None):
+def _apply_scaled(self, grads, trainable_variables=None, *, original):
     """A loss scale looks at gradients for every step, which is no reading of the user's."""
     replica = current_replica()
     if replica is not None and replica.gradient_reads is not None:
@@ -94,7 +94,7 @@ def _prepare(optimizer, variables) -> None:
             update_layout(variable, state=state)
 
 
-def _clip_gradients(original, self, grads):
+def _clip_gradients(self, grads, *, original):
     """After accumulation and before clipping: the one reduction of the step."""
     path = current_path()
     if path is None:
@@ -105,7 +105,7 @@ def _clip_gradients(original, self, grads):
     return path.clip(grads) if path.is_spread() else original(self, grads)
 
 
-def _add_variable_from_reference(original, self, reference_variable, name=None, *args, **kwargs):
+def _add_variable_from_reference(self, reference_variable, name=None, *args, original, **kwargs):
     """The moments of a slice are slices of the moments, and lie where it lies."""
     strategy = current_strategy()
     with as_shards():
@@ -158,7 +158,7 @@ class _Shape:
     dtype: str
 
 
-def _update_step(original, self, grads, trainable_variables, learning_rate):
+def _update_step(self, grads, trainable_variables, learning_rate, *, original):
     """Under ZeRO each rank updates its shards, and then all get the whole parameters."""
     path = current_path()
     if path is None:
@@ -172,7 +172,7 @@ def _update_step(original, self, grads, trainable_variables, learning_rate):
         return original(self, grads, variables, learning_rate)
 
 
-def _overwrite_with_averages(original, self, trainable_variables):
+def _overwrite_with_averages(self, trainable_variables, *, original):
     with as_shards():
         return original(self, trainable_variables)
 

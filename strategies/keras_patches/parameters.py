@@ -28,7 +28,7 @@ from tfdist.zero.unshard import gathered
 __all__ = ["PATCHES", "call_gathered"]
 
 
-def _add_weight(original, self, *args, **kwargs):
+def _add_weight(self, *args, original, **kwargs):
     strategy = current_strategy()
     # A step that builds its layers makes them before it begins: a value that its graph makes later could
     # not be cut into shards.
@@ -62,7 +62,7 @@ def call_gathered(original, self, *args, **kwargs):
     return left
 
 
-def _with_shards(original, *args, **kwargs):
+def _with_shards(*args, original, **kwargs):
     """What takes `variable.value` for the memory of a variable, in methods that no gradient goes through."""
     with as_shards():
         return original(*args, **kwargs)

@@ -14,7 +14,7 @@ __all__ = ["PATCHES"]
 _STRIDE = 0x9E3779B1
 
 
-def _next(original, self, ordered=True):
+def _next(self, ordered=True, *, original):
     """Moves the drawn seed by the place of the rank's samples; the state itself stays equal.
 
     Ranks of one tensor group hold the same samples and share the place, so they drop alike.

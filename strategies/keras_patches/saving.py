@@ -44,7 +44,7 @@ class _Writing(threading.local):
 _writing = _Writing()
 
 
-def write_once(original, self, *args, **kwargs):
+def write_once(self, *args, original, **kwargs):
     """Calls a method that writes files on the chief alone, where all variables are global arrays."""
     return write_some_once(original, self, split_variables(self), *args, **kwargs)
 
@@ -117,7 +117,7 @@ def _unpacked(content: bytes, words: str) -> Exception:
     return error if isinstance(error, Exception) else RuntimeError(words)
 
 
-def save_checkpoint(original, self, *args, **kwargs):
+def save_checkpoint(self, *args, original, **kwargs):
     """A callback that saves: it makes the folder before, on the chief alone, which may fail there."""
     strategy = strategy_of(self.model)
     if strategy is None or strategy.group().size == 1:
@@ -131,7 +131,7 @@ def save_checkpoint(original, self, *args, **kwargs):
         _writing.checkpoint = _writing.failed = None
 
 
-def _make_folder(original, path):
+def _make_folder(path, *, original):
     """The folder of a checkpoint: what the chief raises there it raises where all ranks hear of it."""
     if _writing.checkpoint is None or _writing.under_way:
         return original(path)
@@ -143,17 +143,17 @@ def _make_folder(original, path):
     return None
 
 
-def _export(original, self, *args, **kwargs):
+def _export(self, *args, original, **kwargs):
     if split_variables(self):
         raise ValueError(
             "An exported program runs on one device. Received: `export` on a model whose weights "
             "are split over ranks. Save it with `model.save`, load that on one device, and "
             "export there."
         )
-    return write_once(original, self, *args, **kwargs)
+    return write_once(self, *args, original=original, **kwargs)
 
 
-def _load_state(original, saveable, *args, **kwargs):
+def _load_state(saveable, *args, original, **kwargs):
     """The outermost call reads global arrays, of which this rank keeps its parts."""
     if getattr(_loading, "under_way", False) or not has_parts(saveable):
         return original(saveable, *args, **kwargs)

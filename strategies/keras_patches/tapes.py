@@ -11,7 +11,7 @@ from tfdist.keras_internals.patching import Patch
 __all__ = ["PATCHES"]
 
 
-def _gradient(original, self, target, sources, *args, **kwargs):
+def _gradient(self, target, sources, *args, original, **kwargs):
     """Without it a step that clips, logs or adds up gradients would take this rank's for those of all."""
     replica = current_replica()
     with passing(sources):

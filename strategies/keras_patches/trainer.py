@@ -66,7 +66,7 @@ def _arguments(original, *args, **kwargs) -> dict:
     return {**bound.arguments, **extra}
 
 
-def _fit(original, self, *args, **kwargs):
+def _fit(self, *args, original, **kwargs):
     arguments = _arguments(original, self, *args, **kwargs)
     asynchronous = asynchronous_strategy_of(self)
     if asynchronous is not None:
@@ -152,7 +152,7 @@ def _adopt_optimizers(model, strategy) -> None:
             value = getattr(value, "inner_optimizer", None)
 
 
-def _evaluate(original, self, *args, **kwargs):
+def _evaluate(self, *args, original, **kwargs):
     _before_reading(self)
     strategy = _parallel_strategy(self)
     if strategy is None:
@@ -177,7 +177,7 @@ def _before_reading(model) -> None:
         strategy.before_reading(model)
 
 
-def _predict(original, self, *args, **kwargs):
+def _predict(self, *args, original, **kwargs):
     _before_reading(self)
     strategy = _parallel_strategy(self)
     if strategy is None:
@@ -191,14 +191,14 @@ def _predict(original, self, *args, **kwargs):
         return original(**arguments)
 
 
-def _predict_on_batch(original, self, x):
+def _predict_on_batch(self, x, *, original):
     if _parallel_strategy(self) is None:
         return original(self, x)
     rows = _first(x).shape[0]
     return self.predict(x, batch_size=rows, verbose=0)
 
 
-def _train_on_batch(original, self, x, y=None, sample_weight=None, *args, **kwargs):
+def _train_on_batch(self, x, y=None, sample_weight=None, *args, original, **kwargs):
     strategy = strategy_of(self)
     if strategy is not None:
         _adopt_optimizers(self, strategy)
@@ -206,7 +206,7 @@ def _train_on_batch(original, self, x, y=None, sample_weight=None, *args, **kwar
     return original(self, x, y, sample_weight, *args, **kwargs)
 
 
-def _test_on_batch(original, self, x, y=None, sample_weight=None, *args, **kwargs):
+def _test_on_batch(self, x, y=None, sample_weight=None, *args, original, **kwargs):
     x, y, sample_weight = _own_rows(self, (x, y, sample_weight))
     with global_parameters(self):
         return original(self, x, y, sample_weight, *args, **kwargs)
@@ -238,7 +238,7 @@ def _first(batch):
     return next(part for part in tf.nest.flatten(batch) if part is not None)
 
 
-def _maybe_symbolic_build(original, self, iterator=None, data_batch=None):
+def _maybe_symbolic_build(self, iterator=None, data_batch=None, *, original):
     """Builds the model from the specification of a batch, where Keras would take a batch.
 
     Keras draws it from the data set, and only under a strategy: a data set that shuffles anew each

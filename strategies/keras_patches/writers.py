@@ -54,7 +54,7 @@ def silence(callback) -> None:
                 setattr(callback, name, tf.summary.create_file_writer(folder.name))
 
 
-def _send(original, self, *args, **kwargs):
+def _send(self, *args, original, **kwargs):
     """What `RemoteMonitor` shows it shows once, not once for each rank."""
     return None if hasattr(self, _FOLDER) else original(self, *args, **kwargs)
 
@@ -70,7 +70,7 @@ def _writes(callback) -> bool:
     return strategy is None or strategy.group().size == 1 or strategy.is_chief
 
 
-def _restore(original, self, *args, **kwargs):
+def _restore(self, *args, original, **kwargs):
     """What the chief restores reaches this rank with its weights, slices of split ones here."""
     if _writes(self):
         original(self, *args, **kwargs)
@@ -78,15 +78,15 @@ def _restore(original, self, *args, **kwargs):
         receive_slices(self.model, self.model.distribute_strategy.group())
 
 
-def _back_up(original, self, *args, **kwargs):
+def _back_up(self, *args, original, **kwargs):
     """Other ranks than the chief take part in the save, and touch no file."""
     if _writes(self):
-        save_checkpoint(original, self, *args, **kwargs)
+        save_checkpoint(self, *args, original=original, **kwargs)
     else:
         self.model.save_weights(filepath=self._weights_path, overwrite=True)
 
 
-def _delete_backup(original, self, *args, **kwargs):
+def _delete_backup(self, *args, original, **kwargs):
     return original(self, *args, **kwargs) if _writes(self) else None
 
 

@@ -84,7 +84,7 @@ class Owner:
 
 def test_wrapping_twice_does_nothing():
     patch = Patch(
-        Owner, "function", ("value",), lambda original, *args, **kwargs: -original(*args, **kwargs)
+        Owner, "function", ("value",), lambda *args, original, **kwargs: -original(*args, **kwargs)
     )
     apply_patches([patch])
     wrapped = Owner.function

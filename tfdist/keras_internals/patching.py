@@ -1,10 +1,11 @@
-"""How a function of Keras is wrapped: by name, with its signature checked."""
+"""How a function of Keras is replaced: by name, with its signature checked."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import keras
 
 from tfdist.runtime.versions import VersionError, range_of
 
-__all__ = ["Patch", "apply_patches", "check_parameters", "moved"]
+__all__ = ["Patch", "apply_patches", "check_parameters", "moved", "replacement"]
 
 _applied: set[tuple[int, str, int]] = set()
 
@@ -25,7 +26,7 @@ class Patch:
         owner: The module or class.
         name: The function's name there.
         parameters: The first parameters that the patch counts on.
-        call: Called as `call(original, *args, **kwargs)`.
+        call: Called in its stead, with Keras' own function as the keyword `original`.
     """
 
     owner: object
@@ -35,7 +36,7 @@ class Patch:
 
 
 def apply_patches(patches: Sequence[Patch]) -> None:
-    """Wraps each function that is not wrapped yet.
+    """Replaces each function that is not replaced yet.
 
     Raises:
         VersionError: Keras has no such function, or its parameters are others.
@@ -46,7 +47,7 @@ def apply_patches(patches: Sequence[Patch]) -> None:
             continue
         check_parameters(patch.owner, patch.name, patch.parameters)
         original = getattr(patch.owner, patch.name)
-        setattr(patch.owner, patch.name, _wrapped(original, patch.call))
+        setattr(patch.owner, patch.name, replacement(original, patch.call))
         _applied.add(key)
 
 
@@ -71,9 +72,13 @@ def moved(expected: str, found: object) -> VersionError:
     )
 
 
-def _wrapped(original: Callable, call: Callable) -> Callable:
-    @functools.wraps(original)
-    def function(*args, **kwargs):
-        return call(original, *args, **kwargs)
+def replacement(original: Callable, call: Callable) -> Callable:
+    """A copy of `call` whose keyword `original` is bound; users see the name and the signature of `original`.
 
-    return function
+    No function stands between the caller and the copy: tracebacks and steps of a debugger stay short.
+    """
+    function = types.FunctionType(
+        call.__code__, call.__globals__, call.__name__, call.__defaults__, call.__closure__
+    )
+    function.__kwdefaults__ = {**(call.__kwdefaults__ or {}), "original": original}
+    return functools.update_wrapper(function, original)
