@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 
-__all__ = ["AsynchronousExtended", "AsynchronousStrategy", "asynchronous_strategy_of", "overridden"]
+from tfdist.step.hooks import FitHook
+
+__all__ = ["AsynchronousExtended", "AsynchronousStrategy", "overridden"]
 
 
-class AsynchronousStrategy(tf.distribute.Strategy, abc.ABC):
+class AsynchronousStrategy(tf.distribute.Strategy, FitHook, abc.ABC):
     """A strategy whose workers update parameters without waiting for each other.
 
-    `fit` is Keras' own. What it computes in a step goes through `train_step`.
+    `fit` is Keras' own, with the strategy as a hook around it. What it computes in a step goes through
+    `train_step`.
     """
 
-    @abc.abstractmethod
-    def fit(self, call: Callable[[dict], Any], arguments: dict) -> Any:
-        """Runs a `fit` of Keras.
-
-        Args:
-            call: Keras' `fit`.
-            arguments: Its arguments by name, with the model as `self`.
-        """
+    @property
+    def fit_hooks(self) -> Sequence[FitHook]:
+        """The hooks around calls of its models: itself."""
+        return (self,)
 
     @abc.abstractmethod
     def train_step(self, model: keras.Model, step: Callable, data: tuple) -> Any:
@@ -38,9 +37,6 @@ class AsynchronousStrategy(tf.distribute.Strategy, abc.ABC):
             step: Its `train_step`.
             data: What it is called with.
         """
-
-    def before_reading(self, model: keras.Model) -> None:
-        """Called before `evaluate` and `predict` look at a model."""
 
     def run(self, fn, args=(), kwargs=None, options=None):
         """Runs `fn` on this worker; a `train_step` of a Keras model reads and updates parameters.
@@ -79,12 +75,6 @@ class AsynchronousExtended(OneDeviceExtended):
     def _experimental_distribute_dataset(self, dataset, options):
         del options
         return dataset
-
-
-def asynchronous_strategy_of(model) -> AsynchronousStrategy | None:
-    """The strategy that a Keras model was made under, if it is an asynchronous one."""
-    strategy = getattr(model, "distribute_strategy", None)
-    return strategy if isinstance(strategy, AsynchronousStrategy) else None
 
 
 @contextlib.contextmanager

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import socket
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -16,10 +17,12 @@ import tensorflow as tf
 
 from tfdist.collectives import all_gather
 from tfdist.collectives.objects import all_gather_object
+from tfdist.keras_step import KerasStep
 from tfdist.monitoring.work import Worked, WorkMeter
 from tfdist.row_shares import RowShares
 from tfdist.runtime.process_memory import available_bytes, resident_bytes
 from tfdist.shares import balanced_rows, parts_of
+from tfdist.step.hooks import FitContext, FitHook
 
 __all__ = ["Balancing"]
 
@@ -36,7 +39,7 @@ _MEMORY_SHARE = 0.8
 _MOST_SHOWN = 8
 
 
-class Balancing(keras.callbacks.Callback):
+class Balancing(keras.callbacks.Callback, FitHook):
     """Changes the shares of a strategy between the steps of `fit`; every rank has it.
 
     Args:
@@ -49,10 +52,23 @@ class Balancing(keras.callbacks.Callback):
         super().__init__()
         self._strategy = strategy
         self._shares: RowShares = strategy.row_shares
-        self._meter: WorkMeter = strategy.work_meter
+        self._meter = WorkMeter(strategy.mesh)
         self._ranks_of_host = 1
         self._left = self._calls = 0
         self._began, self._cost = 0.0, 0.0
+
+    @contextlib.contextmanager
+    def around(self, fit: FitContext) -> Iterator[None]:
+        """See `FitHook.around`: it is one of the callbacks of each `fit`."""
+        if fit.kind == "fit":
+            fit.arguments["callbacks"] = [self, *fit.callbacks]
+        yield
+
+    def around_step(self, step: KerasStep) -> contextlib.AbstractContextManager:
+        """See `FitHook.around_step`: training steps are timed."""
+        if step.kind != "train":
+            return contextlib.nullcontext()
+        return self._meter.measuring(step.rows, step.arguments)
 
     def on_train_begin(self, logs=None):
         """Learns how many ranks share the memory of this host."""

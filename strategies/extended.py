@@ -18,8 +18,7 @@ from tfdist.data.sharding import equal_steps, is_per_rank, mark_per_rank, shard_
 from tfdist.data.tokens import agreed_split, shard_tokens
 from tfdist.graph.arrival import after_arrival
 from tfdist.keras_step import KerasStep
-from tfdist.monitoring.work import WorkMeter
-from tfdist.strategies.keras_patches.steps import run_keras_step
+from tfdist.strategies.keras_patches.steps import keras_step
 from tfdist.token_split import TokenSplit
 
 __all__ = ["ParallelExtended"]
@@ -38,10 +37,6 @@ class ParallelExtended(OneDeviceExtended):
         self._local = threading.local()
         self._batch_logs_read: tf.Variable | None = None
         self._runs: tf.Variable | None = None
-        #: Times the training steps of this rank, where shares of rows follow its speed.
-        self.work_meter: WorkMeter | None = None
-        #: Whether callbacks are at the beginning of `fit`, where some restore on the chief alone.
-        self.restores = False
         self._first_batch: FirstBatch | None = None
 
     # -- what ranks are ---------------------------------------------------------------------
@@ -89,15 +84,13 @@ class ParallelExtended(OneDeviceExtended):
         context = ReplicaContext(self._parallel, step, tokens)
         self._count_run()
         with tf.device(self._device), context, after_arrival((args, kwargs)):
-            meter = self.work_meter
             if step is None:
                 outputs = fn(*args, **kwargs)
-            elif meter is not None and step.kind == "train":
-                outputs = meter.measure(
-                    lambda: run_keras_step(step, fn, *args, **kwargs), step.rows, args
-                )
             else:
-                outputs = run_keras_step(step, fn, *args, **kwargs)
+                step.arguments = args
+                with keras_step(step, fn, context) as call:
+                    step.outputs = call(*args, **kwargs)
+                outputs = step.outputs
             for function in context.at_end:
                 function()
             return outputs

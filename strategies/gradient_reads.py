@@ -10,6 +10,7 @@ calls return what is reduced already.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,12 +30,14 @@ from tfdist.zero.sharded_gradients import rows_of_gradients
 __all__ = ["GradientReads", "call_step"]
 
 
-def call_step(replica: ReplicaContext, call: Callable[[], Any]) -> Any:
+def call_step(replica: ReplicaContext, fn: Callable, *args, **kwargs) -> Any:
     """Calls a training step of a user's own; what it reads of gradients is global.
 
     Args:
         replica: The replica context, in a Keras step.
-        call: The step, without arguments.
+        fn: The step.
+        *args: Its arguments.
+        **kwargs: Its keyword arguments.
 
     Returns:
         What it returned.
@@ -43,6 +46,7 @@ def call_step(replica: ReplicaContext, call: Callable[[], Any]) -> Any:
         ValueError: It reads gradients of which each rank has a part, or gives an optimizer what no
             reduction makes right.
     """
+    call = functools.partial(fn, *args, **kwargs)
     if tf.executing_eagerly():
         with GradientReads(replica, None).under_way():
             return call()

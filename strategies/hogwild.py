@@ -89,11 +89,13 @@ class HogwildStrategy(AsynchronousStrategy):
         """How many threads make steps."""
         return self._num_threads
 
-    def fit(self, call, arguments):
-        """See `AsynchronousStrategy.fit`."""
-        model = arguments["self"]
-        if self.threads == 1:
-            return call(arguments)
+    @contextlib.contextmanager
+    def around(self, fit):
+        """See `FitHook.around`."""
+        model = fit.model
+        if self.threads == 1 or fit.kind != "fit":
+            yield
+            return
         _check_model(model)
         steps = model.steps_per_execution
         if not isinstance(model.train_function, _InThreads):
@@ -106,7 +108,7 @@ class HogwildStrategy(AsynchronousStrategy):
         try:
             model.steps_per_execution = -(-steps // self.threads) * self.threads
             with overridden(model, "make_train_function", make_train_function):
-                return call(arguments)
+                yield
         finally:
             model.steps_per_execution = steps
 

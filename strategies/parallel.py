@@ -21,11 +21,11 @@ from tfdist.keras_step import KerasStep
 from tfdist.local_steps import local_optimizer
 from tfdist.mesh import Mesh
 from tfdist.monitoring.watchdog import Watchdog, startup_guard
-from tfdist.monitoring.work import WorkMeter
 from tfdist.row_shares import RowShares
 from tfdist.runtime.schedulers import started_by_scheduler
 from tfdist.shares import MeasuredShares, check_batch_shares
 from tfdist.strategies import keras_patches
+from tfdist.strategies.balancing import Balancing
 from tfdist.strategies.extended import ParallelExtended
 from tfdist.strategies.keras_patches.scopes import note_strategy
 from tfdist.strategies.keras_patches.steps import count_rows
@@ -122,7 +122,7 @@ class ParallelStrategy(DistributedStrategy):
         if batch_shares is not None:
             self._row_shares = RowShares(batch_shares, self.row_group.size)
         if self._row_shares is not None and self._row_shares.measured and engine.size > 1:
-            self.extended.work_meter = WorkMeter(self.mesh)
+            self.fit_hooks.append(Balancing(self))
         # One rank has nothing to share.
         self._zero_stage = zero_stage if self.gradient_group.size > 1 else 0
         self._watchdog = None
@@ -150,11 +150,6 @@ class ParallelStrategy(DistributedStrategy):
     def row_shares(self) -> RowShares | None:
         """How many rows of a batch each rank has; None where ranks have equally many."""
         return self._row_shares
-
-    @property
-    def work_meter(self) -> WorkMeter | None:
-        """What times the training steps of this rank, where shares of rows follow its speed."""
-        return self.extended.work_meter
 
     @property
     def batch_shares(self) -> tuple[float, ...]:

@@ -9,6 +9,7 @@ TensorFlow's own runtime; see `tfdist.asynchronous.connection` for which part of
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -218,11 +219,15 @@ class ParameterServerStrategy(AsynchronousStrategy):
 
     # -- fit --------------------------------------------------------------------------------
 
-    def fit(self, call, arguments):
-        """See `AsynchronousStrategy.fit`."""
-        model = arguments["self"]
+    @contextlib.contextmanager
+    def around(self, fit):
+        """See `FitHook.around`."""
+        model, callbacks = fit.model, fit.callbacks
+        if fit.kind != "fit":
+            self.before_reading(model)
+            yield
+            return
         check_model(model, self._num_servers, speculative=self._shards is not None)
-        callbacks = list(tf.nest.flatten(arguments["callbacks"] or []))
         if any(isinstance(each, Checkpointer) for each in callbacks):
             raise ValueError(
                 "Checkpointer saves ranks that are at the same step, which workers are not. Received: "
@@ -230,17 +235,13 @@ class ParameterServerStrategy(AsynchronousStrategy):
             )
         if not self.is_chief:
             callbacks = [each for each in callbacks if not isinstance(each, _WRITERS)]
-            arguments["verbose"] = 0
+            fit.arguments["verbose"] = 0
         self._store.begin_fit()
-        arguments["callbacks"] = [First(self), *callbacks, Last(self)]
+        fit.arguments["callbacks"] = [First(self), *callbacks, Last(self)]
         self._wants_own_batches = True
         try:
             with catching_up(model, self._store):
-                return call(arguments)
-        except tf.errors.OpError:
-            if self._store.failure is not None:
-                raise self._store.failure from None
-            raise
+                yield
         finally:
             self._wants_own_batches = False
             self._store.stop_fit()
@@ -269,8 +270,12 @@ class ParameterServerStrategy(AsynchronousStrategy):
         with overridden(model.optimizer, "apply", apply), looking_up(layers, read_rows):
             return step(*data)
 
+    def explain(self, fit, error):
+        """See `FitHook.explain`: what ended the connection to the servers."""
+        return self._store.failure if isinstance(error, tf.errors.OpError) else None
+
     def before_reading(self, model):
-        """See `AsynchronousStrategy.before_reading`."""
+        """Copies what the servers hold, before a model is evaluated or predicts."""
         if self._hosted is not None and self._hosted.model is model and self._store.is_fitting:
             self._store.refresh(self._hosted, with_optimizer=False)
 

@@ -27,6 +27,10 @@ class First(keras.callbacks.Callback):
         """Counts anew."""
         self._store.start_counting()
 
+    def on_test_begin(self, logs=None):
+        """Validation is of what the servers hold."""
+        self._strategy.before_reading(self.model)
+
     def on_epoch_end(self, epoch, logs=None):
         """Copies what the servers hold, and logs what they count."""
         hosted = self._strategy._host(self.model)

@@ -21,6 +21,7 @@ from tfdist.keras_step import KerasStep, weighted
 from tfdist.local_steps import group_in_step
 from tfdist.mesh import Mesh
 from tfdist.row_shares import RowShares
+from tfdist.step.hooks import FitHook
 from tfdist.token_split import TokenSplit
 
 __all__ = [
@@ -82,6 +83,11 @@ class DistributedStrategy(tf.distribute.Strategy, abc.ABC):
     noise_meter: GradientMeter | None = None
     #: What changes the number of micro-steps of an optimizer's updates.
     accumulation: ChangingAccumulation | None = None
+
+    @functools.cached_property
+    def fit_hooks(self) -> list[FitHook]:
+        """What takes part in each `fit`, `evaluate` and `predict` of its models."""
+        return []
 
     @functools.cached_property
     def kept_states(self) -> list[KeptState]:
@@ -284,11 +290,13 @@ class ModelRole:
         sees_outputs: Whether losses and metrics are counted on this rank.
         axes: The mesh axes beside those of the rows over which what is counted is put together.
         num_microbatches: Into how many losses a rank's step is cut.
+        whole_model: The model of all layers, where the rank's has some of them.
     """
 
     sees_outputs: bool = True
     axes: tuple[str, ...] = ()
     num_microbatches: int = 1
+    whole_model: Any = None
 
 
 def role_of(model) -> ModelRole:

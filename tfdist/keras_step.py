@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -39,6 +39,8 @@ class KerasStep:
         group: The ranks that have other samples, or other tokens of the same.
         in_step: The ranks of the world that step together; None where all do. Gradients are reduced
             over those of `group` among them, at every step: see `tfdist.local_steps`.
+        arguments: What the step is called with.
+        outputs: What it has returned, once it has.
         tokens: How ranks divide the sequences; None where each has them whole.
     """
 
@@ -48,6 +50,8 @@ class KerasStep:
     group: Group
     in_step: frozenset[int] | None = None
     tokens: TokenSplit | None = None
+    arguments: Sequence = ()
+    outputs: Any = None
 
     @property
     def is_even(self) -> bool:

@@ -31,6 +31,7 @@ __all__ = [
     "stamping",
     "time_after",
     "timer",
+    "updating",
 ]
 
 _serial_numbers = itertools.count()
@@ -182,6 +183,35 @@ def stamping(stamps: Stamps) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+@contextlib.contextmanager
+def updating(gradients: Sequence, square: Callable[[Sequence], tf.Tensor]) -> Iterator[None]:
+    """Inside, an optimizer updates: stamps when its gradients are there, and when all is updated.
+
+    Args:
+        gradients: What it is given.
+        square: Makes their squared norm, which is noted where no path of tfdist's notes another.
+    """
+    stamps = current_stamps()
+    if stamps is None:
+        yield
+        return
+    if stamps.depth == 0:
+        stamps.stamp(Column("apply"), gradients)
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    first = 0 if graph is None else len(graph.get_operations())
+    stamps.depth += 1
+    norms = stamps.num_norms
+    try:
+        yield
+    finally:
+        stamps.depth -= 1
+    if stamps.num_norms == norms:
+        stamps.norm(lambda: square(gradients))
+    if stamps.depth == 0:
+        made = [] if graph is None else graph.get_operations()[first:]
+        stamps.stamp(Column("updated"), [op for op in made if op.op_def.is_stateful])
 
 
 def time_after(tensors: Sequence) -> tf.Tensor:

@@ -10,6 +10,7 @@ from tfdist.keras_internals.patching import apply_patches
 from tfdist.keras_internals.private import check_signatures
 from tfdist.strategies.keras_patches import (
     batch_losses,
+    batches,
     data,
     empty_batches,
     kernels,
@@ -31,6 +32,7 @@ __all__ = ["install"]
 
 _MODULES = (
     batch_losses,
+    batches,
     data,
     kernels,
     loss_scale,

@@ -40,18 +40,23 @@ _MOST_SHOWN = 4
 _MOST_PARTS = 64
 
 
-def check_agreement(strategy, kind: str, arguments: Mapping[str, Any]) -> None:
+def check_agreement(
+    strategy, kind: str, arguments: Mapping[str, Any], hooks: Sequence = ()
+) -> None:
     """Compares the arguments of all ranks; each of them calls this.
 
     Args:
         strategy: The strategy.
         kind: "fit", "evaluate" or "predict".
         arguments: By name.
+        hooks: The hooks around the call.
 
     Raises:
         ValueError: They differ; on all ranks.
     """
     own = _facts(arguments)
+    if hooks:
+        own["hooks"] = ", ".join(type(hook).__name__ for hook in hooks)
     engine = strategy.engine
     every = all_gather_object((kind, own, engine.run), strategy.group(), name=ARGUMENTS)
     # A rank that failed in an earlier call may have counted fewer.

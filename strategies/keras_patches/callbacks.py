@@ -13,7 +13,7 @@ from tfdist.collectives import all_reduce
 from tfdist.collectives.objects import broadcast_object
 from tfdist.context import role_of
 from tfdist.monitoring.compression import compression_statistics
-from tfdist.strategies.balancing import Balancing
+from tfdist.strategies.keras_patches.saving import restoring
 from tfdist.strategies.keras_patches.synchronization import (
     broadcast_variables,
     synchronize_layer_states,
@@ -45,8 +45,7 @@ def callbacks_of_rank(callbacks: Sequence, strategy, *, training: bool) -> list:
     if not training:
         return own
     backups = [c for c in own if isinstance(c, keras.callbacks.BackupAndRestore)]
-    balancing = [] if strategy.work_meter is None else [Balancing(strategy)]
-    return [_AgreeFirst(strategy, backups), *balancing, *own, _AgreeLast(strategy)]
+    return [_AgreeFirst(strategy, backups), *own, _AgreeLast(strategy)]
 
 
 def check_callbacks(callbacks: Sequence, model) -> None:
@@ -116,7 +115,7 @@ class _AgreeFirst(keras.callbacks.Callback):
     def on_train_begin(self, logs=None):
         if not self._backups:
             return
-        self._strategy.extended.restores = True
+        restoring.add(self._strategy)
         found = [tf.io.gfile.exists(backup._weights_path) for backup in self._backups]
         found = broadcast_object(found, self._strategy.group(), name="backups")
         for backup, restores in zip(self._backups, found, strict=True):
@@ -151,7 +150,7 @@ class _AgreeLast(keras.callbacks.Callback):
 
     def on_train_begin(self, logs=None):
         group = self._strategy.group()
-        self._strategy.extended.restores = False
+        restoring.discard(self._strategy)
         broadcast_variables(self.model)
         # Keras' own place for what a callback restored: `fit` reads it right after this.
         self.model._initial_epoch = broadcast_object(

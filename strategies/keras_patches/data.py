@@ -6,11 +6,13 @@ import contextlib
 import functools
 from collections.abc import Iterator
 
+import tensorflow as tf
+
 from tfdist.context import DistributedStrategy
 from tfdist.data.first_batch import FirstBatch
 from tfdist.data.position import DataPosition
 from tfdist.data.read_ahead import drawn_when_needed
-from tfdist.data.sharding import length_varies
+from tfdist.data.sharding import is_none, length_varies
 from tfdist.keras_internals import attributes
 from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import (
@@ -18,12 +20,11 @@ from tfdist.keras_internals.private import (
     PyDatasetAdapter,
     TFEpochIterator,
 )
-from tfdist.strategies.asynchronous import AsynchronousStrategy
 from tfdist.strategies.keras_patches.agreement import compare_first_batches
-from tfdist.strategies.keras_patches.asynchronous import count_own_batches
 from tfdist.strategies.keras_patches.py_datasets import prepare_by_epoch
+from tfdist.strategies.keras_patches.worker_batches import count_own_batches
 
-__all__ = ["PATCHES", "began_before", "first_batch_compared", "recorded"]
+__all__ = ["PATCHES", "batch_of", "began_before", "first_batch_compared", "recorded"]
 
 #: Of the calls of `fit` under way, the innermost last.
 _open: list[DataPosition] = []
@@ -31,14 +32,12 @@ _open: list[DataPosition] = []
 _awaited: list[FirstBatch | None] = []
 
 
-@contextlib.contextmanager
-def recorded(position: DataPosition) -> Iterator[None]:
-    """Inside, the data of a `fit` reports to a position."""
+def recorded(stack: contextlib.ExitStack) -> DataPosition:
+    """A position that the data of a `fit` report to, until the stack closes."""
+    position = DataPosition()
     _open.append(position)
-    try:
-        yield
-    finally:
-        _open.remove(position)
+    stack.callback(_open.remove, position)
+    return position
 
 
 def began_before() -> bool:
@@ -56,6 +55,14 @@ def first_batch_compared() -> Iterator[None]:
         _awaited.pop()
 
 
+def batch_of(iterator):
+    """A batch as its specification: to draw one would move a data set that shuffles."""
+    return tf.nest.map_structure(
+        lambda part: None if is_none(part) else part,
+        iterator._distributed_dataset.element_spec,
+    )
+
+
 def _init(self, distribute_strategy=None, *args, original, **kwargs):
     is_ours = isinstance(distribute_strategy, DistributedStrategy)
     if not is_ours or distribute_strategy.mesh.size == 1:
@@ -71,8 +78,7 @@ def _init(self, distribute_strategy=None, *args, original, **kwargs):
             self._enumerate_iterator = functools.partial(
                 _with_comparison, self._enumerate_iterator, distribute_strategy, first
             )
-    if isinstance(distribute_strategy, AsynchronousStrategy):
-        count_own_batches(self)
+    count_own_batches(self)
     if length_varies(self._distributed_dataset):
         self._enumerate_iterator = functools.partial(_to_the_end, self, self._enumerate_iterator)
     if _open and _open[-1].adopt(self):

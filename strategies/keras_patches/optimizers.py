@@ -17,12 +17,14 @@ import keras
 from tfdist.context import DistributedStrategy, current_replica, current_strategy
 from tfdist.gradient_options import GradientOptions
 from tfdist.gradients.elementwise import check_elementwise
+from tfdist.gradients.norms import square_of
 from tfdist.gradients.path import GradientPath, current_path
 from tfdist.keras_internals.attributes import stored_value
 from tfdist.keras_internals.patching import Patch
 from tfdist.keras_internals.private import BaseOptimizer, LossScaleOptimizer, TFOptimizer
 from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.sharding.parts import FlatShard
+from tfdist.step_clock import updating
 from tfdist.strategies.whole_gradients import origins_of
 from tfdist.zero.sharded_variable import as_shards
 from tfdist.zero.update import LocalShard, all_gather_parameters
@@ -34,7 +36,7 @@ def _apply(self, grads, trainable_variables=None, *, original):
     """Before accumulation: a micro-step's gradient counts by that micro-step's shares."""
     replica = current_replica()
     grads = list(grads)
-    with as_shards():
+    with as_shards(), updating(grads, square_of):
         if replica is None or not grads:
             return original(self, grads, trainable_variables)
         variables = (
@@ -73,9 +75,11 @@ def _apply_gradients(self, grads_and_vars, *, original, **kwargs):
 def _apply_scaled(self, grads, trainable_variables=None, *, original):
     """A loss scale looks at gradients for every step, which is no reading of the user's."""
     replica = current_replica()
-    if replica is not None and replica.gradient_reads is not None:
-        grads = replica.gradient_reads.behind(list(grads))
-    return original(self, grads, trainable_variables)
+    grads = list(grads)
+    with updating(grads, square_of):
+        if replica is not None and replica.gradient_reads is not None:
+            grads = replica.gradient_reads.behind(grads)
+        return original(self, grads, trainable_variables)
 
 
 def _prepare(optimizer, variables) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,8 +23,10 @@ from tfdist.strategies.keras_patches.reading import has_parts, reading_parts
 from tfdist.strategies.keras_patches.splits import split_variables, standing_in, whole_values
 from tfdist.strategies.keras_patches.synchronization import synchronize_layer_states
 
-__all__ = ["PATCHES", "save_checkpoint", "write_once", "write_some_once"]
+__all__ = ["PATCHES", "restoring", "save_checkpoint", "write_once", "write_some_once"]
 
+#: Strategies of a `fit` that begins, where some callbacks restore on the chief alone.
+restoring: weakref.WeakSet[Any] = weakref.WeakSet()
 _loading = threading.local()
 
 
@@ -160,7 +163,7 @@ def _load_state(saveable, *args, original, **kwargs):
     _loading.under_way = True
     try:
         strategy: Any = strategy_of(saveable)
-        if strategy is not None and strategy.extended.restores:
+        if strategy is not None and strategy in restoring:
             # The chief alone reads the file, and the others get their slices of it.
             with standing_in(split_variables(saveable), None, strategy.group()):
                 return original(saveable, *args, **kwargs)

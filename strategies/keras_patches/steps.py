@@ -2,47 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable, Iterator
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import all_gather, all_reduce
-from tfdist.context import ReplicaContext, current_replica
+from tfdist.context import ReplicaContext
 from tfdist.keras_step import KerasStep
 from tfdist.sharding.updates import unwrapped
+from tfdist.step.hooks import active_hooks
 from tfdist.strategies.gradient_reads import call_step
 from tfdist.strategies.keras_patches.metric_reads import bind_metrics
 from tfdist.strategies.keras_patches.synchronization import keep_metrics_without_samples
 
-__all__ = ["count_rows", "run_keras_step"]
+__all__ = ["count_rows", "keras_step"]
 
 #: They hand gradients to optimizers as tapes return them.
 _LIBRARIES = ("keras", "tfdist")
 
 
-def run_keras_step(step: KerasStep, fn, *args, **kwargs):
-    """Calls a Keras step in replica context; returns its logs, those of a custom step global."""
-    call = functools.partial(fn, *args, **kwargs)
-    replica = current_replica()
-    if replica is None or replica.strategy.mesh.size == 1:
-        return call()
-    if step.kind == "train" and _reads_gradients(step, fn):
-        call = functools.partial(call_step, replica, call)
-    if step.group.size == 1:
-        return call()
-    # In the graph of the step, whichever inner graph asks for them first.
-    _ = step.gradient_share, step.has_samples
-    put_back = None if step.is_even else keep_metrics_without_samples(step)
-    bind_metrics(step.model)
-    name = f"{step.kind}_step"
-    logs = call()
-    if getattr(type(step.model), name) is not getattr(keras.Model, name):
-        logs = _average_logs(logs, step, replica)
-    if put_back is not None:
-        put_back()
-    return logs
+@contextlib.contextmanager
+def keras_step(step: KerasStep, fn: Callable, replica: ReplicaContext) -> Iterator[Callable]:
+    """Around a Keras step in replica context.
+
+    The caller sets `step.outputs`; logs of a custom step are global when the context is left.
+
+    Args:
+        step: The step.
+        fn: What computes it.
+        replica: The replica context.
+
+    Returns:
+        A context, whose value is what to call in the place of `fn`.
+    """
+    with contextlib.ExitStack() as stack:
+        for hook in active_hooks(step.model):
+            stack.enter_context(hook.around_step(step))
+        if replica.strategy.mesh.size > 1 and step.kind == "train" and _reads_gradients(step, fn):
+            fn = functools.partial(call_step, replica, fn)
+        if step.group.size == 1:
+            yield fn
+            return
+        # In the graph of the step, whichever inner graph asks for them first.
+        _ = step.gradient_share, step.has_samples
+        put_back = None if step.is_even else keep_metrics_without_samples(step)
+        bind_metrics(step.model)
+        yield fn
+        name = f"{step.kind}_step"
+        if getattr(type(step.model), name) is not getattr(keras.Model, name):
+            step.outputs = _average_logs(step.outputs, step, replica)
+        if put_back is not None:
+            put_back()
 
 
 def _reads_gradients(step: KerasStep, fn) -> bool:

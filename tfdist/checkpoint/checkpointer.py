@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -33,6 +34,7 @@ from tfdist.layers.states import layer_states
 from tfdist.runtime.directories import checked_directory
 from tfdist.runtime.exit_codes import PREEMPTED
 from tfdist.runtime.recovery import down_since, note_newest
+from tfdist.step.hooks import FitContext, FitHook
 from tfdist.step_clock import timer
 
 __all__ = ["Checkpointer"]
@@ -42,7 +44,7 @@ _logger = logging.getLogger("tfdist")
 _AGREE_SECONDS = 1.0
 
 
-class Checkpointer(keras.callbacks.Callback):
+class Checkpointer(keras.callbacks.Callback, FitHook):
     """Saves while `fit` trains; a `fit` that is started again goes on from the last save.
 
     What is saved is all that decides how training goes on: weights, optimizer, loss scale, metrics,
@@ -122,13 +124,21 @@ class Checkpointer(keras.callbacks.Callback):
         self._before: Any = None
         self._terminated = threading.Event()
 
-    def attach(self, position: DataPosition, callbacks: Sequence) -> None:
-        """Called by `fit`, before training begins."""
-        self._position, self._callbacks = position, callbacks
-        position.batch_size = self._batch_size
+    @contextlib.contextmanager
+    def around(self, fit: FitContext) -> Iterator[None]:
+        """See `FitHook.around`."""
+        if fit.kind != "fit":
+            yield
+            return
+        self._position, self._callbacks = fit.position, fit.callbacks
+        self._position.batch_size = self._batch_size
+        try:
+            yield
+        finally:
+            self._let_go()
 
-    def detach(self) -> None:
-        """Called by `fit` when it ends, well or not."""
+    def _let_go(self) -> None:
+        """What `fit` leaves when it ends, well or not."""
         self._position = None
         if self.model is not None:  # Else `fit` has failed before it began.
             initial_epoch.set(self.model, None)

@@ -84,7 +84,7 @@ class AdaptiveBatch(GradientNoise):
         return self._now
 
     def prepare(self, model: keras.Model) -> None:
-        """Called by `fit`, before it looks at the training function."""
+        """See `GradientNoise.prepare`."""
         optimizer = accumulating_optimizer(model)
         most = optimizer.gradient_accumulation_steps
         if not most or most < max(2, self._start):
@@ -117,7 +117,7 @@ class AdaptiveBatch(GradientNoise):
             self._accumulation.begin()
 
     def detach(self) -> None:
-        """Called by `fit` when it ends, well or not: updates of other optimizers stay as they are."""
+        """See `GradientNoise.detach`: updates of other optimizers stay as they are."""
         super().detach()
         strategy = strategy_of(self._measured)
         if strategy is not None:

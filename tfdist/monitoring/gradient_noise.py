@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -9,11 +11,12 @@ import keras
 from tfdist import checks
 from tfdist.context import DistributedStrategy, strategy_of
 from tfdist.gradients.noise import Noise, NoiseMeter
+from tfdist.step.hooks import FitContext, FitHook
 
 __all__ = ["GradientNoise", "accumulating_optimizer"]
 
 
-class GradientNoise(keras.callbacks.Callback):
+class GradientNoise(keras.callbacks.Callback, FitHook):
     """Adds the noise scale of gradients to the logs of each epoch.
 
     - `noise_scale`: the trace of the covariance of a sample's gradient, over the squared norm of the
@@ -48,8 +51,19 @@ class GradientNoise(keras.callbacks.Callback):
         """What was measured so far; None before the first update."""
         return None if self._meter is None else self._meter.read()
 
+    @contextlib.contextmanager
+    def around(self, fit: FitContext) -> Iterator[None]:
+        """See `FitHook.around`."""
+        if fit.kind == "fit":
+            self.prepare(fit.model)
+        try:
+            yield
+        finally:
+            if fit.kind == "fit":
+                self.detach()
+
     def prepare(self, model: keras.Model) -> None:
-        """Called by `fit`, before it looks at the training function."""
+        """Has the steps of a model measured."""
         strategy = strategy_of(model)
         if strategy is None:
             raise self._no_strategy(model)
@@ -72,7 +86,7 @@ class GradientNoise(keras.callbacks.Callback):
             logs |= self._logs()
 
     def detach(self) -> None:
-        """Called by `fit` when it ends, well or not: steps of other models are not measured."""
+        """Ends that: steps of other models are not measured."""
         strategy = strategy_of(self._measured)
         if strategy is not None:
             strategy.noise_meter = None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -22,6 +24,7 @@ from tfdist.monitoring.report import rank_words
 from tfdist.monitoring.rerun import RecordedSteps, State
 from tfdist.runtime import exit_codes, uncaught
 from tfdist.sharding.layout import layout_of, replicated_variables
+from tfdist.step.hooks import FitContext, FitHook
 
 __all__ = ["ModelSyncError", "VerifyModelSync", "verify_model_sync"]
 
@@ -178,7 +181,7 @@ def _ranks_of(odd: list[tuple[_Difference, tuple[int, ...]]]) -> tuple[int, ...]
     return tuple(sorted(known or {rank for each, _ in odd for rank in each.ranks}))
 
 
-class VerifyModelSync(keras.callbacks.Callback):
+class VerifyModelSync(keras.callbacks.Callback, FitHook):
     """Looks every so many training steps whether ranks still hold the same: for silent errors.
 
     Where they do not, the steps since the last look are run again, from the state that all agreed
@@ -250,10 +253,18 @@ class VerifyModelSync(keras.callbacks.Callback):
         """Compares once more."""
         if self._recorded is None:
             verify_model_sync(self.model)
-        self.detach()
+        self._let_go()
 
-    def detach(self) -> None:
-        """Called by `fit` when it ends, well or not."""
+    @contextlib.contextmanager
+    def around(self, fit: FitContext) -> Iterator[None]:
+        """See `FitHook.around`."""
+        try:
+            yield
+        finally:
+            if fit.kind == "fit":
+                self._let_go()
+
+    def _let_go(self) -> None:
         if self._recorded is not None and self.model.train_function == self._step:
             self.model.train_function = self._recorded.function
         self._recorded = None

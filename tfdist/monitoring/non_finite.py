@@ -11,11 +11,12 @@ from tfdist import checks
 from tfdist.context import current_step, strategy_of
 from tfdist.gradients.non_finite import NonFiniteGuard, guard_of, put_guard
 from tfdist.graph.custom_gradient import custom_gradient
+from tfdist.step.hooks import FitContext, FitHook
 
 __all__ = ["TerminateOnNonFinite"]
 
 
-class TerminateOnNonFinite(keras.callbacks.Callback):
+class TerminateOnNonFinite(keras.callbacks.Callback, FitHook):
     """Ends the job when the loss was not finite for some training steps in a row.
 
     Looked at on the device, at every step, and on each rank at its own loss: nothing is
@@ -58,6 +59,13 @@ class TerminateOnNonFinite(keras.callbacks.Callback):
             # A step that was traced before does not know the guard.
             model.train_function = None
         self._guard = guard
+
+    def explain(self, fit: FitContext, error: Exception) -> Exception | None:
+        """See `FitHook.explain`: what the guard has found."""
+        guard = guard_of(fit.model)
+        if guard is None or not isinstance(error, tf.errors.InvalidArgumentError):
+            return None
+        return guard.error()
 
     def on_train_begin(self, logs=None):
         """Begins to count."""

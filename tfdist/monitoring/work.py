@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import tensorflow as tf
 
@@ -47,11 +48,11 @@ class WorkMeter:
         self._buffers: list[RowBuffer] = []
         self._eager_rows: list[Row] = []
 
-    def measure(self, step: Callable, rows, arguments):
-        """Returns `step()`, stamped.
+    @contextlib.contextmanager
+    def measuring(self, rows, arguments) -> Iterator[None]:
+        """Inside, a training step is stamped while it is traced or runs eagerly.
 
         Args:
-            step: Runs a training step, in a graph or eagerly.
             rows: How many samples this rank has in it.
             arguments: What the step needs.
         """
@@ -60,9 +61,8 @@ class WorkMeter:
         stamps = Stamps() if watched is None else watched
         begin = time_after(tf.nest.flatten(arguments, expand_composites=True))
         with stamping(stamps):
-            outputs = step()
+            yield
         self._finish(stamps, begin, tf.cast(rows, tf.float64))
-        return outputs
 
     def _finish(self, stamps: Stamps, begin: tf.Tensor, rows: tf.Tensor) -> None:
         noted = stamps.row() if stamps.columns else tf.zeros([0], tf.float64)

@@ -23,20 +23,24 @@ import tensorflow as tf
 from tfdist import checks
 from tfdist.collectives.engine import Engine
 from tfdist.context import current_replica, current_strategy
+from tfdist.gradients.norms import square_of
 from tfdist.gradients.reduce import reduce_gradients
 from tfdist.keras_internals.attributes import own_variables
 from tfdist.layers.states import average_states, layer_states
-from tfdist.local_steps import LocalSteps
+from tfdist.local_steps import LocalSteps, local_optimizer
 from tfdist.mesh import Mesh
 from tfdist.optimizers.arguments import check_layouts, checked_inner
+from tfdist.optimizers.frames import ShowGlobal, ShowOwn
 from tfdist.optimizers.hosts import ranks_in_step
 from tfdist.optimizers.local_state import LocalState, value_of, when
 from tfdist.sharding.layout import update_layout
+from tfdist.step.hooks import FitContext, FitHook
+from tfdist.step_clock import updating
 
 __all__ = ["LocalOptimizer"]
 
 
-class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
+class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps, FitHook):
     """The base of `LocalSGD`, `SlowMo` and `DiLoCo`.
 
     Args:
@@ -177,6 +181,10 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
             return
         if not self.built:
             self.build(self._given(trainable_variables))
+        with updating(grads, square_of):
+            self._step(grads, trainable_variables)
+
+    def _step(self, grads: list, trainable_variables) -> None:
         if self._held.is_scaled:
             self._apply_inner(grads, trainable_variables)
             return
@@ -296,6 +304,20 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps):
             self._held.shows_global = False
             for (variable, _), value in zip(pairs, own, strict=True):
                 variable.assign(value)
+
+    @contextlib.contextmanager
+    def around(self, fit: FitContext) -> Iterator[None]:
+        """See `FitHook`: a `fit` begins from the global parameters, which all else sees, too."""
+        local_optimizer(fit.model)
+        if fit.kind != "fit":
+            with self.global_parameters():
+                yield
+            return
+        self.restart()
+        first = ShowGlobal(self)
+        with first.shown:
+            fit.arguments["callbacks"] = [first, *fit.callbacks, ShowOwn(first)]
+            yield
 
     # -- syncs --------------------------------------------------------------------------------------
 

@@ -108,7 +108,10 @@ class PipelineModel(keras.Model):
         _check_trained(partition)
         self._runtime = PipelineRuntime(plan, partition, group, timed)
         self._tfdist_role = ModelRole(
-            self._runtime.last_stage in self._runtime.stages, axes, num_microbatches
+            self._runtime.last_stage in self._runtime.stages,
+            axes,
+            num_microbatches,
+            self.chain_model,
         )
         # Tracked by Keras: what this rank trains, saves and shows.
         self.stage_layers = self._runtime.own_layers

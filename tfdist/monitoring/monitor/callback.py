@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist import checks
+from tfdist.keras_step import KerasStep
 from tfdist.monitoring.monitor.peaks import checked_peak
 from tfdist.monitoring.monitor.session import Options, Session
 from tfdist.monitoring.monitor.summary import Report
 from tfdist.monitoring.monitor.watch import Watch
+from tfdist.step.hooks import FitContext, FitHook
 from tfdist.untested import say_untested
 
 __all__ = ["Monitor"]
@@ -23,7 +26,7 @@ __all__ = ["Monitor"]
 _MOST_TRACED = 1000
 
 
-class Monitor(keras.callbacks.Callback):
+class Monitor(keras.callbacks.Callback, FitHook):
     """Says what a training does: how fast, how well used, where the time goes, who holds it up.
 
     ```python
@@ -105,6 +108,29 @@ class Monitor(keras.callbacks.Callback):
     def prometheus_port(self) -> int | None:
         """The port that was opened."""
         return None if self._session is None else self._session.prometheus_port
+
+    @contextlib.contextmanager
+    def around(self, fit: FitContext) -> Iterator[None]:
+        """See `FitHook.around`: of a `fit` that fails no callback is told."""
+        if fit.kind == "fit" and (self._watch is None or self._watch.model is not fit.model):
+            self._watch = Watch(fit.model)
+        try:
+            yield
+        except BaseException:
+            if fit.kind == "fit" and self._session is not None:
+                self._session.close()
+            raise
+
+    @contextlib.contextmanager
+    def around_step(self, step: KerasStep) -> Iterator[None]:
+        """See `FitHook.around_step`: training steps are stamped."""
+        watch = self._watch
+        if step.kind != "train" or watch is None or step.model is not watch.model:
+            yield
+            return
+        with watch.stamped(step.arguments[0]) as finish:
+            yield
+            finish(step.outputs)
 
     def on_train_begin(self, logs=None):
         """Puts the stamps into the training step, and opens what reports go to."""

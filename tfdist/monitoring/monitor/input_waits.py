@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import tensorflow as tf
 
 from tfdist.step_clock import Cell
 
-__all__ = ["noting_waits", "watch_iterators"]
+__all__ = ["note_waits", "watch_iterators"]
 
 _waits: contextvars.ContextVar[Cell | None] = contextvars.ContextVar("waits", default=None)
 
 
-@contextlib.contextmanager
-def noting_waits(begin: Cell) -> Iterator[None]:
-    """Inside, iterators that a graph asks for data note when."""
-    token = _waits.set(begin)
-    try:
-        yield
-    finally:
-        _waits.reset(token)
+def note_waits(begin: Cell | None) -> None:
+    """From now on iterators that a graph asks for data note when; with None they do not any more."""
+    _waits.set(begin)
 
 
 @functools.cache

@@ -1,28 +1,31 @@
 """A model whose training steps are stamped while `fit` runs, and what the stamps say.
 
-For the time of a `fit`, `Watch` stands for the model's `train_step`, `train_function` and its
-optimizers' `apply`, each of which does what it did before, with stamps around.
+Under a strategy of tfdist the steps of a `fit` are stamped by a hook (`Monitor.around_step`). Elsewhere
+`Watch` replaces the model's `train_step` and its optimizers' `apply` for the time of a `fit`, each of which
+does what it did before, with stamps around.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
 import functools
 import time
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import keras
 import tensorflow as tf
 
 from tfdist.context import strategy_of
 from tfdist.gradients.norms import square_of
+from tfdist.keras_internals.train_calls import watch_calls
 from tfdist.monitoring.monitor.flops import Flops, count_flops
-from tfdist.monitoring.monitor.input_waits import noting_waits, watch_iterators
+from tfdist.monitoring.monitor.input_waits import note_waits, watch_iterators
 from tfdist.monitoring.monitor.rows import Columns, Row, RowBuffer
-from tfdist.step_clock import Cell, Column, Stamps, current_stamps, stamping
+from tfdist.step_clock import Cell, Column, Stamps, current_stamps, stamping, updating
 
 __all__ = ["Execution", "Watch"]
 
@@ -83,7 +86,9 @@ class Watch:
         self.executions: list[Execution] = []
         self._plain: Callable | None = None
         self._stamped: Callable | None = None
-        self._made = 0
+        self._made = self._made_before = 0
+        self._begun = 0.0
+        self._is_stamped = False
         self._flops: dict[tuple, Flops] = {}
         self._spec: list | None = None
         self._removals: list[Callable[[], None]] = []
@@ -110,19 +115,24 @@ class Watch:
         _installed[model] = self
         self.restart()
         self._between = between
-        plain = model.train_function
+        self._removals.append(watch_calls(model, self._begin_call, self._end_call))
         if self.in_graph:
             watch_iterators()
-            self._removals.append(_replaced(model, "train_step", self._stamped_step()))
-            for optimizer in _optimizers(model):
-                self._removals.append(_replaced(optimizer, "apply", _stamped_apply(optimizer)))
-            if self._stamped is None or plain is not self._plain:
-                # A step that was traced before knows of no stamps.
-                model.make_train_function(force=True)
-                self._stamped, self._plain = model.train_function, plain
-        else:
-            self._stamped = plain
-        model.train_function = self._call
+            if strategy_of(model) is None:
+                self._install_stamps()
+
+    def _install_stamps(self) -> None:
+        """Puts stamps into a model of no strategy of tfdist's, of which no hook is called."""
+        model = self.model
+        plain = model.train_function
+        self._removals.append(_replaced(model, "train_step", self._stamped_step()))
+        for optimizer in _optimizers(model):
+            self._removals.append(_replaced(optimizer, "apply", _stamped_apply(optimizer)))
+        if self._stamped is None or plain is not self._plain:
+            # A step that was traced before knows of no stamps.
+            model.make_train_function(force=True)
+            self._stamped, self._plain = model.train_function, plain
+        model.train_function = self._stamped
 
         def put_back() -> None:
             model.train_function = plain
@@ -131,32 +141,26 @@ class Watch:
 
     def remove(self) -> None:
         """Makes the model what it was."""
+        note_waits(None)
         while self._removals:
             self._removals.pop()()
         if _installed.get(self.model) is self:
             del _installed[self.model]
 
-    def _call(self, iterator):
+    def _begin_call(self) -> None:
         self._between()
-        function = self._stamped
-        if function is None:
-            raise RuntimeError("A watched training function was called that is not installed.")
-        made, begin = self._made, time.time()
-        self.close(begin)
-        try:
-            with noting_waits(self._begin):
-                outputs = function(iterator)
-        except (StopIteration, tf.errors.OutOfRangeError):
-            raise
-        except BaseException:
-            self.remove()  # `fit` ends, and tells no callback.
-            raise
-        traced = self._made > made and not self.model.run_eagerly
-        self.executions.append(Execution(begin, time.time(), traced=traced))
-        return outputs
+        self._begun, self._made_before = time.time(), self._made
+        self.close(self._begun)
+        note_waits(self._begin)
+
+    def _end_call(self) -> None:
+        note_waits(None)
+        traced = self._made > self._made_before and not self.model.run_eagerly
+        self.executions.append(Execution(self._begun, time.time(), traced=traced))
 
     def close(self, now: float) -> None:
         """Ends the time that counts for the last call."""
+        note_waits(None)
         if self.executions and self.executions[-1].close is None:
             self.executions[-1].close = now
 
@@ -196,20 +200,41 @@ class Watch:
 
         @functools.wraps(original)
         def train_step(model, data):
-            if current_stamps() is not None or _counting.get():
-                return original(data)
-            stamps = Stamps(watch._wants_norm)
-            stamps.note(Column("begin"), watch._begin)
-            leaves = tf.nest.flatten(data, expand_composites=True)
-            stamps.stamp(Column("start"), leaves)
-            _note_sizes(stamps, data)
-            with stamping(stamps):
-                logs = original(data)
-            stamps.stamp(Column("end"), tf.nest.flatten(logs))
-            watch._finish(stamps, data, logs)
-            return logs
+            with watch.stamped(data) as finish:
+                return finish(original(data))
 
         return types.MethodType(train_step, self.model)
+
+    @contextlib.contextmanager
+    def stamped(self, data) -> Iterator[Callable]:
+        """Inside, a training step is stamped while it is traced or runs eagerly.
+
+        Args:
+            data: What it is given.
+
+        Returns:
+            A context, whose value takes and returns what the step has returned.
+        """
+        if self._is_stamped or _counting.get() or not self.in_graph:
+            yield lambda logs: logs
+            return
+        stamps = current_stamps() or Stamps()
+        stamps.wants_norm = self._wants_norm
+        stamps.note(Column("begin"), self._begin)
+        stamps.stamp(Column("start"), tf.nest.flatten(data, expand_composites=True))
+        _note_sizes(stamps, data)
+
+        def finish(logs):
+            stamps.stamp(Column("end"), tf.nest.flatten(logs))
+            self._finish(stamps, data, logs)
+            return logs
+
+        self._is_stamped = True
+        try:
+            with stamping(stamps):
+                yield finish
+        finally:
+            self._is_stamped = False
 
     def _finish(self, stamps: Stamps, data, logs) -> None:
         row = stamps.row()
@@ -296,27 +321,9 @@ def _stamped_apply(optimizer) -> Callable:
 
     @functools.wraps(original)
     def apply(grads, trainable_variables=None):
-        stamps = current_stamps()
-        if stamps is None:
-            return original(grads, trainable_variables)
         grads = list(grads)
-        if stamps.depth == 0:
-            stamps.stamp(Column("apply"), grads)
-        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-        first = 0 if graph is None else len(graph.get_operations())
-        stamps.depth += 1
-        norms = stamps.num_norms
-        try:
-            result = original(grads, trainable_variables)
-        finally:
-            stamps.depth -= 1
-        if stamps.num_norms == norms:
-            # No path of tfdist's has reduced them: they are what this process has.
-            stamps.norm(lambda: square_of(grads))
-        if stamps.depth == 0:
-            made = [] if graph is None else graph.get_operations()[first:]
-            stamps.stamp(Column("updated"), [op for op in made if op.op_def.is_stateful])
-        return result
+        with updating(grads, square_of):
+            return original(grads, trainable_variables)
 
     return apply
 

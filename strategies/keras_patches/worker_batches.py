@@ -1,20 +1,10 @@
-"""What the patches of `trainer.py` and `data.py` do under an asynchronous strategy."""
+"""Keras' loop over batches, where a worker has some of all."""
 
 from __future__ import annotations
 
-import tensorflow as tf
+from tfdist.data.sharding import own_batches
 
-from tfdist.data.sharding import is_none, own_batches
-
-__all__ = ["batch_of", "count_own_batches"]
-
-
-def batch_of(iterator):
-    """A batch as its specification: to draw one would move a data set that shuffles."""
-    return tf.nest.map_structure(
-        lambda part: None if is_none(part) else part,
-        iterator._distributed_dataset.element_spec,
-    )
+__all__ = ["count_own_batches"]
 
 
 def count_own_batches(iterator) -> None:

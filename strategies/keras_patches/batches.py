@@ -1,0 +1,71 @@
+"""`train_on_batch`, `test_on_batch` and `predict_on_batch`: this rank's rows of a batch that all are given."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfdist.context import strategy_of
+from tfdist.data.sharding import row_range
+from tfdist.data.tokens import own_tokens
+from tfdist.keras_internals.patching import Patch
+from tfdist.keras_internals.private import TensorFlowTrainer
+from tfdist.strategies.keras_patches.local_steps import global_parameters
+from tfdist.strategies.keras_patches.models import adopt_optimizers, refuse_xla, strategy_of_ranks
+
+__all__ = ["PATCHES"]
+
+
+def _predict_on_batch(self, x, *, original):
+    if strategy_of_ranks(self) is None:
+        return original(self, x)
+    rows = _first(x).shape[0]
+    return self.predict(x, batch_size=rows, verbose=0)
+
+
+def _train_on_batch(self, x, y=None, sample_weight=None, *args, original, **kwargs):
+    strategy = strategy_of(self)
+    if strategy is not None:
+        adopt_optimizers(self, strategy)
+    x, y, sample_weight = _own_rows(self, (x, y, sample_weight))
+    return original(self, x, y, sample_weight, *args, **kwargs)
+
+
+def _test_on_batch(self, x, y=None, sample_weight=None, *args, original, **kwargs):
+    x, y, sample_weight = _own_rows(self, (x, y, sample_weight))
+    with global_parameters(self):
+        return original(self, x, y, sample_weight, *args, **kwargs)
+
+
+def _own_rows(model, batch):
+    """This rank's rows and tokens of a batch; all rows on all ranks where they do not divide.
+
+    Both give the single process's update. A graph is made for the shapes that it is given, and
+    takes those to be the same on all ranks, so rows are never split unevenly here.
+    """
+    strategy = strategy_of_ranks(model)
+    if strategy is None:
+        return batch
+    refuse_xla(model, strategy)
+    strategy.extended.batch_logs_read.assign(True)
+    group = strategy.row_group
+    rows = _first(batch).shape[0]
+    own = batch
+    if rows % group.size == 0:
+        start, end = row_range(rows, group.size, group.rank)
+        own = tf.nest.map_structure(lambda part: None if part is None else part[start:end], batch)
+    tokens = strategy.token_group
+    return own if tokens.size == 1 else own_tokens(own, tokens.size, tokens.rank, even=True)
+
+
+def _first(batch):
+    """The first part of a batch that is there: optional inputs may be None."""
+    return next(part for part in tf.nest.flatten(batch) if part is not None)
+
+
+PATCHES = (
+    Patch(TensorFlowTrainer, "predict_on_batch", ("self", "x"), _predict_on_batch),
+    Patch(
+        TensorFlowTrainer, "train_on_batch", ("self", "x", "y", "sample_weight"), _train_on_batch
+    ),
+    Patch(TensorFlowTrainer, "test_on_batch", ("self", "x", "y", "sample_weight"), _test_on_batch),
+)

@@ -1,0 +1,1 @@
+"""What is under way: the strategy, the replica and the Keras step, and the hooks of a `fit`."""
