@@ -88,7 +88,7 @@ def _under_way(kind: str, original: Callable, model, *args, **kwargs) -> Iterato
         stack.enter_context(hooked(fit, hooks))
         if strategy is not None:
             _prepare_callbacks(strategy, arguments, training=kind == "fit")
-        if kind == "fit":
+        if kind == "fit" and strategy_of(model) is not None:
             trace_if_changed(model, hooks)
         yield arguments
 
