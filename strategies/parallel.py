@@ -24,6 +24,7 @@ from tfdist.monitoring.watchdog import Watchdog, startup_guard
 from tfdist.row_shares import RowShares
 from tfdist.runtime.schedulers import started_by_scheduler
 from tfdist.shares import MeasuredShares, check_batch_shares
+from tfdist.step.hooks import FitHook
 from tfdist.strategies import keras_patches
 from tfdist.strategies.balancing import Balancing
 from tfdist.strategies.extended import ParallelExtended
@@ -114,10 +115,10 @@ class ParallelStrategy(DistributedStrategy):
         self._gradient_options = GradientOptions(
             int(bucket_mib * _MIB),
             None if communication_dtype is None else tf.as_dtype(communication_dtype),
-            compression=compression,
         )
         share_random_state(engine.group())
         super().__init__(ParallelExtended(self))
+        self._add_stages(compression)
         self._row_shares = None
         if batch_shares is not None:
             self._row_shares = RowShares(batch_shares, self.row_group.size)
@@ -130,6 +131,11 @@ class ParallelStrategy(DistributedStrategy):
             self._watchdog = Watchdog(engine, watchdog_seconds)
         keras_patches.install()
         note_strategy(self)
+
+    def _add_stages(self, compression: Compressor | None) -> None:
+        stages = [] if compression is None else [compression]
+        self.gradient_stages.extend(stages)
+        self.fit_hooks.extend(stage for stage in stages if isinstance(stage, FitHook))
 
     @property
     def engine(self) -> Engine:

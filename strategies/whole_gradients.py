@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.collectives import Group
 from tfdist.context import ReplicaContext
 from tfdist.gradients.clipping import squared_norms, sum_over_stages, times
+from tfdist.gradients.items import items_of
 from tfdist.gradients.origins import Marks, Origin
-from tfdist.gradients.reduce import reduce_gradients, sum_partial_gradients, weigh_gradients
-from tfdist.local_steps import group_in_step
+from tfdist.gradients.reduce import sum_partial_gradients, weigh_gradients, whole_reduced
 from tfdist.sharding.layout import layout_of
 from tfdist.zero.sharded_gradients import gather_gradients
 
@@ -71,26 +70,22 @@ def _global_parts(gradients: Sequence, variables: Sequence, replica: ReplicaCont
     Returns:
         Gradients of what this rank holds: of slices slices, under ZeRO-3 shards, of others the whole.
     """
-    strategy, step = replica.strategy, replica.step
-    options, mesh = strategy.gradient_options, strategy.mesh
-    layouts = [layout_of(variable) for variable in variables]
-    weighed = weigh_gradients(gradients, step)
+    strategy, options = replica.strategy, replica.strategy.gradient_options
+    origins = [Origin.LOCAL] * len(gradients)
+    weighed = weigh_gradients(gradients, replica.step)
+    items = items_of(gradients, variables, origins, replica, keeps_rows=True)
     found = [
-        own if layout.flat is not None or layout.has_global_gradient(mesh) else new
-        for own, new, layout in zip(gradients, weighed, layouts, strict=True)
+        own if item.is_reduced or item.layout.has_global_gradient(strategy.mesh) else new
+        for own, new, item in zip(gradients, weighed, items, strict=True)
     ]
-    found = sum_partial_gradients(found, layouts, options)
-    places: dict[tuple[Group, str], list[int]] = {}
-    for place, layout in enumerate(layouts):
-        # Those of parameters that lie flat were reduced as they came.
-        if layout.flat is None:
-            group = group_in_step(strategy.group(*layout.gradient_axes(mesh)), replica.in_step)
-            places.setdefault((group, layout.reduction(mesh, step)), []).append(place)
-    for (group, reduction), some in places.items():
-        wanted = [found[place] for place in some]
-        reduced = reduce_gradients(wanted, group, reduction, options, keep_rows=True)
-        for place, gradient in zip(some, reduced, strict=True):
-            found[place] = gradient
+    items = items_of(found, variables, origins, replica, keeps_rows=True)
+    found = sum_partial_gradients(items, options)
+    # Those of flat shards were reduced as they came.
+    items = items_of(found, variables, origins, replica, keeps_rows=True)
+    places = [place for place, item in enumerate(items) if not item.is_reduced]
+    reduced = whole_reduced([items[place] for place in places], options)
+    for place, gradient in zip(places, reduced, strict=True):
+        found[place] = gradient
     return found
 
 

@@ -10,9 +10,12 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import tensorflow as tf
+
+if TYPE_CHECKING:
+    from tfdist.gradients.stage import GradientStage
 
 from tfdist.collectives import Group, all_gather, all_reduce
 from tfdist.collectives.engine import Engine
@@ -25,9 +28,7 @@ from tfdist.step.hooks import FitHook
 from tfdist.token_split import TokenSplit
 
 __all__ = [
-    "ChangingAccumulation",
     "DistributedStrategy",
-    "GradientMeter",
     "KeptState",
     "ModelRole",
     "ReplicaContext",
@@ -54,39 +55,17 @@ class KeptState(Protocol):
         """
 
 
-class GradientMeter(Protocol):
-    """What looks at gradients on their way: see `tfdist.gradients.noise`."""
-
-    def add(self, gradients: Sequence, variables: Sequence, step: KerasStep | None) -> None:
-        """Takes those of this rank, after they were weighed."""
-
-    def update(self, gradients: Sequence, variables: Sequence, step: KerasStep | None) -> None:
-        """Takes the global ones."""
-
-
-class ChangingAccumulation(Protocol):
-    """Updates whose number of micro-steps changes: see `tfdist.gradients.accumulation`."""
-
-    optimizer: Any
-
-    def scaled(self, gradients: Sequence) -> list:
-        """The mean over the micro-steps of an update."""
-
-    def end_step(self) -> None:
-        """Called behind each micro-step."""
-
-
 class DistributedStrategy(tf.distribute.Strategy, abc.ABC):
     """What the rooms below `strategies/` rely on in a strategy of tfdist."""
-
-    #: What measures the gradients of steps that are traced now; None for nothing.
-    noise_meter: GradientMeter | None = None
-    #: What changes the number of micro-steps of an optimizer's updates.
-    accumulation: ChangingAccumulation | None = None
 
     @functools.cached_property
     def fit_hooks(self) -> list[FitHook]:
         """What takes part in each `fit`, `evaluate` and `predict` of its models."""
+        return []
+
+    @functools.cached_property
+    def gradient_stages(self) -> list[GradientStage]:
+        """What changes, measures or reduces the gradients of its steps, in this order."""
         return []
 
     @functools.cached_property

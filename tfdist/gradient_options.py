@@ -6,8 +6,6 @@ import dataclasses
 
 import tensorflow as tf
 
-from tfdist.compression import Compressor
-
 __all__ = ["BUCKET_BYTES", "GradientOptions"]
 
 #: Large enough that a sum is mostly bytes and not messages, small enough that the first bucket
@@ -22,9 +20,7 @@ class GradientOptions:
     Attributes:
         bucket_bytes: The size at which a bucket is full: gradients of a bucket travel as one tensor.
         communication_dtype: What gradients of wider dtypes travel in; None for their own.
-        compression: What compresses the gradients of variables; None for nothing.
     """
 
     bucket_bytes: int = BUCKET_BYTES
     communication_dtype: tf.DType | None = None
-    compression: Compressor | None = None

@@ -28,6 +28,7 @@ __all__ = [
     "Timed",
     "current_stamps",
     "listen",
+    "reducing",
     "stamping",
     "time_after",
     "timer",
@@ -183,6 +184,30 @@ def stamping(stamps: Stamps) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+@contextlib.contextmanager
+def reducing(gradients: Sequence) -> Iterator[Callable]:
+    """Inside, gradients are reduced: stamps when they are there, and when they are reduced.
+
+    Args:
+        gradients: Those of this rank.
+
+    Returns:
+        A context, whose value is called with the reduced gradients, and with what makes their squared
+        norm.
+    """
+    stamps = current_stamps()
+    if stamps is None:
+        yield lambda found, square: None
+        return
+    results: list[tuple[Sequence, Callable]] = []
+    stamps.stamp(Column("gradients"), gradients)
+    with stamps.background():
+        yield lambda found, square: results.append((found, square))
+    for found, square in results:
+        stamps.stamp(Column("reduced"), found)
+        stamps.norm(square)
 
 
 @contextlib.contextmanager

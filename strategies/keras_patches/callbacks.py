@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import keras
@@ -12,7 +11,6 @@ from tfdist.checkpoint import Checkpointer
 from tfdist.collectives import all_reduce
 from tfdist.collectives.objects import broadcast_object
 from tfdist.context import role_of
-from tfdist.monitoring.compression import compression_statistics
 from tfdist.strategies.keras_patches.saving import restoring
 from tfdist.strategies.keras_patches.synchronization import (
     broadcast_variables,
@@ -21,8 +19,6 @@ from tfdist.strategies.keras_patches.synchronization import (
 from tfdist.strategies.keras_patches.writers import WRITERS, note_restores, silence
 
 __all__ = ["callbacks_of_rank", "check_callbacks", "reads_batch_logs"]
-
-_logger = logging.getLogger("tfdist")
 
 _BATCH_ENDS = ("on_batch_end", "on_train_batch_end", "on_test_batch_end", "on_predict_batch_end")
 
@@ -142,11 +138,6 @@ class _AgreeLast(keras.callbacks.Callback):
         stop = tf.constant(bool(self.model.stop_training))
         stop = all_reduce(stop, self._strategy.group(), "max", name="stop-training")
         self.model.stop_training = bool(stop)
-
-    def on_train_end(self, logs=None):
-        found = compression_statistics(self.model) if self._strategy.is_chief else None
-        if found is not None and found.compressed_steps:
-            _logger.log(logging.INFO if found.pays else logging.WARNING, "%s", found)
 
     def on_train_begin(self, logs=None):
         group = self._strategy.group()

@@ -51,11 +51,8 @@ def _apply(self, grads, trainable_variables=None, *, original):
         with path.under_way():
             grads = path.weigh(grads)
             if path.accumulates_global():
-                grads = path.reduce_once(grads)
-            result = original(self, grads, trainable_variables)
-            if path.accumulation is not None:
-                path.accumulation.end_step()
-            return result
+                grads = path.reduce(grads)
+            return original(self, grads, trainable_variables)
 
 
 def _apply_gradients(self, grads_and_vars, *, original, **kwargs):
@@ -103,9 +100,7 @@ def _clip_gradients(self, grads, *, original):
     path = current_path()
     if path is None:
         return original(self, grads)
-    if path.accumulation is not None:
-        grads = path.accumulation.scaled(grads)
-    grads = path.reduce_once(grads)
+    grads = path.reduce(path.accumulated(grads))
     return path.clip(grads) if path.is_spread() else original(self, grads)
 
 
@@ -171,7 +166,7 @@ def _update_step(self, grads, trainable_variables, learning_rate, *, original):
             return original(self, grads, trainable_variables, learning_rate)
         path = GradientPath(replica, self, trainable_variables)
     # Where Keras would reduce: for optimizers that do not clip at all.
-    grads = path.reduce_once(grads)
+    grads = path.reduce(grads)
     with path.updating(), _local_shards(trainable_variables, path.options) as variables:
         return original(self, grads, variables, learning_rate)
 

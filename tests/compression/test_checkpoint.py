@@ -57,7 +57,7 @@ def restored(name: str, axes: dict, path: str):
     import keras
 
     from tfdist import checkpoint
-    from tfdist.gradients.compressed import compression_state
+    from tfdist.compression.state import compression_state
     from tfdist.sharding.updates import unwrapped
 
     keras.backend.clear_session()

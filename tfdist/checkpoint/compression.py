@@ -13,8 +13,9 @@ import keras
 from tfdist.checkpoint.manifest import Arrays
 from tfdist.checkpoint.shards import Entry, shards_of
 from tfdist.collectives import Group
+from tfdist.compression.state import RESIDUAL
+from tfdist.compression.statistics import compression_state_of
 from tfdist.context import DistributedStrategy, strategy_of
-from tfdist.gradients.compressed import RESIDUAL, compression_state_of
 from tfdist.sharding.layout import layout_of
 
 __all__ = ["compression_entries", "make_slots", "reset_others"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import abc
+import contextlib
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,18 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.collectives import Group
+from tfdist.compression.momentum import CompressedMomentum
 from tfdist.compression.packing import exchange_packed
+from tfdist.compression.state import compression_state, reduce_compressed, state_of
+from tfdist.gradients.items import GradientItem, by_reduction
+from tfdist.gradients.reduce import rows_are_fewer
+from tfdist.gradients.stage import GradientContext, GradientStage, Position
+from tfdist.mesh import Mesh
+from tfdist.step.hooks import FitContext, FitHook
 
 __all__ = ["Compressor"]
+
+_logger = logging.getLogger("tfdist")
 
 #: Below this a message costs more than its bytes.
 MIN_ELEMENTS = 1024
@@ -24,7 +35,7 @@ _MOST_STEPS = 1 << 40
 State = Mapping[str, Any]
 
 
-class Compressor(abc.ABC):
+class Compressor(GradientStage, FitHook):
     """Sends less than the whole gradient, and what was not sent with a later one (error feedback).
 
     Each step, of a gradient g and the residual e of the steps before, a rank sends c = compress(g + e)
@@ -58,6 +69,7 @@ class Compressor(abc.ABC):
     """
 
     is_linear = False
+    position = Position.REDUCE
 
     def __init__(self, *, start_step: int = 10, min_elements: int = MIN_ELEMENTS):
         checks.integer("start_step", start_step, minimum=0, maximum=_MOST_STEPS)
@@ -147,6 +159,70 @@ class Compressor(abc.ABC):
                 found = self.decompress(payload, shape)
                 totals[place] = found if rank == 0 else totals[place] + found
         return [total / group.size for total in totals], own
+
+    # -- on the path of gradients -------------------------------------------------------------------
+
+    def check(self, *, mesh: Mesh, zero_stage: int, optimizer) -> None:
+        """See `GradientStage.check`."""
+        del mesh
+        if not isinstance(optimizer, CompressedMomentum):
+            return
+        kind = type(optimizer).__name__
+        if zero_stage:
+            raise ValueError(
+                f"{kind} compresses whole momentums, which ZeRO divides. Received: zero_stage="
+                f"{zero_stage}. Leave `zero_stage` out, or take AdamW."
+            )
+        if self.start_step < optimizer.freeze_step:
+            raise ValueError(
+                f"{kind} travels whole until its second moments stay. Received: freeze_step="
+                f"{optimizer.freeze_step}, {self}. Give both the same number."
+            )
+
+    def claims(self, item: GradientItem) -> bool:
+        """See `GradientStage.claims`: dense gradients of its shapes, and sparse ones that are sent dense."""
+        gradient = item.gradient
+        if gradient is None or item.group.size == 1:
+            return False
+        if not self.selects(tuple(item.variable.shape)):
+            return False
+        if not isinstance(gradient, tf.IndexedSlices):
+            return True
+        return not (item.keeps_rows or rows_are_fewer(gradient, item.group))
+
+    def __call__(self, items: Sequence[GradientItem], context: GradientContext) -> list:
+        """See `GradientStage`: each group's gradients, of which residuals are kept."""
+        state = compression_state(context.optimizer, self)
+        found: list = [tf.convert_to_tensor(item.gradient) for item in items]
+        optimizer = context.optimizer
+        momentum = optimizer if isinstance(optimizer, CompressedMomentum) else None
+        for number, ((group, reduction), places) in enumerate(by_reduction(items).items()):
+            reduced = reduce_compressed(
+                [found[place] for place in places],
+                [items[place].variable for place in places],
+                state,
+                group,
+                reduction,
+                context.strategy.gradient_options,
+                momentum=momentum,
+                begins=number == 0,
+            )
+            for place, gradient in zip(places, reduced, strict=True):
+                found[place] = gradient
+        state.end_step()
+        return found
+
+    @contextlib.contextmanager
+    def around(self, fit: FitContext) -> Iterator[None]:
+        """See `FitHook.around`: after a `fit` the chief says what compression has cost and saved."""
+        yield
+        state = state_of(fit.model, self) if fit.kind == "fit" else None
+        if state is None or getattr(fit.strategy, "is_chief", False) is False:
+            return
+        statistics = state.meter.read()
+        if statistics.compressed_steps:
+            level = logging.INFO if statistics.pays else logging.WARNING
+            _logger.log(level, "%s", statistics)
 
     def get_config(self) -> dict[str, Any]:
         """The arguments of the constructor."""

@@ -13,18 +13,21 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.gradients.stage import GradientContext, GradientItem, GradientStage, Position
 from tfdist.keras_internals.attributes import micro_steps
 
 __all__ = ["Accumulation"]
 
 
-class Accumulation:
+class Accumulation(GradientStage):
     """How many micro-steps the updates of an optimizer have.
 
     Args:
         optimizer: A built optimizer that accumulates gradients.
         steps: How many, at first.
     """
+
+    position = Position.UPDATE
 
     def __init__(self, optimizer: Any, steps: int):
         self.optimizer = optimizer
@@ -59,13 +62,13 @@ class Accumulation:
             micro_steps(self.optimizer).assign_add(self.steps - steps)
         self._steps.assign(steps)
 
-    def scaled(self, gradients: Sequence) -> list:
+    def __call__(self, items: Sequence[GradientItem], context: GradientContext) -> list:
         """The mean over the micro-steps of an update, of Keras' sum over `most`."""
+        if context.optimizer is not self.optimizer:
+            return [item.gradient for item in items]
         factor = self.most / tf.cast(self._steps.read_value(), tf.float32)
 
         def scale(gradient):
-            if gradient is None:
-                return None
             own = tf.cast(factor, gradient.dtype)
             if isinstance(gradient, tf.IndexedSlices):
                 return tf.IndexedSlices(
@@ -73,10 +76,10 @@ class Accumulation:
                 )
             return gradient * own
 
-        return [scale(gradient) for gradient in gradients]
+        return [scale(item.gradient) for item in items]
 
     def end_step(self) -> None:
-        """Called behind each micro-step."""
+        """Called after each micro-step, in its graph."""
         counted = micro_steps(self.optimizer)
         done = tf.convert_to_tensor(counted.value)
         is_over = tf.equal(done % self.most, 0)

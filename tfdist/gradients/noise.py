@@ -23,7 +23,9 @@ import tensorflow as tf
 
 from tfdist.collectives import all_reduce
 from tfdist.context import DistributedStrategy
+from tfdist.gradients.items import GradientItem
 from tfdist.gradients.norms import square_parts, weighted_square
+from tfdist.gradients.stage import GradientStage, Position
 from tfdist.keras_step import KerasStep
 from tfdist.sharding.layout import layout_of
 
@@ -63,6 +65,9 @@ class NoiseMeter:
     Args:
         strategy: The strategy.
         decay: Of the moving averages.
+
+    Attributes:
+        stages: What measures on the path.
     """
 
     def __init__(self, strategy: DistributedStrategy, decay: float):
@@ -74,6 +79,8 @@ class NoiseMeter:
             # Moving averages of the variance, the square, the samples of a micro-step and of one; how
             # many updates there were.
             self._means = tf.Variable(tf.zeros([5], tf.float64), trainable=False, name="noise")
+
+        self.stages: tuple[GradientStage, ...] = (_Own(self), _Global(self))
 
     def read(self) -> Noise | None:
         """What was measured; None before the first update of several parts."""
@@ -90,18 +97,23 @@ class NoiseMeter:
         """Takes over what `values` has returned."""
         self._means.assign(values)
 
-    def add(self, gradients: Sequence, variables: Sequence, step: KerasStep | None) -> None:
-        """Counts the gradients of a micro-step of this rank, after they were weighed.
+    def add(self, items: Sequence[GradientItem], step: KerasStep | None) -> None:
+        """Counts the gradients of a micro-step of this rank, after they were weighted.
 
         Args:
-            gradients: Tensors, IndexedSlices or None: share * ranks times the mean over this rank's rows.
-            variables: Their variables.
+            items: Gradients that are share * ranks times the mean over this rank's rows.
             step: The Keras step under way; other functions are not measured.
         """
+        if any(item.is_global for item in items):
+            raise ValueError(
+                "GradientNoise compares the ranks' own gradients with the global one, so a training "
+                "step must hand gradients to the optimizer as the tape returns them. Received: a "
+                "train_step that reads them before."
+            )
         if step is None:
             return
         mesh, size = self._strategy.mesh, step.gradient_group.size
-        found = self._measured(gradients, variables)
+        found = self._measured(items)
         peers = mesh.size // size
 
         def holders(variable) -> int:
@@ -119,17 +131,16 @@ class NoiseMeter:
         one = tf.ones([], tf.float64)
         self._own.assign_add(tf.stack([part, rows / peers, has_rows / peers, one]))
 
-    def update(self, gradients: Sequence, variables: Sequence, step: KerasStep | None) -> None:
+    def update(self, items: Sequence[GradientItem], step: KerasStep | None) -> None:
         """Counts an update.
 
         Args:
-            gradients: The global ones.
-            variables: Their variables.
+            items: The global gradients.
             step: The Keras step under way.
         """
         if step is None:
             return
-        found = self._measured(gradients, variables)
+        found = self._measured(items)
         mesh = self._strategy.mesh
         square = weighted_square(
             [gradient for gradient, _ in found], [variable for _, variable in found], mesh
@@ -149,12 +160,38 @@ class NoiseMeter:
         self._means.assign(tf.where(is_known, means, self._means))
         self._own.assign(tf.zeros([4], tf.float64))
 
-    def _measured(self, gradients: Sequence, variables: Sequence) -> list[tuple]:
+    def _measured(self, items: Sequence[GradientItem]) -> list[tuple]:
         mesh = self._strategy.mesh
-        found = []
-        for gradient, variable in zip(gradients, variables, strict=True):
-            layout = layout_of(variable)
-            is_mean = layout.flat is None and layout.partial_over is None
-            if gradient is not None and is_mean and not layout.has_global_gradient(mesh):
-                found.append((gradient, variable))
-        return found
+        return [
+            (item.gradient, item.variable)
+            for item in items
+            if item.layout.flat is None
+            and item.layout.partial_over is None
+            and not item.layout.has_global_gradient(mesh)
+        ]
+
+
+class _Own(GradientStage):
+    """Measures this rank's gradients."""
+
+    position = Position.LOCAL
+
+    def __init__(self, meter: NoiseMeter):
+        self._meter = meter
+
+    def __call__(self, items, context):
+        self._meter.add(items, context.step)
+        return [item.gradient for item in items]
+
+
+class _Global(GradientStage):
+    """Measures the global gradients."""
+
+    position = Position.REDUCED
+
+    def __init__(self, meter: NoiseMeter):
+        self._meter = meter
+
+    def __call__(self, items, context):
+        self._meter.update(items, context.step)
+        return [item.gradient for item in items]

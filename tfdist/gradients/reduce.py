@@ -6,16 +6,25 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.collectives import Group, all_reduce
+from tfdist.collectives import Group
 from tfdist.collectives.low_precision import is_narrower, narrow_all_reduce
+from tfdist.collectives.run import Call, run
 from tfdist.gradient_options import GradientOptions
 from tfdist.gradients.buckets import buckets
+from tfdist.gradients.items import GradientItem, by_reduction
+from tfdist.gradients.reduce_scatter import reduce_scatter_gradients
 from tfdist.gradients.sparse import reduce_rows
 from tfdist.gradients.throttle import InFlightLimit
 from tfdist.keras_step import KerasStep
-from tfdist.sharding.layout import VariableLayout
 
-__all__ = ["reduce_gradients", "rows_are_fewer", "sum_partial_gradients", "weigh_gradients"]
+__all__ = [
+    "reduce_gradients",
+    "reduce_items",
+    "rows_are_fewer",
+    "sum_partial_gradients",
+    "weigh_gradients",
+    "whole_reduced",
+]
 
 
 def weigh_gradients(gradients: Sequence, step: KerasStep | None) -> list:
@@ -38,27 +47,67 @@ def weigh_gradients(gradients: Sequence, step: KerasStep | None) -> list:
     return [weigh(gradient) for gradient in gradients]
 
 
-def sum_partial_gradients(
-    gradients: Sequence, layouts: Sequence[VariableLayout], options: GradientOptions
-) -> list:
+def sum_partial_gradients(items: Sequence[GradientItem], options: GradientOptions) -> list:
     """Sums the gradients of whole variables of which each rank of a group saw a part of the work.
 
     Args:
-        gradients: Tensors or None, in the order of the variables.
-        layouts: The variables' layouts.
-        options: How gradients travel.
+        items: The gradients of a step.
+        options: How gradients are sent.
+
+    Returns:
+        The gradients of all items.
     """
-    summed = list(gradients)
+    summed = [item.gradient for item in items]
     places: dict[Group, list[int]] = {}
-    for place, layout in enumerate(layouts):
-        if layout.partial_over is not None:
-            places.setdefault(layout.partial_over, []).append(place)
+    for place, item in enumerate(items):
+        if item.layout.partial_over is not None and not item.is_global:
+            places.setdefault(item.layout.partial_over, []).append(place)
     for group, some in places.items():
         parts = [None if summed[p] is None else tf.convert_to_tensor(summed[p]) for p in some]
         parts = reduce_gradients(parts, group, "sum", options, name="partial-gradients")
         for place, part in zip(some, parts, strict=True):
             summed[place] = part
     return summed
+
+
+def whole_reduced(
+    items: Sequence[GradientItem], options: GradientOptions, name: str = "gradients"
+) -> list:
+    """As `reduce_items`, but whole on all ranks of the groups."""
+    found: list = [item.gradient for item in items]
+    for (group, reduction), places in by_reduction(items).items():
+        some = [found[place] for place in places]
+        keep_rows = any(items[place].keeps_rows for place in places)
+        reduced = reduce_gradients(some, group, reduction, options, keep_rows=keep_rows, name=name)
+        for place, gradient in zip(places, reduced, strict=True):
+            found[place] = gradient
+    return found
+
+
+def reduce_items(items: Sequence[GradientItem], options: GradientOptions) -> list:
+    """Reduces gradients, each over its group; those whose state is sharded to this rank's shards.
+
+    Args:
+        items: What is left to reduce of a step.
+        options: How gradients are sent.
+
+    Returns:
+        The reduced gradients, in the order of the items.
+    """
+    found: list = [item.gradient for item in items]
+    for (group, reduction), places in by_reduction(items).items():
+        some = [found[place] for place in places]
+        shards = [items[place].layout.state for place in places]
+        keep_rows = any(items[place].keeps_rows for place in places)
+        if any(shard is not None for shard in shards):
+            reduced = reduce_scatter_gradients(
+                some, shards, reduction, options, keep_rows=keep_rows
+            )
+        else:
+            reduced = reduce_gradients(some, group, reduction, options, keep_rows=keep_rows)
+        for place, gradient in zip(places, reduced, strict=True):
+            found[place] = gradient
+    return found
 
 
 def reduce_gradients(
@@ -105,28 +154,31 @@ def reduce_gradients(
     for number, bucket in enumerate(found):
         tensors = [reduced[index] for index in bucket]
         limit.begin(tensors)
-        results = _reduce_flat(
-            tensors, group, reduction, options.communication_dtype, f"{name}/bucket{number}"
-        )
+        bucket_name = f"{name}/bucket{number}"
+        call = Call("all_reduce", group, bucket_name, reduction)
+        dtype = options.communication_dtype
+        if is_narrower(dtype, tensors[0].dtype):
+            flat = narrow_all_reduce(_flat(tensors), group, reduction, dtype, name=bucket_name)
+            results = _unflattened(flat, tensors)
+        elif len(tensors) == 1:
+            results = [run(call, tensors[0])]
+        else:
+            results = _unflattened(run(call, _flat(tensors)), tensors)
         limit.end(results)
         for index, tensor in zip(bucket, results, strict=True):
             reduced[index] = tensor
     return reduced
 
 
-def _reduce_flat(tensors, group: Group, reduction: str, dtype, name: str) -> list:
-    is_narrow = is_narrower(dtype, tensors[0].dtype)
-    if len(tensors) == 1 and not is_narrow:
-        return [all_reduce(tensors[0], group, reduction, name=name)]
-    flat = tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
-    if is_narrow:
-        flat = narrow_all_reduce(flat, group, reduction, dtype, name=name)
-    else:
-        flat = all_reduce(flat, group, reduction, name=name)
-    parts = tf.split(flat, [tf.size(tensor) for tensor in tensors])
+def _flat(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.concat([tf.reshape(tensor, [-1]) for tensor in tensors], axis=0)
+
+
+def _unflattened(flat: tf.Tensor, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    parts = tf.split(flat, [tf.size(tensor) for tensor in like])
     return [
         tf.ensure_shape(tf.reshape(part, tf.shape(tensor)), tensor.shape)
-        for part, tensor in zip(parts, tensors, strict=True)
+        for part, tensor in zip(parts, like, strict=True)
     ]
 
 

@@ -4,8 +4,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` imports them.
+    from tfdist.compression.statistics import compression_statistics as compression_statistics
     from tfdist.monitoring.adaptive_batch import AdaptiveBatch as AdaptiveBatch
-    from tfdist.monitoring.compression import compression_statistics as compression_statistics
     from tfdist.monitoring.expert_load import ExpertLoad as ExpertLoad
     from tfdist.monitoring.expert_load import parameter_counts as parameter_counts
     from tfdist.monitoring.gradient_noise import GradientNoise as GradientNoise
@@ -25,7 +25,7 @@ _PLACES = {
     "Monitor": "tfdist.monitoring.monitor.callback",
     "TerminateOnNonFinite": "tfdist.monitoring.non_finite",
     "VerifyModelSync": "tfdist.monitoring.model_sync",
-    "compression_statistics": "tfdist.monitoring.compression",
+    "compression_statistics": "tfdist.compression.statistics",
     "memory_report": "tfdist.monitoring.memory_reports",
     "parameter_counts": "tfdist.monitoring.expert_load",
     "timer": "tfdist.step_clock",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -13,6 +15,7 @@ from tfdist.collectives.objects import broadcast_object
 from tfdist.context import strategy_of
 from tfdist.gradients.accumulation import Accumulation
 from tfdist.gradients.noise import Noise
+from tfdist.keras_step import KerasStep
 from tfdist.monitoring.gradient_noise import GradientNoise, accumulating_optimizer
 
 __all__ = ["AdaptiveBatch", "adascale_gain"]
@@ -104,9 +107,8 @@ class AdaptiveBatch(GradientNoise):
             raise RuntimeError("A model is measured that has no strategy.")
         if self._accumulation is None or self._accumulation.optimizer is not optimizer:
             self._accumulation = Accumulation(optimizer, self._now)
-            if model.train_function is not None:
-                model.make_train_function(force=True)
-        strategy.accumulation = self._accumulation
+        if self._meter is not None:
+            self.gradient_stages = [*self._meter.stages, self._accumulation]
         if self not in strategy.kept_states:
             strategy.kept_states.append(self)
 
@@ -116,12 +118,12 @@ class AdaptiveBatch(GradientNoise):
         if self._accumulation is not None:
             self._accumulation.begin()
 
-    def detach(self) -> None:
-        """See `GradientNoise.detach`: updates of other optimizers stay as they are."""
-        super().detach()
-        strategy = strategy_of(self._measured)
-        if strategy is not None:
-            strategy.accumulation = None
+    @contextlib.contextmanager
+    def around_step(self, step: KerasStep) -> Iterator[None]:
+        """See `FitHook.around_step`: counts the micro-steps of an update."""
+        yield
+        if step.kind == "train" and self._accumulation is not None:
+            self._accumulation.end_step()
 
     def on_train_batch_begin(self, batch, logs=None):
         """Looks at the noise, where it is time, and changes the batch between two updates."""

@@ -56,11 +56,7 @@ class GradientNoise(keras.callbacks.Callback, FitHook):
         """See `FitHook.around`."""
         if fit.kind == "fit":
             self.prepare(fit.model)
-        try:
-            yield
-        finally:
-            if fit.kind == "fit":
-                self.detach()
+        yield
 
     def prepare(self, model: keras.Model) -> None:
         """Has the steps of a model measured."""
@@ -70,10 +66,7 @@ class GradientNoise(keras.callbacks.Callback, FitHook):
         self._check(strategy, model)
         if self._measured is not model:
             self._measured, self._meter = model, NoiseMeter(strategy, self._decay)
-            strategy.noise_meter = self._meter
-            if model.train_function is not None:
-                model.make_train_function(force=True)  # What was traced before measures nothing.
-        strategy.noise_meter = self._meter
+            self.gradient_stages = list(self._meter.stages)
 
     def on_train_begin(self, logs=None):
         """Refuses a `fit` that has not called `prepare`, as there is no strategy of tfdist."""
@@ -84,12 +77,6 @@ class GradientNoise(keras.callbacks.Callback, FitHook):
         """Adds to the logs."""
         if logs is not None:
             logs |= self._logs()
-
-    def detach(self) -> None:
-        """Ends that: steps of other models are not measured."""
-        strategy = strategy_of(self._measured)
-        if strategy is not None:
-            strategy.noise_meter = None
 
     def _no_strategy(self, model: keras.Model) -> ValueError:
         return ValueError(

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.gradients.compressed import compression_state_of
+from tfdist.compression.statistics import compression_state_of
 from tfdist.keras_internals.attributes import stored_value
 
 __all__ = ["RecordedSteps", "State"]

@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 
 if TYPE_CHECKING:
+    from tfdist.gradients.stage import GradientStage
     from tfdist.keras_step import KerasStep
 
 __all__ = ["FitContext", "FitHook", "active_hooks", "fit_hooks", "hooked", "trace_if_changed"]
@@ -62,6 +63,9 @@ class FitHook:
     types of hooks in the same order.
     """
 
+    #: Stages of the gradients of the model's steps, as they are when the call begins.
+    gradient_stages: Sequence[GradientStage] = ()
+
     def around(self, fit: FitContext) -> contextlib.AbstractContextManager:
         """Entered before the call and left after it, with the exception if there is one.
 
@@ -74,7 +78,7 @@ class FitHook:
         """Around a step of the model while it is traced, or while it runs eagerly.
 
         When it is left without an exception, `step.outputs` is what the step returned. If other hooks have
-        this method than in the last `fit` of the model, the model is traced again.
+        this method, or other stages, than in the last `fit` of the model, the model is traced again.
         """
         del step
         return contextlib.nullcontext()
@@ -145,10 +149,11 @@ def active_hooks(model: keras.Model) -> list[FitHook]:
 
 def trace_if_changed(model: keras.Model, hooks: Sequence[FitHook]) -> None:
     """Has `fit` trace the training step again, where other hooks are around it than were before."""
-    tracing = [hook for hook in hooks if type(hook).around_step is not FitHook.around_step]
+    tracing: list = [hook for hook in hooks if type(hook).around_step is not FitHook.around_step]
+    tracing += [stage for hook in hooks for stage in hook.gradient_stages]
     before = [reference() for reference in _traced.get(model, ())]
     if tracing == before:
         return
-    _traced[model] = [weakref.ref(hook) for hook in tracing]
+    _traced[model] = [weakref.ref(each) for each in tracing]
     if getattr(model, "train_function", None) is not None:
         model.train_function = None

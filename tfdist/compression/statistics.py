@@ -5,10 +5,22 @@ from __future__ import annotations
 import keras
 
 from tfdist import checks
+from tfdist.compression.compressor import Compressor
 from tfdist.compression.meter import CompressionStatistics
-from tfdist.gradients.compressed import compression_state_of
+from tfdist.compression.state import CompressionState, state_of
+from tfdist.context import strategy_of
 
-__all__ = ["compression_statistics"]
+__all__ = ["compression_state_of", "compression_statistics"]
+
+
+def compression_state_of(model: keras.Model) -> CompressionState | None:
+    """The state of a compiled model's compression; None where its strategy compresses nothing."""
+    strategy = strategy_of(model)
+    stages = [] if strategy is None else strategy.gradient_stages
+    for stage in stages:
+        if isinstance(stage, Compressor):
+            return state_of(model, stage)
+    return None
 
 
 def compression_statistics(model: keras.Model) -> CompressionStatistics | None:

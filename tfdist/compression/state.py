@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import Group
-from tfdist.compression import Compressor
 from tfdist.compression.meter import Meter, MeteredStep
 from tfdist.compression.momentum import CompressedMomentum
-from tfdist.context import strategy_of
 from tfdist.gradient_options import GradientOptions
 from tfdist.gradients.buckets import buckets
 from tfdist.gradients.reduce import reduce_gradients
 from tfdist.sharding.updates import unwrapped
 
+if TYPE_CHECKING:
+    from tfdist.compression.compressor import Compressor
+
 __all__ = [
     "RESIDUAL",
     "CompressionState",
     "compression_state",
-    "compression_state_of",
     "reduce_compressed",
+    "state_of",
 ]
 
 RESIDUAL = "residual"
@@ -82,12 +83,10 @@ def compression_state(optimizer, compressor: Compressor) -> CompressionState:
     return _states[optimizer]
 
 
-def compression_state_of(model: keras.Model) -> CompressionState | None:
-    """The state of a compiled model's compression; None where its strategy compresses nothing."""
-    strategy, optimizer = strategy_of(model), getattr(model, "optimizer", None)
-    if strategy is None or optimizer is None or strategy.gradient_options.compression is None:
-        return None
-    return compression_state(unwrapped(optimizer), strategy.gradient_options.compression)
+def state_of(model: keras.Model, compressor: Compressor) -> CompressionState | None:
+    """The state of a compiled model's compression; None where it has no optimizer."""
+    optimizer = getattr(model, "optimizer", None)
+    return None if optimizer is None else compression_state(unwrapped(optimizer), compressor)
 
 
 def reduce_compressed(
