@@ -10,12 +10,13 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 if TYPE_CHECKING:
     from tfdist.gradients.stage import GradientStage
+    from tfdist.sharding.kept import KeptState
 
 from tfdist.collectives import Group, all_gather, all_reduce
 from tfdist.collectives.engine import Engine
@@ -29,7 +30,6 @@ from tfdist.token_split import TokenSplit
 
 __all__ = [
     "DistributedStrategy",
-    "KeptState",
     "ModelRole",
     "ReplicaContext",
     "current_replica",
@@ -39,20 +39,6 @@ __all__ = [
     "role_of",
     "strategy_of",
 ]
-
-
-class KeptState(Protocol):
-    """What a checkpoint keeps of a training beside the model, the callbacks of Keras and batches."""
-
-    def state(self, *, in_epoch: bool) -> dict[str, Any] | None:
-        """What is kept, of the chief's, as JSON can hold it."""
-
-    def restore(self, state: dict[str, Any] | None) -> None:
-        """Goes on from there; on every rank, before a batch is taken.
-
-        Raises:
-            ValueError: It cannot.
-        """
 
 
 class DistributedStrategy(tf.distribute.Strategy, abc.ABC):
@@ -70,8 +56,16 @@ class DistributedStrategy(tf.distribute.Strategy, abc.ABC):
 
     @functools.cached_property
     def kept_states(self) -> list[KeptState]:
-        """What checkpoints keep beside the model, in the order in which the program made it."""
+        """What checkpoints keep in addition to the model: see `keep`."""
         return []
+
+    def keep(self, state: KeptState) -> None:
+        """Has checkpoints of its models save and restore a state.
+
+        Args:
+            state: The state; all ranks keep the same ones, in the same order.
+        """
+        self.kept_states.append(state)
 
     @property
     @abc.abstractmethod

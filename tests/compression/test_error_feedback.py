@@ -65,8 +65,8 @@ def exchange(
     import tensorflow as tf
 
     from tfdist.collectives.p2p import P2PEngine, traffic
-    from tfdist.gradient_options import GradientOptions
     from tfdist.compression.state import CompressionState, reduce_compressed
+    from tfdist.gradient_options import GradientOptions
     from tfdist.testing import engine
 
     group = engine().group()
@@ -74,7 +74,7 @@ def exchange(
     chosen = [place for place, shape in enumerate(SHAPES) if compressor.selects(shape)]
     variables = [keras.Variable(np.zeros(SHAPES[place], "float32")) for place in chosen]
     state = CompressionState(compressor)
-    options = GradientOptions(bucket_bytes=bucket, compression=compressor)
+    options = GradientOptions(bucket_bytes=bucket)
 
     def step(*gradients):
         found = reduce_compressed(list(gradients), variables, state, group, reduction, options)

@@ -105,7 +105,7 @@ def take_in_turn(strategy):
         return rows.batch(3)
 
     history = model.fit(shards.distribute(own), epochs=3, verbose=0)
-    return model.counts.numpy(), len(history.epoch), shards.state(in_epoch=True)
+    return model.counts.numpy(), len(history.epoch), shards.values(in_epoch=True)
 
 
 @on_ranks(("tensorflow", 2), slow=[("horovod", 3)])

@@ -34,7 +34,8 @@ from tfdist.layers.states import layer_states
 from tfdist.runtime.directories import checked_directory
 from tfdist.runtime.exit_codes import PREEMPTED
 from tfdist.runtime.recovery import down_since, note_newest
-from tfdist.step.hooks import FitContext, FitHook
+from tfdist.sharding.kept import kept_states_of
+from tfdist.step.hooks import FitContext, FitHook, fit_hooks
 from tfdist.step_clock import timer
 
 __all__ = ["Checkpointer"]
@@ -165,7 +166,8 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
                 "process there is `tfdist.strategies.LocalStrategy`."
             )
         self._group = strategy.group()
-        self._state = FitState(self.model, self._position, self._callbacks)
+        self._kept = kept_states_of(self.model, fit_hooks(self.model, self._callbacks))
+        self._state = FitState(self.model, self._position, self._callbacks, self._kept)
         self._saver: Saver | None = None
         self._under_way = None
         self._step = self._epoch_step = self._first_batch = self._ended = 0
@@ -178,7 +180,7 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         if found_some and self._resumes:
             if self._progress is not None:
                 self._recovery = Recovery(down_since(), self._progress.read())
-            manifest = restore_checked(self.directory, self.model, check_state)
+            manifest = restore_checked(self.directory, self.model, check_state, self._kept)
             self._resumed, self._step = manifest.state, manifest.step
             self._resumed_batch = self._state.resume(manifest.state)
             # `fit` gives all ranks the chief's variables now, and then begins to count anew.
@@ -333,7 +335,7 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         begun = time.monotonic()
         self._finish()
         if self._saver is None:
-            self._saver = Saver(self.directory, self.model)
+            self._saver = Saver(self.directory, self.model, self._kept)
         state = self._state.collect(epoch, batch)
         self._under_way = self._saver.begin(self._step, state, self._completed)
         if not self._asynchronous:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist.checkpoint import format1
-from tfdist.checkpoint.compression import compression_entries
 from tfdist.checkpoint.counts import counts_of, own_entry
+from tfdist.checkpoint.kept import KeptArrays
 from tfdist.checkpoint.manifest import FORMAT, Arrays
 from tfdist.checkpoint.names import model_names, optimizer_names
 from tfdist.checkpoint.shards import Entry, shards_of
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
-from tfdist.context import DistributedStrategy, strategy_of
+from tfdist.context import DistributedStrategy, role_of, strategy_of
 from tfdist.local_steps import local_optimizer
-from tfdist.pipeline import PipelineModel
+from tfdist.sharding.kept import KeptState, kept_states_of
 from tfdist.sharding.layout import global_shape, layout_of
 
 __all__ = ["arrays_of", "entries_of", "held_by", "held_variables"]
@@ -26,10 +27,13 @@ __all__ = ["arrays_of", "entries_of", "held_by", "held_variables"]
 Named = list[tuple[keras.Variable, str]]
 
 
-def entries_of(model: keras.Model, version: int = FORMAT) -> list[Entry]:
+def entries_of(
+    model: keras.Model, version: int = FORMAT, states: Sequence[KeptState] | None = None
+) -> list[Entry]:
     """The entries of a model's variables and of its optimizer's, those of this rank.
 
-    Both are built. Names are those of that `version` of the format.
+    Both are built. Names are those of that `version` of the format; `states` are what else is kept, by
+    default what the strategy and its stages keep.
     """
     strategy = strategy_of(model)
     named, held = _named_variables(model, version)
@@ -65,7 +69,8 @@ def entries_of(model: keras.Model, version: int = FORMAT) -> list[Entry]:
                 _writes(variable, name, strategy),
             )
         )
-    return entries + counts_of(model, held, version) + compression_entries(model, held)
+    kept = KeptArrays(model, kept_states_of(model) if states is None else states, held)
+    return entries + counts_of(model, held, version) + kept.entries()
 
 
 def held_variables(model: keras.Model) -> Named:
@@ -73,11 +78,12 @@ def held_variables(model: keras.Model) -> Named:
     return _named_variables(model, FORMAT)[1]
 
 
-def _named_variables(model: keras.Model, version: int) -> tuple[Named, Named]:
+def _named_variables(model: Any, version: int) -> tuple[Named, Named]:
     """All variables of a model with their names, and those that this rank holds."""
-    if isinstance(model, PipelineModel):
+    whole = role_of(model).whole_model
+    if whole is not None:
         every, own = model.chain_variables
-        root = model.chain_model
+        root = whole
     else:
         every = own = list(model.variables)
         root = model

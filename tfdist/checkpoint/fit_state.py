@@ -11,11 +11,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.checkpoint.kept import named_states
 from tfdist.context import strategy_of
 from tfdist.data.position import DataPosition
 from tfdist.data.random_state import global_seed, random_state, set_random_state
 from tfdist.keras_internals.attributes import batches_since_save, initial_epoch, last_batch
 from tfdist.keras_internals.private import GLOBAL_SEED_GENERATOR, global_state
+from tfdist.sharding.kept import KeptState
 from tfdist.shares import are_shares
 
 __all__ = ["FitState", "check_state"]
@@ -41,12 +43,18 @@ _COUNTING = (
 class FitState:
     """The state of one `fit`: of the model, its place in the data, and the user's callbacks."""
 
-    def __init__(self, model: keras.Model, position: DataPosition, callbacks: Sequence):
+    def __init__(
+        self,
+        model: keras.Model,
+        position: DataPosition,
+        callbacks: Sequence,
+        states: Sequence[KeptState] = (),
+    ):
         self._model, self._position, self._callbacks = model, position, callbacks
         self._seed = global_seed()
         strategy = strategy_of(model)
         self._shares = None if strategy is None else strategy.row_shares
-        self._kept = [] if strategy is None else strategy.kept_states
+        self._kept = named_states(states)
 
     def collect(self, epoch: int, batch: int) -> dict[str, Any]:
         """All of it, as JSON can hold it; of the chief's.
@@ -71,7 +79,7 @@ class FitState:
             },
             "callbacks": {key: _counted(each) for key, each in self._counting().items()},
             "batch_shares": None if self._shares is None else self._shares.state(),
-            "kept": [each.state(in_epoch=batch > 0) for each in self._kept],
+            "kept": {name: each.values(in_epoch=batch > 0) for name, each in self._kept.items()},
         }
 
     def resume(self, state: dict[str, Any]) -> int:
@@ -91,8 +99,12 @@ class FitState:
             keras_seed.assign(np.array(state["keras_seed"], keras_seed.dtype))
         if self._shares is not None:
             self._shares.restore(state.get("batch_shares"))
-        for each, kept in zip(self._kept, state.get("kept", []), strict=False):
-            each.restore(kept)
+        kept = state.get("kept", {})
+        if isinstance(kept, list):  # Files of before states had names.
+            kept = dict(zip(self._kept, kept, strict=False))
+        for name, each in self._kept.items():
+            if name in kept:
+                each.restore(kept[name])
         return batch
 
     def resume_callbacks(self, state: dict[str, Any]) -> None:

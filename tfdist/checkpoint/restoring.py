@@ -12,10 +12,10 @@ import keras
 import numpy as np
 
 from tfdist import checks
-from tfdist.checkpoint.compression import make_slots, reset_others
 from tfdist.checkpoint.directory import complete_checkpoints, latest, lost
 from tfdist.checkpoint.entries import arrays_of, entries_of, held_variables
 from tfdist.checkpoint.errors import CheckpointError, OtherModelError, StorageError
+from tfdist.checkpoint.kept import KeptArrays
 from tfdist.checkpoint.manifest import FORMAT, Array, Arrays, Manifest, step_of
 from tfdist.checkpoint.reading import Reader
 from tfdist.checkpoint.saving import world_of
@@ -26,6 +26,7 @@ from tfdist.collectives.objects import all_gather_object, broadcast_object
 from tfdist.keras_internals.attributes import stored_value
 from tfdist.local_steps import local_optimizer
 from tfdist.runtime.directories import checked_directory, is_address
+from tfdist.sharding.kept import KeptState, kept_states_of
 
 __all__ = ["OtherModelError", "latest", "restore", "restore_checked"]
 
@@ -59,12 +60,17 @@ def restore(path: str | os.PathLike, model: keras.Model) -> Manifest:
 
 
 def restore_checked(
-    path: str, model: keras.Model, check: Callable[[dict[str, Any]], None]
+    path: str,
+    model: keras.Model,
+    check: Callable[[dict[str, Any]], None],
+    states: Sequence[KeptState] | None = None,
 ) -> Manifest:
     """As `restore`; a checkpoint counts as damaged where `check` refuses its state.
 
-    The chief calls `check`, which raises a ValueError that goes on behind the path.
+    The chief calls `check`, which raises a ValueError that goes on behind the path. `states` are what else
+    is restored, by default what the strategy and its stages keep.
     """
+    states = kept_states_of(model) if states is None else states
     world = world_of(model)
     candidates, warnings = _candidates(path, world)
     for warning in warnings:
@@ -75,14 +81,14 @@ def restore_checked(
         try:
             manifest = _manifest(candidate, world, check)
             version = 1 if manifest.files is None else FORMAT
-            held = held_variables(model)
-            make_slots(model, held, manifest.arrays)
+            kept = KeptArrays(model, states, held_variables(model))
+            kept.prepare(manifest.arrays)
             if version not in entries:
-                entries[version] = entries_of(model, version)
-            strict = [entry for entry in entries[version] if entry.merge is None]
+                entries[version] = entries_of(model, version, states)
+            strict = [e for e in entries[version] if e.merge is None and not e.is_optional]
             _check_model(candidate, manifest, arrays_of(strict, world))
             _restore(candidate, entries[version], manifest, world)
-            reset_others(model, held, manifest.arrays)
+            kept.report_missing(manifest.arrays)
             _resume_local_steps(model, entries[version], manifest)
         except StorageError as error:
             damages.append(str(error))
@@ -202,6 +208,9 @@ def _restore(path: str, entries: list[Entry], manifest: Manifest, world: Group) 
     try:
         reader = Reader(Storage(path), manifest)
         for entry in entries:
+            is_same = manifest.arrays.get(entry.name) == (entry.shape, entry.dtype)
+            if entry.is_optional and not is_same:
+                continue
             if entry.merge is None or entry.name in manifest.arrays:
                 values.append((entry, _value(entry, manifest, reader)))
     except Exception as found:  # The other ranks hear of it, whatever it is.

@@ -31,6 +31,7 @@ from tfdist.collectives.objects import all_gather_object, broadcast_object
 from tfdist.keras_internals.attributes import stored_value
 from tfdist.local_steps import local_optimizer
 from tfdist.runtime.directories import checked_directory
+from tfdist.sharding.kept import KeptState
 
 __all__ = ["Save", "Saver", "begin_save", "lock_on", "save", "world_of"]
 
@@ -116,11 +117,13 @@ def lock_on(directory: str, world: Group) -> DirectoryLock:
 class Saver:
     """Saves a model again and again; what stays the same the ranks agree on once."""
 
-    def __init__(self, directory: str, model: keras.Model):
+    def __init__(
+        self, directory: str, model: keras.Model, states: Sequence[KeptState] | None = None
+    ):
         self._directory, self._model = directory, model
         self.world = world_of(model)
         self._token = broadcast_object(secrets.token_hex(4), self.world, name="checkpoint")
-        self._entries = entries_of(model)
+        self._entries = entries_of(model, states=states)
         self._arrays, self._writers = held_by(self._entries, self.world)
 
     def begin(

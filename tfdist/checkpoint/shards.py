@@ -66,6 +66,7 @@ class Entry:
         writes: Whether this rank writes them: of ranks that hold the same, one does.
         merge: Where each rank counts for itself, in a row of the array: what this one takes of
             rows that another number of ranks wrote. None for any other array.
+        is_optional: Whether a checkpoint may lack it, or have another shape; it then keeps its value.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Entry:
     shards: tuple[ArrayShard, ...]
     writes: bool
     merge: Callable[[np.ndarray], np.ndarray] | None = None
+    is_optional: bool = False
 
 
 def shards_of(variable: keras.Variable) -> list[ArrayShard]:

@@ -9,18 +9,22 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist import checks
 from tfdist.collectives import Group
+from tfdist.compression.kept import KeptCompression
 from tfdist.compression.momentum import CompressedMomentum
 from tfdist.compression.packing import exchange_packed
 from tfdist.compression.state import compression_state, reduce_compressed, state_of
+from tfdist.context import strategy_of
 from tfdist.gradients.items import GradientItem, by_reduction
 from tfdist.gradients.reduce import rows_are_fewer
 from tfdist.gradients.stage import GradientContext, GradientStage, Position
 from tfdist.mesh import Mesh
+from tfdist.sharding.kept import KeptState
 from tfdist.step.hooks import FitContext, FitHook
 
 __all__ = ["Compressor"]
@@ -211,6 +215,13 @@ class Compressor(GradientStage, FitHook):
                 found[place] = gradient
         state.end_step()
         return found
+
+    def kept_states(self, model: keras.Model) -> list[KeptState]:
+        """See `GradientStage.kept_states`."""
+        strategy, state = strategy_of(model), state_of(model, self)
+        if strategy is None or state is None:
+            return []
+        return [KeptCompression(model, state, strategy)]
 
     @contextlib.contextmanager
     def around(self, fit: FitContext) -> Iterator[None]:

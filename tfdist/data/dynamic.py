@@ -13,6 +13,7 @@ from tfdist import checks
 from tfdist.context import DistributedStrategy
 from tfdist.data.handing_out import Books, Clerk, Desk
 from tfdist.data.sharding import empty_batch, mark_length_varies, with_unknown_rows
+from tfdist.sharding.kept import KeptState
 
 __all__ = ["DynamicSharding"]
 
@@ -24,7 +25,7 @@ _NOT_KNOWN, _ENDS, _GOES_ON = -1, 0, 1
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.1
 
 
-class DynamicSharding:
+class DynamicSharding(KeptState):
     """Files, or ranges of rows, of which each rank takes the next when it is through with the last.
 
     ```python
@@ -57,6 +58,8 @@ class DynamicSharding:
         OSError: The first rank, which hands items out, cannot be reached.
     """
 
+    name = "dynamic_sharding"
+
     def __init__(
         self,
         items: Sequence[str] | int,
@@ -80,7 +83,7 @@ class DynamicSharding:
             self._desk = Desk(books, engine, takers)
         self._clerk = Clerk(engine, self._desk)
         self._epoch = -1
-        strategy.kept_states.append(self)
+        strategy.keep(self)
 
     def dataset(self) -> tf.data.Dataset:
         """What this rank takes in an epoch, one item after the other.
@@ -106,7 +109,7 @@ class DynamicSharding:
             lambda context: self._until_all_end(dataset_fn(context))
         )
 
-    def state(self, *, in_epoch: bool) -> dict[str, Any] | None:
+    def values(self, *, in_epoch: bool) -> dict[str, Any] | None:
         """What a checkpoint keeps, of the first rank.
 
         Args:
@@ -117,15 +120,15 @@ class DynamicSharding:
         taken = self._desk.state(self._epoch) if in_epoch else None
         return {"epoch": self._epoch if in_epoch else self._epoch + 1, "taken": taken}
 
-    def restore(self, state: dict[str, Any] | None) -> None:
-        """Goes on from what `state` has returned.
+    def restore(self, values: dict[str, Any] | None) -> None:
+        """Goes on from what `values` has returned.
 
         Raises:
             ValueError: It was for another number of ranks, or of items.
         """
-        if state is None:
+        if values is None:
             return
-        epoch, taken, takers = state["epoch"], state["taken"], self._strategy.row_group.size
+        epoch, taken, takers = values["epoch"], values["taken"], self._strategy.row_group.size
         if taken is not None:
             fits = len(taken) == takers and all(
                 type(item) is int and 0 <= item < len(self._values)

@@ -8,11 +8,14 @@ import enum
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import keras
+
 from tfdist.context import DistributedStrategy, ReplicaContext
 from tfdist.gradients.items import GradientItem
 from tfdist.gradients.reduce import whole_reduced
 from tfdist.keras_step import KerasStep
 from tfdist.mesh import Mesh
+from tfdist.sharding.kept import KeptState
 from tfdist.step.hooks import active_hooks
 
 __all__ = ["GradientContext", "GradientItem", "GradientStage", "Position", "Stages"]
@@ -78,6 +81,11 @@ class GradientStage(abc.ABC):
         """Whether this stage of REDUCE reduces a gradient."""
         del item
         return False
+
+    def kept_states(self, model: keras.Model) -> Sequence[KeptState]:
+        """What checkpoints of a model save and restore of this stage."""
+        del model
+        return ()
 
     @abc.abstractmethod
     def __call__(self, items: Sequence[GradientItem], context: GradientContext) -> Sequence:

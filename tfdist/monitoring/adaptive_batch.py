@@ -17,6 +17,7 @@ from tfdist.gradients.accumulation import Accumulation
 from tfdist.gradients.noise import Noise
 from tfdist.keras_step import KerasStep
 from tfdist.monitoring.gradient_noise import GradientNoise, accumulating_optimizer
+from tfdist.sharding.kept import KeptState
 
 __all__ = ["AdaptiveBatch", "adascale_gain"]
 
@@ -38,7 +39,7 @@ def adascale_gain(noise: Noise, rows: float, scale: float) -> float:
     return min(max((variance + square) / below, 1.0), scale) if below > 0 else 1.0
 
 
-class AdaptiveBatch(GradientNoise):
+class AdaptiveBatch(GradientNoise, KeptState):
     """Accumulates gradients over more micro-steps as their noise grows, and scales the learning rate.
 
     ```python
@@ -68,6 +69,8 @@ class AdaptiveBatch(GradientNoise):
     Source: McCandlish et al. 2018, arXiv:1812.06162; Johnson et al. 2020, arXiv:2007.05105; Qiao et al.
     2020, arXiv:2008.12260.
     """
+
+    name = "adaptive_batch"
 
     def __init__(
         self, start: int = 1, *, every: int = 20, rate: str = "adascale", decay: float = 0.98
@@ -109,8 +112,6 @@ class AdaptiveBatch(GradientNoise):
             self._accumulation = Accumulation(optimizer, self._now)
         if self._meter is not None:
             self.gradient_stages = [*self._meter.stages, self._accumulation]
-        if self not in strategy.kept_states:
-            strategy.kept_states.append(self)
 
     def on_epoch_begin(self, epoch, logs=None):
         """The first update of an optimizer has as many micro-steps as all others."""
@@ -136,31 +137,36 @@ class AdaptiveBatch(GradientNoise):
         if accumulation.is_between_updates:
             self._grow(accumulation)
 
-    def state(self, *, in_epoch: bool) -> dict[str, Any] | None:
+    def kept_states(self, model: keras.Model) -> list[KeptState]:
+        """See `FitHook.kept_states`."""
+        del model
+        return [self]
+
+    def values(self, *, in_epoch: bool) -> dict[str, Any] | None:
         """What a checkpoint keeps."""
         del in_epoch
         if self._meter is None:
             return None
         return {"accumulation": self._now, "gain": self._gain, "noise": self._meter.values()}
 
-    def restore(self, state: dict[str, Any] | None) -> None:
-        """Goes on from what `state` has returned; the rate is the optimizer's, which has it already.
+    def restore(self, values: dict[str, Any] | None) -> None:
+        """Goes on from what `values` has returned; the rate is the optimizer's, which has it already.
 
         Raises:
             ValueError: The optimizer accumulates fewer micro-steps now.
         """
-        if state is None or self._accumulation is None or self._meter is None:
+        if values is None or self._accumulation is None or self._meter is None:
             return
-        found = checks.integer("accumulation", state["accumulation"], minimum=1)
+        found = checks.integer("accumulation", values["accumulation"], minimum=1)
         if found > self._accumulation.most:
             raise ValueError(
                 f"The checkpoint's updates are of {found} micro-steps, and the optimizer's "
                 f"`gradient_accumulation_steps` allows {self._accumulation.most}. Give it as many as before."
             )
         self._wanted = self._now = found
-        self._gain = self._next_gain = checks.number("gain", state["gain"], above=0)
+        self._gain = self._next_gain = checks.number("gain", values["gain"], above=0)
         self._accumulation.set_steps(found, restored=True)
-        self._meter.set_values(state["noise"])
+        self._meter.set_values(values["noise"])
 
     def _look(self) -> None:
         noise, strategy = self.noise, strategy_of(self.model)

@@ -13,8 +13,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compression.statistics import compression_state_of
 from tfdist.keras_internals.attributes import stored_value
+from tfdist.sharding.kept import kept_states_of
 
 __all__ = ["RecordedSteps", "State"]
 
@@ -132,8 +132,6 @@ class _Feed:
 def _variables(model: keras.Model) -> list[keras.Variable]:
     """All that a training step reads and changes."""
     found = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
-    compression = compression_state_of(model)
-    if compression is not None:
-        found.append(compression.step)
-        found += [each for slots in compression.slots.values() for each in slots.values()]
+    for state in kept_states_of(model):
+        found += [kept.variable for kept in state.arrays().values()]
     return list({id(v): v for v in found if v.dtype != "string"}.values())

@@ -15,6 +15,7 @@ import tensorflow as tf
 if TYPE_CHECKING:
     from tfdist.gradients.stage import GradientStage
     from tfdist.keras_step import KerasStep
+    from tfdist.sharding.kept import KeptState
 
 __all__ = ["FitContext", "FitHook", "active_hooks", "fit_hooks", "hooked", "trace_if_changed"]
 
@@ -65,6 +66,11 @@ class FitHook:
 
     #: Stages of the gradients of the model's steps, as they are when the call begins.
     gradient_stages: Sequence[GradientStage] = ()
+
+    def kept_states(self, model: keras.Model) -> Sequence[KeptState]:
+        """What checkpoints of a `fit` save and restore of this hook."""
+        del model
+        return ()
 
     def around(self, fit: FitContext) -> contextlib.AbstractContextManager:
         """Entered before the call and left after it, with the exception if there is one.
