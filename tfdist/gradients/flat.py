@@ -10,11 +10,10 @@ from tfdist.context import ReplicaContext
 from tfdist.gradients.origins import Origin
 from tfdist.gradients.reduce import weigh_gradients
 from tfdist.gradients.reduce_scatter import reduce_scatter_gradients
-from tfdist.gradients.sparse import shard_of_rows
+from tfdist.gradients.sparse import shard_of_gradient
 from tfdist.sharding.layout import layout_of
-from tfdist.sharding.parts import FlatShard
 
-__all__ = ["own_parts", "shard_of_gradient"]
+__all__ = ["own_parts"]
 
 
 def own_parts(
@@ -67,12 +66,3 @@ def _of_its_shape(gradient, variable, replica: ReplicaContext):
     zeros = tf.zeros(shape, gradient.dtype)
     found = tf.cond(tf.equal(step.rows, 0), lambda: zeros, lambda: gradient)
     return tf.ensure_shape(found, shape)
-
-
-def shard_of_gradient(gradient, shard: FlatShard | None):
-    """This rank's shard of a gradient that is whole; all of it where that is None."""
-    if shard is None:
-        return gradient
-    if isinstance(gradient, tf.IndexedSlices):
-        return shard_of_rows(gradient, shard)
-    return None if gradient is None else shard.local_shard(gradient)

@@ -9,6 +9,7 @@ from typing import Any
 from tfdist.collectives import Group
 from tfdist.context import ReplicaContext
 from tfdist.gradients.origins import Origin
+from tfdist.gradients.sparse import shard_of_gradient
 from tfdist.local_steps import group_in_step
 from tfdist.sharding.layout import VariableLayout, layout_of
 
@@ -27,6 +28,7 @@ class GradientItem:
         reduction: How: "sum" or "mean".
         keeps_rows: Whether the optimizer needs the rows of a sparse gradient, and not only their sum.
         is_global: Whether the training step has reduced it already.
+        is_part: Whether what it has then is the part that this rank applies.
     """
 
     gradient: Any
@@ -36,6 +38,7 @@ class GradientItem:
     reduction: str
     keeps_rows: bool = False
     is_global: bool = False
+    is_part: bool = False
 
     @property
     def is_gradient(self) -> bool:
@@ -51,6 +54,11 @@ class GradientItem:
     def is_reduced(self) -> bool:
         """Whether nothing is left to reduce; gradients of flat shards are reduced as they come."""
         return self.is_global or self.layout.flat is not None
+
+    def own_shard(self, whole):
+        """What this rank's optimizer is given of a whole reduced gradient of the variable."""
+        is_part = self.is_part or self.layout.flat is not None
+        return whole if is_part else shard_of_gradient(whole, self.layout.state)
 
     def with_gradient(self, gradient) -> GradientItem:
         """The item with another gradient."""
@@ -87,6 +95,7 @@ def items_of(
                 how,
                 keeps_rows,
                 origin is not Origin.LOCAL,
+                origin is Origin.PART,
             )
         )
     return found

@@ -9,8 +9,7 @@ Keras calls, in this order, what `strategies/keras_patches/optimizers.py` patche
       _backend_update_step    UPDATED      under ZeRO by updates of shards
 
 Stages (`gradients/stage.py`) are called in between. Under ZeRO 2 and 3 gradients are reduced before they
-are accumulated: whole gradients would be kept from one micro-step to the next. Optimizers that do not
-clip are reduced where they update.
+are accumulated, of optimizers that do not clip where they update.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from collections.abc import Iterator, Sequence
 
 from tfdist.context import ReplicaContext, current_replica
 from tfdist.gradients.clipping import clip_spread_gradients
-from tfdist.gradients.flat import own_parts, shard_of_gradient
+from tfdist.gradients.flat import own_parts
 from tfdist.gradients.items import GradientItem, items_of
 from tfdist.gradients.norms import weighted_square
 from tfdist.gradients.origins import Origin
@@ -73,10 +72,7 @@ class GradientPath:
             self._replica.sums_gradients = before
 
     def weigh(self, gradients: Sequence) -> list:
-        """Multiplies this rank's gradients by its share of the samples of the step.
-
-        Of what Keras leaves out from here on, the variables are no longer kept.
-        """
+        """Multiplies by this rank's share of the samples; forgets variables that Keras leaves out."""
         own = own_parts(gradients, self._variables, self._origins, self._replica)
         found, mesh = weigh_gradients(own, self._replica.step), self._strategy.mesh
         for place, item in enumerate(self._items(own)):
@@ -90,8 +86,8 @@ class GradientPath:
         return found
 
     def _items(self, gradients: Sequence) -> list[GradientItem]:
-        keeps_rows = needs_rows(self._optimizer)
-        return items_of(gradients, self._variables, self._origins, self._replica, keeps_rows)
+        rows = needs_rows(self._optimizer)
+        return items_of(gradients, self._variables, self._origins, self._replica, rows)
 
     def accumulates_global(self) -> bool:
         """Whether gradients are reduced before they are accumulated."""
@@ -110,15 +106,13 @@ class GradientPath:
             items = self._items(sum_partial_gradients(self._items(gradients), self.options))
             by_stages = self._stages.reduced(items)
             left = [p for p, item in enumerate(items) if p not in by_stages and not item.is_reduced]
-            found = [by_stages.get(place, item.gradient) for place, item in enumerate(items)]
-            for place, (item, origin) in enumerate(zip(items, self._origins, strict=True)):
-                if place not in left and item.layout.flat is None and origin is not Origin.PART:
-                    found[place] = shard_of_gradient(found[place], item.layout.state)
             rest = reduce_items([items[place] for place in left], self.options)
-            for place, gradient in zip(left, rest, strict=True):
-                found[place] = gradient
-            mesh, variables = self._strategy.mesh, list(self._variables)
-            reduced(found, lambda: weighted_square(found, variables, mesh))
+            shards = dict(zip(left, rest, strict=True))
+            found = [
+                shards[p] if p in shards else item.own_shard(by_stages.get(p, item.gradient))
+                for p, item in enumerate(items)
+            ]
+            reduced(found, lambda: weighted_square(found, self._variables, self._strategy.mesh))
         return self._stages.through(Position.REDUCED, self._items(found))
 
     def is_spread(self) -> bool:

@@ -17,7 +17,7 @@ from tfdist.graph.compiling import needs_fixed_sizes
 from tfdist.graph.dependence import is_independent_of_batch
 from tfdist.sharding.parts import FlatShard
 
-__all__ = ["reduce_rows", "shard_of_rows"]
+__all__ = ["reduce_rows", "shard_of_gradient", "shard_of_rows"]
 
 
 def reduce_rows(
@@ -116,3 +116,12 @@ def shard_of_rows(gradient: tf.IndexedSlices, shard: FlatShard) -> tf.IndexedSli
         tf.boolean_mask(places, inside) - begin,
         tf.constant([shard.share], tf.int64),
     )
+
+
+def shard_of_gradient(gradient, shard: FlatShard | None):
+    """This rank's shard of a gradient that is whole; all of it where that is None."""
+    if shard is None:
+        return gradient
+    if isinstance(gradient, tf.IndexedSlices):
+        return shard_of_rows(gradient, shard)
+    return None if gradient is None else shard.local_shard(gradient)
