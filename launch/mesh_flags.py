@@ -13,7 +13,7 @@ from tfdist.launch.flag_values import (
     refuse_ignored,
 )
 from tfdist.mesh import DEFAULT_ORDER, Mesh
-from tfdist.pipeline.schedules import SCHEDULES, check_schedule
+from tfdist.pipeline.schedules import SCHEDULES, check_arguments
 
 __all__ = ["Layout", "MeshFlags"]
 
@@ -169,7 +169,7 @@ class MeshFlags:
                 tensor=self._tensor.value,
                 order=order,
             )
-            check_schedule(schedule, pipeline, microbatches, chunks)
+            check_arguments(schedule, pipeline, microbatches, chunks)
         except ValueError as error:
             raise UsageError(f"{as_given(self._values, self.mesh)}: {error}") from error
         return Layout(

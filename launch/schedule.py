@@ -9,8 +9,8 @@ from absl import flags
 
 from tfdist.launch import command
 from tfdist.launch.flag_values import FlagDefiner, as_given, output_file
-from tfdist.pipeline.schedules import SCHEDULES, Kind, check_schedule, make_schedule
-from tfdist.pipeline.simulation import check, held_microbatches
+from tfdist.pipeline.schedules import SCHEDULES, ActionKind, check_arguments, make_schedule
+from tfdist.pipeline.simulation import check_schedule, held_microbatches
 from tfdist.pipeline.timeline import as_text, legend, save_picture, write_chrome_trace
 
 __all__ = ["PROGRAM", "run"]
@@ -39,7 +39,7 @@ def run() -> None:
 def _check(_: list[str]) -> None:
     chosen = (_SCHEDULE, _STAGES, _MICROBATCHES, _CHUNKS)
     try:
-        check_schedule(
+        check_arguments(
             _SCHEDULE.value,
             _STAGES.value,
             _MICROBATCHES.value,
@@ -56,8 +56,10 @@ def _check(_: list[str]) -> None:
 
 def _main(_: None) -> int:
     schedule = make_schedule(_SCHEDULE.value, _STAGES.value, _MICROBATCHES.value, _CHUNKS.value)
-    played = check(schedule)
-    kinds = {Kind.FORWARD, Kind.BACKWARD} | ({Kind.WEIGHT} if schedule.splits_backward else set())
+    played = check_schedule(schedule)
+    kinds = {ActionKind.FORWARD, ActionKind.BACKWARD} | (
+        {ActionKind.WEIGHT} if schedule.splits_backward else set()
+    )
     print(as_text(schedule))
     print()
     print(f"{legend(kinds)}; . idle")

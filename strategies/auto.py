@@ -13,12 +13,14 @@ from tfdist.asynchronous import cluster_from_environment
 from tfdist.collectives.tensorflow import started_by_tf_config
 from tfdist.mesh import Mesh
 from tfdist.runtime.horovod_variables import started_by_horovod
+from tfdist.runtime.plugins import load_plugins
 from tfdist.runtime.schedulers import started_by_scheduler
 from tfdist.strategies.horovod import HorovodStrategy
 from tfdist.strategies.local import LocalStrategy
 from tfdist.strategies.multi_worker import MultiWorkerStrategy
 from tfdist.strategies.parallel import ParallelStrategy, check_options
 from tfdist.strategies.parameter_server import ParameterServerStrategy
+from tfdist.strategies.registry import registered
 
 __all__ = ["auto"]
 
@@ -26,6 +28,7 @@ __all__ = ["auto"]
 def auto(mesh: Mesh | None = None, **options) -> ParallelStrategy | ParameterServerStrategy:
     """Returns the strategy of the launcher that started this process; the log says which, and why.
 
+    First those that packages have registered (`tfdist.extend.register_strategy`). Then
     `ParameterServerStrategy` where TF_CONFIG names parameter servers, as `tfdist-run --ps=` has it.
 
     Horovod's where its launcher started the process, else the workers' of TF_CONFIG; of ranks that
@@ -46,6 +49,11 @@ def auto(mesh: Mesh | None = None, **options) -> ParallelStrategy | ParameterSer
             "`tfdist-run --engine=tensorflow` (or `horovod`), or make a HorovodStrategy or a "
             f"MultiWorkerStrategy. Received: engine={options['engine']!r}."
         )
+    load_plugins()
+    for each in registered():
+        if each.detect():
+            logging.info("tfdist: %s, which its package has detected.", each.name)
+            return each.make(mesh, **options)
     check_options(mesh, None, **options)
     if cluster_from_environment() is not None:
         return _parameter_servers(mesh, options)

@@ -17,11 +17,13 @@ from tfdist.collectives.engine import Engine
 from tfdist.compression import Compressor
 from tfdist.context import DistributedStrategy, current_replica
 from tfdist.gradient_options import BUCKET_BYTES, GradientOptions
+from tfdist.gradients.stage import GradientStage, Position
 from tfdist.keras_step import KerasStep
 from tfdist.local_steps import local_optimizer
 from tfdist.mesh import Mesh
 from tfdist.monitoring.watchdog import Watchdog, startup_guard
 from tfdist.row_shares import RowShares
+from tfdist.runtime.plugins import load_plugins
 from tfdist.runtime.schedulers import started_by_scheduler
 from tfdist.shares import MeasuredShares, check_batch_shares
 from tfdist.step.hooks import FitHook
@@ -68,6 +70,8 @@ class ParallelStrategy(DistributedStrategy):
             the bytes, and a rounding of each. None for their own, which is as exact as one process.
         compression: What compresses gradients between the data parallel ranks, as
             `tfdist.compression.PowerSGD(rank=4)`, where the link is slow. See docs/slow_links.md.
+        gradient_stages: What changes, measures or reduces gradients, in this order, before `compression`:
+            see `tfdist.extend.GradientStage`.
         batch_shares: Where ranks are not equally fast: a number for each rank that holds other rows, as
             [3, 1], or "measured" for shares that follow the measured speeds, or a `MeasuredShares`.
             Batches and results stay those of one process. See docs/unequal_ranks.md.
@@ -90,6 +94,7 @@ class ParallelStrategy(DistributedStrategy):
         bucket_mib: float = BUCKET_BYTES / _MIB,
         communication_dtype: str | None = None,
         compression: Compressor | None = None,
+        gradient_stages: Sequence[GradientStage] = (),
         batch_shares: str | MeasuredShares | Sequence[float] | None = None,
         watchdog_seconds: float = WATCHDOG_SECONDS,
         deterministic: bool = False,
@@ -102,10 +107,12 @@ class ParallelStrategy(DistributedStrategy):
             bucket_mib=bucket_mib,
             communication_dtype=communication_dtype,
             compression=compression,
+            gradient_stages=gradient_stages,
             batch_shares=batch_shares,
             watchdog_seconds=watchdog_seconds,
             deterministic=deterministic,
         )
+        load_plugins()
         if deterministic and not engine.is_deterministic:
             raise ValueError(
                 "An engine that was made with `deterministic=False` cannot fix the order of its "
@@ -118,7 +125,7 @@ class ParallelStrategy(DistributedStrategy):
         )
         share_random_state(engine.group())
         super().__init__(ParallelExtended(self))
-        self._add_stages(compression)
+        self._add_stages([*gradient_stages, *([] if compression is None else [compression])])
         self._row_shares = None
         if batch_shares is not None:
             self._row_shares = RowShares(batch_shares, self.row_group.size)
@@ -132,8 +139,7 @@ class ParallelStrategy(DistributedStrategy):
         keras_patches.install()
         note_strategy(self)
 
-    def _add_stages(self, compression: Compressor | None) -> None:
-        stages = [] if compression is None else [compression]
+    def _add_stages(self, stages: Sequence[GradientStage]) -> None:
         self.gradient_stages.extend(stages)
         self.fit_hooks.extend(stage for stage in stages if isinstance(stage, FitHook))
 
@@ -273,6 +279,7 @@ def check_options(
     bucket_mib: float = BUCKET_BYTES / _MIB,
     communication_dtype: str | None = None,
     compression: Compressor | None = None,
+    gradient_stages: Sequence[GradientStage] = (),
     batch_shares: str | MeasuredShares | Sequence[float] | None = None,
     watchdog_seconds: float = WATCHDOG_SECONDS,
     deterministic: bool = False,
@@ -286,6 +293,7 @@ def check_options(
         bucket_mib: As in `ParallelStrategy`.
         communication_dtype: As in `ParallelStrategy`.
         compression: As in `ParallelStrategy`.
+        gradient_stages: As in `ParallelStrategy`.
         batch_shares: As in `ParallelStrategy`.
         watchdog_seconds: As in `ParallelStrategy`.
         deterministic: As in `ParallelStrategy`.
@@ -308,10 +316,16 @@ def check_options(
     checks.instance(
         "compression", compression, Compressor, "a Compressor of tfdist.compression", optional=True
     )
-    if compression is not None and zero_stage == 3:
+    for stage in gradient_stages:
+        checks.instance(
+            "gradient_stages", stage, GradientStage, "a sequence of tfdist.extend.GradientStage"
+        )
+    reducing = [stage for stage in gradient_stages if stage.position is Position.REDUCE]
+    reducing += [] if compression is None else [compression]
+    if reducing and zero_stage == 3:
         raise ValueError(
-            "ZeRO-3 keeps parameters in shards, whose gradients are summed layer by layer, and not "
-            f"compressed: take zero_stage=2. Received: zero_stage=3, compression={compression!r}."
+            "Compression, and other stages that reduce gradients, are not supported with zero_stage=3, which "
+            f"reduces them layer by layer: use zero_stage=2. Received: zero_stage=3, {reducing[0]!r}."
         )
     checks.number("watchdog_seconds", watchdog_seconds, minimum=0, maximum=checks.YEAR_SECONDS)
     check_batch_shares(batch_shares)

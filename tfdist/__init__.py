@@ -31,6 +31,7 @@ _ROOMS = (
     "compat",
     "compression",
     "datasets",
+    "extend",
     "hub",
     "layers",
     "learning_rate",

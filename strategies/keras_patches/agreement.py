@@ -18,6 +18,7 @@ from tfdist.collectives.objects import all_gather_object
 from tfdist.data.sharding import is_per_rank
 from tfdist.monitoring.causes import ARGUMENTS
 from tfdist.monitoring.report import rank_words
+from tfdist.runtime.plugins import load_plugins
 
 __all__ = ["check_agreement", "compare_first_batches", "describe"]
 
@@ -55,6 +56,8 @@ def check_agreement(
         ValueError: They differ; on all ranks.
     """
     own = _facts(arguments)
+    if plugins := load_plugins():
+        own["plugins"] = ", ".join(plugins)
     if hooks:
         own["hooks"] = ", ".join(type(hook).__name__ for hook in hooks)
     engine = strategy.engine

@@ -47,10 +47,10 @@ def pairs() -> list[str]:
     whole, whole_dy = parts[0], upstream[0]
     total, total_dy = parts.sum(0), upstream.sum(0)
     c = mappings
-    check("copy", lambda x: c.copy_to_tensor_region(x, group), whole, whole, upstream[me], total_dy)
+    check("copy", lambda x: c.copy_to_region(x, group), whole, whole, upstream[me], total_dy)
     check(
         "reduce",
-        lambda x: c.reduce_from_tensor_region(x, group),
+        lambda x: c.reduce_from_region(x, group),
         parts[me],
         total,
         whole_dy,
@@ -59,7 +59,7 @@ def pairs() -> list[str]:
     for axis in (1, 2, -1):
         check(
             f"split {axis}",
-            lambda x, axis=axis: c.scatter_to_tensor_region(x, group, axis),
+            lambda x, axis=axis: c.scatter_to_region(x, group, axis),
             whole,
             mine(whole, axis),
             mine(whole_dy, axis),
@@ -67,7 +67,7 @@ def pairs() -> list[str]:
         )
         check(
             f"gather {axis}",
-            lambda x, axis=axis: c.gather_from_tensor_region(x, group, axis),
+            lambda x, axis=axis: c.gather_from_region(x, group, axis),
             mine(whole, axis),
             whole,
             whole_dy,

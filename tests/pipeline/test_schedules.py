@@ -7,8 +7,14 @@ import itertools
 
 import pytest
 
-from tfdist.pipeline.schedules import SCHEDULES, Action, Kind, make_schedule
-from tfdist.pipeline.simulation import UNIT_COSTS, check, held_microbatches, messages, simulate
+from tfdist.pipeline.schedules import SCHEDULES, Action, ActionKind, make_schedule
+from tfdist.pipeline.simulation import (
+    UNIT_COSTS,
+    check_schedule,
+    held_microbatches,
+    messages,
+    simulate,
+)
 
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 8, 16, 24)]
 
@@ -25,7 +31,7 @@ def schedules(*names):
 def test_every_schedule_is_sound(name):
     count = 0
     for schedule in schedules(name):
-        check(schedule)
+        check_schedule(schedule)
         count += 1
     assert count >= 15
 
@@ -36,10 +42,14 @@ def test_forward_comes_before_backward_and_sends_meet_receives(name):
         for rank, actions in enumerate(schedule.actions):
             place = {action: index for index, action in enumerate(actions)}
             for action in actions:
-                if action.kind is Kind.BACKWARD:
-                    assert place[dataclasses.replace(action, kind=Kind.FORWARD)] < place[action]
-                if action.kind is Kind.WEIGHT:
-                    assert place[dataclasses.replace(action, kind=Kind.BACKWARD)] < place[action]
+                if action.kind is ActionKind.BACKWARD:
+                    assert (
+                        place[dataclasses.replace(action, kind=ActionKind.FORWARD)] < place[action]
+                    )
+                if action.kind is ActionKind.WEIGHT:
+                    assert (
+                        place[dataclasses.replace(action, kind=ActionKind.BACKWARD)] < place[action]
+                    )
                 assert schedule.rank_of(action.stage) == rank
         sent = messages(schedule)
         # Each micro-batch crosses each border between ranks once in each direction.
@@ -51,7 +61,10 @@ def test_bubble_of_gpipe_and_1f1b_is_that_of_the_papers():
     """Idle over ideal time is (p - 1) / m, whatever forward and backward cost."""
     for schedule in schedules("gpipe", "1f1b"):
         p, m = schedule.num_ranks, schedule.num_microbatches
-        for costs in (UNIT_COSTS, {Kind.FORWARD: 2.0, Kind.BACKWARD: 3.0, Kind.WEIGHT: 0.5}):
+        for costs in (
+            UNIT_COSTS,
+            {ActionKind.FORWARD: 2.0, ActionKind.BACKWARD: 3.0, ActionKind.WEIGHT: 0.5},
+        ):
             run = simulate(schedule, costs)
             assert run.idle_over_ideal == pytest.approx((p - 1) / m)
             # The same, over the whole time of the step.
@@ -102,17 +115,17 @@ def test_a_deadlock_is_found_and_told():
     backward_first = [first[0], first[2], first[1], first[3]]
     bad = with_actions(good, 1, [*good.actions[1][2:], *good.actions[1][:2]])
     with pytest.raises(ValueError, match=r"comes to a halt: rank 0 at B0@0, which needs B0@1"):
-        check(with_actions(bad, 0, backward_first))
+        check_schedule(with_actions(bad, 0, backward_first))
 
 
 def test_missing_and_repeated_actions_are_found():
     good = make_schedule("gpipe", 2, 2)
     with pytest.raises(ValueError, match=r"Rank 1 .* Missing or foreign: \['B1@1'\]"):
-        check(with_actions(good, 1, [a for a in good.actions[1] if str(a) != "B1@1"]))
+        check_schedule(with_actions(good, 1, [a for a in good.actions[1] if str(a) != "B1@1"]))
     with pytest.raises(ValueError, match="some are repeated"):
-        check(with_actions(good, 0, [*good.actions[0], good.actions[0][0]]))
+        check_schedule(with_actions(good, 0, [*good.actions[0], good.actions[0][0]]))
     with pytest.raises(ValueError, match=r"F0@1"):
-        check(with_actions(good, 0, [*good.actions[0], Action(Kind.FORWARD, 1, 0)]))
+        check_schedule(with_actions(good, 0, [*good.actions[0], Action(ActionKind.FORWARD, 1, 0)]))
 
 
 @pytest.mark.parametrize(

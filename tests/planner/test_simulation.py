@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from tfdist.pipeline.schedules import Kind, make_schedule
+from tfdist.pipeline.schedules import ActionKind, make_schedule
 from tfdist.pipeline.simulation import held_microbatches, simulate
 from tfdist.planner import Layout, Link, Transformer, estimate, goodput, machine
 from tfdist.planner.communication import (
@@ -60,7 +60,9 @@ def test_formulas_are_what_schedules_take(schedule, chunks, p, m):
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 def test_play_is_the_pipelines_own_simulation(schedule, chunks):
     real = make_schedule(schedule, 4, 8, chunks if chunks > 1 else None)
-    theirs = simulate(real, {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.5, Kind.WEIGHT: 0.5}, 0.1)
+    theirs = simulate(
+        real, {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 1.5, ActionKind.WEIGHT: 0.5}, 0.1
+    )
     stages = [1 / chunks] * real.num_stages
     ends, busy = play(real, stages, [2 * s for s in stages], [s / 2 for s in stages], 0.1)
     assert max(ends) == pytest.approx(theirs.span)

@@ -32,18 +32,18 @@ class SplitDense(keras.layers.Layer):
             self,
             (input_shape[-1], self.units),
             1,
-            self._group,
+            axis=self._group,
             name="kernel",
             initializer="glorot_uniform",
         )
 
     def call(self, inputs):
-        from tfdist.collectives.mappings import copy_to_tensor_region, gather_from_tensor_region
+        from tfdist.collectives.mappings import copy_to_region, gather_from_region
 
         if self._group is None:
             return tf.matmul(inputs, self.kernel)
-        return gather_from_tensor_region(
-            tf.matmul(copy_to_tensor_region(inputs, self._group), self.kernel), self._group
+        return gather_from_region(
+            tf.matmul(copy_to_region(inputs, self._group), self.kernel), self._group
         )
 
 
@@ -135,7 +135,7 @@ class ComputedForOthers(keras.layers.Layer):
             self,
             (input_shape[-1], self.units),
             1,
-            self._group,
+            axis=self._group,
             name="kernel",
             initializer="glorot_uniform",
             regularizer=keras.regularizers.L2(0.1),

@@ -27,8 +27,8 @@ def joined_logits() -> tuple[int, int, bool]:
         model.compile(sampler="greedy")
     tokens = tf.ones([2, LENGTH], tf.int32)
     inputs = {"token_ids": tokens, "padding_mask": tf.sequence_mask([3, 3], LENGTH, tf.int32)}
-    stock = module.gather_from_tensor_region
-    with mock.patch.object(module, "gather_from_tensor_region", side_effect=stock) as join:
+    stock = module.gather_from_region
+    with mock.patch.object(module, "gather_from_region", side_effect=stock) as join:
         model.make_generate_function().get_concrete_function(inputs)
         traced = join.call_count
         _, cache = model._build_cache(tokens)

@@ -6,18 +6,18 @@ members; what is split has each member's part. These operations cross the border
 
 | forward | backward |
 |---|---|
-| `copy_to_tensor_region`: as it is | sum over the members |
-| `reduce_from_tensor_region`: sum over the members | as it is |
-| `scatter_to_tensor_region`: this member's slice | concatenation of the slices |
-| `gather_from_tensor_region`: concatenation | this member's slice |
+| `copy_to_region`: as it is | sum over the members |
+| `reduce_from_region`: sum over the members | as it is |
+| `scatter_to_region`: this member's slice | concatenation of the slices |
+| `gather_from_region`: concatenation | this member's slice |
 | `gather_from_sequence_region`: concatenation | sum, of which this member's slice |
 | `reduce_scatter_to_sequence_region`: sum, this member's slice | concatenation |
 
 They differ from `all_reduce` and its kin, whose gradients are those of the sum of all members'
 losses: there every member has a loss of its own, here all have the same.
 
-Sources: Shoeybi et al. 2019, "Megatron-LM" (f and g: `copy_to_tensor_region` and
-`reduce_from_tensor_region`; the names are Megatron's); Korthikanti et al. 2022, "Reducing Activation
+Sources: Shoeybi et al. 2019, "Megatron-LM" (f and g: `copy_to_region` and
+`reduce_from_region`; the names are Megatron's); Korthikanti et al. 2022, "Reducing Activation
 Recomputation in Large Transformer Models" (the sequence pair).
 """
 
@@ -32,18 +32,18 @@ from tfdist.graph.few_rows import matmul
 
 __all__ = [
     "column_parallel_matmul",
-    "copy_to_tensor_region",
-    "gather_from_tensor_region",
+    "copy_to_region",
+    "gather_from_region",
     "gather_from_sequence_region",
     "own_slice",
     "linear",
-    "reduce_from_tensor_region",
+    "reduce_from_region",
     "reduce_scatter_to_sequence_region",
-    "scatter_to_tensor_region",
+    "scatter_to_region",
 ]
 
 
-def copy_to_tensor_region(tensor, group: Group, *, name: str | None = None):
+def copy_to_region(tensor, group: Group, *, name: str | None = None):
     """Enters a region where each member computes a part: identity, and a sum backward."""
     if group.size == 1:
         return tensor
@@ -55,7 +55,7 @@ def copy_to_tensor_region(tensor, group: Group, *, name: str | None = None):
     return enter(tensor)
 
 
-def reduce_from_tensor_region(tensor, group: Group, *, name: str | None = None):
+def reduce_from_region(tensor, group: Group, *, name: str | None = None):
     """Leaves such a region: the sum of the members' parts, and identity backward."""
     if group.size == 1:
         return tensor
@@ -67,7 +67,7 @@ def reduce_from_tensor_region(tensor, group: Group, *, name: str | None = None):
     return leave(tensor)
 
 
-def scatter_to_tensor_region(tensor, group: Group, axis: int = -1, *, name: str | None = None):
+def scatter_to_region(tensor, group: Group, axis: int = -1, *, name: str | None = None):
     """This member's slice along `axis` of what every member holds whole.
 
     Raises:
@@ -86,7 +86,7 @@ def scatter_to_tensor_region(tensor, group: Group, axis: int = -1, *, name: str 
     return cut(tensor)
 
 
-def gather_from_tensor_region(tensor, group: Group, axis: int = -1, *, name: str | None = None):
+def gather_from_region(tensor, group: Group, axis: int = -1, *, name: str | None = None):
     """The members' slices joined along `axis`; each member then uses the whole alike."""
     if group.size == 1:
         return tensor
@@ -122,7 +122,7 @@ def reduce_scatter_to_sequence_region(
 def column_parallel_matmul(
     tensor, kernel, group: Group, sequence_axis: int | None = None, *, bias=None, name=None
 ):
-    """`copy_to_tensor_region` (or `gather_from_sequence_region`) and a `linear` with this member's columns, in one.
+    """`copy_to_region` (or `gather_from_sequence_region`) and a `linear` with this member's columns, in one.
 
     In the backward pass the product that gives the input's gradient comes first, so that its sum
     over the members travels while the kernel's gradient is computed.

@@ -8,11 +8,11 @@ import tensorflow as tf
 from tfdist import checks
 from tfdist.collectives.mappings import (
     column_parallel_matmul,
-    gather_from_tensor_region,
+    gather_from_region,
     linear,
-    reduce_from_tensor_region,
+    reduce_from_region,
     reduce_scatter_to_sequence_region,
-    scatter_to_tensor_region,
+    scatter_to_region,
 )
 from tfdist.keras_internals.attributes import kernel_of
 from tfdist.keras_internals.calls import made_by
@@ -95,7 +95,7 @@ class ColumnParallelDense(keras.layers.Dense):
                 self,
                 (input_shape[-1], self.units),
                 1,
-                self._group,
+                axis=self._group,
                 name="kernel",
                 initializer=self.kernel_initializer,
                 regularizer=self.kernel_regularizer,
@@ -108,7 +108,7 @@ class ColumnParallelDense(keras.layers.Dense):
                 self,
                 (self.units,),
                 0,
-                self._group,
+                axis=self._group,
                 name="bias",
                 initializer=self.bias_initializer,
                 regularizer=self.bias_regularizer,
@@ -134,7 +134,7 @@ class ColumnParallelDense(keras.layers.Dense):
                 name=self.name,
             )
             if self.gather_output:
-                outputs = gather_from_tensor_region(outputs, self._group, name=self.name)
+                outputs = gather_from_region(outputs, self._group, name=self.name)
         return outputs if self.activation is None else self.activation(outputs)
 
     def compute_output_shape(self, input_shape):
@@ -213,7 +213,7 @@ class RowParallelDense(keras.layers.Dense):
                 self,
                 (features, self.units),
                 0,
-                self._group,
+                axis=self._group,
                 name="kernel",
                 initializer=self.kernel_initializer,
                 regularizer=self.kernel_regularizer,
@@ -251,13 +251,13 @@ class RowParallelDense(keras.layers.Dense):
         if has_features(self):
             return super().call(inputs, training=training)
         if self._group is not None and not self.input_is_parallel:
-            inputs = scatter_to_tensor_region(inputs, self._group, name=self.name)
+            inputs = scatter_to_region(inputs, self._group, name=self.name)
         bias = None if self.bias is None else value_tensor(self.bias)
         if self._group is None:
             outputs = linear(inputs, value_tensor(kernel_of(self)), bias)
         else:
             outputs = linear(inputs, value_tensor(kernel_of(self)))
-            leave = reduce_from_tensor_region
+            leave = reduce_from_region
             if self.sequence_parallel:
                 leave = reduce_scatter_to_sequence_region
             outputs = leave(outputs, self._group, name=self.name)

@@ -9,11 +9,11 @@ from tfdist import checks
 from tfdist.collectives import Group
 from tfdist.collectives.mappings import (
     column_parallel_matmul,
-    copy_to_tensor_region,
+    copy_to_region,
+    gather_from_region,
     gather_from_sequence_region,
-    gather_from_tensor_region,
     linear,
-    reduce_from_tensor_region,
+    reduce_from_region,
     reduce_scatter_to_sequence_region,
 )
 from tfdist.context import current_step
@@ -70,7 +70,7 @@ class VocabParallelEmbedding(keras.layers.Embedding):
                 self,
                 (self.input_dim, self.output_dim),
                 0,
-                self._group,
+                axis=self._group,
                 name="embeddings",
                 initializer=self.embeddings_initializer,
                 regularizer=self.embeddings_regularizer,
@@ -92,7 +92,7 @@ class VocabParallelEmbedding(keras.layers.Embedding):
         found = own_rows(value_tensor(table_of(self)), inputs, self._group)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_region(found, self._group, name=self.name)
-        return reduce_from_tensor_region(found, self._group, name=self.name)
+        return reduce_from_region(found, self._group, name=self.name)
 
     def compute_output_spec(self, inputs, reverse=False):
         """The shape that this rank's output has."""
@@ -147,7 +147,7 @@ class VocabParallelHead(keras.layers.Layer):
             self,
             (input_shape[-1], self.vocabulary_size),
             1,
-            self._group,
+            axis=self._group,
             name="kernel",
             initializer=self.kernel_initializer,
         )
@@ -194,9 +194,7 @@ def _logits(layer, inputs, kernel, vocabulary_size: int):
     logits = split_logits(layer, inputs, kernel, group, axis, name=f"{layer.name}/logits")
     if stays_split(layer):
         return logits
-    return gather_from_tensor_region(logits, group, name=f"{layer.name}/logits")[
-        ..., :vocabulary_size
-    ]
+    return gather_from_region(logits, group, name=f"{layer.name}/logits")[..., :vocabulary_size]
 
 
 def split_logits(
@@ -211,7 +209,7 @@ def split_logits(
     ):
         return column_parallel_matmul(inputs, kernel, group, sequence_axis=sequence_axis, name=name)
     if sequence_axis is None:
-        inputs = copy_to_tensor_region(inputs, group, name=name)
+        inputs = copy_to_region(inputs, group, name=name)
     else:
         inputs = gather_from_sequence_region(inputs, group, sequence_axis, name=name)
     return linear(inputs, kernel)

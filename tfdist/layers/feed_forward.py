@@ -71,7 +71,7 @@ class ParallelMLP(keras.layers.Layer):
                     self,
                     (features, self.hidden_dim),
                     1,
-                    self._group,
+                    axis=self._group,
                     name=f"{part}_kernel",
                     initializer=initializer,
                 )
@@ -82,7 +82,7 @@ class ParallelMLP(keras.layers.Layer):
                         self,
                         (self.hidden_dim,),
                         0,
-                        self._group,
+                        axis=self._group,
                         name=f"{part}_bias",
                         initializer="zeros",
                     )

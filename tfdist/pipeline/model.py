@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import keras
 import tensorflow as tf
@@ -20,9 +20,9 @@ from tfdist.pipeline.costs import measure_seconds
 from tfdist.pipeline.generation import TextGenerator
 from tfdist.pipeline.partition import Partition, make_partition
 from tfdist.pipeline.runtime import PipelineRuntime
-from tfdist.pipeline.schedules import SCHEDULES, Schedule, make_schedule
+from tfdist.pipeline.schedules import Schedule, chosen_schedule
 from tfdist.pipeline.shapes import RowShape
-from tfdist.pipeline.simulation import Run, check
+from tfdist.pipeline.simulation import Run, check_schedule
 
 __all__ = ["PipelineModel"]
 
@@ -51,7 +51,8 @@ class PipelineModel(keras.Model):
             models. Where it was built in `deferred_weights`, or is a list, other ranks' weights take
             no memory.
         num_microbatches: Into how many micro-batches a rank's rows are cut; they divide by it.
-        schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble".
+        schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble"; or a `tfdist.extend.Schedule` of yours,
+            or a function that makes one of the size of the pipeline axis and `num_microbatches`.
         chunks: How many stages lie on each rank, for "interleaved" (2 by default).
         cut: "even", "cyclic", or the number of links of each stage: see `make_partition`.
         cost: What an even cut goes by: "flops" (the default where all shapes are known),
@@ -72,7 +73,7 @@ class PipelineModel(keras.Model):
         model: keras.Model | Sequence,
         *,
         num_microbatches: int,
-        schedule: str = "1f1b",
+        schedule: str | Schedule | Callable[[int, int], Schedule] = "1f1b",
         chunks: int | None = None,
         cut: str | Sequence[int] = "even",
         cost: str | Sequence[float] | None = None,
@@ -81,7 +82,6 @@ class PipelineModel(keras.Model):
         name: str | None = None,
     ):
         checks.integer("num_microbatches", num_microbatches, minimum=1)
-        checks.one_of("schedule", schedule, sorted(SCHEDULES))
         checks.integer("chunks", chunks, minimum=1, optional=True)
         checks.boolean("timed", timed)
         checks.text("name", name, optional=True)
@@ -98,8 +98,8 @@ class PipelineModel(keras.Model):
             and not len(chain) % group.size
         ):
             chunks = len(chain) // group.size
-        plan = make_schedule(schedule, group.size, num_microbatches, chunks)
-        check(plan)
+        plan = chosen_schedule(schedule, group.size, num_microbatches, chunks)
+        check_schedule(plan)
         if cost is None:
             cost = "flops" if chain.has_known_shapes else "parameters"
         elif isinstance(cost, str) and cost == "seconds":

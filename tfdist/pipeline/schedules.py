@@ -20,9 +20,10 @@ __all__ = [
     "MOST_FORWARDS",
     "SCHEDULES",
     "Action",
-    "Kind",
+    "ActionKind",
     "Schedule",
-    "check_schedule",
+    "check_arguments",
+    "chosen_schedule",
     "gpipe",
     "interleaved_1f1b",
     "make_schedule",
@@ -34,7 +35,7 @@ __all__ = [
 MOST_FORWARDS = 1_000_000
 
 
-class Kind(enum.Enum):
+class ActionKind(enum.Enum):
     """What is computed of a stage for a micro-batch."""
 
     #: The stage's outputs.
@@ -49,7 +50,7 @@ class Kind(enum.Enum):
 class Action:
     """One piece of a rank's work."""
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     microbatch: int
 
@@ -105,8 +106,8 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
         1,
         False,
         tuple(
-            tuple(Action(Kind.FORWARD, rank, m) for m in microbatches)
-            + tuple(Action(Kind.BACKWARD, rank, m) for m in reversed(microbatches))
+            tuple(Action(ActionKind.FORWARD, rank, m) for m in microbatches)
+            + tuple(Action(ActionKind.BACKWARD, rank, m) for m in reversed(microbatches))
             for rank in range(num_ranks)
         ),
     )
@@ -120,8 +121,8 @@ def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Schedule:
     """
     actions = []
     for rank in range(num_ranks):
-        forwards = [Action(Kind.FORWARD, rank, m) for m in range(num_microbatches)]
-        backwards = [Action(Kind.BACKWARD, rank, m) for m in range(num_microbatches)]
+        forwards = [Action(ActionKind.FORWARD, rank, m) for m in range(num_microbatches)]
+        backwards = [Action(ActionKind.BACKWARD, rank, m) for m in range(num_microbatches)]
         warmup = min(num_ranks - rank - 1, num_microbatches)
         actions.append(_alternate(forwards, backwards, warmup))
     return Schedule("1f1b", num_ranks, num_microbatches, 1, False, tuple(actions))
@@ -136,21 +137,21 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, chunks: int = 2) -> 
     Raises:
         ValueError: The micro-batches do not divide by the ranks.
     """
-    check_schedule("interleaved", num_ranks, num_microbatches, chunks)
+    check_arguments("interleaved", num_ranks, num_microbatches, chunks)
     total = num_microbatches * chunks
     actions = []
     for rank in range(num_ranks):
 
-        def work(kind: Kind, number: int, rank=rank) -> Action:
+        def work(kind: ActionKind, number: int, rank=rank) -> Action:
             # A group of num_ranks micro-batches passes all chunks before the next group begins.
             group, place = divmod(number, num_ranks * chunks)
             chunk, microbatch = divmod(place, num_ranks)
-            if kind is Kind.BACKWARD:
+            if kind is ActionKind.BACKWARD:
                 chunk = chunks - 1 - chunk
             return Action(kind, chunk * num_ranks + rank, group * num_ranks + microbatch)
 
-        forwards = [work(Kind.FORWARD, number) for number in range(total)]
-        backwards = [work(Kind.BACKWARD, number) for number in range(total)]
+        forwards = [work(ActionKind.FORWARD, number) for number in range(total)]
+        backwards = [work(ActionKind.BACKWARD, number) for number in range(total)]
         warmup = min(2 * (num_ranks - rank - 1) + (chunks - 1) * num_ranks, total)
         actions.append(_alternate(forwards, backwards, warmup))
     return Schedule("interleaved", num_ranks, num_microbatches, chunks, False, tuple(actions))
@@ -167,23 +168,23 @@ def zero_bubble(num_ranks: int, num_microbatches: int) -> Schedule:
     """
     actions = []
     for rank in range(num_ranks):
-        counts = dict.fromkeys(Kind, 0)
+        counts = dict.fromkeys(ActionKind, 0)
         work: list[Action] = []
 
-        def do(kind: Kind, rank=rank, counts=counts, work=work) -> None:
+        def do(kind: ActionKind, rank=rank, counts=counts, work=work) -> None:
             work.append(Action(kind, rank, counts[kind]))
             counts[kind] += 1
 
         for _ in range(min(num_ranks - rank, num_microbatches)):
-            do(Kind.FORWARD)
-        while counts[Kind.BACKWARD] < num_microbatches:
-            do(Kind.BACKWARD)
-            if counts[Kind.BACKWARD] - counts[Kind.WEIGHT] > rank:
-                do(Kind.WEIGHT)
-            if counts[Kind.FORWARD] < num_microbatches:
-                do(Kind.FORWARD)
-        while counts[Kind.WEIGHT] < num_microbatches:
-            do(Kind.WEIGHT)
+            do(ActionKind.FORWARD)
+        while counts[ActionKind.BACKWARD] < num_microbatches:
+            do(ActionKind.BACKWARD)
+            if counts[ActionKind.BACKWARD] - counts[ActionKind.WEIGHT] > rank:
+                do(ActionKind.WEIGHT)
+            if counts[ActionKind.FORWARD] < num_microbatches:
+                do(ActionKind.FORWARD)
+        while counts[ActionKind.WEIGHT] < num_microbatches:
+            do(ActionKind.WEIGHT)
         actions.append(tuple(work))
     return Schedule("zero-bubble", num_ranks, num_microbatches, 1, True, tuple(actions))
 
@@ -207,7 +208,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 
 
-def check_schedule(
+def check_arguments(
     name: str,
     num_ranks: int,
     num_microbatches: int,
@@ -252,6 +253,45 @@ def check_schedule(
         )
 
 
+def chosen_schedule(
+    schedule: str | Schedule | Callable[[int, int], Schedule],
+    num_ranks: int,
+    num_microbatches: int,
+    chunks: int | None = None,
+) -> Schedule:
+    """A schedule of tfdist's by its name, or one of the user's; it is not checked yet.
+
+    Args:
+        schedule: A name, a schedule, or a function that makes one of the next two arguments.
+        num_ranks: The size of the pipeline axis.
+        num_microbatches: Into how many micro-batches a batch is cut.
+        chunks: As in `make_schedule`; a schedule has its own.
+
+    Raises:
+        TypeError: It is none of the three.
+        ValueError: It is for other numbers.
+    """
+    if isinstance(schedule, str):
+        return make_schedule(schedule, num_ranks, num_microbatches, chunks)
+    found = schedule(num_ranks, num_microbatches) if callable(schedule) else schedule
+    if not isinstance(found, Schedule):
+        meaning = (
+            f"one of {', '.join(sorted(SCHEDULES))}, a Schedule, or a function that returns one"
+        )
+        raise checks.refuse("schedule", found, meaning, TypeError)
+    if chunks not in (None, found.chunks):
+        raise ValueError(
+            f"`chunks` must be that of the schedule, {found.chunks}. Received: chunks={chunks}. Leave it out."
+        )
+    if (found.num_ranks, found.num_microbatches) != (num_ranks, num_microbatches):
+        raise ValueError(
+            f"Schedule {found.name!r} must be made for {num_ranks} ranks of the pipeline axis and "
+            f"{num_microbatches} micro-batches. Received: one of {found.num_ranks} ranks and "
+            f"{found.num_microbatches} micro-batches. Pass a function that makes it of these numbers."
+        )
+    return found
+
+
 def make_schedule(
     name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None
 ) -> Schedule:
@@ -266,7 +306,7 @@ def make_schedule(
     Raises:
         ValueError: The name is unknown, a number is not positive, or the schedule cannot have it.
     """
-    check_schedule(name, num_ranks, num_microbatches, chunks)
+    check_arguments(name, num_ranks, num_microbatches, chunks)
     if name == "interleaved":
         return interleaved_1f1b(num_ranks, num_microbatches, chunks or 2)
     return SCHEDULES[name](num_ranks, num_microbatches)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from tfdist.pipeline.schedules import Action, Kind, Schedule
+from tfdist.pipeline.schedules import Action, ActionKind, Schedule
 
-__all__ = ["Message", "Run", "check", "held_microbatches", "messages", "simulate"]
+__all__ = ["Message", "Run", "check_schedule", "held_microbatches", "messages", "simulate"]
 
 #: Equal times, as the papers reckon: what a forward takes, and each half of a backward.
-UNIT_COSTS: Mapping[Kind, float] = {Kind.FORWARD: 1.0, Kind.BACKWARD: 1.0, Kind.WEIGHT: 1.0}
+UNIT_COSTS: Mapping[ActionKind, float] = {
+    ActionKind.FORWARD: 1.0,
+    ActionKind.BACKWARD: 1.0,
+    ActionKind.WEIGHT: 1.0,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +67,11 @@ class Run:
 def needs(action: Action, schedule: Schedule) -> list[Action]:
     """What must be done before an action, on whatever rank."""
     kind, stage, microbatch = action.kind, action.stage, action.microbatch
-    if kind is Kind.FORWARD:
+    if kind is ActionKind.FORWARD:
         return [Action(kind, stage - 1, microbatch)] if stage else []
-    if kind is Kind.WEIGHT:
-        return [Action(Kind.BACKWARD, stage, microbatch)]
-    found = [Action(Kind.FORWARD, stage, microbatch)]
+    if kind is ActionKind.WEIGHT:
+        return [Action(ActionKind.BACKWARD, stage, microbatch)]
+    found = [Action(ActionKind.FORWARD, stage, microbatch)]
     if stage < schedule.num_stages - 1:
         found.append(Action(kind, stage + 1, microbatch))
     return found
@@ -86,7 +90,7 @@ def messages(schedule: Schedule) -> list[Message]:
 
 def simulate(
     schedule: Schedule,
-    costs: Mapping[Kind, float] = UNIT_COSTS,
+    costs: Mapping[ActionKind, float] = UNIT_COSTS,
     transfer: float = 0.0,
 ) -> Run:
     """Plays a schedule through.
@@ -135,14 +139,21 @@ def simulate(
     return Run(schedule, tuple(map(tuple, times)))
 
 
-def check(schedule: Schedule) -> Run:
+def check_schedule(schedule: Schedule) -> Run:
     """Raises ValueError unless the schedule can be run, and returns it played through.
 
     Each rank does each of its actions once, all come after what they need (a forward before its
     backward, that before its gradient of weights), none waits in a circle, and what leaves a rank
     is needed just once.
     """
-    kinds = [Kind.FORWARD, Kind.BACKWARD] + [Kind.WEIGHT] * schedule.splits_backward
+    if len(schedule.actions) != schedule.num_ranks:
+        raise ValueError(
+            f"Schedule {schedule.name!r} must have a sequence of actions for each of its "
+            f"{schedule.num_ranks} ranks. Received: {len(schedule.actions)}."
+        )
+    kinds = [ActionKind.FORWARD, ActionKind.BACKWARD] + [
+        ActionKind.WEIGHT
+    ] * schedule.splits_backward
     for rank, actions in enumerate(schedule.actions):
         expected = {
             Action(kind, stage, microbatch)
@@ -164,16 +175,16 @@ def check(schedule: Schedule) -> Run:
 
 def held_microbatches(schedule: Schedule, rank: int) -> int:
     """The most activations of a stage that a rank holds at a time: forwards not yet given back."""
-    last = Kind.WEIGHT if schedule.splits_backward else Kind.BACKWARD
+    last = ActionKind.WEIGHT if schedule.splits_backward else ActionKind.BACKWARD
     held = most = 0
     for action in schedule.actions[rank]:
-        held += (action.kind is Kind.FORWARD) - (action.kind is last)
+        held += (action.kind is ActionKind.FORWARD) - (action.kind is last)
         most = max(most, held)
     return most
 
 
-def _cost(action: Action, schedule: Schedule, costs: Mapping[Kind, float]) -> float:
+def _cost(action: Action, schedule: Schedule, costs: Mapping[ActionKind, float]) -> float:
     cost = costs[action.kind]
-    if action.kind is Kind.BACKWARD and not schedule.splits_backward:
-        cost += costs[Kind.WEIGHT]
+    if action.kind is ActionKind.BACKWARD and not schedule.splits_backward:
+        cost += costs[ActionKind.WEIGHT]
     return cost / schedule.chunks

@@ -6,13 +6,21 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tfdist.pipeline.schedules import Action, Kind, Schedule
+from tfdist.pipeline.schedules import Action, ActionKind, Schedule
 from tfdist.pipeline.simulation import UNIT_COSTS, Run, simulate
 
 __all__ = ["as_text", "chrome_trace", "save_picture", "write_chrome_trace"]
 
-_COLORS = {Kind.FORWARD: "#5b8def", Kind.BACKWARD: "#f2a65a", Kind.WEIGHT: "#7bc47f"}
-_MEANINGS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "weight gradient"}
+_COLORS = {
+    ActionKind.FORWARD: "#5b8def",
+    ActionKind.BACKWARD: "#f2a65a",
+    ActionKind.WEIGHT: "#7bc47f",
+}
+_MEANINGS = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.WEIGHT: "weight gradient",
+}
 
 
 def as_text(schedule: Schedule) -> str:
@@ -24,7 +32,7 @@ def as_text(schedule: Schedule) -> str:
     """
     costs = dict(UNIT_COSTS)
     if not schedule.splits_backward:
-        costs[Kind.WEIGHT] = 0.0
+        costs[ActionKind.WEIGHT] = 0.0
     # A rank's stages share its layers; here each of them is to take whole columns.
     costs = {kind: cost * schedule.chunks for kind, cost in costs.items()}
     run = simulate(schedule, costs)
@@ -80,7 +88,9 @@ def save_picture(run: Run, path: str | Path, title: str | None = None) -> None:
     kinds = {action.kind for actions in schedule.actions for action in actions}
     axes.legend(
         handles=[
-            Patch(color=_COLORS[kind], label=_MEANINGS[kind]) for kind in Kind if kind in kinds
+            Patch(color=_COLORS[kind], label=_MEANINGS[kind])
+            for kind in ActionKind
+            if kind in kinds
         ],
         loc="upper left",
         bbox_to_anchor=(1, 1),
@@ -135,6 +145,6 @@ def _cell(action: Action, schedule: Schedule) -> str:
     return f"{action.kind.value}{action.microbatch}{letter}"
 
 
-def legend(kinds: Iterable[Kind]) -> str:
+def legend(kinds: Iterable[ActionKind]) -> str:
     """What the letters of `as_text` stand for."""
-    return ", ".join(f"{kind.value} {_MEANINGS[kind]}" for kind in Kind if kind in set(kinds))
+    return ", ".join(f"{kind.value} {_MEANINGS[kind]}" for kind in ActionKind if kind in set(kinds))

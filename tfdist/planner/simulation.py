@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tfdist import checks
-from tfdist.pipeline.schedules import Action, Kind, Schedule, make_schedule
+from tfdist.pipeline.schedules import Action, ActionKind, Schedule, make_schedule
 from tfdist.pipeline.simulation import needs
 from tfdist.planner.communication import Way, send
 from tfdist.planner.estimates import estimate, part_costs
@@ -75,7 +75,7 @@ def play(
     at = [0] * schedule.num_ranks
     free = [0.0] * schedule.num_ranks
     busy = [0.0] * schedule.num_ranks
-    last = {Kind.FORWARD: forward, Kind.WEIGHT: weights}
+    last = {ActionKind.FORWARD: forward, ActionKind.WEIGHT: weights}
     left = sum(map(len, schedule.actions))
     while left:
         before = left
@@ -93,7 +93,7 @@ def play(
                     begin = max(begin, end)
                 if begin < 0:
                     break
-                if action.kind is Kind.BACKWARD:
+                if action.kind is ActionKind.BACKWARD:
                     seconds = backward[action.stage]
                     seconds -= weights[action.stage] if schedule.splits_backward else 0.0
                 else:

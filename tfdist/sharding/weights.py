@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.collectives import Group, all_reduce
-from tfdist.collectives.mappings import reduce_from_tensor_region
+from tfdist.collectives.mappings import reduce_from_region
 from tfdist.context import current_step, current_strategy
 from tfdist.keras_internals.attributes import stored_shape
 from tfdist.keras_internals.functional import defer, deferred_initializer, without_values
@@ -43,8 +43,14 @@ TENSOR_AXIS = "tensor"
 
 
 def axis_group(axis: str) -> Group | None:
-    """The ranks along a mesh axis of the strategy in scope, or None where there is one rank."""
+    """The ranks along a mesh axis of the strategy in scope, or None where there is one rank.
+
+    Raises:
+        ValueError: The mesh has no such axis.
+    """
     strategy = current_strategy()
+    if strategy is not None:
+        checks.one_of("axis", axis, tuple(strategy.mesh.shape))
     if strategy is None or strategy.mesh.shape[axis] == 1:
         return None
     return strategy.group(axis)
@@ -75,8 +81,8 @@ def add_split_weight(
     layer: keras.layers.Layer,
     shape: Sequence[int],
     dim: int,
-    group: Group | None,
     *,
+    axis: str | Group | None = TENSOR_AXIS,
     name: str,
     initializer: Any,
     regularizer: Any = None,
@@ -91,7 +97,7 @@ def add_split_weight(
         layer: The layer.
         shape: The shape of the global array.
         dim: The dim that is split.
-        group: The ranks that split it; None for the whole.
+        axis: The mesh axis whose ranks split it, or their group; whole where there is one rank.
         name: The variable's name.
         initializer: For the global array.
         regularizer: A sum over entries, as L1 and L2 are.
@@ -105,7 +111,8 @@ def add_split_weight(
     checks.instance("layer", layer, keras.layers.Layer, "a Keras layer")
     shape = tuple(checks.integers("shape", shape, minimum=1))
     dim = checks.integer("dim", dim, minimum=-len(shape), maximum=len(shape) - 1)
-    checks.instance("group", group, Group, "a Group, as of `strategy.group()`", optional=True)
+    group = axis_group(axis) if isinstance(axis, str) else axis
+    checks.instance("axis", group, Group, "the name of a mesh axis, or a Group", optional=True)
     checks.text("name", name)
     sizes = checks.integers("sizes", sizes, minimum=0, optional=True)
     if sizes is not None and (
@@ -256,7 +263,7 @@ class _SummedRegularizer(keras.regularizers.Regularizer):
                 penalty = all_reduce(penalty, level.group, name="regularizer")
                 of_others = True
             else:
-                penalty = reduce_from_tensor_region(penalty, level.group, name="regularizer")
+                penalty = reduce_from_region(penalty, level.group, name="regularizer")
         return with_global_gradient(penalty, current_step()) if of_others else penalty
 
 

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.collectives import Group, broadcast
-from tfdist.collectives.mappings import copy_to_tensor_region
+from tfdist.collectives.mappings import copy_to_region
 from tfdist.keras_internals.attributes import variables_of_layer
 from tfdist.keras_internals.functional import without_values
 from tfdist.sharding.layout import update_layout
@@ -134,13 +134,13 @@ class Entrance:
         return self._entered is not None
 
     def enter(self, tensor, group: Group, name: str):
-        """`copy_to_tensor_region`, or what it gave for this tensor before."""
+        """`copy_to_region`, or what it gave for this tensor before."""
         if self._entered is None:
-            return copy_to_tensor_region(tensor, group, name=name)
+            return copy_to_region(tensor, group, name=name)
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         key = id(tensor), id(graph)
         if key not in self._entered:
-            inside = copy_to_tensor_region(tensor, group, name=name)
+            inside = copy_to_region(tensor, group, name=name)
             self._entered[key] = (tensor, inside)
         return self._entered[key][1]
 
@@ -213,6 +213,13 @@ class Adapter:
         """
         for part in self.parts:
             part.check(group)
+
+    def check_compared(self) -> None:
+        """Raises where the comparison with the whole model has found what the adapter denies.
+
+        Raises:
+            ValueError: It has.
+        """
 
     def apply(self, group: Group) -> None:
         """Cuts the variables, and overrides what the layer computes."""

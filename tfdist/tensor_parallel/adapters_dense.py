@@ -11,8 +11,8 @@ from keras import ops
 from tfdist.collectives import Group
 from tfdist.collectives.mappings import (
     column_parallel_matmul,
-    gather_from_tensor_region,
-    reduce_from_tensor_region,
+    gather_from_region,
+    reduce_from_region,
 )
 from tfdist.keras_internals.attributes import kernel_of
 from tfdist.layers.embedding import stays_split
@@ -74,7 +74,7 @@ class _ProductAdapter(Adapter):
             self._check_share(inputs, group)
             attributes = quantized_row_attributes(layer, self.kernel_axis, group)
             part = product(inputs, attributes, training)
-            return _finish(layer, reduce_from_tensor_region(part, group, name=name))
+            return _finish(layer, reduce_from_region(part, group, name=name))
 
         def vocabulary(inputs, training=None):
             sizes = quantized_sizes(layer, self.kernel_axis, group)
@@ -94,7 +94,7 @@ class _ProductAdapter(Adapter):
             return outputs
         if drops_logits():
             return dropped_logits(outputs, layer.units)
-        outputs = gather_from_tensor_region(outputs, group, name=layer.path)[..., : layer.units]
+        outputs = gather_from_region(outputs, group, name=layer.path)[..., : layer.units]
         return outputs if plain else layer.activation(outputs)
 
 
@@ -152,7 +152,7 @@ class DenseAdapter(_ProductAdapter):
             self._check_share(inputs, group)
             outputs = matmul(inputs, value_tensor(kernel_of(layer)))
             outputs = add_lora(layer, outputs, lambda a: matmul(inputs, a))
-            return _finish(layer, reduce_from_tensor_region(outputs, group, name=name))
+            return _finish(layer, reduce_from_region(outputs, group, name=name))
 
         def vocabulary(inputs, training=None):
             outputs = product(inputs)
@@ -225,7 +225,7 @@ class EinsumDenseAdapter(_ProductAdapter):
 
         def row(inputs, training=None):
             self._check_share(inputs, group)
-            return _finish(layer, reduce_from_tensor_region(product(inputs), group, name=name))
+            return _finish(layer, reduce_from_region(product(inputs), group, name=name))
 
         return column if self.kind == "column" else row
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import ops
 
 from tfdist.collectives import Group
-from tfdist.collectives.mappings import gather_from_tensor_region, reduce_from_tensor_region
+from tfdist.collectives.mappings import gather_from_region, reduce_from_region
 from tfdist.keras_internals.attributes import table_of
 from tfdist.keras_internals.private import set_keras_mask
 from tfdist.layers.embedding import own_ids, own_rows, split_logits, stays_split
@@ -63,7 +63,7 @@ class EmbeddingAdapter(Adapter):
             if layer.lora_enabled:
                 through_a = own_rows(value_tensor(layer.lora_embeddings_a), inputs, group)
                 found += _lora(layer, through_a, value_tensor(layer.lora_embeddings_b))
-            return reduce_from_tensor_region(found, group, name=layer.path)
+            return reduce_from_region(found, group, name=layer.path)
 
         return call
 
@@ -75,7 +75,7 @@ class EmbeddingAdapter(Adapter):
             ids, own = own_ids(inputs, table_of(layer).shape[0], group)
             found = stock(ids)
             found *= tf.cast(own[..., None], found.dtype)
-            return reduce_from_tensor_region(found, group, name=layer.path)
+            return reduce_from_region(found, group, name=layer.path)
 
         return call
 
@@ -133,7 +133,7 @@ class ReversibleEmbeddingAdapter(EmbeddingAdapter):
             return logits
         if drops_logits():
             return dropped_logits(logits, layer.input_dim)
-        logits = gather_from_tensor_region(logits, group, name=f"{layer.path}/logits")
+        logits = gather_from_region(logits, group, name=f"{layer.path}/logits")
         return logits[..., : layer.input_dim]
 
 

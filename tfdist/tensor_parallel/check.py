@@ -168,7 +168,9 @@ class Check:
         parts = [
             place
             for place, size in enumerate(off(gradients))
-            if size > self._close and layout_of(self._weights[place]).slice is None
+            if (size > self._close and layout_of(self._weights[place]).slice is None)
+            # What an adapter says is partial must be: such gradients are summed in any case.
+            or (before[place] is not None and self._is_partial(self._weights[place]))
         ]
         for place in parts:
             found = gradients[place]
@@ -183,6 +185,9 @@ class Check:
         for place in parts:
             update_layout(self._weights[place], partial_over=self._group)
         return None
+
+    def _is_partial(self, weight) -> bool:
+        return layout_of(weight).partial_over is self._group
 
     def _highest(self, values: list[float]) -> np.ndarray:
         """The ranks' maxima, so that all come to one verdict."""

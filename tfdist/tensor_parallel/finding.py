@@ -24,11 +24,13 @@ from tfdist.keras_internals.attributes import (
     variables_of_layer,
 )
 from tfdist.keras_internals.private import all_layers
+from tfdist.sharding.split import split_of
 from tfdist.tensor_parallel.adapters import computes_as
 from tfdist.tensor_parallel.adapters_dense import DenseAdapter, EinsumDenseAdapter
 from tfdist.tensor_parallel.blocks import projections
 from tfdist.tensor_parallel.choosing import adapter_class
 from tfdist.tensor_parallel.equations import terms
+from tfdist.tensor_parallel.registered import only_kind, parts_of_registered
 
 __all__ = ["attention_kinds", "check_large", "find_plan"]
 
@@ -40,6 +42,8 @@ _WHOLE = re.compile(r".*(Conv|Position|Expert|Moe|MoE).*")
 
 def find_plan(model: keras.Model) -> dict[str, str]:
     """A plan for a model's transformer blocks, embeddings and head.
+
+    Layers with a registered split are split too, where it has one kind that leaves no output split.
 
     Args:
         model: A built model.
@@ -54,16 +58,25 @@ def find_plan(model: keras.Model) -> dict[str, str]:
     if not model.built:
         raise ValueError(f"A plan is found for a built model. Received: `{model.name}`, not built.")
     kinds: dict[int, tuple[keras.layers.Layer, str]] = {}
-    for layer in all_layers(model):
+    layers = all_layers(model)
+    inside = parts_of_registered(layers)
+    for layer in layers:
+        if id(layer) in inside:
+            continue
         roles = projections(layer)
-        if roles:
+        if split_of(layer) is not None:
+            kind = only_kind(layer)
+            if kind is not None:
+                kinds.update((id(part), (layer, kind)) for part in all_layers(layer))
+        elif roles:
             for part, kind in attention_kinds(layer, roles):
                 kinds.setdefault(id(part), (part, kind))
         elif not isinstance(layer, keras.Model):
             for part, kind in _feed_forward(layer):
                 kinds.setdefault(id(part), (part, kind))
     for layer in _tables(model):
-        kinds.setdefault(id(layer), (layer, "vocabulary"))
+        if id(layer) not in inside and split_of(layer) is None:
+            kinds.setdefault(id(layer), (layer, "vocabulary"))
     if not any(kind != "replicate" for _, kind in kinds.values()):
         raise ValueError(
             f"No attention, feed-forward block or table of tokens was found in `{model.name}`. Give "

@@ -19,6 +19,7 @@ from tfdist.keras_internals.private import all_layers
 from tfdist.sharding.experts import expert_group
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.parts import deep_copy
+from tfdist.sharding.split import split_of
 from tfdist.sharding.weights import tensor_group
 from tfdist.tensor_parallel.adapters import Adapter
 from tfdist.tensor_parallel.blocks import Block, split_blocks
@@ -30,6 +31,7 @@ from tfdist.tensor_parallel.layout_map import is_layout_map, plan_of_layout_map
 from tfdist.tensor_parallel.one_pass import normalize_in_one_pass
 from tfdist.tensor_parallel.plan import kinds_of
 from tfdist.tensor_parallel.prefill import drop_logits_of_prefill
+from tfdist.tensor_parallel.registered import parts_of_registered
 from tfdist.tensor_parallel.report import ParallelizeReport, VariableReport
 
 __all__ = ["parallelize", "report"]
@@ -63,6 +65,8 @@ def parallelize(
       range of the units, and they are joined; with `VocabParallelCrossEntropy` and as a model's
       last layer they stay split. The size need not divide.
     - "replicate": the variable stays whole, as those do that no pattern matches.
+    - The kinds of a split that is registered for the layer's class
+      (`tfdist.extend.register_split`): the split decides about all weights of the layer.
 
     A pattern that matches a kernel decides for its layer: the bias follows. After splitting, the
     model is run on a sample and compared with what it was, in its outputs and in the gradients of
@@ -131,6 +135,8 @@ def parallelize(
                 check = Check(model, sample, group)
                 _apply(adapters, blocks, group)
                 check.compare([adapter.layer for adapter in adapters])
+                for adapter in adapters:
+                    adapter.check_compared()
         drop_logits_of_prefill(model)
         normalize_in_one_pass(model)
     with _all_or_nothing(model):
@@ -211,8 +217,12 @@ def _check_state(model: keras.Model) -> None:
 def _adapters(model: keras.Model, kinds: Mapping[str, str]) -> list[Adapter]:
     """How each layer is split of which the plan speaks."""
     adapters = []
-    for layer in all_layers(model):
-        own = variables_of_layer(layer)
+    layers = all_layers(model)
+    inside = parts_of_registered(layers)
+    for layer in layers:
+        if id(layer) in inside:
+            continue
+        own = _variables(layer)
         said = {v.path: kinds[v.path] for v in own if v.path in kinds}
         if not set(said.values()) - {"replicate"}:
             continue
@@ -226,28 +236,38 @@ def _adapters(model: keras.Model, kinds: Mapping[str, str]) -> list[Adapter]:
     return adapters
 
 
+def _variables(layer) -> list:
+    """Those that one adapter decides about: a registered split speaks for layers inside, too."""
+    parts = [layer] if split_of(layer) is None else all_layers(layer)
+    return [variable for part in parts for variable in variables_of_layer(part)]
+
+
 def _adapter(layer, said: Mapping[str, str]) -> Adapter:
     """How one layer is split, with all that the plan says of its variables."""
     kind_of_adapter = adapter_class(layer)
     if kind_of_adapter is None:
         path, kind = next((path, kind) for path, kind in said.items() if kind != "replicate")
         raise ValueError(
-            "A plan splits Dense, EinsumDense and Embedding layers, and attention through those "
-            f"inside it. Received: {kind!r} for `{path}` of a {type(layer).__name__}."
+            "A plan can only split Dense, EinsumDense and Embedding layers, attention through those "
+            f"inside it, and layers with a registered split. Received: {kind!r} for `{path}` of a "
+            f"{type(layer).__name__}. Register one by `tfdist.extend.register_split`, or say "
+            "'replicate'."
         )
     _refuse_activity_regularizer(layer)
     mains = [variable.path for variable in kind_of_adapter.main(layer)]
-    kind = next((said[path] for path in mains if path in said), "replicate")
+    named = [path for path in mains if said.get(path, "replicate") != "replicate"]
+    main = (named or mains)[0]
+    kind = said.get(main, "replicate")
     if kind == "replicate":
         raise ValueError(
-            f"A layer is split by what a plan says of `{mains[0]}`. Received: {dict(said)}."
+            f"A layer is split by what a plan says of `{main}`. Received: {dict(said)}."
         )
     adapter = kind_of_adapter(layer, kind)
     split = {part.variable.path for part in adapter.parts}
     for path, word in said.items():
         if word != kind and not (word == "replicate" and path not in split):
             raise ValueError(
-                f"A plan says one thing of a layer. Received: {kind!r} for `{mains[0]}` and "
+                f"A plan says one thing of a layer. Received: {kind!r} for `{main}` and "
                 f"{word!r} for `{path}`."
             )
     return adapter

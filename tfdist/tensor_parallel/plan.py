@@ -10,10 +10,11 @@ import re
 from collections.abc import Mapping, Sequence
 
 from tfdist import checks
+from tfdist.sharding.split import registered_kinds
 
 __all__ = ["GPT2", "KINDS", "LLAMA", "check_plan", "kinds_of", "paths_matched"]
 
-#: What a plan says of a variable.
+#: What a plan says of a variable, in addition to the kinds of registered splits.
 KINDS = ("column", "row", "vocabulary", "replicate")
 
 #: `keras_hub.models.GPT2Backbone`, and tasks built on it.
@@ -36,7 +37,7 @@ LLAMA: Mapping[str, str] = {
 
 
 def check_plan(plan: Mapping[str, str]) -> None:
-    """Checks that a plan leads from texts to words of `KINDS`.
+    """Checks that a plan leads from texts to words of `KINDS`, or to kinds of registered splits.
 
     Raises:
         TypeError: It is no mapping.
@@ -44,12 +45,13 @@ def check_plan(plan: Mapping[str, str]) -> None:
     """
     meaning = "a dict from patterns to words, or a LayoutMap of Keras"
     checks.instance("plan", plan, Mapping, meaning)
+    known = dict.fromkeys([*KINDS, *registered_kinds()])
     for pattern, kind in plan.items():
         if not isinstance(pattern, str):
             raise checks.refuse("plan", plan, f"a dict from patterns, which {pattern!r} is not")
-        if kind not in KINDS:
+        if not isinstance(kind, str) or kind not in known:
             raise ValueError(
-                f"A `plan` says {', '.join(repr(word) for word in KINDS)} of a variable. Received: "
+                f"A `plan` says {', '.join(repr(word) for word in known)} of a variable. Received: "
                 f"{kind!r} for the pattern {pattern!r}, in {checks.shown(plan)}."
             )
 
@@ -62,7 +64,7 @@ def kinds_of(plan: Mapping[str, str], paths: Sequence[str]) -> dict[str, str]:
         paths: The paths of a model's variables.
 
     Returns:
-        A word of `KINDS` for each path that is matched.
+        The word for each path that is matched.
 
     Raises:
         ValueError: A word is unknown, a pattern is no regular expression or matches nothing, or

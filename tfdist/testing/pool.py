@@ -23,7 +23,7 @@ from tfdist.errors import TfdistError
 from tfdist.runtime import Listener
 from tfdist.runtime.orphan_guard import OrphanGuard
 from tfdist.runtime.rendezvous import ENGINES, local_environments
-from tfdist.testing.rank import PURPOSE
+from tfdist.testing.rank import PURPOSE, MakeEngine, free_address, make_engines_by
 
 __all__ = ["RankError", "RankPool", "run_ranks"]
 
@@ -61,7 +61,11 @@ class RankPool:
 
     Args:
         num_ranks: How many processes.
-        engine: "horovod", "tensorflow" or "local".
+        engine: "horovod", "tensorflow" or "local"; or a function that makes an Engine, which is called on
+            each rank as `engine(mesh, address)`. `mesh` is resolved: it has `mesh.rank` and `mesh.size`,
+            and `Engine.__init__` takes it. `address` is "127.0.0.1:PORT", the same on all ranks, where
+            nothing listens yet. For another mesh it is called again, with another address. The
+            function is sent by cloudpickle.
         threads: TensorFlow's intra-op threads of each rank.
         environment: More variables for all ranks.
 
@@ -72,13 +76,13 @@ class RankPool:
     def __init__(
         self,
         num_ranks: int,
-        engine: str = "horovod",
+        engine: str | MakeEngine = "horovod",
         *,
         threads: int = 1,
         environment: Mapping[str, str] | None = None,
     ):
         self.num_ranks = checks.integer("num_ranks", num_ranks, minimum=1, maximum=_MOST_RANKS)
-        self.engine = checks.one_of("engine", engine, ENGINES)
+        self.engine = engine if callable(engine) else checks.one_of("engine", engine, ENGINES)
         self._threads = checks.integer("threads", threads, minimum=1, maximum=_MOST_THREADS)
         self._environment = _check_environment(environment)
         self._processes: list[subprocess.Popen] = []
@@ -107,9 +111,9 @@ class RankPool:
         """
         checks.function("function", function)
         checks.number("timeout", timeout, above=0, maximum=checks.YEAR_SECONDS)
+        task = cloudpickle.dumps((function, args, kwargs))
         if not self._processes:
             self._start()
-        task = cloudpickle.dumps((function, args, kwargs))
         try:
             return self._answers(task, timeout)
         except BaseException:
@@ -174,15 +178,27 @@ class RankPool:
         self._resources.close()
 
     def _start(self) -> None:
+        if not callable(self.engine):
+            self._start_processes(self.engine)
+            return
+        task = cloudpickle.dumps(
+            (make_engines_by, (self.engine, self.num_ranks, free_address()), {})
+        )
+        self._start_processes("local")
+        try:
+            self._answers(task, _STARTUP_SECONDS)
+        except BaseException:
+            self.close(kill=True)
+            raise
+
+    def _start_processes(self, engine: str) -> None:
         self._resources = contextlib.ExitStack()
         self._logs = Path(
             self._resources.enter_context(
                 tempfile.TemporaryDirectory(prefix="tfdist-ranks-", ignore_cleanup_errors=True)
             )
         )
-        environments = self._resources.enter_context(
-            local_environments(self.engine, self.num_ranks)
-        )
+        environments = self._resources.enter_context(local_environments(engine, self.num_ranks))
         guard = self._resources.enter_context(OrphanGuard())
         key = secrets.token_bytes(32)
         address = str(self._logs / "tasks")
@@ -201,7 +217,7 @@ class RankPool:
                         "import sys; from tfdist.testing.rank import serve; serve(*sys.argv[1:])",
                         address,
                         str(rank),
-                        self.engine,
+                        engine,
                         str(self._threads),
                     ],
                     env={
@@ -277,7 +293,7 @@ def run_ranks(
     function: Callable,
     *args,
     num_ranks: int = 2,
-    engine: str = "horovod",
+    engine: str | MakeEngine = "horovod",
     timeout: float = 120.0,
     threads: int = 1,
     environment: Mapping[str, str] | None = None,

@@ -9,15 +9,21 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 import cloudpickle
 
 from tfdist import checks
 from tfdist.runtime import connect
-from tfdist.runtime.rendezvous import local_environments
+from tfdist.runtime.rendezvous import free_ports, local_environments
 
-__all__ = ["PURPOSE", "engine", "strategy"]
+__all__ = ["PURPOSE", "MakeEngine", "engine", "free_address", "make_engines_by", "strategy"]
+
+#: Takes a resolved mesh and an address; returns an Engine. TensorFlow, which an Engine needs, is
+#: imported by the ranks alone.
+MakeEngine = Callable[[Any, str], Any]
 
 #: What connections from a rank to its pool are for.
 PURPOSE = "pool of ranks"
@@ -40,7 +46,9 @@ def engine(mesh=None):
     checks.instance("mesh", mesh, Mesh, "a tfdist.Mesh", optional=True)
     mesh = mesh or Mesh()
     engines = _state["engines"]
-    if mesh not in engines:
+    if mesh not in engines and "make" in _state:
+        engines[mesh] = _make_engine(mesh)
+    elif mesh not in engines:
         name = _state["engine_name"]
         module = importlib.import_module(f"tfdist.collectives.{name}")
         make = getattr(
@@ -54,6 +62,42 @@ def engine(mesh=None):
             engines.clear()
         engines[mesh] = make(mesh)
     return engines[mesh]
+
+
+def make_engines_by(make: MakeEngine, size: int, address: str) -> None:
+    """Has `engine` and `strategy` use engines that a function makes.
+
+    Args:
+        make: The function.
+        size: The number of ranks.
+        address: The address for the first engine.
+    """
+    _state.update(make=make, size=size, address=address)
+
+
+def free_address() -> str:
+    """An address of this machine at which nothing listens, as "127.0.0.1:PORT"."""
+    return f"127.0.0.1:{free_ports(1)[0]}"
+
+
+def _make_engine(mesh):
+    from tfdist.collectives.engine import Engine
+    from tfdist.collectives.objects import broadcast_object
+
+    resolved = mesh.resolve(size=_state["size"], rank=_state["rank"])
+    address = _state["address"]
+    for old in list(_state["engines"].values())[-1:]:
+        # At the address of the one before, its first rank still listens.
+        found = free_address() if old.rank == 0 else None
+        address = broadcast_object(found, old.group(), name="testing/address")
+    made = _state["make"](resolved, address)
+    checks.instance("engine", made, Engine, "a function that returns an Engine")
+    if made.mesh != resolved:
+        raise ValueError(
+            "An engine has the mesh that its maker was given: pass it to `Engine.__init__`. "
+            f"Received: {made.mesh!r} instead of {resolved!r}."
+        )
+    return made
 
 
 def _open_another_meeting_point(old) -> str:
@@ -74,6 +118,7 @@ def strategy(mesh=None, **kwargs):
     """A strategy over this rank's engine for a mesh; the same one for the same arguments."""
     from tfdist.mesh import Mesh
     from tfdist.strategies import HorovodStrategy, LocalStrategy, MultiWorkerStrategy
+    from tfdist.strategies.parallel import ParallelStrategy
 
     checks.instance("mesh", mesh, Mesh, "a tfdist.Mesh", optional=True)
     mesh = mesh or Mesh()
@@ -82,7 +127,8 @@ def strategy(mesh=None, **kwargs):
     key = (mesh, repr(sorted(kwargs.items())))
     found = _state["strategies"].get(key)
     if found is None or found.engine is not shared:
-        found = kind[_state["engine_name"]](engine=shared, **kwargs)
+        make = ParallelStrategy if "make" in _state else kind[_state["engine_name"]]
+        found = make(engine=shared, **kwargs)
         _state["strategies"][key] = found
     return found
 
@@ -100,7 +146,7 @@ def serve(address: str, rank: str, engine_name: str, threads: str) -> None:
 
     tf.config.threading.set_intra_op_parallelism_threads(int(threads))
     tf.config.threading.set_inter_op_parallelism_threads(max(int(threads), 2))
-    _state["engine_name"] = engine_name
+    _state.update(engine_name=engine_name, rank=int(rank))
     if engine_name == "tensorflow":
         # Must come before the first operation of TensorFlow, whatever the tests do first.
         engine()
@@ -114,6 +160,9 @@ def serve(address: str, rank: str, engine_name: str, threads: str) -> None:
         except Exception as error:
             answer = ("error", (_portable(error), traceback.format_exc()))
         channel.send_bytes(cloudpickle.dumps(answer))
+    if "make" in _state:  # Threads of such an engine may keep the process alive.
+        for made in _state["engines"].values():
+            made.shutdown()
 
 
 def _portable(error: Exception) -> Exception:

@@ -11,9 +11,9 @@ import tensorflow as tf
 from tfdist import checks
 from tfdist.collectives import all_reduce
 from tfdist.collectives.mappings import (
-    copy_to_tensor_region,
+    copy_to_region,
     gather_from_sequence_region,
-    reduce_from_tensor_region,
+    reduce_from_region,
     reduce_scatter_to_sequence_region,
 )
 from tfdist.context import current_replica
@@ -251,7 +251,7 @@ class MixtureOfExperts(keras.layers.Layer):
         if split is not None:
             y = reduce_scatter_to_sequence_region(y, split, name=f"{self.name}/outputs")
         elif self._tensor is not None:
-            y = reduce_from_tensor_region(y, self._tensor, name=f"{self.name}/outputs")
+            y = reduce_from_region(y, self._tensor, name=f"{self.name}/outputs")
         if self._config["shared_hidden_dim"] is None:
             return y
         return y + self._shared_outputs(inputs)
@@ -286,8 +286,8 @@ class MixtureOfExperts(keras.layers.Layer):
             self._count_usage(routing, permutation)
         if self._tensor is not None:
             if not self._config["sequence_parallel"]:
-                tokens = copy_to_tensor_region(tokens, self._tensor, name=f"{self.name}/tokens")
-            gates = copy_to_tensor_region(gates, self._tensor, name=f"{self.name}/gates")
+                tokens = copy_to_region(tokens, self._tensor, name=f"{self.name}/tokens")
+            gates = copy_to_region(gates, self._tensor, name=f"{self.name}/gates")
         return through_experts(tokens, gates, permutation, self._networks, self._group, self.name)
 
     def _balance(self, routing: Routing, inputs: tf.Tensor, mask, training: bool) -> None:

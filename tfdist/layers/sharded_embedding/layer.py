@@ -100,7 +100,7 @@ class ShardedEmbedding(keras.layers.Layer):
             self,
             table.shape,
             0 if part is None else part.dim,
-            self._group,
+            axis=self._group,
             name=table.name,
             initializer=SliceDrawn(table.initializer),
             regularizer=table.regularizer,

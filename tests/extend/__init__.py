@@ -1,0 +1,1 @@
+"""Extensions that an outside program makes: each file imports public names alone."""
