@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from multiprocessing.connection import Client, Listener
@@ -231,5 +230,5 @@ def test_a_pool_of_an_engine_from_outside():
     with RankPool(2, engine=SocketEngine) as pool:
         found = pool.run(names_of_engines, timeout=60)
         assert found == [[("SocketEngine", rank, n) for n in (1, 2, 1)] for rank in (0, 1)]
-        with pytest.raises(TypeError, match="returns an Engine. Received: engine=None"):
+        with pytest.raises(TypeError, match="returns an Engine"):
             RankPool(1, engine=make_none).run(names_of_engines, timeout=60)

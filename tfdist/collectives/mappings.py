@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfdist.collectives.arguments import checked_axis, checked_tensor
 from tfdist.collectives.group import Group
 from tfdist.collectives.operations import all_gather, all_reduce, reduce_scatter
 from tfdist.graph.custom_gradient import custom_gradient
@@ -45,6 +46,7 @@ __all__ = [
 
 def copy_to_region(tensor, group: Group, *, name: str | None = None):
     """Enters a region where each member computes a part: identity, and a sum backward."""
+    tensor = checked_tensor(tensor, group, name)
     if group.size == 1:
         return tensor
 
@@ -57,6 +59,7 @@ def copy_to_region(tensor, group: Group, *, name: str | None = None):
 
 def reduce_from_region(tensor, group: Group, *, name: str | None = None):
     """Leaves such a region: the sum of the members' parts, and identity backward."""
+    tensor = checked_tensor(tensor, group, name)
     if group.size == 1:
         return tensor
 
@@ -73,9 +76,10 @@ def scatter_to_region(tensor, group: Group, axis: int = -1, *, name: str | None 
     Raises:
         ValueError: The size along `axis` does not divide by the size of the group.
     """
+    tensor = checked_tensor(tensor, group, name)
+    axis = checked_axis(tensor, axis, "scatter_to_region")
     if group.size == 1:
         return tensor
-    axis = _positive(tensor, axis)
 
     @custom_gradient
     def cut(x):
@@ -88,9 +92,10 @@ def scatter_to_region(tensor, group: Group, axis: int = -1, *, name: str | None 
 
 def gather_from_region(tensor, group: Group, axis: int = -1, *, name: str | None = None):
     """The members' slices joined along `axis`; each member then uses the whole alike."""
+    tensor = checked_tensor(tensor, group, name)
+    axis = checked_axis(tensor, axis, "gather_from_region")
     if group.size == 1:
         return tensor
-    axis = _positive(tensor, axis)
 
     @custom_gradient
     def join(x):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from tfdist import checks
 from tfdist.pipeline.schedules import Action, ActionKind, Schedule
 
 __all__ = ["Message", "Run", "check_schedule", "held_microbatches", "messages", "simulate"]
@@ -146,6 +147,7 @@ def check_schedule(schedule: Schedule) -> Run:
     backward, that before its gradient of weights), none waits in a circle, and what leaves a rank
     is needed just once.
     """
+    checks.instance("schedule", schedule, Schedule, "a Schedule")
     if len(schedule.actions) != schedule.num_ranks:
         raise ValueError(
             f"Schedule {schedule.name!r} must have a sequence of actions for each of its "

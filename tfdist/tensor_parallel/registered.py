@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -166,7 +166,7 @@ class RegisteredAdapter(Adapter):
         def call(*args, **kwargs):
             with contextlib.ExitStack() as stack:
                 for thing, values in attributes:
-                    stack.enter_context(local_attributes(thing, values))
+                    stack.enter_context(_with_values(thing, values))
                 return split.call(layer, group, original, *args, **kwargs)
 
         return call
@@ -242,6 +242,22 @@ def _add_weights(layer, path: str, found: dict[str, keras.Variable], seen: set[i
             )
     for part in sublayers(layer):
         _add_weights(part, f"{path}{part.name}/", found, seen)
+
+
+@contextlib.contextmanager
+def _with_values(layer, values: dict[str, Any]) -> Iterator[None]:
+    """`local_attributes`, and properties of the layer's class as well, such as `input_spec`."""
+    kind = type(layer)
+    properties = {k: v for k, v in values.items() if isinstance(getattr(kind, k, None), property)}
+    before = {name: getattr(layer, name) for name in properties}
+    with local_attributes(layer, {k: v for k, v in values.items() if k not in properties}):
+        try:
+            for name, value in properties.items():
+                setattr(layer, name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(layer, name, value)
 
 
 def _dim(rule: Split, variable) -> int:
