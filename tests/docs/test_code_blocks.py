@@ -31,8 +31,15 @@ def ranks_of(block: Block) -> tuple[str, int]:
     ranks = 2
     for node in ast.walk(ast.parse(block.text)):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Mesh":
-            ranks = max(ranks, math.prod(ast.literal_eval(word.value) for word in node.keywords))
+            ranks = max(ranks, math.prod(map(_size_of, node.keywords)))
     return ("tensorflow" if "MultiWorkerStrategy" in block.text else "horovod"), ranks
+
+
+def _size_of(word: ast.keyword) -> int:
+    """The size of an axis, or of all that a dict names."""
+    if isinstance(word.value, ast.Dict):
+        return math.prod(ast.literal_eval(each) for each in word.value.values)
+    return ast.literal_eval(word.value)
 
 
 def scripts() -> list:

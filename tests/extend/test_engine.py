@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfdist import Mesh
 from tfdist.collectives import Group
-from tfdist.collectives.engine import Engine  # TODO-EXTEND: tfdist.extend.Engine
+from tfdist.extend import Engine
 from tfdist.testing import RankPool, check_engine
 
 
