@@ -183,6 +183,8 @@ def test_wrong_arguments():
         check_engine(SocketEngine, 1)
     with pytest.raises(ValueError, match="`dtypes` is one of 'float32'"):
         check_engine(SocketEngine, dtypes=["complex64"])
+    with pytest.raises(ValueError, match="or a function that makes an Engine"):
+        RankPool(2, engine="sockets")
 
 
 def train(is_distributed: bool) -> list[np.ndarray]:

@@ -21,9 +21,6 @@ from tfdist.extend import (
     register_split,
 )
 
-# TODO-EXTEND: `tfdist.extend` does not have it yet.
-from tfdist.sharding.split import split_kind
-
 WIDTH, HIDDEN, STEPS = 6, 8, 3
 TWO = {"data": 1, "tensor": 2}
 
@@ -65,9 +62,9 @@ class SplitGLU(LayerSplit):
         rules = {**split, "bias": bias, "beta": Partial(), **self.rules}
         return {path: rule for path, rule in rules.items() if rule is not None}
 
-    def call(self, layer, group, original, x):
+    def call(self, layer, kind, group, original, x):
         part = layer.product(copy_to_region(x, group))
-        if split_kind(layer) == "gated":
+        if kind == "gated":
             return reduce_from_region(part, group) + layer.bias
         return reduce_from_region(part + layer.bias / group.size, group)
 
@@ -96,10 +93,10 @@ class SplitBlock(LayerSplit):
     def weights(self, layer, kind):
         return {"wide/kernel": Split(1), "wide/bias": Split(0), "narrow/kernel": Split(0)}
 
-    def attributes(self, layer, group):
+    def attributes(self, layer, kind, group):
         return {"wide/units": layer.wide.units // group.size, "narrow/input_spec": None}
 
-    def call(self, layer, group, original, *args, **kwargs):
+    def call(self, layer, kind, group, original, *args, **kwargs):
         (x,) = args
         assert layer.wide.units == HIDDEN // group.size
         return reduce_from_region(original(copy_to_region(x, group), **kwargs), group)
@@ -131,8 +128,8 @@ class SplitUnits(LayerSplit):
     def output_dim(self, layer, kind):
         return -1 if kind == "column" else None
 
-    def call(self, layer, group, original, x):
-        if split_kind(layer) == "column":
+    def call(self, layer, kind, group, original, x):
+        if kind == "column":
             return original(copy_to_region(x, group))
         return reduce_from_region(original(x), group)
 
@@ -273,7 +270,8 @@ def refused(mesh: dict | None, name: str) -> tuple[str, bool]:
         except (ValueError, TypeError) as error:
             message = str(error)
     same = all(map(np.array_equal, model.get_weights(), before))
-    return message, same and split_kind(model.get_layer("glu")) is None
+    is_whole = "call" not in vars(model.get_layer("glu"))
+    return message, same and is_whole
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -293,6 +291,33 @@ def test_wrong_splits_are_refused_on_ranks(pool, name):
         assert "\n" not in message
         for part in WRONG_ON_RANKS[name][2]:
             assert part in message
+
+
+def deferred_and_quantized(mesh: dict) -> tuple[list, set, list]:
+    """What a model without values has of its weights, and what quantizing a split layer raises."""
+    from tfdist.pipeline import deferred_weights
+
+    register()
+    with scope(mesh):
+        with deferred_weights():
+            model = block()
+        tfdist.parallelize(model)
+    layer = model.get_layer("block")
+    raised = []
+    for method, argument in ((layer.wide.enable_lora, 2), (layer.narrow.quantize, "int8")):
+        with pytest.raises(NotImplementedError) as caught:
+            method(argument)
+        raised.append(str(caught.value))
+    return [tuple(w.shape) for w in model.weights], {layer.wide.units}, raised
+
+
+@on_ranks(("horovod", 2))
+def test_without_values_and_with_lora(pool):
+    for shapes, units_outside, raised in pool.run(deferred_and_quantized, TWO, timeout=200):
+        assert shapes == [(WIDTH, HIDDEN // 2), (HIDDEN // 2,), (HIDDEN // 2, 3)]
+        assert units_outside == {HIDDEN}
+        for message, name in zip(raised, ("enable_lora", "quantize"), strict=True):
+            assert f"`{name}` is not supported" in message and "block/" in message
 
 
 def test_plans_name_the_kinds_of_the_layers_class():

@@ -21,6 +21,7 @@ import tfdist
 from tests.public import public_objects
 from tests.values.bad_values import bad_for
 from tfdist.collectives.local import LocalEngine
+from tfdist.extend import LayerSplit
 
 #: What is not public, and checks its arguments all the same.
 INNER = [
@@ -59,6 +60,18 @@ class _TwoRanks(LocalEngine):
     def __init__(self):
         super().__init__()
         self.mesh = tfdist.Mesh().resolve(size=2, rank=0)
+
+
+class _Split(LayerSplit):
+    """Of a layer without weights."""
+
+    kinds = ("own",)
+
+    def weights(self, layer, kind):
+        return {}
+
+    def call(self, layer, kind, group, original, *args, **kwargs):
+        return original(*args, **kwargs)
 
 
 def _chain() -> Any:
@@ -109,6 +122,8 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
     "add_split_weight.axis": lambda: "tensor",
     "axis_group.axis": lambda: "tensor",
     "check_schedule.schedule": lambda: tfdist.pipeline.make_schedule("1f1b", 2, 4),
+    "register_split.layer_class": lambda: keras.layers.Softmax,
+    "register_split.split": _Split,
     "register_strategy.name": lambda: "Other",
     "register_strategy.detect": lambda: lambda: False,
     "register_strategy.make": lambda: lambda mesh, **options: None,

@@ -17,17 +17,14 @@ __all__ = [
     "Partial",
     "Split",
     "Whole",
-    "note_split_kind",
     "register_split",
     "registered_class",
     "registered_kinds",
-    "split_kind",
     "split_of",
 ]
 
 #: What a plan says of layers that are not split.
 _NOT_SPLIT = "replicate"
-_KIND = "_tfdist_split_kind"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +67,7 @@ class LayerSplit(abc.ABC):
         def weights(self, layer, kind):
             return {"gate": Split(1), "up": Split(1), "down": Split(0)}
 
-        def call(self, layer, group, original, inputs):
+        def call(self, layer, kind, group, original, inputs):
             return reduce_from_region(original(copy_to_region(inputs, group)), group)
 
     register_split(GLU, SplitGLU())
@@ -82,7 +79,7 @@ class LayerSplit(abc.ABC):
 
     Attributes:
         kinds: The words by which plans name the ways in which the layer can be split, such as
-            "column" and "row". `split_kind(layer)` is the one that a layer was split by.
+            "column" and "row".
     """
 
     kinds: ClassVar[Sequence[str]]
@@ -104,11 +101,12 @@ class LayerSplit(abc.ABC):
         """
 
     @abc.abstractmethod
-    def call(self, layer, group: Group, original, *args, **kwargs):
+    def call(self, layer, kind: str, group: Group, original, *args, **kwargs):
         """Computes what the layer computes, with this rank's slices in the layer's variables.
 
         Args:
             layer: The layer.
+            kind: How it is split.
             group: The ranks that split it.
             original: The layer's own `call`.
             *args: What the layer was called with.
@@ -120,18 +118,19 @@ class LayerSplit(abc.ABC):
         del layer, kind
         return None
 
-    def attributes(self, layer, group: Group) -> Mapping[str, Any]:
+    def attributes(self, layer, kind: str, group: Group) -> Mapping[str, Any]:
         """Values of the layer's attributes on this rank, which they have during `call` alone.
 
         Args:
             layer: The layer, whole.
+            kind: How it is split.
             group: The ranks that split it.
 
         Returns:
             By name, such as {"units": layer.units // group.size}. Those of layers inside are named
             by path: {"down/input_spec": None}.
         """
-        del layer, group
+        del layer, kind, group
         return {}
 
 
@@ -194,13 +193,3 @@ def split_of(layer) -> LayerSplit | None:
 def registered_kinds() -> list[str]:
     """All words by which plans may name what is registered, each once."""
     return list(dict.fromkeys(kind for split in _registered.values() for kind in split.kinds))
-
-
-def split_kind(layer) -> str | None:
-    """The one of `LayerSplit.kinds` by which a layer was split; None where it was not."""
-    return vars(layer).get(_KIND)
-
-
-def note_split_kind(layer, kind: str) -> None:
-    """Notes for `split_kind` by which kind a layer was split."""
-    vars(layer)[_KIND] = kind  # Past what Keras does at assignments.

@@ -19,7 +19,6 @@ from tfdist.sharding.split import (
     Partial,
     Split,
     Whole,
-    note_split_kind,
     registered_class,
     split_of,
 )
@@ -37,8 +36,8 @@ class RegisteredAdapter(Adapter):
         stock, split = registered_class(layer), split_of(layer)
         if stock is None or split is None:
             raise ValueError(
-                f"No split was found for `{layer.path}`. Received: a {type(layer).__name__}. "
-                "Register one by `tfdist.extend.register_split`."
+                f"A split must be registered for the class of `{layer.path}`. Received: a "
+                f"{type(layer).__name__}. Register one by `tfdist.extend.register_split`."
             )
         if not computes_as(layer, stock):
             raise ValueError(
@@ -146,7 +145,6 @@ class RegisteredAdapter(Adapter):
         output_dim = self.split.output_dim(layer, self.kind)
         call = self._call(group)
         self._cut(group)
-        note_split_kind(layer, self.kind)
         override(layer, "call", call)
         # Keras' own, where the layer has none, traces `call`.
         has_own = type(layer).compute_output_shape is not keras.layers.Layer.compute_output_shape
@@ -159,7 +157,7 @@ class RegisteredAdapter(Adapter):
                     override(part, name, _refused(name, part))
 
     def _call(self, group: Group) -> Callable:
-        layer, split, original = self.layer, self.split, self.layer.call
+        layer, kind, split, original = self.layer, self.kind, self.split, self.layer.call
         attributes = self._attributes(group)
 
         @functools.wraps(original)
@@ -167,7 +165,7 @@ class RegisteredAdapter(Adapter):
             with contextlib.ExitStack() as stack:
                 for thing, values in attributes:
                     stack.enter_context(_with_values(thing, values))
-                return split.call(layer, group, original, *args, **kwargs)
+                return split.call(layer, kind, group, original, *args, **kwargs)
 
         return call
 
@@ -175,7 +173,7 @@ class RegisteredAdapter(Adapter):
         """The layers of which attributes have other values on this rank, with these."""
         inside = _layers_by_path(self.layer)
         found: dict[str, dict[str, Any]] = {}
-        for path, value in self.split.attributes(self.layer, group).items():
+        for path, value in self.split.attributes(self.layer, self.kind, group).items():
             where, _, name = path.rpartition("/")
             if where not in inside or not hasattr(inside[where], name):
                 raise ValueError(

@@ -133,10 +133,9 @@ class _Named:
     def __exit__(self, kind, error, trace) -> None:
         # An inner one has said it already.
         if isinstance(error, Exception) and not isinstance(error, _EngineRaised):
-            said = checks.one_line(error)
-            raise _EngineRaised(
-                f"{self._case}: {self._detail}: it raised {type(error).__name__}: {said}"
-            ) from error
+            said = f"it raised {type(error).__name__}: {checks.one_line(error)}"
+            message = f"{self._case}: {self._detail}: {said}"
+            raise _EngineRaised(message) from error
 
 
 class _EngineRaised(RuntimeError):

@@ -49,7 +49,7 @@ def check_engine(
     checks.function("make_engine", make_engine)
     checks.integer("num_ranks", num_ranks, minimum=2)
     chosen = DTYPES if dtypes is None else tuple(checks.sequence("dtypes", dtypes, "names"))
-    for dtype in chosen:
+    for dtype in chosen or [dtypes]:
         checks.one_of("dtypes", dtype, DTYPES)
     checks.number("timeout", timeout, above=0, maximum=checks.YEAR_SECONDS)
     mesh = Mesh(tensor=2) if num_ranks > 2 and num_ranks % 2 == 0 else Mesh()
@@ -114,6 +114,6 @@ def _message(name: str, wrong: dict[str, list[str]], last: str = "") -> str:
     operations = [*dict.fromkeys(line.split()[0] for line in [*wrong, *([last] if last else [])])]
     listed = "".join(f"\n- {line}" for line in lines)
     return (
-        f"An engine's operations return what NumPy computes from all ranks' tensors. Received: {name}, "
+        f"An engine's operations must return what NumPy computes from all ranks' tensors. Received: {name}, "
         f"which is wrong in {', '.join(operations)}. Correct the methods for these calls:{listed}"
     )

@@ -82,7 +82,7 @@ class RankPool:
         environment: Mapping[str, str] | None = None,
     ):
         self.num_ranks = checks.integer("num_ranks", num_ranks, minimum=1, maximum=_MOST_RANKS)
-        self.engine = engine if callable(engine) else checks.one_of("engine", engine, ENGINES)
+        self.engine = _check_engine(engine)
         self._threads = checks.integer("threads", threads, minimum=1, maximum=_MOST_THREADS)
         self._environment = _check_environment(environment)
         self._processes: list[subprocess.Popen] = []
@@ -276,6 +276,13 @@ class RankPool:
         time.sleep(_STACK_SECONDS)
         stacks = "\n".join(f"--- rank {r} ---\n{self._tail(r)}" for r in range(self.num_ranks))
         return TimeoutError(f"Ranks {late} did not return within {timeout:g} s.\n{stacks}")
+
+
+def _check_engine(engine: str | MakeEngine) -> str | MakeEngine:
+    if not callable(engine) and not (isinstance(engine, str) and engine in ENGINES):
+        names = ", ".join(map(repr, ENGINES))
+        raise checks.refuse("engine", engine, f"one of {names}, or a function that makes an Engine")
+    return engine
 
 
 def _check_environment(environment: Mapping[str, str] | None) -> dict[str, str]:

@@ -94,7 +94,7 @@ def _make_engine(mesh):
     checks.instance("engine", made, Engine, "a function that returns an Engine")
     if made.mesh != resolved:
         raise ValueError(
-            "An engine has the mesh that its maker was given: pass it to `Engine.__init__`. "
+            "The engine must have the mesh that `make_engine` got: pass it to `Engine.__init__`. "
             f"Received: {made.mesh!r} instead of {resolved!r}."
         )
     return made
