@@ -121,6 +121,7 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
     "add_split_weight.initializer": lambda: "zeros",
     "add_split_weight.axis": lambda: "tensor",
     "axis_group.axis": lambda: "tensor",
+    "check_engine.make_engine": lambda: LocalEngine,
     "check_schedule.schedule": lambda: tfdist.pipeline.make_schedule("1f1b", 2, 4),
     "register_split.layer_class": lambda: keras.layers.Softmax,
     "register_split.split": _Split,
