@@ -316,10 +316,10 @@ def check_options(
     checks.instance(
         "compression", compression, Compressor, "a Compressor of tfdist.compression", optional=True
     )
-    for stage in gradient_stages:
-        checks.instance(
-            "gradient_stages", stage, GradientStage, "a sequence of tfdist.extend.GradientStage"
-        )
+    is_list = isinstance(gradient_stages, Sequence) and not isinstance(gradient_stages, str | bytes)
+    if not is_list or not all(isinstance(each, GradientStage) for each in gradient_stages):
+        meaning = "a sequence of tfdist.extend.GradientStage"
+        raise checks.refuse("gradient_stages", gradient_stages, meaning, TypeError)
     reducing = [stage for stage in gradient_stages if stage.position is Position.REDUCE]
     reducing += [] if compression is None else [compression]
     if reducing and zero_stage == 3:

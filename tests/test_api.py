@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[1]
 LIST = ROOT / "docs" / "api.txt"
 #: Documents for those who work on tfdist itself.
 INSIDE = {"architecture.md"}
-#: Modules that are not public, of which the documents say so, and a file.
-ROOMS = {"tfdist.collectives.mappings", "tfdist.pipeline.timeline", "tfdist.lock"}
+#: Modules that are not public, of which the documents say so, a file, and a group of entry points.
+ROOMS = {"tfdist.collectives.mappings", "tfdist.pipeline.timeline", "tfdist.lock", "tfdist.plugins"}
 
 
 def test_the_list_is_what_is_exported():

@@ -54,6 +54,7 @@ _FITS: dict[str, set[str]] = {
     "Sequence": set(),
     "Mapping": set(),
     "Callable": {"class"},
+    "MakeEngine": {"class"},
     "None": {"none"},
     # What TensorFlow makes a tensor of.
     "Tensor": set(EVERY)

@@ -272,6 +272,7 @@ def chosen_schedule(
         ValueError: It is for other numbers.
     """
     if isinstance(schedule, str):
+        checks.one_of("schedule", schedule, sorted(SCHEDULES))
         return make_schedule(schedule, num_ranks, num_microbatches, chunks)
     found = schedule(num_ranks, num_microbatches) if callable(schedule) else schedule
     if not isinstance(found, Schedule):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -48,6 +48,8 @@ def axis_group(axis: str) -> Group | None:
     Raises:
         ValueError: The mesh has no such axis.
     """
+    if not isinstance(axis, str) or not axis.isidentifier():
+        raise checks.refuse("axis", axis, "the name of a mesh axis")
     strategy = current_strategy()
     if strategy is not None:
         checks.one_of("axis", axis, tuple(strategy.mesh.shape))
@@ -114,6 +116,13 @@ def add_split_weight(
     group = axis_group(axis) if isinstance(axis, str) else axis
     checks.instance("axis", group, Group, "the name of a mesh axis, or a Group", optional=True)
     checks.text("name", name)
+    _check_identified("initializer", initializer, keras.initializers.get)
+    for rule, value, get in (
+        ("regularizer", regularizer, keras.regularizers.get),
+        ("constraint", constraint, keras.constraints.get),
+    ):
+        if value is not None:
+            _check_identified(rule, value, get)
     sizes = checks.integers("sizes", sizes, minimum=0, optional=True)
     if sizes is not None and (
         group is None or len(sizes) != group.size or sum(sizes) != shape[dim]
@@ -273,6 +282,24 @@ _BY_ENTRIES = (
     keras.regularizers.L1L2,
     keras.constraints.NonNeg,
 )
+
+
+_RULES = (
+    keras.initializers.Initializer,
+    keras.regularizers.Regularizer,
+    keras.constraints.Constraint,
+)
+
+
+def _check_identified(name: str, value: Any, get: Callable[[Any], Any]) -> None:
+    """Raises ValueError where Keras finds no initializer, regularizer or constraint of that name."""
+    try:
+        found = get(value)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise checks.refuse(name, value, f"a Keras {name}, or the name of one") from error
+    is_class = isinstance(value, type) and not issubclass(value, _RULES)
+    if is_class or not callable(found):
+        raise checks.refuse(name, value, f"a Keras {name}, or the name of one")
 
 
 def check_by_entries(layer, name: str, *rules) -> None:

@@ -49,8 +49,8 @@ def check_engine(
     checks.function("make_engine", make_engine)
     checks.integer("num_ranks", num_ranks, minimum=2)
     chosen = DTYPES if dtypes is None else tuple(checks.sequence("dtypes", dtypes, "names"))
-    for dtype in chosen or [dtypes]:
-        checks.one_of("dtypes", dtype, DTYPES)
+    if not chosen or not set(map(str, chosen)) <= set(DTYPES):
+        raise checks.refuse("dtypes", dtypes, f"some of {', '.join(DTYPES)}")
     checks.number("timeout", timeout, above=0, maximum=checks.YEAR_SECONDS)
     mesh = Mesh(tensor=2) if num_ranks > 2 and num_ranks % 2 == 0 else Mesh()
     wrong: dict[str, list[str]] = {}
