@@ -1,7 +1,10 @@
 # make help lists the targets. The Python to start from, the folder of the environment and the
 # demonstration's mesh and flags can be given: make setup PYTHON=python3.12 VENV=/tmp/env
 
-PYTHON = python3.11
+# The first on the path from 3.11 to 3.13.
+PYTHON = $(shell for name in python3.11 python3.12 python3.13 python3; do \
+  $$name -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2> /dev/null && \
+  echo $$name && break; done)
 VENV = .venv
 PEERS = .peers
 NP = 2
@@ -12,6 +15,7 @@ TURN = 0
 
 PY = $(VENV)/bin/python
 PIP = $(PY) -m pip --disable-pip-version-check
+RUNTIME = $(VENV)/.stamp-runtime
 INSTALLED = $(VENV)/.stamp-packages
 HOROVOD = $(VENV)/.stamp-horovod
 
@@ -19,22 +23,32 @@ help: ## This list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1 \2/p' Makefile | \
 	  while read -r name what; do printf '  make %-11s %s\n' "$$name" "$$what"; done
 
-setup: $(HOROVOD) ## Makes .venv, installs the package and builds Horovod; again where needed
+setup: $(INSTALLED) $(HOROVOD) ## Makes .venv, installs the package and builds Horovod; again where needed
 
-$(INSTALLED): setup.cfg pyproject.toml
+# What users run needs no packages for development, so a demonstration does not wait for them.
+$(RUNTIME): setup.cfg pyproject.toml
+	@test -n "$(PYTHON)" || { echo "No Python from 3.11 to 3.13 was found: \`apt install python3 \
+	python3-venv\`, or name yours: make setup PYTHON=..." >&2; exit 2; }
 	@command -v $(PYTHON) > /dev/null || \
 	  { echo "$(PYTHON) was not found: install it, or name yours: make setup PYTHON=..." >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null || \
+	  { echo "$(PYTHON) cannot make environments: \`apt install python3-venv\`." >&2; exit 2; }
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@echo "Installing tfdist and what it needs into $(VENV)."
+	@$(PIP) install --quiet --editable '.[data,horovod-build]'
+	@touch $@
+
+$(INSTALLED): $(RUNTIME)
+	@echo "Installing what tests and documents need."
 	@$(PIP) install --quiet --editable '.[dev,data,docs,horovod-build]'
 	@touch $@
 
 # Code 2 says that a compiler, CMake or make is missing, in one line of its own. The package works
 # without Horovod, so that is no failure; no stamp is left, so the next set-up tries again.
-$(HOROVOD): $(INSTALLED) $(wildcard tfdist/native/*.cc tfdist/native/*.h tfdist/native/*.py)
+$(HOROVOD): $(RUNTIME) $(wildcard tfdist/native/*.cc tfdist/native/*.h tfdist/native/*.py)
 	@$(VENV)/bin/tfdist-install-horovod && touch $@ || test $$? -eq 2
 
-demo: setup ## Trains the ConvNet on the digits, on two ranks
+demo: $(HOROVOD) ## Trains the ConvNet on the digits, on two ranks
 	@$(VENV)/bin/tfdist-run -np $(NP) -- $(VENV)/bin/tfdist-train $(DEMO_FLAGS)
 
 test: setup ## The quick tests, some of each part
