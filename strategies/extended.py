@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 
 from tfdist.collectives import all_gather, all_reduce
-from tfdist.collectives.flight_recorder import outermost_is_eager
+from tfdist.collectives.flight_counts import outermost_is_eager
 from tfdist.context import DistributedStrategy, ReplicaContext
 from tfdist.data.first_batch import FirstBatch
 from tfdist.data.read_ahead import without_early_reads

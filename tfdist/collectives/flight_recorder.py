@@ -13,20 +13,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import numpy as np
 import tensorflow as tf
 
+from tfdist.collectives.flight_counts import Counter, Entry, HostCounter
 from tfdist.collectives.group import Group
 from tfdist.step_clock import Column, current_stamps
 
-__all__ = ["Blocked", "Flight", "FlightRecorder", "InFlight", "outermost_is_eager"]
+__all__ = ["Blocked", "Flight", "FlightRecorder", "InFlight"]
 
-_serial_numbers = itertools.count()
 #: Of the collectives of a graph that a thread waits in, so many are told.
 _MOST_BLOCKED = 8
 #: So many exceptions of TensorFlow are looked into between two calls of `blocked`; it takes milliseconds.
@@ -68,92 +66,6 @@ class Blocked:
     occurrence: int
 
 
-def outermost_is_eager() -> bool:
-    """Whether what is traced here will be called eagerly: not inside of a `tf.Graph` of TF 1."""
-    with tf.init_scope():
-        return tf.executing_eagerly()
-
-
-class _Counter:
-    """A counter that graphs add to and any thread reads.
-
-    A bare resource, since a `tf.Variable` cannot be made while a `tf.function` is traced. Each
-    counter is a resource of its own, or TensorFlow would run the collectives one after the other
-    for fear of mixing up their counts.
-    """
-
-    def __init__(self):
-        with tf.init_scope(), tf.device("/CPU:0"):
-            self._handle = tf.raw_ops.VarHandleOp(
-                dtype=tf.int64, shape=[], shared_name=f"tfdist-flight-{next(_serial_numbers)}"
-            )
-            tf.raw_ops.AssignVariableOp(resource=self._handle, value=tf.constant(0, tf.int64))
-
-    def add_one(self) -> tf.Operation:
-        return tf.raw_ops.AssignAddVariableOp(resource=self._handle, value=tf.constant(1, tf.int64))
-
-    def value(self) -> int:
-        return int(tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=tf.int64))
-
-
-class _HostCounter:
-    """A counter in this process: of eager calls, and of graphs that a session runs."""
-
-    def __init__(self):
-        self._value = 0
-        self._lock = threading.Lock()
-
-    def add_now(self) -> int:
-        with self._lock:
-            self._value += 1
-            return self._value
-
-    def add_one(self) -> tf.Tensor:
-        with tf.device("/CPU:0"):
-            return tf.numpy_function(lambda: np.int64(self.add_now()), [], tf.int64)
-
-    def value(self) -> int:
-        return self._value
-
-
-class _Entry:
-    """The counts of one collective."""
-
-    def __init__(self, name: str, group: str, ranks: tuple[int, ...]):
-        self.name, self.group, self.ranks = name, group, ranks
-        self.begun_on_host, self.ended_on_host = _HostCounter(), _HostCounter()
-        self.begun: _Counter | None = None
-        self.ended: _Counter | None = None
-        #: How many calls began and will not end, since the graph that they were in failed.
-        self.abandoned = 0
-        #: Which ranks have to begin it, of one in a graph; none where its traces differ.
-        self.needed: tuple[int, ...] | None = None
-        #: Calls up to this one may have failed with their graph.
-        self.suspect = 0
-
-    def make_counters(self) -> tuple[_Counter, _Counter] | tuple[_HostCounter, _HostCounter]:
-        if not outermost_is_eager():
-            return self.begun_on_host, self.ended_on_host
-        if self.begun is None or self.ended is None:
-            self.begun, self.ended = _Counter(), _Counter()
-        return self.begun, self.ended
-
-    @property
-    def is_in_graphs(self) -> bool:
-        return self.begun is not None
-
-    def counts(self) -> tuple[int, int]:
-        # The ends are read first: an operation that ends in between is then seen as under way,
-        # never as ended before it began.
-        ended, begun = self.ended_on_host.value(), self.begun_on_host.value()
-        if self.ended is not None and self.begun is not None:
-            ended += self.ended.value()
-            begun += self.begun.value()
-        # One that did end after all was not abandoned.
-        self.abandoned = min(self.abandoned, max(begun - ended, 0))
-        return begun, ended
-
-
 class Flight:
     """One call of a collective, from begin to end.
 
@@ -173,7 +85,7 @@ class Flight:
         self._entry = recorder._entry(name, group.label, group.ranks) if recorder.enabled else None
         self._stamps = current_stamps()
         self._column = Column("call", name, lane, ranks=group.ranks)
-        self._ended: _Counter | _HostCounter | None = None
+        self._ended: Counter | HostCounter | None = None
         self._stamp_end: Callable | None = None
 
     @contextlib.contextmanager
@@ -236,11 +148,11 @@ class FlightRecorder:
     """Counts the begins and ends of this rank's collectives."""
 
     def __init__(self):
-        self._entries: dict[tuple, _Entry] = {}
+        self._entries: dict[tuple, Entry] = {}
         self._lock = threading.Lock()
         #: The threads that have called collectives, and what each is inside of eagerly.
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-        self._inside: dict[int, tuple[_Entry, tuple[int, ...]]] = {}
+        self._inside: dict[int, tuple[Entry, tuple[int, ...]]] = {}
         self._has_failed = False
         self._looks = _MOST_LOOKS
         self.enabled = True
@@ -366,15 +278,15 @@ class FlightRecorder:
                 self._threads.add(thread)
         return threading.get_ident()
 
-    def _entry(self, name: str, group_label: str, ranks: tuple[int, ...]) -> _Entry:
+    def _entry(self, name: str, group_label: str, ranks: tuple[int, ...]) -> Entry:
         key = (name, ranks)
         with self._lock:
             if key not in self._entries:
-                self._entries[key] = _Entry(name, group_label, ranks)
+                self._entries[key] = Entry(name, group_label, ranks)
             return self._entries[key]
 
 
-def _blocked_in(calls: Iterable[tuple[_Entry, tuple[int, ...]]]) -> list[Blocked]:
+def _blocked_in(calls: Iterable[tuple[Entry, tuple[int, ...]]]) -> list[Blocked]:
     found = []
     for entry, needed in calls:
         begun, ended = entry.counts()

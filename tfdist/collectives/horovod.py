@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdist import checks
 from tfdist.collectives.engine import Engine, reduce_locally, split_rows
-from tfdist.collectives.flight_recorder import outermost_is_eager
+from tfdist.collectives.flight_counts import outermost_is_eager
 from tfdist.collectives.group import Group
 from tfdist.collectives.p2p import P2PEngine, with_p2p
 from tfdist.collectives.rank_sets import rank_sets

@@ -8,8 +8,7 @@ Keras calls, in this order, what `strategies/keras_patches/optimizers.py` patche
                               CLIPPED      by norms of global arrays
       _backend_update_step    UPDATED      under ZeRO by updates of shards
 
-Stages (`gradients/stage.py`) are called in between. Under ZeRO 2 and 3 gradients are reduced before they
-are accumulated, of optimizers that do not clip where they update.
+Stages (`stage.py`) are called in between. ZeRO 2 and 3 reduce before accumulation, to keep shards alone.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ class GradientPath:
         replica: The replica context.
         optimizer: The optimizer.
         variables: The variables, in the order of the gradients.
-        origins: Of each gradient, whether the step has it global already; None: all are this rank's.
+        origins: Whether the step has each global already; None: all are this rank's.
     """
 
     def __init__(self, replica: ReplicaContext, optimizer, variables: Sequence, origins=None):
         self._replica, self._strategy, self._optimizer = replica, replica.strategy, optimizer
         self._variables = list(variables)
         self._origins = list(origins or [Origin.LOCAL] * len(self._variables))
-        self._stages, self.options = Stages(replica, optimizer), self._strategy.gradient_options
-        self.state = State.LOCAL
+        self._stages, self.state = Stages(replica, optimizer), State.LOCAL
+        self.options = self._strategy.gradient_options
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
