@@ -69,7 +69,10 @@ def _under_way(kind: str, original: Callable, model, *args, **kwargs) -> Iterato
     strategy = strategy_of_ranks(model)
     if strategy is not None and kind != "predict":
         refuse_xla(model, strategy)
-    if isinstance(arguments["callbacks"], keras.callbacks.CallbackList):
+    given = arguments["callbacks"]
+    if isinstance(given, keras.callbacks.CallbackList) and kind != "evaluate":
+        arguments["callbacks"] = list(given.callbacks)
+    elif isinstance(given, keras.callbacks.CallbackList):
         # An `evaluate` inside of `fit`, whose callbacks and hooks there are already.
         if strategy is not None:
             synchronize_layer_states(model)

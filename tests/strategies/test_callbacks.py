@@ -168,3 +168,24 @@ def test_only_the_chief_shows_progress(pool, one_process):
         assert len(values_shown(text)) == 3  # Two epochs and the evaluation.
         np.testing.assert_allclose(values_shown(chief[verbose]), values_shown(text), atol=2e-4)
         assert [printed[verbose] for printed in others] == [""] * (pool.num_ranks - 1)
+
+
+def with_a_list_of_keras(strategy):
+    """`fit` may be given Keras' own list of callbacks."""
+    start()
+    x, y = images(UNEVEN_ROWS)
+    model, epochs = compiled_mlp(strategy), []
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: epochs.append(epoch))
+    callbacks = keras.callbacks.CallbackList([note], add_history=True, model=model, epochs=EPOCHS)
+    history = model.fit(
+        x, y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0, callbacks=callbacks
+    )
+    return epochs, history.history["loss"]
+
+
+@on_kinds
+def test_a_list_of_keras_is_taken_as_any_other(pool, one_process):
+    epochs, losses = reference(one_process, with_a_list_of_keras)
+    for own_epochs, own_losses in pool.run(programs.on_rank, with_a_list_of_keras):
+        assert own_epochs == epochs == list(range(EPOCHS))
+        np.testing.assert_allclose(own_losses, losses, rtol=1e-5)
