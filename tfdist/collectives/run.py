@@ -99,7 +99,7 @@ def run(call: Call, tensor: tf.Tensor, *more):
     )
     with flight.begin(wire) as wire:
         operation = getattr(transport, call.operation)
-        result = operation(wire, *more, *call.arguments, name=flight.name)
+        result = operation(wire, *more, *call.arguments, flight.name)
     return restore(flight.end(result))
 
 

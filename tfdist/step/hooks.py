@@ -114,7 +114,7 @@ def fit_hooks(model: keras.Model, callbacks: Sequence = ()) -> list[FitHook]:
 
 
 def _optimizers(model: keras.Model) -> Iterator[Any]:
-    for each in (model.optimizer, *vars(model).values()):
+    for each in (getattr(model, "optimizer", None), *vars(model).values()):
         while hasattr(type(each), "apply_gradients"):
             yield each
             each = getattr(each, "inner_optimizer", None)
