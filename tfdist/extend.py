@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` im
     from tfdist.pipeline.simulation import check_schedule as check_schedule
     from tfdist.sharding.kept import Kept as Kept
     from tfdist.sharding.kept import KeptState as KeptState
+    from tfdist.sharding.kept import VariableKey as VariableKey
     from tfdist.sharding.split import LayerSplit as LayerSplit
     from tfdist.sharding.split import Partial as Partial
     from tfdist.sharding.split import Split as Split
@@ -51,6 +52,7 @@ _HOMES = {
     "Position": "gradients.stage",
     "Schedule": "pipeline.schedules",
     "Split": "sharding.split",
+    "VariableKey": "sharding.kept",
     "Whole": "sharding.split",
     "add_split_weight": "sharding.weights",
     "axis_group": "sharding.weights",
@@ -80,6 +82,7 @@ __all__ = [
     "Position",
     "Schedule",
     "Split",
+    "VariableKey",
     "Whole",
     "add_split_weight",
     "axis_group",

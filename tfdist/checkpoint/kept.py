@@ -11,7 +11,7 @@ import keras
 from tfdist.checkpoint.manifest import Arrays
 from tfdist.checkpoint.shards import Entry, shards_of
 from tfdist.context import DistributedStrategy, strategy_of
-from tfdist.sharding.kept import Kept, KeptState, Key
+from tfdist.sharding.kept import Kept, KeptState, Key, VariableKey
 from tfdist.sharding.layout import global_shape, layout_of
 
 __all__ = ["KeptArrays", "named_states"]
@@ -98,18 +98,19 @@ class KeptArrays:
             found[key] = f"{prefix}{name}", kept
         return found
 
-    def _name_of(self, state: KeptState, key: tuple[keras.Variable, str]) -> str:
-        variable, name = key
+    def _name_of(self, state: KeptState, key: VariableKey) -> str:
+        variable = key.variable
         if id(variable) not in self._names:
             raise ValueError(
                 "An array of a kept state can belong to a variable of the model that this rank holds. "
                 f"Received: `{getattr(variable, 'path', variable)}` of {type(state).__name__}."
             )
-        return f"{self._names[id(variable)]}/{name}"
+        return f"{self._names[id(variable)]}/{key.name}"
 
     def _key(self, name: str) -> Key:
         variable, _, last = name.rpartition("/")
-        return (self._variables[variable], last) if variable in self._variables else name
+        known = self._variables.get(variable)
+        return name if known is None else VariableKey(known, last)
 
     def _own(self, place: str) -> str:
         """What names of this rank's own arrays begin with: they are of one place in one mesh."""

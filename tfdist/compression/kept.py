@@ -9,7 +9,7 @@ import keras
 from tfdist.collectives import Group
 from tfdist.compression.state import RESIDUAL, CompressionState
 from tfdist.context import DistributedStrategy
-from tfdist.sharding.kept import Kept, KeptState
+from tfdist.sharding.kept import Kept, KeptState, VariableKey
 from tfdist.sharding.layout import layout_of
 
 __all__ = ["KeptCompression"]
@@ -36,11 +36,12 @@ class KeptCompression(KeptState):
 
     def prepare(self, saved):
         """See `KeptState.prepare`."""
-        of_variables = [key for key in saved if not isinstance(key, str)]
+        of_variables = [key for key in saved if isinstance(key, VariableKey)]
         self._is_of_another_mesh = _STEPS in saved and not of_variables
-        for variable, slot in of_variables:
-            if slot == RESIDUAL and self._state.compressor.selects(tuple(variable.shape)):
-                self._state.slots_of(variable, self._group(variable))
+        for key in of_variables:
+            is_compressed = self._state.compressor.selects(tuple(key.variable.shape))
+            if key.name == RESIDUAL and is_compressed:
+                self._state.slots_of(key.variable, self._group(key.variable))
 
     def arrays(self):
         """See `KeptState.arrays`."""
@@ -48,16 +49,15 @@ class KeptCompression(KeptState):
         for key, slots in self._state.slots.items():
             if key in self._variables:
                 for name, slot in slots.items():
-                    found[self._variables[key], name] = Kept(slot, own_rank=True)
+                    found[VariableKey(self._variables[key], name)] = Kept(slot, own_rank=True)
         return found
 
     def missing(self, keys):
         """See `KeptState.missing`: residuals begin at zero."""
         for key in keys:
-            if not isinstance(key, str):
-                variable, name = key
-                first = self._state.initial(variable, self._group(variable))
-                self._state.slots[id(variable)][name].assign(first[name])
+            if isinstance(key, VariableKey):
+                first = self._state.initial(key.variable, self._group(key.variable))
+                self._state.slots[id(key.variable)][key.name].assign(first[key.name])
         if self._is_of_another_mesh and self._strategy.is_chief:
             _logger.warning(
                 "The checkpoint is of another mesh: the residuals of compressed gradients begin at zero."

@@ -11,10 +11,36 @@ import keras
 from tfdist.context import strategy_of
 from tfdist.step.hooks import FitHook, fit_hooks
 
-__all__ = ["Kept", "KeptState", "Key", "kept_states_of"]
+__all__ = ["Kept", "KeptState", "Key", "VariableKey", "kept_states_of"]
 
-#: The name of an array of a state; what belongs to a variable of the model begins with that variable.
-Key = str | tuple[keras.Variable, str]
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class VariableKey:
+    """The key of an array that belongs to a variable of the model, as a moment does.
+
+    In a checkpoint it is named by the variable's name there.
+
+    Attributes:
+        variable: The variable, of those that this rank holds.
+        name: What the array is of it.
+    """
+
+    variable: Any
+    name: str
+
+    def __hash__(self) -> int:
+        return hash((id(self.variable), self.name))
+
+    def __eq__(self, other: object) -> bool:
+        # Keras' variables compare their values.
+        return (
+            isinstance(other, VariableKey)
+            and self.variable is other.variable
+            and self.name == other.name
+        )
+
+
+Key = str | VariableKey
 
 
 @dataclasses.dataclass(frozen=True)
