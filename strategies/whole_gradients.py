@@ -10,7 +10,7 @@ from tfdist.context import ReplicaContext
 from tfdist.gradients.clipping import squared_norms, sum_over_stages, times
 from tfdist.gradients.items import items_of
 from tfdist.gradients.origins import Marks, Origin
-from tfdist.gradients.reduce import sum_partial_gradients, weigh_gradients, whole_reduced
+from tfdist.gradients.reduce import reduce_items, sum_partial_gradients, weigh_gradients
 from tfdist.sharding.layout import layout_of
 from tfdist.zero.sharded_gradients import gather_gradients
 
@@ -73,18 +73,19 @@ def _global_parts(gradients: Sequence, variables: Sequence, replica: ReplicaCont
     strategy, options = replica.strategy, replica.strategy.gradient_options
     origins = [Origin.LOCAL] * len(gradients)
     weighed = weigh_gradients(gradients, replica.step)
-    items = items_of(gradients, variables, origins, replica, keeps_rows=True)
-    found = [
-        own if item.is_reduced or item.layout.has_global_gradient(strategy.mesh) else new
-        for own, new, item in zip(gradients, weighed, items, strict=True)
+    # Those of flat shards were weighted and reduced as they came.
+    items = [
+        item
+        if item.is_reduced or item.layout.has_global_gradient(strategy.mesh)
+        else item.with_gradient(new)
+        for item, new in zip(
+            items_of(gradients, variables, origins, replica, keeps_rows=True), weighed, strict=True
+        )
     ]
-    items = items_of(found, variables, origins, replica, keeps_rows=True)
     found = sum_partial_gradients(items, options)
-    # Those of flat shards were reduced as they came.
-    items = items_of(found, variables, origins, replica, keeps_rows=True)
-    places = [place for place, item in enumerate(items) if not item.is_reduced]
-    reduced = whole_reduced([items[place] for place in places], options)
-    for place, gradient in zip(places, reduced, strict=True):
+    left = {p: item.with_gradient(found[p]) for p, item in enumerate(items) if not item.is_reduced}
+    reduced = reduce_items(list(left.values()), options, whole=True)
+    for place, gradient in zip(left, reduced, strict=True):
         found[place] = gradient
     return found
 

@@ -228,7 +228,7 @@ class Compressor(GradientStage, FitHook):
         """See `FitHook.around`: after a `fit` the chief says what compression has cost and saved."""
         yield
         state = state_of(fit.model, self) if fit.kind == "fit" else None
-        if state is None or getattr(fit.strategy, "is_chief", False) is False:
+        if state is None or not fit.strategy.is_chief:
             return
         statistics = state.meter.read()
         if statistics.compressed_steps:

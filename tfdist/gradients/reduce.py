@@ -23,7 +23,6 @@ __all__ = [
     "rows_are_fewer",
     "sum_partial_gradients",
     "weigh_gradients",
-    "whole_reduced",
 ]
 
 
@@ -70,26 +69,20 @@ def sum_partial_gradients(items: Sequence[GradientItem], options: GradientOption
     return summed
 
 
-def whole_reduced(
-    items: Sequence[GradientItem], options: GradientOptions, name: str = "gradients"
+def reduce_items(
+    items: Sequence[GradientItem],
+    options: GradientOptions,
+    *,
+    whole: bool = False,
+    name: str = "gradients",
 ) -> list:
-    """As `reduce_items`, but whole on all ranks of the groups."""
-    found: list = [item.gradient for item in items]
-    for (group, reduction), places in by_reduction(items).items():
-        some = [found[place] for place in places]
-        keep_rows = any(items[place].keeps_rows for place in places)
-        reduced = reduce_gradients(some, group, reduction, options, keep_rows=keep_rows, name=name)
-        for place, gradient in zip(places, reduced, strict=True):
-            found[place] = gradient
-    return found
-
-
-def reduce_items(items: Sequence[GradientItem], options: GradientOptions) -> list:
     """Reduces gradients, each over its group; those whose state is sharded to this rank's shards.
 
     Args:
         items: What is left to reduce of a step.
         options: How gradients are sent.
+        whole: Whether all ranks of the groups get all of them whole.
+        name: What is sent, for messages.
 
     Returns:
         The reduced gradients, in the order of the items.
@@ -97,14 +90,16 @@ def reduce_items(items: Sequence[GradientItem], options: GradientOptions) -> lis
     found: list = [item.gradient for item in items]
     for (group, reduction), places in by_reduction(items).items():
         some = [found[place] for place in places]
-        shards = [items[place].layout.state for place in places]
+        shards = [None if whole else items[place].layout.state for place in places]
         keep_rows = any(items[place].keeps_rows for place in places)
         if any(shard is not None for shard in shards):
             reduced = reduce_scatter_gradients(
                 some, shards, reduction, options, keep_rows=keep_rows
             )
         else:
-            reduced = reduce_gradients(some, group, reduction, options, keep_rows=keep_rows)
+            reduced = reduce_gradients(
+                some, group, reduction, options, keep_rows=keep_rows, name=name
+            )
         for place, gradient in zip(places, reduced, strict=True):
             found[place] = gradient
     return found

@@ -12,7 +12,7 @@ import keras
 
 from tfdist.context import DistributedStrategy, ReplicaContext
 from tfdist.gradients.items import GradientItem
-from tfdist.gradients.reduce import whole_reduced
+from tfdist.gradients.reduce import reduce_items
 from tfdist.keras_step import KerasStep
 from tfdist.mesh import Mesh
 from tfdist.sharding.kept import KeptState
@@ -53,7 +53,8 @@ class GradientContext:
 
     def reduce(self, items: Sequence[GradientItem]) -> list:
         """Whole reduced gradients, by the default buckets, in the order of the items."""
-        return whole_reduced(items, self.strategy.gradient_options, self.name)
+        options = self.strategy.gradient_options
+        return reduce_items(items, options, whole=True, name=self.name)
 
 
 class GradientStage(abc.ABC):

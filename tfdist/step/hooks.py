@@ -89,10 +89,6 @@ class FitHook:
         del step
         return contextlib.nullcontext()
 
-    def logs(self, logs: dict[str, Any]) -> None:
-        """Adds to the logs of an epoch, before callbacks see them."""
-        del logs
-
     def explain(self, fit: FitContext, error: Exception) -> Exception | str | None:
         """What to say of an exception of the call: one to raise in its place, a note to add, or nothing."""
         del fit, error
