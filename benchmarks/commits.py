@@ -15,14 +15,14 @@ from pathlib import Path
 
 import tfdist
 from tfdist.benchmarks.job_variables import outside
-from tfdist.checks import one_line
 from tfdist.launch.command import Failure, UsageError
 from tfdist.runtime.sessions import run_in_session
+from tfdist.utils.checks import one_line
 
 __all__ = ["Tree", "checkout", "resolve", "tree_of"]
 
 _FOLDER = "commits"
-_FIND = "from tfdist.native import find_library; print(find_library())"
+_FIND = "from tfdist.backend.native import find_library; print(find_library())"
 _INSTALL = (
     "import pathlib, sys; from tfdist.launch.native_build import install_native; "
     "print(install_native(pathlib.Path(sys.argv[1])))\n"

@@ -21,9 +21,9 @@ from typing import IO, Any, cast
 from tfdist.benchmarks.comparisons import Job
 from tfdist.benchmarks.environments import MADE
 from tfdist.benchmarks.job_variables import RESTLESS, outside, variables
-from tfdist.checks import one_line
-from tfdist.errors import TfdistError
 from tfdist.runtime.orphan_guard import OrphanGuard
+from tfdist.utils.checks import one_line
+from tfdist.utils.errors import TfdistError
 
 __all__ = ["Block", "JobError", "RunningJob", "interpreter"]
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from tfdist.benchmarks.comparisons import Comparison
 from tfdist.benchmarks.job_variables import outside
 from tfdist.benchmarks.jobs import JobError
-from tfdist.checks import one_line
 from tfdist.planner import Transformer
 from tfdist.planner.parts import training_flops
 from tfdist.runtime.sessions import run_in_session
+from tfdist.utils.checks import one_line
 
 __all__ = ["gemm_peak", "step_flops"]
 

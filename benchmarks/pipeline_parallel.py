@@ -66,12 +66,12 @@ def prepare_blocks(schedule: str, microbatches: int) -> None:
     import keras
     import tensorflow as tf
 
-    from tfdist import Mesh, layers
+    from tfdist import Mesh
     from tfdist.pipeline import PipelineModel
     from tfdist.testing import rank, strategy
 
     keras.utils.set_random_seed(0)
-    blocks = [layers.TransformerDecoderBlock(4, 1024, name=f"block{i}") for i in range(6)]
+    blocks = [models.TransformerDecoderBlock(4, 1024, name=f"block{i}") for i in range(6)]
     with strategy(Mesh(data=1, pipeline=-1)).scope():
         model = PipelineModel(
             [keras.Input((128, 256)), *blocks],

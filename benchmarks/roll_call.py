@@ -19,9 +19,9 @@ import time
 from tabulate import tabulate
 
 from tfdist.benchmarks.measuring import write_between
-from tfdist.monitoring.heartbeat import HeartbeatServer
-from tfdist.monitoring.report import Report
 from tfdist.runtime import Channel, connect
+from tfdist.watchdog.heartbeat import HeartbeatServer
+from tfdist.watchdog.report import Report
 
 KEY = b"k" * 32
 PURPOSE = "heartbeat server"

@@ -27,7 +27,6 @@ from absl import flags
 
 from tfdist.benchmarks.jobs import JobError
 from tfdist.benchmarks.scaling_report import Curve, Job, picture
-from tfdist.checks import one_line
 from tfdist.launch import command
 from tfdist.launch.counting import count_cores, count_gpus
 from tfdist.launch.flag_values import (
@@ -42,6 +41,7 @@ from tfdist.launch.flag_values import (
 )
 from tfdist.planner.calibration import read_machine
 from tfdist.runtime.sessions import exit_on_signals, run_in_session
+from tfdist.utils.checks import one_line
 
 __all__ = ["BATCH", "MARK", "MODELS", "PROGRAM", "Settings"]
 

@@ -27,13 +27,13 @@ import tensorflow as tf
 
 from tfdist.benchmarks.scaling import BATCH, MARK, Settings
 from tfdist.callbacks import Monitor
-from tfdist.context import strategy_of
 from tfdist.launch.calibrating import link_of
 from tfdist.launch.trials import all_reduce_seconds
 from tfdist.planner import Layout, Link, Machine, describe, estimate
 from tfdist.planner.calibration import machine_of
 from tfdist.runtime.horovod_variables import started_by_horovod
 from tfdist.runtime.tf_config import read_tf_config
+from tfdist.step.context import strategy_of
 
 __all__ = ["StepClock", "keep_to_own_cores", "time_fits"]
 

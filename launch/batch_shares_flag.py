@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tfdist import shares
 from tfdist.launch.flag_values import MOST_RANKS, refuse
+from tfdist.step import shares
 
 __all__ = ["check_batch_shares", "make_batch_shares"]
 

@@ -26,9 +26,9 @@ from tfdist.planner import Layout, Link, Machine, Transformer, estimate
 from tfdist.planner.calibration import write_machine
 from tfdist.planner.memory import kept_bytes
 from tfdist.planner.parts import count_parameters, forward_flops
-from tfdist.quantities import as_bytes
 from tfdist.runtime.rendezvous import ENGINES
 from tfdist.testing import RankPool
+from tfdist.utils.quantities import as_bytes
 
 __all__ = ["CALIBRATE", "fit_rates", "link_of", "measure_machine"]
 

@@ -7,10 +7,10 @@ import re
 from typing import Any
 
 from tfdist.checkpoint import directory_lock
-from tfdist.checks import LARGEST
 from tfdist.launch.flag_values import YEAR, FlagDefiner, UsageError, folder, refuse, refuse_ignored
 from tfdist.runtime.directories import checked_directory, is_address
 from tfdist.runtime.tf_config import read_tf_config
+from tfdist.utils.checks import LARGEST
 
 __all__ = ["CheckpointFlags"]
 

@@ -16,10 +16,10 @@ from typing import Any, NoReturn
 
 from absl import flags, logging
 
-from tfdist.errors import TfdistError
 from tfdist.launch.flag_values import UsageError, check_values
 from tfdist.runtime import exit_codes, uncaught
 from tfdist.runtime.versions import VersionError
+from tfdist.utils.errors import TfdistError
 
 __all__ = ["Failure", "Program", "UsageError", "run_without_choice", "say"]
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from absl import flags
 
-from tfdist.checks import one_line
 from tfdist.launch import command
 from tfdist.launch.checkpoint_flags import CheckpointFlags
 from tfdist.launch.command import UsageError
@@ -27,6 +26,7 @@ from tfdist.launch.mesh_flags import Layout, MeshFlags
 from tfdist.launch.optimizer_flags import OptimizerFlags, counted_for, read_recompute
 from tfdist.launch.quiet import quiet_start
 from tfdist.launch.world import World, WorldFlags
+from tfdist.utils.checks import one_line
 
 __all__ = ["PROGRAM", "run"]
 

@@ -7,9 +7,9 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from tfdist.checks import one_line
 from tfdist.launch.command import Failure, UsageError
 from tfdist.runtime.process_memory import peak_bytes
+from tfdist.utils.checks import one_line
 
 __all__ = ["expected_errors", "speed_callback", "summary", "warmup_cosine"]
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from absl import flags
 
-from tfdist.checks import LARGEST, shown
-from tfdist.errors import TfdistError
+from tfdist.utils.checks import LARGEST, shown
+from tfdist.utils.errors import TfdistError
 
 __all__ = [
     "MOST_RANKS",

@@ -18,7 +18,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from tfdist.errors import TfdistError
 from tfdist.launch.horovod_prerequisites import (
     GLOO_ONLY,
     BuildOptions,
@@ -32,6 +31,7 @@ from tfdist.launch.native_build import install_native
 from tfdist.launch.quiet import quiet_start
 from tfdist.runtime.digests import matches_digest, write_digest
 from tfdist.runtime.sessions import run_in_session
+from tfdist.utils.errors import TfdistError
 
 __all__ = [
     "BUILD_REQUIREMENTS",

@@ -16,7 +16,7 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
-from tfdist.errors import TfdistError
+from tfdist.utils.errors import TfdistError
 
 __all__ = [
     "GLOO_ONLY",

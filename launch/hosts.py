@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tfdist.checks import one_line
 from tfdist.launch.command import UsageError, say
 from tfdist.launch.flag_values import MOST_RANKS_OF_A_HOST
+from tfdist.utils.checks import one_line
 
 __all__ = [
     "Host",

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tfdist.checks import one_line
 from tfdist.launch.flag_values import UsageError, input_file, refuse
+from tfdist.utils.checks import one_line
 
 if TYPE_CHECKING:
     from tfdist.planner import Transformer

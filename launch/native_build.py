@@ -1,4 +1,4 @@
-"""Builds the compiled library (`tfdist.native`), and keeps it."""
+"""Builds the compiled library (`tfdist.backend.native`), and keeps it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def install_native(cache_dir: Path, *, force: bool = False) -> str:
     says what came of it.
     """
     with quiet_start():
-        from tfdist.native import build, library_path
+        from tfdist.backend.native import build, library_path
 
     path = library_path()
     kept = cache_dir.expanduser().absolute() / path.name

@@ -16,7 +16,7 @@ from tfdist.launch.flag_values import (
     refuse,
     refuse_ignored,
 )
-from tfdist.quantities import read_bytes
+from tfdist.utils.quantities import read_bytes
 
 __all__ = ["OptimizerFlags", "counted_for", "read_recompute"]
 

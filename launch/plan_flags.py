@@ -17,7 +17,7 @@ from tfdist.launch.flag_values import (
 from tfdist.launch.model_sizes import LONG, file_or_name, is_preset, sizes_of
 from tfdist.planner import DEVICES, Machine, Transformer, machine
 from tfdist.planner.calibration import read_machine
-from tfdist.quantities import read_bytes
+from tfdist.utils.quantities import read_bytes
 
 __all__ = ["MachineFlags", "ModelFlags"]
 

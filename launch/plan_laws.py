@@ -19,7 +19,7 @@ from tfdist.launch.flag_values import (
     refuse_ignored,
 )
 from tfdist.planner import goodput, laws
-from tfdist.quantities import as_count, as_seconds
+from tfdist.utils.quantities import as_count, as_seconds
 
 __all__ = ["FIT", "GOODPUT", "OPTIMUM"]
 

@@ -10,9 +10,9 @@ import os
 
 from absl import flags
 
-from tfdist.checks import one_line
 from tfdist.launch import command
 from tfdist.launch.flag_values import FlagDefiner, output_file
+from tfdist.utils.checks import one_line
 
 __all__ = ["PROGRAM", "run"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist import checks
 from tfdist.layers import FeatureConfig, ShardedEmbedding, TableConfig
+from tfdist.utils import checks
 
 __all__ = ["dlrm"]
 

@@ -8,7 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import checks, layers
+from tfdist import layers
+from tfdist.utils import checks
 
 __all__ = ["generate"]
 

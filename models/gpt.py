@@ -8,7 +8,8 @@ from typing import Any
 
 import keras
 
-from tfdist import checks, layers
+from tfdist import layers, models
+from tfdist.utils import checks
 
 __all__ = ["gpt"]
 
@@ -62,7 +63,7 @@ def gpt(
         sequence_parallel: Whether normalizations and dropout run on a slice of the sequence on
             each tensor rank, which then divides by the tensor axis.
         num_experts: The number of networks in each feed-forward part, split over the expert axis: see
-            `tfdist.layers.MixtureOfExperts`. None for one that all tokens go through.
+            `tfdist.experts.MixtureOfExperts`. None for one that all tokens go through.
         top_k: How many of them a token goes through.
         experts: What else that layer takes, as `{"balance_over": "sequence"}`.
         context_attention: How attention spans the ranks of a context axis: "ring", "all_gather" or
@@ -122,7 +123,7 @@ def gpt(
         )(x)
     x = layers.Dropout(dropout, split=sequence_parallel, name="embedding_dropout")(x)
     for number in range(num_layers):
-        x = layers.TransformerDecoderBlock(
+        x = models.TransformerDecoderBlock(
             num_heads,
             hidden_dim or 4 * width,
             num_key_value_heads=num_key_value_heads,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import keras
 
-from tfdist import checks
+from tfdist.utils import checks
 
 __all__ = ["mlp"]
 

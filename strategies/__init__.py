@@ -4,7 +4,7 @@ if __name__ != "tfdist.strategies":
     raise ImportError("This package is imported as `tfdist.strategies`, not as `strategies`.")
 
 
-from tfdist.shares import MeasuredShares
+from tfdist.step.shares import MeasuredShares
 from tfdist.strategies.auto import auto
 from tfdist.strategies.hogwild import HogwildStrategy
 from tfdist.strategies.horovod import HorovodStrategy

@@ -17,12 +17,12 @@ import tensorflow as tf
 
 from tfdist.collectives import all_gather
 from tfdist.collectives.objects import all_gather_object
-from tfdist.keras_step import KerasStep
 from tfdist.monitoring.work import Worked, WorkMeter
-from tfdist.row_shares import RowShares
 from tfdist.runtime.process_memory import available_bytes, resident_bytes
-from tfdist.shares import balanced_rows, parts_of
 from tfdist.step.hooks import FitContext, FitHook
+from tfdist.step.keras_step import KerasStep
+from tfdist.step.row_shares import RowShares
+from tfdist.step.shares import balanced_rows, parts_of
 
 __all__ = ["Balancing"]
 

@@ -9,17 +9,17 @@ from collections.abc import Iterator
 import tensorflow as tf
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 
+from tfdist.backend.graph.arrival import after_arrival
 from tfdist.collectives import all_gather, all_reduce
 from tfdist.collectives.flight_counts import outermost_is_eager
-from tfdist.context import DistributedStrategy, ReplicaContext
 from tfdist.data.first_batch import FirstBatch
 from tfdist.data.read_ahead import without_early_reads
 from tfdist.data.sharding import equal_steps, is_per_rank, mark_per_rank, shard_batches
 from tfdist.data.tokens import agreed_split, shard_tokens
-from tfdist.graph.arrival import after_arrival
-from tfdist.keras_step import KerasStep
+from tfdist.step.context import DistributedStrategy, ReplicaContext
+from tfdist.step.keras_step import KerasStep
+from tfdist.step.token_split import TokenSplit
 from tfdist.strategies.keras_patches.steps import keras_step
-from tfdist.token_split import TokenSplit
 
 __all__ = ["ParallelExtended"]
 

@@ -17,13 +17,13 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.context import ReplicaContext
+from tfdist.backend.graph.loops import is_called_by_loop
+from tfdist.backend.graph.tapes import others_record
+from tfdist.backend.keras.attributes import stored_value
 from tfdist.gradients.origins import Marks, Origin, parts_of_gradient
-from tfdist.graph.loops import is_called_by_loop
-from tfdist.graph.tapes import others_record
-from tfdist.keras_internals.attributes import stored_value
-from tfdist.local_steps import local_optimizer
 from tfdist.sharding.layout import layout_of
+from tfdist.step.context import ReplicaContext
+from tfdist.step.local_steps import local_optimizer
 from tfdist.strategies.whole_gradients import gather_flat_gradients, is_part, whole_gradients
 from tfdist.zero.sharded_gradients import rows_of_gradients
 

@@ -28,7 +28,6 @@ import keras
 import tensorflow as tf
 from tensorflow.python.eager.context import function_executor_type
 
-from tfdist import checks
 from tfdist.strategies import keras_patches
 from tfdist.strategies.asynchronous import (
     AsynchronousExtended,
@@ -36,6 +35,7 @@ from tfdist.strategies.asynchronous import (
     overridden,
 )
 from tfdist.strategies.table_lookups import looking_up, tables
+from tfdist.utils import checks
 
 __all__ = ["HogwildStrategy"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tfdist import checks
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.tensorflow import COMMUNICATIONS
 from tfdist.mesh import Mesh
@@ -14,6 +13,7 @@ from tfdist.strategies.parallel import (
     meeting,
     notice_one_rank,
 )
+from tfdist.utils import checks
 
 __all__ = ["MultiWorkerStrategy"]
 

@@ -11,22 +11,20 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfdist import checks
 from tfdist.collectives import Group
 from tfdist.collectives.engine import Engine
 from tfdist.compression import Compressor
-from tfdist.context import DistributedStrategy, current_replica
-from tfdist.gradient_options import BUCKET_BYTES, GradientOptions
 from tfdist.gradients.stage import GradientStage, Position
-from tfdist.keras_step import KerasStep
-from tfdist.local_steps import local_optimizer
 from tfdist.mesh import Mesh
-from tfdist.monitoring.watchdog import Watchdog, startup_guard
-from tfdist.row_shares import RowShares
 from tfdist.runtime.plugins import load_plugins
 from tfdist.runtime.schedulers import started_by_scheduler
-from tfdist.shares import MeasuredShares, check_batch_shares
+from tfdist.step.context import DistributedStrategy, current_replica
+from tfdist.step.gradient_options import BUCKET_BYTES, GradientOptions
 from tfdist.step.hooks import FitHook
+from tfdist.step.keras_step import KerasStep
+from tfdist.step.local_steps import local_optimizer
+from tfdist.step.row_shares import RowShares
+from tfdist.step.shares import MeasuredShares, check_batch_shares
 from tfdist.strategies import keras_patches
 from tfdist.strategies.balancing import Balancing
 from tfdist.strategies.extended import ParallelExtended
@@ -34,6 +32,8 @@ from tfdist.strategies.keras_patches.scopes import note_strategy
 from tfdist.strategies.keras_patches.steps import count_rows
 from tfdist.strategies.randomness import share_random_state
 from tfdist.strategies.whole_gradients import clip_by_global_norm
+from tfdist.utils import checks
+from tfdist.watchdog.watchdog import Watchdog, startup_guard
 from tfdist.zero.unshard import gathered_for_step
 
 __all__ = ["WATCHDOG_SECONDS", "ParallelStrategy", "check_options", "meeting", "notice_one_rank"]

@@ -19,14 +19,13 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdist import checks
 from tfdist.asynchronous import ParameterStore, cluster_from_environment
 from tfdist.asynchronous.cluster import local_cluster
 from tfdist.asynchronous.hosted_model import HostedModel
 from tfdist.asynchronous.serving import serve
+from tfdist.backend.keras.private import all_layers
 from tfdist.checkpoint import Checkpointer
 from tfdist.data.sharding import mark_per_rank, shard_whole_batches, shard_whole_steps
-from tfdist.keras_internals.private import all_layers
 from tfdist.strategies import keras_patches
 from tfdist.strategies.asynchronous import (
     AsynchronousExtended,
@@ -36,6 +35,7 @@ from tfdist.strategies.asynchronous import (
 from tfdist.strategies.parameter_server_checks import check_backup, check_model
 from tfdist.strategies.parameter_server_fit import First, Last, catching_up
 from tfdist.strategies.table_lookups import looking_up, tables
+from tfdist.utils import checks
 
 __all__ = ["ParameterServerStrategy"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from tfdist.asynchronous import ParameterStore
-from tfdist.keras_internals.attributes import initial_epoch
+from tfdist.backend.keras.attributes import initial_epoch
 from tfdist.strategies.asynchronous import overridden
 
 __all__ = ["First", "Last", "catching_up"]

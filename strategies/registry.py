@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import checks
+from tfdist.utils import checks
 
 __all__ = ["Registered", "register_strategy", "registered"]
 

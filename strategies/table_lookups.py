@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.private import all_layers
+from tfdist.backend.keras.private import all_layers
 from tfdist.strategies.asynchronous import overridden
 
 __all__ = ["looking_up", "tables"]

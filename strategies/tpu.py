@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist import checks
-from tfdist.errors import TfdistError
-from tfdist.untested import say_untested
+from tfdist.utils import checks
+from tfdist.utils.errors import TfdistError
+from tfdist.utils.untested import say_untested
 
 __all__ = ["NoTPUError", "tpu"]
 

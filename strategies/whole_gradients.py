@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.context import ReplicaContext
 from tfdist.gradients.clipping import squared_norms, sum_over_stages, times
 from tfdist.gradients.items import items_of
 from tfdist.gradients.origins import Marks, Origin
 from tfdist.gradients.reduce import reduce_items, sum_partial_gradients, weigh_gradients
 from tfdist.sharding.layout import layout_of
+from tfdist.step.context import ReplicaContext
 from tfdist.zero.sharded_gradients import gather_gradients
 
 __all__ = [

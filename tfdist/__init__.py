@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import wrapt
 
 from tfdist._version import __version__
-from tfdist.errors import TfdistError
 from tfdist.mesh import Axis, Mesh
+from tfdist.utils.errors import TfdistError
 
 if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` imports them.
     from tfdist.hub import load_preset as load_preset
@@ -65,7 +65,7 @@ def __getattr__(name: str) -> Any:
 def _watch_names(keras: Any) -> None:
     """Which layers the user named is only known of those that are made from now on."""
     if keras.config.backend() == "tensorflow":
-        importlib.import_module("tfdist.keras_internals.layer_names")
+        importlib.import_module("tfdist.backend.keras.layer_names")
 
 
 # Keras itself may be imported later.

@@ -6,7 +6,7 @@ import math
 
 import keras
 
-from tfdist import checks
+from tfdist.utils import checks
 
 __all__ = ["ScaledWarmup", "scaled_learning_rate"]
 

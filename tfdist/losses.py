@@ -13,10 +13,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import checks
-from tfdist.context import current_replica, role_of
-from tfdist.graph.provenance import with_provenance
-from tfdist.keras_internals.attributes import loss_arguments
+from tfdist.backend.graph.provenance import with_provenance
+from tfdist.backend.keras.attributes import loss_arguments
+from tfdist.step.context import current_replica, role_of
+from tfdist.utils import checks
 
 __all__ = ["mean_of_rows", "over_batch", "set_aggregation"]
 

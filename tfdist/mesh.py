@@ -9,7 +9,7 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from tfdist import checks
+from tfdist.utils import checks
 
 __all__ = ["AXES", "Axis", "Mesh"]
 

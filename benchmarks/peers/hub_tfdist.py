@@ -7,7 +7,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist import layers
-from tfdist.keras_internals.functional import initialize_weights
+from tfdist.backend.keras.functional import initialize_weights
 from tfdist.pipeline import deferred_weights
 from tfdist.sharding.layout import global_shape
 

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, cast
 
-from tfdist.checks import one_line
 from tfdist.launch.doctor import far
 from tfdist.launch.doctor.findings import Finding, note, ok, problem
 from tfdist.launch.doctor.machine import RANK_BYTES
@@ -27,9 +26,10 @@ from tfdist.launch.processes import start_session
 from tfdist.planner import Link, Requirement
 from tfdist.planner.memory import BUCKET_BYTES
 from tfdist.planner.requirements import asked_of_link
-from tfdist.quantities import as_seconds
 from tfdist.runtime.rendezvous import address_towards
 from tfdist.runtime.sessions import kill_session
+from tfdist.utils.checks import one_line
+from tfdist.utils.quantities import as_seconds
 
 __all__ = ["Job", "examine"]
 

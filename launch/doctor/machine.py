@@ -8,11 +8,11 @@ import resource
 import shutil
 import tempfile
 
-from tfdist.checks import one_line
 from tfdist.launch.counting import count_cores
 from tfdist.launch.doctor.findings import Finding, answer_of, note, ok, problem
 from tfdist.launch.doctor.software import Trials
 from tfdist.runtime.process_memory import available_bytes
+from tfdist.utils.checks import one_line
 
 __all__ = ["RANK_BYTES", "folders", "gpus", "kernels", "memory", "processor"]
 

@@ -75,7 +75,7 @@ def _horovod() -> dict[str, Any]:
 
 
 def _native() -> dict[str, Any]:
-    from tfdist import native
+    from tfdist.backend import native
 
     path = native.library_path()
     if not path.exists():

@@ -6,8 +6,8 @@ calls Keras' own function, changes nothing outside of a tfdist strategy, and che
 that it relies on, so a Keras that moved is told apart at once.
 """
 
-from tfdist.keras_internals.patching import apply_patches
-from tfdist.keras_internals.private import check_signatures
+from tfdist.backend.keras.patching import apply_patches
+from tfdist.backend.keras.private import check_signatures
 from tfdist.strategies.keras_patches import (
     batch_losses,
     batches,

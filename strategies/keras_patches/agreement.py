@@ -16,9 +16,9 @@ from absl import logging
 
 from tfdist.collectives.objects import all_gather_object
 from tfdist.data.sharding import is_per_rank
-from tfdist.monitoring.causes import ARGUMENTS
-from tfdist.monitoring.report import rank_words
 from tfdist.runtime.plugins import load_plugins
+from tfdist.watchdog.hints import ARGUMENTS
+from tfdist.watchdog.report import rank_words
 
 __all__ = ["check_agreement", "compare_first_batches", "describe"]
 

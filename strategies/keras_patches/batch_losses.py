@@ -10,10 +10,10 @@ from typing import Any
 
 import keras
 
-from tfdist.context import current_replica, current_step
-from tfdist.keras_internals.attributes import loss_arguments, metric_arguments, metric_function
-from tfdist.keras_internals.patching import Patch
+from tfdist.backend.keras.attributes import loss_arguments, metric_arguments, metric_function
+from tfdist.backend.keras.patching import Patch
 from tfdist.losses import all_rows, compares_rows, is_declared
+from tfdist.step.context import current_replica, current_step
 
 __all__ = ["PATCHES", "notice_scalar", "of_whole_batch"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist.context import strategy_of
+from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.private import TensorFlowTrainer
 from tfdist.data.sharding import row_range
 from tfdist.data.tokens import own_tokens
-from tfdist.keras_internals.patching import Patch
-from tfdist.keras_internals.private import TensorFlowTrainer
+from tfdist.step.context import strategy_of
 from tfdist.strategies.keras_patches.local_steps import global_parameters
 from tfdist.strategies.keras_patches.models import adopt_optimizers, refuse_xla, strategy_of_ranks
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist.checkpoint import Checkpointer
 from tfdist.collectives import all_reduce
 from tfdist.collectives.objects import broadcast_object
-from tfdist.context import role_of
+from tfdist.step.context import role_of
 from tfdist.strategies.keras_patches.saving import restoring
 from tfdist.strategies.keras_patches.synchronization import (
     broadcast_variables,

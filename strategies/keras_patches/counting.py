@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from tfdist.backend.keras.attributes import loss_variables
 from tfdist.collectives import Group, all_reduce, broadcast
-from tfdist.context import DistributedStrategy, ModelRole, role_of
-from tfdist.keras_internals.attributes import loss_variables
 from tfdist.losses import aggregation_of
+from tfdist.step.context import DistributedStrategy, ModelRole, role_of
 
 __all__ = ["Counting", "states_on_read"]
 

@@ -8,18 +8,14 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
-from tfdist.context import DistributedStrategy
+from tfdist.backend.keras import attributes
+from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.private import GeneratorDataAdapter, PyDatasetAdapter, TFEpochIterator
 from tfdist.data.first_batch import FirstBatch
 from tfdist.data.position import DataPosition
 from tfdist.data.read_ahead import drawn_when_needed
 from tfdist.data.sharding import is_none, length_varies
-from tfdist.keras_internals import attributes
-from tfdist.keras_internals.patching import Patch
-from tfdist.keras_internals.private import (
-    GeneratorDataAdapter,
-    PyDatasetAdapter,
-    TFEpochIterator,
-)
+from tfdist.step.context import DistributedStrategy
 from tfdist.strategies.keras_patches.agreement import compare_first_batches
 from tfdist.strategies.keras_patches.py_datasets import prepare_by_epoch
 from tfdist.strategies.keras_patches.worker_batches import count_own_batches

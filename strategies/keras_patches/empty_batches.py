@@ -16,10 +16,10 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
-from tfdist.context import current_replica
-from tfdist.graph.provenance import with_provenance
-from tfdist.keras_internals.patching import Patch
-from tfdist.keras_internals.private import CompileLoss, CompileMetrics
+from tfdist.backend.graph.provenance import with_provenance
+from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.private import CompileLoss, CompileMetrics
+from tfdist.step.context import current_replica
 from tfdist.strategies.keras_patches.losses import of_each_sample
 from tfdist.strategies.keras_patches.parameters import call_gathered
 from tfdist.strategies.keras_patches.synchronization import StatesOfCall, kept_where_empty

@@ -23,8 +23,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfdist import checks
-from tfdist.keras_internals.patching import Patch
+from tfdist.backend.keras.patching import Patch
 from tfdist.sharding.layout import layout_of
 from tfdist.strategies.keras_patches.local_steps import global_parameters
 from tfdist.strategies.keras_patches.merging import (
@@ -33,6 +32,7 @@ from tfdist.strategies.keras_patches.merging import (
     quantization_modes,
 )
 from tfdist.strategies.keras_patches.saving import write_once
+from tfdist.utils import checks
 
 __all__ = ["exporting_patches"]
 

@@ -8,9 +8,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.backend.native import taking_kernels
 from tfdist.collectives import Group, all_gather_object, broadcast
-from tfdist.context import strategy_of
-from tfdist.native import taking_kernels
+from tfdist.step.context import strategy_of
 
 __all__ = ["generate_alike"]
 

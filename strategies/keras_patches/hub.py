@@ -13,10 +13,10 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfdist.context import current_replica
-from tfdist.keras_internals.attributes import variables_of_layer
-from tfdist.keras_internals.patching import Patch, apply_patches
-from tfdist.keras_internals.private import all_layers, saving_lib
+from tfdist.backend.keras.attributes import variables_of_layer
+from tfdist.backend.keras.patching import Patch, apply_patches
+from tfdist.backend.keras.private import all_layers, saving_lib
+from tfdist.step.context import current_replica
 from tfdist.strategies.keras_patches.exporting import exporting_patches
 from tfdist.strategies.keras_patches.generating import generate_alike
 from tfdist.strategies.keras_patches.reading import reading_parts

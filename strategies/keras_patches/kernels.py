@@ -9,9 +9,9 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from tfdist.context import current_replica
-from tfdist.keras_internals.patching import Patch
-from tfdist.native import has_kernels, load, may_take_kernels
+from tfdist.backend.keras.patching import Patch
+from tfdist.backend.native import has_kernels, load, may_take_kernels
+from tfdist.step.context import current_replica
 from tfdist.zero.update import LocalShard
 
 __all__ = ["PATCHES"]

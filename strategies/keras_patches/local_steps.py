@@ -11,7 +11,7 @@ import contextlib
 
 import keras
 
-from tfdist.local_steps import local_optimizer
+from tfdist.step.local_steps import local_optimizer
 
 __all__ = ["global_parameters"]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.private import LossScaleOptimizer, TensorFlowTrainer
 from tfdist.collectives import all_reduce
-from tfdist.context import current_replica, strategy_of
-from tfdist.keras_internals.patching import Patch
-from tfdist.keras_internals.private import LossScaleOptimizer, TensorFlowTrainer
-from tfdist.local_steps import LocalSteps, group_in_step, local_optimizer
+from tfdist.step.context import current_replica, strategy_of
+from tfdist.step.local_steps import LocalSteps, group_in_step, local_optimizer
 from tfdist.strategies.keras_patches.data import began_before
 
 __all__ = ["PATCHES", "loss_scale_logs"]

@@ -3,7 +3,7 @@
 Keras divides losses by the number of replicas, and multiplies again where it reports them. That
 is exact only for equal shares and for losses that Keras itself averages: a custom `train_step`
 that reports what it computed would be off by that factor. tfdist weighs gradients instead (see
-`tfdist.context.KerasStep`), and losses that are not a mean over samples are brought
+`tfdist.step.context.KerasStep`), and losses that are not a mean over samples are brought
 into that form here.
 """
 
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist.context import current_step, role_of
-from tfdist.graph.custom_gradient import custom_gradient
-from tfdist.keras_internals.patching import Patch
-from tfdist.keras_internals.private import loss_module
-from tfdist.keras_step import KerasStep
+from tfdist.backend.graph.custom_gradient import custom_gradient
+from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.private import loss_module
+from tfdist.step.context import current_step, role_of
+from tfdist.step.keras_step import KerasStep
 from tfdist.strategies.keras_patches.batch_losses import notice_scalar, of_whole_batch
 
 __all__ = ["PATCHES", "of_each_sample"]

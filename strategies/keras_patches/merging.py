@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from tfdist.keras_internals.attributes import (
+from tfdist.backend.keras.attributes import (
     adjust_scale,
     int4_block_size,
     int4_columns,
@@ -21,8 +21,8 @@ from tfdist.keras_internals.attributes import (
     table_of,
     variables_of_layer,
 )
-from tfdist.keras_internals.functional import deferred_weights
-from tfdist.keras_internals.private import all_layers
+from tfdist.backend.keras.functional import deferred_weights
+from tfdist.backend.keras.private import all_layers
 
 __all__ = ["check_mergeable", "merged_model", "quantization_modes"]
 

@@ -16,9 +16,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.context import DistributedStrategy, current_replica, strategy_of
-from tfdist.keras_internals.patching import replacement
-from tfdist.keras_internals.private import in_stateless_scope
+from tfdist.backend.keras.patching import replacement
+from tfdist.backend.keras.private import in_stateless_scope
+from tfdist.step.context import DistributedStrategy, current_replica, strategy_of
 from tfdist.strategies.keras_patches.counting import Counting, states_on_read
 
 __all__ = ["bind_metrics", "install", "keep_states"]

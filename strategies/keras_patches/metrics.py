@@ -7,10 +7,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.context import current_step, strategy_of
-from tfdist.keras_internals.patching import Patch
-from tfdist.keras_internals.private import TensorFlowTrainer
-from tfdist.keras_step import KerasStep
+from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.private import TensorFlowTrainer
+from tfdist.step.context import current_step, strategy_of
+from tfdist.step.keras_step import KerasStep
 from tfdist.strategies.keras_patches.batch_losses import notice_scalar
 from tfdist.strategies.keras_patches.counting import Counting, states_on_read
 from tfdist.strategies.keras_patches.loss_scale import loss_scale_logs

@@ -9,10 +9,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.context import role_of, strategy_of
+from tfdist.backend.keras.private import all_layers
 from tfdist.data.tokens import check_tokenwise
-from tfdist.keras_internals.private import all_layers
 from tfdist.monitoring.memory_reports import parameter_bytes
+from tfdist.step.context import role_of, strategy_of
 
 __all__ = ["adopt_optimizers", "out_of_memory", "refuse_xla", "strategy_of_ranks"]
 

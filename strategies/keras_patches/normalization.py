@@ -12,11 +12,11 @@ import math
 
 import tensorflow as tf
 
+from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.private import nn
 from tfdist.collectives import all_gather
-from tfdist.context import current_replica
-from tfdist.keras_internals.patching import Patch
-from tfdist.keras_internals.private import nn
-from tfdist.keras_step import weighted
+from tfdist.step.context import current_replica
+from tfdist.step.keras_step import weighted
 
 __all__ = ["PATCHES"]
 

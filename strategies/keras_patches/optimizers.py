@@ -14,17 +14,17 @@ from collections.abc import Iterator
 
 import keras
 
-from tfdist.context import DistributedStrategy, current_replica, current_strategy
-from tfdist.gradient_options import GradientOptions
+from tfdist.backend.clock.stamps import updating
+from tfdist.backend.keras.attributes import stored_value
+from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.private import BaseOptimizer, LossScaleOptimizer, TFOptimizer
 from tfdist.gradients.elementwise import check_elementwise
 from tfdist.gradients.norms import square_of
 from tfdist.gradients.path import GradientPath, current_path
-from tfdist.keras_internals.attributes import stored_value
-from tfdist.keras_internals.patching import Patch
-from tfdist.keras_internals.private import BaseOptimizer, LossScaleOptimizer, TFOptimizer
 from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.sharding.parts import FlatShard
-from tfdist.step_clock import updating
+from tfdist.step.context import DistributedStrategy, current_replica, current_strategy
+from tfdist.step.gradient_options import GradientOptions
 from tfdist.strategies.whole_gradients import origins_of
 from tfdist.zero.sharded_variable import as_shards
 from tfdist.zero.update import LocalShard, all_gather_parameters

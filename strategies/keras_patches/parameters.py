@@ -7,15 +7,15 @@ import contextlib
 import keras
 import tensorflow as tf
 
-from tfdist.context import current_strategy
-from tfdist.keras_internals.patching import Patch
-from tfdist.keras_internals.private import (
+from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.private import (
     TFOptimizer,
     get_keras_mask,
     in_stateless_scope,
     set_keras_mask,
 )
 from tfdist.sharding.layout import begin_layout
+from tfdist.step.context import current_strategy
 from tfdist.strategies.keras_patches.hub import install_hub
 from tfdist.zero.sharded_variable import (
     ShardedVariable,

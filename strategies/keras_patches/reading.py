@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_internals.attributes import stored_shape, stored_value
-from tfdist.keras_internals.functional import defer, without_values
-from tfdist.keras_internals.stored import StoredArray, arrays_on_demand
+from tfdist.backend.keras.attributes import stored_shape, stored_value
+from tfdist.backend.keras.functional import defer, without_values
+from tfdist.backend.keras.stored import StoredArray, arrays_on_demand
 from tfdist.sharding.layout import global_shape, layout_of
 from tfdist.sharding.parts import NestedSlice, Slice, deep_copy
 from tfdist.sharding.weights import SlicedInitializer

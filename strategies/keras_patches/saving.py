@@ -14,10 +14,10 @@ from typing import Any
 
 import keras
 
+from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.private import file_utils, saving_lib
 from tfdist.collectives.objects import all_gather_object
-from tfdist.context import strategy_of
-from tfdist.keras_internals.patching import Patch
-from tfdist.keras_internals.private import file_utils, saving_lib
+from tfdist.step.context import strategy_of
 from tfdist.strategies.keras_patches.local_steps import global_parameters
 from tfdist.strategies.keras_patches.reading import has_parts, reading_parts
 from tfdist.strategies.keras_patches.splits import split_variables, standing_in, whole_values

@@ -7,7 +7,7 @@ import weakref
 import tensorflow as tf
 from absl import logging
 
-from tfdist.context import DistributedStrategy
+from tfdist.step.context import DistributedStrategy
 
 __all__ = ["note_strategy", "notice_no_scope"]
 

@@ -10,9 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import Group, broadcast
-from tfdist.monitoring.causes import SAVED
 from tfdist.sharding.layout import VariableLayout, global_shape, layout_of, whole_value
 from tfdist.sharding.parts import deep_copy
+from tfdist.watchdog.hints import SAVED
 
 __all__ = ["receive_slices", "split_variables", "standing_in", "whole_values"]
 

@@ -11,10 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import all_gather, all_reduce
-from tfdist.context import ReplicaContext
-from tfdist.keras_step import KerasStep
 from tfdist.sharding.updates import unwrapped
+from tfdist.step.context import ReplicaContext
 from tfdist.step.hooks import active_hooks
+from tfdist.step.keras_step import KerasStep
 from tfdist.strategies.gradient_reads import call_step
 from tfdist.strategies.keras_patches.metric_reads import bind_metrics
 from tfdist.strategies.keras_patches.synchronization import keep_metrics_without_samples

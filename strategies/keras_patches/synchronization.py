@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
+from tfdist.backend.graph.dependence import trace_back
+from tfdist.backend.keras.attributes import stored_value
+from tfdist.backend.keras.functional import without_values
 from tfdist.collectives import broadcast
 from tfdist.collectives.shared import is_shared
 from tfdist.gradients.buckets import buckets
-from tfdist.graph.dependence import trace_back
-from tfdist.keras_internals.attributes import stored_value
-from tfdist.keras_internals.functional import without_values
-from tfdist.keras_step import KerasStep
-from tfdist.layers.states import average_states, layer_states
-from tfdist.local_steps import local_optimizer
 from tfdist.sharding.layout import replicated_variables
 from tfdist.sharding.parts import deep_copy
+from tfdist.sharding.states import average_states, layer_states
+from tfdist.step.keras_step import KerasStep
+from tfdist.step.local_steps import local_optimizer
 
 __all__ = [
     "StatesOfCall",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist.context import current_replica
-from tfdist.graph.tapes import passing
-from tfdist.keras_internals.patching import Patch
+from tfdist.backend.graph.tapes import passing
+from tfdist.backend.keras.patching import Patch
+from tfdist.step.context import current_replica
 
 __all__ = ["PATCHES"]
 

@@ -12,10 +12,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.backend.keras.patching import Patch
+from tfdist.backend.keras.private import TensorFlowTrainer
 from tfdist.collectives import all_reduce
-from tfdist.context import strategy_of
-from tfdist.keras_internals.patching import Patch
-from tfdist.keras_internals.private import TensorFlowTrainer
+from tfdist.step.context import strategy_of
 from tfdist.step.hooks import FitContext, fit_hooks, hooked, trace_if_changed
 from tfdist.strategies.keras_patches.agreement import check_agreement
 from tfdist.strategies.keras_patches.callbacks import (

@@ -13,8 +13,8 @@ import tempfile
 import keras
 import tensorflow as tf
 
-from tfdist.context import strategy_of
-from tfdist.keras_internals.patching import Patch
+from tfdist.backend.keras.patching import Patch
+from tfdist.step.context import strategy_of
 from tfdist.strategies.keras_patches.saving import save_checkpoint
 from tfdist.strategies.keras_patches.splits import receive_slices
 

@@ -18,10 +18,10 @@ import tfdist
 from tests.bugs.comparing import compare, on_mesh, outcome
 from tests.strategies.programs import cross_entropy, in_one_process, scope, start
 from tfdist import Mesh
+from tfdist.backend.graph.compiling import needs_fixed_sizes
 from tfdist.collectives import Group
 from tfdist.gradients.elementwise import _ELEMENTWISE
 from tfdist.gradients.sparse import shard_of_rows
-from tfdist.graph.compiling import needs_fixed_sizes
 from tfdist.sharding.parts import FlatShard
 from tfdist.testing import RankPool
 
@@ -53,7 +53,7 @@ def experts():
         [
             keras.Input((LENGTH,), dtype="int32"),
             layers.Embedding(WORDS, 6),
-            tfdist.layers.MixtureOfExperts(4, 8),
+            tfdist.experts.MixtureOfExperts(4, 8),
             layers.Dense(WORDS),
         ]
     )

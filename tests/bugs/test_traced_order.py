@@ -18,7 +18,7 @@ from tests.bugs.comparing import check, outcome
 from tests.conftest import on_ranks
 from tests.scripts.families import classifier, rows_for
 from tests.strategies.programs import cross_entropy, scope, start
-from tfdist.keras_internals.private import all_layers
+from tfdist.backend.keras.private import all_layers
 
 ROWS, BATCH = 7, 4  # The last batch has three rows.
 

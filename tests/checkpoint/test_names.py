@@ -213,7 +213,7 @@ def test_layers_from_before_the_import_of_tfdist():
     """Keras does not say who named them: a name like one of its own counts as one."""
     found = _printed(
         "import keras; before = keras.layers.Dense(1, name='dense_7')\n"
-        "from tfdist.keras_internals.layer_names import is_made_up\n"
+        "from tfdist.backend.keras.layer_names import is_made_up\n"
         "after = keras.layers.Dense(1, name='dense_7')\n"
         "print(is_made_up(before), is_made_up(after), is_made_up(keras.layers.Dense(1)))"
     )
@@ -226,14 +226,14 @@ def test_tfdist_may_be_imported_before_keras():
     found = _printed(
         "import tfdist, keras\n"
         "layers = keras.layers.Dense(1, name='dense_7'), keras.layers.Dense(1)\n"
-        "from tfdist.keras_internals.layer_names import is_made_up\n"
+        "from tfdist.backend.keras.layer_names import is_made_up\n"
         "print(*map(is_made_up, layers))"
     )
     assert found == ["False", "True"]
 
 
 def test_a_keras_that_has_moved_is_told(monkeypatch):
-    from tfdist.keras_internals import layer_names
+    from tfdist.backend.keras import layer_names
 
     def moved(self, name=None, *, more=None):
         pass

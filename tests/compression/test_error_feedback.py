@@ -66,7 +66,7 @@ def exchange(
 
     from tfdist.collectives.p2p import P2PEngine, traffic
     from tfdist.compression.state import CompressionState, reduce_compressed
-    from tfdist.gradient_options import GradientOptions
+    from tfdist.step.gradient_options import GradientOptions
     from tfdist.testing import engine
 
     group = engine().group()

@@ -113,12 +113,12 @@ def sentences() -> list[tuple[str, str]]:
     from tfdist.checkpoint.directory_lock import _RENEW_SECONDS
     from tfdist.collectives.p2p import P2PEngine
     from tfdist.compression.compressor import Compressor
-    from tfdist.gradient_options import BUCKET_BYTES
     from tfdist.gradients.throttle import MAX_IN_FLIGHT, MAX_IN_FLIGHT_SHARDED
     from tfdist.launch import restarts
     from tfdist.runtime.lock_owner import STALE_SECONDS
     from tfdist.runtime.versions import RANGES
-    from tfdist.shares import MeasuredShares
+    from tfdist.step.gradient_options import BUCKET_BYTES
+    from tfdist.step.shares import MeasuredShares
     from tfdist.strategies.parallel import WATCHDOG_SECONDS
 
     def range_of(name: str) -> str:

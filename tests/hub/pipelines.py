@@ -6,8 +6,8 @@ import keras
 import numpy as np
 
 from tests.tensor_parallel.families import causal_lm, scope, whole
+from tfdist.backend.keras.attributes import stored_value
 from tfdist.benchmarks.measuring import peak_above
-from tfdist.keras_internals.attributes import stored_value
 
 __all__ = ["make_preset", "memory_of_loading", "read", "tuned"]
 

@@ -48,7 +48,7 @@ def loaded(folder: str, options: dict | None, **kwargs) -> tuple[dict, int, np.n
     keras.backend.clear_session()
     with scope(options):
         model = tfdist.load_preset(folder, preprocessor=None, **kwargs)
-    from tfdist.keras_internals.attributes import stored_value
+    from tfdist.backend.keras.attributes import stored_value
 
     held = sum(np.prod(stored_value(v).shape) * stored_value(v).dtype.size for v in model.weights)
     ids = np.arange(1, 7, dtype="int32")[None]
@@ -153,7 +153,7 @@ def memory_of_loading(folder: str, options: dict, dtype: str) -> tuple[int, int,
     import keras_hub
 
     import tfdist
-    from tfdist.keras_internals.attributes import stored_value
+    from tfdist.backend.keras.attributes import stored_value
 
     keras.backend.clear_session()
     gc.collect()

@@ -55,9 +55,9 @@ def plain(mask=None, causal=False, **shapes):
 def on_rank(kind: str, causal: bool, mask=None, *, eager=False, dtype="float32", **shapes):
     """This rank's part of output and gradients, and the places of its tokens."""
     from tfdist import Mesh
-    from tfdist.layers.context_parallel import context_attention
+    from tfdist.context_parallel import context_attention
+    from tfdist.step.token_split import TokenSplit
     from tfdist.testing import engine
-    from tfdist.token_split import TokenSplit
 
     given = tensors(**shapes)
     batch, _, time, size = given[0].shape

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from tests.strategies import programs
 from tests.strategies.programs import scope, start
-from tfdist.layers import MixtureOfExperts
-from tfdist.layers.experts.balancing import BiasState
+from tfdist.experts import MixtureOfExperts
+from tfdist.experts.balancing import BiasState
 
 EXPERTS, WIDTH, HIDDEN, TOKENS = 4, 8, 12, 6
 

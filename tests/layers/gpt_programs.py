@@ -158,13 +158,13 @@ def bytes_of_rank(mesh: dict | None, **options) -> dict[str, list[int]]:
 
 def collectives_of_block(mesh: dict, sequence_parallel: bool) -> dict[str, dict[str, int]]:
     """How many collectives of each kind a block takes: forward alone, and with its gradient."""
-    from tfdist import Mesh, layers
+    from tfdist import Mesh
     from tfdist.testing import engine, strategy
 
     counts = {}
     parallel = strategy(Mesh(**mesh))
     with parallel.scope():
-        block = layers.TransformerDecoderBlock(
+        block = models.TransformerDecoderBlock(
             4, 64, dropout=0.1, sequence_parallel=sequence_parallel
         )
         block.build((2, 8, 32))

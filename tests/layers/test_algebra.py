@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.conftest import on_ranks
+from tfdist import models
 
 KINDS = [("horovod", 2), ("tensorflow", 3)]
 SLOW_KINDS = [("horovod", 3), ("horovod", 4), ("tensorflow", 2), ("tensorflow", 4)]
@@ -113,7 +114,7 @@ def layers_cases(n: int) -> dict:
         return lambda: layers.ParallelMLP(3 * n, dtype="float64", **options)
 
     def block(**options):
-        return lambda: layers.TransformerDecoderBlock(
+        return lambda: models.TransformerDecoderBlock(
             2 * n, 3 * n, dtype="float64", initializer_stddev=0.3, **options
         )
 

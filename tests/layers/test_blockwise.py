@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.layers import ParallelMultiHeadAttention, attention, blockwise_attention
-from tfdist.layers.blockwise import (
+from tfdist.context_parallel.blockwise import (
     Visibility,
     attend_block,
     attention_gradients,
@@ -16,8 +15,9 @@ from tfdist.layers.blockwise import (
     merge,
     passes,
 )
-from tfdist.layers.blockwise import attention as blockwise
-from tfdist.layers.blockwise.passes import Settings
+from tfdist.context_parallel.blockwise import attention as blockwise
+from tfdist.context_parallel.blockwise.passes import Settings
+from tfdist.layers import ParallelMultiHeadAttention, attention, blockwise_attention
 from tfdist.recompute import recompute
 
 _TOLERANCE = 1e-5

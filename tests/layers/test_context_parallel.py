@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import on_ranks, skip_without, slow_but
 from tests.layers import context_programs as programs
-from tfdist.layers.context_parallel import KINDS
+from tfdist.context_parallel import KINDS
 
 
 def check(pool, kind, causal, mask=None, tolerance=1e-5, **options):

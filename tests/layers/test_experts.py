@@ -99,7 +99,7 @@ def test_in_a_pipeline(pool, one_process, zero_stage):
 
 def refusals(mesh: Mesh) -> list[str]:
     """What is said where experts do not fit a mesh, its pipeline or the optimizer."""
-    from tfdist.layers import MixtureOfExperts
+    from tfdist.experts import MixtureOfExperts
     from tfdist.testing import strategy
 
     found = []
@@ -153,7 +153,7 @@ def test_the_bias_is_the_same_on_all_ranks(pool):
 def test_a_permutation_there_and_back():
     import tensorflow as tf
 
-    from tfdist.layers.experts.permutation import combine, gather_rows, sort_by_expert
+    from tfdist.experts.permutation import combine, gather_rows, sort_by_expert
 
     chance = np.random.default_rng(0)
     tokens = tf.constant(chance.normal(size=(12, 4)).astype("float32"))
@@ -199,7 +199,7 @@ def test_the_bias_by_hand():
     """Wang et al. 2024, algorithm 1: a rate's step towards the experts that were chosen seldom."""
     import keras
 
-    from tfdist.layers.experts.balancing import BiasState
+    from tfdist.experts.balancing import BiasState
 
     def bias_after(state, *counts):
         state.update(np.array(counts, "float32"))

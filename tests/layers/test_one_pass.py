@@ -10,9 +10,10 @@ import pytest
 import tensorflow as tf
 
 from tests.conftest import on_ranks
-from tfdist import layers, models, native
+from tfdist import layers, models
+from tfdist.backend import native
+from tfdist.context_parallel.blockwise import blocks
 from tfdist.layers import activations, losses, normalization
-from tfdist.layers.blockwise import blocks
 
 pytestmark = pytest.mark.skipif(
     native.find_library() is None,

@@ -154,7 +154,7 @@ def traced_fit(path: str, mesh=None, skew: float = 0.0, width: int = 64) -> dict
     """Trains a GPT with a trace, on ranks whose clocks are `skew` seconds apart from rank to rank."""
     import tensorflow as tf
 
-    from tfdist import step_clock
+    from tfdist.backend.clock import stamps
     from tfdist.pipeline import PipelineModel
 
     shared = strategy(mesh)
@@ -176,7 +176,7 @@ def traced_fit(path: str, mesh=None, skew: float = 0.0, width: int = 64) -> dict
         now = right_stamp()
         if not tf.executing_eagerly():
             # What comes of it is marked so by `time_after`.
-            step_clock._in_any_order(now.op)
+            stamps._in_any_order(now.op)
         return now + ahead
 
     time.time, tf.timestamp = lambda: right_time() + ahead, stamp_ahead

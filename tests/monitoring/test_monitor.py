@@ -20,9 +20,9 @@ from tests.monitoring.monitor_programs import (
     sleepy_fit,
 )
 from tfdist import models
+from tfdist.backend.clock.intervals import common, union, without
 from tfdist.mesh import Mesh
 from tfdist.monitoring import Monitor, timer
-from tfdist.monitoring.monitor.intervals import common, union, without
 
 BOTH = (("horovod", 2), ("tensorflow", 2))
 
@@ -157,7 +157,7 @@ def test_other_ways_to_run_steps(options):
 
 
 def test_a_gpu_is_said_to_be_untested(monkeypatch, caplog):
-    from tfdist import untested
+    from tfdist.utils import untested
 
     monkeypatch.setattr(untested, "_said", set())
     model = dense(10)

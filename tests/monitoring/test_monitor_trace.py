@@ -15,13 +15,13 @@ import pytest
 
 from tests.conftest import on_ranks
 from tests.monitoring.monitor_programs import traced_fit
+from tfdist.backend.clock.rows import Columns, Row
+from tfdist.backend.clock.stamps import Column, Timed
 from tfdist.mesh import Mesh
-from tfdist.monitoring.monitor.rows import Columns, Row
 from tfdist.monitoring.monitor.sections import Step, steps_of
 from tfdist.monitoring.monitor.trace import hidden_share, merged_trace, trace_of, write_trace
 from tfdist.monitoring.monitor.watch import Execution
 from tfdist.monitoring.run_report import UnreadableError, html_page, read_run, text_report
-from tfdist.step_clock import Column, Timed
 
 #: How far the clock of each rank is ahead of the one before, in seconds.
 SKEW = 0.25

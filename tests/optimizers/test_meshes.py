@@ -9,6 +9,7 @@ import pytest
 from tests.conftest import on_ranks
 from tests.optimizers import programs
 from tests.strategies import programs as training
+from tfdist import experts
 
 
 def split_layers() -> keras.Model:
@@ -102,7 +103,7 @@ def test_every_step_along_an_axis_of_ones_own(pool, one_process):
 
 def experts(sync_every: int, options: dict):
     """A model with experts that two ranks divide, in two replicas; checks it after each step."""
-    from tfdist import Mesh, layers
+    from tfdist import Mesh
     from tfdist.callbacks import VerifyModelSync
     from tfdist.sharding import whole_value
     from tfdist.testing import strategy
@@ -113,7 +114,7 @@ def experts(sync_every: int, options: dict):
         model = keras.Sequential(
             [
                 keras.Input((programs.FEATURES,)),
-                layers.MixtureOfExperts(4, 16, top_k=2),
+                experts.MixtureOfExperts(4, 16, top_k=2),
                 keras.layers.Dense(programs.CLASSES),
             ]
         )

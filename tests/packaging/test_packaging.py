@@ -185,7 +185,13 @@ def test_a_folder_at_the_root_says_how_it_is_imported(checkout, name):
 def test_the_sdist_builds_without_the_checkout(sdist):
     with tarfile.open(sdist) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "tfdist/native/peer.cc"):
+    for name in (
+        "setup.cfg",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "tfdist/backend/native/peer.cc",
+    ):
         assert name in names, name
     assert not [name for name in names if name.startswith(PEERS)]
 

@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import slow_but
 from tests.pipeline import several
 from tests.scripts.families import FAMILIES
-from tfdist.keras_internals.functional import without_values
+from tfdist.backend.keras.functional import without_values
 from tfdist.pipeline import deferred_weights
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.cuts import Step, order, places

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tfdist import models
-from tfdist.keras_internals.functional import initialize_weights, without_values
+from tfdist.backend.keras.functional import initialize_weights, without_values
 from tfdist.pipeline import deferred_weights
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.costs import measure_seconds

@@ -43,7 +43,7 @@ def expert_weights(model) -> list:
     return [
         each.value
         for mixture in mixtures
-        if isinstance(mixture, tfdist.layers.MixtureOfExperts)
+        if isinstance(mixture, tfdist.experts.MixtureOfExperts)
         for each in mixture.trainable_variables
         if each.name != "router_kernel"
     ]
@@ -55,7 +55,7 @@ def test_a_mixture_in_a_chain():
         [
             keras.Input((8,)),
             keras.layers.Dense(8),
-            tfdist.layers.MixtureOfExperts(num_experts=4, hidden_dim=16, top_k=1, use_bias=False),
+            tfdist.experts.MixtureOfExperts(num_experts=4, hidden_dim=16, top_k=1, use_bias=False),
             keras.layers.Dense(2),
         ]
     )

@@ -22,7 +22,7 @@ from tfdist.planner import (
 from tfdist.planner.calibration import read_machine, write_machine
 from tfdist.planner.configs import KNOWN
 from tfdist.planner.parts import count_active_parameters, count_parameters, forward_flops
-from tfdist.quantities import as_bytes, as_seconds, read_bytes
+from tfdist.utils.quantities import as_bytes, as_seconds, read_bytes
 
 SIZES = {"layers": 2, "width": 64, "heads": 4, "vocabulary": 100, "length": 32}
 

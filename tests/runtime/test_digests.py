@@ -6,10 +6,10 @@ import shutil
 
 import pytest
 
-from tfdist import native
+from tfdist.backend import native
+from tfdist.backend.native import library
 from tfdist.launch import horovod_build, native_build
 from tfdist.launch.horovod_prerequisites import BuildOptions, PrerequisiteError, check_interpreter
-from tfdist.native import library
 from tfdist.runtime.digests import matches_digest, write_digest
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import on_ranks, skip_without, slow_but
-from tfdist.monitoring.causes import likely_cause
+from tfdist.watchdog.hints import likely_cause
 
 #: By name: what the last rank does otherwise, and what all ranks are told.
 DIFFERENCES = {

@@ -143,8 +143,8 @@ class ComputedForOthers(keras.layers.Layer):
 
     def call(self, inputs):
         from tfdist.collectives import all_gather
-        from tfdist.context import current_replica
-        from tfdist.keras_step import with_global_gradient, with_local_gradient
+        from tfdist.step.context import current_replica
+        from tfdist.step.keras_step import with_global_gradient, with_local_gradient
 
         if self._group is None:
             return tf.matmul(inputs, self.kernel)

@@ -111,7 +111,7 @@ def test_parts_of_parameters(pool, one_process, stage, taken):
 
 
 def test_moments_of_another_shape_are_refused():
-    native = pytest.importorskip("tfdist.native")
+    native = pytest.importorskip("tfdist.backend.native")
     if native.find_library() is None:
         pytest.skip("The library is not built: `tfdist-install-horovod` builds it.")
     m, v = (tf.Variable(np.zeros(3, "float32")) for _ in range(2))

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tests.strategies import programs
 from tests.strategies.programs import BATCH, UNEVEN_ROWS, finish, images, start
-from tfdist.keras_internals.patching import Patch, apply_patches
+from tfdist.backend.keras.patching import Patch, apply_patches
 from tfdist.strategies import LocalStrategy, keras_patches
 
 PATCHES = [patch for module in keras_patches._MODULES for patch in module.PATCHES]

@@ -10,8 +10,8 @@ import pytest
 import tensorflow as tf
 
 from tfdist.data.sharding import shard_batches
-from tfdist.row_shares import RowShares
-from tfdist.shares import PARTS, MeasuredShares, balanced_rows, parts_of
+from tfdist.step.row_shares import RowShares
+from tfdist.step.shares import PARTS, MeasuredShares, balanced_rows, parts_of
 
 
 @pytest.mark.parametrize("shares", [[1], [3, 1], [1, 1, 1], [0.1, 0.7, 0.2], [1e-3, 1, 1, 9.9]])

@@ -50,7 +50,7 @@ def quantize(model, mode: str, block_size: int | None = None) -> None:
 
 def bytes_held(mode: str, block_size: int | None, rank: int, options: dict | None) -> int:
     """The bytes of this rank's weights and of its optimizer's state, after a step of Adam."""
-    from tfdist.keras_internals.attributes import stored_value
+    from tfdist.backend.keras.attributes import stored_value
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(5)

@@ -10,7 +10,7 @@ import numpy as np
 from tests.scripts import families
 from tests.scripts.families import LENGTH, WORDS, classifier, rows_for
 from tests.scripts.feeding import Feed
-from tfdist.keras_internals.private import all_layers
+from tfdist.backend.keras.private import all_layers
 from tfdist.tensor_parallel import blockwise
 
 __all__ = ["DECODERS", "generated", "train"]

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests.conftest import slow_but
-from tfdist.layers.blockwise import attention as blockwise
+from tfdist.context_parallel.blockwise import attention as blockwise
 from tfdist.recompute import recompute
 from tfdist.tensor_parallel import blockwise as switch
 

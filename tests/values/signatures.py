@@ -32,8 +32,8 @@ INNER = [
     "tfdist.monitoring.memory.PeakMemory",
     "tfdist.monitoring.memory.bytes_in_use",
     "tfdist.monitoring.model_sync.verify_model_sync",
-    "tfdist.monitoring.watchdog.Watchdog",
-    "tfdist.monitoring.watchdog.startup_guard",
+    "tfdist.watchdog.watchdog.Watchdog",
+    "tfdist.watchdog.watchdog.startup_guard",
     "tfdist.pipeline.chain.Chain",
     "tfdist.pipeline.costs.measure_seconds",
     "tfdist.pipeline.partition.make_partition",
@@ -262,12 +262,12 @@ LEGAL: dict[str, set[str]] = {
     "tfdist.datasets.loading.rank_split.index": {"zero"},
     "tfdist.datasets.loading.rank_split.split": _ANY_NAME,
     "tfdist.layers.Dropout.rate": _ZERO,
-    **{f"tfdist.layers.MixtureOfExperts.{name}": _ZERO for name in _WEIGHTS},
+    **{f"tfdist.experts.MixtureOfExperts.{name}": _ZERO for name in _WEIGHTS},
     "tfdist.layers.blockwise_attention.scale": {*_ZERO, "minus one", "minus half"},
     # Of shape [], for all scores alike.
     "tfdist.layers.blockwise_attention.mask": {"true"},
-    "tfdist.layers.TransformerDecoderBlock.epsilon": _ZERO,
-    "tfdist.layers.TransformerDecoderBlock.*_stddev": _ZERO,
+    "tfdist.models.TransformerDecoderBlock.epsilon": _ZERO,
+    "tfdist.models.TransformerDecoderBlock.*_stddev": _ZERO,
     # What the model takes; nobody looks at it where the tensor axis is 1.
     "tfdist.parallelize.sample": {"*"},
     "tfdist.models.convnet.filters": {"empty list"},
@@ -295,7 +295,7 @@ LEGAL: dict[str, set[str]] = {
     },
     "tfdist.monitoring.Monitor.prometheus_port": {"zero"},
     "tfdist.monitoring.memory_report.step_peak": {"zero"},
-    "tfdist.monitoring.watchdog.startup_guard.what": _ANY_NAME,
+    "tfdist.watchdog.watchdog.startup_guard.what": _ANY_NAME,
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.values.bad_values import EVERY
 from tests.values.signatures import LEGAL, Case, cases, public_callables
 from tfdist.checkpoint.errors import StorageError
-from tfdist.checks import shown
+from tfdist.utils.checks import shown
 
 pytestmark = pytest.mark.usefixtures("no_old_garbage")
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.values.bad_values import EVERY
-from tfdist import checks
+from tfdist.utils import checks
 
 
 class Hostile:

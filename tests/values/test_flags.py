@@ -22,8 +22,8 @@ from tests.values.command_lines import (
     programs,
     random_lines,
 )
-from tfdist.checks import shown
 from tfdist.launch.command import Program, UsageError
+from tfdist.utils.checks import shown
 
 pytestmark = pytest.mark.usefixtures("no_old_garbage")
 

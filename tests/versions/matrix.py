@@ -48,7 +48,7 @@ _PACKAGES = (
     *("hypothesis", "pytest", "pytest-timeout"),
 )
 _TESTS = (
-    "tests/keras_internals",
+    "tests/backend/keras",
     "tests/collectives/test_conformance.py",
     "tests/strategies/test_parity.py",
 )

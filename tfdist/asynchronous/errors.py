@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tfdist.errors import TfdistError
+from tfdist.utils.errors import TfdistError
 
 __all__ = ["ParameterServerError"]
 

@@ -19,8 +19,8 @@ from tfdist.asynchronous.membership import Membership, wait
 from tfdist.asynchronous.server_part import DENSE, NONE, SPARSE
 from tfdist.asynchronous.speculation import BackupRound, round_of
 from tfdist.asynchronous.statistics import Staleness
-from tfdist.checks import one_line
 from tfdist.data.random_state import global_seed, random_state, set_random_state
+from tfdist.utils.checks import one_line
 
 __all__ = ["ParameterStore"]
 

@@ -15,7 +15,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import checks
+from tfdist.backend.clock.stamps import timer
+from tfdist.backend.keras.attributes import initial_epoch
 from tfdist.checkpoint.directory import folders, lost
 from tfdist.checkpoint.directory_lock import DirectoryLock, InUseError
 from tfdist.checkpoint.fit_state import FitState, check_state
@@ -29,14 +30,13 @@ from tfdist.checkpoint.storage import Storage, StorageError
 from tfdist.collectives import all_reduce
 from tfdist.collectives.objects import broadcast_object
 from tfdist.data.position import DataPosition
-from tfdist.keras_internals.attributes import initial_epoch
-from tfdist.layers.states import layer_states
 from tfdist.runtime.directories import checked_directory
 from tfdist.runtime.exit_codes import PREEMPTED
 from tfdist.runtime.recovery import down_since, note_newest
 from tfdist.sharding.kept import kept_states_of
+from tfdist.sharding.states import layer_states
 from tfdist.step.hooks import FitContext, FitHook, fit_hooks
-from tfdist.step_clock import timer
+from tfdist.utils import checks
 
 __all__ = ["Checkpointer"]
 

@@ -13,15 +13,15 @@ from collections.abc import Callable, Sequence
 import keras
 import numpy as np
 
+from tfdist.backend.keras.attributes import loss_variables
 from tfdist.checkpoint import format1
 from tfdist.checkpoint.names import metric_names
 from tfdist.checkpoint.shards import ArrayShard, Entry, shards_of
 from tfdist.collectives import Group
 from tfdist.collectives.local import LocalEngine
-from tfdist.context import DistributedStrategy, role_of, strategy_of
-from tfdist.keras_internals.attributes import loss_variables
-from tfdist.layers.states import layer_states
 from tfdist.sharding.layout import layout_of
+from tfdist.sharding.states import layer_states
+from tfdist.step.context import DistributedStrategy, role_of, strategy_of
 
 __all__ = ["counts_of", "own_entry"]
 

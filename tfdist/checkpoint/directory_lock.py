@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
-from tfdist.errors import TfdistError
 from tfdist.runtime.lock_owner import JOB, STALE_SECONDS, Owner
+from tfdist.utils.errors import TfdistError
 
 __all__ = [
     "JOB",

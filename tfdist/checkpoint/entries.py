@@ -17,10 +17,10 @@ from tfdist.checkpoint.names import model_names, optimizer_names
 from tfdist.checkpoint.shards import Entry, shards_of
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
-from tfdist.context import DistributedStrategy, role_of, strategy_of
-from tfdist.local_steps import local_optimizer
 from tfdist.sharding.kept import KeptState, kept_states_of
 from tfdist.sharding.layout import global_shape, layout_of
+from tfdist.step.context import DistributedStrategy, role_of, strategy_of
+from tfdist.step.local_steps import local_optimizer
 
 __all__ = ["arrays_of", "entries_of", "held_by", "held_variables"]
 

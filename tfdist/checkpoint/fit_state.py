@@ -11,14 +11,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.backend.keras.attributes import batches_since_save, initial_epoch, last_batch
+from tfdist.backend.keras.private import GLOBAL_SEED_GENERATOR, global_state
 from tfdist.checkpoint.kept import named_states
-from tfdist.context import strategy_of
 from tfdist.data.position import DataPosition
 from tfdist.data.random_state import global_seed, random_state, set_random_state
-from tfdist.keras_internals.attributes import batches_since_save, initial_epoch, last_batch
-from tfdist.keras_internals.private import GLOBAL_SEED_GENERATOR, global_state
 from tfdist.sharding.kept import KeptState
-from tfdist.shares import are_shares
+from tfdist.step.context import strategy_of
+from tfdist.step.shares import are_shares
 
 __all__ = ["FitState", "check_state"]
 

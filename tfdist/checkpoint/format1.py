@@ -13,12 +13,12 @@ from typing import Any
 import keras
 import numpy as np
 
+from tfdist.backend.keras.attributes import own_variables
 from tfdist.checkpoint.chunks import CRC_BYTES, chunk_shape_of, decode, item_bytes, metadata_of
 from tfdist.checkpoint.errors import StorageError
 from tfdist.checkpoint.manifest import Array
 from tfdist.checkpoint.names import numbered
 from tfdist.checkpoint.storage import Storage
-from tfdist.keras_internals.attributes import own_variables
 
 __all__ = ["check_description", "chunk_values", "model_names", "optimizer_names"]
 

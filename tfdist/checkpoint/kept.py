@@ -10,9 +10,9 @@ import keras
 
 from tfdist.checkpoint.manifest import Arrays
 from tfdist.checkpoint.shards import Entry, shards_of
-from tfdist.context import DistributedStrategy, strategy_of
 from tfdist.sharding.kept import Kept, KeptState, Key, VariableKey
 from tfdist.sharding.layout import global_shape, layout_of
+from tfdist.step.context import DistributedStrategy, strategy_of
 
 __all__ = ["KeptArrays", "named_states"]
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import keras
 
-from tfdist.keras_internals.attributes import own_variables, sublayers
-from tfdist.keras_internals.layer_names import Functional, is_made_up, plain_name
-from tfdist.keras_internals.private import all_layers
+from tfdist.backend.keras.attributes import own_variables, sublayers
+from tfdist.backend.keras.layer_names import Functional, is_made_up, plain_name
+from tfdist.backend.keras.private import all_layers
 
 __all__ = ["metric_names", "model_names", "numbered", "optimizer_names"]
 

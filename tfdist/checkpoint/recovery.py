@@ -16,7 +16,7 @@ from tfdist.checkpoint.entries import arrays_of, entries_of
 from tfdist.checkpoint.errors import StorageError
 from tfdist.checkpoint.storage import Storage
 from tfdist.collectives import Group
-from tfdist.quantities import as_bytes
+from tfdist.utils.quantities import as_bytes
 
 __all__ = ["Progress", "Recovery", "room_words", "tell"]
 

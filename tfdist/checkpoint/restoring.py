@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist import checks
+from tfdist.backend.keras.attributes import stored_value
 from tfdist.checkpoint.directory import complete_checkpoints, latest, lost
 from tfdist.checkpoint.entries import arrays_of, entries_of, held_variables
 from tfdist.checkpoint.errors import CheckpointError, OtherModelError, StorageError
@@ -23,10 +23,10 @@ from tfdist.checkpoint.shards import Entry
 from tfdist.checkpoint.storage import MANIFEST, Storage
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object, broadcast_object
-from tfdist.keras_internals.attributes import stored_value
-from tfdist.local_steps import local_optimizer
 from tfdist.runtime.directories import checked_directory, is_address
 from tfdist.sharding.kept import KeptState, kept_states_of
+from tfdist.step.local_steps import local_optimizer
+from tfdist.utils import checks
 
 __all__ = ["OtherModelError", "latest", "restore", "restore_checked"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import posixpath
 
-from tfdist import checks
 from tfdist.checkpoint.directory import folders, is_folder, is_unfinished
 from tfdist.checkpoint.errors import CheckpointError, StorageError
 from tfdist.checkpoint.files import regular_size
 from tfdist.checkpoint.manifest import Manifest, step_of
 from tfdist.checkpoint.storage import Storage
+from tfdist.utils import checks
 
 __all__ = ["Retention"]
 

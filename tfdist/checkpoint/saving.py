@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist import checks
+from tfdist.backend.keras.attributes import stored_value
 from tfdist.checkpoint.chunks import chunk_shape_of
 from tfdist.checkpoint.digests import read_back
 from tfdist.checkpoint.directory import record_newest
@@ -28,10 +28,10 @@ from tfdist.checkpoint.storage import UNFINISHED, Storage
 from tfdist.collectives import Group
 from tfdist.collectives.local import LocalEngine
 from tfdist.collectives.objects import all_gather_object, broadcast_object
-from tfdist.keras_internals.attributes import stored_value
-from tfdist.local_steps import local_optimizer
 from tfdist.runtime.directories import checked_directory
 from tfdist.sharding.kept import KeptState
+from tfdist.step.local_steps import local_optimizer
+from tfdist.utils import checks
 
 __all__ = ["Save", "Saver", "begin_save", "lock_on", "save", "world_of"]
 

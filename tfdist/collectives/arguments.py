@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist import checks
 from tfdist.collectives.engine import REDUCTIONS
 from tfdist.collectives.group import Group
+from tfdist.utils import checks
 
 __all__ = [
     "check_carried",

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import tensorflow as tf
 
+from tfdist.backend.clock.stamps import Column, current_stamps
 from tfdist.collectives.flight_counts import Counter, Entry, HostCounter
 from tfdist.collectives.group import Group
-from tfdist.step_clock import Column, current_stamps
 
 __all__ = ["Blocked", "Flight", "FlightRecorder", "InFlight"]
 
@@ -73,7 +73,7 @@ class Flight:
         recorder: The recorder.
         name: Operation, and what it serves.
         group: Its group.
-        lane: The transport that carries it, for those who time steps (`tfdist.step_clock`).
+        lane: The transport that carries it, for those who time steps (`tfdist.backend.clock.stamps`).
         needed: The ranks that must begin it before it can end here.
     """
 

@@ -14,17 +14,17 @@ import types
 import psutil
 import tensorflow as tf
 
-from tfdist import checks
+from tfdist.backend.native import find_library
 from tfdist.collectives.engine import Engine, reduce_locally, split_rows
 from tfdist.collectives.flight_counts import outermost_is_eager
 from tfdist.collectives.group import Group
 from tfdist.collectives.p2p import P2PEngine, with_p2p
 from tfdist.collectives.rank_sets import rank_sets
 from tfdist.mesh import Mesh
-from tfdist.native import find_library
 from tfdist.runtime.horovod_variables import started_by_horovod
 from tfdist.runtime.schedulers import join, started_by_scheduler
-from tfdist.untested import say_untested
+from tfdist.utils import checks
+from tfdist.utils.untested import say_untested
 
 __all__ = ["HorovodEngine", "start"]
 

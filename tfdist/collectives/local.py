@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tfdist import checks
 from tfdist.collectives.engine import Engine
 from tfdist.mesh import Mesh
+from tfdist.utils import checks
 
 __all__ = ["LocalEngine"]
 

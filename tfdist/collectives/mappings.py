@@ -25,11 +25,11 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfdist.backend.graph.custom_gradient import custom_gradient
+from tfdist.backend.graph.few_rows import matmul
 from tfdist.collectives.arguments import checked_axis, checked_tensor
 from tfdist.collectives.group import Group
 from tfdist.collectives.operations import all_gather, all_reduce, reduce_scatter
-from tfdist.graph.custom_gradient import custom_gradient
-from tfdist.graph.few_rows import matmul
 
 __all__ = [
     "column_parallel_matmul",

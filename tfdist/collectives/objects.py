@@ -8,9 +8,9 @@ import cloudpickle
 import numpy as np
 import tensorflow as tf
 
-from tfdist import checks
 from tfdist.collectives.group import Group
 from tfdist.collectives.operations import all_gather, broadcast
+from tfdist.utils import checks
 
 __all__ = ["all_gather_object", "broadcast_object"]
 

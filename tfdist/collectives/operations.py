@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist import checks
+from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.collectives.arguments import (
     check_divides,
     check_group,
@@ -31,7 +31,7 @@ from tfdist.collectives.run import (
     shape_of,
 )
 from tfdist.collectives.shared import note_shared
-from tfdist.graph.custom_gradient import custom_gradient
+from tfdist.utils import checks
 
 __all__ = [
     "all_gather",

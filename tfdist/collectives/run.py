@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 
+from tfdist.backend.graph.arrival import arrival
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.group import Group
 from tfdist.collectives.names import unique_name
-from tfdist.graph.arrival import arrival
 
 __all__ = ["SEND_NAME", "Call", "gather_text", "receive_tensor", "run", "send_tensor", "shape_of"]
 

@@ -6,14 +6,14 @@ import zlib
 
 import tensorflow as tf
 
-from tfdist import checks
 from tfdist.collectives.engine import Engine, reduce_locally, split_rows
 from tfdist.collectives.group import Group
 from tfdist.collectives.tensorflow_cluster import bring_up_cluster
 from tfdist.mesh import Mesh
 from tfdist.runtime.schedulers import join, started_by_scheduler
 from tfdist.runtime.tf_config import read_tf_config
-from tfdist.untested import say_untested
+from tfdist.utils import checks
+from tfdist.utils.untested import say_untested
 
 __all__ = ["COMMUNICATIONS", "TensorFlowEngine", "started_by_tf_config"]
 

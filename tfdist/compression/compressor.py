@@ -13,19 +13,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import checks
 from tfdist.collectives import Group
 from tfdist.compression.kept import KeptCompression
 from tfdist.compression.momentum import CompressedMomentum
 from tfdist.compression.packing import exchange_packed
 from tfdist.compression.state import compression_state, reduce_compressed, state_of
-from tfdist.context import strategy_of
 from tfdist.gradients.items import GradientItem, by_reduction
 from tfdist.gradients.reduce import rows_are_fewer
 from tfdist.gradients.stage import GradientContext, GradientStage, Position
 from tfdist.mesh import Mesh
 from tfdist.sharding.kept import KeptState
+from tfdist.step.context import strategy_of
 from tfdist.step.hooks import FitContext, FitHook
+from tfdist.utils import checks
 
 __all__ = ["Compressor"]
 

@@ -8,9 +8,9 @@ import keras
 
 from tfdist.collectives import Group
 from tfdist.compression.state import RESIDUAL, CompressionState
-from tfdist.context import DistributedStrategy
 from tfdist.sharding.kept import Kept, KeptState, VariableKey
 from tfdist.sharding.layout import layout_of
+from tfdist.step.context import DistributedStrategy
 
 __all__ = ["KeptCompression"]
 

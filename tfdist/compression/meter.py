@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import tensorflow as tf
 
-from tfdist.step_clock import time_after
+from tfdist.backend.clock.stamps import time_after
 
 __all__ = ["CompressionStatistics", "Meter", "exchange_began"]
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist import checks
 from tfdist.compression.compressor import MIN_ELEMENTS
 from tfdist.compression.two_step import BlockCompressor
+from tfdist.utils import checks
 
 __all__ = ["OneBit"]
 

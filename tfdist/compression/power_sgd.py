@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist import checks
 from tfdist.collectives import Group
 from tfdist.compression.compressor import Compressor, State
 from tfdist.compression.packing import exchange_packed
+from tfdist.utils import checks
 
 __all__ = ["PowerSGD"]
 

@@ -13,10 +13,10 @@ import tensorflow as tf
 from tfdist.collectives import Group
 from tfdist.compression.meter import Meter, MeteredStep
 from tfdist.compression.momentum import CompressedMomentum
-from tfdist.gradient_options import GradientOptions
 from tfdist.gradients.buckets import buckets
 from tfdist.gradients.reduce import reduce_gradients
 from tfdist.sharding.updates import unwrapped
+from tfdist.step.gradient_options import GradientOptions
 
 if TYPE_CHECKING:
     from tfdist.compression.compressor import Compressor

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import keras
 
-from tfdist import checks
 from tfdist.compression.compressor import Compressor
 from tfdist.compression.meter import CompressionStatistics
 from tfdist.compression.state import CompressionState, state_of
-from tfdist.context import strategy_of
+from tfdist.step.context import strategy_of
+from tfdist.utils import checks
 
 __all__ = ["compression_state_of", "compression_statistics"]
 

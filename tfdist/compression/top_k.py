@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist import checks
 from tfdist.compression.compressor import MIN_ELEMENTS, Compressor, State
+from tfdist.utils import checks
 
 __all__ = ["TopK"]
 

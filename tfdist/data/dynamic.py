@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist import checks
-from tfdist.context import DistributedStrategy
 from tfdist.data.handing_out import Books, Clerk, Desk
 from tfdist.data.sharding import empty_batch, mark_length_varies, with_unknown_rows
 from tfdist.sharding.kept import KeptState
+from tfdist.step.context import DistributedStrategy
+from tfdist.utils import checks
 
 __all__ = ["DynamicSharding"]
 

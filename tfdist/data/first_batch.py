@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist.graph.compiling import outside_clusters
+from tfdist.backend.graph.compiling import outside_clusters
 
 __all__ = ["FirstBatch"]
 

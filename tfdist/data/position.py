@@ -12,9 +12,9 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from tfdist.backend.keras import attributes
 from tfdist.data.random_state import kept_random_state, random_state, set_random_state
 from tfdist.data.sharding import remaining_batches
-from tfdist.keras_internals import attributes
 
 __all__ = ["DataPosition"]
 

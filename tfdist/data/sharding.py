@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from tfdist.backend.graph.compiling import outside_clusters
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
 from tfdist.data.read_ahead import is_drawn_when_needed, sources
-from tfdist.graph.compiling import outside_clusters
-from tfdist.row_shares import RowShares
+from tfdist.step.row_shares import RowShares
 
 __all__ = [
     "empty_batch",

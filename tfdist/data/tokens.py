@@ -5,10 +5,10 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from tfdist.backend.graph.compiling import outside_clusters
+from tfdist.backend.keras.private import Functional
 from tfdist.collectives import Group, all_reduce
-from tfdist.graph.compiling import outside_clusters
-from tfdist.keras_internals.private import Functional
-from tfdist.token_split import TokenSplit
+from tfdist.step.token_split import TokenSplit
 
 __all__ = ["agreed_split", "check_tokenwise", "own_tokens", "shard_tokens"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tfdist import checks
+from tfdist.utils import checks
 
 __all__ = ["make_clicks"]
 

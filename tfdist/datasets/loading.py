@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist import checks
 from tfdist.data.sharding import mark_per_rank
 from tfdist.datasets.preparing import first_line, import_tfds, prepare
 from tfdist.mesh import Mesh
+from tfdist.utils import checks
 
 if TYPE_CHECKING:
     import tensorflow_datasets as tfds

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from tfdist import checks
+from tfdist.utils import checks
 
 __all__ = ["Text", "language_model_windows", "load_text"]
 

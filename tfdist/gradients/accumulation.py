@@ -13,8 +13,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.backend.keras.attributes import micro_steps
 from tfdist.gradients.stage import GradientContext, GradientItem, GradientStage, Position
-from tfdist.keras_internals.attributes import micro_steps
 
 __all__ = ["Accumulation"]
 

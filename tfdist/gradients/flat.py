@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.context import ReplicaContext
 from tfdist.gradients.origins import Origin
 from tfdist.gradients.reduce import weigh_gradients
 from tfdist.gradients.reduce_scatter import reduce_scatter_gradients
 from tfdist.gradients.sparse import shard_of_gradient
 from tfdist.sharding.layout import layout_of
+from tfdist.step.context import ReplicaContext
 
 __all__ = ["own_parts"]
 

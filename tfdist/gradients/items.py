@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfdist.collectives import Group
-from tfdist.context import ReplicaContext
 from tfdist.gradients.origins import Origin
 from tfdist.gradients.sparse import shard_of_gradient
-from tfdist.local_steps import group_in_step
 from tfdist.sharding.layout import VariableLayout, layout_of
+from tfdist.step.context import ReplicaContext
+from tfdist.step.local_steps import group_in_step
 
 __all__ = ["GradientItem", "by_reduction", "items_of"]
 

@@ -22,12 +22,12 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist.collectives import all_reduce
-from tfdist.context import DistributedStrategy
 from tfdist.gradients.items import GradientItem
 from tfdist.gradients.norms import square_parts, weighted_square
 from tfdist.gradients.stage import GradientStage, Position
-from tfdist.keras_step import KerasStep
 from tfdist.sharding.layout import layout_of
+from tfdist.step.context import DistributedStrategy
+from tfdist.step.keras_step import KerasStep
 
 __all__ = ["Noise", "NoiseMeter"]
 

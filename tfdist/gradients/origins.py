@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 
 import tensorflow as tf
 
+from tfdist.backend.graph.dependence import trace_back
 from tfdist.collectives.shared import is_sum_over_ranks
-from tfdist.graph.dependence import trace_back
 
 __all__ = ["Marks", "Origin", "parts_of_gradient"]
 

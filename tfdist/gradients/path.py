@@ -17,7 +17,7 @@ import contextlib
 import enum
 from collections.abc import Iterator, Sequence
 
-from tfdist.context import ReplicaContext, current_replica
+from tfdist.backend.clock.stamps import reducing
 from tfdist.gradients.clipping import clip_spread_gradients
 from tfdist.gradients.flat import own_parts
 from tfdist.gradients.items import GradientItem, items_of
@@ -27,7 +27,7 @@ from tfdist.gradients.reduce import reduce_items, sum_partial_gradients, weigh_g
 from tfdist.gradients.stage import Position, Stages
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.updates import needs_rows
-from tfdist.step_clock import reducing
+from tfdist.step.context import ReplicaContext, current_replica
 
 __all__ = ["GradientPath", "State", "current_path"]
 

@@ -9,13 +9,13 @@ import tensorflow as tf
 from tfdist.collectives import Group
 from tfdist.collectives.low_precision import is_narrower, narrow_all_reduce
 from tfdist.collectives.run import Call, run
-from tfdist.gradient_options import GradientOptions
 from tfdist.gradients.buckets import buckets
 from tfdist.gradients.items import GradientItem, by_reduction
 from tfdist.gradients.reduce_scatter import reduce_scatter_gradients
 from tfdist.gradients.sparse import reduce_rows
 from tfdist.gradients.throttle import InFlightLimit
-from tfdist.keras_step import KerasStep
+from tfdist.step.gradient_options import GradientOptions
+from tfdist.step.keras_step import KerasStep
 
 __all__ = [
     "reduce_gradients",

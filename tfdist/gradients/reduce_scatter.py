@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.gradient_options import GradientOptions
 from tfdist.gradients.buckets import buckets
 from tfdist.gradients.sparse import reduce_rows, shard_of_rows
 from tfdist.gradients.throttle import MAX_IN_FLIGHT_SHARDED, InFlightLimit
 from tfdist.sharding.collectives import reduce_scatter_arrays
 from tfdist.sharding.parts import FlatShard
+from tfdist.step.gradient_options import GradientOptions
 
 __all__ = ["reduce_scatter_gradients"]
 

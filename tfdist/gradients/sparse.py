@@ -12,9 +12,9 @@ import math
 
 import tensorflow as tf
 
+from tfdist.backend.graph.compiling import needs_fixed_sizes
+from tfdist.backend.graph.dependence import is_independent_of_batch
 from tfdist.collectives import Group, all_gather
-from tfdist.graph.compiling import needs_fixed_sizes
-from tfdist.graph.dependence import is_independent_of_batch
 from tfdist.sharding.parts import FlatShard
 
 __all__ = ["reduce_rows", "shard_of_gradient", "shard_of_rows"]

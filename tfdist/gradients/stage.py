@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 
 import keras
 
-from tfdist.context import DistributedStrategy, ReplicaContext
 from tfdist.gradients.items import GradientItem
 from tfdist.gradients.reduce import reduce_items
-from tfdist.keras_step import KerasStep
 from tfdist.mesh import Mesh
 from tfdist.sharding.kept import KeptState
+from tfdist.step.context import DistributedStrategy, ReplicaContext
 from tfdist.step.hooks import active_hooks
+from tfdist.step.keras_step import KerasStep
 
 __all__ = ["GradientContext", "GradientItem", "GradientStage", "Position", "Stages"]
 

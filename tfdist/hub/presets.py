@@ -11,15 +11,15 @@ from typing import Any
 
 import keras
 
-from tfdist import checks
-from tfdist.context import current_strategy
+from tfdist.backend.keras.functional import deferred_weights, initialize_weights
 from tfdist.hub.files import check_files
-from tfdist.keras_internals.functional import deferred_weights, initialize_weights
+from tfdist.step.context import current_strategy
 from tfdist.tensor_parallel import parallelize
 from tfdist.tensor_parallel.adapters import override
 from tfdist.tensor_parallel.experts import find_experts
 from tfdist.tensor_parallel.layout_map import is_layout_map
 from tfdist.tensor_parallel.plan import check_plan
+from tfdist.utils import checks
 
 __all__ = ["load_preset"]
 

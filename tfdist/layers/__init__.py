@@ -4,18 +4,18 @@
 tensor axis. Where that is one rank or there is no strategy, each is its ordinary Keras self.
 """
 
+from tfdist.context_parallel.blockwise import blockwise_attention
+from tfdist.experts import MixtureOfExperts
 from tfdist.layers.attention import ParallelMultiHeadAttention
-from tfdist.layers.blockwise import blockwise_attention
 from tfdist.layers.dense import ColumnParallelDense, RowParallelDense
 from tfdist.layers.dropout import Dropout
 from tfdist.layers.embedding import VocabParallelEmbedding, VocabParallelHead
-from tfdist.layers.experts import MixtureOfExperts
 from tfdist.layers.feed_forward import ParallelMLP
 from tfdist.layers.losses import VocabParallelCrossEntropy
 from tfdist.layers.normalization import LayerNormalization, RMSNormalization
 from tfdist.layers.positions import PositionEmbedding
 from tfdist.layers.sharded_embedding import FeatureConfig, ShardedEmbedding, TableConfig
-from tfdist.layers.transformer import TransformerDecoderBlock
+from tfdist.models.transformer import TransformerDecoderBlock
 
 __all__ = [
     "ColumnParallelDense",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist.graph.custom_gradient import custom_gradient
-from tfdist.native import load, may_take_kernels
+from tfdist.backend.graph.custom_gradient import custom_gradient
+from tfdist.backend.native import load, may_take_kernels
 
 __all__ = ["gelu"]
 

@@ -7,20 +7,15 @@ import math
 import keras
 import tensorflow as tf
 
-from tfdist import checks
-from tfdist.context import current_tokens
-from tfdist.graph.custom_gradient import custom_gradient
-from tfdist.layers.blockwise import blockwise_attention
-from tfdist.layers.context_parallel import (
-    KINDS,
-    check_attention,
-    check_whole_slices,
-    context_attention,
-)
+from tfdist.backend.graph.custom_gradient import custom_gradient
+from tfdist.context_parallel import KINDS, check_attention, check_whole_slices, context_attention
+from tfdist.context_parallel.blockwise import blockwise_attention
 from tfdist.layers.dense import ColumnParallelDense, RowParallelDense, check_divides
 from tfdist.layers.dropout import Dropout
 from tfdist.layers.initializers import again, initializer
 from tfdist.sharding.weights import tensor_group, token_group
+from tfdist.step.context import current_tokens
+from tfdist.utils import checks
 
 __all__ = ["ParallelMultiHeadAttention"]
 

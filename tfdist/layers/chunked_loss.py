@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from tfdist.backend.graph.custom_gradient import custom_gradient
+from tfdist.backend.graph.products import Product
 from tfdist.collectives import Group, all_reduce
-from tfdist.graph.custom_gradient import custom_gradient
-from tfdist.graph.products import Product
 
 __all__ = ["chunked_cross_entropy"]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from tfdist import checks
+from tfdist.backend.keras.attributes import kernel_of
+from tfdist.backend.keras.calls import made_by
 from tfdist.collectives.mappings import (
     column_parallel_matmul,
     gather_from_region,
@@ -14,10 +15,9 @@ from tfdist.collectives.mappings import (
     reduce_scatter_to_sequence_region,
     scatter_to_region,
 )
-from tfdist.keras_internals.attributes import kernel_of
-from tfdist.keras_internals.calls import made_by
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.weights import add_split_weight, tensor_group, value_tensor
+from tfdist.utils import checks
 
 __all__ = ["ColumnParallelDense", "RowParallelDense", "check_divides"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from tfdist import checks
 from tfdist.collectives import Group
 from tfdist.sharding.weights import tensor_group
+from tfdist.utils import checks
 
 __all__ = ["Dropout", "drawing_apart", "own_seed"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from tfdist import checks
+from tfdist.backend.keras.attributes import history, table_of
 from tfdist.collectives import Group
 from tfdist.collectives.mappings import (
     column_parallel_matmul,
@@ -16,12 +16,12 @@ from tfdist.collectives.mappings import (
     reduce_from_region,
     reduce_scatter_to_sequence_region,
 )
-from tfdist.context import current_step
-from tfdist.keras_internals.attributes import history, table_of
 from tfdist.layers.dense import check_divides
 from tfdist.layers.initializers import initializer
 from tfdist.layers.losses import takes_split_logits
 from tfdist.sharding.weights import add_split_weight, tensor_group, value_tensor
+from tfdist.step.context import current_step
+from tfdist.utils import checks
 
 __all__ = [
     "VocabParallelEmbedding",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from tfdist import checks
 from tfdist.collectives.mappings import column_parallel_matmul, linear
 from tfdist.layers.activations import gelu
 from tfdist.layers.dense import RowParallelDense, check_divides
 from tfdist.layers.initializers import again, initializer
 from tfdist.sharding.weights import add_split_weight, tensor_group, value_tensor
+from tfdist.utils import checks
 
 __all__ = ["ACTIVATIONS", "ParallelMLP"]
 

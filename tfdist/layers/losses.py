@@ -5,14 +5,14 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from tfdist import checks
+from tfdist.backend.graph.custom_gradient import custom_gradient
+from tfdist.backend.graph.products import product_behind
+from tfdist.backend.keras.attributes import compile_metrics
+from tfdist.backend.native import load, may_take_kernels
 from tfdist.collectives import Group, all_reduce
-from tfdist.graph.custom_gradient import custom_gradient
-from tfdist.graph.products import product_behind
-from tfdist.keras_internals.attributes import compile_metrics
 from tfdist.layers.chunked_loss import chunked_cross_entropy
-from tfdist.native import load, may_take_kernels
 from tfdist.sharding.weights import tensor_group
+from tfdist.utils import checks
 
 __all__ = ["VocabParallelCrossEntropy", "takes_split_logits"]
 

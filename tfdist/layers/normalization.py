@@ -5,11 +5,11 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from tfdist import checks
-from tfdist.graph.custom_gradient import custom_gradient
-from tfdist.native import load, may_take_kernels
+from tfdist.backend.graph.custom_gradient import custom_gradient
+from tfdist.backend.native import load, may_take_kernels
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.weights import tensor_group, value_tensor
+from tfdist.utils import checks
 
 __all__ = ["LayerNormalization", "RMSNormalization", "normalized_in_one_pass"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
-from tfdist import checks
-from tfdist.context import current_tokens
-from tfdist.layers.context_parallel import check_whole_slices
+from tfdist.context_parallel import check_whole_slices
 from tfdist.layers.initializers import initializer as get_initializer
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.weights import tensor_group, value_tensor
-from tfdist.token_split import TokenSplit
+from tfdist.step.context import current_tokens
+from tfdist.step.token_split import TokenSplit
+from tfdist.utils import checks
 
 __all__ = ["PositionEmbedding"]
 

@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` imports them.
+    from tfdist.backend.clock.stamps import timer
     from tfdist.compression.statistics import compression_statistics as compression_statistics
     from tfdist.monitoring.adaptive_batch import AdaptiveBatch as AdaptiveBatch
     from tfdist.monitoring.expert_load import ExpertLoad as ExpertLoad
@@ -14,7 +15,6 @@ if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` im
     from tfdist.monitoring.model_sync import VerifyModelSync as VerifyModelSync
     from tfdist.monitoring.monitor.callback import Monitor as Monitor
     from tfdist.monitoring.non_finite import TerminateOnNonFinite as TerminateOnNonFinite
-    from tfdist.step_clock import timer as timer
 
 #: By name the module that has it. They need TensorFlow, which `tfdist-report` reads files without.
 _PLACES = {
@@ -28,7 +28,7 @@ _PLACES = {
     "compression_statistics": "tfdist.compression.statistics",
     "memory_report": "tfdist.monitoring.memory_reports",
     "parameter_counts": "tfdist.monitoring.expert_load",
-    "timer": "tfdist.step_clock",
+    "timer": "tfdist.backend.clock.stamps",
 }
 
 __all__ = [

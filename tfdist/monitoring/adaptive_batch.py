@@ -10,14 +10,14 @@ from typing import Any
 
 import keras
 
-from tfdist import checks
 from tfdist.collectives.objects import broadcast_object
-from tfdist.context import strategy_of
 from tfdist.gradients.accumulation import Accumulation
 from tfdist.gradients.noise import Noise
-from tfdist.keras_step import KerasStep
 from tfdist.monitoring.gradient_noise import GradientNoise, accumulating_optimizer
 from tfdist.sharding.kept import KeptState
+from tfdist.step.context import strategy_of
+from tfdist.step.keras_step import KerasStep
+from tfdist.utils import checks
 
 __all__ = ["AdaptiveBatch", "adascale_gain"]
 

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 import keras
 import numpy as np
 
-from tfdist import checks
+from tfdist.backend.keras.private import all_layers
 from tfdist.collectives.objects import all_gather_object
-from tfdist.context import DistributedStrategy, strategy_of
-from tfdist.keras_internals.private import all_layers
-from tfdist.layers.experts import MixtureOfExperts
-from tfdist.layers.experts.usage import usages_of
+from tfdist.experts import MixtureOfExperts
+from tfdist.experts.usage import usages_of
 from tfdist.sharding.layout import global_shape
+from tfdist.step.context import DistributedStrategy, strategy_of
+from tfdist.utils import checks
 
 __all__ = ["ExpertLoad", "load_logs", "parameter_counts"]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import keras
 
-from tfdist import checks
-from tfdist.context import DistributedStrategy, strategy_of
 from tfdist.gradients.noise import Noise, NoiseMeter
+from tfdist.step.context import DistributedStrategy, strategy_of
 from tfdist.step.hooks import FitContext, FitHook
+from tfdist.utils import checks
 
 __all__ = ["GradientNoise", "accumulating_optimizer"]
 

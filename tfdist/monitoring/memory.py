@@ -8,8 +8,8 @@ import threading
 import psutil
 import tensorflow as tf
 
-from tfdist import checks
 from tfdist.runtime.process_memory import peak_bytes
+from tfdist.utils import checks
 
 __all__ = ["PeakMemory", "bytes_in_use", "most_bytes"]
 

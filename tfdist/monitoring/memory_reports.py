@@ -12,15 +12,15 @@ import keras
 import tensorflow as tf
 from tabulate import tabulate
 
-from tfdist import checks
-from tfdist.context import ReplicaContext, strategy_of
-from tfdist.keras_internals.attributes import stored_value
-from tfdist.keras_internals.functional import trace_graph
+from tfdist.backend.keras.attributes import stored_value
+from tfdist.backend.keras.functional import trace_graph
+from tfdist.backend.native import taking_kernels
 from tfdist.monitoring.memory import PeakMemory
-from tfdist.native import taking_kernels
 from tfdist.pipeline.costs import kept_bytes
 from tfdist.sharding.layout import layout_of
-from tfdist.token_split import TokenSplit
+from tfdist.step.context import ReplicaContext, strategy_of
+from tfdist.step.token_split import TokenSplit
+from tfdist.utils import checks
 
 __all__ = ["MemoryReport", "MemoryReporter", "MemoryRow", "memory_report", "parameter_bytes"]
 

@@ -13,18 +13,18 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist import checks
+from tfdist.backend.keras.attributes import stored_value
 from tfdist.collectives.objects import all_gather_object
-from tfdist.context import strategy_of
-from tfdist.errors import TfdistError
-from tfdist.keras_internals.attributes import stored_value
-from tfdist.layers.states import layer_states
-from tfdist.local_steps import local_optimizer
-from tfdist.monitoring.report import rank_words
 from tfdist.monitoring.rerun import RecordedSteps, State
 from tfdist.runtime import exit_codes, uncaught
 from tfdist.sharding.layout import layout_of, replicated_variables
+from tfdist.sharding.states import layer_states
+from tfdist.step.context import strategy_of
 from tfdist.step.hooks import FitContext, FitHook
+from tfdist.step.local_steps import local_optimizer
+from tfdist.utils import checks
+from tfdist.utils.errors import TfdistError
+from tfdist.watchdog.report import rank_words
 
 __all__ = ["ModelSyncError", "VerifyModelSync", "verify_model_sync"]
 

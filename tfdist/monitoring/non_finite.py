@@ -7,11 +7,11 @@ import functools
 import keras
 import tensorflow as tf
 
-from tfdist import checks
-from tfdist.context import current_step, strategy_of
+from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.gradients.non_finite import NonFiniteGuard, guard_of, put_guard
-from tfdist.graph.custom_gradient import custom_gradient
+from tfdist.step.context import current_step, strategy_of
 from tfdist.step.hooks import FitContext, FitHook
+from tfdist.utils import checks
 
 __all__ = ["TerminateOnNonFinite"]
 

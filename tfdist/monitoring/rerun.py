@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_internals.attributes import stored_value
+from tfdist.backend.keras.attributes import stored_value
 from tfdist.sharding.kept import kept_states_of
 
 __all__ = ["RecordedSteps", "State"]

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import tensorflow as tf
 
+from tfdist.backend.clock.intervals import common, length, union
+from tfdist.backend.clock.rows import Columns, Row, RowBuffer
+from tfdist.backend.clock.stamps import Column, Stamps, current_stamps, stamping, time_after
 from tfdist.mesh import Mesh
-from tfdist.monitoring.monitor.intervals import common, length, union
-from tfdist.monitoring.monitor.rows import Columns, Row, RowBuffer
-from tfdist.step_clock import Column, Stamps, current_stamps, stamping, time_after
 
 __all__ = ["WorkMeter", "Worked"]
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import keras
 
-from tfdist import checks
-from tfdist.context import DistributedStrategy
-from tfdist.local_steps import LocalSteps, optimizers_in
 from tfdist.sharding.layout import layout_of
+from tfdist.step.context import DistributedStrategy
+from tfdist.step.local_steps import LocalSteps, optimizers_in
+from tfdist.utils import checks
 
 __all__ = ["check_layouts", "checked_inner"]
 

@@ -9,10 +9,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import checks
 from tfdist.optimizers.background import Background
 from tfdist.optimizers.local import LocalOptimizer
 from tfdist.optimizers.local_state import when
+from tfdist.utils import checks
 
 __all__ = ["DiLoCo"]
 

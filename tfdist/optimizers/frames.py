@@ -6,7 +6,7 @@ import contextlib
 
 import keras
 
-from tfdist.local_steps import LocalSteps
+from tfdist.step.local_steps import LocalSteps
 
 __all__ = ["ShowGlobal", "ShowOwn"]
 

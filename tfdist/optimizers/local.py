@@ -20,22 +20,22 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import checks
+from tfdist.backend.clock.stamps import updating
+from tfdist.backend.keras.attributes import own_variables
 from tfdist.collectives.engine import Engine
-from tfdist.context import current_replica, current_strategy
 from tfdist.gradients.norms import square_of
 from tfdist.gradients.reduce import reduce_gradients
-from tfdist.keras_internals.attributes import own_variables
-from tfdist.layers.states import average_states, layer_states
-from tfdist.local_steps import LocalSteps, local_optimizer
 from tfdist.mesh import Mesh
 from tfdist.optimizers.arguments import check_layouts, checked_inner
 from tfdist.optimizers.frames import ShowGlobal, ShowOwn
 from tfdist.optimizers.hosts import ranks_in_step
 from tfdist.optimizers.local_state import LocalState, value_of, when
 from tfdist.sharding.layout import update_layout
+from tfdist.sharding.states import average_states, layer_states
+from tfdist.step.context import current_replica, current_strategy
 from tfdist.step.hooks import FitContext, FitHook
-from tfdist.step_clock import updating
+from tfdist.step.local_steps import LocalSteps, local_optimizer
+from tfdist.utils import checks
 
 __all__ = ["LocalOptimizer"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.collectives.engine import Engine
-from tfdist.context import DistributedStrategy
+from tfdist.step.context import DistributedStrategy
 
 __all__ = ["LocalState", "value_of", "when"]
 

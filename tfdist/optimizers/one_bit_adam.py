@@ -5,9 +5,9 @@ from __future__ import annotations
 import keras
 from keras import ops
 
-from tfdist import checks
+from tfdist.backend.keras.attributes import momentums, place_of, velocities
 from tfdist.compression.momentum import CompressedMomentum
-from tfdist.keras_internals.attributes import momentums, place_of, velocities
+from tfdist.utils import checks
 
 __all__ = ["OneBitAdam"]
 

@@ -7,8 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import checks
 from tfdist.optimizers.local import LocalOptimizer
+from tfdist.utils import checks
 
 __all__ = ["SlowMo"]
 

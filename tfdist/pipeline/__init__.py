@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from tfdist.pipeline.schedules import make_schedule
 
 if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` imports them.
-    from tfdist.keras_internals.functional import deferred_weights as deferred_weights
+    from tfdist.backend.keras.functional import deferred_weights
     from tfdist.pipeline.model import PipelineModel as PipelineModel
 
 #: What needs TensorFlow: schedules are of use without.
 _HOMES = {
     "PipelineModel": "tfdist.pipeline.model",
-    "deferred_weights": "tfdist.keras_internals.functional",
+    "deferred_weights": "tfdist.backend.keras.functional",
 }
 
 __all__ = ["make_schedule", *_HOMES]

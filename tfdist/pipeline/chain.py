@@ -10,14 +10,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import checks
-from tfdist.keras_internals.calls import Call, calls_of, flat_inputs, model_of
-from tfdist.keras_internals.functional import deferred_weights
-from tfdist.keras_internals.private import all_layers, get_keras_mask
+from tfdist.backend.keras.calls import Call, calls_of, flat_inputs, model_of
+from tfdist.backend.keras.functional import deferred_weights
+from tfdist.backend.keras.private import all_layers, get_keras_mask
 from tfdist.pipeline.cuts import Step, order, places
 from tfdist.pipeline.link import Link
 from tfdist.pipeline.probabilities import activation_of, logits_of
 from tfdist.pipeline.shapes import RowShape, rows_of_inputs
+from tfdist.utils import checks
 
 __all__ = ["Chain"]
 

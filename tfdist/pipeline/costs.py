@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
-from tfdist import checks
+from tfdist.backend.keras.functional import trace_graph, without_values
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
-from tfdist.keras_internals.functional import trace_graph, without_values
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.link import Link
+from tfdist.utils import checks
 
 __all__ = ["bytes_of", "kept_bytes", "link_costs", "measure_seconds", "training_graph"]
 

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import tensorflow as tf
 
+from tfdist.backend.clock.stamps import time_after
+from tfdist.backend.graph.dependence import mark_independent
+from tfdist.backend.graph.split import Part
 from tfdist.collectives import Group
 from tfdist.collectives.run import receive_tensor, send_tensor
-from tfdist.graph.dependence import mark_independent
-from tfdist.graph.split import Part
 from tfdist.pipeline.schedules import Action, ActionKind, Schedule
 from tfdist.pipeline.shapes import RowShape
 from tfdist.pipeline.stage import StageProgram
-from tfdist.step_clock import time_after
 
 __all__ = ["Route", "run_forward", "run_schedule"]
 

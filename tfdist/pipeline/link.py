@@ -9,9 +9,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.attributes import own_losses
-from tfdist.keras_internals.functional import count_flops, trace_graph, without_values
-from tfdist.keras_internals.private import all_layers
+from tfdist.backend.keras.attributes import own_losses
+from tfdist.backend.keras.functional import count_flops, trace_graph, without_values
+from tfdist.backend.keras.private import all_layers
 
 __all__ = ["Link"]
 

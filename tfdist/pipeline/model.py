@@ -7,13 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 import keras
 import tensorflow as tf
 
-from tfdist import checks
+from tfdist.backend.graph.provenance import with_provenance
+from tfdist.backend.keras.attributes import count_batch, loss_tracker, own_metrics
 from tfdist.collectives import broadcast
 from tfdist.collectives.local import LocalEngine
 from tfdist.collectives.objects import all_gather_object
-from tfdist.context import ModelRole, current_strategy
-from tfdist.graph.provenance import with_provenance
-from tfdist.keras_internals.attributes import count_batch, loss_tracker, own_metrics
 from tfdist.losses import check_micro_batches
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.costs import measure_seconds
@@ -23,6 +21,8 @@ from tfdist.pipeline.runtime import PipelineRuntime
 from tfdist.pipeline.schedules import Schedule, chosen_schedule
 from tfdist.pipeline.shapes import RowShape
 from tfdist.pipeline.simulation import Run, check_schedule
+from tfdist.step.context import ModelRole, current_strategy
+from tfdist.utils import checks
 
 __all__ = ["PipelineModel"]
 

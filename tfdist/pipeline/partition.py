@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from tfdist import checks
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.costs import link_costs
 from tfdist.pipeline.link import Link
+from tfdist.utils import checks
 
 __all__ = ["Partition", "balance", "make_partition"]
 

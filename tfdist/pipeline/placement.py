@@ -7,8 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.backend.keras.functional import defer, initialize_weights, without_values
 from tfdist.collectives import Group, all_reduce
-from tfdist.keras_internals.functional import defer, initialize_weights, without_values
 from tfdist.pipeline.partition import Partition
 from tfdist.sharding.layout import Stage, update_layout
 from tfdist.sharding.weights import SlicedInitializer

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from tfdist.keras_internals.attributes import keras_logits
-from tfdist.keras_internals.calls import Call
+from tfdist.backend.keras.attributes import keras_logits
+from tfdist.backend.keras.calls import Call
 
 __all__ = ["activation_of", "logits_of"]
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
+from tfdist.backend.keras.functional import trace_graph
 from tfdist.collectives import Group
 from tfdist.collectives.run import receive_tensor, send_tensor, shape_of
-from tfdist.keras_internals.functional import trace_graph
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.partition import Partition
 

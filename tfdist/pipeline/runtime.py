@@ -9,11 +9,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.backend.graph.provenance import with_provenance
+from tfdist.backend.keras.attributes import count_batch
 from tfdist.collectives import Group
-from tfdist.context import current_step, current_strategy
 from tfdist.gradients.non_finite import guard_of
-from tfdist.graph.provenance import with_provenance
-from tfdist.keras_internals.attributes import count_batch
 from tfdist.pipeline.executor import Outcome, Route, run_forward, run_schedule
 from tfdist.pipeline.partition import Partition
 from tfdist.pipeline.placement import StagePlacement
@@ -21,6 +20,7 @@ from tfdist.pipeline.schedules import Schedule
 from tfdist.pipeline.shapes import RowShape
 from tfdist.pipeline.stage import StageProgram, trace_stage
 from tfdist.sharding.layout import layout_of
+from tfdist.step.context import current_step, current_strategy
 
 __all__ = ["PipelineRuntime"]
 

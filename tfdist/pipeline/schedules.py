@@ -14,7 +14,7 @@ import dataclasses
 import enum
 from collections.abc import Callable, Sequence
 
-from tfdist import checks
+from tfdist.utils import checks
 
 __all__ = [
     "MOST_FORWARDS",

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import keras
 import tensorflow as tf
 
-from tfdist import checks
+from tfdist.utils import checks
 
 __all__ = ["RowShape", "rows_of_inputs"]
 

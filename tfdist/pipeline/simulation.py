@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from tfdist import checks
 from tfdist.pipeline.schedules import Action, ActionKind, Schedule
+from tfdist.utils import checks
 
 __all__ = ["Message", "Run", "check_schedule", "held_microbatches", "messages", "simulate"]
 

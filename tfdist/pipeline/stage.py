@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import keras
 import tensorflow as tf
 
-from tfdist.graph.dependence import is_independent_of_batch
-from tfdist.graph.split import Part, ancestors, carve
-from tfdist.keras_internals.functional import trace_graph
+from tfdist.backend.graph.dependence import is_independent_of_batch
+from tfdist.backend.graph.split import Part, ancestors, carve
+from tfdist.backend.keras.functional import trace_graph
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.link import Link
 

@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tfdist import checks
 from tfdist.planner.machines import Link, Machine
+from tfdist.utils import checks
 
 __all__ = ["machine_of", "read_machine", "write_machine"]
 

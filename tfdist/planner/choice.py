@@ -6,12 +6,12 @@ import dataclasses
 
 from tabulate import tabulate
 
-from tfdist import checks
 from tfdist.planner.estimates import Estimate
 from tfdist.planner.machines import Machine
 from tfdist.planner.parts import Model, check_model, count_parameters
 from tfdist.planner.search import Limits, Search
-from tfdist.quantities import as_bytes, as_count, as_seconds
+from tfdist.utils import checks
+from tfdist.utils.quantities import as_bytes, as_count, as_seconds
 
 __all__ = ["Plan", "Rejection", "plan", "summary"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tfdist import checks
 from tfdist.planner.models import Transformer
+from tfdist.utils import checks
 
 __all__ = ["KNOWN", "from_config"]
 

@@ -6,9 +6,10 @@ import dataclasses
 import math
 from typing import Any
 
-from tfdist import checks
+from tfdist import models
 from tfdist.planner.models import Transformer
 from tfdist.planner.parts import Model, Part
+from tfdist.utils import checks
 
 __all__ = ["Described", "describe"]
 
@@ -64,7 +65,7 @@ def _transformer(model: Any, length: int | None) -> Transformer | None:
 
     from tfdist import layers
 
-    blocks = [each for each in model.layers if isinstance(each, layers.TransformerDecoderBlock)]
+    blocks = [each for each in model.layers if isinstance(each, models.TransformerDecoderBlock)]
     embeddings = [each for each in model.layers if isinstance(each, layers.VocabParallelEmbedding)]
     if not blocks or len(embeddings) != 1:
         return None
@@ -72,7 +73,7 @@ def _transformer(model: Any, length: int | None) -> Transformer | None:
         {key: value for key, value in each.get_config().items() if key != "name"} for each in blocks
     ]
     known = (
-        layers.TransformerDecoderBlock,
+        models.TransformerDecoderBlock,
         layers.VocabParallelEmbedding,
         layers.VocabParallelHead,
         layers.PositionEmbedding,
@@ -118,8 +119,8 @@ def _transformer(model: Any, length: int | None) -> Transformer | None:
 
 def _inactive(model: Any) -> float:
     """The parameters of experts that a token is not sent to."""
-    from tfdist.keras_internals.private import all_layers
-    from tfdist.layers import MixtureOfExperts
+    from tfdist.backend.keras.private import all_layers
+    from tfdist.experts import MixtureOfExperts
 
     mixtures = [each for each in all_layers(model) if isinstance(each, MixtureOfExperts)]
     counts = [each.num_parameters for each in mixtures]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from tfdist import checks
 from tfdist.planner import communication
 from tfdist.planner.layouts import Layout
 from tfdist.planner.machines import Machine
@@ -20,7 +19,8 @@ from tfdist.planner.parts import (
 )
 from tfdist.planner.stages import Stage, cut, of_rank
 from tfdist.planner.times import PassTimes, Ways, gradient_seconds, part_times, pipeline_seconds
-from tfdist.quantities import as_bytes, as_count, as_seconds
+from tfdist.utils import checks
+from tfdist.utils.quantities import as_bytes, as_count, as_seconds
 
 __all__ = [
     "EXTRAPOLATED",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from tfdist import checks
 from tfdist.planner.estimates import Estimate
 from tfdist.planner.machines import Machine
 from tfdist.runtime.save_interval import young_daly
+from tfdist.utils import checks
 
 __all__ = [
     "Goodput",

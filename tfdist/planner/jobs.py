@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from tfdist import checks
 from tfdist.planner.goodput import save_interval
+from tfdist.utils import checks
 
 __all__ = ["JobTimes", "SimulatedJob", "bottleneck", "simulate_job"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from tfdist import checks
 from tfdist.mesh import DEFAULT_ORDER, Mesh
 from tfdist.pipeline.schedules import SCHEDULES
+from tfdist.utils import checks
 
 __all__ = [
     "AXES",

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from tfdist import checks
-from tfdist.quantities import read_bytes
+from tfdist.utils import checks
+from tfdist.utils.quantities import read_bytes
 
 __all__ = ["DEVICES", "Device", "Link", "Machine", "machine"]
 

@@ -6,8 +6,8 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
-from tfdist import checks
 from tfdist.planner.parts import Part
+from tfdist.utils import checks
 
 __all__ = ["MLP", "ConvNet", "Transformer"]
 

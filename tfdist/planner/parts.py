@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
-from tfdist import checks
+from tfdist.utils import checks
 
 __all__ = [
     "Model",

@@ -7,10 +7,10 @@ import shlex
 import textwrap
 from typing import Any
 
-from tfdist import checks
 from tfdist.planner.layouts import FOREIGN, Layout
 from tfdist.planner.models import Transformer
 from tfdist.planner.parts import Model
+from tfdist.utils import checks
 
 __all__ = ["code", "command_line", "gpt_arguments", "layout_flags", "refusal"]
 

@@ -7,13 +7,13 @@ import math
 
 from tabulate import tabulate
 
-from tfdist import checks
 from tfdist.planner.communication import way
 from tfdist.planner.estimates import Estimate
 from tfdist.planner.goodput import required_bandwidth
 from tfdist.planner.machines import Link, Machine
 from tfdist.planner.memory import BUCKET_BYTES
-from tfdist.quantities import as_seconds
+from tfdist.utils import checks
+from tfdist.utils.quantities import as_seconds
 
 __all__ = [
     "LATENCY_SHARE",

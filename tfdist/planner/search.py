@@ -12,12 +12,12 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from tfdist import checks
 from tfdist.planner.estimates import Estimate, PartCosts, assemble, misfit, part_costs, tied
 from tfdist.planner.layouts import OPTIMIZERS, PRECISIONS, RECOMPUTE, Layout, state_bytes
 from tfdist.planner.machines import Machine
 from tfdist.planner.parts import Model
 from tfdist.planner.times import Ways
+from tfdist.utils import checks
 
 __all__ = ["Found", "Group", "Limits", "Search", "divisors"]
 

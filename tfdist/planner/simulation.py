@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tfdist import checks
 from tfdist.pipeline.schedules import Action, ActionKind, Schedule, make_schedule
 from tfdist.pipeline.simulation import needs
 from tfdist.planner.communication import Way, send
@@ -21,6 +20,7 @@ from tfdist.planner.machines import Link, Machine
 from tfdist.planner.parts import Model
 from tfdist.planner.stages import cut
 from tfdist.planner.times import PassTimes, Ways
+from tfdist.utils import checks
 
 __all__ = [
     "SimulatedStep",

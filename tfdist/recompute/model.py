@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 import keras
 import tensorflow as tf
 
-from tfdist import checks
-from tfdist.graph.custom_gradient import custom_gradient
-from tfdist.graph.rematerialize import Region
-from tfdist.keras_internals.attributes import attention_core
-from tfdist.keras_internals.private import all_layers, in_stateless_scope
+from tfdist.backend.graph.custom_gradient import custom_gradient
+from tfdist.backend.graph.rematerialize import Region
+from tfdist.backend.keras.attributes import attention_core
+from tfdist.backend.keras.private import all_layers, in_stateless_scope
 from tfdist.recompute.policies import POLICIES, check_costs, choose_segments
+from tfdist.utils import checks
 
 __all__ = ["recompute"]
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import keras
 
-from tfdist import checks
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.costs import bytes_of, kept_bytes, link_costs, training_graph
+from tfdist.utils import checks
 
 __all__ = ["POLICIES", "Costs", "check_costs", "cheapest_within", "choose_segments", "smallest"]
 

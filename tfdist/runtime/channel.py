@@ -11,8 +11,8 @@ import threading
 import time
 from typing import Any
 
-from tfdist.checks import one_line
-from tfdist.errors import TfdistError
+from tfdist.utils.checks import one_line
+from tfdist.utils.errors import TfdistError
 
 __all__ = ["Channel", "ProtocolError"]
 

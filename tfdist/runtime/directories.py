@@ -6,7 +6,7 @@ import os
 import re
 from typing import Any
 
-from tfdist.checks import shown
+from tfdist.utils.checks import shown
 
 __all__ = ["SCHEMES", "checked_directory", "is_address"]
 

@@ -24,7 +24,7 @@ import hmac
 import secrets
 import struct
 
-from tfdist.errors import TfdistError
+from tfdist.utils.errors import TfdistError
 
 __all__ = [
     "ANSWER_BYTES",

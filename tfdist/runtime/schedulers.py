@@ -19,11 +19,11 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tfdist.checks import one_line
 from tfdist.runtime import AuthenticationError, Channel, Listener, bind, connect
 from tfdist.runtime.job_key import JOB_TOKEN, job_key
 from tfdist.runtime.rendezvous import Endpoint, environments, free_ports, with_interface
 from tfdist.runtime.slurm import expand_node_list
+from tfdist.utils.checks import one_line
 
 __all__ = ["Started", "join", "started_by_scheduler"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 
-from tfdist.errors import TfdistError
+from tfdist.utils.errors import TfdistError
 
 __all__ = ["ANY_VERSION", "RANGES", "VersionError", "check_version", "range_of"]
 

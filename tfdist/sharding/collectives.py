@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from tfdist.collectives import all_gather, reduce_scatter
 from tfdist.collectives.low_precision import is_narrower, narrow_reduce_scatter
-from tfdist.gradient_options import GradientOptions
 from tfdist.sharding.parts import FlatShard, deep_copy
+from tfdist.step.gradient_options import GradientOptions
 
 __all__ = ["all_gather_arrays", "reduce_scatter_arrays"]
 

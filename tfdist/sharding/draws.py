@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.keras_internals.private import draw_seed
+from tfdist.backend.keras.private import draw_seed
 from tfdist.sharding.parts import Slice, deep_copy
 
 __all__ = ["SliceDrawn", "can_slice"]

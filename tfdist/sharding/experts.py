@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tfdist.collectives import Group
-from tfdist.context import current_strategy
 from tfdist.sharding.parts import NestedSlice, Slice
 from tfdist.sharding.weights import TENSOR_AXIS, axis_group, tensor_group
+from tfdist.step.context import current_strategy
 
 __all__ = ["check_experts", "expert_group", "expert_part"]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfdist.context import strategy_of
+from tfdist.step.context import strategy_of
 from tfdist.step.hooks import FitHook, fit_hooks
 
 __all__ = ["Kept", "KeptState", "Key", "VariableKey", "kept_states_of"]

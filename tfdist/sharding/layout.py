@@ -12,12 +12,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import checks
+from tfdist.backend.keras.attributes import stored_dtype, stored_value
 from tfdist.collectives import Group, all_reduce, broadcast
-from tfdist.context import DistributedStrategy, strategy_of
-from tfdist.keras_internals.attributes import stored_dtype, stored_value
 from tfdist.mesh import Mesh
 from tfdist.sharding.parts import FlatShard, NestedSlice, Slice
+from tfdist.step.context import DistributedStrategy, strategy_of
+from tfdist.utils import checks
 
 __all__ = [
     "Stage",
@@ -108,7 +108,7 @@ class VariableLayout:
         return tuple(axis for axis in mesh.gradient_axes if axis not in split)
 
     def has_global_gradient(self, mesh: Mesh) -> bool:
-        """Whether a rank's gradient is of the global loss, not of its own: see `tfdist.context`.
+        """Whether a rank's gradient is of the global loss, not of its own: see `tfdist.step.context`.
 
         Where ranks that split a variable have other rows or tokens, each computes for the others.
         """

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import keras
 
-from tfdist import checks
 from tfdist.collectives import Group
+from tfdist.utils import checks
 
 __all__ = [
     "LayerSplit",

@@ -8,14 +8,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import checks
+from tfdist.backend.keras.attributes import stored_shape
+from tfdist.backend.keras.functional import defer, deferred_initializer, without_values
+from tfdist.backend.keras.variables import renew
 from tfdist.collectives import Group, all_reduce
 from tfdist.collectives.mappings import reduce_from_region
-from tfdist.context import current_step, current_strategy
-from tfdist.keras_internals.attributes import stored_shape
-from tfdist.keras_internals.functional import defer, deferred_initializer, without_values
-from tfdist.keras_internals.variables import renew
-from tfdist.keras_step import with_global_gradient
 from tfdist.sharding.layout import (
     VariableLayout,
     layout_of,
@@ -23,6 +20,9 @@ from tfdist.sharding.layout import (
     update_layout,
 )
 from tfdist.sharding.parts import NestedSlice, Slice, deep_copy
+from tfdist.step.context import current_step, current_strategy
+from tfdist.step.keras_step import with_global_gradient
+from tfdist.utils import checks
 
 __all__ = [
     "SlicedInitializer",

@@ -14,8 +14,8 @@ import tensorflow as tf
 
 if TYPE_CHECKING:
     from tfdist.gradients.stage import GradientStage
-    from tfdist.keras_step import KerasStep
     from tfdist.sharding.kept import KeptState
+    from tfdist.step.keras_step import KerasStep
 
 __all__ = ["FitContext", "FitHook", "active_hooks", "fit_hooks", "hooked", "trace_if_changed"]
 

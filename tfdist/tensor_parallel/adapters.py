@@ -17,14 +17,14 @@ from typing import Any, ClassVar
 import keras
 import tensorflow as tf
 
-from tfdist import checks
+from tfdist.backend.keras.attributes import variables_of_layer
+from tfdist.backend.keras.functional import without_values
 from tfdist.collectives import Group, broadcast
 from tfdist.collectives.mappings import copy_to_region
-from tfdist.keras_internals.attributes import variables_of_layer
-from tfdist.keras_internals.functional import without_values
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.weights import check_by_entries, join_variable, split_variable
 from tfdist.tensor_parallel.quantized import check_mode
+from tfdist.utils import checks
 
 __all__ = [
     "Adapter",

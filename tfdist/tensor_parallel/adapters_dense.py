@@ -8,13 +8,13 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from tfdist.backend.keras.attributes import kernel_of
 from tfdist.collectives import Group
 from tfdist.collectives.mappings import (
     column_parallel_matmul,
     gather_from_region,
     reduce_from_region,
 )
-from tfdist.keras_internals.attributes import kernel_of
 from tfdist.layers.embedding import stays_split
 from tfdist.sharding.weights import value_tensor
 from tfdist.tensor_parallel.adapters import Adapter, LayerView, override

@@ -8,10 +8,10 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from tfdist.backend.keras.attributes import table_of
+from tfdist.backend.keras.private import set_keras_mask
 from tfdist.collectives import Group
 from tfdist.collectives.mappings import gather_from_region, reduce_from_region
-from tfdist.keras_internals.attributes import table_of
-from tfdist.keras_internals.private import set_keras_mask
 from tfdist.layers.embedding import own_ids, own_rows, split_logits, stays_split
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.weights import value_tensor

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from tfdist.layers.experts.products import grouped_linear
+from tfdist.experts.products import grouped_linear
 from tfdist.sharding.weights import value_tensor
 
 __all__ = ["BANKS", "Bank"]

@@ -14,8 +14,8 @@ from typing import Any
 
 import keras
 
+from tfdist.backend.keras.attributes import own_trainable, sublayers, variables_of_layer
 from tfdist.collectives import Group
-from tfdist.keras_internals.attributes import own_trainable, sublayers, variables_of_layer
 from tfdist.layers.dropout import drawing_apart
 from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.sharding.weights import split_variable

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import keras
 import tensorflow as tf
 
-from tfdist import checks
-from tfdist.keras_internals.attention_cores import AttentionCore, core_of
-from tfdist.keras_internals.attributes import attention_core, returns_scores
-from tfdist.layers.blockwise import blockwise_attention
+from tfdist.backend.keras.attention_cores import AttentionCore, core_of
+from tfdist.backend.keras.attributes import attention_core, returns_scores
+from tfdist.context_parallel.blockwise import blockwise_attention
 from tfdist.tensor_parallel.adapters import override
+from tfdist.utils import checks
 
 __all__ = ["use_blockwise"]
 

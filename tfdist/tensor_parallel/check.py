@@ -17,9 +17,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.backend.keras.attributes import dtype_policy, sublayers
+from tfdist.backend.keras.private import all_layers
 from tfdist.collectives import Group, all_reduce
-from tfdist.keras_internals.attributes import dtype_policy, sublayers
-from tfdist.keras_internals.private import all_layers
 from tfdist.layers.dropout import drawing_apart
 from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.tensor_parallel.adapters import override

@@ -15,16 +15,16 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
+from tfdist.backend.keras.functional import without_values
+from tfdist.backend.keras.private import all_layers
 from tfdist.collectives import Group, broadcast
-from tfdist.context import current_strategy
-from tfdist.keras_internals.functional import without_values
-from tfdist.keras_internals.private import all_layers
-from tfdist.layers.experts.dispatch import are_there, through_experts
-from tfdist.layers.experts.permutation import sort_by_expert
+from tfdist.experts.dispatch import are_there, through_experts
+from tfdist.experts.permutation import sort_by_expert
 from tfdist.sharding.experts import check_experts, expert_group
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.parts import Slice
 from tfdist.sharding.weights import cut_variable
+from tfdist.step.context import current_strategy
 from tfdist.tensor_parallel.adapters import override
 from tfdist.tensor_parallel.banks import BANKS, Bank
 from tfdist.zero.sharded_variable import ShardedVariable, shard_variable, unshard_variable

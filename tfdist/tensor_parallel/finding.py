@@ -13,8 +13,7 @@ from collections.abc import Container, Iterator
 
 import keras
 
-from tfdist import checks
-from tfdist.keras_internals.attributes import (
+from tfdist.backend.keras.attributes import (
     history,
     int4_inputs,
     int4_outputs,
@@ -23,7 +22,7 @@ from tfdist.keras_internals.attributes import (
     table_of,
     variables_of_layer,
 )
-from tfdist.keras_internals.private import all_layers
+from tfdist.backend.keras.private import all_layers
 from tfdist.sharding.split import split_of
 from tfdist.tensor_parallel.adapters import computes_as
 from tfdist.tensor_parallel.adapters_dense import DenseAdapter, EinsumDenseAdapter
@@ -31,6 +30,7 @@ from tfdist.tensor_parallel.blocks import projections
 from tfdist.tensor_parallel.choosing import adapter_class
 from tfdist.tensor_parallel.equations import terms
 from tfdist.tensor_parallel.registered import only_kind, parts_of_registered
+from tfdist.utils import checks
 
 __all__ = ["attention_kinds", "check_large", "find_plan"]
 

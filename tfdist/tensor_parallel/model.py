@@ -11,11 +11,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import checks
+from tfdist.backend.keras.attributes import made_under, variables_of_layer
+from tfdist.backend.keras.functional import without_values
+from tfdist.backend.keras.private import all_layers
 from tfdist.collectives import Group, broadcast
-from tfdist.keras_internals.attributes import made_under, variables_of_layer
-from tfdist.keras_internals.functional import without_values
-from tfdist.keras_internals.private import all_layers
 from tfdist.sharding.experts import expert_group
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.parts import deep_copy
@@ -33,6 +32,7 @@ from tfdist.tensor_parallel.plan import kinds_of
 from tfdist.tensor_parallel.prefill import drop_logits_of_prefill
 from tfdist.tensor_parallel.registered import parts_of_registered
 from tfdist.tensor_parallel.report import ParallelizeReport, VariableReport
+from tfdist.utils import checks
 
 __all__ = ["parallelize", "report"]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import keras
 
-from tfdist.keras_internals.private import all_layers
+from tfdist.backend.keras.private import all_layers
 from tfdist.layers.activations import gelu
 from tfdist.layers.normalization import normalized_in_one_pass
 from tfdist.tensor_parallel.adapters import override

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from tfdist import checks
 from tfdist.sharding.split import registered_kinds
+from tfdist.utils import checks
 
 __all__ = ["GPT2", "KINDS", "LLAMA", "check_plan", "kinds_of", "paths_matched"]
 

@@ -8,8 +8,8 @@ import keras
 import tensorflow as tf
 from keras import ops
 
+from tfdist.backend.graph.few_rows import matmul as matmul_of_matrices
 from tfdist.collectives.mappings import linear
-from tfdist.graph.few_rows import matmul as matmul_of_matrices
 from tfdist.tensor_parallel.equations import terms
 
 __all__ = ["einsum", "matmul", "same_dtype"]

@@ -15,8 +15,7 @@ import keras
 import tensorflow as tf
 from keras import ops
 
-from tfdist.collectives import Group, all_reduce
-from tfdist.keras_internals.attributes import (
+from tfdist.backend.keras.attributes import (
     int4_block_size,
     int4_columns,
     int4_inputs,
@@ -24,6 +23,7 @@ from tfdist.keras_internals.attributes import (
     kernel_of,
     quantization_axes,
 )
+from tfdist.collectives import Group, all_reduce
 from tfdist.tensor_parallel.equations import terms
 
 __all__ = ["check_mode", "quantized_axes", "quantized_row_attributes", "quantized_sizes"]

@@ -9,10 +9,9 @@ from typing import Any
 
 import keras
 
-from tfdist import checks
+from tfdist.backend.keras.attributes import own_trainable, sublayers, variables_of_layer
+from tfdist.backend.keras.private import all_layers
 from tfdist.collectives import Group
-from tfdist.keras_internals.attributes import own_trainable, sublayers, variables_of_layer
-from tfdist.keras_internals.private import all_layers
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.split import (
     LayerSplit,
@@ -23,6 +22,7 @@ from tfdist.sharding.split import (
     split_of,
 )
 from tfdist.tensor_parallel.adapters import Adapter, computes_as, local_attributes, override
+from tfdist.utils import checks
 
 __all__ = ["RegisteredAdapter", "only_kind", "parts_of_registered"]
 

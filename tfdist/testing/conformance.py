@@ -11,9 +11,10 @@ import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
-from tfdist import checks, collectives
+from tfdist import collectives
 from tfdist.collectives import Group
 from tfdist.collectives.engine import Engine
+from tfdist.utils import checks
 
 __all__ = ["DTYPES", "OPERATIONS", "Difference", "differences", "sums_with_a_constant"]
 

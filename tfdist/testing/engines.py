@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from tfdist import checks
 from tfdist.mesh import Mesh
 from tfdist.testing.conformance import (
     DTYPES,
@@ -15,6 +14,7 @@ from tfdist.testing.conformance import (
 )
 from tfdist.testing.pool import RankPool
 from tfdist.testing.rank import MakeEngine, engine
+from tfdist.utils import checks
 
 __all__ = ["check_engine"]
 

@@ -6,9 +6,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import checks
-from tfdist.context import strategy_of
-from tfdist.keras_internals.attributes import stored_value
+from tfdist.backend.keras.attributes import stored_value
+from tfdist.step.context import strategy_of
+from tfdist.utils import checks
 
 __all__ = ["FlipBit"]
 

@@ -18,12 +18,12 @@ from typing import IO, cast
 
 import cloudpickle
 
-from tfdist import checks
-from tfdist.errors import TfdistError
 from tfdist.runtime import Listener
 from tfdist.runtime.orphan_guard import OrphanGuard
 from tfdist.runtime.rendezvous import ENGINES, local_environments
 from tfdist.testing.rank import PURPOSE, MakeEngine, free_address, make_engines_by
+from tfdist.utils import checks
+from tfdist.utils.errors import TfdistError
 
 __all__ = ["RankError", "RankPool", "run_ranks"]
 

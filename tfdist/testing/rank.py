@@ -15,9 +15,9 @@ from typing import Any
 
 import cloudpickle
 
-from tfdist import checks
 from tfdist.runtime import connect
 from tfdist.runtime.rendezvous import free_ports, local_environments
+from tfdist.utils import checks
 
 __all__ = ["PURPOSE", "MakeEngine", "engine", "free_address", "make_engines_by", "strategy"]
 

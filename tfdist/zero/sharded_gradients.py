@@ -9,15 +9,15 @@ from collections.abc import Iterator, Sequence
 import keras
 import tensorflow as tf
 
-from tfdist.context import current_step, current_strategy
-from tfdist.gradient_options import GradientOptions
+from tfdist.backend.graph.custom_gradient import custom_gradient
+from tfdist.backend.graph.tapes import any_records
 from tfdist.gradients.reduce import weigh_gradients
 from tfdist.gradients.sparse import reduce_rows, shard_of_rows
-from tfdist.graph.custom_gradient import custom_gradient
-from tfdist.graph.tapes import any_records
 from tfdist.sharding.collectives import all_gather_arrays, reduce_scatter_arrays
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.parts import FlatShard
+from tfdist.step.context import current_step, current_strategy
+from tfdist.step.gradient_options import GradientOptions
 
 __all__ = ["flat_shard", "gather_gradients", "packed", "rows_of_gradients", "shard_gradients"]
 

@@ -17,14 +17,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.backend.graph.custom_gradient import custom_gradient
+from tfdist.backend.graph.loops import is_called_for_rows
+from tfdist.backend.graph.tapes import is_wanted
+from tfdist.backend.keras.attributes import autocast, stored_dtype, stored_value
+from tfdist.backend.keras.private import in_stateless_scope
+from tfdist.backend.keras.stored import StoredArray
+from tfdist.backend.keras.variables import HookedVariable, renew
 from tfdist.collectives import Group
-from tfdist.graph.custom_gradient import custom_gradient
-from tfdist.graph.loops import is_called_for_rows
-from tfdist.graph.tapes import is_wanted
-from tfdist.keras_internals.attributes import autocast, stored_dtype, stored_value
-from tfdist.keras_internals.private import in_stateless_scope
-from tfdist.keras_internals.stored import StoredArray
-from tfdist.keras_internals.variables import HookedVariable, renew
 from tfdist.sharding.collectives import all_gather_arrays
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.parts import FlatShard, deep_copy

@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.graph.rematerialize import Region, replace
+from tfdist.backend.graph.rematerialize import Region, replace
 from tfdist.zero.sharded_gradients import shard_gradients
 from tfdist.zero.sharded_variable import (
     ShardedVariable,

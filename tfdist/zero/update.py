@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-from tfdist.gradient_options import GradientOptions
 from tfdist.gradients.buckets import buckets
 from tfdist.gradients.throttle import MAX_IN_FLIGHT_SHARDED
 from tfdist.sharding.collectives import all_gather_arrays
 from tfdist.sharding.parts import FlatShard
+from tfdist.step.gradient_options import GradientOptions
 
 __all__ = ["LocalShard", "all_gather_parameters"]
 

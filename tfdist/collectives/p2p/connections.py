@@ -1,7 +1,7 @@
 """Connects the ranks that are to send messages to each other.
 
 Each connection begins with the handshake of `tfdist.runtime`; then the socket belongs to the
-library of `tfdist.native`.
+library of `tfdist.backend.native`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
+from tfdist.backend.native import find_library, functions
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import all_gather_object
 from tfdist.collectives.p2p.engine import P2PEngine, flush
 from tfdist.collectives.rank_sets import rank_sets
-from tfdist.native import find_library, functions
 from tfdist.runtime import Listener, bind
 from tfdist.runtime import connect as call
 from tfdist.runtime.caller import connect_once

@@ -20,11 +20,11 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import tensorflow as tf
 
+from tfdist.backend.native import functions, load
 from tfdist.collectives.engine import Engine, split_rows
 from tfdist.collectives.flight_counts import outermost_is_eager
 from tfdist.collectives.group import Group
 from tfdist.collectives.p2p.hierarchy import Hierarchy, hierarchy_of
-from tfdist.native import functions, load
 
 __all__ = ["P2PEngine", "flush"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keras
 
-from tfdist import checks
+from tfdist.utils import checks
 
 __all__ = ["BestModelCheckpoint"]
 

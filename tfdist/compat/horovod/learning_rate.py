@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import keras
 
-from tfdist import checks
+from tfdist.backend.keras.attributes import momentums
 from tfdist.compat.horovod.ranks import engine_of
-from tfdist.keras_internals.attributes import momentums
+from tfdist.utils import checks
 
 __all__ = ["LearningRateScheduleCallback", "LearningRateWarmupCallback"]
 

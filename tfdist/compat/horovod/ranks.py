@@ -8,9 +8,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import checks
 from tfdist.collectives import all_gather, all_reduce, broadcast
 from tfdist.collectives.engine import Engine
+from tfdist.utils import checks
 
 __all__ = ["BroadcastGlobalVariablesCallback", "MetricAverageCallback", "engine_of"]
 

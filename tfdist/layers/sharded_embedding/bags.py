@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import checks
 from tfdist.layers.sharded_embedding.config import FeatureConfig
+from tfdist.utils import checks
 
 __all__ = ["Bags", "bags_of"]
 

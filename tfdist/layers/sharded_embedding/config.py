@@ -8,8 +8,8 @@ from typing import Any
 
 import keras
 
-from tfdist import checks
 from tfdist.layers.initializers import initializer
+from tfdist.utils import checks
 
 __all__ = ["COMBINERS", "PLACEMENTS", "FeatureConfig", "TableConfig", "tables_of"]
 

@@ -8,11 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import checks
+from tfdist.backend.graph.compiling import check_sizes_may_change
 from tfdist.collectives import Group
-from tfdist.context import ReplicaContext, current_replica, current_strategy
-from tfdist.graph.compiling import check_sizes_may_change
-from tfdist.keras_step import with_global_gradient
 from tfdist.layers.sharded_embedding.bags import Bags, bags_of
 from tfdist.layers.sharded_embedding.config import FeatureConfig, TableConfig, tables_of
 from tfdist.layers.sharded_embedding.errors import error_of, raise_errors
@@ -21,6 +18,9 @@ from tfdist.layers.sharded_embedding.placement import place_tables, placement_re
 from tfdist.sharding.draws import SliceDrawn
 from tfdist.sharding.updates import needs_rows
 from tfdist.sharding.weights import add_split_weight
+from tfdist.step.context import ReplicaContext, current_replica, current_strategy
+from tfdist.step.keras_step import with_global_gradient
+from tfdist.utils import checks
 
 __all__ = ["ShardedEmbedding"]
 

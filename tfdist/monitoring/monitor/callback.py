@@ -11,14 +11,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist import checks
-from tfdist.keras_step import KerasStep
 from tfdist.monitoring.monitor.peaks import checked_peak
 from tfdist.monitoring.monitor.session import Options, Session
 from tfdist.monitoring.monitor.summary import Report
 from tfdist.monitoring.monitor.watch import Watch
 from tfdist.step.hooks import FitContext, FitHook
-from tfdist.untested import say_untested
+from tfdist.step.keras_step import KerasStep
+from tfdist.utils import checks
+from tfdist.utils.untested import say_untested
 
 __all__ = ["Monitor"]
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable
 
 import tensorflow as tf
 
-from tfdist.keras_internals.functional import called_graphs
+from tfdist.backend.keras.functional import called_graphs
 
 __all__ = ["Flops", "count_flops"]
 
-#: How `tfdist.graph.rematerialize` names what runs again.
+#: How `tfdist.backend.graph.rematerialize` names what runs again.
 _AGAIN = "again/"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from tfdist.step_clock import Cell
+from tfdist.backend.clock.stamps import Cell
 
 __all__ = ["note_waits", "watch_iterators"]
 

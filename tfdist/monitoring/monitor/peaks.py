@@ -8,7 +8,7 @@ import math
 import os
 from typing import Any
 
-from tfdist import checks
+from tfdist.utils import checks
 
 __all__ = ["Peak", "checked_peak"]
 

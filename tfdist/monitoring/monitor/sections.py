@@ -7,10 +7,10 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 
-from tfdist.monitoring.monitor.intervals import Interval, common, length, union, without
-from tfdist.monitoring.monitor.rows import Row
+from tfdist.backend.clock.intervals import Interval, common, length, union, without
+from tfdist.backend.clock.rows import Row
+from tfdist.backend.clock.stamps import Timed
 from tfdist.monitoring.monitor.watch import Execution
-from tfdist.step_clock import Timed
 
 __all__ = ["SECTIONS", "Call", "Step", "steps_of"]
 

@@ -15,10 +15,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfdist.backend.clock.stamps import Timed, listen, timer
+from tfdist.backend.keras.attributes import loss_tracker
 from tfdist.collectives import all_gather
 from tfdist.collectives.objects import all_gather_object
-from tfdist.context import strategy_of
-from tfdist.keras_internals.attributes import loss_tracker
 from tfdist.monitoring.memory import bytes_in_use, most_bytes
 from tfdist.monitoring.memory_reports import parameter_bytes
 from tfdist.monitoring.monitor.block import MOST_TIMERS, Block
@@ -38,7 +38,7 @@ from tfdist.monitoring.monitor.slow import SlowRanks
 from tfdist.monitoring.monitor.summary import Report, Totals
 from tfdist.monitoring.monitor.trace import hidden_share, merged_trace, trace_of, write_trace
 from tfdist.monitoring.monitor.watch import Watch
-from tfdist.step_clock import Timed, listen, timer
+from tfdist.step.context import strategy_of
 
 __all__ = ["Options", "Session"]
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from tfdist.backend.clock.stamps import Timed
 from tfdist.monitoring.monitor.sections import Call, Step
-from tfdist.step_clock import Timed
 
 __all__ = ["RankTrace", "hidden_share", "merged_trace", "trace_of", "write_trace"]
 

@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator
 import keras
 import tensorflow as tf
 
-from tfdist.context import strategy_of
+from tfdist.backend.clock.rows import Columns, Row, RowBuffer
+from tfdist.backend.clock.stamps import Cell, Column, Stamps, current_stamps, stamping, updating
+from tfdist.backend.keras.train_calls import watch_calls
 from tfdist.gradients.norms import square_of
-from tfdist.keras_internals.train_calls import watch_calls
 from tfdist.monitoring.monitor.flops import Flops, count_flops
 from tfdist.monitoring.monitor.input_waits import note_waits, watch_iterators
-from tfdist.monitoring.monitor.rows import Columns, Row, RowBuffer
-from tfdist.step_clock import Cell, Column, Stamps, current_stamps, stamping, updating
+from tfdist.step.context import strategy_of
 
 __all__ = ["Execution", "Watch"]
 

@@ -9,8 +9,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tfdist.errors import TfdistError
-from tfdist.monitoring.monitor.intervals import common, union
+from tfdist.backend.clock.intervals import common, union
+from tfdist.utils.errors import TfdistError
 
 __all__ = ["RankTimes", "Run", "Slice", "UnreadableError", "read_run"]
 

@@ -1,0 +1,1 @@
+"""Everything private of TensorFlow and Keras, the transport library, and time stamps in a graph."""

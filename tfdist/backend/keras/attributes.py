@@ -1,0 +1,175 @@
+"""Private attributes of Keras' objects, each under a name of tfdist's and with a check.
+
+Each stands here because Keras has no public one that says the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import keras
+
+from tfdist.backend.keras.patching import moved
+from tfdist.backend.keras.private import (
+    BaseOptimizer,
+    EpochIterator,
+    LossFunctionWrapper,
+    Node,
+    Operation,
+    TensorFlowTrainer,
+    TFEpochIterator,
+    nn,
+)
+
+__all__ = ["Attribute", "count_batch", "loss_variables", "variables_of_layer"]
+
+
+class Attribute:
+    """An attribute that Keras gives to its objects: called with one, it returns its value.
+
+    Args:
+        name: Keras' name for it.
+        *owners: The classes, or the modules, whose code speaks of it.
+        since: The Keras that has it first: older ones know no such thing, and objects lack it.
+
+    Attributes:
+        is_known: Whether this Keras has it.
+
+    Raises:
+        ImportError: One of them does not.
+    """
+
+    def __init__(self, name: str, *owners: Any, since: tuple[int, int] = (3, 0)):
+        self.name, self.owners = name, owners
+        self.is_known = tuple(map(int, keras.__version__.split(".")[:2])) >= since
+        if not self.is_known:
+            return
+        for owner in owners:
+            if name not in _names_in(owner):
+                raise moved(f"{owner.__name__}.{name}", "nothing")
+
+    def __call__(self, thing, *default):
+        """The value that an object has, or the default where it has none."""
+        return getattr(thing, self.name, *default)
+
+    def set(self, thing, value) -> None:
+        """Gives an object another value."""
+        setattr(thing, self.name, value)
+
+
+@functools.cache
+def _names_in(owner) -> frozenset[str]:
+    """What a class of Keras, with those below it, or a module defines or its functions mention."""
+    parts = [
+        part
+        for each in getattr(owner, "__mro__", (owner,))
+        if getattr(each, "__module__", each.__name__).startswith("keras.")
+        for part in vars(each).items()
+    ]
+    functions = [inspect.unwrap(part) for _, part in parts if inspect.isfunction(part)]
+    mentioned = [name for function in functions for name in function.__code__.co_names]
+    return frozenset([*(name for name, _ in parts), *mentioned])
+
+
+# Of variables. The memory: `value` autocasts, and gathers what ZeRO-3 has sharded.
+stored_value = Attribute("_value", keras.Variable)
+# Past mixed precision, for which `dtype` answers; and the method that casts.
+stored_dtype = Attribute("_dtype", keras.Variable)
+autocast = Attribute("_maybe_autocast", keras.Variable)
+# Settable, for a variable that is cut to a slice.
+stored_shape = Attribute("_shape", keras.Variable)
+
+# Of layers. Without the layers inside, whose variables the public lists contain.
+own_trainable = Attribute("_trainable_variables", keras.Layer)
+own_non_trainable = Attribute("_non_trainable_variables", keras.Layer)
+sublayers = Attribute("_layers", keras.Layer)
+# A method. `losses` has those of the layers inside, and regularizers.
+own_losses = Attribute("_get_own_losses", keras.Layer)
+# Settable alone: the public setter changes the map of policies that other layers share.
+dtype_policy = Attribute("_dtype_policy", keras.Layer)
+# The variables: `kernel` and `embeddings` add what LoRA has learnt, and unpack quantized ones.
+_PRODUCTS = (keras.layers.Dense, keras.layers.EinsumDense)
+kernel_of = Attribute("_kernel", *_PRODUCTS)
+table_of = Attribute("_embeddings", keras.layers.Embedding)
+# How a kernel of int4 is packed, and which of its dims are summed over.
+# Before 3.14 int4 is packed otherwise, by inputs and without blocks.
+int4_block_size = Attribute("_int4_block_size", *_PRODUCTS, since=(3, 14))
+int4_inputs = Attribute("_orig_input_dim", keras.layers.Dense)
+int4_outputs = Attribute("_orig_output_dim", keras.layers.Dense, since=(3, 14))
+int4_columns = Attribute("_int4_unpacked_column_size", keras.layers.EinsumDense, since=(3, 14))
+quantization_axes = Attribute("_kernel_reduced_axes", keras.layers.EinsumDense)
+# A method, from the scales of an int8 kernel to what the kernel itself is divided by.
+adjust_scale = Attribute("_adjust_scale_for_dequant", keras.layers.EinsumDense)
+# Grouped attention has no public ones, and alone a gate: since 3.14.
+_BOTH = (keras.layers.GroupQueryAttention, keras.layers.MultiHeadAttention)
+projections = {
+    part: Attribute(f"_{part}_dense", *_BOTH) for part in ("query", "key", "value", "output")
+}
+projections["gate"] = Attribute("_gate_dense", _BOTH[0], since=(3, 14))
+attention_core = Attribute("_compute_attention", *_BOTH)
+# Grouped attention notes it for its core, and others are told.
+returns_scores = Attribute("_return_attention_scores", keras.layers.GroupQueryAttention)
+
+# Of tensors. Which call made a symbolic one, and the logits that an activation has left.
+history = Attribute("_keras_history", Node)
+# Of operations, to which the history points.
+inbound_nodes = Attribute("_inbound_nodes", Operation)
+keras_logits = Attribute("_keras_logits", nn)
+
+# Of losses and metrics of functions: what they call, and how.
+loss_arguments = Attribute("_fn_kwargs", LossFunctionWrapper)
+metric_arguments = Attribute("_fn_kwargs", keras.metrics.MeanMetricWrapper)
+metric_function = Attribute("_fn", keras.metrics.MeanMetricWrapper)
+
+# Of models. `compute_loss` adds the layers' losses, and `compute_metrics` reads all metrics.
+compile_loss = Attribute("_compile_loss", TensorFlowTrainer)
+compile_metrics = Attribute("_compile_metrics", TensorFlowTrainer)
+loss_tracker = Attribute("_loss_tracker", TensorFlowTrainer)
+# A method. `metrics` goes through the layers too.
+own_metrics = Attribute("_get_own_metrics", TensorFlowTrainer)
+# Where `fit` begins, as Keras' BackupAndRestore sets it.
+initial_epoch = Attribute("_initial_epoch", TensorFlowTrainer)
+# None for a model made outside of any scope, where `distribute_strategy` is that in scope.
+made_under = Attribute("_distribute_strategy", TensorFlowTrainer)
+
+# Of optimizers. Without those of an optimizer inside.
+own_variables = Attribute("_variables", BaseOptimizer)
+# A method: which of the optimizer's variables are those of a parameter, or of what it is in TensorFlow.
+place_of = Attribute("_get_variable_index", BaseOptimizer)
+# `iterations` has updates alone, where gradients are accumulated.
+micro_steps = Attribute("_iterations", BaseOptimizer)
+momentums = Attribute("_momentums", keras.optimizers.RMSprop, keras.optimizers.Adam)
+velocities = Attribute("_velocities", keras.optimizers.Adam)
+
+# Of ModelCheckpoint, for a `fit` that goes on.
+batches_since_save = Attribute("_batches_seen_since_last_saving", keras.callbacks.ModelCheckpoint)
+last_batch = Attribute("_last_batch_seen", keras.callbacks.ModelCheckpoint)
+
+# Of Keras' loop over batches, for a `fit` that goes on. `num_batches` is `steps_per_epoch` first.
+current_iterator = Attribute("_current_iterator", EpochIterator)
+num_batches = Attribute("_num_batches", EpochIterator)
+steps_seen = Attribute("_steps_seen", EpochIterator)
+get_iterator = Attribute("_get_iterator", TFEpochIterator)
+distributed_dataset = Attribute("_distributed_dataset", TFEpochIterator)
+data_strategy = Attribute("_distribute_strategy", TFEpochIterator)
+
+
+def variables_of_layer(layer: keras.Layer) -> list[keras.Variable]:
+    """The variables of a layer, without those of the layers inside it."""
+    return [*own_trainable(layer), *own_non_trainable(layer)]
+
+
+def loss_variables(model) -> set[int]:
+    """The ids of the variables that count a model's reported loss; none before `compile`."""
+    return {id(variable) for variable in getattr(loss_tracker(model, None), "variables", ())}
+
+
+def count_batch(model, y, y_pred, sample_weight, rows):
+    """The loss of `compile`, which is counted, and so are the metrics; none of them is read."""
+    loss = compile_loss(model)(y, y_pred, sample_weight)
+    loss_tracker(model).update_state(loss, sample_weight=rows)
+    if compile_metrics(model) is not None:
+        compile_metrics(model).update_state(y, y_pred, sample_weight)
+    return loss

@@ -1,0 +1,231 @@
+"""The calls of a functional model, those inside of the models that it calls among them.
+
+A task of KerasHub calls its backbone as one layer; a pipeline must see the blocks in there.
+
+- `Function._nodes_by_depth` and `Node`: the order in which a functional model runs, what feeds what.
+- `Functional._standardize_inputs`: inputs in the order of `model.inputs`, in their dtypes.
+
+`tests/backend/keras/test_calls.py` fails where one of them moves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tfdist.backend.keras.attributes import history, inbound_nodes
+from tfdist.backend.keras.private import Functional, Node, Operation, get_keras_mask, set_keras_mask
+
+__all__ = ["Call", "calls_of", "flat_inputs", "functional_of", "made_by", "model_of", "owns_call"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """A call of a layer or of an operation on symbolic tensors.
+
+    Attributes:
+        operation: What is called.
+        args: Positional arguments, with symbolic tensors in them.
+        kwargs: Keyword arguments, likewise.
+        reads: The tensors among the arguments.
+        makes: The tensors that it returns.
+    """
+
+    operation: Operation
+    args: tuple
+    kwargs: dict[str, Any]
+    reads: tuple[keras.KerasTensor, ...]
+    makes: tuple[keras.KerasTensor, ...]
+
+
+def functional_of(model: keras.Model) -> Functional:
+    """The graph of a Sequential or functional model.
+
+    Raises:
+        ValueError: The model is neither, or what its graph says is not what it does.
+    """
+    if isinstance(model, keras.Sequential):
+        if not model.built:
+            raise ValueError(
+                f"The model `{model.name}` has no input shape yet: begin it with a keras.Input."
+            )
+        model = model._functional
+    if not isinstance(model, Functional) or owns_call(model):
+        own = " with a `call` of its own" if isinstance(model, Functional) else ""
+        raise ValueError(
+            "A pipeline is cut out of a list of layers, a Sequential or a functional model, whose "
+            f"parts can be seen. Received: `{model.name}` of type {type(model).__name__}{own}."
+        )
+    return model
+
+
+def owns_call(model: keras.Model) -> bool:
+    """Whether a functional model does something else when it is called than its graph says."""
+    return type(model).call not in (Functional.call, keras.Sequential.call) or "call" in vars(model)
+
+
+def made_by(tensor) -> tuple[Operation, list[keras.KerasTensor]] | None:
+    """The operation that made a symbolic tensor, and the symbolic tensors that it read.
+
+    Returns:
+        None for a tensor that is not symbolic, and for one that comes from nowhere.
+    """
+    made = history(tensor, None) if _is_symbolic(tensor) else None
+    if made is None or made.operation is None:
+        return None
+    return made.operation, inbound_nodes(made.operation)[made.node_index].input_tensors
+
+
+def calls_of(model: keras.Model) -> tuple[list[Call], list[keras.KerasTensor]]:
+    """The calls of a model in the order in which Keras runs them, and what it returns.
+
+    Models that the model calls are looked into, unless their graph is not all that they do. Each
+    call of one has tensors of its own.
+
+    Returns:
+        The calls, and the model's outputs: tensors of these calls, or inputs of the model.
+
+    Raises:
+        ValueError: The model is not functional.
+    """
+    graph = functional_of(model)
+    known = {id(tensor): tensor for tensor in graph.inputs}
+    calls: list[Call] = []
+    _add(calls, graph, known, as_they_are=True)
+    return calls, [known[id(tensor)] for tensor in graph.outputs]
+
+
+def flat_inputs(model: keras.Model, x) -> list:
+    """What is given to a model as inputs, in the order of `model.inputs` and in their dtypes.
+
+    Raises:
+        ValueError: They are not the inputs of this model.
+    """
+    found = functional_of(model)._standardize_inputs(x)
+    if len(found) != len(model.inputs):
+        names = [tensor.name for tensor in model.inputs]
+        given = keras.tree.map_structure(lambda tensor: tuple(tensor.shape), x)
+        raise ValueError(
+            f"`{model.name}` has the inputs {names}. Received tensors of shapes {given}."
+        )
+    for tensor, symbol in zip(found, model.inputs, strict=True):
+        if tensor is None:
+            raise ValueError(
+                f"A pipeline takes a tensor for each input. Received: None for `{symbol.name}`."
+            )
+    return found
+
+
+def model_of(
+    calls: Sequence[Call],
+    inputs: Sequence[keras.KerasTensor],
+    outputs: Sequence[keras.KerasTensor],
+) -> keras.Model:
+    """A model of some of the calls, from a list of tensors to a list of tensors."""
+    begin = [
+        keras.Input(batch_shape=t.shape, dtype=t.dtype, sparse=t.sparse, name=f"{t.name}_{place}")
+        for place, t in enumerate(inputs)
+    ]
+    known = {id(tensor): new for tensor, new in zip(inputs, begin, strict=True)}
+    for call in calls:
+        args, kwargs = _filled((call.args, call.kwargs), known)
+        made = [_copy(tensor) for tensor in call.makes]
+        Node(call.operation, call_args=args, call_kwargs=kwargs, outputs=made)
+        known |= {id(tensor): new for tensor, new in zip(call.makes, made, strict=True)}
+    return keras.Model(begin, [known[id(tensor)] for tensor in outputs])
+
+
+def _add(calls: list[Call], graph: Functional, known: dict, *, as_they_are: bool) -> None:
+    """Adds the calls of a graph, whose tensors by id are put into `known`."""
+    for depth in sorted(graph._nodes_by_depth, reverse=True):
+        for node in graph._nodes_by_depth[depth]:
+            if node.is_input:
+                continue
+            args, kwargs = _filled((node.arguments.args, node.arguments.kwargs), known)
+            inside = _graph_inside(node.operation, args, kwargs)
+            if inside is not None:
+                graph_inside, given = inside
+                entered = _entered(calls, graph_inside, given)
+                inner = dict(zip(map(id, graph_inside.inputs), entered, strict=True))
+                _add(calls, graph_inside, inner, as_they_are=False)
+                made = [inner[id(tensor)] for tensor in graph_inside.outputs]
+            else:
+                made = list(node.outputs) if as_they_are else [_copy(t) for t in node.outputs]
+                reads = [t for t in keras.tree.flatten((args, kwargs)) if _is_symbolic(t)]
+                calls.append(Call(node.operation, args, kwargs, tuple(reads), tuple(made)))
+            known |= {id(tensor): new for tensor, new in zip(node.outputs, made, strict=True)}
+
+
+def _graph_inside(
+    operation: Operation, args: tuple, kwargs: dict
+) -> tuple[Functional, list[keras.KerasTensor]] | None:
+    """The graph of a model that is called, if running its calls one by one is the same.
+
+    Returns:
+        The graph, and what it is called on in the order of its inputs.
+    """
+    if not isinstance(operation, Functional | keras.Sequential) or owns_call(operation):
+        return None
+    if type(operation).__call__ is not keras.Layer.__call__:
+        return None
+    graph = operation._functional if isinstance(operation, keras.Sequential) else operation
+    if graph is None or operation.activity_regularizer is not None:
+        return None
+    # Keras hands down the `training` of the outermost model, whatever a call inside says. It notes
+    # the masks of what a model is called on as an argument, in the structure of that.
+    others = {k: v for k, v in kwargs.items() if k not in ("inputs", "training")}
+    if any(value is not None for value in keras.tree.flatten(others)):
+        return None
+    first = [*args, *([kwargs["inputs"]] if "inputs" in kwargs else [])]
+    given = _by_input(graph, first[0]) if len(first) == 1 else None
+    fits = given is not None and all(
+        # A mask from outside is not in the tensors inside. Keras changes ranks that do not fit.
+        _is_symbolic(t) and get_keras_mask(t) is None and len(t.shape) == len(own.shape)
+        for t, own in zip(given, graph.inputs, strict=True)
+    )
+    return (graph, given) if given is not None and fits else None
+
+
+def _by_input(graph: Functional, given) -> list | None:
+    """Arguments in the order of the inputs of a graph, as Keras finds them."""
+    if isinstance(given, dict) and not isinstance(graph.input, dict):
+        names = [tensor.name for tensor in graph.inputs]
+        given = [given[name] for name in names] if set(names) <= given.keys() else None
+    flat = [] if given is None else keras.tree.flatten(given)
+    return flat if len(flat) == len(graph.inputs) else None
+
+
+def _entered(
+    calls: list[Call], graph: Functional, given: list[keras.KerasTensor]
+) -> list[keras.KerasTensor]:
+    """What the calls inside begin with; a model casts its inputs to the dtypes that it was made for."""
+    found = []
+    for tensor, own in zip(given, graph.inputs, strict=True):
+        if tensor.dtype != own.dtype:
+            cast = keras.ops.cast(keras.KerasTensor(tensor.shape, tensor.dtype), own.dtype)
+            operation = history(cast).operation
+            calls.append(Call(operation, (tensor,), {}, (tensor,), (cast,)))
+            tensor = cast
+        found.append(tensor)
+    return found
+
+
+def _filled(structure, known: dict):
+    """A structure with other tensors in the place of those that are known by id."""
+    return keras.tree.map_structure(lambda x: known[id(x)] if _is_symbolic(x) else x, structure)
+
+
+def _copy(tensor: keras.KerasTensor) -> keras.KerasTensor:
+    """A tensor of the same kind that comes from nowhere yet."""
+    copy = keras.KerasTensor(tensor.shape, tensor.dtype, sparse=tensor.sparse, name=tensor.name)
+    mask = get_keras_mask(tensor)
+    if mask is not None:
+        set_keras_mask(copy, mask)
+    return copy
+
+
+def _is_symbolic(x) -> bool:
+    return isinstance(x, keras.KerasTensor)

@@ -1,0 +1,17 @@
+"""Attention by blocks of queries and keys, without the scores of all of them at once."""
+
+from tfdist.context_parallel.blockwise.attention import blockwise_attention, default_settings
+from tfdist.context_parallel.blockwise.blocks import attend_block, block_gradients, merge
+from tfdist.context_parallel.blockwise.grid import Visibility
+from tfdist.context_parallel.blockwise.passes import attention_gradients, attention_parts
+
+__all__ = [
+    "Visibility",
+    "attend_block",
+    "attention_gradients",
+    "attention_parts",
+    "block_gradients",
+    "blockwise_attention",
+    "default_settings",
+    "merge",
+]

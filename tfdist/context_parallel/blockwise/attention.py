@@ -1,0 +1,196 @@
+"""`blockwise_attention`: softmax attention whose memory grows with the length, not with its square."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from tfdist.backend.graph.custom_gradient import custom_gradient
+from tfdist.context_parallel.blockwise.grid import Visibility, size_of
+from tfdist.context_parallel.blockwise.passes import Settings, attention_gradients, attention_parts
+from tfdist.utils import checks
+
+__all__ = ["blockwise_attention", "default_settings"]
+
+#: The most queries and keys of a block, by measurement (`tfdist.benchmarks.blockwise_attention`):
+#: blocks of many queries are faster, since the gradients of keys and values are products with a sum
+#: over queries, and small blocks can be left out where nothing of them is seen.
+_BLOCK, _CAUSAL_BLOCK = (1024, 256), (256, 256)
+
+
+def blockwise_attention(
+    query,
+    key,
+    value,
+    *,
+    causal: bool = False,
+    query_offset: int | tf.Tensor | None = None,
+    mask=None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    block_size: int | Sequence[int] | None = None,
+    return_lse: bool = False,
+):
+    """softmax(scale Q K^T) V, computed block by block.
+
+    The scores of all queries and keys never stand at once. The forward pass keeps its output and the
+    log-sum-exp of each row; the backward pass makes the scores again, block by block.
+
+    Args:
+        query: Shape [batch, heads, time, size], of a floating dtype. Batch and time may be unknown in
+            a graph. float16 and bfloat16 are computed with as float32.
+        key: Shape [batch, key_heads, key_time, size]. The key heads divide the heads: query heads
+            that follow each other share one (grouped-query attention, Ainslie et al. 2023).
+        value: Shape [batch, key_heads, key_time, value_size].
+        causal: Whether a query sees only keys up to its own place.
+        query_offset: With `causal`, the place of the first query among the keys, an int or a scalar
+            tensor; None for key_time - time, so that the last query sees the last key.
+        mask: None, or a bool tensor broadcastable to [batch, heads, time, key_time]: whether a query
+            sees a key, beside what `causal` says. A dim of 1 is not blown up.
+        scale: What scores are multiplied by; None for 1 / sqrt(size).
+        soft_cap: None, or c: scores s become c tanh(s / c).
+        block_size: The most queries and keys of a block, one number or two; None for sizes that were
+            found to be fast on CPUs.
+        return_lse: Whether the log-sum-exp is returned too.
+
+    Returns:
+        A tensor of shape [batch, heads, time, value_size] and the dtype of `query`. A query that sees
+        no key gives zeros, and gets and gives no gradient. With `return_lse` a pair of that and of the
+        log-sum-exp of each query's scores: shape [batch, heads, time], float32 (float64 for such
+        queries), -inf where no key is seen. Both have gradients.
+
+    Raises:
+        TypeError: A tensor is not of a floating dtype.
+        ValueError: The shapes or the arguments do not fit each other.
+
+    Source: Rabe & Staats 2021, "Self-attention Does Not Need O(n^2) Memory"; Dao 2023,
+    "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning".
+    """
+    query, key, value = (
+        _heads(name, tensor) for name, tensor in (("query", query), ("key", key), ("value", value))
+    )
+    _check_shapes(query, key, value)
+    causal = checks.boolean("causal", causal)
+    checks.boolean("return_lse", return_lse)
+    scale = checks.number("scale", scale, optional=True)
+    soft_cap = checks.number("soft_cap", soft_cap, above=0, optional=True)
+    mask = _checked_mask(mask, query, key)
+    by_query = causal or (mask is not None and mask.shape[2] != 1)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    settings = default_settings(scale, by_query=by_query)
+    if block_size is not None:
+        rows, columns = _block_sizes(block_size)
+        settings = settings._replace(rows=rows, columns=columns)
+    settings = settings._replace(soft_cap=soft_cap)
+    seen = Visibility(causal, _offset(query, key, causal, query_offset), mask)
+
+    @custom_gradient
+    def attend(query, key, value):
+        wide, lse = attention_parts(query, key, value, seen, settings)
+        out = tf.cast(wide, query.dtype)
+
+        def gradient(of_out, of_lse):
+            of_out = tf.cast(of_out, lse.dtype)
+            delta = tf.reduce_sum(of_out * tf.cast(out, lse.dtype), axis=-1, keepdims=True)
+            # A row that sees nothing has no gradient, whatever comes for its -inf.
+            delta -= tf.where(tf.math.is_inf(lse), tf.zeros_like(lse), of_lse[..., None])
+            found = attention_gradients(query, key, value, of_out, lse, delta, seen, settings)
+            inputs = (query, key, value)
+            return [tf.cast(dx, x.dtype) for dx, x in zip(found, inputs, strict=True)]
+
+        return (out, lse[..., 0]), gradient
+
+    out, lse = attend(query, key, value)
+    out = tf.ensure_shape(out, [*query.shape[:-1], value.shape[-1]])
+    return (out, tf.ensure_shape(lse, query.shape[:-1])) if return_lse else out
+
+
+def _tensor(name: str, value, meaning: str) -> tf.Tensor:
+    try:
+        return tf.convert_to_tensor(value)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise checks.refuse(name, value, meaning, TypeError) from error
+
+
+def _heads(name: str, value) -> tf.Tensor:
+    meaning = "a floating tensor [batch, heads, time, size] with heads and size known"
+    tensor = _tensor(name, value, meaning)
+    if not tensor.dtype.is_floating:
+        raise checks.refuse(name, value, meaning, TypeError)
+    if tensor.shape.rank != 4 or None in (tensor.shape[1], tensor.shape[3]):
+        raise checks.refuse(name, value, f"{meaning}, and not of shape {tensor.shape}")
+    return tensor
+
+
+def _check_shapes(query, key, value) -> None:
+    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
+        raise ValueError(
+            "Keys and values have as many heads as each other (dim 1), which divide those of the "
+            f"queries. Received: {shapes}."
+        )
+    if query.shape[3] != key.shape[3]:
+        raise ValueError(f"Queries and keys have one size (dim 3). Received: {shapes}.")
+    same_time = key.shape[2:3].is_compatible_with(value.shape[2:3])
+    batches = [tensor.shape[:1] for tensor in (key, value)]
+    if not same_time or not all(query.shape[:1].is_compatible_with(batch) for batch in batches):
+        raise ValueError(
+            f"All have one batch (dim 0), and keys and values one time (dim 2). Received: {shapes}."
+        )
+
+
+def default_settings(scale: float, *, by_query: bool) -> Settings:
+    """Settings with blocks of sizes that were found to be fast on CPUs.
+
+    Args:
+        scale: What scores are multiplied by.
+        by_query: Whether queries see different keys.
+    """
+    return Settings(scale, None, *(_CAUSAL_BLOCK if by_query else _BLOCK))
+
+
+def _block_sizes(block_size) -> tuple[int, int]:
+    sizes = block_size if isinstance(block_size, tuple | list) else (block_size, block_size)
+    try:
+        rows, columns = checks.integers("block_size", sizes, minimum=1)
+    except ValueError as error:
+        meaning = "an int of at least 1, or two: of queries and of keys"
+        raise checks.refuse("block_size", block_size, meaning) from error
+    return rows, columns
+
+
+def _offset(query, key, causal: bool, query_offset):
+    if query_offset is None:
+        return size_of(key, 2) - size_of(query, 2) if causal else 0
+    if not causal:
+        raise ValueError(
+            "`query_offset` is for causal attention. Received: "
+            f"query_offset={checks.shown(query_offset)}, causal=False."
+        )
+    if tf.is_tensor(query_offset):
+        if not query_offset.dtype.is_integer or query_offset.shape.rank not in (0, None):
+            raise checks.refuse("query_offset", query_offset, "an int, or a scalar tensor of ints")
+        return tf.cast(query_offset, tf.int32)
+    return checks.integer("query_offset", query_offset, minimum=-checks.LARGEST)
+
+
+def _checked_mask(mask, query, key):
+    """The mask with four dims."""
+    if mask is None:
+        return None
+    meaning = "a bool tensor broadcastable to [batch, heads, time, key_time], or None"
+    given, mask = mask, _tensor("mask", mask, meaning)
+    if mask.dtype != tf.bool:
+        raise checks.refuse("mask", given, meaning, TypeError)
+    scores = tf.TensorShape([*query.shape[:3], key.shape[2]])
+    rank = mask.shape.rank
+    fits = rank is not None and rank <= 4
+    for dim, whole in zip(reversed(mask.shape), reversed(scores), strict=False) if fits else ():
+        fits = fits and (dim in (1, None) or whole in (dim, None))
+    if not fits:
+        raise checks.refuse("mask", given, f"{meaning}, and fits {scores}; it is {mask.shape}")
+    for _ in range(4 - rank):
+        mask = mask[None]
+    return mask

@@ -1,0 +1,58 @@
+"""The way of tokens through the experts that were chosen for them, wherever these lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from tfdist.collectives import Group
+from tfdist.experts.exchange import Exchange
+from tfdist.experts.permutation import Permutation, combine, gather_rows
+from tfdist.step.context import current_replica
+from tfdist.step.keras_step import with_global_gradient, with_local_gradient
+
+__all__ = ["are_there", "through_experts"]
+
+
+def through_experts(
+    tokens: tf.Tensor,
+    gates: tf.Tensor,
+    permutation: Permutation,
+    networks: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+    group: Group | None,
+    name: str,
+) -> tf.Tensor:
+    """Of each token the sum of what its experts make of it, times their gates.
+
+    Args:
+        tokens: [tokens, width].
+        gates: float32, [tokens, top_k].
+        permutation: The order of the experts.
+        networks: From rows [rows, width], in the order of this rank's experts, and the number of
+            rows of each of these to rows of the same shape.
+        group: The ranks among which the experts are divided, in order; None for this rank alone.
+        name: What it serves, for messages.
+
+    Returns:
+        [tokens, width].
+    """
+    if group is None:
+        rows = gather_rows(tokens, permutation)
+        return combine(networks(rows, permutation.counts), gates, permutation)
+    replica = current_replica()
+    step = None if replica is None else replica.step
+    # An expert has tokens of several ranks, whose losses count by their shares of the batch.
+    tokens, gates = with_local_gradient(tokens, step), with_local_gradient(gates, step)
+    exchange = Exchange(permutation.counts, group, name)
+    rows = exchange.dispatch(gather_rows(tokens, permutation))
+    rows = exchange.collect(networks(rows, exchange.counts))
+    return with_global_gradient(combine(rows, gates, permutation), step)
+
+
+def are_there() -> tf.Tensor | None:
+    """Whether the rows that are computed now are some of the batch; None where all are."""
+    replica = current_replica()
+    if replica is None or replica.has_padding is None:
+        return None
+    return tf.logical_not(replica.has_padding)

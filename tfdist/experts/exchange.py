@@ -1,0 +1,59 @@
+"""Rows on their way to the ranks that hold their experts, and back."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from tfdist.collectives import Group, all_to_all
+from tfdist.experts.permutation import reorder
+
+__all__ = ["Exchange"]
+
+
+class Exchange:
+    """The all-to-all of one layer and direction: rows leave, and their results come back.
+
+    What a rank gets lies by ranks, and within these by experts. Here it comes by experts, so that
+    each of them has one run of rows.
+
+    Args:
+        counts: This rank's rows for each expert: int32, [num_experts].
+        group: The ranks among which the experts are divided, in order.
+        name: What the rows serve, for messages.
+
+    Attributes:
+        counts: The rows of all ranks for each of this rank's experts: int32, [num_experts / ranks].
+    """
+
+    def __init__(self, counts: tf.Tensor, group: Group, name: str):
+        self._group, self._name = group, name
+        own = counts.shape[0] // group.size
+        self._splits = tf.reduce_sum(tf.reshape(counts, [group.size, own]), axis=1)
+        arriving = all_to_all(counts, group, name=f"{name}/counts")
+        arriving = tf.reshape(arriving, [group.size, own])
+        self.counts = tf.reduce_sum(arriving, axis=0)
+        self._arriving = tf.reduce_sum(arriving, axis=1)
+        self._order = None if own == 1 else _by_expert(arriving)
+
+    def dispatch(self, rows: tf.Tensor) -> tf.Tensor:
+        """Sends rows [rows, width], in the order of experts; returns those of this rank's experts."""
+        found, _ = all_to_all(rows, self._group, self._splits, name=f"{self._name}/dispatch")
+        found.set_shape([None, rows.shape[1]])
+        return found if self._order is None else reorder(found, self._order)
+
+    def collect(self, rows: tf.Tensor) -> tf.Tensor:
+        """Sends results back, each to where its row came from, and in its place."""
+        if self._order is not None:
+            rows = reorder(rows, tf.math.invert_permutation(self._order))
+        found, _ = all_to_all(rows, self._group, self._arriving, name=f"{self._name}/combine")
+        found.set_shape([None, rows.shape[1]])
+        return found
+
+
+def _by_expert(arriving: tf.Tensor) -> tf.Tensor:
+    """The order that brings runs of rows from [ranks, experts] to [experts, ranks]."""
+    flat = tf.reshape(arriving, [-1])
+    begins = tf.reshape(tf.cumsum(flat, exclusive=True), tf.shape(arriving))
+    begins = tf.reshape(tf.transpose(begins), [-1])
+    sizes = tf.reshape(tf.transpose(arriving), [-1])
+    return tf.ragged.range(begins, begins + sizes).values

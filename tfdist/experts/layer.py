@@ -1,0 +1,377 @@
+"""`MixtureOfExperts`: many feed-forward networks, of which each token goes through a few."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.backend.graph.compiling import check_sizes_may_change
+from tfdist.backend.graph.custom_gradient import custom_gradient
+from tfdist.collectives import all_reduce
+from tfdist.collectives.mappings import (
+    copy_to_region,
+    gather_from_sequence_region,
+    reduce_from_region,
+    reduce_scatter_to_sequence_region,
+)
+from tfdist.experts.balancing import BiasState
+from tfdist.experts.dispatch import are_there, through_experts
+from tfdist.experts.losses import (
+    Tokens,
+    balance_loss,
+    balance_loss_of_sequences,
+    count_choices,
+    router_z_loss,
+)
+from tfdist.experts.network import ExpertNetworks
+from tfdist.experts.permutation import capacity_of, sort_by_expert
+from tfdist.experts.router import SCORES, Routing, route
+from tfdist.experts.usage import ExpertUsage
+from tfdist.layers.dense import check_divides
+from tfdist.layers.feed_forward import ACTIVATIONS, ParallelMLP
+from tfdist.layers.initializers import initializer
+from tfdist.sharding.experts import check_experts, expert_group
+from tfdist.sharding.layout import global_shape, update_layout
+from tfdist.sharding.weights import tensor_group, value_tensor
+from tfdist.step.context import current_replica
+from tfdist.utils import checks
+
+__all__ = ["MixtureOfExperts"]
+
+_BALANCE_OVER = ("batch", "sequence")
+
+
+@keras.saving.register_keras_serializable(package="tfdist")
+class MixtureOfExperts(keras.layers.Layer):
+    """A feed-forward network for each expert, of which a token goes through `top_k`.
+
+    ```python
+    x = x + tfdist.experts.MixtureOfExperts(num_experts=8, hidden_dim=4 * width)(x)
+    ```
+
+    A router scores the experts for each token; the outputs of the best are summed, times their
+    gates. No token is dropped, and none is padded for: memory grows with tokens x top_k, and not with
+    the number of experts. Under a strategy with an expert axis each of its ranks holds a part of the
+    experts, to which the tokens of all go and from which results come back, in two uneven
+    all-to-alls; with a tensor axis each expert's hidden units are split. Router and losses are those
+    of one process: they count the tokens of all ranks.
+
+    Args:
+        num_experts: The number of experts; it divides by the expert axis.
+        hidden_dim: The number of hidden units of each; it divides by the tensor axis.
+        top_k: How many experts a token goes through.
+        activation: "swiglu" (a gate through SiLU, times a second product), "gelu" (the tanh
+            approximation), or a name of `keras.activations`.
+        use_bias: Whether the experts' products have a bias.
+        scores: How logits become scores: "softmax" or "sigmoid".
+        score_first: Whether scores are made of the logits of all experts, before the choice; else of
+            those chosen.
+        normalize_gates: Whether the gates of a token are divided by their sum; None: where it has
+            several, since a single one would always be 1, and the router would learn nothing.
+        gate_scale: What the gates are multiplied by.
+        shared_hidden_dim: Hidden units of a network that each token goes through beside its
+            experts; None for none.
+        shared_gate: Whether its output is multiplied by a sigmoid gate.
+        capacity_factor: None: no token is dropped. Else an expert takes at most this many times its
+            even share of a rank's choices, those with the largest gates. What is dropped then depends
+            on how the batch is divided, so results change with the number of ranks.
+        balance_loss: The weight of the balance loss (Switch Transformers); 0 for none.
+        balance_over: "batch": of all tokens of a batch together. "sequence": of each sequence, which
+            pipelines with several micro-batches need.
+        z_loss: The weight of the router's z-loss (ST-MoE); 0 for none.
+        bias_rate: By how much the selection bias of an expert moves at an update (auxiliary-loss-free
+            balancing, as in DeepSeek-V3); 0 for no such bias.
+        bias_update_steps: After how many training batches there is one: the optimizer's
+            `gradient_accumulation_steps`.
+        sequence_parallel: Whether input and output are this tensor rank's slice of dim 1.
+        kernel_initializer: Of the experts' first kernels.
+        output_initializer: Of their second ones; None for the same.
+        router_initializer: Of the router's kernel.
+        **kwargs: As for `keras.layers.Layer`.
+
+    Raises:
+        ValueError: The experts do not divide by the expert axis, or `hidden_dim` by the tensor axis.
+
+    Sources: Shazeer et al. 2017, "Outrageously Large Neural Networks"; Fedus et al. 2021, "Switch
+    Transformers"; Gale et al. 2022, "MegaBlocks" (no dropped tokens).
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_dim: int,
+        top_k: int = 2,
+        *,
+        activation: str = "swiglu",
+        use_bias: bool = False,
+        scores: str = "softmax",
+        score_first: bool = True,
+        normalize_gates: bool | None = None,
+        gate_scale: float = 1.0,
+        shared_hidden_dim: int | None = None,
+        shared_gate: bool = False,
+        capacity_factor: float | None = None,
+        balance_loss: float = 0.01,
+        balance_over: str = "batch",
+        z_loss: float = 0.0,
+        bias_rate: float = 0.0,
+        bias_update_steps: int = 1,
+        sequence_parallel: bool = False,
+        kernel_initializer="glorot_uniform",
+        output_initializer=None,
+        router_initializer="glorot_uniform",
+        **kwargs,
+    ):
+        super().__init__(**kwargs)
+        self.supports_masking = True
+        self.num_experts = checks.integer("num_experts", num_experts, minimum=1)
+        self.hidden_dim = checks.integer("hidden_dim", hidden_dim, minimum=1)
+        self.top_k = checks.integer("top_k", top_k, minimum=1, maximum=num_experts)
+        self._config: dict[str, Any] = {
+            "num_experts": self.num_experts,
+            "hidden_dim": self.hidden_dim,
+            "top_k": self.top_k,
+            "activation": checks.text("activation", activation),
+            "use_bias": checks.boolean("use_bias", use_bias),
+            "scores": checks.one_of("scores", scores, SCORES),
+            "score_first": checks.boolean("score_first", score_first),
+            "normalize_gates": (
+                top_k > 1
+                if normalize_gates is None
+                else checks.boolean("normalize_gates", normalize_gates)
+            ),
+            "gate_scale": checks.number("gate_scale", gate_scale, above=0),
+            "shared_hidden_dim": checks.integer(
+                "shared_hidden_dim", shared_hidden_dim, minimum=1, optional=True
+            ),
+            "shared_gate": checks.boolean("shared_gate", shared_gate),
+            "capacity_factor": checks.number(
+                "capacity_factor", capacity_factor, above=0, optional=True
+            ),
+            "balance_loss": checks.number("balance_loss", balance_loss, minimum=0),
+            "balance_over": checks.one_of("balance_over", balance_over, _BALANCE_OVER),
+            "z_loss": checks.number("z_loss", z_loss, minimum=0),
+            "bias_rate": checks.number("bias_rate", bias_rate, minimum=0),
+            "bias_update_steps": checks.integer("bias_update_steps", bias_update_steps, minimum=1),
+            "sequence_parallel": checks.boolean("sequence_parallel", sequence_parallel),
+        }
+        if shared_hidden_dim is not None and activation not in ACTIVATIONS:
+            raise ValueError(
+                'A shared network has activation="swiglu" or "gelu". Received: '
+                f"activation={activation!r}, shared_hidden_dim={shared_hidden_dim}."
+            )
+        self.kernel_initializer = initializer("kernel_initializer", kernel_initializer)
+        self.output_initializer = initializer(
+            "output_initializer", output_initializer, optional=True
+        )
+        self.router_initializer = initializer("router_initializer", router_initializer)
+        self._group, self._tensor = expert_group(), tensor_group()
+        check_experts(num_experts, self._group, self)
+        check_divides("hidden_dim", hidden_dim, self._tensor, self)
+        self._networks = ExpertNetworks(
+            num_experts,
+            hidden_dim,
+            activation,
+            use_bias,
+            self.kernel_initializer,
+            self.output_initializer,
+        )
+
+    def build(self, input_shape):
+        """Adds the router, this rank's experts, and what all tokens go through."""
+        config, width = self._config, input_shape[-1]
+        self.router_kernel = self.add_weight(
+            name="router_kernel",
+            shape=(width, self.num_experts),
+            dtype="float32",
+            initializer=self.router_initializer,
+            autocast=False,
+        )
+        self._networks.add_weights(self, width)
+        if config["shared_hidden_dim"] is not None:
+            self._build_shared(input_shape)
+        self._bias_state = None
+        if config["bias_rate"]:
+            self._bias_state = BiasState(
+                self, self.num_experts, config["bias_rate"], config["bias_update_steps"]
+            )
+        self.expert_usage = ExpertUsage(self.num_experts)
+        self.built = True
+
+    def _build_shared(self, input_shape) -> None:
+        config = self._config
+        self.shared = ParallelMLP(
+            config["shared_hidden_dim"],
+            activation=config["activation"],
+            use_bias=config["use_bias"],
+            sequence_parallel=config["sequence_parallel"],
+            kernel_initializer=self.kernel_initializer,
+            output_initializer=self.output_initializer,
+            dtype=self.dtype_policy,
+            name="shared",
+        )
+        self.shared.build(input_shape)
+        if config["shared_gate"]:
+            self.shared_gate_kernel = self.add_weight(
+                name="shared_gate_kernel",
+                shape=(input_shape[-1], 1),
+                initializer=self.router_initializer,
+            )
+            if self._tensor is not None and config["sequence_parallel"]:
+                update_layout(self.shared_gate_kernel, partial_over=self._tensor)
+
+    def call(self, inputs, mask=None, training=None):
+        """[batch, ..., width] to the same shape.
+
+        Args:
+            inputs: The tokens.
+            mask: Which of them count in losses and counts: bool, [batch, ...]; None for all.
+            training: Whether counts and bias are updated.
+
+        Raises:
+            ValueError: XLA compiles parts of the step.
+        """
+        check_sizes_may_change(f"the experts of `{self.name}`")
+        split = self._tensor if self._config["sequence_parallel"] else None
+        whole = to_router = inputs
+        if split is not None:
+            whole = gather_from_sequence_region(inputs, split, name=self.name)
+            # Each tensor rank computes all of the router, and gradients of the ranks are summed.
+            to_router = _with_gradient_over(whole, split.size)
+        width = inputs.shape[-1]
+        tokens = tf.reshape(whole, [-1, width])
+        routing = self._route(tf.reshape(to_router, [-1, width]))
+        if training or _is_counted():
+            self._balance(routing, whole, mask, bool(training))
+        y = self._outputs(tokens, routing, bool(training))
+        y = tf.ensure_shape(tf.reshape(y, tf.shape(whole)), whole.shape)
+        if split is not None:
+            y = reduce_scatter_to_sequence_region(y, split, name=f"{self.name}/outputs")
+        elif self._tensor is not None:
+            y = reduce_from_region(y, self._tensor, name=f"{self.name}/outputs")
+        if self._config["shared_hidden_dim"] is None:
+            return y
+        return y + self._shared_outputs(inputs)
+
+    def _route(self, tokens: tf.Tensor) -> Routing:
+        config = self._config
+        logits = tf.matmul(tf.cast(tokens, tf.float32), value_tensor(self.router_kernel))
+        return route(
+            logits,
+            self.top_k,
+            scores=config["scores"],
+            score_first=config["score_first"],
+            normalize=config["normalize_gates"],
+            scale=config["gate_scale"],
+            bias=None if self._bias_state is None else value_tensor(self._bias_state.bias),
+        )
+
+    def _outputs(self, tokens: tf.Tensor, routing: Routing, training: bool) -> tf.Tensor:
+        """What the experts make of this rank's tokens; a part of it where hidden units are split."""
+        factor, gates = self._config["capacity_factor"], routing.gates
+        capacity = None
+        if factor is not None:
+            capacity = capacity_of(tf.shape(tokens)[0], self.top_k, self.num_experts, factor)
+        permutation = sort_by_expert(
+            routing.experts,
+            self.num_experts,
+            is_there=are_there(),
+            capacity=capacity,
+            gates=gates,
+        )
+        if training:
+            self._count_usage(routing, permutation)
+        if self._tensor is not None:
+            if not self._config["sequence_parallel"]:
+                tokens = copy_to_region(tokens, self._tensor, name=f"{self.name}/tokens")
+            gates = copy_to_region(gates, self._tensor, name=f"{self.name}/gates")
+        return through_experts(tokens, gates, permutation, self._networks, self._group, self.name)
+
+    def _balance(self, routing: Routing, inputs: tf.Tensor, mask, training: bool) -> None:
+        """Adds the losses, and updates the bias."""
+        config, replica = self._config, current_replica()
+        over_batch = config["balance_loss"] and config["balance_over"] == "batch"
+        tokens = self._tokens(inputs, mask)
+        if over_batch or (self._bias_state is not None and training):
+            counts = count_choices(routing.experts, self.num_experts, tokens)
+            if replica is not None:
+                group = replica.gradient_group
+                counts = all_reduce(counts, group, name=f"{self.name}/load")
+        if over_batch:
+            self._add(config["balance_loss"], balance_loss(counts, routing.probabilities, tokens))
+        elif config["balance_loss"]:
+            rows = tf.shape(inputs)[0] if inputs.shape.rank > 2 else tf.constant(1)
+            loss = balance_loss_of_sequences(routing.experts, routing.probabilities, tokens, rows)
+            self._add(config["balance_loss"], loss)
+        if config["z_loss"]:
+            self._add(config["z_loss"], router_z_loss(routing.logits, tokens))
+        if self._bias_state is not None and training:
+            self._bias_state.update(tf.stop_gradient(counts))
+
+    def _add(self, weight: float, loss: tf.Tensor) -> None:
+        self.add_loss(weight * loss)
+
+    def _tokens(self, inputs: tf.Tensor, mask) -> Tokens:
+        """Those tokens of the inputs that count."""
+        there = are_there()
+        number = tf.reduce_prod(tf.shape(inputs)[:-1])
+        counted = None if mask is None else tf.reshape(tf.cast(mask, tf.bool), [-1])
+        if there is not None:
+            counted = tf.fill([number], there) if counted is None else counted & there
+        total = tf.cast(number if counted is None else tf.math.count_nonzero(counted), tf.float32)
+        return Tokens(self.name, counted, mask is not None, total)
+
+    def _count_usage(self, routing: Routing, permutation) -> None:
+        chosen = tf.math.bincount(
+            tf.reshape(routing.experts, [-1]),
+            minlength=self.num_experts,
+            maxlength=self.num_experts,
+        )
+        there = are_there()
+        if there is not None:
+            chosen = tf.where(there, chosen, 0)
+        dropped = tf.reduce_sum(chosen) - tf.reduce_sum(permutation.counts)
+        self.expert_usage.add(chosen, dropped)
+
+    def _shared_outputs(self, inputs: tf.Tensor) -> tf.Tensor:
+        y = self.shared(inputs)
+        if not self._config["shared_gate"]:
+            return y
+        return tf.sigmoid(tf.matmul(inputs, value_tensor(self.shared_gate_kernel))) * y
+
+    @property
+    def num_parameters(self) -> dict[str, int]:
+        """How many parameters all of the layer has, and how many of them a token meets."""
+        total = self._networks.num_parameters
+        every = sum(math.prod(global_shape(weight)) for weight in self.trainable_variables)
+        outside = every - total
+        active = total * self.top_k // self.num_experts
+        return {"total": total + outside, "active": active + outside}
+
+    def compute_output_shape(self, input_shape):
+        """That of the input."""
+        return input_shape
+
+    def get_config(self):
+        """The configuration, the same on any mesh."""
+        serialize = keras.initializers.serialize
+        return {
+            **super().get_config(),
+            **self._config,
+            "kernel_initializer": serialize(self.kernel_initializer),
+            "output_initializer": self.output_initializer and serialize(self.output_initializer),
+            "router_initializer": serialize(self.router_initializer),
+        }
+
+
+def _is_counted() -> bool:
+    """Whether a loss that a layer adds now may be part of another: not in a prediction on ranks."""
+    replica = current_replica()
+    return replica is None or replica.step is not None
+
+
+def _with_gradient_over(tensor: tf.Tensor, divisor: int) -> tf.Tensor:
+    return custom_gradient(lambda x: (tf.identity(x), lambda dy: dy / divisor))(tensor)

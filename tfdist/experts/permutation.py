@@ -1,0 +1,171 @@
+"""Tokens in the order of their experts, and back.
+
+Sorting takes memory for tokens x top_k rows; one-hot matrices, as of GShard, would take it for
+tokens x experts x capacity. Both ways are gathers, and so are their gradients, which TensorFlow
+would make of sums into rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import tensorflow as tf
+
+from tfdist.backend.graph.custom_gradient import custom_gradient
+
+__all__ = ["Permutation", "capacity_of", "combine", "gather_rows", "reorder", "sort_by_expert"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Permutation:
+    """The choices of some tokens in the order of their experts; a choice is one expert of one token.
+
+    Attributes:
+        choices: Of each row the number of the choice, token * top_k + place: int32, [rows].
+        rows: Of each choice its row: int32, [tokens, top_k]; 0 for choices without one.
+        counts: The rows of each expert: int32, [num_experts].
+        kept: Whether each choice has a row: [tokens, top_k]; None where all have.
+    """
+
+    choices: tf.Tensor
+    rows: tf.Tensor
+    counts: tf.Tensor
+    kept: tf.Tensor | None
+
+    @property
+    def top_k(self) -> int:
+        """How many experts a token has."""
+        return self.rows.shape[1]
+
+    @property
+    def tokens(self) -> tf.Tensor:
+        """The token of each row."""
+        return self.choices // self.top_k
+
+
+def capacity_of(tokens: tf.Tensor, top_k: int, num_experts: int, factor: float) -> tf.Tensor:
+    """The most rows that an expert takes: its even share of the choices, times a factor.
+
+    Source: Lepikhin et al. 2020, "GShard".
+    """
+    even = tf.cast(tokens, tf.float64) * (top_k / num_experts)
+    return tf.cast(tf.math.ceil(even * factor), tf.int32)
+
+
+def sort_by_expert(
+    experts: tf.Tensor,
+    num_experts: int,
+    *,
+    is_there: tf.Tensor | None = None,
+    capacity: tf.Tensor | None = None,
+    gates: tf.Tensor | None = None,
+) -> Permutation:
+    """Sorts choices by expert; those of one expert stay in the order of tokens.
+
+    Args:
+        experts: int32, [tokens, top_k].
+        num_experts: Their number.
+        is_there: Whether these tokens are routed at all: a bool scalar; None for yes.
+        capacity: The most rows of an expert; None for any number. Of more, those with the largest
+            gates stay.
+        gates: float32, [tokens, top_k], for a capacity.
+    """
+    flat = tf.reshape(experts, [-1])
+    if is_there is not None:
+        flat = tf.where(is_there, flat, num_experts)
+    if capacity is not None:
+        flat = _within_capacity(flat, tf.reshape(gates, [-1]), num_experts, capacity)
+    counts = tf.math.bincount(flat, minlength=num_experts + 1, maxlength=num_experts + 1)
+    counts = tf.ensure_shape(counts, [num_experts + 1])[:num_experts]
+    order = tf.argsort(flat, stable=True)
+    places = tf.reshape(tf.math.invert_permutation(order), tf.shape(experts))
+    places.set_shape(experts.shape)
+    if is_there is None and capacity is None:
+        return Permutation(order, places, counts, None)
+    kept = tf.reshape(flat < num_experts, tf.shape(experts))
+    kept.set_shape(experts.shape)
+    order = order[: tf.reduce_sum(counts)]
+    return Permutation(order, tf.where(kept, places, 0), counts, kept)
+
+
+def _within_capacity(flat, gates, num_experts: int, capacity):
+    """The experts of choices; `num_experts` for those beyond the capacity."""
+    by_gate = tf.argsort(gates, direction="DESCENDING", stable=True)
+    order = tf.gather(by_gate, tf.argsort(tf.gather(flat, by_gate), stable=True))
+    sorted_experts = tf.gather(flat, order)
+    begins = tf.searchsorted(sorted_experts, tf.range(num_experts + 1))
+    place = tf.range(tf.size(flat)) - tf.gather(begins, sorted_experts)
+    kept = tf.where(place < capacity, sorted_experts, num_experts)
+    return tf.gather(kept, tf.math.invert_permutation(order))
+
+
+def gather_rows(tokens: tf.Tensor, permutation: Permutation) -> tf.Tensor:
+    """Tokens [tokens, width] as rows [rows, width] in the order of experts."""
+
+    @custom_gradient
+    def gather(x):
+        def gradient(dy):
+            found = [_rows_of(dy, permutation, place) for place in range(permutation.top_k)]
+            return tf.add_n(found) if len(found) > 1 else found[0]
+
+        return tf.gather(x, permutation.tokens), gradient
+
+    return gather(tokens)
+
+
+def combine(rows: tf.Tensor, gates: tf.Tensor, permutation: Permutation) -> tf.Tensor:
+    """Of each token the sum of its experts' outputs, times their gates.
+
+    Args:
+        rows: [rows, width], in the order of experts.
+        gates: float32, [tokens, top_k].
+        permutation: That order.
+
+    Returns:
+        [tokens, width], of the dtype of `rows`.
+    """
+    top_k = permutation.top_k
+
+    @custom_gradient
+    def weigh(rows, gates):
+        def gradient(dy):
+            dy = tf.cast(dy, gates.dtype)
+            each = tf.gather(tf.reshape(gates, [-1]), permutation.choices)
+            d_rows = tf.gather(dy, permutation.tokens) * each[:, None]
+            d_gates = [
+                tf.reduce_sum(dy * tf.cast(_rows_of(rows, permutation, place), dy.dtype), axis=-1)
+                for place in range(top_k)
+            ]
+            return tf.cast(d_rows, rows.dtype), tf.stack(d_gates, axis=1)
+
+        parts = [
+            tf.cast(_rows_of(rows, permutation, place), gates.dtype) * gates[:, place, None]
+            for place in range(top_k)
+        ]
+        total = tf.add_n(parts) if top_k > 1 else parts[0]
+        return tf.cast(total, rows.dtype), gradient
+
+    return weigh(rows, gates)
+
+
+def reorder(rows: tf.Tensor, order: tf.Tensor) -> tf.Tensor:
+    """Rows in another order: the one numbered `order[i]` comes to place i; all come once."""
+
+    @custom_gradient
+    def gather(x):
+        back = tf.math.invert_permutation(order)
+        return tf.gather(x, order), lambda dy: tf.gather(dy, back)
+
+    return gather(rows)
+
+
+def _rows_of(rows, permutation: Permutation, place: int):
+    """Of each token the row of its expert at a place; zeros where the choice has no row."""
+    numbers = permutation.rows[:, place]
+    if permutation.kept is None:
+        return tf.gather(rows, numbers)
+    # Where no choice at all has a row there is none to stand in.
+    width = rows.shape[1]
+    some = tf.cond(tf.shape(rows)[0] == 0, lambda: tf.zeros([1, width], rows.dtype), lambda: rows)
+    found = tf.gather(some, numbers)
+    return tf.where(permutation.kept[:, place, None], found, tf.zeros([], found.dtype))

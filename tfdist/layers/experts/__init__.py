@@ -1,5 +1,0 @@
-"""A layer of experts: router, dispatch, grouped products, losses."""
-
-from tfdist.layers.experts.layer import MixtureOfExperts
-
-__all__ = ["MixtureOfExperts"]
