@@ -45,7 +45,7 @@ $(INSTALLED): $(RUNTIME)
 
 # Code 2 says that a compiler, CMake or make is missing, in one line of its own. The package works
 # without Horovod, so that is no failure; no stamp is left, so the next set-up tries again.
-$(HOROVOD): $(RUNTIME) $(wildcard tfdist/backend/native/*.cc tfdist/backend/native/*.h tfdist/backend/native/*.py)
+$(HOROVOD): $(RUNTIME) $(wildcard tfdist/backend/native/*.* tfdist/addons/cpu_kernels/*.*)
 	@$(VENV)/bin/tfdist-install-horovod && touch $@ || test $$? -eq 2
 
 demo: $(HOROVOD) ## Trains the ConvNet on the digits, on two ranks

@@ -48,7 +48,7 @@ def hogwild(rounds: int) -> None:
     import numpy as np
     import tensorflow as tf
 
-    from tfdist.strategies import HogwildStrategy
+    from tfdist.addons.asynchronous import HogwildStrategy
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(4)
@@ -116,7 +116,7 @@ def worker(folder: str, options: dict) -> None:
     if (backup := options.get("backup")) is None:
         strategy = tfdist.strategies.auto()
     else:
-        strategy = tfdist.strategies.ParameterServerStrategy(
+        strategy = tfdist.addons.asynchronous.ParameterServerStrategy(
             backup_ranks=backup, speculative=options.get("speculative", False)
         )
     is_synchronous = options["kind"] == "synchronous"

@@ -41,7 +41,7 @@ def prepare(variant: str) -> None:
 
 def seconds(variant: str) -> float:
     """The mean time of a step, saves included, on this rank."""
-    from tfdist.checkpoint import Checkpointer
+    from tfdist.callbacks import Checkpointer
     from tfdist.collectives.objects import broadcast_object
     from tfdist.testing import rank
 
@@ -59,9 +59,9 @@ def memory() -> tuple[float, float]:
     """MiB beyond those of a step, while a checkpoint is written; and of this rank's variables."""
     import keras
 
+    from tfdist.addons.monitoring.memory import PeakMemory
     from tfdist.checkpoint.saving import Saver
     from tfdist.collectives.objects import broadcast_object
-    from tfdist.monitoring.memory import PeakMemory
     from tfdist.testing import rank
 
     model, data = rank._state["saved gpt", VARIANTS[1]]

@@ -22,7 +22,15 @@ from tfdist.utils.checks import one_line
 __all__ = ["Tree", "checkout", "resolve", "tree_of"]
 
 _FOLDER = "commits"
-_FIND = "from tfdist.backend.native import find_library; print(find_library())"
+#: Commits before the library of kernels was apart have it at another place.
+_FIND = """
+try:
+    from tfdist.backend.native import TRANSPORT
+    print(TRANSPORT.find())
+except ImportError:
+    from tfdist.native import find_library
+    print(find_library())
+"""
 _INSTALL = (
     "import pathlib, sys; from tfdist.launch.native_build import install_native; "
     "print(install_native(pathlib.Path(sys.argv[1])))\n"
@@ -75,7 +83,7 @@ def resolve(folder: Path, name: str) -> str:
 
 
 def tree_of(source: Tree, commit: str, work: Path) -> Tree:
-    """The tree of a commit, with a compiled library if the checkout has one.
+    """The tree of a commit, with compiled libraries if the checkout has them.
 
     Args:
         source: The checkout.
@@ -105,7 +113,7 @@ def tree_of(source: Tree, commit: str, work: Path) -> Tree:
         # Where no source of it differs, the commit's library is the checkout's.
         libraries = kept / "libraries"
         libraries.mkdir(exist_ok=True)
-        for built in (source.folder / "tfdist" / "native").glob("tfdist-*.so*"):
+        for built in source.folder.glob("tfdist/*/*/tfdist-*.so*"):
             shutil.copy(built, libraries)
         *_, said, found = _python(tree, _INSTALL + _FIND, str(libraries))
     else:

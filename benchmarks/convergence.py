@@ -17,6 +17,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from tfdist.addons import slow_links
 from tfdist.testing import RankPool
 
 #: By way, the points of accuracy and the percent of perplexity that it may cost; None where no limit is
@@ -51,7 +52,8 @@ def digits(way: str, seed: int) -> float:
     """The test accuracy in points."""
     import keras
 
-    from tfdist import datasets, models
+    from tfdist import models
+    from tfdist.addons import datasets
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed)
@@ -75,7 +77,8 @@ def text(way: str, seed: int) -> float:
     """The validation perplexity."""
     import keras
 
-    from tfdist import datasets, layers, models, optimizers
+    from tfdist import layers, models
+    from tfdist.addons import datasets
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed)
@@ -90,7 +93,7 @@ def text(way: str, seed: int) -> float:
             0.0, _STEPS - _WARMUP, alpha=0.1, warmup_target=3e-3, warmup_steps=_WARMUP
         )
         if way in _MOMENTUM:
-            optimizer = optimizers.OneBitAdam(schedule, freeze_step=start)
+            optimizer = slow_links.OneBitAdam(schedule, freeze_step=start)
         else:
             optimizer = keras.optimizers.AdamW(schedule, global_clipnorm=1.0)
         model.compile(optimizer, layers.VocabParallelCrossEntropy(256))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import sys
 
+from tfdist.addons import recommenders
 from tfdist.benchmarks.comparisons import SIZES
 from tfdist.benchmarks.measuring import (
     ENVIRONMENT,
@@ -34,16 +35,15 @@ def prepare(case: str) -> None:
     import keras
     import tensorflow as tf
 
-    from tfdist import datasets, models
     from tfdist.testing import rank, strategy
 
     sizes = SIZES["full"]["dlrm"]
     placement, _, optimizer = case.partition("-")
     vocabularies = [sizes["vocabulary"]] * sizes["tables"]
-    inputs, clicks, _ = datasets.make_clicks(sizes["batch"], sizes["dense"], vocabularies)
+    inputs, clicks, _ = recommenders.make_clicks(sizes["batch"], sizes["dense"], vocabularies)
     keras.utils.set_random_seed(0)
     with strategy().scope():
-        model = models.dlrm(
+        model = recommenders.dlrm(
             sizes["dense"],
             vocabularies,
             embedding_dim=sizes["width"],

@@ -10,11 +10,11 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from tfdist.addons.planner import Transformer
+from tfdist.addons.planner.parts import training_flops
 from tfdist.benchmarks.comparisons import Comparison
 from tfdist.benchmarks.job_variables import outside
 from tfdist.benchmarks.jobs import JobError
-from tfdist.planner import Transformer
-from tfdist.planner.parts import training_flops
 from tfdist.runtime.sessions import run_in_session
 from tfdist.utils.checks import one_line
 

@@ -85,7 +85,7 @@ class _Turns(keras.callbacks.Callback):
 
 def _seconds(part: str, turns: int) -> tuple[list[float], list[float]]:
     """The time of a step of `fit` on this rank, with a `Monitor` and without, by turn."""
-    from tfdist.monitoring import Monitor
+    from tfdist.callbacks import Monitor
 
     tokens = threading.Semaphore(1), threading.Semaphore(0)
     clocks = _Turns(*tokens), _Turns(*reversed(tokens))

@@ -54,9 +54,9 @@ def _main(_: None) -> None:
         import tensorflow as tf
 
         from tfdist import strategies
+        from tfdist.addons.monitoring.monitor.peaks import Peak
+        from tfdist.addons.monitoring.monitor.words import big
         from tfdist.collectives import all_reduce
-        from tfdist.monitoring.monitor.peaks import Peak
-        from tfdist.monitoring.monitor.words import big
 
         tf.config.list_physical_devices()
     if _THREADS.value:

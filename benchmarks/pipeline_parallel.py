@@ -66,7 +66,7 @@ def prepare_blocks(schedule: str, microbatches: int) -> None:
     import keras
     import tensorflow as tf
 
-    from tfdist import Mesh
+    from tfdist import Mesh, models
     from tfdist.pipeline import PipelineModel
     from tfdist.testing import rank, strategy
 

@@ -1,4 +1,4 @@
-"""Predictions of tfdist.planner beside what layouts take on this machine.
+"""Predictions of tfdist.addons.planner beside what layouts take on this machine.
 
     tfdist-plan calibrate --output=machine.json
     python -m tfdist.benchmarks.planning --only=layouts --ranks=2 [--models=small,experts]
@@ -24,12 +24,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tfdist.addons.planner import estimate
+from tfdist.addons.planner.calibration import read_machine
 from tfdist.benchmarks import planning_report
 from tfdist.benchmarks.measuring import ENVIRONMENT
 from tfdist.benchmarks.planning_cases import Case, cases, limit_cases
 from tfdist.launch import trials
-from tfdist.planner import estimate
-from tfdist.planner.calibration import read_machine
 from tfdist.testing import RankError, RankPool
 
 PARTS = ("layouts", "limits", "schedules", "report")

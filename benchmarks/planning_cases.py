@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tfdist.planner import Layout, Transformer
+from tfdist.addons.planner import Layout, Transformer
 
 __all__ = ["LINK_CASE", "MODELS", "Case", "cases", "host_cases", "limit_cases"]
 

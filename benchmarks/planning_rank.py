@@ -28,9 +28,9 @@ def main() -> None:
     tf.config.threading.set_inter_op_parallelism_threads(2)
 
     from tfdist import strategies
+    from tfdist.addons.planner import Layout
     from tfdist.collectives.objects import all_gather_object
     from tfdist.launch import trials
-    from tfdist.planner import Layout
 
     wanted = json.loads(sys.argv[1])
     if wanted == "links":

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
+from tfdist.addons.planner.calibration import read_machine
 from tfdist.benchmarks.jobs import JobError
 from tfdist.benchmarks.scaling_report import Curve, Job, picture
 from tfdist.launch import command
@@ -39,7 +40,6 @@ from tfdist.launch.flag_values import (
     refuse,
     refuse_ignored,
 )
-from tfdist.planner.calibration import read_machine
 from tfdist.runtime.sessions import exit_on_signals, run_in_session
 from tfdist.utils.checks import one_line
 

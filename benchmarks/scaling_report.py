@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
-from tfdist.planner import laws
+from tfdist.addons.planner import laws
 
 __all__ = ["Curve", "Job", "picture"]
 

@@ -62,7 +62,8 @@ def _measure(engine, way: str, options) -> tuple[list[float], list[float]]:
     import keras
     import numpy as np
 
-    from tfdist import layers, models, optimizers
+    from tfdist import layers, models
+    from tfdist.addons import slow_links
     from tfdist.collectives.p2p import P2PEngine, traffic
 
     keras.backend.clear_session()
@@ -78,7 +79,7 @@ def _measure(engine, way: str, options) -> tuple[list[float], list[float]]:
         model = models.gpt(vocabulary, max_length=TOKENS, **sizes)
         optimizer = keras.optimizers.Adam(1e-4)
         if is_local:
-            optimizer = optimizers.DiLoCo(optimizer, sync_every=int(every))
+            optimizer = slow_links.DiLoCo(optimizer, sync_every=int(every))
         model.compile(optimizer, layers.VocabParallelCrossEntropy(vocabulary))
     rows = options.rows * strategy.row_group.size
     text = np.random.default_rng(0).integers(0, vocabulary, (rows, TOKENS + 1)).astype("int32")

@@ -58,8 +58,8 @@ def held_bytes(stage: int, policy: str) -> tuple[float, float, float, float]:
     import keras
     import tensorflow as tf
 
-    from tfdist.monitoring import memory_report
-    from tfdist.monitoring.memory import PeakMemory
+    from tfdist.addons.monitoring import memory_report
+    from tfdist.addons.monitoring.memory import PeakMemory
     from tfdist.testing import engine, strategy
 
     keras.backend.clear_session()

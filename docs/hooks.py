@@ -39,8 +39,8 @@ BASES = {"tfdist.strategies": ["tfdist.strategies.parallel.ParallelStrategy"]}
 INHERITED = {"tfdist.strategies.parallel.ParallelStrategy": ["mesh", "is_chief", "group"]}
 #: Methods that Keras' loops are patched to call, not programs.
 INSIDE = {
-    "tfdist.strategies.HogwildStrategy": ("fit", "train_step"),
-    "tfdist.strategies.ParameterServerStrategy": ("fit", "train_step", "before_reading"),
+    "tfdist.addons.asynchronous.HogwildStrategy": ("fit", "train_step"),
+    "tfdist.addons.asynchronous.ParameterServerStrategy": ("fit", "train_step", "before_reading"),
 }
 
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")

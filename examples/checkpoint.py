@@ -56,11 +56,11 @@ folder = tempfile.mkdtemp() if strategy.is_chief else None
 folder = tfdist.collectives.broadcast_object(folder, strategy.group())
 try:
     # Waits for each save. One that goes on beside training may be lost where it is cut off.
-    saver = tfdist.checkpoint.Checkpointer(folder, every_steps=5, asynchronous=False)
+    saver = tfdist.callbacks.Checkpointer(folder, every_steps=5, asynchronous=False)
     train(saver, CutOff(after_steps=22))
 except InterruptedError as error:
     cut_off = str(error)
-resumed, steps = train(tfdist.checkpoint.Checkpointer(folder, every_steps=5))
+resumed, steps = train(tfdist.callbacks.Checkpointer(folder, every_steps=5))
 whole, _ = train()
 if strategy.is_chief:
     print(f"{cut_off} Resumed, and trained {steps} of 42 steps.")

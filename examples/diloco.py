@@ -31,7 +31,7 @@ with strategy.scope():
     )
     inner = keras.optimizers.AdamW(3e-3)
     model.compile(
-        tfdist.optimizers.DiLoCo(inner, sync_every=20, outer_momentum=0.5),
+        tfdist.addons.slow_links.DiLoCo(inner, sync_every=20, outer_momentum=0.5),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )

@@ -21,7 +21,9 @@ x, y = digits.data.astype("float32") / 16, digits.target
 train, test = slice(0, 1400), slice(1400, None)
 images, labels = tf.constant(x[train]), tf.constant(y[train])
 # What is handed out: ranges of 70 rows here, else files, whose names `read` would get.
-shards = tfdist.datasets.DynamicSharding(len(images), strategy, chunk=70, shuffle_seed=1)
+shards = tfdist.addons.unequal_ranks.DynamicSharding(
+    len(images), strategy, chunk=70, shuffle_seed=1
+)
 
 
 def read(rows):

@@ -45,7 +45,7 @@ found = tfdist.checkpoint.latest(folder)
 if strategy.is_chief:
     print(f"Starts on {strategy.mesh.size} rank(s) from {found or 'the beginning'}.")
 
-callbacks = [tfdist.checkpoint.Checkpointer(folder, every_steps=5)]
+callbacks = [tfdist.callbacks.Checkpointer(folder, every_steps=5)]
 if len(sys.argv) > 1:
     # So that there is time to change the hosts.
     callbacks.append(

@@ -16,8 +16,8 @@ strategy = tfdist.strategies.auto(tfdist.Mesh(data=1, expert=-1))
 keras.utils.set_random_seed(0)
 
 # Windows of 64 bytes, each with the bytes that follow those in it.
-text = tfdist.datasets.load_text("pydoc").train
-windows = tfdist.datasets.language_model_windows(text, 64).take(320)
+text = tfdist.addons.datasets.load_text("pydoc").train
+windows = tfdist.addons.datasets.language_model_windows(text, 64).take(320)
 
 with strategy.scope():
     model = tfdist.models.gpt(
@@ -29,7 +29,7 @@ with strategy.scope():
 
 load = tfdist.callbacks.ExpertLoad()
 history = model.fit(windows.batch(32), epochs=2, verbose=2, shuffle=False, callbacks=[load])
-counts = tfdist.monitoring.parameter_counts(model)
+counts = tfdist.addons.monitoring.parameter_counts(model)
 if strategy.is_chief:
     print(f"Parameters, and those that a token meets: {counts}")
     loss = history.history["loss"][-1]

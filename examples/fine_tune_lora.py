@@ -29,7 +29,7 @@ def windows(text):
     def as_inputs(tokens, targets):
         return {"token_ids": tokens, "padding_mask": tf.ones_like(tokens)}, targets
 
-    found = tfdist.datasets.language_model_windows(text, 64)
+    found = tfdist.addons.datasets.language_model_windows(text, 64)
     return found.take(256).map(as_inputs).batch(16)
 
 
@@ -40,7 +40,7 @@ def compile_model():
     model.compile(keras.optimizers.AdamW(1e-2, epsilon=1e-4), loss, weighted_metrics=None)
 
 
-text = tfdist.datasets.load_text("pydoc").train
+text = tfdist.addons.datasets.load_text("pydoc").train
 capitals = np.frombuffer(text.tobytes().upper(), np.uint8)
 
 with strategy.scope():

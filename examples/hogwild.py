@@ -23,7 +23,7 @@ labels = (random.normal(size=FEATURES)[ids].sum(axis=1) > 0).astype("float32")
 
 losses = {}
 for threads in (1, 2):
-    strategy = tfdist.strategies.HogwildStrategy(threads)
+    strategy = tfdist.addons.asynchronous.HogwildStrategy(threads)
     keras.utils.set_random_seed(0)
     with strategy.scope():
         model = keras.Sequential(

@@ -16,8 +16,8 @@ strategy = tfdist.strategies.auto(tfdist.Mesh(data=1, context=-1))
 keras.utils.set_random_seed(0)
 
 LENGTH = 1024
-text = tfdist.datasets.load_text("pydoc").train
-windows = tfdist.datasets.language_model_windows(text, LENGTH).take(24)
+text = tfdist.addons.datasets.load_text("pydoc").train
+windows = tfdist.addons.datasets.language_model_windows(text, LENGTH).take(24)
 
 with strategy.scope():
     model = tfdist.models.gpt(

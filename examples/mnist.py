@@ -18,8 +18,8 @@ EPOCHS = 5
 
 def load(name, download):
     """The images of a data set to train on and to test with, and what TFDS knows of it."""
-    train, info = tfdist.datasets.load(name, "train", download=download)
-    test, _ = tfdist.datasets.load(name, "test", download=download)
+    train, info = tfdist.addons.datasets.load(name, "train", download=download)
+    test, _ = tfdist.addons.datasets.load(name, "test", download=download)
     return train, test, info
 
 

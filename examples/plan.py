@@ -3,7 +3,7 @@
     python examples/plan.py
     tfdist-run -np 2 -- python examples/plan.py
 
-`tfdist.planner` tries all layouts on paper: which fit, how long a step takes, what binds it. It needs neither
+`tfdist.addons.planner` tries all layouts on paper: which fit, how long a step takes, what binds it. It needs neither
 the GPUs nor the model. Of a model that Keras has built it tells FLOPs, memory and messages, too. The text that
 is trained on, the reference of Python, comes with Python.
 """
@@ -11,7 +11,7 @@ is trained on, the reference of Python, comes with Python.
 import keras
 
 import tfdist
-from tfdist import planner
+from tfdist.addons import planner
 
 strategy = tfdist.strategies.auto()
 keras.utils.set_random_seed(0)
@@ -57,8 +57,8 @@ cost = planner.estimate(
     planner.describe(model), core, planner.Layout(data=strategy.mesh.size), global_batch=32
 )
 
-text = tfdist.datasets.load_text("pydoc").train
-windows = tfdist.datasets.language_model_windows(text, 64).take(512)
+text = tfdist.addons.datasets.load_text("pydoc").train
+windows = tfdist.addons.datasets.language_model_windows(text, 64).take(512)
 history = model.fit(windows.batch(32), epochs=2, verbose=2, shuffle=False)
 if strategy.is_chief:
     print(

@@ -17,15 +17,15 @@ strategy = tfdist.strategies.auto()
 keras.utils.set_random_seed(0)
 
 SIZES = [600, 200, 50]  # Users, items and countries, say.
-train, clicks, floor = tfdist.datasets.make_clicks(12_000, 4, SIZES, seed=1)
+train, clicks, floor = tfdist.addons.recommenders.make_clicks(12_000, 4, SIZES, seed=1)
 
 with strategy.scope():
-    model = tfdist.models.dlrm(4, SIZES, embedding_dim=8)
+    model = tfdist.addons.recommenders.dlrm(4, SIZES, embedding_dim=8)
     model.compile(keras.optimizers.Adam(0.01), losses.BinaryCrossentropy(from_logits=True))
 
 if strategy.is_chief:
     for layer in model.layers:
-        if isinstance(layer, tfdist.layers.ShardedEmbedding):
+        if isinstance(layer, tfdist.addons.recommenders.ShardedEmbedding):
             print(layer.report())
 
 history = model.fit(train, clicks, batch_size=200, epochs=3, verbose=2)

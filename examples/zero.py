@@ -37,7 +37,7 @@ with strategy.scope():
 
 model.fit(x[train], y[train], batch_size=100, epochs=4, verbose=2)
 loss, accuracy = model.evaluate(x[test], y[test], verbose=0)
-report = tfdist.monitoring.memory_report(model)
+report = tfdist.addons.monitoring.memory_report(model)
 if strategy.is_chief:
     print(report.table())
     print(f"Accuracy {accuracy:.2%}, loss {loss:.4f}, on {strategy.mesh.size} rank(s).")

@@ -14,7 +14,7 @@ from tfdist.runtime.horovod_variables import started_by_horovod
 from tfdist.runtime.tf_config import read_tf_config
 
 if TYPE_CHECKING:
-    from tfdist import planner
+    from tfdist.addons import planner
 
 __all__ = ["Automatic", "chosen", "machine_file", "number_of_ranks"]
 
@@ -86,14 +86,14 @@ def chosen(
         transformer: The model.
         batch: Samples of an update.
         ranks: Ranks that were started.
-        limits: What is not open, as `tfdist.planner.Limits` has it.
+        limits: What is not open, as `tfdist.addons.planner.Limits` has it.
 
     Raises:
         UsageError: The file is no calibration, or no layout fits.
     """
     # The planner takes a while to import, which only this flag needs.
-    from tfdist import planner
-    from tfdist.planner.calibration import read_machine
+    from tfdist.addons import planner
+    from tfdist.addons.planner.calibration import read_machine
 
     path = machine_file(value)
     try:

@@ -19,13 +19,13 @@ from collections.abc import Sequence
 import numpy as np
 from absl import flags
 
+from tfdist.addons.planner import Layout, Link, Machine, Transformer, estimate
+from tfdist.addons.planner.calibration import write_machine
+from tfdist.addons.planner.memory import kept_bytes
+from tfdist.addons.planner.parts import count_parameters, forward_flops
 from tfdist.launch import command, trials
 from tfdist.launch.counting import count_cores
 from tfdist.launch.flag_values import FlagDefiner, UsageError, output_file, refuse
-from tfdist.planner import Layout, Link, Machine, Transformer, estimate
-from tfdist.planner.calibration import write_machine
-from tfdist.planner.memory import kept_bytes
-from tfdist.planner.parts import count_parameters, forward_flops
 from tfdist.runtime.rendezvous import ENGINES
 from tfdist.testing import RankPool
 from tfdist.utils.quantities import as_bytes

@@ -83,7 +83,7 @@ class CheckpointFlags:
         """The callback that saves and resumes; none without a folder."""
         if self.workdir is None:
             return []
-        from tfdist.checkpoint import Checkpointer
+        from tfdist.callbacks import Checkpointer
 
         return [Checkpointer(self.workdir, **options, batch_size=batch_size)]
 

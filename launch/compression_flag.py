@@ -9,7 +9,7 @@ from tfdist.launch.flag_values import refuse
 
 __all__ = ["check_compression", "make_compressor"]
 
-#: By name, the class of `tfdist.compression`, and what may stand behind a colon: the name of its
+#: By name, the class of `tfdist.addons.slow_links`, and what may stand behind a colon: the name of its
 #: argument, and its type.
 _KINDS: dict[str, tuple[str, tuple[str, type] | None]] = {
     "powersgd": ("PowerSGD", ("rank", int)),
@@ -45,9 +45,9 @@ def make_compressor(value: str, **options: Any) -> Any:
     """The compressor that a checked value names, with other arguments; None for none."""
     if value == "none":
         return None
-    from tfdist import compression
+    from tfdist.addons import slow_links
 
     name, colon, given = value.partition(":")
     kind, argument = _KINDS[name]
     arguments = {argument[0]: argument[1](given)} if colon and argument is not None else {}
-    return getattr(compression, kind)(**arguments, **options)
+    return getattr(slow_links, kind)(**arguments, **options)

@@ -54,7 +54,7 @@ def read_tokens(source: str, tokenizer: Any, data_dir: str | None) -> tuple[np.n
         train, validation = _documents(source, data_dir)
         end = getattr(tokenizer, "end_token_id", None)
         return _tokens(train, tokenizer, end), _tokens(validation, tokenizer, end)
-    from tfdist.datasets import load_text
+    from tfdist.addons.datasets import load_text
 
     try:
         text = load_text(source)
@@ -90,8 +90,8 @@ def _pieces(text: str) -> Iterator[str]:
 
 def _documents(source: str, data_dir: str | None) -> tuple[Iterable[str], Iterable[str]]:
     """The documents of the training split, and of the validation or test split."""
-    from tfdist.datasets.loading import open_builder, prepare_builder
-    from tfdist.datasets.preparing import import_tfds
+    from tfdist.addons.datasets.loading import open_builder, prepare_builder
+    from tfdist.addons.datasets.preparing import import_tfds
 
     name, _, feature = source.removeprefix(_TFDS).partition("/")
     try:

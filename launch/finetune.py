@@ -201,7 +201,7 @@ def _main(checked: tuple[Layout, dict[str, Any]]) -> None:
 
     # --- Training ------------------------------------------------------------------------------
     speed = speed_callback(windows.steps * batch_size * _SEQ_LENGTH.value)
-    callbacks = [speed, tfdist.monitoring.TerminateOnNonFinite()]
+    callbacks = [speed, tfdist.callbacks.TerminateOnNonFinite()]
     callbacks += _CHECKPOINTS.callbacks(saving, batch_size)
     with expected_errors(_CHECKPOINTS.workdir, _DATASET.value), _OPTIMIZER.expected_errors():
         before = model.evaluate(windows.validation, verbose=0)
@@ -256,7 +256,7 @@ def _preprocessor():
 def _windows(tokenizer, batch_size: int) -> _Windows:
     import tensorflow as tf
 
-    from tfdist.datasets import language_model_windows
+    from tfdist.addons.datasets import language_model_windows
 
     length = _SEQ_LENGTH.value
     train, validation = read_tokens(_DATASET.value, tokenizer, _DATA_DIR.value)

@@ -29,7 +29,7 @@ def expected_errors(workdir: str | None, dataset: str) -> Iterator[None]:
     """Says in one line what can be expected to fail in `fit`: checkpoints, the loss, the data, servers."""
     import tensorflow as tf
 
-    from tfdist.asynchronous import ParameterServerError
+    from tfdist.addons.asynchronous import ParameterServerError
     from tfdist.checkpoint import CheckpointError
 
     try:

@@ -56,7 +56,7 @@ class Images(Task):
 
     def load(self, settings: Settings) -> Data:
         """Reads a data set of `tfdist.data`."""
-        from tfdist import datasets
+        from tfdist.addons import datasets
 
         try:
             train, info = datasets.load(settings.dataset, "train", data_dir=settings.data_dir)

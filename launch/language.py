@@ -16,7 +16,7 @@ from tfdist.launch.tasks import DEFINE, Data, Settings, Task
 from tfdist.mesh import Mesh
 
 if TYPE_CHECKING:
-    from tfdist.planner import Transformer
+    from tfdist.addons.planner import Transformer
 
 __all__ = ["Language"]
 
@@ -77,7 +77,7 @@ _TEMPERATURE = 0.8
 
 
 class Language(Task):
-    """A language model of bytes; see `tfdist.models.gpt` and `tfdist.datasets.load_text`."""
+    """A language model of bytes; see `tfdist.models.gpt` and `tfdist.addons.datasets.load_text`."""
 
     models = ("gpt",)
     dataset = "pydoc"
@@ -133,7 +133,7 @@ class Language(Task):
 
     def _sizes(self) -> Transformer:
         """The model of the flags."""
-        from tfdist.planner import Transformer
+        from tfdist.addons.planner import Transformer
 
         dropout, length = _DROPOUT.value > 0, _SEQ_LENGTH.value
         blockwise = length >= LONG and not dropout
@@ -218,7 +218,7 @@ class Language(Task):
             )
 
     def _check_size(self, settings: Settings, sizes: Transformer) -> None:
-        from tfdist.planner.parts import count_parameters
+        from tfdist.addons.planner.parts import count_parameters
 
         parameters = count_parameters(sizes)
         if parameters > _MOST_PARAMETERS:
@@ -240,7 +240,7 @@ class Language(Task):
             value: The flag's.
             batch: Samples of an update.
             ranks: Ranks that were started.
-            limits: What other flags say, as `tfdist.planner.Limits` has it.
+            limits: What other flags say, as `tfdist.addons.planner.Limits` has it.
         """
         split = _SEQUENCE_PARALLEL.value
         is_whole = split or _DROPOUT.value > 0
@@ -250,7 +250,7 @@ class Language(Task):
 
     def load(self, settings: Settings) -> Data:
         """Cuts the text into windows."""
-        from tfdist import datasets
+        from tfdist.addons import datasets
 
         self._seed = settings.seed
         length = _SEQ_LENGTH.value
@@ -277,7 +277,7 @@ class Language(Task):
         )
 
     def _windows(self, part: str, **options):
-        from tfdist import datasets
+        from tfdist.addons import datasets
 
         length = _SEQ_LENGTH.value
         try:
@@ -290,7 +290,7 @@ class Language(Task):
     def build(self, settings: Settings):
         """Makes a GPT of the sizes in the flags."""
         from tfdist import models
-        from tfdist.planner.programs import gpt_arguments
+        from tfdist.addons.planner.programs import gpt_arguments
 
         sizes = self._sizes()
         arguments = gpt_arguments(sizes) | {
@@ -306,7 +306,7 @@ class Language(Task):
         """How evenly experts are used, where there are some."""
         if self._sizes().experts is None:
             return []
-        from tfdist.monitoring import ExpertLoad
+        from tfdist.callbacks import ExpertLoad
 
         return [ExpertLoad(verbose=True)]
 

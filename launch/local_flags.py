@@ -95,7 +95,7 @@ class LocalFlags:
 
     def around(self, optimizer):
         """The optimizer that trains: that of a task, with what the flags put around it."""
-        from tfdist.optimizers import DiLoCo, LocalSGD, SlowMo
+        from tfdist.addons.slow_links import DiLoCo, LocalSGD, SlowMo
 
         sync_every = self._sync_every.value
         if sync_every is None:

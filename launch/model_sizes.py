@@ -11,7 +11,7 @@ from tfdist.launch.flag_values import UsageError, input_file, refuse
 from tfdist.utils.checks import one_line
 
 if TYPE_CHECKING:
-    from tfdist.planner import Transformer
+    from tfdist.addons.planner import Transformer
 
 __all__ = ["LONG", "file_or_name", "is_preset", "sizes_of"]
 
@@ -47,8 +47,8 @@ def sizes_of(flag: str, value: str, length: int | None) -> Transformer:
     Raises:
         UsageError: It is none of these, or a file is no configuration.
     """
-    from tfdist.planner import Transformer, from_config
-    from tfdist.planner.configs import KNOWN
+    from tfdist.addons.planner import Transformer, from_config
+    from tfdist.addons.planner.configs import KNOWN
 
     path = file_or_name(flag, value, KNOWN)
     try:

@@ -71,7 +71,7 @@ class MonitorFlags:
         """
         if not self._monitor.value:
             return []
-        from tfdist.monitoring import Monitor
+        from tfdist.callbacks import Monitor
 
         peak = None if self._peak.value is None else self._number() or self._peak.value
         try:

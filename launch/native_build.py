@@ -1,54 +1,69 @@
-"""Builds the compiled library (`tfdist.backend.native`), and keeps it."""
+"""Builds the compiled libraries, and keeps them."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tfdist.launch.horovod_prerequisites import find_compiler, with_scripts
 from tfdist.launch.quiet import quiet_start
 from tfdist.runtime.digests import matches_digest, write_digest
+from tfdist.utils.lazy import find_addon
 
 __all__ = ["install_native"]
 
 
 def install_native(cache_dir: Path, *, force: bool = False) -> str:
-    """Puts the library into the installed package, out of the cache or newly built.
+    """Puts the libraries into the installed package, out of the cache or newly built.
 
-    All works without it, if more slowly, so nothing here is an error: the line that is returned
-    says what came of it.
+    All works without them, if more slowly, so nothing here is an error: the lines that are returned,
+    one for each library, say what came of it.
     """
     with quiet_start():
-        from tfdist.backend.native import build, library_path
+        from tfdist.backend.native import TRANSPORT
 
-    path = library_path()
+        kernels = find_addon("cpu_kernels")
+    libraries = [TRANSPORT, *([] if kernels is None else [kernels.LIBRARY])]
+    # Each is compiled by a process of its own.
+    with ThreadPoolExecutor() as pool:
+        return "\n".join(pool.map(lambda each: _install(each, cache_dir, force), libraries))
+
+
+def _install(library, cache_dir: Path, force: bool) -> str:
+    path = library.path()
     kept = cache_dir.expanduser().absolute() / path.name
     try:
         if force:
             path.unlink(missing_ok=True)
         elif path.exists() and matches_digest(path):
-            return f"The compiled library was built before: {path}"
+            return f"The compiled library ({library.what}) was built before: {path}"
         elif kept.exists() and matches_digest(kept):
             # In one step: another process finds the whole library or none.
             copied = path.with_name(f"{path.name}.{os.getpid()}")
             shutil.copyfile(kept, copied)
             os.replace(copied, path)
             write_digest(path)
-            return f"Took the compiled library from {kept}"
+            return f"Took the compiled library ({library.what}) from {kept}"
         compiler = find_compiler(with_scripts(os.environ))
         if not compiler:
-            return _without("No C++ compiler was found.")
+            return _without("No C++ compiler was found.", library.what)
         start = time.monotonic()
-        build(compiler)
+        library.build(compiler)
         kept.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, kept)
         write_digest(kept)
     except (OSError, RuntimeError) as error:
-        return _without(str(error))
-    return f"Built the compiled library in {time.monotonic() - start:.0f} s: {path}"
+        return _without(str(error), library.what)
+    return (
+        f"Built the compiled library ({library.what}) in {time.monotonic() - start:.0f} s: {path}"
+    )
 
 
-def _without(why: str) -> str:
-    return f"{why} Without the compiled library, all goes through the engine and TensorFlow, more slowly."
+def _without(why: str, what: str) -> str:
+    return (
+        f"{why} Without the compiled library ({what}), all goes through the engine and TensorFlow, "
+        "more slowly."
+    )

@@ -174,7 +174,7 @@ class OptimizerFlags:
         keras.config.set_dtype_policy(self._policy.value)
 
     def planned(self, own: str) -> dict[str, Any]:
-        """What the planner is told: fields of `tfdist.planner.Limits`.
+        """What the planner is told: fields of `tfdist.addons.planner.Limits`.
 
         Args:
             own: The class of the task's optimizer, as `keras.optimizers` names it.

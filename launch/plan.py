@@ -11,18 +11,18 @@ import sys
 
 from absl import flags
 
+from tfdist.addons.planner import Limits, Machine, Plan, Transformer, plan
+from tfdist.addons.planner.choice import summary
+from tfdist.addons.planner.layouts import OPTIMIZERS, PRECISIONS
+from tfdist.addons.planner.pictures import save_picture
+from tfdist.addons.planner.programs import code, command_line, refusal
+from tfdist.addons.planner.requirements import requirement, table
 from tfdist.launch import command
 from tfdist.launch.calibrating import CALIBRATE
 from tfdist.launch.flag_values import FlagDefiner, UsageError, output_file
 from tfdist.launch.plan_flags import MachineFlags, ModelFlags
 from tfdist.launch.plan_laws import FIT, GOODPUT, OPTIMUM
 from tfdist.mesh import Mesh
-from tfdist.planner import Limits, Machine, Plan, Transformer, plan
-from tfdist.planner.choice import summary
-from tfdist.planner.layouts import OPTIMIZERS, PRECISIONS
-from tfdist.planner.pictures import save_picture
-from tfdist.planner.programs import code, command_line, refusal
-from tfdist.planner.requirements import requirement, table
 
 __all__ = ["PROGRAMS", "run"]
 

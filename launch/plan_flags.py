@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from tfdist.addons.planner import DEVICES, Machine, Transformer, machine
+from tfdist.addons.planner.calibration import read_machine
 from tfdist.launch.flag_values import (
     MOST_RANKS,
     MOST_RANKS_OF_A_HOST,
@@ -15,8 +17,6 @@ from tfdist.launch.flag_values import (
     refuse_ignored,
 )
 from tfdist.launch.model_sizes import LONG, file_or_name, is_preset, sizes_of
-from tfdist.planner import DEVICES, Machine, Transformer, machine
-from tfdist.planner.calibration import read_machine
 from tfdist.utils.quantities import read_bytes
 
 __all__ = ["MachineFlags", "ModelFlags"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from absl import flags
 from tabulate import tabulate
 
+from tfdist.addons.planner import goodput, laws
 from tfdist.launch import command
 from tfdist.launch.flag_values import (
     MOST_RANKS,
@@ -18,7 +19,6 @@ from tfdist.launch.flag_values import (
     refuse,
     refuse_ignored,
 )
-from tfdist.planner import goodput, laws
 from tfdist.utils.quantities import as_count, as_seconds
 
 __all__ = ["FIT", "GOODPUT", "OPTIMUM"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tfdist.addons import recommenders
 from tfdist.launch.flag_values import UsageError
 from tfdist.launch.tasks import Data, Settings, Task
 
@@ -14,7 +15,7 @@ _TRAIN, _TEST = 400_000, 10_000
 
 
 class Recommendation(Task):
-    """The DLRM on clicks by a known rule; see `tfdist.datasets.make_clicks`."""
+    """The DLRM on clicks by a known rule; see `tfdist.addons.recommenders.make_clicks`."""
 
     models = ("dlrm",)
     dataset = "clicks"
@@ -46,7 +47,7 @@ class Recommendation(Task):
         """Draws the clicks, the same ones on every rank."""
         import tensorflow as tf
 
-        from tfdist.datasets import make_clicks
+        from tfdist.addons.recommenders import make_clicks
 
         if settings.whole_batches:
             raise UsageError("--strategy=tpu: --model=dlrm trains on CPUs and GPUs.")
@@ -63,9 +64,7 @@ class Recommendation(Task):
 
     def build(self, settings: Settings):
         """Makes the DLRM; the chief says where its tables lie."""
-        from tfdist import models
-
-        model = models.dlrm(_DENSE, _VOCABULARIES)
+        model = recommenders.dlrm(_DENSE, _VOCABULARIES)
         if settings.is_chief:
             print(model.get_layer("embeddings").report())
         return model

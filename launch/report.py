@@ -42,7 +42,12 @@ def _check(words: list[str]) -> tuple[str, str]:
 
 def _main(checked: tuple[str, str]) -> None:
     path, output = checked
-    from tfdist.monitoring.run_report import UnreadableError, html_page, read_run, text_report
+    from tfdist.addons.monitoring.run_report import (
+        UnreadableError,
+        html_page,
+        read_run,
+        text_report,
+    )
 
     try:
         found = read_run(path)

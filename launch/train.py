@@ -162,7 +162,7 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
     if on.is_tpu or _WORLD.has_servers:
         callbacks.append(keras.callbacks.TerminateOnNaN())
     else:
-        callbacks.append(tfdist.monitoring.TerminateOnNonFinite())
+        callbacks.append(tfdist.callbacks.TerminateOnNonFinite())
     if _WORLD.has_servers:
         callbacks += _CHECKPOINTS.backups()
     else:
@@ -186,7 +186,7 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
         last |= {f"val_{name}": value for name, value in after.items()}
     shown = task.show(model)
     if on.is_chief:
-        cost = None if on.is_tpu else tfdist.monitoring.compression_statistics(model)
+        cost = None if on.is_tpu else tfdist.addons.slow_links.compression_statistics(model)
         if cost is not None and cost.pays:  # Where it does not pay, `fit` has said so.
             print(cost)
         print(summary(history.history, time.monotonic() - begun))

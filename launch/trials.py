@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tfdist.planner import Layout, Transformer
+from tfdist.addons.planner import Layout, Transformer
 from tfdist.runtime.process_memory import forget_peak, peak_bytes, resident_bytes
 
 __all__ = [

@@ -162,7 +162,7 @@ class WorldFlags:
         return self._strategy.value == "parameter_server"
 
     def planned(self, dtype: str) -> dict[str, Any]:
-        """What the planner is told: fields of `tfdist.planner.Limits`, for a policy of dtypes."""
+        """What the planner is told: fields of `tfdist.addons.planner.Limits`, for a policy of dtypes."""
         found: dict[str, Any] = {}
         if self.compression.value != "none":
             found["zero_stages"] = (0, 1, 2)
@@ -248,8 +248,7 @@ class WorldFlags:
         return World(strategy, cores, cores, True, f"{cores} core(s) of a TPU", True, steps)
 
     def _make_servers(self) -> World:
-        from tfdist.asynchronous import ParameterServerError
-        from tfdist.strategies import ParameterServerStrategy
+        from tfdist.addons.asynchronous import ParameterServerError, ParameterServerStrategy
 
         try:
             strategy = ParameterServerStrategy(

@@ -5,9 +5,9 @@ if __name__ != "tfdist.models":
 
 
 from tfdist.models.convnet import convnet
-from tfdist.models.dlrm import dlrm
 from tfdist.models.generation import generate
 from tfdist.models.gpt import gpt
 from tfdist.models.mlp import mlp
+from tfdist.models.transformer import TransformerDecoderBlock
 
-__all__ = ["convnet", "dlrm", "generate", "gpt", "mlp"]
+__all__ = ["TransformerDecoderBlock", "convnet", "generate", "gpt", "mlp"]

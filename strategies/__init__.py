@@ -6,20 +6,16 @@ if __name__ != "tfdist.strategies":
 
 from tfdist.step.shares import MeasuredShares
 from tfdist.strategies.auto import auto
-from tfdist.strategies.hogwild import HogwildStrategy
 from tfdist.strategies.horovod import HorovodStrategy
 from tfdist.strategies.local import LocalStrategy
 from tfdist.strategies.multi_worker import MultiWorkerStrategy
-from tfdist.strategies.parameter_server import ParameterServerStrategy
 from tfdist.strategies.tpu import tpu
 
 __all__ = [
-    "HogwildStrategy",
     "HorovodStrategy",
     "LocalStrategy",
     "MeasuredShares",
     "MultiWorkerStrategy",
-    "ParameterServerStrategy",
     "auto",
     "tpu",
 ]

@@ -9,27 +9,28 @@ import sys
 import tensorflow as tf
 from absl import logging
 
-from tfdist.asynchronous import cluster_from_environment
 from tfdist.collectives.tensorflow import started_by_tf_config
 from tfdist.mesh import Mesh
 from tfdist.runtime.horovod_variables import started_by_horovod
 from tfdist.runtime.plugins import load_plugins
 from tfdist.runtime.schedulers import started_by_scheduler
+from tfdist.runtime.tf_config import read_tf_config
 from tfdist.strategies.horovod import HorovodStrategy
 from tfdist.strategies.local import LocalStrategy
 from tfdist.strategies.multi_worker import MultiWorkerStrategy
-from tfdist.strategies.parallel import ParallelStrategy, check_options
-from tfdist.strategies.parameter_server import ParameterServerStrategy
+from tfdist.strategies.parallel import check_options
 from tfdist.strategies.registry import registered
+from tfdist.utils.lazy import require_addon
 
 __all__ = ["auto"]
 
 
-def auto(mesh: Mesh | None = None, **options) -> ParallelStrategy | ParameterServerStrategy:
+def auto(mesh: Mesh | None = None, **options) -> tf.distribute.Strategy:
     """Returns the strategy of the launcher that started this process; the log says which, and why.
 
-    First those that packages have registered (`tfdist.extend.register_strategy`). Then
-    `ParameterServerStrategy` where TF_CONFIG names parameter servers, as `tfdist-run --ps=` has it.
+    First those that packages have registered (`tfdist.extend.register_strategy`), among them
+    `tfdist.addons.asynchronous.ParameterServerStrategy` where TF_CONFIG names parameter servers, as
+    `tfdist-run --ps=` has it.
 
     Horovod's where its launcher started the process, else the workers' of TF_CONFIG; of ranks that
     mpirun or srun started Horovod's where it is installed, else the workers'; else the local one.
@@ -40,7 +41,8 @@ def auto(mesh: Mesh | None = None, **options) -> ParallelStrategy | ParameterSer
 
     Raises:
         ValueError: Horovod's variables and TF_CONFIG speak of different worlds, the mesh does not fill
-            the world, or parameter servers are asked for what they cannot do.
+            the world, or a strategy cannot do what the options ask for.
+        ImportError: TF_CONFIG names parameter servers, and tfdist.addons.asynchronous is not installed.
         TypeError: An option is unknown, or an engine was given.
     """
     if "engine" in options:
@@ -50,13 +52,14 @@ def auto(mesh: Mesh | None = None, **options) -> ParallelStrategy | ParameterSer
             f"MultiWorkerStrategy. Received: engine={options['engine']!r}."
         )
     load_plugins()
+    config = read_tf_config()
+    if config is not None and config.servers:
+        require_addon("asynchronous", "A TF_CONFIG that names parameter servers")
     for each in registered():
         if each.detect():
-            logging.info("tfdist: %s, which its package has detected.", each.name)
+            logging.info("tfdist: %s, which has detected this launch.", each.name)
             return each.make(mesh, **options)
     check_options(mesh, None, **options)
-    if cluster_from_environment() is not None:
-        return _parameter_servers(mesh, options)
     horovod, workers = started_by_horovod(), started_by_tf_config()
     if horovod and workers and horovod != workers:
         raise ValueError(
@@ -100,20 +103,3 @@ def _notice_idle_gpus() -> None:
             len(gpus),
             script if script.endswith(".py") else "train.py",
         )
-
-
-def _parameter_servers(mesh: Mesh | None, options: dict) -> ParameterServerStrategy:
-    """The strategy for TF_CONFIG's servers, which divides nothing but the data."""
-    left = {name: value for name, value in options.items() if name != "watchdog_seconds" and value}
-    divides = mesh is not None and any(
-        size > 1 for axis, size in mesh.shape.items() if axis not in mesh.replica_axes
-    )
-    if divides or left:
-        raise ValueError(
-            "Workers of parameter servers divide the data alone, without ZeRO and without other "
-            f"mesh axes. Received: mesh={mesh!r}, {left}. Leave them out, or start the ranks without "
-            "parameter servers."
-        )
-    seconds = options.get("watchdog_seconds")
-    logging.info("tfdist: ParameterServerStrategy, for TF_CONFIG names parameter servers.")
-    return ParameterServerStrategy(**({"watchdog_seconds": seconds} if seconds else {}))

@@ -181,7 +181,7 @@ class GradientReads:
     def _refused(self) -> ValueError:
         return ValueError(
             "A training step cannot read gradients whose variables are split over ranks by a tensor, "
-            "pipeline or expert axis, or that an optimizer of `tfdist.optimizers` trains: each rank has "
+            "pipeline or expert axis, or that an optimizer of `tfdist.addons.slow_links.local_sgd` trains: each rank has "
             f"a part, or its own. Received: the gradients of a `{type(self._model).__name__}`, read "
             "before they reach the optimizer. Use `strategy.global_norm(gradients, variables)` or "
             "`strategy.clip_by_global_norm(gradients, variables, clip_norm)`, or the optimizer's "

@@ -13,7 +13,6 @@ from absl import logging
 
 from tfdist.collectives import Group
 from tfdist.collectives.engine import Engine
-from tfdist.compression import Compressor
 from tfdist.gradients.stage import GradientStage, Position
 from tfdist.mesh import Mesh
 from tfdist.runtime.plugins import load_plugins
@@ -26,13 +25,13 @@ from tfdist.step.local_steps import local_optimizer
 from tfdist.step.row_shares import RowShares
 from tfdist.step.shares import MeasuredShares, check_batch_shares
 from tfdist.strategies import keras_patches
-from tfdist.strategies.balancing import Balancing
 from tfdist.strategies.extended import ParallelExtended
 from tfdist.strategies.keras_patches.scopes import note_strategy
 from tfdist.strategies.keras_patches.steps import count_rows
 from tfdist.strategies.randomness import share_random_state
 from tfdist.strategies.whole_gradients import clip_by_global_norm
 from tfdist.utils import checks
+from tfdist.utils.lazy import require_addon
 from tfdist.watchdog.watchdog import Watchdog, startup_guard
 from tfdist.zero.unshard import gathered_for_step
 
@@ -69,7 +68,7 @@ class ParallelStrategy(DistributedStrategy):
         communication_dtype: "bfloat16" or "float16", for gradients of wider dtypes to travel in: half
             the bytes, and a rounding of each. None for their own, which is as exact as one process.
         compression: What compresses gradients between the data parallel ranks, as
-            `tfdist.compression.PowerSGD(rank=4)`, where the link is slow. See docs/slow_links.md.
+            `tfdist.addons.slow_links.PowerSGD(rank=4)`, where the link is slow. See docs/slow_links.md.
         gradient_stages: What changes, measures or reduces gradients, in this order, before `compression`:
             see `tfdist.extend.GradientStage`.
         batch_shares: Where ranks are not equally fast: a number for each rank that holds other rows, as
@@ -93,7 +92,7 @@ class ParallelStrategy(DistributedStrategy):
         zero_stage: int = 0,
         bucket_mib: float = BUCKET_BYTES / _MIB,
         communication_dtype: str | None = None,
-        compression: Compressor | None = None,
+        compression: GradientStage | None = None,
         gradient_stages: Sequence[GradientStage] = (),
         batch_shares: str | MeasuredShares | Sequence[float] | None = None,
         watchdog_seconds: float = WATCHDOG_SECONDS,
@@ -130,7 +129,8 @@ class ParallelStrategy(DistributedStrategy):
         if batch_shares is not None:
             self._row_shares = RowShares(batch_shares, self.row_group.size)
         if self._row_shares is not None and self._row_shares.measured and engine.size > 1:
-            self.fit_hooks.append(Balancing(self))
+            balancing = require_addon("unequal_ranks", 'batch_shares="measured"').balancing
+            self.fit_hooks.append(balancing.Balancing(self))
         # One rank has nothing to share.
         self._zero_stage = zero_stage if self.gradient_group.size > 1 else 0
         self._watchdog = None
@@ -278,7 +278,7 @@ def check_options(
     zero_stage: int = 0,
     bucket_mib: float = BUCKET_BYTES / _MIB,
     communication_dtype: str | None = None,
-    compression: Compressor | None = None,
+    compression: GradientStage | None = None,
     gradient_stages: Sequence[GradientStage] = (),
     batch_shares: str | MeasuredShares | Sequence[float] | None = None,
     watchdog_seconds: float = WATCHDOG_SECONDS,
@@ -313,9 +313,12 @@ def check_options(
     checks.one_of(
         "communication_dtype", communication_dtype, ("bfloat16", "float16"), optional=True
     )
-    checks.instance(
-        "compression", compression, Compressor, "a Compressor of tfdist.compression", optional=True
+    is_compressor = (
+        isinstance(compression, GradientStage) and compression.position is Position.REDUCE
     )
+    if compression is not None and not is_compressor:
+        meaning = "a Compressor, such as those of tfdist.addons.slow_links"
+        raise checks.refuse("compression", compression, meaning, TypeError)
     is_list = isinstance(gradient_stages, Sequence) and not isinstance(gradient_stages, str | bytes)
     if not is_list or not all(isinstance(each, GradientStage) for each in gradient_stages):
         meaning = "a sequence of tfdist.extend.GradientStage"

@@ -19,47 +19,45 @@ import wrapt
 from tfdist._version import __version__
 from tfdist.mesh import Axis, Mesh
 from tfdist.utils.errors import TfdistError
+from tfdist.utils.lazy import lazy_names
 
-if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` imports them.
-    from tfdist.hub import load_preset as load_preset
+if TYPE_CHECKING:
+    from tfdist.addons.hub import load_preset as load_preset
     from tfdist.tensor_parallel import parallelize as parallelize
 
-_ROOMS = (
-    "callbacks",
-    "checkpoint",
-    "collectives",
-    "compat",
-    "compression",
-    "datasets",
-    "extend",
-    "hub",
-    "layers",
-    "learning_rate",
-    "losses",
-    "models",
-    "monitoring",
-    "optimizers",
-    "pipeline",
-    "planner",
-    "recompute",
-    "sharding",
-    "strategies",
-    "tensor_parallel",
-    "testing",
-)
-#: Functions that stand beside the rooms, by the room that has them.
-_FUNCTIONS = {"load_preset": "hub", "parallelize": "tensor_parallel"}
+#: `import tfdist` costs nothing; TensorFlow is imported with the first room that needs it.
+_HOMES = {
+    "load_preset": "tfdist.addons.hub",
+    "parallelize": "tfdist.tensor_parallel",
+    **{
+        room: f"tfdist.{room}"
+        for room in (
+            "addons",
+            "callbacks",
+            "checkpoint",
+            "collectives",
+            "experts",
+            "extend",
+            "layers",
+            "learning_rate",
+            "losses",
+            "models",
+            "pipeline",
+            "recompute",
+            "sharding",
+            "strategies",
+            "tensor_parallel",
+            "testing",
+        )
+    },
+}
 
-__all__ = ["Axis", "Mesh", "TfdistError", "__version__", *_FUNCTIONS, *_ROOMS]
+__all__ = ["Axis", "Mesh", "TfdistError", "__version__", *_HOMES]
+__getattr__, _ = lazy_names(__name__, _HOMES)
 
 
-def __getattr__(name: str) -> Any:
-    # `import tfdist` costs nothing; TensorFlow is imported with the first room that needs it.
-    if name in _ROOMS:
-        return importlib.import_module(f"tfdist.{name}")
-    if name in _FUNCTIONS:
-        return getattr(importlib.import_module(f"tfdist.{_FUNCTIONS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def _watch_names(keras: Any) -> None:
@@ -70,7 +68,3 @@ def _watch_names(keras: Any) -> None:
 
 # Keras itself may be imported later.
 wrapt.register_post_import_hook(_watch_names, "keras")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

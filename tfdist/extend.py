@@ -3,8 +3,9 @@
 Built-in features use the same interfaces. They may change until the first stable release.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tfdist.utils.lazy import lazy_names
 
 if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` imports them.
     from tfdist.collectives.engine import Engine as Engine
@@ -36,71 +37,34 @@ if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` im
     from tfdist.strategies.registry import register_strategy as register_strategy
 
 _HOMES = {
-    "Action": "pipeline.schedules",
-    "ActionKind": "pipeline.schedules",
-    "Engine": "collectives.engine",
-    "FitContext": "step.hooks",
-    "FitHook": "step.hooks",
-    "GradientContext": "gradients.stage",
-    "GradientItem": "gradients.items",
-    "GradientStage": "gradients.stage",
-    "Kept": "sharding.kept",
-    "KeptState": "sharding.kept",
-    "LayerSplit": "sharding.split",
-    "ParallelStrategy": "strategies.parallel",
-    "Partial": "sharding.split",
-    "Position": "gradients.stage",
-    "Schedule": "pipeline.schedules",
-    "Split": "sharding.split",
-    "VariableKey": "sharding.kept",
-    "Whole": "sharding.split",
-    "add_split_weight": "sharding.weights",
-    "axis_group": "sharding.weights",
-    "check_schedule": "pipeline.simulation",
-    "copy_to_region": "collectives.mappings",
-    "gather_from_region": "collectives.mappings",
-    "reduce_from_region": "collectives.mappings",
-    "register_split": "sharding.split",
-    "register_strategy": "strategies.registry",
-    "scatter_to_region": "collectives.mappings",
+    "Action": "tfdist.pipeline.schedules",
+    "ActionKind": "tfdist.pipeline.schedules",
+    "Engine": "tfdist.collectives.engine",
+    "FitContext": "tfdist.step.hooks",
+    "FitHook": "tfdist.step.hooks",
+    "GradientContext": "tfdist.gradients.stage",
+    "GradientItem": "tfdist.gradients.items",
+    "GradientStage": "tfdist.gradients.stage",
+    "Kept": "tfdist.sharding.kept",
+    "KeptState": "tfdist.sharding.kept",
+    "LayerSplit": "tfdist.sharding.split",
+    "ParallelStrategy": "tfdist.strategies.parallel",
+    "Partial": "tfdist.sharding.split",
+    "Position": "tfdist.gradients.stage",
+    "Schedule": "tfdist.pipeline.schedules",
+    "Split": "tfdist.sharding.split",
+    "VariableKey": "tfdist.sharding.kept",
+    "Whole": "tfdist.sharding.split",
+    "add_split_weight": "tfdist.sharding.weights",
+    "axis_group": "tfdist.sharding.weights",
+    "check_schedule": "tfdist.pipeline.simulation",
+    "copy_to_region": "tfdist.collectives.mappings",
+    "gather_from_region": "tfdist.collectives.mappings",
+    "reduce_from_region": "tfdist.collectives.mappings",
+    "register_split": "tfdist.sharding.split",
+    "register_strategy": "tfdist.strategies.registry",
+    "scatter_to_region": "tfdist.collectives.mappings",
 }
 
-__all__ = [
-    "Action",
-    "ActionKind",
-    "Engine",
-    "FitContext",
-    "FitHook",
-    "GradientContext",
-    "GradientItem",
-    "GradientStage",
-    "Kept",
-    "KeptState",
-    "LayerSplit",
-    "ParallelStrategy",
-    "Partial",
-    "Position",
-    "Schedule",
-    "Split",
-    "VariableKey",
-    "Whole",
-    "add_split_weight",
-    "axis_group",
-    "check_schedule",
-    "copy_to_region",
-    "gather_from_region",
-    "reduce_from_region",
-    "register_split",
-    "register_strategy",
-    "scatter_to_region",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"tfdist.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__all__ = [*_HOMES]
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -7,7 +7,8 @@ import tensorflow as tf
 
 import tfdist
 from tfdist import layers, models, strategies
-from tfdist.monitoring import memory_report
+from tfdist.addons import recommenders
+from tfdist.addons.monitoring import memory_report
 from tfdist.pipeline import PipelineModel, deferred_weights
 from tfdist.recompute import recompute
 
@@ -71,7 +72,7 @@ def _model(settings: Settings, tied: bool, **experts) -> keras.Model:
             **experts,
         )
     if settings.model == "dlrm":
-        return models.dlrm(
+        return recommenders.dlrm(
             sizes["dense"],
             [sizes["vocabulary"]] * sizes["tables"],
             embedding_dim=sizes["width"],

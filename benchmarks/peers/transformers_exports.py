@@ -1,6 +1,6 @@
 """transformers beside exports of tfdist: makes what the tests compare with, and reads what was exported.
 
-    .peers/torch/bin/python benchmarks/peers/transformers_exports.py make tests/hub/golden
+    .peers/torch/bin/python benchmarks/peers/transformers_exports.py make tests/addons/hub/golden
     .peers/torch/bin/python benchmarks/peers/transformers_exports.py check FOLDER...
 
 `make` writes a file for each family: a tiny model, and its logits as it is, with adapters, with the

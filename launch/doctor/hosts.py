@@ -17,15 +17,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, cast
 
+from tfdist.addons.planner import Link, Requirement
+from tfdist.addons.planner.memory import BUCKET_BYTES
+from tfdist.addons.planner.requirements import asked_of_link
 from tfdist.launch.doctor import far
 from tfdist.launch.doctor.findings import Finding, note, ok, problem
 from tfdist.launch.doctor.machine import RANK_BYTES
 from tfdist.launch.doctor.surroundings import addresses_of
 from tfdist.launch.hosts import Host
 from tfdist.launch.processes import start_session
-from tfdist.planner import Link, Requirement
-from tfdist.planner.memory import BUCKET_BYTES
-from tfdist.planner.requirements import asked_of_link
 from tfdist.runtime.rendezvous import address_towards
 from tfdist.runtime.sessions import kill_session
 from tfdist.utils.checks import one_line

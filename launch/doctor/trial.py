@@ -75,12 +75,12 @@ def _horovod() -> dict[str, Any]:
 
 
 def _native() -> dict[str, Any]:
-    from tfdist.backend import native
+    from tfdist.backend.native import TRANSPORT
 
-    path = native.library_path()
+    path = TRANSPORT.path()
     if not path.exists():
         return {"missing": "not built: latency-critical tensors go through the engine, more slowly"}
-    native.load()
+    TRANSPORT.load()
     return {"text": f"works, {path.name}"}
 
 

@@ -13,7 +13,6 @@ from tfdist.strategies.keras_patches import (
     batches,
     data,
     empty_batches,
-    kernels,
     loss_scale,
     losses,
     metric_reads,
@@ -27,6 +26,7 @@ from tfdist.strategies.keras_patches import (
     trainer,
     writers,
 )
+from tfdist.utils.lazy import find_addon
 
 __all__ = ["install"]
 
@@ -34,7 +34,6 @@ _MODULES = (
     batch_losses,
     batches,
     data,
-    kernels,
     loss_scale,
     losses,
     metrics,
@@ -55,4 +54,7 @@ def install() -> None:
     check_signatures()
     for module in _MODULES:
         apply_patches(module.PATCHES)
+    kernels = find_addon("cpu_kernels")
+    if kernels is not None:
+        apply_patches(kernels.PATCHES)
     metric_reads.install()

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from tfdist.checkpoint import Checkpointer
 from tfdist.collectives import all_reduce
 from tfdist.collectives.objects import broadcast_object
 from tfdist.step.context import role_of
+from tfdist.step.hooks import FitHook
 from tfdist.strategies.keras_patches.saving import restoring
 from tfdist.strategies.keras_patches.synchronization import (
     broadcast_variables,
@@ -71,7 +71,8 @@ def reads_batch_logs(callbacks: Sequence) -> bool:
 
 def _ignores_batch_logs(callback) -> bool:
     return (
-        isinstance(callback, (Checkpointer, keras.callbacks.BackupAndRestore))
+        isinstance(callback, keras.callbacks.BackupAndRestore)
+        or (isinstance(callback, FitHook) and not callback.reads_batch_logs)
         or (isinstance(callback, keras.callbacks.TensorBoard) and callback.update_freq == "epoch")
         or (isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq == "epoch")
     )

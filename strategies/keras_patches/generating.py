@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.backend.native import taking_kernels
+from tfdist.backend.kernels import enabling_kernels
 from tfdist.collectives import Group, all_gather_object, broadcast
 from tfdist.step.context import strategy_of
 
@@ -34,7 +34,7 @@ def generate_alike(self, inputs, *args, original, **kwargs):
         # A model that was not compiled has no sampler; `generate` itself says so.
         for variable in getattr(getattr(self, "sampler", None), "variables", ()):
             variable.assign(broadcast(variable.value, group, name="generate/seed"))
-        with taking_kernels():
+        with enabling_kernels():
             return original(self, inputs, *args, **kwargs)
     return original(self, inputs, *args, **kwargs)
 

@@ -1,6 +1,6 @@
 """Ranks that step apart: which parameters Keras sees where nothing trains.
 
-Under an optimizer of `tfdist.optimizers` each rank trains parameters of its own. What is evaluated,
+Under an optimizer of `tfdist.addons.slow_links.local_sgd` each rank trains parameters of its own. What is evaluated,
 predicted with, saved and shown to callbacks at the end of an epoch is the model that ranks have
 agreed on last: the same on all of them, and what a checkpoint holds.
 """

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.backend.keras.private import all_layers
 from tfdist.data.tokens import check_tokenwise
-from tfdist.monitoring.memory_reports import parameter_bytes
+from tfdist.sharding.layout import parameter_bytes
 from tfdist.step.context import role_of, strategy_of
 
 __all__ = ["adopt_optimizers", "out_of_memory", "refuse_xla", "strategy_of_ranks"]
@@ -76,5 +76,5 @@ def _out_of_memory(model) -> str:
         "again, and so does each moment that the optimizer keeps. `zero_stage=3` of the strategy "
         f"gives each of the {ranks} data parallel ranks a part of all three (now "
         f"zero_stage={stage}); `tfdist.recompute.recompute` and smaller batches take fewer bytes of "
-        "activations. `tfdist.monitoring.memory_report(model)` has the figures."
+        "activations. `tfdist.addons.monitoring.memory_report(model)` has the figures."
     )

@@ -15,6 +15,8 @@ import tensorflow as tf
 
 from tests.conftest import skip_without
 from tfdist import models
+from tfdist.addons import recommenders
+from tfdist.addons.monitoring.monitor.flops import count_flops
 from tfdist.benchmarks import findings
 from tfdist.benchmarks.comparisons import COMPARISONS, SIZES, Job
 from tfdist.benchmarks.environments import ENVIRONMENTS, MADE
@@ -24,7 +26,6 @@ from tfdist.benchmarks.jobs import JobError, RunningJob
 from tfdist.benchmarks.measuring import write_between
 from tfdist.benchmarks.model_flops import gemm_peak, step_flops
 from tfdist.benchmarks.training import compare
-from tfdist.monitoring.monitor.flops import count_flops
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".peers"
@@ -159,7 +160,7 @@ def built(model, sizes):
         )
     if model == "convnet":
         return models.convnet((sizes["side"], sizes["side"], 3), sizes["classes"])
-    return models.dlrm(
+    return recommenders.dlrm(
         sizes["dense"],
         [sizes["vocabulary"]] * sizes["tables"],
         embedding_dim=sizes["width"],

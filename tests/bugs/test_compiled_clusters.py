@@ -60,9 +60,11 @@ def experts():
 
 
 def tables():
-    table = tfdist.layers.TableConfig("table", WORDS, 6, placement="rows")
+    table = tfdist.addons.recommenders.TableConfig("table", WORDS, 6, placement="rows")
     ids = {"ids": keras.Input((LENGTH,), dtype="int32", name="ids")}
-    found = tfdist.layers.ShardedEmbedding([tfdist.layers.FeatureConfig("ids", table)])(ids)
+    found = tfdist.addons.recommenders.ShardedEmbedding(
+        [tfdist.addons.recommenders.FeatureConfig("ids", table)]
+    )(ids)
     return keras.Model(ids, keras.layers.Dense(WORDS)(found["ids"]))
 
 

@@ -170,7 +170,7 @@ def test_by_the_strategy_on_two_axes(pool, one_process, zero_stage):
 
 
 def local_optimizer():
-    return tfdist.optimizers.LocalSGD("sgd", sync_every=2)
+    return tfdist.addons.slow_links.LocalSGD("sgd", sync_every=2)
 
 
 @on_ranks(("horovod", 2), slow=[("tensorflow", 2)])

@@ -9,7 +9,7 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from tfdist import checkpoint
+from tfdist import callbacks, checkpoint
 from tfdist.checkpoint import errors as checkpoint_errors
 
 
@@ -87,7 +87,7 @@ def trained_twice(folder: str) -> tuple[str, str]:
 
     keras.backend.clear_session()
     model, data = perceptron({"data": 1})
-    saver = checkpoint.Checkpointer(folder, every_steps=2, asynchronous=False)
+    saver = callbacks.Checkpointer(folder, every_steps=2, asynchronous=False)
     try:
         model.fit(*data, epochs=2, batch_size=30, callbacks=[saver, Other()], verbose=0)
     except checkpoint_errors.StorageError as error:
@@ -102,7 +102,7 @@ def never_begun(folder: str) -> tuple[str, str]:
     keras.backend.clear_session()
     model, (x, y) = perceptron({"data": 1})
     try:
-        model.fit(x, y[1:], callbacks=[checkpoint.Checkpointer(folder)], verbose=0)
+        model.fit(x, y[1:], callbacks=[callbacks.Checkpointer(folder)], verbose=0)
     except Exception as error:
         return type(error).__name__, str(error)
     return "nothing", ""
@@ -114,7 +114,7 @@ def kept(folder: str, **options) -> list[str]:
 
     keras.backend.clear_session()
     model, data = perceptron({"data": 1})
-    saver = checkpoint.Checkpointer(folder, **options)
+    saver = callbacks.Checkpointer(folder, **options)
     model.fit(*data, epochs=2, callbacks=[saver], batch_size=12, verbose=0)
     assert not (Path(folder) / "tfdist.lock").exists()
     return sorted(path.name for path in Path(folder).glob("step-*"))
@@ -133,7 +133,7 @@ def starts(folder: str) -> list[list[str]]:
     found: list[list[str]] = []
     keras.backend.clear_session()
     model, data = perceptron({"data": 1})
-    saver = checkpoint.Checkpointer(folder, every_steps=5)
+    saver = callbacks.Checkpointer(folder, every_steps=5)
     model.fit(*data, epochs=1, callbacks=[saver, Look()], batch_size=12, verbose=0)
     return [*found, sorted(path.name for path in before if path.exists())]
 

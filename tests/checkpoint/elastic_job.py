@@ -69,7 +69,7 @@ with strategy.scope():
     model = keras.Sequential([keras.Input((1,)), Note(), keras.layers.Dense(1)])
     model.compile("adam", "mse")
 ids = np.arange(SAMPLES, dtype="float32")[:, None]
-saver = tfdist.checkpoint.Checkpointer(folder / "saved", every_steps=5)
+saver = tfdist.callbacks.Checkpointer(folder / "saved", every_steps=5)
 model.fit(
     ids, ids, batch_size=BATCH, epochs=EPOCHS, shuffle=True, verbose=2, callbacks=[saver, progress]
 )

@@ -89,7 +89,7 @@ with strategy.scope():
         "experts": build_experts,
     }
     model, data = builders[kind](rows=BATCHES * BATCH)
-saver = tfdist.checkpoint.Checkpointer(folder / "saved", every_steps=3, keep_last=3)
+saver = tfdist.callbacks.Checkpointer(folder / "saved", every_steps=3, keep_last=3)
 model.fit(
     *data, batch_size=BATCH, epochs=EPOCHS, shuffle=True, verbose=0, callbacks=[saver, Kill()]
 )

@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import tfdist
 from tests.layers.gpt_programs import build, scope, text
 
 EPOCHS, BATCHES, BATCH = 3, 10, 12
@@ -118,13 +119,12 @@ def trained(
     **options,
 ):
     """The history and the weights at the end; None where the training is interrupted."""
-    from tfdist import checkpoint
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
     model, data = build_model(mesh)
     callbacks = [
-        checkpoint.Checkpointer(folder, **{"every_steps": 4, **options}),
+        tfdist.callbacks.Checkpointer(folder, **{"every_steps": 4, **options}),
         keras.callbacks.EarlyStopping(monitor="val_loss", patience=EPOCHS),
     ]
     if interrupt is not None:

@@ -20,7 +20,7 @@ def said_of(folder: str, interrupt: int | None, down_seconds: float) -> str:
 
     import keras
 
-    from tfdist.checkpoint import Checkpointer
+    from tfdist.callbacks import Checkpointer
     from tfdist.runtime.recovery import FAILED_AT
 
     keras.backend.clear_session()

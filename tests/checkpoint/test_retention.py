@@ -12,6 +12,7 @@ import pytest
 
 from tests.checkpoint import damage_programs
 from tests.checkpoint.test_damage import call, chunk_of, lose_manifest
+from tfdist import callbacks
 
 STEPS = {"every_steps": 10}
 
@@ -130,11 +131,10 @@ WRONG = {
     ids=str,
 )
 def test_a_wrong_argument(name, value, tmp_path):
-    from tfdist import checkpoint
 
     arguments = {"directory": tmp_path, name: value}
     with pytest.raises((TypeError, ValueError), match=f"`{name}`") as error:
-        checkpoint.Checkpointer(**arguments)
+        callbacks.Checkpointer(**arguments)
     assert re.search(r"Received: ", str(error.value)) and "\n" not in str(error.value)
     assert len(str(error.value)) < 500
     assert list(tmp_path.iterdir()) == []

@@ -95,8 +95,8 @@ def mebibytes_of_shares(count: int) -> float:
     """What this rank holds of so many reduced tensors of 4 MiB, of which it gets its shares."""
     import tensorflow as tf
 
+    from tfdist.addons.monitoring.memory import bytes_in_use
     from tfdist.collectives import reduce_scatter
-    from tfdist.monitoring.memory import bytes_in_use
     from tfdist.testing import engine
 
     group = engine().group()

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.docs.blocks import ROOT
+from tfdist.addons.planner import machine
+from tfdist.addons.planner.calibration import write_machine
 from tfdist.benchmarks.environments import ENVIRONMENTS, MADE
-from tfdist.planner import machine
-from tfdist.planner.calibration import write_machine
 
 __all__ = ["Plan", "check_flags", "plan", "run", "sandbox"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from tfdist.addons.planner import Layout, machine
+from tfdist.addons.planner.memory import part_bytes, rank_memory
+from tfdist.addons.planner.parts import Part
 from tfdist.pipeline.schedules import make_schedule
 from tfdist.pipeline.simulation import simulate
-from tfdist.planner import Layout, machine
-from tfdist.planner.memory import part_bytes, rank_memory
-from tfdist.planner.parts import Part
 
 __all__ = ["TABLES", "in_document", "written"]
 

@@ -110,9 +110,9 @@ def words(text: str) -> str:
 
 def sentences() -> list[tuple[str, str]]:
     """A document, and what it says with a number that the code has."""
+    from tfdist.addons.slow_links.compressor import Compressor
     from tfdist.checkpoint.directory_lock import _RENEW_SECONDS
     from tfdist.collectives.p2p import P2PEngine
-    from tfdist.compression.compressor import Compressor
     from tfdist.gradients.throttle import MAX_IN_FLIGHT, MAX_IN_FLIGHT_SHARDED
     from tfdist.launch import restarts
     from tfdist.runtime.lock_owner import STALE_SECONDS

@@ -114,7 +114,7 @@ callbacks = [Fault(), Save()]
 if fault == "non-finite":
     # One bad sample, in the victim's rows of the fourth batch.
     x[35 if victim else 30] = np.nan
-    callbacks = [tfdist.monitoring.TerminateOnNonFinite(steps=3)]
+    callbacks = [tfdist.callbacks.TerminateOnNonFinite(steps=3)]
 model.fit(x, x[:, :1], batch_size=10, epochs=3, verbose=0, shuffle=False, callbacks=callbacks)
 if fault == "lateness" and is_victim:
     time.sleep(4.0)

@@ -10,9 +10,9 @@ import tensorflow as tf
 from tests.conftest import on_ranks
 from tests.strategies import programs
 from tests.strategies.test_batch_shares import with_shares
+from tfdist.addons.unequal_ranks.adaptive_batch import adascale_gain
+from tfdist.addons.unequal_ranks.noise import Noise
 from tfdist.callbacks import AdaptiveBatch, GradientNoise
-from tfdist.gradients.noise import Noise
-from tfdist.monitoring.adaptive_batch import adascale_gain
 from tfdist.step.hooks import active_hooks
 
 WIDTH, DEVIATION, DISTANCE = 64, 3.0, 2.0

@@ -41,7 +41,7 @@ def main(moment: str, folder: str = "") -> None:
     if moment == "saving":
         mock.patch.object(Manifest, "write", write).start()
         # The main thread writes, so that it is there that the signal finds the rank.
-        saver = tfdist.checkpoint.Checkpointer(folder, every_steps=2, asynchronous=False)
+        saver = tfdist.callbacks.Checkpointer(folder, every_steps=2, asynchronous=False)
         callbacks.append(saver)
     try:
         model.fit(x, x.sum(axis=1), batch_size=16, epochs=100_000, verbose=0, callbacks=callbacks)

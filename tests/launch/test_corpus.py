@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tfdist.datasets import loading
+from tfdist.addons.datasets import loading
 from tfdist.launch import corpus
 from tfdist.launch.command import UsageError
 

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from tfdist.planner import Layout, Transformer, estimate, laws, machine
-from tfdist.planner.calibration import read_machine, write_machine
+from tfdist.addons.planner import Layout, Transformer, estimate, laws, machine
+from tfdist.addons.planner.calibration import read_machine, write_machine
 
 
 def plan(*arguments, cwd=None):

@@ -127,7 +127,7 @@ def test_a_report_is_read_without_tensorflow(tmp_path):
 import sys
 from tfdist.launch import report
 assert "tensorflow" not in sys.modules and "keras" not in sys.modules
-import tfdist.monitoring.run_report
+import tfdist.addons.monitoring.run_report
 print("tensorflow" in sys.modules, "keras" in sys.modules)
 """
     done = subprocess.run(

@@ -11,7 +11,7 @@ import psutil
 import tensorflow as tf
 
 import tfdist
-from tfdist.layers import FeatureConfig, ShardedEmbedding, TableConfig
+from tfdist.addons.recommenders import FeatureConfig, ShardedEmbedding, TableConfig
 
 placement, mebibytes = sys.argv[1], int(sys.argv[2])
 #: 512 MiB, and as much for the optimizer's state.

@@ -73,7 +73,7 @@ def plain_vectors(inputs: dict, is_weighted: bool) -> list:
 
 
 def sharded_vectors(inputs: dict, is_weighted: bool, placement: str) -> list:
-    from tfdist.layers import FeatureConfig, ShardedEmbedding, TableConfig
+    from tfdist.addons.recommenders import FeatureConfig, ShardedEmbedding, TableConfig
 
     made, places = initializers(), placement.split()
     users, items, kinds = (
@@ -151,7 +151,7 @@ def train(strategy, *, placement=None, optimizer="sgd", rows=41, is_weighted=Tru
 
 def features_of(placement: str) -> list:
     """Two features of one table, and one of another, which is a bag of any size."""
-    from tfdist.layers import FeatureConfig, TableConfig
+    from tfdist.addons.recommenders import FeatureConfig, TableConfig
 
     places, made = placement.split(), initializers()
     users = TableConfig("users", USERS, WIDTH, made["users"], "mean", places[0])
@@ -167,7 +167,7 @@ def lookups(strategy, placement: str, form: str, first: int = 0, last: int = 13)
     """The vectors of rows `first` to `last`, and the gradients of the tables, by a call of one's own."""
     import tensorflow as tf
 
-    from tfdist.layers import FeatureConfig, ShardedEmbedding
+    from tfdist.addons.recommenders import FeatureConfig, ShardedEmbedding
     from tfdist.sharding import whole_value
     from tfdist.sharding.layout import layout_of
 
@@ -258,7 +258,7 @@ def traffic(strategy, placement: str, kind: str) -> tuple[list[int], list[int]]:
 
     import tensorflow as tf
 
-    from tfdist.layers import ShardedEmbedding
+    from tfdist.addons.recommenders import ShardedEmbedding
 
     start()
     group = strategy.row_group

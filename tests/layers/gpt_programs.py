@@ -158,7 +158,7 @@ def bytes_of_rank(mesh: dict | None, **options) -> dict[str, list[int]]:
 
 def collectives_of_block(mesh: dict, sequence_parallel: bool) -> dict[str, dict[str, int]]:
     """How many collectives of each kind a block takes: forward alone, and with its gradient."""
-    from tfdist import Mesh
+    from tfdist import Mesh, models
     from tfdist.testing import engine, strategy
 
     counts = {}

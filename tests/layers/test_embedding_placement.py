@@ -7,9 +7,9 @@ import types
 import numpy as np
 import pytest
 
+from tfdist.addons.recommenders import FeatureConfig, ShardedEmbedding, TableConfig
+from tfdist.addons.recommenders.sharded_embedding.placement import place_tables, placement_report
 from tfdist.collectives import Group
-from tfdist.layers import FeatureConfig, ShardedEmbedding, TableConfig
-from tfdist.layers.sharded_embedding.placement import place_tables, placement_report
 
 
 def group(size: int) -> Group:

@@ -184,7 +184,7 @@ def test_a_permutation_there_and_back():
 
 
 def test_load_logs():
-    from tfdist.monitoring.expert_load import load_logs
+    from tfdist.addons.monitoring.expert_load import load_logs
 
     counts = {
         "one": np.array([6.0, 2.0, 0.0, 0.0, 1.0]),
@@ -219,7 +219,7 @@ def test_the_bias_by_hand():
 
 def test_parameter_counts():
     from tfdist import models
-    from tfdist.monitoring import parameter_counts
+    from tfdist.addons.monitoring import parameter_counts
 
     options = {"num_layers": 2, "width": 8, "num_heads": 2, "hidden_dim": 16, "max_length": 4}
     model = models.gpt(32, num_experts=4, top_k=1, **options)

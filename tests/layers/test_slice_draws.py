@@ -8,8 +8,8 @@ import keras
 import numpy as np
 import pytest
 
+from tfdist.addons.recommenders.sharded_embedding.draws import SliceDrawn, can_slice
 from tfdist.collectives import Group
-from tfdist.sharding.draws import SliceDrawn, can_slice
 from tfdist.sharding.parts import Slice
 
 KINDS = keras.initializers

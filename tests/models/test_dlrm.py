@@ -8,8 +8,9 @@ import pytest
 
 from tests.conftest import on_ranks
 from tests.strategies.programs import in_one_process, scope, start
-from tfdist import Mesh, models
-from tfdist.datasets import make_clicks
+from tfdist import Mesh
+from tfdist.addons import recommenders
+from tfdist.addons.recommenders import make_clicks
 
 SIZES = [300, 40, 7]
 
@@ -25,7 +26,7 @@ def train(strategy, rows: int = 250, epochs: int = 4):
     start()
     inputs, clicks, _ = make_clicks(rows, 4, SIZES)
     with scope(strategy):
-        model = models.dlrm(4, SIZES, embedding_dim=4, bottom_widths=(8,), top_widths=(8,))
+        model = recommenders.dlrm(4, SIZES, embedding_dim=4, bottom_widths=(8,), top_widths=(8,))
         loss = keras.losses.BinaryCrossentropy(from_logits=True)
         model.compile(keras.optimizers.Adagrad(0.05), loss)
     history = model.fit(inputs, clicks, batch_size=48, epochs=epochs, shuffle=False, verbose=0)
@@ -42,7 +43,7 @@ def test_trains_on_ranks_as_in_one_process(pool, one_process):
 
 
 def test_is_the_model_of_naumov_and_others():
-    model = models.dlrm(
+    model = recommenders.dlrm(
         2, [5, 6], embedding_dim=3, bottom_widths=(), top_widths=(), bag_sizes=[1, 2]
     )
     x, ids = np.array([[1.0, -2.0]], np.float32), (np.array([[4]]), np.array([[1, -1]]))
@@ -59,7 +60,7 @@ def test_learns_the_rule_of_its_data():
     start()
     inputs, clicks, _ = make_clicks(16_000, 4, SIZES, strength=3.0)
     others, other_clicks, other_floor = make_clicks(4_000, 4, SIZES, seed=1, strength=3.0)
-    model = models.dlrm(4, SIZES, embedding_dim=8, bottom_widths=(32,), top_widths=(64, 32))
+    model = recommenders.dlrm(4, SIZES, embedding_dim=8, bottom_widths=(32,), top_widths=(64, 32))
     loss = keras.losses.BinaryCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(5e-3), loss)
     model.fit(inputs, clicks, batch_size=250, epochs=4, verbose=0)

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.monitoring.memory import PeakMemory
+from tfdist.addons.monitoring.memory import PeakMemory
 
 #: Rows of a micro-batch, and width of a layer: an activation of 4 MiB.
 ROWS, WIDTH = 1024, 1024

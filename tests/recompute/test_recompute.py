@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tests.conftest import on_ranks, slow_but
 from tfdist import models
-from tfdist.monitoring.memory import PeakMemory
+from tfdist.addons.monitoring.memory import PeakMemory
 from tfdist.recompute import recompute
 from tfdist.recompute.policies import Costs, cheapest_within, smallest
 from tfdist.testing import RankPool

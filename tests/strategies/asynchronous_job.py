@@ -112,7 +112,7 @@ def main(folder: str, options: dict) -> None:
         strategy = tfdist.strategies.auto()
         index = strategy.mesh.rank
     else:
-        strategy = tfdist.strategies.ParameterServerStrategy(
+        strategy = tfdist.addons.asynchronous.ParameterServerStrategy(
             max_staleness=options.get("staleness"),
             delay_compensation=options.get("compensation", 0.0),
             backup_ranks=options.get("backup"),

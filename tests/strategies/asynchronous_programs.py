@@ -77,7 +77,7 @@ def compare(case: str) -> tuple[float, list, int]:
     import keras
     import numpy as np
 
-    from tfdist.strategies import ParameterServerStrategy
+    from tfdist.addons.asynchronous import ParameterServerStrategy
 
     optimizer, servers, has_table, compensation = CASES[case]
     if compensation is None:
@@ -104,8 +104,8 @@ def compare(case: str) -> tuple[float, list, int]:
 
 def bytes_read() -> tuple[int, int]:
     """How many values a step reads whole, and how many rows of the table at most."""
-    from tfdist.asynchronous.hosted_model import HostedModel
-    from tfdist.strategies import ParameterServerStrategy
+    from tfdist.addons.asynchronous import ParameterServerStrategy
+    from tfdist.addons.asynchronous.hosted_model import HostedModel
 
     strategy = ParameterServerStrategy()
     with strategy.scope():
@@ -136,8 +136,8 @@ def refusals() -> list[tuple[str, str]]:
     import keras
     import numpy as np
 
-    from tfdist.checkpoint import Checkpointer
-    from tfdist.strategies import HogwildStrategy, ParameterServerStrategy
+    from tfdist.addons.asynchronous import HogwildStrategy, ParameterServerStrategy
+    from tfdist.callbacks import Checkpointer
 
     served, threads = ParameterServerStrategy(2), HogwildStrategy(2)
     x, y = _data(False)
@@ -211,7 +211,7 @@ def _logistic(strategy, features: int = 2000, **options):
 
 def hogwild_losses(threads: int) -> tuple[float, float, int]:
     """The loss that some threads reach on a sparse logistic regression, after updates of one size."""
-    from tfdist.strategies import HogwildStrategy
+    from tfdist.addons.asynchronous import HogwildStrategy
 
     ids, clicked = _clicks(4000)
     model = _logistic(HogwildStrategy(threads), steps_per_execution=12)
@@ -225,7 +225,7 @@ def hogwild_is_serial() -> float:
     import keras
     import numpy as np
 
-    from tfdist.strategies import HogwildStrategy
+    from tfdist.addons.asynchronous import HogwildStrategy
 
     found = []
     for scope in (contextlib.nullcontext, HogwildStrategy(1).scope):
@@ -244,7 +244,7 @@ def hogwild_counts(optimizer: str, rows: int, batch_size: int, threads: int) -> 
     """Updates, rows that the metrics counted, and the first and the last loss of a dense model."""
     import keras
 
-    from tfdist.strategies import HogwildStrategy
+    from tfdist.addons.asynchronous import HogwildStrategy
 
     keras.utils.set_random_seed(0)
     with HogwildStrategy(threads).scope():

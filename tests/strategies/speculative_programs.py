@@ -10,9 +10,9 @@ def calls_of_servers() -> dict:
     import keras
     import numpy as np
 
-    from tfdist.asynchronous.cluster import local_cluster
-    from tfdist.asynchronous.connection import ServerConnection
-    from tfdist.asynchronous.hosted_model import HostedModel
+    from tfdist.addons.asynchronous.cluster import local_cluster
+    from tfdist.addons.asynchronous.connection import ServerConnection
+    from tfdist.addons.asynchronous.hosted_model import HostedModel
 
     cluster, servers = local_cluster(2)
     assert len(servers) == 2

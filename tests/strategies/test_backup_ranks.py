@@ -6,11 +6,11 @@ import keras
 import pytest
 
 from tests.strategies.asynchronous_runs import run
-from tfdist.asynchronous.round import Round
-from tfdist.asynchronous.statistics import Staleness
-from tfdist.asynchronous.store import ParameterStore
-from tfdist.strategies import ParameterServerStrategy
-from tfdist.strategies.parameter_server_fit import _CatchingUp
+from tfdist.addons.asynchronous import ParameterServerStrategy
+from tfdist.addons.asynchronous.parameter_server_fit import _CatchingUp
+from tfdist.addons.asynchronous.round import Round
+from tfdist.addons.asynchronous.statistics import Staleness
+from tfdist.addons.asynchronous.store import ParameterStore
 
 
 def check_counts(

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tests.conftest import on_ranks, slow_but
 from tests.strategies import programs
-from tfdist.checkpoint import Checkpointer
+from tfdist.callbacks import Checkpointer
 from tfdist.step.shares import MeasuredShares, parts_of
 from tfdist.testing import RankError
 

@@ -15,8 +15,8 @@ import pytest
 
 from tests.strategies import asynchronous_programs as programs
 from tests.strategies.asynchronous_runs import JOB, ROOT, run, start
+from tfdist.addons.asynchronous import ParameterServerStrategy
 from tfdist.runtime.rendezvous import free_ports
-from tfdist.strategies import ParameterServerStrategy
 
 
 @pytest.mark.timeout(120)
@@ -230,7 +230,7 @@ def wait_for(condition, job, seconds=150.0) -> None:
     [([8, 7, 6, 5, 4], 2, 17), ([1], 3, 1), ([], 2, 0), ([5, 5, 5, 5], 4, 5)],
 )
 def test_bytes_are_balanced(sizes, servers, most):
-    from tfdist.asynchronous.placement import balance
+    from tfdist.addons.asynchronous.placement import balance
 
     places = balance(sizes, servers)
     loads = [
@@ -252,7 +252,7 @@ def test_bytes_are_balanced(sizes, servers, most):
     ],
 )
 def test_a_wrong_tf_config_is_shown(monkeypatch, config):
-    from tfdist.asynchronous import cluster_from_environment
+    from tfdist.addons.asynchronous import cluster_from_environment
 
     monkeypatch.setenv("TF_CONFIG", config)
     with pytest.raises(ValueError, match="TF_CONFIG is not of the form"):
@@ -296,7 +296,7 @@ def test_the_launcher_refuses_what_servers_do_not_do(flag):
     ],
 )
 def test_servers_are_those_that_tf_config_names(monkeypatch, config, has_servers):
-    from tfdist.asynchronous import cluster_from_environment
+    from tfdist.addons.asynchronous import cluster_from_environment
 
     monkeypatch.setenv("TF_CONFIG", config)
     found = cluster_from_environment()

@@ -8,12 +8,12 @@ import tensorflow as tf
 
 from tests.strategies import speculative_programs as programs
 from tests.strategies.asynchronous_runs import run
-from tfdist.asynchronous.errors import ParameterServerError
-from tfdist.asynchronous.speculation import BackupRound, SpeculativeRound, round_of
-from tfdist.asynchronous.speculative_part import Missing
+from tfdist.addons.asynchronous import ParameterServerStrategy
+from tfdist.addons.asynchronous.errors import ParameterServerError
+from tfdist.addons.asynchronous.parameter_server_checks import check_backup
+from tfdist.addons.asynchronous.speculation import BackupRound, SpeculativeRound, round_of
+from tfdist.addons.asynchronous.speculative_part import Missing
 from tfdist.data.sharding import mark_per_rank, shard_whole_steps
-from tfdist.strategies import ParameterServerStrategy
-from tfdist.strategies.parameter_server_checks import check_backup
 
 _EPOCHS = 3
 
@@ -163,7 +163,7 @@ def test_what_a_backup_redoes_first():
 
 
 def test_when_a_backup_ends(monkeypatch):
-    monkeypatch.setattr("tfdist.asynchronous.speculation.MEMBERS_SECONDS", 0.0)
+    monkeypatch.setattr("tfdist.addons.asynchronous.speculation.MEMBERS_SECONDS", 0.0)
     begun, untouched = [[True, False]], [[True, True]]
 
     def after(members, waiting):

@@ -154,7 +154,7 @@ ROWS_OF_A_RANK = 20_000
 
 
 def reported(stage: int) -> str:
-    from tfdist.monitoring import MemoryReporter
+    from tfdist.callbacks import MemoryReporter
     from tfdist.testing import strategy
 
     programs.start()

@@ -1,4 +1,7 @@
-"""Whether layers may use kernels of the compiled library."""
+"""Kernels of an optional library, which layers may use in place of several TensorFlow operations.
+
+They are those of the add-on `tfdist.addons.cpu_kernels`. Everything works without it.
+"""
 
 from __future__ import annotations
 
@@ -6,44 +9,53 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import tensorflow as tf
 
-from tfdist.backend.native.library import find_library
+from tfdist.utils.lazy import find_addon
 
-__all__ = ["has_kernels", "may_take_kernels", "taking_kernels"]
+__all__ = ["enabling_kernels", "has_kernels", "kernels", "kernels_enabled"]
 
 
 class _Local(threading.local):
-    takes = False
+    enabled = False
 
 
 _local = _Local()
 
 
+def kernels() -> Any:
+    """The module of the kernels, as TensorFlow makes it of the library; only where `has_kernels()`."""
+    addon: Any = find_addon("cpu_kernels")
+    return addon.LIBRARY.load()
+
+
 @functools.cache
 def has_kernels() -> bool:
-    """Whether the library is there; it works in the memory of the host."""
-    return find_library() is not None and not tf.config.list_physical_devices("GPU")
+    """Whether the library is there; its kernels work in the memory of the host."""
+    addon = find_addon("cpu_kernels")
+    has_library = addon is not None and addon.LIBRARY.find() is not None
+    return has_library and not tf.config.list_physical_devices("GPU")
 
 
 @contextlib.contextmanager
-def taking_kernels() -> Iterator[None]:
-    """Inside, layers may take kernels as in a step: in generation, and in graphs that are only counted."""
-    before, _local.takes = _local.takes, True
+def enabling_kernels() -> Iterator[None]:
+    """Inside, kernels are enabled as in a step: in generation, and in graphs that are only counted."""
+    before, _local.enabled = _local.enabled, True
     try:
         yield
     finally:
-        _local.takes = before
+        _local.enabled = before
 
 
-def may_take_kernels() -> bool:
-    """Whether a step of one of tfdist's strategies, or `taking_kernels`, is under way that may take kernels.
+def kernels_enabled() -> bool:
+    """Whether code that runs now may use kernels: in a step of one of tfdist's strategies, or in `enabling_kernels`.
 
-    XLA knows of none: on several ranks it compiles no step, on one where the model says so. What is
-    exported must run where the library is not; it is made outside of steps.
+    XLA cannot compile them: on several ranks it compiles no step, on one where the model says so. A model
+    that is exported must run where the library is not installed; it is traced outside of steps.
     """
-    if _local.takes:
+    if _local.enabled:
         return has_kernels()
     replica = tf.distribute.get_replica_context()
     mesh = getattr(replica.strategy, "mesh", None) if replica is not None else None

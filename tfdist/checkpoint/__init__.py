@@ -1,32 +1,22 @@
 """Checkpoints of global arrays: what one mesh has saved, any other can restore."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tfdist.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from tfdist.checkpoint.checkpointer import Checkpointer
-    from tfdist.checkpoint.directory import latest
-    from tfdist.checkpoint.errors import CheckpointError
-    from tfdist.checkpoint.restoring import restore
-    from tfdist.checkpoint.saving import save
+    from tfdist.checkpoint.directory import latest as latest
+    from tfdist.checkpoint.errors import CheckpointError as CheckpointError
+    from tfdist.checkpoint.restoring import restore as restore
+    from tfdist.checkpoint.saving import save as save
 
-#: Imported when somebody asks: launchers look at locks without TensorFlow.
+#: Launchers look at locks without TensorFlow.
 _HOMES = {
-    "CheckpointError": "errors",
-    "Checkpointer": "checkpointer",
-    "latest": "directory",
-    "restore": "restoring",
-    "save": "saving",
+    "CheckpointError": "tfdist.checkpoint.errors",
+    "latest": "tfdist.checkpoint.directory",
+    "restore": "tfdist.checkpoint.restoring",
+    "save": "tfdist.checkpoint.saving",
 }
 
-__all__ = ["CheckpointError", "Checkpointer", "latest", "restore", "save"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"tfdist.checkpoint.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__all__ = [*_HOMES]
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -80,6 +80,7 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
 
     # What it does at the end of a batch is counting, which Keras may do beside the next step.
     async_safe = True
+    reads_batch_logs = False
 
     def __init__(
         self,

@@ -66,7 +66,7 @@ def counts_of(
 
 
 def own_entry(variable, name: str, writes: bool, strategy: DistributedStrategy | None) -> Entry:
-    """The entry of what each rank trains for itself: see `tfdist.optimizers`.
+    """The entry of what each rank trains for itself: see `tfdist.addons.slow_links.local_sgd`.
 
     On another number of ranks all take the mean of moments, and the least of counts.
 

@@ -14,7 +14,7 @@ import types
 import psutil
 import tensorflow as tf
 
-from tfdist.backend.native import find_library
+from tfdist.backend.native import TRANSPORT
 from tfdist.collectives.engine import Engine, reduce_locally, split_rows
 from tfdist.collectives.flight_counts import outermost_is_eager
 from tfdist.collectives.group import Group
@@ -53,7 +53,7 @@ def start(mesh: Mesh | None = None, *, deterministic: bool = False) -> Engine:
         mesh: The mesh; resolved here, against Horovod's world.
         deterministic: As in `HorovodEngine`.
     """
-    expects_p2p = find_library() is not None and not tf.config.list_physical_devices("GPU")
+    expects_p2p = TRANSPORT.find() is not None and not tf.config.list_physical_devices("GPU")
     engine = HorovodEngine(mesh, deterministic=deterministic, has_p2p=expects_p2p)
     found = with_p2p(engine)
     if expects_p2p and found is engine and engine.size > 1:

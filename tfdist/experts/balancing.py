@@ -5,6 +5,7 @@ from __future__ import annotations
 import keras
 import tensorflow as tf
 
+from tfdist.sharding.layout import update_layout
 from tfdist.step.context import current_replica, role_of
 
 __all__ = ["BiasState"]
@@ -29,7 +30,7 @@ class BiasState:
 
     def __init__(self, layer: keras.layers.Layer, num_experts: int, rate: float, steps: int):
         def add(name, shape):
-            return layer.add_weight(
+            state = layer.add_weight(
                 name=name,
                 shape=shape,
                 dtype="float32",
@@ -37,6 +38,8 @@ class BiasState:
                 trainable=False,
                 autocast=False,
             )
+            update_layout(state, same_on_all_ranks=True)
+            return state
 
         self._name = layer.name
         self._rate, self._steps = rate, steps

@@ -1,6 +1,6 @@
 """The part of a training step that counts losses that are no numbers.
 
-Put there by `tfdist.monitoring.TerminateOnNonFinite`.
+Put there by `tfdist.callbacks.TerminateOnNonFinite`.
 """
 
 from __future__ import annotations

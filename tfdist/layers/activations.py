@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdist.backend.graph.custom_gradient import custom_gradient
-from tfdist.backend.native import load, may_take_kernels
+from tfdist.backend.kernels import kernels, kernels_enabled
 
 __all__ = ["gelu"]
 
@@ -19,15 +19,15 @@ def gelu(x):
     for the backward pass. In steps of tfdist's strategies on CPUs the compiled library computes it, in
     one pass; the two differ by rounding.
     """
-    return _one_pass(x) if x.dtype == tf.float32 and may_take_kernels() else _by_tensorflow(x)
+    return _one_pass(x) if x.dtype == tf.float32 and kernels_enabled() else _by_tensorflow(x)
 
 
 @custom_gradient
 def _one_pass(x):
     def gradient(dy):
-        return load().tfdist_gelu_gradient(dy=dy, x=x)
+        return kernels().tfdist_gelu_gradient(dy=dy, x=x)
 
-    return load().tfdist_gelu(x=x), gradient
+    return kernels().tfdist_gelu(x=x), gradient
 
 
 @custom_gradient

@@ -8,7 +8,7 @@ import tensorflow as tf
 from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.backend.graph.products import product_behind
 from tfdist.backend.keras.attributes import compile_metrics
-from tfdist.backend.native import load, may_take_kernels
+from tfdist.backend.kernels import kernels, kernels_enabled
 from tfdist.collectives import Group, all_reduce
 from tfdist.layers.chunked_loss import chunked_cross_entropy
 from tfdist.sharding.weights import tensor_group
@@ -90,7 +90,7 @@ class VocabParallelCrossEntropy(keras.losses.Loss):
                 self.vocabulary_size,
             )
         if is_whole:
-            if logits.dtype == tf.float32 and may_take_kernels():
+            if logits.dtype == tf.float32 and kernels_enabled():
                 return _one_pass(logits, labels)
             return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
         if self._group is None or logits.shape[-1] != share:
@@ -130,7 +130,7 @@ def _one_pass(logits, labels):
 
     @custom_gradient
     def cross_entropy(logits):
-        losses, gradient = load().tfdist_cross_entropy(logits=logits, labels=labels)
+        losses, gradient = kernels().tfdist_cross_entropy(logits=logits, labels=labels)
         return losses, lambda dy: dy[..., None] * gradient
 
     return cross_entropy(logits)
@@ -173,7 +173,7 @@ def _split_cross_entropy(labels, logits, group: Group, vocabulary_size: int):
 
 def _exponentials(logits, highest) -> tuple:
     """exp(logits - highest), and the sum of each row."""
-    if logits.dtype == tf.float32 and may_take_kernels():
-        return load().tfdist_exponentials(logits=logits, highest=highest)
+    if logits.dtype == tf.float32 and kernels_enabled():
+        return kernels().tfdist_exponentials(logits=logits, highest=highest)
     exponentials = tf.exp(logits - highest[..., None])
     return exponentials, tf.reduce_sum(exponentials, axis=-1)

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend.graph.custom_gradient import custom_gradient
-from tfdist.backend.native import load, may_take_kernels
+from tfdist.backend.kernels import kernels, kernels_enabled
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.weights import tensor_group, value_tensor
 from tfdist.utils import checks
@@ -123,7 +123,7 @@ def normalized_in_one_pass(layer: keras.layers.LayerNormalization, inputs):
 
     None outside of steps on CPUs, without a scale or an offset, and in other dtypes than it computes.
     """
-    if layer.gamma is None or layer.beta is None or not may_take_kernels():
+    if layer.gamma is None or layer.beta is None or not kernels_enabled():
         return None
     if inputs.dtype.size > 4:
         return None
@@ -144,12 +144,12 @@ def _one_pass(inputs, scale, offset, epsilon: float):
 
     @custom_gradient
     def normalize(x, scale, offset):
-        y, mean, inverse = load().tfdist_layer_norm(
+        y, mean, inverse = kernels().tfdist_layer_norm(
             x=_wide(x), scale=scale, offset=offset, epsilon=epsilon
         )
 
         def gradient(dy):
-            dx, *others = load().tfdist_layer_norm_gradient(
+            dx, *others = kernels().tfdist_layer_norm_gradient(
                 dy=dy, x=_wide(x), scale=scale, mean=mean, inverse=inverse
             )
             return tf.cast(dx, x.dtype), *others

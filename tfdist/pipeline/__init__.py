@@ -4,13 +4,13 @@
 one rank be built on all; `make_schedule` shows what a schedule would be.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tfdist.pipeline.schedules import make_schedule
+from tfdist.utils.lazy import lazy_names
 
 if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` imports them.
-    from tfdist.backend.keras.functional import deferred_weights
+    from tfdist.backend.keras.functional import deferred_weights as deferred_weights
     from tfdist.pipeline.model import PipelineModel as PipelineModel
 
 #: What needs TensorFlow: schedules are of use without.
@@ -20,13 +20,4 @@ _HOMES = {
 }
 
 __all__ = ["make_schedule", *_HOMES]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

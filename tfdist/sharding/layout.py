@@ -26,6 +26,7 @@ __all__ = [
     "global_shape",
     "layout_of",
     "of_the_next_variable",
+    "parameter_bytes",
     "replicated_variables",
     "sum_over_parts",
     "update_layout",
@@ -77,7 +78,9 @@ class VariableLayout:
             is a sum: each of them sees a part of the work. The weights of a normalization that runs
             on a slice of the sequence are such.
         local_over: The mesh axes along which each rank has a value of its own between two syncs of an
-            optimizer of `tfdist.optimizers`: those of parameters, and of the optimizer inside.
+            optimizer that is a `LocalSteps`: those of parameters, and of the optimizer inside.
+        same_on_all_ranks: Of a state that its layer updates: whether every rank computes the same
+            value, because it follows the rows of all ranks.
     """
 
     slice: Slice | NestedSlice | None = None
@@ -86,6 +89,7 @@ class VariableLayout:
     stage: Stage | None = None
     partial_over: Group | None = None
     local_over: tuple[str, ...] = ()
+    same_on_all_ranks: bool = False
 
     @property
     def is_spread(self) -> bool:
@@ -236,6 +240,14 @@ def whole_value(variable, name: str = "shard"):
         value = stored_value(variable) if layout.flat is not None else variable.value
         whole = layout.all_gather(tf.convert_to_tensor(value), name)
     return whole if stage is None else broadcast(whole, stage.group, stage.holders[0], name=name)
+
+
+def parameter_bytes(model: keras.Model) -> int:
+    """The bytes of this rank's parameters, and so of their gradients, before ZeRO shares them out."""
+    return sum(
+        math.prod(variable.shape) * tf.as_dtype(variable.dtype).size
+        for variable in model.trainable_variables
+    )
 
 
 def replicated_variables(

@@ -11,7 +11,7 @@ from tfdist.backend.keras.attributes import own_non_trainable
 from tfdist.backend.keras.functional import without_values
 from tfdist.backend.keras.private import all_layers
 from tfdist.collectives import Group, all_reduce
-from tfdist.experts import MixtureOfExperts
+from tfdist.sharding.layout import layout_of
 
 __all__ = ["average_states", "layer_states"]
 
@@ -30,6 +30,7 @@ def layer_states(model: keras.Model, *, of_own_rows: bool = False) -> list[keras
         if not (of_own_rows and _is_same_on_all_ranks(layer))
         for variable in own_non_trainable(layer)
         if keras.backend.is_float_dtype(variable.dtype)
+        and not (of_own_rows and layout_of(variable).same_on_all_ranks)
     ]
 
 
@@ -56,7 +57,6 @@ def average_states(states: Sequence[keras.Variable], group: Group) -> None:
 
 
 def _is_same_on_all_ranks(layer: keras.Layer) -> bool:
-    # The first counts all ranks' tokens, the second follows its kernel.
-    if isinstance(layer, MixtureOfExperts | keras.layers.SpectralNormalization):
-        return True
+    if isinstance(layer, keras.layers.SpectralNormalization):
+        return True  # Its state follows its kernel.
     return isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized

@@ -66,6 +66,8 @@ class FitHook:
 
     #: Stages of the gradients of the model's steps, as they are when the call begins.
     gradient_stages: Sequence[GradientStage] = ()
+    #: Of a callback: whether methods that end a batch read its logs, so that ranks must agree on them.
+    reads_batch_logs = True
 
     def kept_states(self, model: keras.Model) -> Sequence[KeptState]:
         """What checkpoints of a `fit` save and restore of this hook."""

@@ -1,6 +1,6 @@
 """Ranks that train apart for some steps: which of them still reduce gradients at every step.
 
-Under an optimizer of `tfdist.optimizers` a rank's gradient is that of its own rows. What still has to
+Under an optimizer of `tfdist.addons.slow_links.local_sgd` a rank's gradient is that of its own rows. What still has to
 be reduced at every step is what ranks compute together: over a context axis, inside of a host where
 the optimizer is to do so. All rooms ask here for the ranks that a rank stays in step with.
 """
@@ -111,7 +111,7 @@ def local_optimizer(model: Any) -> LocalSteps | None:
         return None
     if len(found) > 1 or others:
         raise ValueError(
-            "A model that trains with one of `tfdist.optimizers` has no other optimizer: the losses "
+            "A model that trains with one of `tfdist.addons.slow_links.local_sgd` has no other optimizer: the losses "
             f"of a step are of one set of rows. Received: {len(found) + others} optimizers in "
             f"`{getattr(model, 'name', model)}`."
         )

@@ -10,23 +10,18 @@
 ```
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tfdist.testing.pool import RankError, RankPool, run_ranks
 from tfdist.testing.rank import engine, strategy
+from tfdist.utils.lazy import lazy_names
 
 if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` imports them.
     from tfdist.testing.engines import check_engine as check_engine
     from tfdist.testing.faults import FlipBit as FlipBit
 
-__all__ = ["FlipBit", "RankError", "RankPool", "check_engine", "engine", "run_ranks", "strategy"]
-
 #: They need TensorFlow, without which a pool of ranks is started.
-_LATER = {"FlipBit": "faults", "check_engine": "engines"}
+_HOMES = {"FlipBit": "tfdist.testing.faults", "check_engine": "tfdist.testing.engines"}
 
-
-def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(importlib.import_module(f"tfdist.testing.{_LATER[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__ = ["RankError", "RankPool", "engine", "run_ranks", "strategy", *_HOMES]
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

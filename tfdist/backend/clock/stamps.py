@@ -309,7 +309,7 @@ class timer:
     """Times what is inside, as a section of its own of the steps that a `Monitor` watches.
 
     ```python
-    with tfdist.monitoring.timer("augment"):
+    with tfdist.addons.monitoring.timer("augment"):
         batch = augment(batch)
     ```
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from tfdist.backend.graph.custom_gradient import custom_gradient
-from tfdist.backend.native import load, may_take_kernels
+from tfdist.backend.kernels import kernels, kernels_enabled
 
 __all__ = ["matmul"]
 
@@ -20,7 +20,7 @@ def matmul(rows: tf.Tensor, matrix: tf.Tensor) -> tf.Tensor:
     half the speed of memory; where the compiled library may be used, it reads the matrix once.
     """
     few = rows.shape.rank == 2 and rows.shape[0] is not None and 0 < rows.shape[0] <= _MOST_ROWS
-    if not few or not rows.dtype == matrix.dtype == tf.float32 or not may_take_kernels():
+    if not few or not rows.dtype == matrix.dtype == tf.float32 or not kernels_enabled():
         return tf.matmul(rows, matrix)
     before = _transposed_of(matrix)
     return _few_rows(rows, matrix) if before is None else _few_rows_of_transposed(rows, before)
@@ -42,7 +42,7 @@ def _few_rows(rows, matrix):
     def gradient(dy):
         return tf.matmul(dy, matrix, transpose_b=True), tf.matmul(rows, dy, transpose_a=True)
 
-    return load().tfdist_few_rows_mat_mul(rows=rows, matrix=matrix), gradient
+    return kernels().tfdist_few_rows_mat_mul(rows=rows, matrix=matrix), gradient
 
 
 @custom_gradient
@@ -50,5 +50,5 @@ def _few_rows_of_transposed(rows, matrix):
     def gradient(dy):
         return tf.matmul(dy, matrix), tf.matmul(dy, rows, transpose_a=True)
 
-    product = load().tfdist_few_rows_mat_mul(rows=rows, matrix=matrix, transpose_matrix=True)
+    product = kernels().tfdist_few_rows_mat_mul(rows=rows, matrix=matrix, transpose_matrix=True)
     return product, gradient

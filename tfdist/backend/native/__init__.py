@@ -1,20 +1,9 @@
-"""What only C++ can do: messages from rank to rank, sums in a fixed order, layers in one pass.
+"""The transport library: messages from rank to rank, and sums in a fixed order, in C++.
 
-A library of TensorFlow operations and a few functions, which `tfdist-install-horovod` builds for the
-TensorFlow that is installed. Everything works without it: collectives go by way of the engine, and
-layers by TensorFlow's own kernels.
+`tfdist-install-horovod` builds it for the TensorFlow that is installed. Without it collectives go
+through the engine.
 """
 
-from tfdist.backend.kernels import has_kernels, may_take_kernels, taking_kernels
-from tfdist.backend.native.library import build, find_library, functions, library_path, load
+from tfdist.backend.native.library import TRANSPORT, Library, functions
 
-__all__ = [
-    "build",
-    "find_library",
-    "functions",
-    "taking_kernels",
-    "has_kernels",
-    "library_path",
-    "load",
-    "may_take_kernels",
-]
+__all__ = ["TRANSPORT", "Library", "functions"]

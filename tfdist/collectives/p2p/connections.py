@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from tfdist.backend.native import find_library, functions
+from tfdist.backend.native import TRANSPORT, functions
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import all_gather_object
 from tfdist.collectives.p2p.engine import P2PEngine, flush
@@ -57,7 +57,7 @@ def with_p2p(engine: Engine, pairs_along: Iterable[str] | None = None) -> Engine
     pairs_along = engine.mesh.message_axes if pairs_along is None else pairs_along
     groups = [tuple(range(engine.size)), *rank_sets(engine.mesh, pairs_along)]
     world = engine.group()
-    built = find_library() is not None and not has_gpu
+    built = TRANSPORT.find() is not None and not has_gpu
     with contextlib.ExitStack() as stack:
         tcp, unix = stack.enter_context(bind(engine.host_address())), _unix_socket()
         stack.callback(unix.close)

@@ -20,7 +20,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import tensorflow as tf
 
-from tfdist.backend.native import functions, load
+from tfdist.backend.native import TRANSPORT, functions
 from tfdist.collectives.engine import Engine, split_rows
 from tfdist.collectives.flight_counts import outermost_is_eager
 from tfdist.collectives.group import Group
@@ -60,7 +60,7 @@ class P2PEngine(Engine):
         self.name, self.is_deterministic = inner.name, inner.is_deterministic
         self._hosts = hosts
         self._reached = frozenset(reached)
-        self._operations = load()
+        self._operations = TRANSPORT.load()
         self._tickets: dict[str, tf.Tensor] = {}
 
     @classmethod

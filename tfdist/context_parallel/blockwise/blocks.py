@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from tfdist.backend.native import load, may_take_kernels
+from tfdist.backend.kernels import kernels, kernels_enabled
 
 __all__ = [
     "LOWEST",
@@ -119,7 +119,7 @@ def gradients_of_products(
     """
     exponents = exponents if bias is None else exponents + bias
     if _takes_kernels(exponents):
-        weights, score_gradient = load().tfdist_softmax_gradient(
+        weights, score_gradient = kernels().tfdist_softmax_gradient(
             exponents=exponents, dy=weight_gradient
         )
     else:
@@ -140,13 +140,13 @@ def finite(lse):
 
 def _takes_kernels(scores) -> bool:
     """Whether the compiled library, which goes over the scores once, takes them."""
-    return scores.dtype == tf.float32 and may_take_kernels()
+    return scores.dtype == tf.float32 and kernels_enabled()
 
 
 def _softmax(scores):
     """The softmax of rows, and their log-sum-exp."""
     if _takes_kernels(scores):
-        return load().tfdist_softmax(scores=scores)
+        return kernels().tfdist_softmax(scores=scores)
     weights = tf.nn.softmax(scores)
     # The weight of the highest score is 1 over the sum of exponentials: no second pass of those.
     highest = tf.reduce_max(scores, axis=-1, keepdims=True)

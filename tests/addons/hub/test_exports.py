@@ -1,0 +1,299 @@
+"""Exports to the files of transformers: from each layout the model that transformers computes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.addons.hub import exports
+from tests.conftest import on_ranks, slow_but
+
+pytest.importorskip("keras_hub")
+pytest.importorskip("safetensors")
+
+ROOT = Path(__file__).parents[2]
+#: Where `make peers` puts transformers.
+TRANSFORMERS = ROOT / ".peers" / "torch" / "bin" / "python"
+ALL = [pytest.param(name, exports.KINDS, marks=pytest.mark.slow) for name in exports.FAMILIES]
+
+
+def check(one_process, name: str, folder: Path, kinds: list[str]) -> None:
+    """What plain KerasHub reads computes the logits of transformers."""
+    golden = exports.golden(name)
+    for kind in kinds:
+        (found,) = one_process.run(exports.reimported, name, str(folder / kind), timeout=120)
+        np.testing.assert_allclose(found, golden[f"logits/{kind}"], atol=1e-5, err_msg=kind)
+        files = {file.name for file in (folder / kind).iterdir()}
+        assert {"config.json", "model.safetensors"} <= files <= exports.FILES
+
+
+def check_said(
+    said: dict[str, list[str]], kinds: list[str], *, chief: bool, compared: bool
+) -> None:
+    for kind in kinds:
+        if "int8" not in kind:
+            assert not said[kind]
+            continue
+        assert "quantized to int8" in said[kind][0] and "dequantize=True" in said[kind][0]
+        assert len(said[kind]) == 1 + chief
+        if chief:
+            words = "differ by" if compared else "were not compared"
+            assert words in said[kind][1]
+            print(kind, said[kind][1])
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("Gemma", ["lora"]), *ALL])
+def test_one_process(one_process, tmp_path, name, kinds):
+    checkpoint = exports.write_checkpoint(name, tmp_path / "checkpoint")
+    (said,) = one_process.run(
+        exports.exported, name, checkpoint, str(tmp_path), {}, kinds, timeout=240
+    )
+    check(one_process, name, tmp_path, kinds)
+    check_said(said, kinds, chief=True, compared=True)
+
+
+@on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tensor",
+        pytest.param("zero", marks=pytest.mark.slow),
+        pytest.param("pipeline", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize(("name", "kinds"), [("Gemma", ["lora on int8"]), *ALL])
+def test_ranks(pool, one_process, tmp_path, name, layout, kinds):
+    checkpoint = exports.write_checkpoint(name, tmp_path / "checkpoint")
+    options = exports.LAYOUTS[layout]
+    said = pool.run(exports.exported, name, checkpoint, str(tmp_path), options, kinds, timeout=400)
+    check(one_process, name, tmp_path, kinds)
+    for rank, own in enumerate(said):
+        check_said(own, kinds, chief=rank == 0, compared=layout != "pipeline")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pool", "layout"),
+    [
+        (("horovod", 2), "tensor"),
+        (("tensorflow", 2), "pipeline"),
+        (("tensorflow", 2), "zero"),
+        (("horovod", 3), "zero"),
+    ],
+    indirect=["pool"],
+    ids=["horovod-2-tensor", "tensorflow-2-pipeline", "tensorflow-2-zero", "horovod-3-zero"],
+)
+def test_trained_adapters_leave_by_a_callback(pool, one_process, tmp_path, layout):
+    """Neither rows nor shards divide by three."""
+    name = "Qwen"
+    checkpoint = exports.write_checkpoint(name, tmp_path / "checkpoint")
+    ours, plain = tmp_path / "ours", tmp_path / "plain"
+    (right,) = one_process.run(exports.trained, name, checkpoint, str(plain), None, timeout=240)
+    pool.run(exports.trained, name, checkpoint, str(ours), exports.LAYOUTS[layout], timeout=300)
+    (found,) = one_process.run(exports.reimported, name, str(ours / "1"), timeout=120)
+    np.testing.assert_allclose(found, right, atol=1e-5)
+    before, after = (exports.tensors(str(ours / each)) for each in ("0", "1"))
+    changed = [path for path, value in after.items() if np.abs(value - before[path]).max() > 1e-4]
+    assert changed == [f"model.layers.{n}.self_attn.{p}_proj.{w}" for n in (0, 1) for p, w in PARTS]
+    backbone = exports.tensors(str(ours / "backbone"))
+    assert set(after) - set(backbone) == {"lm_head.weight"}
+    for path, value in backbone.items():
+        np.testing.assert_array_equal(value, after[path])
+
+
+PARTS = [("q", "bias"), ("q", "weight"), ("v", "bias"), ("v", "weight")]
+
+
+@pytest.mark.slow
+@on_ranks(("horovod", 2))
+@pytest.mark.parametrize("name", ["GPT2", "Gemma3"])
+def test_functions_and_backbones(pool, one_process, tmp_path, name):
+    checkpoint = exports.write_checkpoint(name, tmp_path / "checkpoint")
+    options = exports.LAYOUTS["tensor"]
+    pool.run(exports.exported_otherwise, name, checkpoint, str(tmp_path), options, timeout=240)
+    whole = exports.tensors(str(tmp_path / "function"))
+    for kind in ("function", "early"):
+        (found,) = one_process.run(exports.reimported, name, str(tmp_path / kind), timeout=120)
+        np.testing.assert_allclose(found, exports.golden(name)["logits/lora"], atol=1e-5)
+    backbone = exports.tensors(str(tmp_path / "backbone"))
+    # transformers calls the parts of a Gemma 3 without a head by shorter names.
+    prefix = "model." if name == "Gemma3" else ""
+    assert {f"{prefix}{path}" for path in backbone} == set(whole) - {"lm_head.weight"}
+    for path, value in backbone.items():
+        np.testing.assert_array_equal(value, whole[f"{prefix}{path}"])
+
+
+@pytest.mark.slow
+@on_ranks(("horovod", 2))
+@pytest.mark.parametrize("layout", ["one", "tensor"])
+@pytest.mark.parametrize(
+    ("mode", "block_size", "rounding"), [("int8", None, 0.1), ("int4", -1, 0.1), ("int4", 2, 1e-5)]
+)
+@pytest.mark.parametrize("name", ["Llama3", "Qwen"])
+def test_quantized_tables(pool, one_process, tmp_path, name, mode, block_size, rounding, layout):
+    """Llama's has another table for the way back. What also rounds inputs, differs by that."""
+    checkpoint = exports.write_checkpoint(name, tmp_path / "checkpoint")
+    folder = str(tmp_path / "exported")
+    arguments = name, checkpoint, folder, exports.LAYOUTS[layout], mode, block_size
+    ranks = one_process if layout == "one" else pool
+    right, *_ = ranks.run(exports.exported_quantized, *arguments, timeout=240)
+    (found,) = one_process.run(exports.reimported, name, folder, timeout=120)
+    assert np.abs(found - right).max() < rounding * right.std()
+    most = 127 if mode == "int8" else 7
+    table = exports.golden(name)["weights/model.embed_tokens.weight"].astype("float32")
+    if block_size != 2:
+        scale = most / (np.abs(table).max(-1, keepdims=True) + 1e-7)
+        expected = np.round(table * scale) / scale
+        written = exports.tensors(folder)["model.embed_tokens.weight"]
+        np.testing.assert_allclose(written, expected, atol=1e-5)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(one_process, tmp_path):
+    checkpoint = exports.write_checkpoint("Qwen", tmp_path / "checkpoint")
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        one_process.run(
+            exports.exported, "Qwen", checkpoint, str(tmp_path / "file"), {}, ["plain"], timeout=120
+        )
+
+
+@on_ranks(("horovod", 2), slow=[("tensorflow", 2)])
+@pytest.mark.parametrize("layout", slow_but(["zero"], ["tensor", "zero", "pipeline"]))
+def test_a_folder_that_the_chief_cannot_write_is_an_error_of_all(pool, tmp_path, layout):
+    checkpoint = exports.write_checkpoint("Qwen", tmp_path / "checkpoint")
+    (tmp_path / "file").touch()
+    options = exports.LAYOUTS[layout]
+    before = time.monotonic()
+    results = pool.run(
+        exports.raised_by_export, "Qwen", checkpoint, str(tmp_path / "file"), options, timeout=120
+    )
+    print(f"{time.monotonic() - before:.1f} s")
+    for rank, (kind, notes) in enumerate(results):
+        assert kind == "NotADirectoryError", results
+        assert rank == 0 or "Rank 0 raised this in" in notes[0], results
+
+
+@pytest.mark.slow
+@on_ranks(("horovod", 2))
+@pytest.mark.parametrize("dtype", ["mixed_bfloat16", "bfloat16"])
+@pytest.mark.parametrize("name", ["Llama3", "Gemma3"])
+def test_policies(pool, one_process, tmp_path, name, dtype):
+    """The file is of the dtype of the weights, whatever the model computes in, and so says its config."""
+    checkpoint = exports.write_checkpoint(name, tmp_path / "checkpoint")
+    options = exports.LAYOUTS["tensor"]
+    pool.run(
+        exports.exported, name, checkpoint, str(tmp_path), options, ["lora"], dtype, timeout=240
+    )
+    dtypes = {str(value.dtype) for value in exports.tensors(str(tmp_path / "lora")).values()}
+    expected = dtype.removeprefix("mixed_") if not dtype.startswith("mixed") else "float32"
+    assert dtypes == {expected}
+    assert exports.config_of(str(tmp_path / "lora"))["torch_dtype"] == expected
+    if expected == "float32":
+        check(one_process, name, tmp_path, ["lora"])
+
+
+@on_ranks(("tensorflow", 2))
+def test_ranks_export_a_tokenizer_at_once(pool, tmp_path):
+    pool.run(exports.tokenizers_exported, str(tmp_path), {}, 5, timeout=120)
+    tokenizer = {"merges.txt", "tokenizer_config.json", "vocab.json"}
+    folders = list(tmp_path.iterdir())
+    assert len(folders) == 11
+    for folder in folders:
+        model = {"config.json", "model.safetensors"} if folder.name == "task" else set()
+        assert {file.name for file in folder.iterdir()} == tokenizer | model
+        assert json.loads((folder / "vocab.json").read_text())["ab"] == 3
+    # That of the tokenizer, and not GPT-2's own.
+    assert exports.config_of(str(tmp_path / "task"))["eos_token_id"] == 0
+
+
+REFUSED = {
+    "gemma 7b": ("num_key_value_heads=1", "Received: num_key_value_heads=2"),
+    "gemma with wide heads": ("num_query_heads * head_dim = hidden_dim", "2 * 4 and hidden_dim=4"),
+    "gemma 2": ("use_post_ffw_norm=False", "Received: use_post_ffw_norm=True"),
+    "gemma 3 without norms": ("use_post_ffw_norm=True", "Received: use_post_ffw_norm=False"),
+    "windows of qwen": ("use_sliding_window_attention=False", "save_to_preset"),
+    "gemma 4 that ends locally": ("a last layer of full_attention", "Received: sliding_attention"),
+    "llama 2": ("Llama3Backbone, ", "with LlamaBackbone", "save_to_preset"),
+    "float8": ("'float8' in `transformer_layer_0/", "with Keras 3", "save_to_preset"),
+    "int8": ("quantized to int8", "dequantize=True", "save_to_preset"),
+}
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [["gemma 2", "int8"], pytest.param(list(REFUSED), marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_what_would_be_another_model_is_refused_in_one_line(one_process, tmp_path, kinds):
+    (found,) = one_process.run(exports.refused, kinds, {}, str(tmp_path / "new"), timeout=120)
+    for kind in kinds:
+        for words in REFUSED[kind]:
+            assert words in found[kind], found[kind]
+        assert "\n" not in found[kind]
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
+
+
+@on_ranks(("horovod", 2))
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tensor",
+        pytest.param("zero", marks=pytest.mark.slow),
+        pytest.param("pipeline", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_keep_biases_that_train(pool, one_process, tmp_path, layout):
+    checkpoint = exports.write_checkpoint("Qwen", tmp_path / "checkpoint")
+    ours, plain = (str(tmp_path / f"{each}.lora.h5") for each in ("ours", "plain"))
+    options = exports.LAYOUTS[layout]
+    arguments = "Qwen", checkpoint
+    ((right, said),) = one_process.run(exports.with_biases, *arguments, plain, {}, False)
+    assert len(right) == 12 and any("bias" in path for path in right)
+    assert len(said) == 1 and "4 weights beside the adapter" in said[0]
+    assert "plain KerasHub will not" in said[0] and "/bias`" in said[0]
+    pool.run(exports.with_biases, *arguments, ours, options, False, timeout=120)
+    for path in (ours, plain):
+        (read,) = one_process.run(exports.with_biases, *arguments, path, {}, True)
+        own = pool.run(exports.with_biases, *arguments, path, options, True, timeout=120)
+        for found, said in (read, *own):
+            assert not said
+            assert list(found) == list(right)
+            for name, value in right.items():
+                np.testing.assert_array_equal(found[name], value.astype("float32"), err_msg=name)
+
+
+@pytest.mark.slow
+@on_ranks(("horovod", 2))
+@pytest.mark.parametrize("name", exports.FAMILIES)
+def test_transformers_reads_what_ranks_export(pool, one_process, tmp_path, name):
+    if not TRANSFORMERS.exists():
+        pytest.skip("transformers is not installed: `make peers` makes its environment.")
+    checkpoint = exports.write_checkpoint(name, tmp_path / "checkpoint")
+    options = exports.LAYOUTS["tensor"]
+    pool.run(exports.exported, name, checkpoint, str(tmp_path), options, exports.KINDS, timeout=300)
+    hidden, _ = pool.run(
+        exports.exported_otherwise, name, checkpoint, str(tmp_path), options, timeout=240
+    )
+    golden = exports.golden(name)
+    expected = {kind: {"logits": golden[f"logits/{kind}"]} for kind in exports.KINDS}
+    expected |= {"function": expected["lora"], "backbone": {"outputs": hidden}}
+    folders = [tmp_path / kind for kind in expected]
+    for folder in folders:
+        np.savez(folder / "expected.npz", tokens=golden["tokens"], **expected[folder.name])
+    program = ROOT / "benchmarks" / "peers" / "transformers_exports.py"
+    job = subprocess.run(
+        [str(TRANSFORMERS), "-P", str(program), "check", *map(str, folders)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert job.returncode == 0, job.stderr[-3000:]
+    lines = [json.loads(line) for line in job.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == len(folders)
+    for line in lines:
+        assert line["apart"] <= 1e-5, line

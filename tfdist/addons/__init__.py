@@ -1,0 +1,21 @@
+"""Add-ons: features that not every training needs, each of which can be left out.
+
+They use tfdist by its public names and the rooms that `pyproject.toml` lists for each.
+"""
+
+import importlib
+import pkgutil
+
+__all__ = [each.name for each in pkgutil.iter_modules(__path__)]
+
+
+def __getattr__(name: str):
+    if name not in __all__:
+        raise AttributeError(
+            f"tfdist has no add-on {name!r}. There are: {', '.join(sorted(__all__))}."
+        )
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

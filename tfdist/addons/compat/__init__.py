@@ -1,0 +1,5 @@
+"""Other libraries' names for what tfdist does."""
+
+from tfdist.addons.compat import horovod
+
+__all__ = ["horovod"]

@@ -1,0 +1,144 @@
+"""KerasHub's presets, read into the parts that ranks keep."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from tfdist.addons.hub.files import check_files
+from tfdist.backend.keras.functional import deferred_weights, initialize_weights
+from tfdist.step.context import current_strategy
+from tfdist.tensor_parallel import parallelize
+from tfdist.tensor_parallel.adapters import override
+from tfdist.tensor_parallel.experts import find_experts
+from tfdist.tensor_parallel.layout_map import is_layout_map
+from tfdist.tensor_parallel.plan import check_plan
+from tfdist.utils import checks
+
+__all__ = ["load_preset"]
+
+#: How KerasHub calls the files of a preset: one file of weights, or a list of several.
+_WEIGHTS = ("model.weights.h5", "model.weights.json")
+_TASK_WEIGHTS = "task.weights.h5"
+_CONFIG = "config.json"
+#: Of what Keras says of a model with other weights, this many letters are shown.
+_LONGEST = 400
+
+
+def load_preset(
+    preset: str | os.PathLike[str],
+    cls: Any = None,
+    *,
+    plan: Mapping[str, str] | Any | None = None,
+    **kwargs: Any,
+) -> keras.Model:
+    """Loads a preset of KerasHub, of which each rank reads what it keeps.
+
+    ```python
+    with HorovodStrategy(Mesh(tensor=2), zero_stage=3).scope():
+        model = tfdist.load_preset("llama3-local/", dtype="bfloat16")
+        model.backbone.enable_lora(8)
+    ```
+
+    `model.save_to_preset`, called by every rank, saves one that plain KerasHub loads.
+
+    The model is that of `cls.from_preset(preset)`. On a tensor axis it is split by `parallelize`, and
+    so are experts on theirs; a rank reads its slices from the files, one weight at a time, and under
+    ZeRO stage 3 the rows that hold its shard. On a pipeline axis the model has no values yet:
+    `PipelineModel` reads those of this rank's stages. Without a strategy in scope this is `from_preset`.
+
+    Args:
+        preset: The folder of a preset, as `save_to_preset` makes it.
+        cls: A task or backbone of KerasHub; None for `keras_hub.models.CausalLM`.
+        plan: As for `parallelize`; None to find one.
+        **kwargs: For `from_preset`, as `dtype` or `preprocessor`.
+
+    Raises:
+        ImportError: KerasHub is not installed.
+        ValueError: The folder holds no preset, a file of it is missing or broken, its weights are
+            those of another model, or what `parallelize` raises.
+    """
+    folder = Path(checks.path("preset", preset))
+    if cls is not None and not (inspect.isclass(cls) and hasattr(cls, "from_preset")):
+        raise checks.refuse("cls", cls, "a task or a backbone of KerasHub, or None")
+    if plan is not None and not is_layout_map(plan):
+        check_plan(plan)
+    weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
+    if not (folder / _CONFIG).is_file() or weights is None:
+        raise ValueError(
+            f"A `preset` is a folder with {_CONFIG} and {' or '.join(_WEIGHTS)}, as "
+            f"`save_to_preset` makes it. Received: {str(preset)!r}. Others are loaded by KerasHub's "
+            "`from_preset` and saved by `save_to_preset` once."
+        )
+    check_files(folder / _CONFIG, weights)
+    models = _hub().models
+    cls = models.CausalLM if cls is None else cls
+    strategy = current_strategy()
+    if strategy is None:
+        with _one_line_errors(folder):
+            return cls.from_preset(str(folder), **kwargs)
+    is_task = issubclass(cls, models.Task)
+    # An optimizer's variables cannot be deferred.
+    compiles = is_task and kwargs.pop("compile", True)
+    if is_task:
+        kwargs["compile"] = False
+    with _one_line_errors(folder), deferred_weights():
+        model = cls.from_preset(str(folder), load_weights=False, **kwargs)
+    mesh = strategy.mesh
+    if strategy.group(*mesh.weight_axes).size > 1 or find_experts(model):
+        parallelize(model, plan)
+    backbone = getattr(model, "backbone", model)
+    with _one_line_errors(folder):
+        if backbone is not model and (folder / _TASK_WEIGHTS).is_file():
+            model.load_task_weights(str(folder / _TASK_WEIGHTS))
+        backbone.load_weights(str(weights))
+    if strategy.group(*mesh.stage_axes).size == 1:
+        initialize_weights(model.variables)
+    elif is_task:
+        override(model, "generate", _refuse_to_generate(model.name))
+    if compiles:
+        model.compile()
+    return model
+
+
+def _refuse_to_generate(name: str) -> Callable:
+    """In place of `generate`, until a `PipelineModel` is made of the model."""
+
+    def generate(*args, **kwargs):
+        raise ValueError(
+            f"`generate` needs weights that have values. Received: `{name}`, loaded on a pipeline axis, "
+            "where a rank reads those of its stages when `tfdist.pipeline.PipelineModel` is made of the "
+            "model. Make one, or load the preset without a pipeline axis."
+        )
+
+    return generate
+
+
+@contextlib.contextmanager
+def _one_line_errors(folder: Path) -> Iterator[None]:
+    """Errors name the preset, and say in one line what Keras says in many."""
+    try:
+        yield
+    except (KeyError, OSError, ValueError) as error:
+        words = " ".join(str(error).split())
+        words = words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..."
+        raise ValueError(
+            f"The preset {str(folder)!r} cannot be loaded. Its files are those of one model, as "
+            f"`save_to_preset` writes them. Received: {words}"
+        ) from error
+
+
+def _hub():
+    try:
+        import keras_hub
+    except ImportError as error:
+        raise ImportError(
+            "Presets are those of KerasHub, which is not installed: pip install keras-hub."
+        ) from error
+    return keras_hub

@@ -1,0 +1,20 @@
+"""Watching a run: step times, memory in use, whether ranks still agree, reports."""
+
+from typing import TYPE_CHECKING
+
+from tfdist.utils.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from tfdist.addons.monitoring.expert_load import parameter_counts as parameter_counts
+    from tfdist.addons.monitoring.memory_reports import memory_report as memory_report
+    from tfdist.backend.clock.stamps import timer as timer
+
+#: They need TensorFlow, which `tfdist-report` reads files without.
+_HOMES = {
+    "memory_report": "tfdist.addons.monitoring.memory_reports",
+    "parameter_counts": "tfdist.addons.monitoring.expert_load",
+    "timer": "tfdist.backend.clock.stamps",
+}
+
+__all__ = [*_HOMES]
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -1,0 +1,84 @@
+"""What ranks tell each other of a block of steps: numbers of one order, gathered in one collective."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tfdist.addons.monitoring.monitor.sections import SECTIONS, Step
+
+__all__ = ["MOST_STEPS", "MOST_TIMERS", "Block"]
+
+MOST_TIMERS = 8
+#: Of how many steps of a block ranks compare when their gradients were ready.
+MOST_STEPS = 48
+
+_TIMERS = [f"timer/{number}" for number in range(MOST_TIMERS)]
+_FIELDS = (
+    *("unknown_names", "steps", "seconds", "squares", "shortest", "longest"),
+    *("hidden", "travelling", "sent", "rows", "tokens", "model_flops", "again_flops"),
+    *("memory", "peak_memory", "parameters", "norm", "loss", "losses", "loss_scale", "cost"),
+    "work",
+    *(f"total/{name}" for name in (*SECTIONS, *_TIMERS)),
+    *(f"median/{name}" for name in (*SECTIONS, *_TIMERS)),
+)
+_PLACES = {name: place for place, name in enumerate(_FIELDS)}
+#: Sections in which a rank waits for others, or does what others do not.
+_NO_WORK = ("communication", "monitor", "checkpoint")
+
+
+class Block:
+    """The numbers of one rank.
+
+    Args:
+        vector: Where they come from another rank; else they are zeros.
+    """
+
+    def __init__(self, vector: np.ndarray | None = None):
+        size = len(_FIELDS) + MOST_STEPS
+        self.vector = np.zeros(size) if vector is None else np.asarray(vector)
+
+    def __getitem__(self, name: str) -> float:
+        return float(self.vector[_PLACES[name]])
+
+    def __setitem__(self, name: str, value: float) -> None:
+        self.vector[_PLACES[name]] = value
+
+    @property
+    def gradients(self) -> np.ndarray:
+        """When the gradients of each step were ready, by the chief's clock; 0 where nothing says."""
+        return self.vector[len(_FIELDS) :]
+
+    def take(self, steps: Sequence[Step], timers: Mapping[str, int], offset: float) -> None:
+        """Takes the times of steps in.
+
+        Args:
+            steps: The steps, of which those in which graphs were made are left out.
+            timers: The places of sections that timers measure.
+            offset: What makes of this rank's time the chief's.
+        """
+        lengths = [step.end - step.begin for step in steps]
+        if not lengths:
+            return
+        self["steps"], self["seconds"] = len(steps), sum(lengths)
+        self["squares"] = sum(length * length for length in lengths)
+        self["shortest"], self["longest"] = min(lengths), max(lengths)
+        for name in ("hidden", "travelling", "sent", "rows", "tokens"):
+            self[name] = sum(getattr(step, name) for step in steps)
+        by_field: dict[str, np.ndarray] = {}
+        for section in {name for step in steps for name in step.seconds}:
+            # More timers than there are fields for count where they would without a timer.
+            known = section if section in SECTIONS else "callbacks"
+            name = f"timer/{timers[section]}" if section in timers else known
+            each = np.array([step.seconds.get(section, 0.0) for step in steps])
+            by_field[name] = by_field.get(name, 0.0) + each
+        for name, each in by_field.items():
+            self[f"total/{name}"], self[f"median/{name}"] = each.sum(), float(np.median(each))
+        waits = [sum(step.seconds.get(name, 0.0) for name in _NO_WORK) for step in steps]
+        work = [length - wait for length, wait in zip(lengths, waits, strict=True)]
+        self["work"] = float(np.median(work))
+        for place, step in enumerate(steps[-MOST_STEPS:]):
+            if not math.isnan(step.gradients):
+                self.gradients[place] = step.gradients + offset

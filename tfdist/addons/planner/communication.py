@@ -1,0 +1,150 @@
+"""What collectives take: seconds from bytes, ranks and links.
+
+With n ranks, S bytes, a latency of a seconds and B bytes a second. Thakur, Rabenseifner and Gropp 2005,
+"Optimization of Collective Communication Operations in MPICH", sections 3 and 4, unless said otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from tfdist.addons.planner.layouts import Layout
+from tfdist.addons.planner.machines import Link, Machine
+
+__all__ = [
+    "Way",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "ring_all_reduce",
+    "send",
+    "tree_all_reduce",
+    "two_level_all_reduce",
+    "way",
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Way:
+    """The links of a group of ranks.
+
+    Attributes:
+        ranks: Members of the group.
+        members: Members on one host.
+        inside: The link between members of a host.
+        between: The link from a host to the next, as this group has it; None on one host.
+        slowest: The link that a ring over all members is as fast as.
+    """
+
+    ranks: int
+    members: int
+    inside: Link
+    between: Link | None
+    slowest: Link
+
+
+def way(layout: Layout, axes: tuple[str, ...], machine: Machine) -> Way:
+    """The links of a group over some axes of a layout.
+
+    The groups of a host share its ports: one with m members of a host's r ranks has m / r of them,
+    where collectives use several ports at a time (`rails`), and else one, shared likewise.
+
+    Raises:
+        ValueError: The ranks lie on several hosts, and the machine has no link between these.
+    """
+    ranks = math.prod(getattr(layout, axis) for axis in axes)
+    on_host = min(machine.ranks_per_host, layout.ranks)
+    members = min(layout.members_per_host(axes, on_host), ranks)
+    if members >= ranks:
+        return Way(ranks, ranks, machine.inside, None, machine.inside)
+    if machine.between is None:
+        raise ValueError(
+            f"`between` is the link between hosts of {machine.name}. Received: None, and "
+            f"{layout.ranks} ranks of which {machine.ranks_per_host} lie on a host."
+        )
+    one = machine.between.bandwidth
+    share = machine.host_ports * one * members / on_host
+    rate = share if machine.rails else min(one, share)
+    between = Link(machine.between.latency, min(rate, machine.inside.bandwidth * members))
+    slowest = Link(between.latency, min(between.bandwidth, machine.inside.bandwidth))
+    return Way(ranks, members, machine.inside, between, slowest)
+
+
+def ring_all_reduce(size: float, ranks: int, link: Link) -> float:
+    """Seconds of a ring: 2 (n - 1) a + 2 (n - 1) / n S / B (Patarasuk and Yuan 2009)."""
+    if ranks == 1:
+        return 0.0
+    return 2 * (ranks - 1) * (link.latency + size / ranks / link.bandwidth)
+
+
+def tree_all_reduce(size: float, ranks: int, link: Link) -> float:
+    """Seconds of two binary trees that share the work: 2 log2(n) a + 2 S / B.
+
+    Sanders, Speck and Traff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and
+    scan"; each tree moves half of the bytes up and down, in pieces that follow each other.
+    """
+    if ranks == 1:
+        return 0.0
+    return 2 * math.ceil(math.log2(ranks)) * link.latency + 2 * size / link.bandwidth
+
+
+def two_level_all_reduce(size: float, group: Way) -> float:
+    """Seconds of a reduce-scatter inside of hosts, an all-reduce between them, and an all-gather.
+
+    Members of a host hand S / m bytes each to the other hosts; together they have `between`'s rate.
+    """
+    if group.between is None:
+        return ring_all_reduce(size, group.ranks, group.inside)
+    hosts = -(-group.ranks // group.members)
+    inner = 2 * (group.members - 1) * (
+        group.inside.latency + size / group.members / group.inside.bandwidth
+    )  # fmt: skip
+    return inner + ring_all_reduce(size, hosts, group.between)
+
+
+def all_reduce(size: float, group: Way, algorithm: str = "best") -> float:
+    """Seconds of an all-reduce of so many bytes, by one way or the fastest of three."""
+    found = {
+        "ring": ring_all_reduce(size, group.ranks, group.slowest),
+        "tree": tree_all_reduce(size, group.ranks, group.slowest),
+        "two-level": two_level_all_reduce(size, group),
+    }
+    return min(found.values()) if algorithm == "best" else found[algorithm]
+
+
+def all_gather(size: float, group: Way) -> float:
+    """Seconds of an all-gather, or a reduce-scatter, of S bytes in all: (n - 1) (a + S / n / B)."""
+    ranks = group.ranks
+    if ranks == 1:
+        return 0.0
+    ring = (ranks - 1) * (group.slowest.latency + size / ranks / group.slowest.bandwidth)
+    if group.between is None:
+        return ring
+    hosts, m = -(-ranks // group.members), group.members
+    levels = (hosts - 1) * (group.between.latency + size / hosts / group.between.bandwidth) + (
+        m - 1
+    ) * (group.inside.latency + size / m / group.inside.bandwidth)
+    return min(ring, levels)
+
+
+def all_to_all(size: float, group: Way) -> float:
+    """Seconds in which each rank sends S bytes, as many to each: a + (n - 1) / n S / B.
+
+    Messages to all leave at once, so that the latency counts once.
+    What leaves the host goes by its ports, of which each of the group's m members there has a part.
+    """
+    ranks = group.ranks
+    if ranks == 1:
+        return 0.0
+    near = (group.members - 1) / ranks * size / group.inside.bandwidth
+    if group.between is None:
+        return group.inside.latency + near
+    far = (ranks - group.members) / ranks * size
+    seconds = far * group.members / group.between.bandwidth
+    return group.between.latency + near + seconds
+
+
+def send(size: float, link: Link) -> float:
+    """Seconds of a message from one rank to another: a + S / B."""
+    return link.latency + size / link.bandwidth

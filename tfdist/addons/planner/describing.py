@@ -1,0 +1,158 @@
+"""The description of a model that Keras has built. This alone of the planner needs TensorFlow."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from tfdist import models
+from tfdist.addons.planner.models import Transformer
+from tfdist.addons.planner.parts import Model, Part
+from tfdist.utils import checks
+
+__all__ = ["Described", "describe"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """A chain of the links of a built model, which rows and layers divide.
+
+    Attributes:
+        parts: A part for each link.
+        tokens: Tokens of a sample; 1 where it has none.
+        shared_parameters: Parameters that two links share.
+    """
+
+    parts: tuple[Part, ...]
+    tokens: int
+    shared_parameters: float
+
+    def divides(self, axis: str, ranks: int) -> str | None:
+        """Whether an axis of so many ranks can split it; see `Model`."""
+        if axis in ("tensor", "context", "expert") and ranks > 1:
+            return f"how its layers are split over the {axis} axis is not known of a built model"
+        if axis == "pipeline" and ranks > len(self.parts):
+            return f"its chain has only {len(self.parts)} links"
+        return None
+
+
+def describe(model: Any, *, length: int | None = None) -> Model:
+    """Describes a model that Keras has built.
+
+    A `tfdist.models.gpt` becomes a `Transformer`, which all axes divide. Any other is cut into the links
+    that `PipelineModel` would make of it: FLOPs are those of the products in the graph of each, and
+    activations the tensors that its backward pass takes of its forward pass.
+
+    Args:
+        model: A Sequential or functional model; but for the number of rows, its shapes are known.
+        length: Tokens of a sample, for a `tfdist.models.gpt`; None for its longest.
+
+    Raises:
+        TypeError: It is no model of Keras.
+        ValueError: It is no chain, or a shape is open.
+    """
+    import keras
+
+    checks.instance("model", model, keras.Model, "a keras.Model")
+    checks.integer("length", length, minimum=1, optional=True)
+    return _transformer(model, length) or _chain(model)
+
+
+def _transformer(model: Any, length: int | None) -> Transformer | None:
+    """What `tfdist.models.gpt` was made with, or None for another model."""
+    import keras
+
+    from tfdist import layers
+
+    blocks = [each for each in model.layers if isinstance(each, models.TransformerDecoderBlock)]
+    embeddings = [each for each in model.layers if isinstance(each, layers.VocabParallelEmbedding)]
+    if not blocks or len(embeddings) != 1:
+        return None
+    config = [
+        {key: value for key, value in each.get_config().items() if key != "name"} for each in blocks
+    ]
+    known = (
+        models.TransformerDecoderBlock,
+        layers.VocabParallelEmbedding,
+        layers.VocabParallelHead,
+        layers.PositionEmbedding,
+        layers.LayerNormalization,
+        layers.RMSNormalization,
+        layers.Dropout,
+        keras.layers.InputLayer,
+    )
+    # Of blocks that differ, or with layers between that nobody knows here, the chain says more.
+    if any(each != config[0] for each in config) or not all(
+        isinstance(each, known) for each in model.layers
+    ):
+        return None
+    positions = [each for each in model.layers if isinstance(each, layers.PositionEmbedding)]
+    if length is None:
+        length = positions[0].get_config()["max_length"] if positions else model.inputs[0].shape[1]
+    if length is None:
+        raise ValueError(
+            "`length` says how many tokens a sample of a model with rotary positions has. Received: "
+            "length=None."
+        )
+    first, table = config[0], embeddings[0].get_config()
+    return Transformer(
+        layers=len(blocks),
+        width=table["output_dim"],
+        heads=first["num_heads"],
+        kv_heads=first["num_key_value_heads"],
+        head_dim=first["head_dim"],
+        hidden=first["hidden_dim"],
+        vocabulary=table["input_dim"],
+        length=length,
+        gated=first["activation"] == "swiglu",
+        experts=first["num_experts"],
+        top_k=(first["experts"] or {}).get("top_k", 2),
+        tied=not any(isinstance(each, layers.VocabParallelHead) for each in model.layers),
+        learned_positions=bool(positions),
+        use_bias=first["use_bias"],
+        norm_bias=first["normalization"] == "layer",
+        dropout=bool(first["dropout"]),
+        blockwise=length >= 1024,
+    )
+
+
+def _inactive(model: Any) -> float:
+    """The parameters of experts that a token is not sent to."""
+    from tfdist.backend.keras.private import all_layers
+    from tfdist.experts import MixtureOfExperts
+
+    mixtures = [each for each in all_layers(model) if isinstance(each, MixtureOfExperts)]
+    counts = [each.num_parameters for each in mixtures]
+    return float(sum(each["total"] - each["active"] for each in counts))
+
+
+def _chain(model: Any) -> Described:
+    from tfdist.pipeline.chain import Chain
+    from tfdist.pipeline.costs import kept_bytes, training_graph
+
+    chain = Chain(model)
+    chain.check_known_shapes("a model is described")
+    specs, flops = chain.specs(1), chain.flops(1)
+    parts = []
+    for number, (link, count) in enumerate(zip(chain.links, flops, strict=True)):
+        graph, _, forward = training_graph(link, link.arguments(specs))
+        parts.append(
+            Part(
+                f"{number}: {link.model.name}",
+                whole_parameters=link.parameters,
+                inactive_parameters=_inactive(link.model),
+                flops=float(count),
+                # In elements of float32, as it was traced.
+                kept_whole=kept_bytes(graph, forward) / 4,
+                output=sum(math.prod(specs[each].shape) for each in link.makes),
+            )
+        )
+    whole = sum(math.prod(each.shape) for each in model.trainable_variables)
+    shape, dtype = model.inputs[0].shape, model.inputs[0].dtype
+    is_text = len(shape) == 2 and "int" in dtype
+    return Described(
+        tuple(parts),
+        int(shape[1]) if is_text else 1,
+        float(sum(part.whole_parameters for part in parts) - whole),
+    )

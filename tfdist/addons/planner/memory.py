@@ -1,0 +1,259 @@
+"""Bytes of a rank, by kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from tfdist.addons.planner.layouts import Layout
+from tfdist.addons.planner.machines import Machine
+from tfdist.addons.planner.parts import Part
+from tfdist.addons.planner.stages import Stage
+
+__all__ = [
+    "Memory",
+    "PartBytes",
+    "activation_bytes",
+    "held",
+    "kept_bytes",
+    "part_bytes",
+    "rank_memory",
+    "rank_parameters",
+]
+
+#: Gradients that travel as one tensor; see `bucket_mib` of the strategies.
+BUCKET_BYTES = 4 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes that a rank has at the peak of a step.
+
+    Attributes:
+        parameters: Parameters as they are stored.
+        copies: Their 16-bit copies for products.
+        gradients: Their gradients.
+        optimizer: What the optimizer keeps, with its copy of parameters.
+        activations: What the backward pass takes of forward passes.
+        working: What is under way beside: gradients of activations, and layers made again.
+        buffers: Gradients on their way, and parameters that are gathered for a layer.
+        allocator: What the allocator keeps beside what is asked of it.
+        process: The process before there is a model.
+        gradients_follow: Whether gradients come as activations go, so that of the two the larger
+            counts: where a step has one forward and one backward pass.
+    """
+
+    parameters: float
+    copies: float
+    gradients: float
+    optimizer: float
+    activations: float
+    working: float
+    buffers: float
+    allocator: float
+    process: float
+    gradients_follow: bool
+
+    @property
+    def step(self) -> float:
+        """Bytes that come and go in a step."""
+        passing = self.activations + self.working
+        if self.gradients_follow:
+            return max(passing, self.gradients) + self.buffers
+        return passing + self.gradients + self.buffers
+
+    @property
+    def total(self) -> float:
+        """All bytes."""
+        stored = self.parameters + self.copies + self.optimizer
+        return stored + self.step + self.allocator + self.process
+
+    @property
+    def largest(self) -> str:
+        """The kind that has most."""
+        kinds = (
+            "parameters", "copies", "gradients", "optimizer", "activations", "working", "buffers",
+        )  # fmt: skip
+        return max(kinds, key=lambda kind: getattr(self, kind))
+
+
+def rank_parameters(part: Part, layout: Layout) -> tuple[float, float]:
+    """Parameters of a part on a rank, in units of the policy's: of dense layers, and of experts."""
+    t, size = layout.tensor, layout.precision.parameter
+    wider = 0.0 if layout.precision.master else part.float32_parameters * (4 / size - 1)
+    dense = part.whole_parameters + wider + part.split_parameters / t
+    return dense, part.expert_parameters / (layout.expert * t)
+
+
+def kept_bytes(part: Part, layout: Layout, rows: float, recompute: str = "none") -> float:
+    """Bytes that a part's forward pass leaves for its backward pass, for so many rows.
+
+    Korthikanti et al. 2022, equations 1 to 6, for any dtype: of a block, without recompute
+    s b h (10 + 24 / t + 5 a s / (h t)), with sequence parallelism s b h / t (34 + 5 a s / h), with
+    the attention core recomputed without the term in a, and 2 s b h where a block is recomputed. With
+    sequence parallelism they gather the inputs of products again in the backward pass; tfdist keeps
+    them, s b h (4 + 30 / t + ...), which saves a message.
+    """
+    width, t = layout.precision.activation, layout.tensor
+    whole = t if layout.sequence_parallel else 1
+    scale = rows / (layout.context if part.splits_tokens else 1)
+    if recompute == "every_layer":
+        return scale * width * part.output / whole
+    gathered = part.kept_gathered if whole > 1 and not layout.gathers_again else 0.0
+    found = (width * (part.kept_whole - gathered) + part.mask_whole) / whole + width * gathered
+    found += (width * part.kept_split + 4 * part.float32_split) / t
+    if recompute != "selective":
+        core = part.kept_ring if layout.context > 1 else part.kept_attention
+        found += (width * core + part.mask_attention) / t
+    return scale * found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PartBytes:
+    """What a part has on a rank, for a micro-batch.
+
+    Attributes:
+        dense: Parameters of dense layers.
+        experts: Parameters of experts.
+        kept: Bytes that are kept under the layout's recompute.
+        full: Bytes that are kept without.
+        boundary: Bytes kept of a part that is recomputed as a whole.
+        gradient: Bytes of the largest gradient that the backward pass begins with.
+    """
+
+    dense: float
+    experts: float
+    kept: float
+    full: float
+    boundary: float
+    gradient: float
+
+
+def part_bytes(part: Part, layout: Layout, rows: float) -> PartBytes:
+    """What a part has on a rank; blocks are recomputed, not the embedding and the head."""
+    dense, experts = rank_parameters(part, layout)
+    full = kept_bytes(part, layout, rows)
+    policy = layout.recompute if part.output and part.kept_split + part.kept_whole else "none"
+    boundary = kept_bytes(part, layout, rows, "every_layer") if policy != "none" else full
+    kept = {"none": full, "every_layer": boundary, "sqrt": boundary}.get(policy)
+    if kept is None:
+        kept = kept_bytes(part, layout, rows, "selective")
+    return PartBytes(dense, experts, kept, full, boundary, _gradient_bytes(part, layout, rows))
+
+
+def activation_bytes(
+    stage: Stage, parts: Sequence[PartBytes], recompute: str
+) -> tuple[float, float]:
+    """Bytes that a stage keeps of a micro-batch, and the most that recompute has beside at a time.
+
+    "sqrt" keeps one of sqrt(L) blocks, and makes the activations of sqrt(L) again (Chen et al. 2016).
+    """
+    kept = again = 0.0
+    for count, part in zip(stage, parts, strict=True):
+        if recompute == "sqrt" and count and part.kept < part.full:
+            runs = max(round(math.sqrt(count)), 1)
+            kept += runs * part.boundary
+            again = max(again, -(-count // runs) * part.full)
+        elif count:
+            kept += count * part.kept
+            again = max(again, part.full - part.kept)
+    return kept, again
+
+
+def held(layout: Layout, place: int) -> float:
+    """The most micro-batches of which a place on the pipeline axis holds a stage's activations.
+
+    In units of all stages of a rank: of the interleaved schedule a chunk counts 1 / v. Equal to
+    `tfdist.pipeline.simulation.held_microbatches` by chunks, which a test compares.
+    """
+    p, m, v = layout.pipeline, layout.num_microbatches, layout.chunks
+    if p == 1:
+        return 1.0
+    if layout.schedule == "gpipe":
+        return float(m)
+    if layout.schedule == "1f1b":
+        return float(min(m, p - place))
+    if layout.schedule == "zero-bubble":
+        return float(min(m, p))
+    return min(2 * (p - place - 1) + (v - 1) * p + 1, m * v) / v
+
+
+def rank_memory(
+    stages: Sequence[Stage],
+    place: int,
+    parts: Sequence[PartBytes],
+    layout: Layout,
+    machine: Machine,
+) -> Memory:
+    """Bytes of a rank at a place on the pipeline axis.
+
+    States: Rajbhandari et al. 2020, "ZeRO", section 5. With P, G and S bytes of parameters, gradients
+    and optimizer on a rank, and N ranks that would have the same: stage 1 leaves S / N, stage 2 also
+    G / N, stage 3 also P / N. Where Keras holds float32 parameters and a step is one micro-step,
+    stage 1 has gradients in parts, too: they are reduced and scattered as they come.
+
+    Args:
+        stages: Those of the rank.
+        place: Its place on the axis.
+        parts: What each part has on it.
+        layout: The layout.
+        machine: The machine, for its process and allocator.
+    """
+    precision, sharers = layout.precision, layout.data * layout.context
+    one_pass = layout.num_microbatches == 1 and layout.accumulation == 1
+    dense = experts = largest = kept = again = gradient = 0.0
+    for stage in stages:
+        for count, part in zip(stage, parts, strict=True):
+            if count:
+                dense += count * part.dense
+                experts += count * part.experts
+                largest = max(largest, part.dense + part.experts)
+                gradient = max(gradient, part.gradient)
+        now, made = activation_bytes(stage, parts, layout.recompute)
+        kept += now
+        again = max(again, made)
+    whole = dense + experts
+    shared = dense / (sharers * layout.expert) + experts / sharers
+    zero = layout.zero_stage if sharers * layout.expert > 1 else 0
+    keras = precision.master == 0
+    in_parts = zero >= 2 or (zero == 1 and one_pass and keras)
+    gradients = precision.gradient * (shared if in_parts else whole)
+    gathers_all = zero == 3 and layout.pipeline > 1 and keras
+    copies = 0.0
+    if precision.copy:
+        # Gone when gradients are there; of the two the larger counts.
+        copied = precision.copy * (2 * largest if zero == 3 and not gathers_all else whole)
+        copies = max(copied - gradients, 0.0) if one_pass else copied
+    buffers = 0.0
+    if sharers * layout.expert > 1 and keras:
+        bucket = min(max(BUCKET_BYTES, precision.sent * largest / 4), precision.sent * dense)
+        buffers = (2 if zero else 4) * bucket
+    if gathers_all:
+        buffers += precision.parameter * whole
+    elif zero == 3:
+        buffers += 2 * largest * (precision.parameter + precision.gradient)
+    found = Memory(
+        parameters=precision.parameter * (shared if zero == 3 else whole),
+        copies=copies,
+        gradients=gradients,
+        optimizer=layout.state_bytes * (shared if zero else whole),
+        activations=kept * held(layout, place),
+        working=again + gradient,
+        buffers=buffers,
+        allocator=0.0,
+        process=machine.base_bytes,
+        gradients_follow=one_pass and keras,
+    )
+    if machine.fragmentation == 1:
+        return found
+    asked = found.total - found.process
+    return dataclasses.replace(found, allocator=(machine.fragmentation - 1) * asked)
+
+
+def _gradient_bytes(part: Part, layout: Layout, rows: float) -> float:
+    """The gradient of the largest tensor that a part's backward pass begins with."""
+    scale = rows / (layout.context if part.splits_tokens else 1)
+    if part.float32_split:
+        return scale * 4 * part.float32_split / layout.tensor
+    return scale * layout.precision.activation * part.output

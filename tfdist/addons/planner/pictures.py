@@ -1,0 +1,84 @@
+"""Pictures of plans, by matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tfdist.addons.planner.choice import Plan
+from tfdist.addons.planner.estimates import Estimate
+
+__all__ = ["save_picture"]
+
+_MEMORY = ("parameters", "gradients", "optimizer", "activations", "working", "buffers",
+           "allocator", "process")  # fmt: skip
+_SECONDS = ("compute", "tensor", "expert", "context", "bubble", "gradients", "optimizer", "other")
+_MOST_BARS = 8
+
+
+def save_picture(plan: Plan, path: str | Path) -> None:
+    """Draws memory and time by kind of the best layouts, and time against memory of all kinds.
+
+    Args:
+        plan: With one layout that fits at least.
+        path: The file; its suffix says in which format.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: No layout fits, or matplotlib does not know the format.
+    """
+    from matplotlib.figure import Figure
+
+    if not plan.best:
+        raise ValueError("A picture shows layouts that fit. Received: a plan without any.")
+    shown = list(plan.best)
+    shown += [each.estimate for each in plan.rejected if each.estimate is not None]
+    bars = shown[:_MOST_BARS]
+    figure = Figure(figsize=(13, 1.6 + 0.45 * len(bars) + 3.2), layout="constrained")
+    memory, seconds, frontier = (
+        figure.add_subplot(2, 2, 1),
+        figure.add_subplot(2, 2, 2),
+        figure.add_subplot(2, 1, 2),
+    )
+    names = [each.layout.words() for each in bars]
+    _bars(
+        memory,
+        names,
+        [{k: getattr(e.memory, k) / 2**30 for k in _MEMORY} for e in bars],
+        "GiB a rank",
+    )
+    memory.axvline(bars[0].memory_limit / 2**30, color="black", linestyle=":")
+    _bars(
+        seconds, [""] * len(bars), [{k: e.seconds[k] for k in _SECONDS} for e in bars], "s a step"
+    )
+    _frontier(frontier, shown)
+    figure.savefig(path)
+
+
+def _bars(axes, names: Sequence[str], rows: Sequence[dict[str, float]], unit: str) -> None:
+    """A stacked bar for each row."""
+    places = range(len(rows), 0, -1)
+    left = [0.0] * len(rows)
+    for kind in rows[0]:
+        widths = [row[kind] for row in rows]
+        if any(widths):
+            axes.barh(places, widths, left=left, label=kind)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set_yticks(list(places), names, fontsize=7)
+    axes.set_xlabel(unit)
+    axes.legend(fontsize=7)
+
+
+def _frontier(axes, estimates: Sequence[Estimate]) -> None:
+    """Time against memory; what no other layout beats in both is joined."""
+    points = sorted((e.memory.total / 2**30, e.step_seconds, e.layout.kind) for e in estimates)
+    axes.scatter([each[0] for each in points], [each[1] for each in points], s=16)
+    best: list[tuple[float, float]] = []
+    for size, time, kind in points:
+        axes.annotate(kind, (size, time), fontsize=7, xytext=(3, 3), textcoords="offset points")
+        if not best or time < best[-1][1]:
+            best.append((size, time))
+    axes.plot([each[0] for each in best], [each[1] for each in best], drawstyle="steps-post")
+    axes.set_xlabel("GiB a rank")
+    axes.set_ylabel("s a step")
+    axes.set_yscale("log")

@@ -1,0 +1,6 @@
+"""Embedding tables that lie in parts on the ranks that hold different rows of a batch."""
+
+from tfdist.addons.recommenders.sharded_embedding.config import FeatureConfig, TableConfig
+from tfdist.addons.recommenders.sharded_embedding.layer import ShardedEmbedding
+
+__all__ = ["FeatureConfig", "ShardedEmbedding", "TableConfig"]

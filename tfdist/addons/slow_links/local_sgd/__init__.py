@@ -1,0 +1,1 @@
+"""Optimizers whose ranks train apart for some steps: LocalSGD, SlowMo and DiLoCo."""

@@ -1,0 +1,162 @@
+"""Rows that follow the measured speed of the ranks: when shares change, and to what."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import socket
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.addons.unequal_ranks.work import Worked, WorkMeter
+from tfdist.collectives import all_gather
+from tfdist.collectives.objects import all_gather_object
+from tfdist.runtime.process_memory import available_bytes, resident_bytes
+from tfdist.step.hooks import FitContext, FitHook
+from tfdist.step.keras_step import KerasStep
+from tfdist.step.row_shares import RowShares
+from tfdist.step.shares import balanced_rows, parts_of
+
+__all__ = ["Balancing"]
+
+_logger = logging.getLogger("tfdist")
+
+#: How many calls of the training function pass between two looks, at least and at most.
+_LEAST_CALLS, _MOST_CALLS = 8, 64
+#: The part of the time that looks may take, where that allows for more than the least.
+_LOOK_SHARE = 0.002
+#: Of fewer steps no speed is told.
+_LEAST_STEPS = 3
+#: The part of the free memory of a host that ranks may fill.
+_MEMORY_SHARE = 0.8
+_MOST_SHOWN = 8
+
+
+class Balancing(keras.callbacks.Callback, FitHook):
+    """Changes the shares of a strategy between the steps of `fit`; every rank has it.
+
+    Args:
+        strategy: A strategy with measured shares.
+    """
+
+    async_safe = True
+
+    def __init__(self, strategy):
+        super().__init__()
+        self._strategy = strategy
+        self._shares: RowShares = strategy.row_shares
+        self._meter = WorkMeter(strategy.mesh)
+        self._ranks_of_host = 1
+        self._left = self._calls = 0
+        self._began, self._cost = 0.0, 0.0
+
+    @contextlib.contextmanager
+    def around(self, fit: FitContext) -> Iterator[None]:
+        """See `FitHook.around`: it is one of the callbacks of each `fit`."""
+        if fit.kind == "fit":
+            fit.arguments["callbacks"] = [self, *fit.callbacks]
+        yield
+
+    def around_step(self, step: KerasStep) -> contextlib.AbstractContextManager:
+        """See `FitHook.around_step`: training steps are timed."""
+        if step.kind != "train":
+            return contextlib.nullcontext()
+        return self._meter.measuring(step.rows, step.arguments)
+
+    def on_train_begin(self, logs=None):
+        """Learns how many ranks share the memory of this host."""
+        hosts = all_gather_object(
+            socket.gethostname(), self._strategy.group(), name="balance/hosts"
+        )
+        self._ranks_of_host = hosts.count(socket.gethostname())
+        self._begin(_LEAST_CALLS)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        """What lies between two epochs is no step."""
+        self._meter.restart()
+
+    def on_train_batch_begin(self, batch, logs=None):
+        """Looks whether other shares are better, where it is time."""
+        if self._left == 0:
+            self._look()
+        self._left -= 1
+
+    def _begin(self, calls: int) -> None:
+        self._meter.restart()
+        self._left = self._calls = calls
+        self._began = time.monotonic()
+
+    def _look(self) -> None:
+        begun = time.monotonic()
+        call_seconds = (begun - self._began) / self._calls
+        mine = self._told(self._meter.take(), call_seconds)
+        every = all_gather(mine[None], self._strategy.group(), name="balance/work").numpy()
+        self._decide(every)
+        # The chief's clock says for all when the next look is due.
+        seconds, cost = every[0, 4], every[0, 5]
+        due = math.ceil(cost / (_LOOK_SHARE * seconds)) if seconds > 0 else _MOST_CALLS
+        self._begin(min(max(due, _LEAST_CALLS), _MOST_CALLS))
+        self._cost = time.monotonic() - begun
+
+    def _told(self, worked: Sequence[Worked], call_seconds: float) -> tf.Tensor:
+        """What this rank tells the others: place, rows, seconds, most rows, and two times."""
+        known = [each for each in worked if each.rows > 0 and each.seconds > 0]
+        rows = seconds = most = 0.0
+        if len(known) >= _LEAST_STEPS:
+            rows = max(each.rows for each in known)
+            seconds = rows * statistics.median(each.seconds / each.rows for each in known)
+            most = rows * self._room()
+        place = self._strategy.row_group.rank
+        return tf.constant([place, rows, seconds, most, call_seconds, self._cost], tf.float64)
+
+    def _room(self) -> float:
+        """How many times its rows this rank's memory has room for.
+
+        All that the process holds is taken to grow with the rows, so that it is rather too little.
+        """
+        measured: Any = self._shares.measured
+        if measured.max_rows is not None or tf.config.list_logical_devices("GPU"):
+            return math.inf
+        free = _MEMORY_SHARE * available_bytes()[0] / self._ranks_of_host
+        return 1 + free / max(resident_bytes(), 1)
+
+    def _decide(self, every: np.ndarray) -> None:
+        """Sets new shares where they pay; every rank comes to the same."""
+        measured: Any = self._shares.measured
+        size = self._strategy.row_group.size
+        rows, seconds = np.zeros(size), np.zeros(size)
+        most = np.array(self._shares.most_rows())
+        for place, own_rows, own_seconds, own_most, *_ in every:
+            if not own_rows:
+                return
+            # Ranks that compute the same rows are as fast as the slowest of them.
+            rows[int(place)] = max(rows[int(place)], own_rows)
+            seconds[int(place)] = max(seconds[int(place)], own_seconds)
+            most[int(place)] = min(most[int(place)], own_most)
+        speeds = rows / seconds
+        if self._shares.speeds is not None:
+            old = np.log(self._shares.speeds)
+            speeds = np.exp(old + measured.smoothing * (np.log(speeds) - old))
+        self._shares.speeds = tuple(speeds.tolist())
+        wanted = np.array(
+            balanced_rows(float(rows.sum()), speeds.tolist(), most.tolist()), np.float64
+        )
+        now, then = (rows / speeds).max(), (wanted / speeds).max()
+        over = (rows > most).any()
+        if now > (1 + measured.hysteresis) * then or over:
+            self._shares.set_parts(parts_of(wanted.tolist()))
+            if self._strategy.is_chief:
+                _logger.info("Ranks now get %s of the rows, at %s rows/s.", *self._words(speeds))
+
+    def _words(self, speeds: np.ndarray) -> tuple[str, str]:
+        shares = [f"{share:.1%}" for share in self._shares.shares]
+        found = [f"{speed:,.0f}" for speed in speeds]
+        more = ", ..." if len(shares) > _MOST_SHOWN else ""
+        return ", ".join(shares[:_MOST_SHOWN]) + more, ", ".join(found[:_MOST_SHOWN]) + more

@@ -1,0 +1,119 @@
+"""The noise of gradients in the logs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from tfdist.addons.unequal_ranks.noise import Noise, NoiseMeter
+from tfdist.step.context import DistributedStrategy, strategy_of
+from tfdist.step.hooks import FitContext, FitHook
+from tfdist.utils import checks
+
+__all__ = ["GradientNoise", "accumulating_optimizer"]
+
+
+class GradientNoise(keras.callbacks.Callback, FitHook):
+    """Adds the noise scale of gradients to the logs of each epoch.
+
+    - `noise_scale`: the trace of the covariance of a sample's gradient, over the squared norm of the
+      gradient of all data: a batch of so many samples has as much noise as gradient. Far smaller batches
+      take as many samples to a loss, far larger ones as many steps.
+    - `gradient_variance`, `gradient_square`: the two.
+
+    They are measured from the gradients of the ranks, or of the micro-steps of an accumulation, and of
+    all of them together: it takes two of either.
+
+    Args:
+        decay: Of the moving averages over updates, between 0 and 1.
+
+    Raises:
+        ValueError: An argument is out of its range; by `fit`, where the model was not made under a
+            strategy of tfdist's ranks, where gradients have no parts to compare, or where ranks share
+            sequences.
+
+    Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", arXiv:1812.06162.
+    """
+
+    async_safe = True
+
+    def __init__(self, decay: float = 0.98):
+        super().__init__()
+        self._decay = checks.number("decay", decay, above=0, below=1)
+        self._meter: NoiseMeter | None = None
+        self._measured: Any = None
+
+    @property
+    def noise(self) -> Noise | None:
+        """What was measured so far; None before the first update."""
+        return None if self._meter is None else self._meter.read()
+
+    @contextlib.contextmanager
+    def around(self, fit: FitContext) -> Iterator[None]:
+        """See `FitHook.around`."""
+        if fit.kind == "fit":
+            self.prepare(fit.model)
+        yield
+
+    def prepare(self, model: keras.Model) -> None:
+        """Has the steps of a model measured."""
+        strategy = strategy_of(model)
+        if strategy is None:
+            raise self._no_strategy(model)
+        self._check(strategy, model)
+        if self._measured is not model:
+            self._measured, self._meter = model, NoiseMeter(strategy, self._decay)
+            self.gradient_stages = list(self._meter.stages)
+
+    def on_train_begin(self, logs=None):
+        """Refuses a `fit` that has not called `prepare`, as there is no strategy of tfdist."""
+        if self._measured is not self.model:
+            raise self._no_strategy(self.model)
+
+    def on_epoch_end(self, epoch, logs=None):
+        """Adds to the logs."""
+        if logs is not None:
+            logs |= self._logs()
+
+    def _no_strategy(self, model: keras.Model) -> ValueError:
+        return ValueError(
+            f"{type(self).__name__} works with a model that was made in the scope of a strategy of "
+            f"tfdist. Received: a model under {type(model.distribute_strategy).__name__}. For one "
+            "process there is `tfdist.strategies.LocalStrategy`."
+        )
+
+    def _logs(self) -> dict[str, float]:
+        noise = self.noise
+        if noise is None:
+            return {}
+        return {
+            "noise_scale": noise.scale,
+            "gradient_variance": noise.variance,
+            "gradient_square": noise.square,
+        }
+
+    def _check(self, strategy: DistributedStrategy, model: keras.Model) -> None:
+        if strategy.token_group.size > 1:
+            raise ValueError(
+                "The noise of gradients is that of samples, of which ranks of a context axis have parts. "
+                f"Received: {strategy.mesh!r}. Leave {type(self).__name__} out."
+            )
+        if strategy.zero_stage == 3:
+            raise ValueError(
+                "ZeRO-3 sums gradients layer by layer, so that no rank has its own. Received: "
+                f"zero_stage=3. Take zero_stage=2, or leave {type(self).__name__} out."
+            )
+        optimizer = accumulating_optimizer(model)
+        if strategy.row_group.size == 1 and not optimizer.gradient_accumulation_steps:
+            raise ValueError(
+                "The noise of gradients is told from several parts of a batch. Received: one rank, and an "
+                "optimizer without `gradient_accumulation_steps`. Give it some, or start more ranks."
+            )
+
+
+def accumulating_optimizer(model: keras.Model) -> Any:
+    """The optimizer that accumulates gradients: that of a model, without a loss scale around it."""
+    return getattr(model.optimizer, "inner_optimizer", model.optimizer)

@@ -1,5 +1,0 @@
-"""Other libraries' names for what tfdist does."""
-
-from tfdist.compat import horovod
-
-__all__ = ["horovod"]

@@ -1,5 +1,0 @@
-"""Language models of KerasHub: presets that are read into the parts that a rank keeps."""
-
-from tfdist.hub.presets import load_preset
-
-__all__ = ["load_preset"]

@@ -1,6 +1,0 @@
-"""Embedding tables that lie in parts on the ranks that hold different rows of a batch."""
-
-from tfdist.layers.sharded_embedding.config import FeatureConfig, TableConfig
-from tfdist.layers.sharded_embedding.layer import ShardedEmbedding
-
-__all__ = ["FeatureConfig", "ShardedEmbedding", "TableConfig"]

@@ -1,0 +1,59 @@
+"""Names that a module offers and imports only when they are asked for, and add-ons that may be absent."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+__all__ = ["find_addon", "lazy_names", "require_addon"]
+
+_ADDONS = "tfdist.addons"
+
+
+def lazy_names(
+    module: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The `__getattr__` and `__dir__` (PEP 562) of a module whose names are imported at first use.
+
+    Args:
+        module: The module's `__name__`.
+        homes: By name the module that defines it. A name that is a module is its own home.
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        home = homes[name]
+        if home.startswith(f"{_ADDONS}."):
+            require_addon(home.split(".")[2], f"{module}.{name}")
+        found = importlib.import_module(home)
+        return found if home.rpartition(".")[2] == name else getattr(found, name)
+
+    return get, lambda: sorted(homes)
+
+
+def find_addon(name: str) -> ModuleType | None:
+    """The add-on `tfdist.addons.<name>`; None where it is not installed."""
+    try:
+        spec = importlib.util.find_spec(f"{_ADDONS}.{name}")
+    except ModuleNotFoundError:  # There are no add-ons at all.
+        return None
+    return None if spec is None else importlib.import_module(f"{_ADDONS}.{name}")
+
+
+def require_addon(name: str, needed_for: str) -> ModuleType:
+    """The add-on `tfdist.addons.<name>`.
+
+    Raises:
+        ImportError: It is not installed.
+    """
+    found = find_addon(name)
+    if found is None:
+        raise ImportError(
+            f"{needed_for} requires the add-on {_ADDONS}.{name}, which this installation of tfdist "
+            "lacks. Reinstall tfdist with it."
+        )
+    return found
