@@ -17,7 +17,6 @@ from typing import Any
 
 from tabulate import tabulate
 
-from tfdist.addons import slow_links
 from tfdist.testing import RankPool
 
 #: By way, the points of accuracy and the percent of perplexity that it may cost; None where no limit is
@@ -78,7 +77,7 @@ def text(way: str, seed: int) -> float:
     import keras
 
     from tfdist import layers, models
-    from tfdist.addons import datasets
+    from tfdist.addons import datasets, slow_links
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(seed)

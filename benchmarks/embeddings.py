@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import sys
 
-from tfdist.addons import recommenders
 from tfdist.benchmarks.comparisons import SIZES
 from tfdist.benchmarks.measuring import (
     ENVIRONMENT,
@@ -35,6 +34,7 @@ def prepare(case: str) -> None:
     import keras
     import tensorflow as tf
 
+    from tfdist.addons import recommenders
     from tfdist.testing import rank, strategy
 
     sizes = SIZES["full"]["dlrm"]

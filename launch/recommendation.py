@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tfdist.addons import recommenders
 from tfdist.launch.flag_values import UsageError
 from tfdist.launch.tasks import Data, Settings, Task
 
@@ -64,7 +63,9 @@ class Recommendation(Task):
 
     def build(self, settings: Settings):
         """Makes the DLRM; the chief says where its tables lie."""
-        model = recommenders.dlrm(_DENSE, _VOCABULARIES)
+        from tfdist.addons.recommenders import dlrm
+
+        model = dlrm(_DENSE, _VOCABULARIES)
         if settings.is_chief:
             print(model.get_layer("embeddings").report())
         return model

@@ -8,7 +8,9 @@ from typing import Any
 
 import keras
 
-from tfdist import layers, models
+from tfdist import layers
+from tfdist.context_parallel import KINDS
+from tfdist.models.transformer import NORMALIZATIONS, TransformerDecoderBlock
 from tfdist.utils import checks
 
 __all__ = ["gpt"]
@@ -92,12 +94,12 @@ def gpt(
     checks.number("dropout", dropout, minimum=0, maximum=1)
     checks.number("attention_dropout", attention_dropout, minimum=0, maximum=1, optional=True)
     checks.boolean("use_bias", use_bias)
-    checks.one_of("normalization", normalization, layers.transformer.NORMALIZATIONS)
+    checks.one_of("normalization", normalization, NORMALIZATIONS)
     checks.boolean("sequence_parallel", sequence_parallel)
     checks.integer("num_experts", num_experts, minimum=1, optional=True)
     top_k = checks.integer("top_k", top_k, minimum=1)
     checks.instance("experts", experts, Mapping, "a dict of arguments", optional=True)
-    checks.one_of("context_attention", context_attention, layers.context_parallel.KINDS)
+    checks.one_of("context_attention", context_attention, KINDS)
     checks.text("name", name)
     of_experts = experts if num_experts is None else {"top_k": top_k, **(experts or {})}
     stddev = 0.02
@@ -123,7 +125,7 @@ def gpt(
         )(x)
     x = layers.Dropout(dropout, split=sequence_parallel, name="embedding_dropout")(x)
     for number in range(num_layers):
-        x = models.TransformerDecoderBlock(
+        x = TransformerDecoderBlock(
             num_heads,
             hidden_dim or 4 * width,
             num_key_value_heads=num_key_value_heads,
@@ -142,7 +144,7 @@ def gpt(
             experts=of_experts,
             name=f"block_{number}",
         )(x)
-    x = layers.transformer.NORMALIZATIONS[normalization](
+    x = NORMALIZATIONS[normalization](
         epsilon=1e-5, sequence_parallel=sequence_parallel, name="final_norm"
     )(x)
     if tied_head:

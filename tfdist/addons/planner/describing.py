@@ -6,7 +6,6 @@ import dataclasses
 import math
 from typing import Any
 
-from tfdist import models
 from tfdist.addons.planner.models import Transformer
 from tfdist.addons.planner.parts import Model, Part
 from tfdist.utils import checks
@@ -63,7 +62,7 @@ def _transformer(model: Any, length: int | None) -> Transformer | None:
     """What `tfdist.models.gpt` was made with, or None for another model."""
     import keras
 
-    from tfdist import layers
+    from tfdist import layers, models
 
     blocks = [each for each in model.layers if isinstance(each, models.TransformerDecoderBlock)]
     embeddings = [each for each in model.layers if isinstance(each, layers.VocabParallelEmbedding)]
