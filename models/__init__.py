@@ -1,4 +1,4 @@
-"""Reference models: what the launchers train and the benchmarks measure."""
+"""Reference models and the transformer block: what the launchers train and the benchmarks measure."""
 
 if __name__ != "tfdist.models":
     raise ImportError("This package is imported as `tfdist.models`, not as `models`.")

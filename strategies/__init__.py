@@ -1,4 +1,4 @@
-"""Strategies: what `with strategy.scope():` needs to train a Keras model on many ranks."""
+"""`ParallelStrategy`, its kinds and `auto`; `keras_patches/`, the functions of Keras that are patched."""
 
 if __name__ != "tfdist.strategies":
     raise ImportError("This package is imported as `tfdist.strategies`, not as `strategies`.")

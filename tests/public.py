@@ -6,7 +6,10 @@ import importlib
 import inspect
 from typing import Any
 
-__all__ = ["public_objects"]
+__all__ = ["is_addon", "public_objects"]
+
+#: Stock Keras and KerasHub models: a plan is all that most programs need, `tfdist.parallelize`.
+_WITH_ADDONS = ("tfdist.addons.", "tfdist.tensor_parallel.")
 
 
 def public_objects() -> dict[str, Any]:
@@ -22,3 +25,8 @@ def public_objects() -> dict[str, Any]:
             else:
                 found[f"{room}.{name}"] = value
     return found
+
+
+def is_addon(name: str) -> bool:
+    """Whether a public name is listed in `docs/api_addons.txt`, and not in `docs/api.txt`."""
+    return name.startswith(_WITH_ADDONS)

@@ -6,19 +6,30 @@ import inspect
 import re
 from pathlib import Path
 
-from tests.public import public_objects
+import pytest
+
+from tests.public import is_addon, public_objects
 
 ROOT = Path(__file__).parents[1]
-LIST = ROOT / "docs" / "api.txt"
 #: Documents for those who work on tfdist itself.
 INSIDE = {"architecture.md"}
 #: Modules that are not public, of which the documents say so, a file, and a group of entry points.
 ROOMS = {"tfdist.collectives.mappings", "tfdist.pipeline.timeline", "tfdist.lock", "tfdist.plugins"}
 
 
-def test_the_list_is_what_is_exported():
-    listed = [line for line in LIST.read_text().splitlines() if line and line[0] != "#"]
-    assert listed == sorted(public_objects())
+@pytest.mark.parametrize(("file", "of_addons"), [("api.txt", False), ("api_addons.txt", True)])
+def test_the_lists_are_what_is_exported(file, of_addons):
+    lines = (ROOT / "docs" / file).read_text().splitlines()
+    listed = [line for line in lines if line and line[0] != "#"]
+    assert listed == sorted(name for name in public_objects() if is_addon(name) == of_addons)
+
+
+def test_no_name_is_public_in_two_places():
+    places: dict[int, list[str]] = {}
+    for name, value in public_objects().items():
+        if inspect.isclass(value) or inspect.isfunction(value):
+            places.setdefault(id(value), []).append(name)
+    assert not [names for names in places.values() if len(names) > 1]
 
 
 def test_everything_public_has_a_docstring():

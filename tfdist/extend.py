@@ -1,4 +1,4 @@
-"""What extensions are made of: see docs/extending.md.
+"""The interfaces of extensions: see docs/extending.md.
 
 Built-in features use the same interfaces. They may change until the first stable release.
 """

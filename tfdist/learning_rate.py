@@ -1,4 +1,4 @@
-"""The learning rate for many replicas: scaled with their number, reached by a gradual warm-up."""
+"""The learning rate of a global batch that grows with the ranks: scaled, reached by a gradual warm-up."""
 
 from __future__ import annotations
 

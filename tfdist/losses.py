@@ -1,4 +1,4 @@
-"""Losses and metrics that are one number of a whole batch, and what metrics do with their states.
+"""Losses and metrics of a whole batch, and how the states of metrics are aggregated.
 
 A rank has some rows of the batch. A function with a number for each row needs nothing; one with a
 number for all of them is another one of fewer rows, unless it is a mean over rows.

@@ -1,4 +1,4 @@
-"""The device mesh: how many ranks each parallel axis has, and which ranks form a group."""
+"""The device mesh: how many ranks each parallel axis has, and which ranks form a group. Pure Python."""
 
 from __future__ import annotations
 

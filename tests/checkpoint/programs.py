@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.layers.gpt_programs import BATCH, build, scope, text
+from tests.models.gpt_programs import BATCH, build, scope, text
 
 if TYPE_CHECKING:
     from tfdist.checkpoint.manifest import Manifest

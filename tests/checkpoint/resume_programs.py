@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tests.layers.gpt_programs import build, scope, text
+from tests.models.gpt_programs import build, scope, text
 
 EPOCHS, BATCHES, BATCH = 3, 10, 12
 
@@ -91,7 +91,7 @@ def build_gpt(rows: int = BATCHES * BATCH, **sizes):
 
 def build_recommender(rows: int = BATCHES * BATCH):
     """Tables that lie in parts on the ranks, by rows, by columns and whole."""
-    from tests.layers import embedding_programs
+    from tests.addons.recommenders import embedding_programs
 
     model = embedding_programs.build("rows columns table")
     model.compile("adam", keras.losses.BinaryCrossentropy(from_logits=True), metrics=["accuracy"])

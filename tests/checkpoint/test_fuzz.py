@@ -48,7 +48,7 @@ def test_two_thousand_cases(version):
 
 def on_ranks_with(folder: str, work: str, seed: str):
     """What a rank of two finds: which checkpoint it has, or the error."""
-    from tests.layers.gpt_programs import scope
+    from tests.models.gpt_programs import scope
     from tfdist import checkpoint
     from tfdist.testing import rank
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import configparser
 import importlib.util
 import re
-import tomllib
 
 import pytest
 
@@ -35,20 +34,6 @@ def inline_code() -> list[tuple[str, str]]:
         prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
         found += [(page.name, code) for code in re.findall(r"`([^`]+)`", prose)]
     return found
-
-
-def test_the_floors_are_those_of_import_linter():
-    rooms: dict[int, set[str]] = {}
-    for floor, names in re.findall(
-        r"^\| (\d+) \| ((?:`[^`]+`(?:, )?)+) \|", text_of("docs/architecture.md"), re.MULTILINE
-    ):
-        for name in re.findall(r"`([^`]+)`", names):
-            room = name.rstrip("/").removesuffix(".py").removeprefix("tfdist/")
-            rooms.setdefault(int(floor), set()).add(f"tfdist.{room}")
-    (contract,) = tomllib.loads(text_of("pyproject.toml"))["tool"]["importlinter"]["contracts"]
-    listed = [set(re.split(r" [|:] ", level)) for level in contract["layers"]]
-    assert [rooms[floor] for floor in sorted(rooms, reverse=True)] == listed
-    assert sorted(rooms) == list(range(1, len(listed) + 1))
 
 
 @pytest.mark.parametrize("page", ["docs/architecture.md", "docs/launchers.md"])

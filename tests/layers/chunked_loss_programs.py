@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 
-from tests.layers.gpt_programs import build, scope, whole
+from tests.models.gpt_programs import build, scope, whole
 from tests.tensor_parallel.parallel_programs import gpt2
 from tfdist.benchmarks.measuring import peak_above
 

@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 def peak_of_a_step(mesh: dict, schedule: str, microbatches: int) -> float:
     """MiB above what the rank holds between steps; the least of some steps."""
-    from tests.layers.gpt_programs import scope
+    from tests.models.gpt_programs import scope
     from tfdist.pipeline import PipelineModel
 
     keras.backend.clear_session()

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.layers.gpt_programs import BATCH, STEPS, make_optimizer, scope, text, whole
+from tests.models.gpt_programs import BATCH, STEPS, make_optimizer, scope, text, whole
 
 
 @dataclasses.dataclass

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.layers.gpt_programs import scope, whole
+from tests.models.gpt_programs import scope, whole
 from tests.scripts.families import _CLASSES, FAMILIES, LENGTH, WORDS, classifier, rows_for
 from tests.scripts.feeding import Feed
 

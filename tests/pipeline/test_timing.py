@@ -15,7 +15,7 @@ from tfdist.pipeline.simulation import needs
 
 def timed_run(schedule: str, path: str):
     """A step's run on every rank, and the trace that the chief writes."""
-    from tests.layers.gpt_programs import scope
+    from tests.models.gpt_programs import scope
     from tfdist.pipeline import PipelineModel
     from tfdist.pipeline.timeline import write_chrome_trace
     from tfdist.testing import engine

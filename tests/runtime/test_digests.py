@@ -6,8 +6,7 @@ import shutil
 
 import pytest
 
-from tfdist.backend import native
-from tfdist.backend.native import library
+from tfdist.backend.native import Library
 from tfdist.launch import horovod_build, native_build
 from tfdist.launch.horovod_prerequisites import BuildOptions, PrerequisiteError, check_interpreter
 from tfdist.runtime.digests import matches_digest, write_digest
@@ -82,19 +81,15 @@ def built(tmp_path, monkeypatch):
     path = tmp_path / "tfdist-0123.so"
     path.write_bytes(b"content of a library")
     write_digest(path)
-    monkeypatch.setattr(library, "library_path", lambda: path)
-    monkeypatch.setattr(native, "library_path", lambda: path)
-    native.find_library.cache_clear()
-    yield path
-    native.find_library.cache_clear()
+    monkeypatch.setattr(Library, "path", lambda self: path)
+    return path
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_library_is_not_loaded(built, caplog, damage):
-    assert native.find_library() == built
-    native.find_library.cache_clear()
+    assert Library(built.parent, "test").find() == built
     damage(built)
-    assert native.find_library() is None
+    assert Library(built.parent, "test").find() is None
     assert f"{built} is not loaded: it does not match the digest" in caplog.text
 
 

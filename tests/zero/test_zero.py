@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import on_ranks, slow_but
-from tests.layers import test_gpt
+from tests.models import test_gpt
 from tests.pipeline import test_training
 from tests.strategies import programs
 from tests.strategies.compile_programs import clip_sparse_gradients

@@ -1,1 +1,1 @@
-"""Everything private of TensorFlow and Keras, the transport library, and time stamps in a graph."""
+"""Private names of TensorFlow and Keras, the transport library, time stamps in a graph."""

@@ -1,4 +1,4 @@
-"""Checkpoints of global arrays: what one mesh has saved, any other can restore."""
+"""Checkpoints of named global arrays: what one mesh has saved, any other can restore."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Attention where each rank has other tokens of a sequence (context parallelism)."""
+"""Attention by blocks, and over ranks that hold different tokens of a sequence."""
 
 from tfdist.context_parallel.attention import KINDS, context_attention
 from tfdist.context_parallel.support import check_attention, check_whole_slices

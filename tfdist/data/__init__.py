@@ -1,1 +1,1 @@
-"""How batches are divided among ranks, and where a training stands in its data."""
+"""Which rows and tokens of a batch are those of a rank, and the position in the training data."""

@@ -1,4 +1,4 @@
-"""A layer of experts: router, dispatch, grouped products, losses."""
+"""The layer of experts: router, dispatch, grouped products, losses."""
 
 from tfdist.experts.layer import MixtureOfExperts
 

@@ -1,1 +1,1 @@
-"""The path of a gradient from the tape to the optimizer: weighed, reduced, clipped."""
+"""The path of a gradient from the tape to the optimizer: weighting, stages, reduction, clipping."""

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a chain of layers cut into stages, schedules, and a model that runs them.
+"""Pipeline parallelism: a chain of layers split into stages, schedules, and a model that runs them.
 
 `PipelineModel` is what most programs need. `deferred_weights` lets a model that is too large for
 one rank be built on all; `make_schedule` shows what a schedule would be.

@@ -1,4 +1,4 @@
-"""How the processes of a job find, prove and hear each other, beside the engines."""
+"""How the processes of a job find, authenticate and hear each other; exit codes. No TensorFlow."""
 
 from tfdist.runtime.caller import connect
 from tfdist.runtime.channel import Channel, ProtocolError

@@ -1,4 +1,4 @@
-"""What part of a global array a variable is, and all that follows from it."""
+"""`VariableLayout`: what part of a global array a variable is, and all that follows from it."""
 
 from tfdist.sharding.layout import whole_value
 

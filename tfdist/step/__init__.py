@@ -1,1 +1,1 @@
-"""What is under way: the strategy, the replica and the Keras step, and the hooks of a `fit`."""
+"""The strategy, the replica and the Keras step under way, and the hooks of a `fit`."""

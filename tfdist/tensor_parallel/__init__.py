@@ -1,4 +1,4 @@
-"""Tensor parallelism for models that know nothing of it: stock Keras and KerasHub, by a plan."""
+"""Tensor parallelism for stock Keras and KerasHub models, by a plan."""
 
 from tfdist.tensor_parallel.finding import find_plan
 from tfdist.tensor_parallel.model import parallelize, report

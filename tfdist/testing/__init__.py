@@ -1,4 +1,4 @@
-"""Real ranks for tests: run a function on N processes and get what each returned.
+"""Real ranks for tests: runs a function on N processes and returns their results.
 
 ```pycon
 >>> from tfdist.testing import run_ranks

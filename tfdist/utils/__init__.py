@@ -1,1 +1,1 @@
-"""Checks of arguments, errors and quantities, without TensorFlow."""
+"""Checks of arguments, errors, quantities and lazy imports. No TensorFlow."""

@@ -1,4 +1,4 @@
-"""ZeRO: the ranks of the data axis hold a part each of what they would all hold whole.
+"""ZeRO 1 to 3: shards of optimizer state, gradients and parameters over the data parallel ranks.
 
 Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 Stage 1 splits the optimizer's state. Stage 2 splits gradients too, wherever they stand for long.

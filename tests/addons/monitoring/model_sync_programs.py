@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import numpy as np
 
-from tests.layers.gpt_programs import build, scope, text
+from tests.models.gpt_programs import build, scope, text
 from tfdist import callbacks
 
 

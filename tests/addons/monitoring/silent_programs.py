@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import keras
 import numpy as np
 
-from tests.layers.gpt_programs import build, scope, text
+from tests.models.gpt_programs import build, scope, text
 from tfdist.callbacks import VerifyModelSync
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.backend import native
+from tfdist.backend import kernels
 from tfdist.backend.graph import few_rows
 
 pytestmark = pytest.mark.skipif(
-    native.find_library() is None,
+    not kernels.has_kernels(),
     reason="The library is not built: `tfdist-install-horovod` builds it.",
 )
 
@@ -38,7 +38,7 @@ def product(rows, matrix, transposed: bool):
     def run(rows, matrix):
         with tf.GradientTape() as tape:
             tape.watch([rows, matrix])
-            with native.taking_kernels():
+            with kernels.enabling_kernels():
                 y = few_rows.matmul(rows, tf.transpose(matrix) if transposed else matrix)
             loss = tf.reduce_sum(y * slopes(y.shape))
         return y, *tape.gradient(loss, [rows, matrix])
@@ -80,13 +80,13 @@ def test_what_is_no_number_is_seen():
     ("rows", "dtype"), [(9, "float32"), (0, "float32"), (None, "float32"), (4, "bfloat16")]
 )
 def test_others_are_tensorflows(rows, dtype):
-    with tf.Graph().as_default() as graph, native.taking_kernels():
+    with tf.Graph().as_default() as graph, kernels.enabling_kernels():
         few_rows.matmul(tf.compat.v1.placeholder(dtype, [rows, 3]), tf.zeros([3, 2], dtype))
     assert "TfdistFewRowsMatMul" not in {o.type for o in graph.get_operations()}
 
 
 def test_only_a_plain_transposition_is_left_out():
-    with tf.Graph().as_default() as graph, native.taking_kernels():
+    with tf.Graph().as_default() as graph, kernels.enabling_kernels():
         rows, matrix = tf.zeros([2, 3]), tf.zeros([3, 2])
         few_rows.matmul(rows, tf.transpose(matrix, [0, 1]))
     (found,) = [o for o in graph.get_operations() if o.type == "TfdistFewRowsMatMul"]
@@ -100,7 +100,7 @@ def test_outside_of_a_generation_it_is_tensorflows():
 
 
 def test_shapes_that_do_not_match():
-    op = native.load().tfdist_few_rows_mat_mul
+    op = kernels.kernels().tfdist_few_rows_mat_mul
     for transposed, matrix in ((False, [2, 5]), (True, [5, 2])):
         with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[rows, n\] and \[n, columns\]"):
             op(rows=tf.zeros([2, 3]), matrix=tf.zeros(matrix), transpose_matrix=transposed)

@@ -8,7 +8,11 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist.addons.recommenders import FeatureConfig, ShardedEmbedding, TableConfig
+from tfdist.addons.recommenders.sharded_embedding import (
+    FeatureConfig,
+    ShardedEmbedding,
+    TableConfig,
+)
 from tfdist.utils import checks
 
 __all__ = ["dlrm"]

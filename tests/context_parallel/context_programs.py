@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.layers.gpt_programs import scope, whole
+from tests.models.gpt_programs import scope, whole
 
 
 def tensors(batch=2, heads=4, key_heads=4, time=16, size=8, seed=0, dtype="float32"):

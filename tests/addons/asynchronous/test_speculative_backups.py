@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.strategies import speculative_programs as programs
-from tests.strategies.asynchronous_runs import run
+from tests.addons.asynchronous import speculative_programs as programs
+from tests.addons.asynchronous.runs import run
 from tfdist.addons.asynchronous import ParameterServerStrategy
 from tfdist.addons.asynchronous.errors import ParameterServerError
 from tfdist.addons.asynchronous.parameter_server_checks import check_backup

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.addons.unequal_ranks.test_batch_shares import with_shares
 from tests.conftest import on_ranks
 from tests.strategies import programs
-from tests.strategies.test_batch_shares import with_shares
 from tfdist.addons.unequal_ranks.adaptive_batch import adascale_gain
 from tfdist.addons.unequal_ranks.noise import Noise
 from tfdist.callbacks import AdaptiveBatch, GradientNoise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import keras
 import pytest
 
-from tests.strategies.asynchronous_runs import run
+from tests.addons.asynchronous.runs import run
 from tfdist.addons.asynchronous import ParameterServerStrategy
 from tfdist.addons.asynchronous.parameter_server_fit import _CatchingUp
 from tfdist.addons.asynchronous.round import Round

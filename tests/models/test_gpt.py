@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import on_ranks
-from tests.layers import gpt_programs as programs
+from tests.models import gpt_programs as programs
 
 TWO, FOUR, SQUARE = {"data": 1, "tensor": 2}, {"data": 1, "tensor": 4}, {"data": 2, "tensor": 2}
 #: What the variants of the model change, each together with others.

@@ -316,7 +316,7 @@ def traffic(strategy, placement: str, kind: str) -> tuple[list[int], list[int]]:
 
 def recommender(mesh: dict | None, placement: str, optimizer: str = "adam"):
     """A compiled model with a built optimizer, and the data that it learns."""
-    from tests.layers.gpt_programs import scope as scope_of
+    from tests.models.gpt_programs import scope as scope_of
 
     start(3)
     with scope_of(mesh):

@@ -7,8 +7,8 @@ import functools
 import numpy as np
 import pytest
 
+from tests.addons.recommenders import embedding_programs
 from tests.conftest import on_ranks, slow_but
-from tests.layers import embedding_programs
 from tests.strategies import programs
 from tfdist import Mesh
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import on_ranks, skip_without, slow_but
-from tests.layers import context_programs as programs
+from tests.context_parallel import context_programs as programs
 from tfdist.context_parallel import KINDS
 
 

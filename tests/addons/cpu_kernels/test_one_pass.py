@@ -11,12 +11,12 @@ import tensorflow as tf
 
 from tests.conftest import on_ranks
 from tfdist import layers, models
-from tfdist.backend import native
+from tfdist.backend.kernels import has_kernels, kernels
 from tfdist.context_parallel.blockwise import blocks
 from tfdist.layers import activations, losses, normalization
 
 pytestmark = pytest.mark.skipif(
-    native.find_library() is None,
+    not has_kernels(),
     reason="The library is not built: `tfdist-install-horovod` builds it.",
 )
 
@@ -141,14 +141,14 @@ def test_cross_entropy_at_its_ends():
 def test_exponentials(shape):
     logits = np.float32(30 * np.random.default_rng(0).normal(size=shape))
     highest = logits.max(axis=-1) + np.float32(2)
-    found = native.load().tfdist_exponentials(logits=logits, highest=highest)
+    found = kernels().tfdist_exponentials(logits=logits, highest=highest)
     exact = np.exp(np.float64(logits) - np.float64(highest)[..., None])
     assert_close(found, [exact, exact.sum(axis=-1)])
 
 
 def test_exponentials_at_their_ends():
     logits = tf.constant([[0, -np.inf], [-np.inf, -np.inf], [-1e38, 1e4], [np.nan, 0]])
-    found, sums = native.load().tfdist_exponentials(
+    found, sums = kernels().tfdist_exponentials(
         logits=logits, highest=tf.constant([0.0, 3.0, 1e4, 0.0])
     )
     np.testing.assert_array_equal(found[:3], [[1, 0], [0, 0], [0, 1]])
@@ -160,25 +160,25 @@ def test_exponentials_at_their_ends():
 def test_softmax(shape):
     random = np.random.default_rng(0)
     scores = np.float32(5 * random.normal(size=shape))
-    weights, lse = native.load().tfdist_softmax(scores=scores)
+    weights, lse = kernels().tfdist_softmax(scores=scores)
     assert_close([weights], [tf.nn.softmax(tf.constant(scores, tf.float64))])
     exact = tf.reduce_logsumexp(tf.constant(scores, tf.float64), axis=-1, keepdims=True)
     np.testing.assert_allclose(lse, exact, rtol=1e-6)
     dy = np.float32(random.normal(size=shape))
-    again, dx = native.load().tfdist_softmax_gradient(exponents=scores - lse, dy=dy)
+    again, dx = kernels().tfdist_softmax_gradient(exponents=scores - lse, dy=dy)
     assert_close([again], [weights])
     np.testing.assert_array_equal(dx, again * dy)
 
 
 def test_softmax_at_its_ends():
     scores = tf.constant([[0, -1e38, 0], [1e4, -1e4, 0], [-1e38, -1e38, -1e38], [np.nan, 0, 0]])
-    weights, lse = native.load().tfdist_softmax(scores=scores)
+    weights, lse = kernels().tfdist_softmax(scores=scores)
     third = 1 / 3
     np.testing.assert_allclose(weights[:3], [[0.5, 0, 0.5], [1, 0, 0], [third] * 3], rtol=1e-6)
     assert not weights[:2].numpy()[[0, 1, 1], [1, 1, 2]].any()  # Exactly 0: it sees nothing.
     np.testing.assert_allclose(lse[:3, 0], [np.log(2), 1e4, -1e38], rtol=1e-6)
     assert np.isnan(weights[3]).all() and np.isnan(lse[3]).all()
-    weights, dx = native.load().tfdist_softmax_gradient(
+    weights, dx = kernels().tfdist_softmax_gradient(
         exponents=tf.constant([0.0, -1e38, np.nan]), dy=tf.constant([2.0, 3.0, 4.0])
     )
     np.testing.assert_array_equal([weights, dx], [[1, 0, np.nan], [2, 0, np.nan]])
@@ -196,7 +196,7 @@ def test_attention_by_blocks(options, monkeypatch):
         return layers.blockwise_attention(*inputs, block_size=(8, 16), **options)
 
     plain = with_gradients(tf.function(attend), *inputs)
-    monkeypatch.setattr(blocks, "may_take_kernels", lambda: True)
+    monkeypatch.setattr(blocks, "kernels_enabled", lambda: True)
     found = with_gradients(tf.function(attend), *inputs)
     assert_close(found, plain)
     wide = with_gradients(tf.function(attend), *[tf.cast(each, tf.float64) for each in inputs])
@@ -206,7 +206,7 @@ def test_attention_by_blocks(options, monkeypatch):
 @pytest.mark.parametrize("label", [-1, 3])
 def test_labels_out_of_range_are_refused(label):
     with pytest.raises(tf.errors.InvalidArgumentError, match=rf"\[0, 3\). Received: {label}"):
-        native.load().tfdist_cross_entropy(logits=tf.zeros((2, 3)), labels=[0, label])
+        kernels().tfdist_cross_entropy(logits=tf.zeros((2, 3)), labels=[0, label])
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_shapes_that_do_not_fit_are_refused(name, inputs, message):
     }
     epsilon = {"epsilon": 1e-3} if name == "tfdist_layer_norm" else {}
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
-        getattr(native.load(), name)(**tensors, **epsilon)
+        getattr(kernels(), name)(**tensors, **epsilon)
 
 
 def operations_of(function) -> collections.Counter:

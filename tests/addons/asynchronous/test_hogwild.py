@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.strategies import asynchronous_programs as programs
+from tests.addons.asynchronous import programs
 
 
 def test_one_thread_is_plain_keras(one_process):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.addons.recommenders import embedding_programs as programs
 from tests.checkpoint.programs import arrays_of
 from tests.checkpoint.test_reshard import counted
 from tests.conftest import on_ranks
-from tests.layers import embedding_programs as programs
 
 MIXED = "rows columns table"
 #: Meshes and placements that restore.

@@ -13,8 +13,8 @@ import time
 import psutil
 import pytest
 
-from tests.strategies import asynchronous_programs as programs
-from tests.strategies.asynchronous_runs import JOB, ROOT, run, start
+from tests.addons.asynchronous import programs
+from tests.addons.asynchronous.runs import JOB, ROOT, run, start
 from tfdist.addons.asynchronous import ParameterServerStrategy
 from tfdist.runtime.rendezvous import free_ports
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import on_ranks, slow_but
-from tests.layers import expert_programs
+from tests.experts import expert_programs
 from tests.strategies.programs import in_one_process
 from tests.strategies.test_axes import on_mesh
 from tfdist import Mesh
