@@ -33,7 +33,7 @@ with strategy.scope():
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
 
-adaptive = tfdist.callbacks.AdaptiveBatch(start=2, every=20)
+adaptive = tfdist.addons.unequal_ranks.AdaptiveBatch(start=2, every=20)
 history = model.fit(x, y, batch_size=32, epochs=10, verbose=0, callbacks=[adaptive])
 if strategy.is_chief:
     logs = history.history

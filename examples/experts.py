@@ -27,7 +27,7 @@ with strategy.scope():
         keras.optimizers.AdamW(3e-3), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     )
 
-load = tfdist.callbacks.ExpertLoad()
+load = tfdist.addons.monitoring.ExpertLoad()
 history = model.fit(windows.batch(32), epochs=2, verbose=2, shuffle=False, callbacks=[load])
 counts = tfdist.addons.monitoring.parameter_counts(model)
 if strategy.is_chief:

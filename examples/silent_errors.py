@@ -27,7 +27,7 @@ with strategy.scope():
 
 
 # Rank 0 of one process has nobody to compare with, so it is left alone.
-fault = tfdist.testing.FlipBit(rank=1, step=33, variable="bias", bit=30)
+fault = tfdist.testing.faults.FlipBit(rank=1, step=33, variable="bias", bit=30)
 watch = tfdist.callbacks.VerifyModelSync(every_steps=5)
 history = model.fit(x, y, batch_size=100, epochs=4, verbose=0, callbacks=[watch, fault])
 if strategy.is_chief:

@@ -306,7 +306,7 @@ class Language(Task):
         """How evenly experts are used, where there are some."""
         if self._sizes().experts is None:
             return []
-        from tfdist.callbacks import ExpertLoad
+        from tfdist.addons.monitoring import ExpertLoad
 
         return [ExpertLoad(verbose=True)]
 

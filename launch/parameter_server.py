@@ -20,7 +20,8 @@ def run() -> None:
     """Serves, and exits: with one line where it cannot."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Parameters are in the host's memory.
-    from tfdist.addons.asynchronous import ParameterServerError, cluster_from_environment
+    from tfdist.addons.asynchronous import ParameterServerError
+    from tfdist.addons.asynchronous.cluster import cluster_from_environment
     from tfdist.addons.asynchronous.serving import serve
 
     try:

@@ -9,7 +9,7 @@ from absl import flags
 
 from tfdist.launch import command
 from tfdist.launch.flag_values import FlagDefiner, as_given, output_file
-from tfdist.pipeline.schedules import SCHEDULES, ActionKind, check_arguments, make_schedule
+from tfdist.pipeline.schedules import SCHEDULES, Action, check_arguments, make_schedule
 from tfdist.pipeline.simulation import check_schedule, held_microbatches
 from tfdist.pipeline.timeline import as_text, legend, save_picture, write_chrome_trace
 
@@ -57,8 +57,8 @@ def _check(_: list[str]) -> None:
 def _main(_: None) -> int:
     schedule = make_schedule(_SCHEDULE.value, _STAGES.value, _MICROBATCHES.value, _CHUNKS.value)
     played = check_schedule(schedule)
-    kinds = {ActionKind.FORWARD, ActionKind.BACKWARD} | (
-        {ActionKind.WEIGHT} if schedule.splits_backward else set()
+    kinds = {Action.FORWARD, Action.BACKWARD} | (
+        {Action.WEIGHT} if schedule.splits_backward else set()
     )
     print(as_text(schedule))
     print()

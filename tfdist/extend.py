@@ -18,16 +18,13 @@ if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` im
     from tfdist.gradients.stage import GradientStage as GradientStage
     from tfdist.gradients.stage import Position as Position
     from tfdist.pipeline.schedules import Action as Action
-    from tfdist.pipeline.schedules import ActionKind as ActionKind
     from tfdist.pipeline.schedules import Schedule as Schedule
     from tfdist.pipeline.simulation import check_schedule as check_schedule
     from tfdist.sharding.kept import Kept as Kept
     from tfdist.sharding.kept import KeptState as KeptState
     from tfdist.sharding.kept import VariableKey as VariableKey
     from tfdist.sharding.split import LayerSplit as LayerSplit
-    from tfdist.sharding.split import Partial as Partial
     from tfdist.sharding.split import Split as Split
-    from tfdist.sharding.split import Whole as Whole
     from tfdist.sharding.split import register_split as register_split
     from tfdist.sharding.weights import add_split_weight as add_split_weight
     from tfdist.sharding.weights import axis_group as axis_group
@@ -38,7 +35,6 @@ if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` im
 
 _HOMES = {
     "Action": "tfdist.pipeline.schedules",
-    "ActionKind": "tfdist.pipeline.schedules",
     "Engine": "tfdist.collectives.engine",
     "FitContext": "tfdist.step.hooks",
     "FitHook": "tfdist.step.hooks",
@@ -49,12 +45,10 @@ _HOMES = {
     "KeptState": "tfdist.sharding.kept",
     "LayerSplit": "tfdist.sharding.split",
     "ParallelStrategy": "tfdist.strategies.parallel",
-    "Partial": "tfdist.sharding.split",
     "Position": "tfdist.gradients.stage",
     "Schedule": "tfdist.pipeline.schedules",
     "Split": "tfdist.sharding.split",
     "VariableKey": "tfdist.sharding.kept",
-    "Whole": "tfdist.sharding.split",
     "add_split_weight": "tfdist.sharding.weights",
     "axis_group": "tfdist.sharding.weights",
     "check_schedule": "tfdist.pipeline.simulation",

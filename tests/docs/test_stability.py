@@ -57,5 +57,5 @@ def test_every_row_is_about_a_public_name():
 def test_longer_names_decide(name):
     given = levels()
     assert level_of(name, given) == "frozen"
-    assert level_of("tfdist.callbacks.ExpertLoad", given) == "settled"
+    assert level_of("tfdist.addons.monitoring.ExpertLoad", given) == "settled"
     assert level_of("elsewhere.save", given) is None

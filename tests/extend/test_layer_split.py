@@ -13,9 +13,7 @@ import tfdist
 from tests.conftest import on_ranks
 from tfdist.extend import (
     LayerSplit,
-    Partial,
     Split,
-    Whole,
     copy_to_region,
     reduce_from_region,
     register_split,
@@ -58,8 +56,8 @@ class SplitGLU(LayerSplit):
 
     def weights(self, layer, kind):
         split = {"gate": Split(1), "up": Split(-1, multiple_of=2), "down": Split(0)}
-        bias = Whole() if kind == "gated" else Partial()
-        rules = {**split, "bias": bias, "beta": Partial(), **self.rules}
+        bias = "whole" if kind == "gated" else "partial"
+        rules = {**split, "bias": bias, "beta": "partial", **self.rules}
         return {path: rule for path, rule in rules.items() if rule is not None}
 
     def call(self, layer, kind, group, original, x):
@@ -235,10 +233,10 @@ class Squared(GLU):
 #: The rules that differ, what builds the model, and what the message says.
 WRONG = {
     "an unnamed weight": ({"bias": None}, glu, ("must name every trainable weight", "'bias'")),
-    "a weight that is not there": ({"biases": Whole()}, glu, ("'biases'", "'gate', 'up'")),
+    "a weight that is not there": ({"biases": "whole"}, glu, ("'biases'", "'gate', 'up'")),
     "no such dim": ({"gate": Split(2)}, glu, ("must name a dim", "'gate'", "(6, 8)")),
     "another call": ({}, lambda: model_of(Squared(8, name="glu")), ("Squared", "Register one")),
-    "a class": ({"gate": Split}, glu, ("must return Split, Whole or Partial", "'gate'")),
+    "a class": ({"gate": Split}, glu, ("must return Split, 'whole' or 'partial'", "'gate'")),
 }
 WRONG_ON_RANKS = {
     "not divisible": (
@@ -251,8 +249,8 @@ WRONG_ON_RANKS = {
         lambda: model_of(GLU(6, name="glu")),
         ("must be divisible by", "multiple_of=2", "`glu/up`", "(6, 6)"),
     ),
-    "partial, said to be whole": ({"beta": Whole()}, glu, ("`glu/beta`", "Return Partial()")),
-    "whole, said to be partial": ({"bias": Partial()}, glu, ("gradients differ", "`glu/bias`")),
+    "partial, said to be whole": ({"beta": "whole"}, glu, ("`glu/beta`", "Return 'partial'")),
+    "whole, said to be partial": ({"bias": "partial"}, glu, ("gradients differ", "`glu/bias`")),
 }
 
 

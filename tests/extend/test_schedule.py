@@ -8,7 +8,7 @@ import pytest
 
 import tfdist
 from tests.conftest import on_ranks
-from tfdist.extend import Action, ActionKind, Schedule, check_schedule
+from tfdist.extend import Action, Schedule, check_schedule
 
 
 def two_waves(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -19,7 +19,7 @@ def two_waves(num_ranks: int, num_microbatches: int) -> Schedule:
         tuple(
             Action(kind, rank, microbatch)
             for wave in waves
-            for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
+            for kind in (Action.FORWARD, Action.BACKWARD)
             for microbatch in wave
         )
         for rank in range(num_ranks)

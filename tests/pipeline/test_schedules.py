@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from tfdist.pipeline.schedules import SCHEDULES, Action, ActionKind, make_schedule
+from tfdist.pipeline.schedules import SCHEDULES, Action, make_schedule
 from tfdist.pipeline.simulation import (
     UNIT_COSTS,
     check_schedule,
@@ -42,14 +42,10 @@ def test_forward_comes_before_backward_and_sends_meet_receives(name):
         for rank, actions in enumerate(schedule.actions):
             place = {action: index for index, action in enumerate(actions)}
             for action in actions:
-                if action.kind is ActionKind.BACKWARD:
-                    assert (
-                        place[dataclasses.replace(action, kind=ActionKind.FORWARD)] < place[action]
-                    )
-                if action.kind is ActionKind.WEIGHT:
-                    assert (
-                        place[dataclasses.replace(action, kind=ActionKind.BACKWARD)] < place[action]
-                    )
+                if action.kind == Action.BACKWARD:
+                    assert place[dataclasses.replace(action, kind=Action.FORWARD)] < place[action]
+                if action.kind == Action.WEIGHT:
+                    assert place[dataclasses.replace(action, kind=Action.BACKWARD)] < place[action]
                 assert schedule.rank_of(action.stage) == rank
         sent = messages(schedule)
         # Each micro-batch crosses each border between ranks once in each direction.
@@ -63,7 +59,7 @@ def test_bubble_of_gpipe_and_1f1b_is_that_of_the_papers():
         p, m = schedule.num_ranks, schedule.num_microbatches
         for costs in (
             UNIT_COSTS,
-            {ActionKind.FORWARD: 2.0, ActionKind.BACKWARD: 3.0, ActionKind.WEIGHT: 0.5},
+            {Action.FORWARD: 2.0, Action.BACKWARD: 3.0, Action.WEIGHT: 0.5},
         ):
             run = simulate(schedule, costs)
             assert run.idle_over_ideal == pytest.approx((p - 1) / m)
@@ -125,7 +121,7 @@ def test_missing_and_repeated_actions_are_found():
     with pytest.raises(ValueError, match="some are repeated"):
         check_schedule(with_actions(good, 0, [*good.actions[0], good.actions[0][0]]))
     with pytest.raises(ValueError, match=r"F0@1"):
-        check_schedule(with_actions(good, 0, [*good.actions[0], Action(ActionKind.FORWARD, 1, 0)]))
+        check_schedule(with_actions(good, 0, [*good.actions[0], Action(Action.FORWARD, 1, 0)]))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tfdist.backend.graph.dependence import mark_independent
 from tfdist.backend.graph.split import Part
 from tfdist.collectives import Group
 from tfdist.collectives.run import receive_tensor, send_tensor
-from tfdist.pipeline.schedules import Action, ActionKind, Schedule
+from tfdist.pipeline.schedules import Action, Schedule
 from tfdist.pipeline.shapes import RowShape
 from tfdist.pipeline.stage import StageProgram
 
@@ -105,7 +105,7 @@ def run_schedule(
         stage, microbatch = action.stage, action.microbatch
         program = programs[stage]
         tensors = known.setdefault((stage, microbatch), {})
-        if action.kind is ActionKind.FORWARD:
+        if action.kind == Action.FORWARD:
             of = inputs(microbatch)
             tensors |= {name: of[number] for number, name in program.inputs.items()}
             if program.x:
@@ -113,7 +113,7 @@ def run_schedule(
                 tensors |= {name: passed[number] for number, name in program.x.items()}
             tensors |= zip(program.batch, batch(microbatch) if stage == last else (), strict=True)
             part: Part = program.forward
-        elif action.kind is ActionKind.BACKWARD:
+        elif action.kind == Action.BACKWARD:
             if program.dy:
                 passed = _passed_on(known, route, programs, action, rows, ends[-2])
                 tensors |= {name: passed[number] for number, name in program.dy.items()}
@@ -139,9 +139,9 @@ def run_schedule(
             with tf.control_dependencies(finished):
                 ends.append([tf.no_op()])
         tensors |= results
-        out = program.y if action.kind is ActionKind.FORWARD else program.dx
-        if action.kind is not ActionKind.WEIGHT and out:
-            to = stage + (1 if action.kind is ActionKind.FORWARD else -1)
+        out = program.y if action.kind == Action.FORWARD else program.dx
+        if action.kind != Action.WEIGHT and out:
+            to = stage + (1 if action.kind == Action.FORWARD else -1)
             if not route.is_here(to):
                 sent = {number: tensors[name] for number, name in out.items()}
                 route.send(sent, to, _name(action))
@@ -199,7 +199,7 @@ def run_forward(
 
 def _passed_on(known, route: Route, programs, action: Action, rows, after) -> dict[int, tf.Tensor]:
     """What an action gets from the one before it in the chain, on whichever rank that lies."""
-    forward = action.kind is ActionKind.FORWARD
+    forward = action.kind == Action.FORWARD
     source = action.stage - 1 if forward else action.stage + 1
     if route.is_here(source):
         names = programs[source].y if forward else programs[source].dx
@@ -247,5 +247,5 @@ def _gradient(total: list[tf.Tensor], same_rows: bool):
 
 def _name(action: Action) -> str:
     """By what name the outcome of an action travels."""
-    what = "activations" if action.kind is ActionKind.FORWARD else "gradients"
+    what = "activations" if action.kind == Action.FORWARD else "gradients"
     return f"pipeline/{what}/stage{action.stage}/{action.microbatch}"

@@ -11,8 +11,8 @@ The model is a chain of stages; stage s lies on rank s % num_ranks. With several
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from tfdist.utils import checks
 
@@ -20,7 +20,6 @@ __all__ = [
     "MOST_FORWARDS",
     "SCHEDULES",
     "Action",
-    "ActionKind",
     "Schedule",
     "check_arguments",
     "chosen_schedule",
@@ -35,27 +34,29 @@ __all__ = [
 MOST_FORWARDS = 1_000_000
 
 
-class ActionKind(enum.Enum):
-    """What is computed of a stage for a micro-batch."""
-
-    #: The stage's outputs.
-    FORWARD = "F"
-    #: The gradient of its inputs; where the schedule does not split it, of its weights too.
-    BACKWARD = "B"
-    #: The gradient of its weights.
-    WEIGHT = "W"
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Action:
-    """One piece of a rank's work."""
+    """One piece of a rank's work.
 
-    kind: ActionKind
+    Attributes:
+        kind: What is computed of the stage for the micro-batch: `Action.FORWARD`, its outputs;
+            `Action.BACKWARD`, the gradient of its inputs, and where the schedule does not split it, of its
+            weights too; `Action.WEIGHT`, the gradient of its weights.
+        stage: The stage.
+        microbatch: The micro-batch.
+    """
+
+    FORWARD: ClassVar = "F"
+    BACKWARD: ClassVar = "B"
+    WEIGHT: ClassVar = "W"
+    KINDS: ClassVar = (FORWARD, BACKWARD, WEIGHT)
+
+    kind: str
     stage: int
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.kind.value}{self.microbatch}@{self.stage}"
+        return f"{self.kind}{self.microbatch}@{self.stage}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +107,8 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
         1,
         False,
         tuple(
-            tuple(Action(ActionKind.FORWARD, rank, m) for m in microbatches)
-            + tuple(Action(ActionKind.BACKWARD, rank, m) for m in reversed(microbatches))
+            tuple(Action(Action.FORWARD, rank, m) for m in microbatches)
+            + tuple(Action(Action.BACKWARD, rank, m) for m in reversed(microbatches))
             for rank in range(num_ranks)
         ),
     )
@@ -121,8 +122,8 @@ def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Schedule:
     """
     actions = []
     for rank in range(num_ranks):
-        forwards = [Action(ActionKind.FORWARD, rank, m) for m in range(num_microbatches)]
-        backwards = [Action(ActionKind.BACKWARD, rank, m) for m in range(num_microbatches)]
+        forwards = [Action(Action.FORWARD, rank, m) for m in range(num_microbatches)]
+        backwards = [Action(Action.BACKWARD, rank, m) for m in range(num_microbatches)]
         warmup = min(num_ranks - rank - 1, num_microbatches)
         actions.append(_alternate(forwards, backwards, warmup))
     return Schedule("1f1b", num_ranks, num_microbatches, 1, False, tuple(actions))
@@ -142,16 +143,16 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, chunks: int = 2) -> 
     actions = []
     for rank in range(num_ranks):
 
-        def work(kind: ActionKind, number: int, rank=rank) -> Action:
+        def work(kind: str, number: int, rank=rank) -> Action:
             # A group of num_ranks micro-batches passes all chunks before the next group begins.
             group, place = divmod(number, num_ranks * chunks)
             chunk, microbatch = divmod(place, num_ranks)
-            if kind is ActionKind.BACKWARD:
+            if kind == Action.BACKWARD:
                 chunk = chunks - 1 - chunk
             return Action(kind, chunk * num_ranks + rank, group * num_ranks + microbatch)
 
-        forwards = [work(ActionKind.FORWARD, number) for number in range(total)]
-        backwards = [work(ActionKind.BACKWARD, number) for number in range(total)]
+        forwards = [work(Action.FORWARD, number) for number in range(total)]
+        backwards = [work(Action.BACKWARD, number) for number in range(total)]
         warmup = min(2 * (num_ranks - rank - 1) + (chunks - 1) * num_ranks, total)
         actions.append(_alternate(forwards, backwards, warmup))
     return Schedule("interleaved", num_ranks, num_microbatches, chunks, False, tuple(actions))
@@ -168,23 +169,23 @@ def zero_bubble(num_ranks: int, num_microbatches: int) -> Schedule:
     """
     actions = []
     for rank in range(num_ranks):
-        counts = dict.fromkeys(ActionKind, 0)
+        counts = dict.fromkeys(Action.KINDS, 0)
         work: list[Action] = []
 
-        def do(kind: ActionKind, rank=rank, counts=counts, work=work) -> None:
+        def do(kind: str, rank=rank, counts=counts, work=work) -> None:
             work.append(Action(kind, rank, counts[kind]))
             counts[kind] += 1
 
         for _ in range(min(num_ranks - rank, num_microbatches)):
-            do(ActionKind.FORWARD)
-        while counts[ActionKind.BACKWARD] < num_microbatches:
-            do(ActionKind.BACKWARD)
-            if counts[ActionKind.BACKWARD] - counts[ActionKind.WEIGHT] > rank:
-                do(ActionKind.WEIGHT)
-            if counts[ActionKind.FORWARD] < num_microbatches:
-                do(ActionKind.FORWARD)
-        while counts[ActionKind.WEIGHT] < num_microbatches:
-            do(ActionKind.WEIGHT)
+            do(Action.FORWARD)
+        while counts[Action.BACKWARD] < num_microbatches:
+            do(Action.BACKWARD)
+            if counts[Action.BACKWARD] - counts[Action.WEIGHT] > rank:
+                do(Action.WEIGHT)
+            if counts[Action.FORWARD] < num_microbatches:
+                do(Action.FORWARD)
+        while counts[Action.WEIGHT] < num_microbatches:
+            do(Action.WEIGHT)
         actions.append(tuple(work))
     return Schedule("zero-bubble", num_ranks, num_microbatches, 1, True, tuple(actions))
 

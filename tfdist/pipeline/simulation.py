@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from tfdist.pipeline.schedules import Action, ActionKind, Schedule
+from tfdist.pipeline.schedules import Action, Schedule
 from tfdist.utils import checks
 
 __all__ = ["Message", "Run", "check_schedule", "held_microbatches", "messages", "simulate"]
 
 #: Equal times, as the papers reckon: what a forward takes, and each half of a backward.
-UNIT_COSTS: Mapping[ActionKind, float] = {
-    ActionKind.FORWARD: 1.0,
-    ActionKind.BACKWARD: 1.0,
-    ActionKind.WEIGHT: 1.0,
+UNIT_COSTS: Mapping[str, float] = {
+    Action.FORWARD: 1.0,
+    Action.BACKWARD: 1.0,
+    Action.WEIGHT: 1.0,
 }
 
 
@@ -68,11 +68,11 @@ class Run:
 def needs(action: Action, schedule: Schedule) -> list[Action]:
     """What must be done before an action, on whatever rank."""
     kind, stage, microbatch = action.kind, action.stage, action.microbatch
-    if kind is ActionKind.FORWARD:
+    if kind == Action.FORWARD:
         return [Action(kind, stage - 1, microbatch)] if stage else []
-    if kind is ActionKind.WEIGHT:
-        return [Action(ActionKind.BACKWARD, stage, microbatch)]
-    found = [Action(ActionKind.FORWARD, stage, microbatch)]
+    if kind == Action.WEIGHT:
+        return [Action(Action.BACKWARD, stage, microbatch)]
+    found = [Action(Action.FORWARD, stage, microbatch)]
     if stage < schedule.num_stages - 1:
         found.append(Action(kind, stage + 1, microbatch))
     return found
@@ -91,7 +91,7 @@ def messages(schedule: Schedule) -> list[Message]:
 
 def simulate(
     schedule: Schedule,
-    costs: Mapping[ActionKind, float] = UNIT_COSTS,
+    costs: Mapping[str, float] = UNIT_COSTS,
     transfer: float = 0.0,
 ) -> Run:
     """Plays a schedule through.
@@ -153,9 +153,7 @@ def check_schedule(schedule: Schedule) -> Run:
             f"Schedule {schedule.name!r} must have a sequence of actions for each of its "
             f"{schedule.num_ranks} ranks. Received: {len(schedule.actions)}."
         )
-    kinds = [ActionKind.FORWARD, ActionKind.BACKWARD] + [
-        ActionKind.WEIGHT
-    ] * schedule.splits_backward
+    kinds = [Action.FORWARD, Action.BACKWARD] + [Action.WEIGHT] * schedule.splits_backward
     for rank, actions in enumerate(schedule.actions):
         expected = {
             Action(kind, stage, microbatch)
@@ -177,16 +175,16 @@ def check_schedule(schedule: Schedule) -> Run:
 
 def held_microbatches(schedule: Schedule, rank: int) -> int:
     """The most activations of a stage that a rank holds at a time: forwards not yet given back."""
-    last = ActionKind.WEIGHT if schedule.splits_backward else ActionKind.BACKWARD
+    last = Action.WEIGHT if schedule.splits_backward else Action.BACKWARD
     held = most = 0
     for action in schedule.actions[rank]:
-        held += (action.kind is ActionKind.FORWARD) - (action.kind is last)
+        held += (action.kind == Action.FORWARD) - (action.kind == last)
         most = max(most, held)
     return most
 
 
-def _cost(action: Action, schedule: Schedule, costs: Mapping[ActionKind, float]) -> float:
+def _cost(action: Action, schedule: Schedule, costs: Mapping[str, float]) -> float:
     cost = costs[action.kind]
-    if action.kind is ActionKind.BACKWARD and not schedule.splits_backward:
-        cost += costs[ActionKind.WEIGHT]
+    if action.kind == Action.BACKWARD and not schedule.splits_backward:
+        cost += costs[Action.WEIGHT]
     return cost / schedule.chunks

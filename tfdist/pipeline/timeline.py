@@ -6,20 +6,20 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tfdist.pipeline.schedules import Action, ActionKind, Schedule
+from tfdist.pipeline.schedules import Action, Schedule
 from tfdist.pipeline.simulation import UNIT_COSTS, Run, simulate
 
 __all__ = ["as_text", "chrome_trace", "save_picture", "write_chrome_trace"]
 
 _COLORS = {
-    ActionKind.FORWARD: "#5b8def",
-    ActionKind.BACKWARD: "#f2a65a",
-    ActionKind.WEIGHT: "#7bc47f",
+    Action.FORWARD: "#5b8def",
+    Action.BACKWARD: "#f2a65a",
+    Action.WEIGHT: "#7bc47f",
 }
 _MEANINGS = {
-    ActionKind.FORWARD: "forward",
-    ActionKind.BACKWARD: "backward",
-    ActionKind.WEIGHT: "weight gradient",
+    Action.FORWARD: "forward",
+    Action.BACKWARD: "backward",
+    Action.WEIGHT: "weight gradient",
 }
 
 
@@ -32,7 +32,7 @@ def as_text(schedule: Schedule) -> str:
     """
     costs = dict(UNIT_COSTS)
     if not schedule.splits_backward:
-        costs[ActionKind.WEIGHT] = 0.0
+        costs[Action.WEIGHT] = 0.0
     # A rank's stages share its layers; here each of them is to take whole columns.
     costs = {kind: cost * schedule.chunks for kind, cost in costs.items()}
     run = simulate(schedule, costs)
@@ -89,7 +89,7 @@ def save_picture(run: Run, path: str | Path, title: str | None = None) -> None:
     axes.legend(
         handles=[
             Patch(color=_COLORS[kind], label=_MEANINGS[kind])
-            for kind in ActionKind
+            for kind in Action.KINDS
             if kind in kinds
         ],
         loc="upper left",
@@ -128,7 +128,7 @@ def write_chrome_trace(run: Run, path: str | Path) -> None:
 
 def _event(action: Action, rank: int, begin: float, end: float) -> Mapping:
     return {
-        "name": f"{action.kind.value}{action.microbatch}",
+        "name": f"{action.kind}{action.microbatch}",
         "cat": _MEANINGS[action.kind],
         "ph": "X",
         "pid": 0,
@@ -142,9 +142,9 @@ def _event(action: Action, rank: int, begin: float, end: float) -> Mapping:
 def _cell(action: Action, schedule: Schedule) -> str:
     chunk = action.stage // schedule.num_ranks
     letter = chr(ord("a") + chunk) if schedule.chunks > 1 else ""
-    return f"{action.kind.value}{action.microbatch}{letter}"
+    return f"{action.kind}{action.microbatch}{letter}"
 
 
-def legend(kinds: Iterable[ActionKind]) -> str:
+def legend(kinds: Iterable[str]) -> str:
     """What the letters of `as_text` stand for."""
-    return ", ".join(f"{kind.value} {_MEANINGS[kind]}" for kind in ActionKind if kind in set(kinds))
+    return ", ".join(f"{kind} {_MEANINGS[kind]}" for kind in Action.KINDS if kind in set(kinds))

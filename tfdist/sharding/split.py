@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import keras
 
@@ -14,9 +14,8 @@ from tfdist.utils import checks
 
 __all__ = [
     "LayerSplit",
-    "Partial",
+    "Rule",
     "Split",
-    "Whole",
     "register_split",
     "registered_class",
     "registered_kinds",
@@ -44,17 +43,10 @@ class Split:
         checks.integer("multiple_of", self.multiple_of, minimum=1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Whole:
-    """Of a weight: every rank holds all of it, and computes all of its gradient."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Partial:
-    """Of a weight: every rank holds all of it, and uses it on split activations.
-
-    Each rank computes a part of its gradient, and the parts are summed over the axis.
-    """
+#: What becomes of a weight: a slice on each rank; "whole" where every rank holds all of it and computes all
+#: of its gradient; "partial" where every rank holds all of it but uses it on split activations, so that the
+#: ranks' gradients are summed over the axis.
+Rule = Split | Literal["whole", "partial"]
 
 
 class LayerSplit(abc.ABC):
@@ -85,7 +77,7 @@ class LayerSplit(abc.ABC):
     kinds: ClassVar[Sequence[str]]
 
     @abc.abstractmethod
-    def weights(self, layer, kind: str) -> Mapping[str, Split | Whole | Partial]:
+    def weights(self, layer, kind: str) -> Mapping[str, Rule]:
         """What becomes of each weight.
 
         Args:
@@ -93,7 +85,10 @@ class LayerSplit(abc.ABC):
             kind: One of `kinds`.
 
         Returns:
-            By path in the layer, which has the names of layers inside it: "kernel", "gate/kernel".
+            By path in the layer, which has the names of layers inside it ("kernel", "gate/kernel"): a
+            `Split`; "whole" where every rank holds all of it and computes all of its gradient; "partial"
+            where every rank holds all of it but uses it on split activations, so that the gradients of
+            the ranks are summed over the axis.
             Every trainable weight must be named; others stay whole unless they are.
 
         Raises:

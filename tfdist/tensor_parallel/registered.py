@@ -15,9 +15,7 @@ from tfdist.collectives import Group
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.split import (
     LayerSplit,
-    Partial,
     Split,
-    Whole,
     registered_class,
     split_of,
 )
@@ -66,7 +64,7 @@ class RegisteredAdapter(Adapter):
             if isinstance(rule, Split):
                 # What must be divisible is checked here, with the multiple.
                 self.parts.append(self._part(variable, _dim(rule, variable), None))
-            elif isinstance(rule, Partial):
+            elif rule == "partial":
                 self.partial.append(variable)
 
     def _checked(self, rules, weights: Mapping[str, keras.Variable]) -> Mapping[str, Any]:
@@ -74,14 +72,16 @@ class RegisteredAdapter(Adapter):
         given = f"for `{self.layer.path}` and {self.kind!r}"
         if not isinstance(rules, Mapping):
             raise TypeError(
-                f"{says} must return a dict from paths to Split, Whole or Partial. Received: "
+                f"{says} must return a dict from paths to Split, 'whole' or 'partial'. Received: "
                 f"{checks.shown(rules)} {given}. Return a dict such as {{'kernel': Split(1)}}."
             )
         for path, rule in rules.items():
-            if not isinstance(rule, Split | Whole | Partial):
+            if not (
+                isinstance(rule, Split) or (isinstance(rule, str) and rule in ("whole", "partial"))
+            ):
                 raise TypeError(
-                    f"{says} must return Split, Whole or Partial for each path. Received: "
-                    f"{checks.shown(rule)} for {path!r}, {given}. Return an object, such as Whole()."
+                    f"{says} must return Split, 'whole' or 'partial' for each path. Received: "
+                    f"{checks.shown(rule)} for {path!r}, {given}. Return one of them, such as Split(0)."
                 )
             if path not in weights:
                 raise ValueError(
@@ -99,7 +99,7 @@ class RegisteredAdapter(Adapter):
         if missing:
             raise ValueError(
                 f"{says} must name every trainable weight of the layer. Received: nothing for "
-                f"{', '.join(map(repr, missing))} {given}. Return Split(dim), Whole() or Partial() "
+                f"{', '.join(map(repr, missing))} {given}. Return Split(dim), 'whole' or 'partial' "
                 "for each."
             )
         return rules
@@ -125,17 +125,17 @@ class RegisteredAdapter(Adapter):
                 )
 
     def check_compared(self) -> None:
-        """Raises where the comparison has found partial gradients of a weight that is `Whole`.
+        """Raises where the comparison has found partial gradients of a "whole" weight.
 
         Raises:
             ValueError: It has. Without values to compare by, such gradients would be wrong.
         """
         for path, rule in self._rules.items():
             variable = self._weights[path]
-            if isinstance(rule, Whole) and layout_of(variable).partial_over is not None:
+            if rule == "whole" and layout_of(variable).partial_over is not None:
                 raise ValueError(
-                    "The gradient of a weight that is Whole must be the same on every rank. Received: "
-                    f"ranks that each compute a part of that of `{variable.path}`. Return Partial() "
+                    "The gradient of a whole weight must be the same on every rank. Received: "
+                    f"ranks that each compute a part of that of `{variable.path}`. Return 'partial' "
                     f"for {path!r} in `weights` of {type(self.split).__name__}."
                 )
 

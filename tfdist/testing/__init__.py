@@ -18,10 +18,9 @@ from tfdist.utils.lazy import lazy_names
 
 if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` imports them.
     from tfdist.testing.engines import check_engine as check_engine
-    from tfdist.testing.faults import FlipBit as FlipBit
 
 #: They need TensorFlow, without which a pool of ranks is started.
-_HOMES = {"FlipBit": "tfdist.testing.faults", "check_engine": "tfdist.testing.engines"}
+_HOMES = {"check_engine": "tfdist.testing.engines"}
 
 __all__ = ["RankError", "RankPool", "engine", "run_ranks", "strategy", *_HOMES]
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

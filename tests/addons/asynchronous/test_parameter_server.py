@@ -252,7 +252,7 @@ def test_bytes_are_balanced(sizes, servers, most):
     ],
 )
 def test_a_wrong_tf_config_is_shown(monkeypatch, config):
-    from tfdist.addons.asynchronous import cluster_from_environment
+    from tfdist.addons.asynchronous.cluster import cluster_from_environment
 
     monkeypatch.setenv("TF_CONFIG", config)
     with pytest.raises(ValueError, match="TF_CONFIG is not of the form"):
@@ -296,7 +296,7 @@ def test_the_launcher_refuses_what_servers_do_not_do(flag):
     ],
 )
 def test_servers_are_those_that_tf_config_names(monkeypatch, config, has_servers):
-    from tfdist.addons.asynchronous import cluster_from_environment
+    from tfdist.addons.asynchronous.cluster import cluster_from_environment
 
     monkeypatch.setenv("TF_CONFIG", config)
     found = cluster_from_environment()

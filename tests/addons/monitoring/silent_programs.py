@@ -24,7 +24,7 @@ def spoilt(mesh: dict, fault: dict | None, **options) -> dict:
     from tfdist import layers
     from tfdist.addons.monitoring.model_sync import ModelSyncError
     from tfdist.pipeline import PipelineModel, deferred_weights
-    from tfdist.testing import FlipBit
+    from tfdist.testing.faults import FlipBit
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)

@@ -26,7 +26,7 @@ from tfdist.addons.planner.simulation import (
     two_level_events,
 )
 from tfdist.addons.planner.times import PassTimes, pipeline_seconds
-from tfdist.pipeline.schedules import ActionKind, make_schedule
+from tfdist.pipeline.schedules import Action, make_schedule
 from tfdist.pipeline.simulation import held_microbatches, simulate
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 1)]
@@ -60,9 +60,7 @@ def test_formulas_are_what_schedules_take(schedule, chunks, p, m):
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 def test_play_is_the_pipelines_own_simulation(schedule, chunks):
     real = make_schedule(schedule, 4, 8, chunks if chunks > 1 else None)
-    theirs = simulate(
-        real, {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 1.5, ActionKind.WEIGHT: 0.5}, 0.1
-    )
+    theirs = simulate(real, {Action.FORWARD: 1.0, Action.BACKWARD: 1.5, Action.WEIGHT: 0.5}, 0.1)
     stages = [1 / chunks] * real.num_stages
     ends, busy = play(real, stages, [2 * s for s in stages], [s / 2 for s in stages], 0.1)
     assert max(ends) == pytest.approx(theirs.span)

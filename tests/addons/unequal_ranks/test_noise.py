@@ -10,9 +10,9 @@ import tensorflow as tf
 from tests.addons.unequal_ranks.test_batch_shares import with_shares
 from tests.conftest import on_ranks
 from tests.strategies import programs
+from tfdist.addons.unequal_ranks import AdaptiveBatch, GradientNoise
 from tfdist.addons.unequal_ranks.adaptive_batch import adascale_gain
 from tfdist.addons.unequal_ranks.noise import Noise
-from tfdist.callbacks import AdaptiveBatch, GradientNoise
 from tfdist.step.hooks import active_hooks
 
 WIDTH, DEVIATION, DISTANCE = 64, 3.0, 2.0

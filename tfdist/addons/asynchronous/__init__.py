@@ -6,21 +6,11 @@ that a server runs (`update_graph`), which server holds which variable (`placeme
 steps ahead (`membership`), and all servers together (`store`).
 """
 
-from tfdist.addons.asynchronous.cluster import Cluster, cluster_from_environment, start_server
 from tfdist.addons.asynchronous.detecting import register
 from tfdist.addons.asynchronous.errors import ParameterServerError
 from tfdist.addons.asynchronous.hogwild import HogwildStrategy
 from tfdist.addons.asynchronous.parameter_server import ParameterServerStrategy
-from tfdist.addons.asynchronous.store import ParameterStore
 
-__all__ = [
-    "Cluster",
-    "HogwildStrategy",
-    "ParameterServerError",
-    "ParameterServerStrategy",
-    "ParameterStore",
-    "cluster_from_environment",
-    "start_server",
-]
+__all__ = ["HogwildStrategy", "ParameterServerError", "ParameterServerStrategy"]
 
 register()

@@ -11,5 +11,6 @@ if TYPE_CHECKING:
 
 LIBRARY = Library(Path(__file__).parent, "kernels")
 
-__all__ = ["LIBRARY", "PATCHES"]
+#: Layers and optimizers find them by `tfdist.backend.kernels`; programs need no name of it.
+__all__: list[str] = []
 __getattr__, __dir__ = lazy_names(__name__, {"PATCHES": "tfdist.addons.cpu_kernels.updates"})

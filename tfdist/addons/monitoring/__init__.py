@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING
 from tfdist.utils.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from tfdist.addons.monitoring.expert_load import ExpertLoad as ExpertLoad
     from tfdist.addons.monitoring.expert_load import parameter_counts as parameter_counts
     from tfdist.addons.monitoring.memory_reports import memory_report as memory_report
     from tfdist.backend.clock.stamps import timer as timer
 
 #: They need TensorFlow, which `tfdist-report` reads files without.
 _HOMES = {
+    "ExpertLoad": "tfdist.addons.monitoring.expert_load",
     "memory_report": "tfdist.addons.monitoring.memory_reports",
     "parameter_counts": "tfdist.addons.monitoring.expert_load",
     "timer": "tfdist.backend.clock.stamps",

@@ -8,7 +8,6 @@ from tfdist.addons.planner.choice import Plan, plan
 from tfdist.addons.planner.configs import from_config
 from tfdist.addons.planner.describing import describe
 from tfdist.addons.planner.estimates import Estimate, estimate
-from tfdist.addons.planner.goodput import required_bandwidth
 from tfdist.addons.planner.jobs import JobTimes, bottleneck, simulate_job
 from tfdist.addons.planner.layouts import Layout
 from tfdist.addons.planner.machines import DEVICES, Link, Machine, machine
@@ -39,7 +38,6 @@ __all__ = [
     "laws",
     "machine",
     "plan",
-    "required_bandwidth",
     "requirement",
     "simulate_job",
     "simulate_step",

@@ -18,7 +18,7 @@ from tfdist.addons.planner.machines import Link, Machine
 from tfdist.addons.planner.parts import Model
 from tfdist.addons.planner.stages import cut
 from tfdist.addons.planner.times import PassTimes, Ways
-from tfdist.pipeline.schedules import Action, ActionKind, Schedule, make_schedule
+from tfdist.pipeline.schedules import Action, Schedule, make_schedule
 from tfdist.pipeline.simulation import needs
 from tfdist.utils import checks
 
@@ -75,7 +75,7 @@ def play(
     at = [0] * schedule.num_ranks
     free = [0.0] * schedule.num_ranks
     busy = [0.0] * schedule.num_ranks
-    last = {ActionKind.FORWARD: forward, ActionKind.WEIGHT: weights}
+    last = {Action.FORWARD: forward, Action.WEIGHT: weights}
     left = sum(map(len, schedule.actions))
     while left:
         before = left
@@ -93,7 +93,7 @@ def play(
                     begin = max(begin, end)
                 if begin < 0:
                     break
-                if action.kind is ActionKind.BACKWARD:
+                if action.kind == Action.BACKWARD:
                     seconds = backward[action.stage]
                     seconds -= weights[action.stage] if schedule.splits_backward else 0.0
                 else:

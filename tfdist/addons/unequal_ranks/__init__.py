@@ -1,6 +1,8 @@
 """Ranks that are not equally fast: measured shares, data that is handed out, batches that grow."""
 
-from tfdist.addons.unequal_ranks import balancing
+from tfdist.addons.unequal_ranks import balancing as balancing
+from tfdist.addons.unequal_ranks.adaptive_batch import AdaptiveBatch
 from tfdist.addons.unequal_ranks.dynamic_sharding import DynamicSharding
+from tfdist.addons.unequal_ranks.gradient_noise import GradientNoise
 
-__all__ = ["DynamicSharding", "balancing"]
+__all__ = ["AdaptiveBatch", "DynamicSharding", "GradientNoise"]

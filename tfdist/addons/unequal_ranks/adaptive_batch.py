@@ -45,7 +45,7 @@ class AdaptiveBatch(GradientNoise, KeptState):
     ```python
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=16)
     model.compile(optimizer, loss)
-    model.fit(data, callbacks=[tfdist.callbacks.AdaptiveBatch()])
+    model.fit(data, callbacks=[tfdist.addons.unequal_ranks.AdaptiveBatch()])
     ```
 
     Begins with `start` micro-steps to an update, and doubles them, up to the optimizer's
