@@ -76,11 +76,11 @@ format: setup ## Formats the code
 	$(PY) -m ruff format .
 
 typecheck: setup ## Checks the types of the package, and of what tests share
-	$(PY) -m mypy -p tfdist -p tests
+	$(PY) -m mypy -p tfdist -p benchmarks -p tests
 
 benchmark: setup ## Runs the benchmarks, half an hour each on 2 cores
 	@code=0; for name in $(BENCHMARKS); do \
-	  echo "$$name"; $(PY) -m tfdist.benchmarks.$$name || code=1; \
+	  echo "$$name"; $(PY) -m benchmarks.$$name || code=1; \
 	done; exit $$code
 
 release: setup ## Builds the packages in dist, checks them, and trains with the wheel in a bare environment
@@ -92,8 +92,8 @@ docs: $(INSTALLED) ## Builds the documentation site in build/site
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
-peers: setup ## Environments of the libraries that `tfdist-bench training` compares with
-	$(VENV)/bin/tfdist-bench peers --peers=$(PEERS)
+peers: setup ## Environments of the libraries that `python -m benchmarks.training` compares with
+	$(PY) -m benchmarks.environments --peers=$(PEERS)
 
 clean: ## Removes what builds and tests leave; the environment stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache

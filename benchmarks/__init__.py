@@ -1,4 +1,1 @@
-"""Benchmarks: what the README reports, measured."""
-
-if __name__ != "tfdist.benchmarks":
-    raise ImportError("This package is imported as `tfdist.benchmarks`, not as `benchmarks`.")
+"""Benchmarks: what the README reports, measured. They run from a checkout: `python -m benchmarks.training`."""

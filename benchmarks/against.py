@@ -1,4 +1,4 @@
-"""`tfdist-bench training --against=COMMIT`: two trees of tfdist in turns, and what a change did to steps.
+"""`python -m benchmarks.training --against=COMMIT`: two trees of tfdist in turns, and what a change did to steps.
 
 A ratio is that of one round: the median step of the checkout's turn over that of the commit's. That of the
 processor time of a step stands beside it: what else runs on the machine changes it less, but it does not see
@@ -16,10 +16,10 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tfdist.benchmarks.commits import Tree
-from tfdist.benchmarks.comparisons import ROWS, SIZES, Job
-from tfdist.benchmarks.jobs import Block, JobError
-from tfdist.benchmarks.turns import take_turns
+from benchmarks.commits import Tree
+from benchmarks.comparisons import ROWS, SIZES, Job
+from benchmarks.jobs import Block, JobError
+from benchmarks.turns import take_turns
 
 __all__ = ["Interval", "Row", "all_rows", "header", "interval_of_median", "measure", "write"]
 

@@ -1,6 +1,6 @@
 """Asynchronous beside synchronous training: speed with a slow worker, convergence, and Hogwild!.
 
-    python -m tfdist.benchmarks.asynchronous [--rounds=5] [--only=hogwild|slow-worker|backup|speculative|digits]
+    python -m benchmarks.asynchronous [--rounds=5] [--only=hogwild|slow-worker|backup|speculative|digits]
 
 Each round measures both sides of a comparison, one after the other. Measure on an idle machine: each
 worker has one thread, and a job of three workers and a server wants four cores.
@@ -210,7 +210,7 @@ def job(kind: str, **options) -> list[dict]:
         workers = _WORKERS + (options.get("backup") or 0)
         flags = ["--engine=tensorflow", "-np", str(workers)]
         flags += [] if kind == "synchronous" else ["--ps=1"]
-        own = [sys.executable, "-m", "tfdist.benchmarks.asynchronous", "--worker", folder]
+        own = [sys.executable, "-m", "benchmarks.asynchronous", "--worker", folder]
         words = [sys.executable, "-m", "tfdist.launch.run", *flags, "--", *own]
         environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
         subprocess.run(

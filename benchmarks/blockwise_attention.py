@@ -1,6 +1,6 @@
 """Attention by blocks: time and peak memory over those of Keras' attention.
 
-    python -m tfdist.benchmarks.blockwise_attention [--rounds=15]
+    python -m benchmarks.blockwise_attention [--rounds=15]
 
 One process with 2 threads; forward and backward pass, in a step of a strategy, of
 `blockwise_attention` and of `keras.ops.dot_product_attention`, which stock layers call. They take turns, and a ratio is that of one
@@ -11,14 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from tfdist.benchmarks.measuring import (
-    HEADER,
-    Ratio,
-    parser,
-    peak_above,
-    variants_in_turn,
-    write_json,
-)
+from benchmarks.measuring import HEADER, Ratio, parser, peak_above, variants_in_turn, write_json
 from tfdist.testing import RankPool
 
 #: By case: batch, heads, tokens, causal, and the most that a step may take of Keras'.

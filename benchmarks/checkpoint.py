@@ -1,6 +1,6 @@
 """What saving costs a training: step time with one save per 20 steps over that without, and memory.
 
-    python -m tfdist.benchmarks.checkpoint [--engine=horovod|tensorflow] [--rounds=5]
+    python -m benchmarks.checkpoint [--engine=horovod|tensorflow] [--rounds=5]
 
 The wide GPT on 2 data-parallel ranks with 1 thread each. Both take turns on the same ranks, and a ratio is
 that of one turn; the time is that from the second step to the last, with two saves in it, of which the
@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import tempfile
 
-from tfdist.benchmarks.measuring import (
+from benchmarks.measuring import (
     ENVIRONMENT,
     HEADER,
     Ratio,

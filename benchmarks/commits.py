@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tfdist
-from tfdist.benchmarks.job_variables import outside
+from benchmarks.job_variables import outside
 from tfdist.launch.command import Failure, UsageError
 from tfdist.runtime.sessions import run_in_session
 from tfdist.utils.checks import one_line

@@ -1,4 +1,4 @@
-"""What `tfdist-bench training` compares with what, and the most that the ratio may be: data only."""
+"""What `python -m benchmarks.training` compares with what, and the most that the ratio may be: data only."""
 
 from __future__ import annotations
 

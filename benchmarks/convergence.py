@@ -1,6 +1,6 @@
 """What compression of gradients costs in quality, at equal steps.
 
-    python -m tfdist.benchmarks.convergence [--only=digits|text] [--seeds=3]
+    python -m benchmarks.convergence [--only=digits|text] [--seeds=3]
 
 Two ranks with 1 thread each train a ConvNet on the digits (its limit: points of test accuracy below that
 of float32 gradients) and a GPT on the bytes of the Python reference (percent of validation perplexity

@@ -1,6 +1,6 @@
 """Data parallelism on 2 ranks against 1 process, and collectives against their engine's own.
 
-    python -m tfdist.benchmarks.data_parallel [--engine=horovod|tensorflow] [--rounds=15]
+    python -m benchmarks.data_parallel [--engine=horovod|tensorflow] [--rounds=15]
 
 Same model, same global batch; each rank has 1 thread, the process 2. The two worlds take turns, so that what else the machine does falls
 on both; the ratio is that of each turn.
@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tfdist.benchmarks.measuring import (
+from benchmarks.measuring import (
     ENVIRONMENT,
     HEADER,
     Ratio,

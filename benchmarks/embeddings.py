@@ -1,8 +1,8 @@
 """A step of a recommender on 2 ranks against 1 process, by where its tables lie.
 
-    python -m tfdist.benchmarks.embeddings [--engine=horovod|tensorflow] [--rounds=15] [--only=rows-sgd]
+    python -m benchmarks.embeddings [--engine=horovod|tensorflow] [--rounds=15] [--only=rows-sgd]
 
-The model is the DLRM of `tfdist-bench training`, whose comparisons `dlrm-horovod` and
+The model is the DLRM of `python -m benchmarks.training`, whose comparisons `dlrm-horovod` and
 `dlrm-one-process` are with others. Each rank has 1 thread, the process 2.
 """
 
@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 import sys
 
-from tfdist.benchmarks.comparisons import SIZES
-from tfdist.benchmarks.measuring import (
+from benchmarks.comparisons import SIZES
+from benchmarks.measuring import (
     ENVIRONMENT,
     HEADER,
     Ratio,

@@ -1,4 +1,4 @@
-"""`tfdist-bench peers`: makes the environments in which the others train."""
+"""`python -m benchmarks.environments`: makes the environments in which the others train."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ def _main(_) -> int:
     except (OSError, PrerequisiteError) as error:
         raise command.UsageError(str(error)) from None
     except BuildError as error:
-        command.say("tfdist-bench", str(error))
+        command.say("benchmarks", str(error))
         return 1
     except KeyboardInterrupt:
-        command.say("tfdist-bench", "Stopped.")
+        command.say("benchmarks", "Stopped.")
         return 130
     return 0
 
@@ -147,8 +147,8 @@ def _call(arguments: Sequence[str]) -> str:
 PROGRAM = command.Program(
     _main,
     _VALUES,
-    usage="tfdist-bench peers [flags]",
-    summary="Makes the environments of those that `tfdist-bench training` compares with, where "
+    usage="python -m benchmarks.environments [flags]",
+    summary="Makes the environments of those that `python -m benchmarks.training` compares with, where "
     "they are not there yet: a GB or two each.",
     check=_check,
 )

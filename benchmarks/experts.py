@@ -1,6 +1,6 @@
 """Layers of experts: beside KerasHub's block on one rank, and on 2 expert ranks beside one process.
 
-    python -m tfdist.benchmarks.experts [--engine=horovod|tensorflow] [--rounds=15]
+    python -m benchmarks.experts [--engine=horovod|tensorflow] [--rounds=15]
 
 A block is Mixtral's of KerasHub, forward and backward, in one process of 2 threads; `parallelize` makes
 it sparse. E experts of which a token takes k are E / k times the work where all are computed. Peak
@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import time
 
-from tfdist.benchmarks.measuring import (
+from benchmarks.measuring import (
     ENVIRONMENT,
     HEADER,
     Ratio,

@@ -1,4 +1,4 @@
-"""What `tfdist-bench training` has found: as JSON, as a table and as a picture."""
+"""What `python -m benchmarks.training` has found: as JSON, as a table and as a picture."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Fine-tuning a GPT-2 of KerasHub by LoRA: beside plain KerasHub, and beside transformers and peft.
 
     make peers                          # PyTorch, transformers and peft, in .peers/torch
-    python -m tfdist.benchmarks.fine_tuning [--only=zero] [--rounds=7] [--json=fine_tuning.json]
+    python -m benchmarks.fine_tuning [--only=zero] [--rounds=7] [--json=fine_tuning.json]
 
 The model is as large as GPT-2 small, with random weights and adapters on the projections of query and
-value; nothing is downloaded. The jobs take turns as those of `tfdist-bench training` do.
+value; nothing is downloaded. The jobs take turns as those of `python -m benchmarks.training` do.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from tfdist.benchmarks import findings
-from tfdist.benchmarks.comparisons import SIZES, UNUSED, Comparison, Job
-from tfdist.benchmarks.findings import Finding
-from tfdist.benchmarks.jobs import JobError
-from tfdist.benchmarks.measuring import parser, write_between
-from tfdist.benchmarks.training import compare
+from benchmarks import findings
+from benchmarks.comparisons import SIZES, UNUSED, Comparison, Job
+from benchmarks.findings import Finding
+from benchmarks.jobs import JobError
+from benchmarks.measuring import parser, write_between
+from benchmarks.training import compare
 
 __all__ = ["NAMES", "comparisons", "table"]
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from tfdist.benchmarks.comparisons import Job
+from benchmarks.comparisons import Job
 from tfdist.runtime.rendezvous import free_ports, local_environments
 
 __all__ = ["ONEDNN", "RESTLESS", "outside", "variables"]

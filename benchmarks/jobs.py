@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
-from tfdist.benchmarks.comparisons import Job
-from tfdist.benchmarks.environments import MADE
-from tfdist.benchmarks.job_variables import RESTLESS, outside, variables
+from benchmarks.comparisons import Job
+from benchmarks.environments import MADE
+from benchmarks.job_variables import RESTLESS, outside, variables
 from tfdist.runtime.orphan_guard import OrphanGuard
 from tfdist.utils.checks import one_line
 from tfdist.utils.errors import TfdistError

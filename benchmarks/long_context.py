@@ -1,6 +1,6 @@
 """Long context: time of a step over half of one rank's, and memory of a rank over its part.
 
-    python -m tfdist.benchmarks.long_context [--rounds=15] [--only=ring_2]
+    python -m benchmarks.long_context [--rounds=15] [--only=ring_2]
 
 A GPT of 2 layers (of 6 for the memory) on one sequence of 4,096 tokens, one thread a rank, with the
 sequence split over 2 or 4 ranks, on as many cores. The rank beside it computes the whole sequence while
@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import sys
 
-from tfdist.benchmarks.measuring import (
+from benchmarks.measuring import (
     HEADER,
     Ratio,
     in_turn,
@@ -76,7 +76,7 @@ def prepare(kind: str, tokens: int = _TOKENS, num_layers: int = 2, alone: bool =
 
 def step_seconds(kind: str) -> float:
     """The time of a step of `fit`, the median of three."""
-    from tfdist.benchmarks.measuring import fit_step_seconds
+    from benchmarks.measuring import fit_step_seconds
     from tfdist.testing import rank
 
     model, data = rank._state["gpt", kind]

@@ -10,11 +10,11 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks.comparisons import Comparison
+from benchmarks.job_variables import outside
+from benchmarks.jobs import JobError
 from tfdist.addons.planner import Transformer
 from tfdist.addons.planner.parts import training_flops
-from tfdist.benchmarks.comparisons import Comparison
-from tfdist.benchmarks.job_variables import outside
-from tfdist.benchmarks.jobs import JobError
 from tfdist.runtime.sessions import run_in_session
 from tfdist.utils.checks import one_line
 
@@ -75,7 +75,7 @@ def gemm_peak(threads: int) -> float:
     """
     with tempfile.TemporaryDirectory(prefix="tfdist-bench-") as folder:
         path = Path(folder) / "peak.json"
-        module = "tfdist.benchmarks.peak"
+        module = "tfdist.launch.bench.peak"
         finished = run_in_session(
             [sys.executable, "-P", "-m", module, f"--threads={threads}", f"--output={path}"],
             stderr=subprocess.PIPE,

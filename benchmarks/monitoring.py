@@ -1,7 +1,7 @@
 """What a `Monitor` costs: steps of `fit` with one and without, in turns, on the same ranks.
 
-    python -m tfdist.benchmarks.monitoring
-    python -m tfdist.benchmarks.monitoring --only=gpt --engine=tensorflow
+    python -m benchmarks.monitoring
+    python -m benchmarks.monitoring --only=gpt --engine=tensorflow
 
 Each rank runs two `fit`s of one model in two threads, of which one has the callback. Only one thread
 runs at a time: they take turns of a second or two, shorter than most of what else a machine does.
@@ -16,14 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import keras
 
-from tfdist.benchmarks.measuring import (
-    ENVIRONMENT,
-    HEADER,
-    Ratio,
-    parser,
-    token_batches,
-    write_json,
-)
+from benchmarks.measuring import ENVIRONMENT, HEADER, Ratio, parser, token_batches, write_json
 from tfdist.testing import RankPool
 
 __all__ = ["main"]

@@ -1,6 +1,6 @@
 """Pipelines of 2 stages: against one process, and how long ranks are idle.
 
-    python -m tfdist.benchmarks.pipeline_parallel [--engine=horovod|tensorflow] [--rounds=15]
+    python -m benchmarks.pipeline_parallel [--engine=horovod|tensorflow] [--rounds=15]
 
 A rank has 1 thread, the process 2; same model, same global batch. The worlds take turns, so that
 what else the machine does falls on both; a ratio is that of one turn. Idle shares are read off
@@ -13,7 +13,7 @@ import itertools
 import statistics
 import sys
 
-from tfdist.benchmarks.measuring import (
+from benchmarks.measuring import (
     ENVIRONMENT,
     HEADER,
     Ratio,

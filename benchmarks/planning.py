@@ -1,11 +1,11 @@
 """Predictions of tfdist.addons.planner beside what layouts take on this machine.
 
     tfdist-plan calibrate --output=machine.json
-    python -m tfdist.benchmarks.planning --only=layouts --ranks=2 [--models=small,experts]
-    python -m tfdist.benchmarks.planning --only=limits --machine=machine.json
-    python -m tfdist.benchmarks.planning --only=schedules
+    python -m benchmarks.planning --only=layouts --ranks=2 [--models=small,experts]
+    python -m benchmarks.planning --only=limits --machine=machine.json
+    python -m benchmarks.planning --only=schedules
     sudo python -m tests.hosts.planning
-    python -m tfdist.benchmarks.planning --only=report --machine=machine.json --table=docs/planning.md
+    python -m benchmarks.planning --only=report --machine=machine.json --table=docs/planning.md
 
 Each part adds what it measures to a file, planning.json by default, so that they may run one by one; without
 `--only` all run but that of several hosts. "layouts" trains each layout in processes of their own, none of
@@ -24,11 +24,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import planning_report
+from benchmarks.measuring import ENVIRONMENT
+from benchmarks.planning_cases import Case, cases, limit_cases
 from tfdist.addons.planner import estimate
 from tfdist.addons.planner.calibration import read_machine
-from tfdist.benchmarks import planning_report
-from tfdist.benchmarks.measuring import ENVIRONMENT
-from tfdist.benchmarks.planning_cases import Case, cases, limit_cases
 from tfdist.launch import trials
 from tfdist.testing import RankError, RankPool
 
@@ -131,7 +131,7 @@ def measure_limits(machine_file: str, engine: str) -> list[dict[str, Any]]:
 
 def measure_schedules(engine: str, stages: list[int]) -> list[dict[str, Any]]:
     """Real schedules over stages that wait: the share in which ranks are idle, and seconds of a step."""
-    from tfdist.benchmarks.waiting_stages import SECONDS, train_waiting
+    from benchmarks.waiting_stages import SECONDS, train_waiting
 
     rows = []
     for ranks in stages:

@@ -1,7 +1,7 @@
 """A layout of the planner's benchmark on the ranks of a job; the chief prints a line of JSON.
 
 `python -m tests.hosts.planning` runs it between hosts: `tfdist-run ... -- python -m
-tfdist.benchmarks.planning_rank CASE`, where CASE is JSON as `Case.as_json` makes it, or "links" for the times of
+benchmarks.planning_rank CASE`, where CASE is JSON as `Case.as_json` makes it, or "links" for the times of
 all-reduces, and of a step of `LINK_CASE`, whose gradients are hidden or not.
 """
 
@@ -11,7 +11,7 @@ import json
 import sys
 from typing import Any
 
-from tfdist.benchmarks.planning_cases import LINK_CASE, Case
+from benchmarks.planning_cases import LINK_CASE, Case
 
 __all__ = ["SIZES", "main"]
 

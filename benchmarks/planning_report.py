@@ -11,10 +11,10 @@ from typing import Any
 
 from tabulate import tabulate
 
+from benchmarks.measuring import write_between
+from benchmarks.planning_cases import LINK_CASE, Case
 from tfdist.addons.planner import Estimate, Layout, Link, Machine, estimate
 from tfdist.addons.planner.simulation import play
-from tfdist.benchmarks.measuring import write_between
-from tfdist.benchmarks.planning_cases import LINK_CASE, Case
 from tfdist.launch.calibrating import link_of
 from tfdist.pipeline.schedules import make_schedule
 

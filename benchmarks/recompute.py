@@ -1,6 +1,6 @@
 """Recompute: step time over that of keeping all activations.
 
-    python -m tfdist.benchmarks.recompute [--rounds=15]
+    python -m benchmarks.recompute [--rounds=15]
 
 One process with 2 threads and the GPT of width 256; the policies take turns, and a ratio is that of
 one turn.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-from tfdist.benchmarks.measuring import (
+from benchmarks.measuring import (
     HEADER,
     Ratio,
     fit_step_seconds,

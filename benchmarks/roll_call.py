@@ -1,6 +1,6 @@
 """The watchdog's server with thousands of members: start-up, processor time, and how a death is told.
 
-    python -m tfdist.benchmarks.roll_call [--members=250,500,1000,2000]
+    python -m benchmarks.roll_call [--members=250,500,1000,2000]
 
 Members are connections of a few light processes. Each says what a rank says that waits in a collective
 of all, as often as the server asks. Exit code 1 where a death is told too late, or the server takes
@@ -18,7 +18,7 @@ import time
 
 from tabulate import tabulate
 
-from tfdist.benchmarks.measuring import write_between
+from benchmarks.measuring import write_between
 from tfdist.runtime import Channel, connect
 from tfdist.watchdog.heartbeat import HeartbeatServer
 from tfdist.watchdog.report import Report

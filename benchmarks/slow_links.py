@@ -2,7 +2,7 @@
 
 A rank of a job; `python -m tests.hosts.slow_links` runs it between two hosts on a link of a given rate:
 
-    tfdist-run -np 2 -- python -m tfdist.benchmarks.slow_links --ways=float32,bfloat16,powersgd:4
+    tfdist-run -np 2 -- python -m benchmarks.slow_links --ways=float32,bfloat16,powersgd:4
 
 `diloco:20` sends no gradients, and synchronizes parameters every 20 steps, of which it makes as many.
 The chief prints a line of JSON: for each way the seconds of each step, and what a rank sent in one.

@@ -1,6 +1,6 @@
 """What strangers at the ports of a job cost its steps.
 
-    python -m tfdist.benchmarks.strangers [--engine=horovod|tensorflow] [--rounds=3] [--attacks NAME ...]
+    python -m benchmarks.strangers [--engine=horovod|tensorflow] [--rounds=3] [--attacks NAME ...]
 
 Two ranks with 1 thread each train under `tfdist-run`. In turn, for some seconds each, every port of
 the job is attacked, and as many ports of a decoy, a process beside the job that drops its callers the
@@ -29,7 +29,7 @@ from pathlib import Path
 
 import psutil
 
-from tfdist.benchmarks import attacks
+from benchmarks import attacks
 from tfdist.runtime.listener import Listener, bind
 
 __all__ = ["main"]

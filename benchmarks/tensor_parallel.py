@@ -1,6 +1,6 @@
 """GPT on 2 tensor ranks, on one process, and written by hand in TensorFlow.
 
-    python -m tfdist.benchmarks.tensor_parallel [--engine=horovod|tensorflow] [--rounds=15]
+    python -m benchmarks.tensor_parallel [--engine=horovod|tensorflow] [--rounds=15]
 
 Same sizes, same batch, same optimizer; each rank has 1 thread, a process 2. The worlds take
 turns, so that what else the machine does falls on all; a ratio is that of one turn.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 
-from tfdist.benchmarks.measuring import (
+from benchmarks.measuring import (
     ENVIRONMENT,
     HEADER,
     Ratio,
@@ -46,7 +46,7 @@ def prepare(name: str, kind: str) -> None:
     random = np.random.default_rng(0)
     tokens, labels = (random.integers(0, vocabulary, (batch, length), "int32") for _ in range(2))
     if kind == "raw":
-        from tfdist.benchmarks.raw_gpt import RawGPT
+        from benchmarks.raw_gpt import RawGPT
 
         raw = RawGPT(vocabulary, num_layers, width, heads, length, keras.optimizers.Adam())
         x, y = tf.constant(tokens), tf.constant(labels)

@@ -1,9 +1,9 @@
-"""`tfdist-bench training`: the same GPT and ConvNet on tfdist and on others, and the ratios.
+"""`python -m benchmarks.training`: the same GPT and ConvNet on tfdist and on others, and the ratios.
 
     make peers                                  # makes an environment for each of the others
-    tfdist-bench training --json=training.json --document=docs/performance.md
-    tfdist-bench training --only=gpt-ddp,gpt-fsdp --rounds=5
-    tfdist-bench training --against=HEAD~1      # the checkout and a commit, alone: what a change did
+    python -m benchmarks.training --json=training.json --document=docs/performance.md
+    python -m benchmarks.training --only=gpt-ddp,gpt-fsdp --rounds=5
+    python -m benchmarks.training --against=HEAD~1      # the checkout and a commit, alone: what a change did
 
 Both jobs of a comparison live at once and take turns: one trains a block of steps while the other
 waits, so what else the machine does falls on both. The ratio is that of the medians of a round's two
@@ -23,15 +23,15 @@ from typing import NamedTuple
 
 from absl import flags
 
-from tfdist.benchmarks import against, commits, findings
-from tfdist.benchmarks.comparisons import COMPARISONS, ROWS, SIZES, Comparison, Job
-from tfdist.benchmarks.environments import versions
-from tfdist.benchmarks.findings import Finding, Side
-from tfdist.benchmarks.job_variables import ONEDNN
-from tfdist.benchmarks.jobs import Block, JobError, RunningJob, interpreter
-from tfdist.benchmarks.measuring import has_between, write_between
-from tfdist.benchmarks.model_flops import gemm_peak, step_flops
-from tfdist.benchmarks.turns import take_turns
+from benchmarks import against, commits, findings
+from benchmarks.comparisons import COMPARISONS, ROWS, SIZES, Comparison, Job
+from benchmarks.environments import versions
+from benchmarks.findings import Finding, Side
+from benchmarks.job_variables import ONEDNN
+from benchmarks.jobs import Block, JobError, RunningJob, interpreter
+from benchmarks.measuring import has_between, write_between
+from benchmarks.model_flops import gemm_peak, step_flops
+from benchmarks.turns import take_turns
 from tfdist.launch import command
 from tfdist.launch.flag_values import (
     YEAR,
@@ -69,7 +69,7 @@ _TIMEOUT = _define.float(
     upper_bound=YEAR,
 )
 
-_MARK = "tfdist-bench training"
+_MARK = "benchmarks.training"
 
 
 class Against(NamedTuple):
@@ -142,11 +142,11 @@ def _main(chosen: list[Comparison] | Against) -> int:
             )
             found = dataclasses.replace(found, gemm_peak=peaks[threads])
         except JobError as error:
-            command.say("tfdist-bench", f"{comparison.name}: {error}")
+            command.say("benchmarks", f"{comparison.name}: {error}")
             failed = True
             continue
         except KeyboardInterrupt:
-            command.say("tfdist-bench", "Stopped.")
+            command.say("benchmarks", "Stopped.")
             return 130
         print(found.row(), flush=True)
         failed |= found.is_over
@@ -181,7 +181,7 @@ def _compare_trees(chosen: Against) -> int:
                         variables=_allocator_variables(),
                     )
                 except JobError as error:
-                    command.say("tfdist-bench", f"{name}: {error}")
+                    command.say("benchmarks", f"{name}: {error}")
                     failed = True
                     continue
                 rows.append(row)
@@ -190,7 +190,7 @@ def _compare_trees(chosen: Against) -> int:
                     day = datetime.date.today().isoformat()
                     against.write(Path(_JSON.value), new, old, _machine(), day, rows)
     except KeyboardInterrupt:
-        command.say("tfdist-bench", "Stopped.")
+        command.say("benchmarks", "Stopped.")
         return 130
     if rows:
         print(against.all_rows(rows).line())
@@ -327,7 +327,7 @@ def _machine() -> str:
 PROGRAM = command.Program(
     _main,
     _VALUES,
-    usage="tfdist-bench training [flags]",
+    usage="python -m benchmarks.training [flags]",
     summary="Trains the same models on tfdist, tf_keras, PyTorch and Keras on JAX, in turn, and compares the "
     f"times of a step. Comparisons: {', '.join(COMPARISONS)}.",
     check=_check,

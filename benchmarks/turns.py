@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tfdist.benchmarks.comparisons import Job
-from tfdist.benchmarks.jobs import Block, JobError, RunningJob
+from benchmarks.comparisons import Job
+from benchmarks.jobs import Block, JobError, RunningJob
 
 __all__ = ["take_turns"]
 

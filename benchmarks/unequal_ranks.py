@@ -1,7 +1,7 @@
 """How much unequal ranks gain by shares of the batch that follow their speed.
 
-    python -m tfdist.benchmarks.unequal_ranks
-    python -m tfdist.benchmarks.unequal_ranks --only=gpt --engine=tensorflow --rounds=3
+    python -m benchmarks.unequal_ranks
+    python -m benchmarks.unequal_ranks --only=gpt --engine=tensorflow --rounds=3
 
 Two ranks stand on one core each; beside the second a program keeps its core busy, so that the rank has
 about half of it. Each round trains a model with equal shares and then, anew, with measured ones, for
@@ -16,12 +16,7 @@ import statistics
 import subprocess
 import sys
 
-from tfdist.benchmarks.measuring import (
-    ENVIRONMENT,
-    Ratio,
-    parser,
-    write_json,
-)
+from benchmarks.measuring import ENVIRONMENT, Ratio, parser, write_json
 from tfdist.launch.trials import fit_begins, median_interval
 from tfdist.testing import RankPool
 
@@ -124,8 +119,8 @@ def _make(part: str, shared):
     import numpy as np
     import tensorflow as tf
 
+    from benchmarks.measuring import token_batches
     from tfdist import models
-    from tfdist.benchmarks.measuring import token_batches
 
     keras.backend.clear_session()
     keras.utils.set_random_seed(0)

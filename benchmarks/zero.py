@@ -1,6 +1,6 @@
 """ZeRO: step time of each stage over stage 0, and the bytes that a rank holds.
 
-    python -m tfdist.benchmarks.zero [--engine=horovod|tensorflow] [--rounds=15] [--table=docs/memory.md]
+    python -m benchmarks.zero [--engine=horovod|tensorflow] [--rounds=15] [--table=docs/memory.md]
 
 Times are of the wide GPT on 2 ranks with 1 thread each; the stages take turns on the same ranks, and
 a ratio is that of one turn. Bytes are those of live variables between steps plus the peak of a step,
@@ -13,7 +13,7 @@ import sys
 
 from tabulate import tabulate
 
-from tfdist.benchmarks.measuring import (
+from benchmarks.measuring import (
     ENVIRONMENT,
     HEADER,
     Ratio,

@@ -5,7 +5,7 @@ A rank of two or more, which finds the others by MASTER_ADDR, MASTER_PORT, RANK 
     python -P torch_slow_links.py '{"layers": 12, ...}' float32,powersgd:4 --rows=2 --steps=4 --rounds=2
 
 Rank 0 prints a line of JSON: for each way the seconds of each step. It does what
-`tfdist.benchmarks.slow_links` does, with the same sizes.
+`benchmarks.slow_links` does, with the same sizes.
 """
 
 from __future__ import annotations

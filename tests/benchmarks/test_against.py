@@ -1,4 +1,4 @@
-"""`tfdist-bench training --against=COMMIT`: its statistics, its trees, its refusals, and a run of both trees."""
+"""`python -m benchmarks.training --against=COMMIT`: its statistics, its trees, its refusals, and a run of both trees."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from scipy.stats import binom
 
-from tfdist.benchmarks.against import Row, all_rows, header, interval_of_median
-from tfdist.benchmarks.commits import checkout, resolve, tree_of
-from tfdist.benchmarks.comparisons import COMPARISONS, ROWS, SIZES
+from benchmarks.against import Row, all_rows, header, interval_of_median
+from benchmarks.commits import checkout, resolve, tree_of
+from benchmarks.comparisons import COMPARISONS, ROWS, SIZES
 from tfdist.launch.command import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -130,7 +130,7 @@ def test_both_trees_train(tmp_path):
     )
     finished = subprocess.run(
         [
-            *(sys.executable, "-m", "tfdist.benchmarks.training", "--against=HEAD"),
+            *(sys.executable, "-m", "benchmarks.training", "--against=HEAD"),
             *("--sizes=tiny", "--rounds=2", "--steps=2", "--timeout=120"),
             "--only=convnet-one-process,gpt-one-process,mlp-data",
             f"--json={tmp_path}/found.json",

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.comparisons import SIZES
+from benchmarks.environments import ENVIRONMENTS, MADE
+from benchmarks.findings import Finding, Side
+from benchmarks.fine_tuning import MODEL, NAMES, comparisons, table
+from benchmarks.measuring import write_between
+from benchmarks.training import compare
 from tests.conftest import skip_without
-from tfdist.benchmarks.comparisons import SIZES
-from tfdist.benchmarks.environments import ENVIRONMENTS, MADE
-from tfdist.benchmarks.findings import Finding, Side
-from tfdist.benchmarks.fine_tuning import MODEL, NAMES, comparisons, table
-from tfdist.benchmarks.measuring import write_between
-from tfdist.benchmarks.training import compare
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".peers"
@@ -66,7 +66,7 @@ def test_the_document_has_the_mark(tmp_path):
 
 def run(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "tfdist.benchmarks.fine_tuning", *arguments],
+        [sys.executable, "-m", "benchmarks.fine_tuning", *arguments],
         capture_output=True,
         text=True,
         check=False,

@@ -1,4 +1,4 @@
-"""`tfdist-bench training`: its data, what it writes, its refusals, and that its jobs train."""
+"""`python -m benchmarks.training`: its data, what it writes, its refusals, and that its jobs train."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
+from benchmarks import findings
+from benchmarks.comparisons import COMPARISONS, SIZES, Job
+from benchmarks.environments import ENVIRONMENTS, MADE
+from benchmarks.findings import Finding, Side
+from benchmarks.job_variables import outside, variables
+from benchmarks.jobs import JobError, RunningJob
+from benchmarks.measuring import write_between
+from benchmarks.model_flops import gemm_peak, step_flops
+from benchmarks.training import compare
 from tests.conftest import skip_without
 from tfdist import models
 from tfdist.addons import recommenders
 from tfdist.addons.monitoring.monitor.flops import count_flops
-from tfdist.benchmarks import findings
-from tfdist.benchmarks.comparisons import COMPARISONS, SIZES, Job
-from tfdist.benchmarks.environments import ENVIRONMENTS, MADE
-from tfdist.benchmarks.findings import Finding, Side
-from tfdist.benchmarks.job_variables import outside, variables
-from tfdist.benchmarks.jobs import JobError, RunningJob
-from tfdist.benchmarks.measuring import write_between
-from tfdist.benchmarks.model_flops import gemm_peak, step_flops
-from tfdist.benchmarks.training import compare
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".peers"
@@ -235,9 +235,9 @@ def test_the_table_goes_between_the_marks(tmp_path):
 @pytest.mark.parametrize(
     "mark",
     [
-        "tfdist-bench training",
-        "tfdist-bench training, large",
-        "tfdist-bench training, large, allocator",
+        "benchmarks.training",
+        "benchmarks.training, large",
+        "benchmarks.training, large, allocator",
     ],
 )
 def test_the_document_has_the_marks(tmp_path, mark):
@@ -357,7 +357,7 @@ def test_tfdist_against_itself(tmp_path, allocator):
     library, said = allocator
     page = tmp_path / "page.md"
     page.write_text(
-        "<!-- tfdist-bench training, tiny, allocator -->\nNot measured yet.\n<!-- end -->\n"
+        "<!-- benchmarks.training, tiny, allocator -->\nNot measured yet.\n<!-- end -->\n"
     )
     flags = ["--sizes=tiny", "--rounds=2", "--steps=2", "--timeout=120"]
     finished = bench(

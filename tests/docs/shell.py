@@ -10,10 +10,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.environments import ENVIRONMENTS, MADE
 from tests.docs.blocks import ROOT
 from tfdist.addons.planner import machine
 from tfdist.addons.planner.calibration import write_machine
-from tfdist.benchmarks.environments import ENVIRONMENTS, MADE
 
 __all__ = ["Plan", "check_flags", "plan", "run", "sandbox"]
 
@@ -44,7 +44,7 @@ _PROGRAMS = {
     "tfdist-schedule": ("tfdist.launch.schedule", "PROGRAM", False),
     "tfdist-plan": ("tfdist.launch.plan", "PROGRAMS", True),
     "tfdist-launch": ("tfdist.launch.cluster.main", "PROGRAMS", True),
-    "tfdist-bench": ("tfdist.benchmarks.program", "PROGRAMS", True),
+    "tfdist-bench": ("tfdist.launch.bench.program", "PROGRAMS", True),
 }
 
 

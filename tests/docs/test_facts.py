@@ -163,7 +163,7 @@ def test_names_that_look_like_secrets():
 
 def test_the_picture_of_the_readme_has_the_ratios_of_the_table():
     """What is measured beside other libraries, and beside one process of tfdist's own."""
-    _, _, rest = text_of("docs/performance.md").partition("<!-- tfdist-bench training -->")
+    _, _, rest = text_of("docs/performance.md").partition("<!-- benchmarks.training -->")
     rows = re.findall(
         r"^\| `([\w-]+)` *\| tfdist,.*? / .*?\| +[\d.]+ \| +[\d.]+ \| +\**([\d.]+)",
         rest.partition("<!-- end -->")[0],

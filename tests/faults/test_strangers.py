@@ -13,8 +13,8 @@ import numpy as np
 import psutil
 import pytest
 
+from benchmarks.attacks import attack, listening_addresses
 from tests.conftest import skip_without
-from tfdist.benchmarks.attacks import attack, listening_addresses
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "attacked_job.py"
 

@@ -3,7 +3,7 @@
     sudo .venv/bin/python -m tests.hosts.planning [--rates=1gbit,300mbit] [--json=planning.json]
 
 The link is measured by all-reduces, then each layout trains in a job of its own; both are added to the file
-of `tfdist.benchmarks.planning`, whose report compares.
+of `benchmarks.planning`, whose report compares.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import os
 import sys
 from typing import Any
 
+from benchmarks.planning import add
+from benchmarks.planning_cases import host_cases
+from benchmarks.planning_rank import SIZES
 from tests.hosts.cluster import SCRIPTS, Cluster, environment, why_not
-from tfdist.benchmarks.planning import add
-from tfdist.benchmarks.planning_cases import host_cases
-from tfdist.benchmarks.planning_rank import SIZES
 
 
 def main() -> int:
@@ -53,7 +53,7 @@ def run(cluster: Cluster, engine: str, wanted: Any) -> dict[str, Any]:
         variables["PYTHONPATH"] = os.environ["PYTHONPATH"]
     done = cluster.hosts[0].run(
         SCRIPTS / "tfdist-run", f"--engine={engine}", "-np=2", "-H", "host1:1,host2:1", "--",
-        sys.executable, "-m", "tfdist.benchmarks.planning_rank", json.dumps(wanted),
+        sys.executable, "-m", "benchmarks.planning_rank", json.dumps(wanted),
         environment=variables, seconds=300,
     )  # fmt: skip
     lines = [line.partition("{") for line in done.stdout.splitlines() if "{" in line]

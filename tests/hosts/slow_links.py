@@ -1,4 +1,4 @@
-"""`tfdist.benchmarks.slow_links` between two hosts of this machine, on a link of a given rate.
+"""`benchmarks.slow_links` between two hosts of this machine, on a link of a given rate.
 
     sudo .venv/bin/python -m tests.hosts.slow_links --rate=1gbit [--ways=float32,bfloat16,powersgd:4]
 
@@ -18,9 +18,9 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from benchmarks import peers
+from benchmarks.slow_links import SIZES, TOKENS
 from tests.hosts.cluster import SCRIPTS, Cluster, environment, why_not
-from tfdist.benchmarks import peers
-from tfdist.benchmarks.slow_links import SIZES, TOKENS
 
 
 def main() -> int:
@@ -48,7 +48,7 @@ def main() -> int:
         peer = _torch(cluster, options, 0) if options.torch else {}
         done = cluster.hosts[0].run(
             SCRIPTS / "tfdist-run", f"--engine={options.engine}", "-np=2", "-H", "host1:1,host2:1",
-            "--", sys.executable, "-m", "tfdist.benchmarks.slow_links",
+            "--", sys.executable, "-m", "benchmarks.slow_links",
             *(f"--{name}={getattr(options, name)}" for name in ("ways", "size", "rows", "steps", "rounds")),
             environment=variables, seconds=3600,
         )  # fmt: skip

@@ -8,8 +8,8 @@ from __future__ import annotations
 import ast
 import tomllib
 
+from benchmarks.measuring import write_between
 from tests.house.sources import PACKAGE, ROOT, rooms, tree_of
-from tfdist.benchmarks.measuring import write_between
 
 __all__ = ["DOCUMENT", "MARK", "levels", "table"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import keras
 import numpy as np
 
+from benchmarks.measuring import peak_above
 from tests.models.gpt_programs import build, scope, whole
 from tests.tensor_parallel.parallel_programs import gpt2
-from tfdist.benchmarks.measuring import peak_above
 
 VOCABULARY, TIME = 61, 16
 

@@ -22,9 +22,7 @@ from tests.conftest import skip_without
 
 ROOT = Path(__file__).parents[2]
 #: Folders at the root that links in `tfdist/` lead to.
-LINKED = ("benchmarks", "launch", "models", "strategies")
-#: What runs in other libraries' environments, from a checkout, and is no part of a wheel.
-PEERS = "tfdist/benchmarks/peers/"
+LINKED = ("launch", "models", "strategies")
 
 #: Calls a hook of the build backend that `pyproject.toml` names, as a front end without isolation does.
 _HOOK = """
@@ -148,8 +146,6 @@ def test_the_package_asks_for_what_it_imports():
     missing = {}
     for folder in ("tfdist", *LINKED):
         for path in (ROOT / folder).rglob("*.py"):
-            if (ROOT / "benchmarks" / "peers") in path.parents:
-                continue
             for module in _imported(path) - sys.stdlib_module_names - _OF_THE_USERS - {"tfdist"}:
                 if names.isdisjoint(map(canonicalize_name, brought_by.get(module, [module]))):
                     missing[module] = path.relative_to(ROOT)
@@ -193,7 +189,7 @@ def test_the_sdist_builds_without_the_checkout(sdist):
         "tfdist/backend/native/peer.cc",
     ):
         assert name in names, name
-    assert not [name for name in names if name.startswith(PEERS)]
+    assert not [name for name in names if name.startswith("benchmarks/")]
 
 
 def test_the_wheel_has_each_file_once_and_under_tfdist(wheel):
@@ -208,15 +204,10 @@ def test_the_wheel_has_each_file_once_and_under_tfdist(wheel):
 
 def test_the_wheel_has_the_checkouts_modules_and_sources(checkout, wheel):
     names = set(entries(wheel))
-    wanted = {
-        name
-        for name in package_files(checkout, ".py", ".cc", ".h", "py.typed")
-        if not name.startswith(PEERS)
-    }
+    wanted = package_files(checkout, ".py", ".cc", ".h", "py.typed")
     found = {name for name in names if name.startswith("tfdist/")}
     assert found == wanted
     assert {name for name in found if name.endswith(".cc")}
-    assert not [name for name in names if "/peers/" in name]
 
 
 def test_the_wheel_names_its_programs(checkout, wheel):

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
+from benchmarks.attacks import attack
 from tests.conftest import skip_without
-from tfdist.benchmarks.attacks import attack
 from tfdist.runtime.rendezvous import local_environments
 
 

@@ -30,9 +30,9 @@ PROGRAMS = {
         "horovod_build.check_toolchain = lambda options: None;",
         ["--force", "--cache_dir={}"],
     ),
-    "tfdist-bench peers": (
+    "python -m benchmarks.environments": (
         "venv",
-        "from tfdist.benchmarks import environments as program;",
+        "from benchmarks import environments as program;",
         ["--peers={}"],
     ),
 }
@@ -88,7 +88,7 @@ def is_alive(pid: int) -> bool:
     [
         ("from tfdist.launch.install_horovod import run", "--cache_dir="),
         ("from tfdist.launch.install_horovod import run", "--cache_dir= "),
-        ("from tfdist.benchmarks.environments import run", "--peers="),
+        ("from benchmarks.environments import run", "--peers="),
     ],
 )
 def test_a_folder_without_a_name_is_refused(tmp_path, statement, argument):

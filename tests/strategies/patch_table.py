@@ -9,7 +9,7 @@ import inspect
 import pkgutil
 from pathlib import Path
 
-from tfdist.benchmarks.measuring import write_between
+from benchmarks.measuring import write_between
 from tfdist.strategies import keras_patches
 
 __all__ = ["DOCUMENT", "MARK", "table", "wrapping_modules"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import keras
 import numpy as np
 
+from benchmarks.measuring import peak_above
 from tests.tensor_parallel.families import causal_lm, scope, whole
 from tfdist.backend.keras.attributes import stored_value
-from tfdist.benchmarks.measuring import peak_above
 
 __all__ = ["make_preset", "memory_of_loading", "read", "tuned"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import keras
 import numpy as np
 
+from benchmarks.measuring import peak_above
 from tests.tensor_parallel.families import causal_lm, scope, whole
-from tfdist.benchmarks.measuring import peak_above
 
 __all__ = [
     "loaded",

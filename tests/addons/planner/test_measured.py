@@ -7,11 +7,11 @@ import json
 
 import pytest
 
+from benchmarks import planning_report
+from benchmarks.planning_cases import Case, cases, limit_cases
 from tests.conftest import on_ranks
 from tfdist.addons.planner import Link, Machine, estimate
 from tfdist.addons.planner.simulation import play
-from tfdist.benchmarks import planning_report
-from tfdist.benchmarks.planning_cases import Case, cases, limit_cases
 from tfdist.pipeline.schedules import make_schedule
 
 MACHINE = Machine(
@@ -95,7 +95,7 @@ def test_a_case_is_read_as_it_was_written():
 @on_ranks(slow=[("horovod", 2)])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 def test_a_schedule_of_real_ranks_is_idle_as_simulated(pool, schedule):
-    from tfdist.benchmarks.waiting_stages import SECONDS, train_waiting
+    from benchmarks.waiting_stages import SECONDS, train_waiting
 
     found = pool.run(train_waiting, schedule, 4, 1, timeout=300)
     forward, inputs, weights = SECONDS

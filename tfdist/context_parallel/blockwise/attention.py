@@ -14,7 +14,7 @@ from tfdist.utils import checks
 
 __all__ = ["blockwise_attention", "default_settings"]
 
-#: The most queries and keys of a block, by measurement (`tfdist.benchmarks.blockwise_attention`):
+#: The most queries and keys of a block, by measurement (`benchmarks.blockwise_attention`):
 #: blocks of many queries are faster, since the gradients of keys and values are products with a sum
 #: over queries, and small blocks can be left out where nothing of them is seen.
 _BLOCK, _CAUSAL_BLOCK = (1024, 256), (256, 256)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.conftest import on_ranks
-from tfdist.benchmarks.buckets import bucket_mib_for
+from tfdist.launch.bench.buckets import bucket_mib_for
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -25,7 +25,7 @@ def test_messages_take_a_tenth_of_the_time(message, rate, expected):
 
 
 def measured(size: int) -> float:
-    from tfdist.benchmarks.buckets import seconds_of_a_sum
+    from tfdist.launch.bench.buckets import seconds_of_a_sum
     from tfdist.testing import engine
 
     return seconds_of_a_sum(size, engine().group())

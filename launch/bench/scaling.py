@@ -26,9 +26,8 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from tfdist.addons.planner.calibration import read_machine
-from tfdist.benchmarks.jobs import JobError
-from tfdist.benchmarks.scaling_report import Curve, Job, picture
 from tfdist.launch import command
+from tfdist.launch.bench.scaling_report import Curve, Job, picture
 from tfdist.launch.counting import count_cores, count_gpus
 from tfdist.launch.flag_values import (
     MOST_RANKS,
@@ -42,6 +41,7 @@ from tfdist.launch.flag_values import (
 )
 from tfdist.runtime.sessions import exit_on_signals, run_in_session
 from tfdist.utils.checks import one_line
+from tfdist.utils.errors import TfdistError
 
 __all__ = ["BATCH", "MARK", "MODELS", "PROGRAM", "Settings"]
 
@@ -96,6 +96,10 @@ _ERROR = re.compile(r"(?:\[[^\]]*\] )?[\w.]*(?:Error|Exception)\b.*|tfdist-run: 
 #: By how much the rows of a step may differ from what they should be: the last batch of an epoch may be
 #: a smaller one.
 _ROWS_OFF = 0.1
+
+
+class ScalingError(TfdistError):
+    """The script cannot be measured, or has failed: one line says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +204,7 @@ def _main(run: _Run) -> int:
     try:
         with exit_on_signals():
             curves = _measure(run)
-    except JobError as error:
+    except ScalingError as error:
         raise command.Failure(str(error)) from None
     print("\n\n".join(curve.table() for curve in curves))
     try:
@@ -253,7 +257,7 @@ def _named(curve: Curve) -> Curve:
     """The curve by what its steps had of rows: a script may give each rank a batch of its own.
 
     Raises:
-        JobError: The rows are neither the same on all numbers of ranks nor the same of each rank.
+        ScalingError: The rows are neither the same on all numbers of ranks nor the same of each rank.
     """
     base, one = curve.base, curve.rows(curve.base)
     if all(_is_near(curve.rows(n), one) or not one for n in curve.jobs):
@@ -265,7 +269,7 @@ def _named(curve: Curve) -> Curve:
         )
         return dataclasses.replace(curve, weak=True)
     rows = ", ".join(f"{curve.rows(n)} on {n} ranks" for n in curve.jobs)
-    raise JobError(
+    raise ScalingError(
         "Steps cannot be compared: their rows must be the same on all numbers of ranks, or as many times "
         f"more as there are ranks. Received: {rows}."
     )
@@ -275,7 +279,7 @@ def _job(run: _Run, ranks: int, batch: int | None, flops: float | None) -> Job:
     """Runs the script on so many ranks.
 
     Raises:
-        JobError: It failed, or has too few steps of `fit`.
+        ScalingError: It failed, or has too few steps of `fit`.
     """
     settings = Settings(
         steps=_STEPS.value,
@@ -289,7 +293,7 @@ def _job(run: _Run, ranks: int, batch: int | None, flops: float | None) -> Job:
     hosts = ["-H", _HOSTS.value] if _HOSTS.value else []
     words = [sys.executable, "-m", "tfdist.launch.run", f"-np={ranks}", *hosts,
              f"--engine={_ENGINE.value}", "--", sys.executable, "-m",
-             "tfdist.benchmarks.scaling_rank", json.dumps(dataclasses.asdict(settings)), *script]  # fmt: skip
+             "tfdist.launch.bench.scaling_rank", json.dumps(dataclasses.asdict(settings)), *script]  # fmt: skip
     try:
         done = run_in_session(
             words,
@@ -301,7 +305,7 @@ def _job(run: _Run, ranks: int, batch: int | None, flops: float | None) -> Job:
             timeout=_TIMEOUT.value,
         )
     except subprocess.TimeoutExpired:
-        raise JobError(
+        raise ScalingError(
             f"{ranks} ranks took longer than --timeout={_TIMEOUT.value:g} seconds."
         ) from None
     found = [json.loads(text) for text in _LINE.findall(done.stdout)]
@@ -312,8 +316,8 @@ def _job(run: _Run, ranks: int, batch: int | None, flops: float | None) -> Job:
     errors = [line for line in done.stdout.splitlines() if _ERROR.match(line)]
     if done.returncode:
         said = f": {one_line(errors[0])}" if errors else "."
-        raise JobError(f"{ranks} ranks: {script[0]} ended with code {done.returncode}{said}")
-    raise JobError(
+        raise ScalingError(f"{ranks} ranks: {script[0]} ended with code {done.returncode}{said}")
+    raise ScalingError(
         f"{ranks} ranks: {script[0]} ended before {_WARM_UP.value} + {_STEPS.value} steps of a Keras "
         "`fit` were timed, the last batch of each epoch aside. Train more epochs, or lower --steps and --warm_up."
     )

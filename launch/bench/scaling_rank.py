@@ -1,6 +1,6 @@
 """A rank of `tfdist-bench scaling`: runs a script, and times steps of its `fit`.
 
-    python -m tfdist.benchmarks.scaling_rank SETTINGS train.py [arguments]
+    python -m tfdist.launch.bench.scaling_rank SETTINGS train.py [arguments]
 
 SETTINGS is JSON of `Settings`. When enough steps are timed, more are run under a `Monitor` for the share of
 communication, the all-reduce is timed, a line of JSON goes to stdout, and the script ends.
@@ -27,8 +27,8 @@ import tensorflow as tf
 
 from tfdist.addons.planner import Layout, Link, Machine, describe, estimate
 from tfdist.addons.planner.calibration import machine_of
-from tfdist.benchmarks.scaling import BATCH, MARK, Settings
 from tfdist.callbacks import Monitor
+from tfdist.launch.bench.scaling import BATCH, MARK, Settings
 from tfdist.launch.calibrating import link_of
 from tfdist.launch.trials import all_reduce_seconds
 from tfdist.runtime.horovod_variables import started_by_horovod

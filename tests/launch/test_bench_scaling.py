@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import skip_without
-from tfdist.benchmarks.scaling_report import Curve, Job
+from tfdist.launch.bench.scaling_report import Curve, Job
 
 TIMEOUT = 300
 #: As a user has it: nothing of tfdist but the strategy.
@@ -41,7 +41,7 @@ def scaling(
 
 def bench(*flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "tfdist.benchmarks.program", "scaling", *flags],
+        [sys.executable, "-m", "tfdist.launch.bench.program", "scaling", *flags],
         capture_output=True,
         text=True,
         timeout=TIMEOUT,

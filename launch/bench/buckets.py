@@ -13,8 +13,8 @@ from __future__ import annotations
 from absl import flags
 from tabulate import tabulate
 
-from tfdist.benchmarks.collectives import median_seconds
 from tfdist.launch import command
+from tfdist.launch.bench.collectives import median_seconds
 
 __all__ = ["PROGRAM", "bucket_mib_for", "run"]
 

@@ -1,11 +1,11 @@
-"""`tfdist-bench`: measures collectives, or training beside that of others."""
+"""`tfdist-bench`: measures collectives, buckets, the peak of a rank, and the scaling of a training."""
 
 from __future__ import annotations
 
 import sys
 
-from tfdist.benchmarks import buckets, collectives, environments, peak, scaling, training
 from tfdist.launch import command
+from tfdist.launch.bench import buckets, collectives, peak, scaling
 
 __all__ = ["PROGRAMS", "run"]
 
@@ -14,8 +14,6 @@ PROGRAMS = {
     "collectives": collectives.PROGRAM,
     "peak": peak.PROGRAM,
     "scaling": scaling.PROGRAM,
-    "training": training.PROGRAM,
-    "peers": environments.PROGRAM,
 }
 
 
@@ -30,9 +28,8 @@ def run() -> None:
         ", ".join(PROGRAMS),
         usage="tfdist-bench PROGRAM [flags]",
         summary="Measures. PROGRAM is buckets (the size of gradient buckets that suits a network), "
-        "collectives (time and bandwidth between ranks), peak (the most that a rank does), scaling "
-        "(speed-up and efficiency of a training over its ranks), training (times of a step beside those of "
-        "other libraries) or peers (makes environments for these); tfdist-bench PROGRAM --help tells more.",
+        "collectives (time and bandwidth between ranks), peak (the most that a rank does) or scaling "
+        "(speed-up and efficiency of a training over its ranks); tfdist-bench PROGRAM --help tells more.",
     )
 
 

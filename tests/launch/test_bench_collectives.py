@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tfdist.benchmarks.collectives import Line, Link, ring_seconds, tree_seconds
+from tfdist.launch.bench.collectives import Line, Link, ring_seconds, tree_seconds
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,7 +71,7 @@ def test_on_two_ranks(tmp_path):
             *runner,
             sys.executable,
             "-m",
-            "tfdist.benchmarks.collectives",
+            "tfdist.launch.bench.collectives",
             *flags,
             f"--json={tmp_path}/found",
         ],
