@@ -3,7 +3,7 @@
 MkDocs calls the functions whose names begin with `on_`.
 
 - Documents that lie outside of `docs/`, such as CONTRIBUTING.md, become pages.
-- Each room of the package gets a page with its public names, of which `docs/api.txt` is the list.
+- Each room of the package gets a page with its public names, of which `docs/api.txt` and `docs/api_addons.txt` are the lists.
 - Links are written as they hold in the repository; here they lead to pages.
 - Public names in code, such as `tfdist.Mesh`, become links to the reference.
 """
@@ -31,7 +31,11 @@ ELSEWHERE = {
     "examples/README.md": "examples.md",
 }
 #: What else documents link to in the repository, and the page that says the same.
-STANDS_FOR = {"docs/api.txt": "api/index.md", "README.md": "index.md"}
+STANDS_FOR = {
+    "docs/api.txt": "api/index.md",
+    "docs/api_addons.txt": "api/index.md",
+    "README.md": "index.md",
+}
 
 #: What is described beside the public names, and linked to: the base that has their common arguments.
 BASES = {"tfdist.strategies": ["tfdist.strategies.parallel.ParallelStrategy"]}
@@ -50,8 +54,12 @@ _NAME = re.compile(r"(?<!\[)`(tfdist(?:\.\w+)+)(\([^`]*\))?`(?!\])")
 
 
 def public_names() -> list[str]:
-    """The names of `docs/api.txt`."""
-    lines = (ROOT / "docs" / "api.txt").read_text().splitlines()
+    """The names of `docs/api.txt` and of `docs/api_addons.txt`."""
+    lines = [
+        line
+        for name in ("api.txt", "api_addons.txt")
+        for line in (ROOT / "docs" / name).read_text().splitlines()
+    ]
     return [line for line in lines if line and not line.startswith("#")]
 
 

@@ -174,6 +174,10 @@ def _python(words: list[str]) -> Plan:
         return Plan(
             [sys.executable, *words[1:], "--collect-only", "-q"], at_root=True, is_long=True
         )
+    if words[1] == "-m" and words[2].startswith("benchmarks."):
+        # A benchmark takes minutes: its flags are checked.
+        code = [_PARSE, words[2], "PROGRAM", "", *words[2:]]
+        return Plan([sys.executable, "-c", *code], environment={"PYTHONPATH": str(ROOT)})
     return Plan([sys.executable, *words[1:]], is_long=words[1].startswith("examples/"))
 
 

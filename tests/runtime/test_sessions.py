@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -98,6 +99,7 @@ def test_a_folder_without_a_name_is_refused(tmp_path, statement, argument):
         text=True,
         timeout=60,
         cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from absl import flags
 
+from benchmarks import environments, training
 from tests.values.bad_values import random_texts
 from tfdist.launch.command import Program
 
@@ -196,7 +197,7 @@ _MEANING_OF: dict[tuple[str, str], str] = {
     ("benchmarks.training", "picture"): "path to write",
     ("benchmarks.training", "document"): "path to read",
     ("benchmarks.training", "allocator"): "path to read",
-    ("python -m benchmarks.environments", "peers"): "folder",
+    ("benchmarks.environments", "peers"): "folder",
     ("tfdist-launch slurm", "time"): "time",
     ("tfdist-launch slurm", "memory"): "size",
     ("tfdist-launch slurm", "sbatch"): "option",
@@ -290,8 +291,11 @@ class BadLine:
 
 
 def programs() -> dict[str, Program]:
-    """The programs that an installed tfdist has, by name."""
-    found: dict[str, Program] = {}
+    """The programs that an installed tfdist has, and those of the benchmarks that check flags, by name."""
+    found: dict[str, Program] = {
+        "benchmarks.training": training.PROGRAM,
+        "benchmarks.environments": environments.PROGRAM,
+    }
     scripts = importlib.metadata.distribution("tfdist").entry_points
     for script in scripts.select(group="console_scripts"):
         module = importlib.import_module(script.module)

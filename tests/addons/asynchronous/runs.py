@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-JOB = Path(__file__).with_name("asynchronous_job.py")
-ROOT = Path(__file__).parents[2]
+JOB = Path(__file__).with_name("job.py")
+ROOT = Path(__file__).parents[3]
 
 
 def start(folder, np=3, ps=1, engine="tensorflow", **options) -> subprocess.Popen:

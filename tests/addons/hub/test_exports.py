@@ -16,7 +16,7 @@ from tests.conftest import on_ranks, slow_but
 pytest.importorskip("keras_hub")
 pytest.importorskip("safetensors")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 #: Where `make peers` puts transformers.
 TRANSFORMERS = ROOT / ".peers" / "torch" / "bin" / "python"
 ALL = [pytest.param(name, exports.KINDS, marks=pytest.mark.slow) for name in exports.FAMILIES]

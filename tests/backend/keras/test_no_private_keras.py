@@ -18,8 +18,8 @@ from tfdist.backend.keras.attributes import Attribute
 from tfdist.backend.keras.patching import check_parameters
 from tfdist.strategies import keras_patches
 
-ROOT = Path(__file__).parents[2]
-ROOMS = (ROOT / "tfdist" / "keras_internals", ROOT / "strategies" / "keras_patches")
+ROOT = Path(__file__).parents[3]
+ROOMS = (ROOT / "tfdist" / "backend" / "keras", ROOT / "strategies" / "keras_patches")
 #: TensorFlow's names, which Keras has too: where they stand, and whose they are.
 TENSORFLOWS = {
     ("tfdist/data/read_ahead.py", "_inputs"): "of a tf.data set",

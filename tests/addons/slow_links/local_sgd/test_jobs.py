@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import skip_without
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 STEPS, SYNC_EVERY = 28, 5
 
 
