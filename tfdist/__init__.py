@@ -40,7 +40,6 @@ _HOMES = {
             "extend",
             "layers",
             "learning_rate",
-            "losses",
             "models",
             "pipeline",
             "recompute",
@@ -60,11 +59,37 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _watch_names(keras: Any) -> None:
-    """Which layers the user named is only known of those that are made from now on."""
+#: The modules of registered classes, which Keras asks for by name when it loads a saved model.
+_REGISTERED = {
+    "ColumnParallelDense": "tfdist.layers.dense",
+    "DiLoCo": "tfdist.addons.slow_links.local_sgd.diloco",
+    "Dropout": "tfdist.layers.dropout",
+    "LayerNormalization": "tfdist.layers.normalization",
+    "LocalSGD": "tfdist.addons.slow_links.local_sgd.local_sgd",
+    "MixtureOfExperts": "tfdist.experts.layer",
+    "OneBitAdam": "tfdist.addons.slow_links.one_bit_adam",
+    "ParallelMLP": "tfdist.layers.feed_forward",
+    "ParallelMultiHeadAttention": "tfdist.layers.attention",
+    "PositionEmbedding": "tfdist.layers.positions",
+    "RMSNormalization": "tfdist.layers.normalization",
+    "RowParallelDense": "tfdist.layers.dense",
+    "ScaledWarmup": "tfdist.learning_rate",
+    "ShardedEmbedding": "tfdist.addons.recommenders.sharded_embedding.layer",
+    "SlowMo": "tfdist.addons.slow_links.local_sgd.slowmo",
+    "TransformerDecoderBlock": "tfdist.models.transformer",
+    "VocabParallelCrossEntropy": "tfdist.layers.losses",
+    "VocabParallelEmbedding": "tfdist.layers.embedding",
+    "VocabParallelHead": "tfdist.layers.embedding",
+    "_DotInteraction": "tfdist.addons.recommenders.dlrm",
+}
+
+
+def _on_keras(keras: Any) -> None:
+    """Prepares Keras for saved models, and notes from now on which layers the user named."""
     if keras.config.backend() == "tensorflow":
         importlib.import_module("tfdist.backend.keras.layer_names")
+        importlib.import_module("tfdist.backend.keras.registered").find_in(_REGISTERED)
 
 
 # Keras itself may be imported later.
-wrapt.register_post_import_hook(_watch_names, "keras")
+wrapt.register_post_import_hook(_on_keras, "keras")

@@ -12,7 +12,7 @@ import keras
 
 from tfdist.backend.keras.attributes import loss_arguments, metric_arguments, metric_function
 from tfdist.backend.keras.patching import Patch
-from tfdist.losses import all_rows, compares_rows, is_declared
+from tfdist.layers.whole_batch import all_rows, compares_rows, is_declared
 from tfdist.step.context import current_replica, current_step
 
 __all__ = ["PATCHES", "notice_scalar", "of_whole_batch"]
@@ -54,8 +54,8 @@ def notice_scalar(values) -> None:
         _noticed.add(name)
         _logger.warning(
             "`%s` has one value for a batch, of which each rank has some rows: the mean of the ranks' "
-            "values is used. If it is a mean over rows, say so by tfdist.losses.mean_of_rows(%s); else "
-            "tfdist.losses.over_batch(%s) gives it the rows of the whole batch.",
+            "values is used. If it is a mean over rows, say so by tfdist.layers.mean_of_rows(%s); else "
+            "tfdist.layers.over_batch(%s) gives it the rows of the whole batch.",
             name,
             name,
             name,

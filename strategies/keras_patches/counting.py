@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdist.backend.keras.attributes import loss_variables
 from tfdist.collectives import Group, all_reduce, broadcast
-from tfdist.losses import aggregation_of
+from tfdist.layers.whole_batch import aggregation_of
 from tfdist.step.context import DistributedStrategy, ModelRole, role_of
 
 __all__ = ["Counting", "states_on_read"]

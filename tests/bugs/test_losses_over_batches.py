@@ -65,9 +65,9 @@ LOSSES = {
     "Dice summed": lambda: keras.losses.Dice(reduction="sum"),
     "Tversky": lambda: keras.losses.Tversky(alpha=0.3, beta=0.7),
     "tversky": lambda: keras.losses.tversky,
-    "own": lambda: tfdist.losses.over_batch(own_dice),
-    "own class": lambda: tfdist.losses.over_batch(OwnLoss()),
-    "mean": lambda: tfdist.losses.mean_of_rows(own_mean),
+    "own": lambda: tfdist.layers.over_batch(own_dice),
+    "own class": lambda: tfdist.layers.over_batch(OwnLoss()),
+    "mean": lambda: tfdist.layers.mean_of_rows(own_mean),
 }
 
 
@@ -76,7 +76,7 @@ def train(strategy, loss: str, *, weighted: bool = False, **compiled):
     x, y, weights = data()
     with scope(strategy):
         model = keras.Sequential(dense())
-        of = tfdist.losses.over_batch(coefficient)
+        of = tfdist.layers.over_batch(coefficient)
         model.compile(
             keras.optimizers.SGD(0.2), LOSSES[loss](), metrics=[of, keras.losses.dice], **compiled
         )
@@ -187,8 +187,8 @@ def test_micro_batches_are_refused(pool):
 
 
 def test_what_is_no_function_is_refused():
-    for declare in (tfdist.losses.over_batch, tfdist.losses.mean_of_rows):
+    for declare in (tfdist.layers.over_batch, tfdist.layers.mean_of_rows):
         with pytest.raises(TypeError, match=r"keras\.losses\.Loss"):
             declare(keras.metrics.Mean())
     with pytest.raises(ValueError, match="aggregation"):
-        tfdist.losses.set_aggregation(keras.Variable(0.0), "median")
+        tfdist.layers.set_aggregation(keras.Variable(0.0), "median")

@@ -54,7 +54,7 @@ class Largest(keras.metrics.Metric):
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.largest = tfdist.losses.set_aggregation(
+        self.largest = tfdist.layers.set_aggregation(
             self.add_weight(initializer=keras.initializers.Constant(-1e9), name="largest"), "max"
         )
 

@@ -243,9 +243,9 @@ class ParallelMultiHeadAttention(keras.layers.Layer):
             scores += tf.where(seen, tf.zeros([], scores.dtype), lowest / 2)
         return scores
 
-    def compute_output_shape(self, input_shape, attention_mask_shape=None):
+    def compute_output_shape(self, inputs_shape, attention_mask_shape=None):
         """That of the input."""
-        return input_shape
+        return inputs_shape
 
     def get_config(self):
         """The configuration, the same on any mesh."""

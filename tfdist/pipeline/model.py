@@ -12,7 +12,7 @@ from tfdist.backend.keras.attributes import count_batch, loss_tracker, own_metri
 from tfdist.collectives import broadcast
 from tfdist.collectives.local import LocalEngine
 from tfdist.collectives.objects import all_gather_object
-from tfdist.losses import check_micro_batches
+from tfdist.layers.whole_batch import check_micro_batches
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.costs import measure_seconds
 from tfdist.pipeline.generation import TextGenerator

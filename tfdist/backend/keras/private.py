@@ -24,7 +24,7 @@ from keras.src.optimizers.base_optimizer import BaseOptimizer
 from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer
 from keras.src.random import seed_generator
 from keras.src.random.seed_generator import SeedGenerator, draw_seed
-from keras.src.saving import saving_lib
+from keras.src.saving import object_registration, saving_lib
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics
 from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
@@ -56,6 +56,7 @@ __all__ = [
     "draw_seed",
     "get_keras_mask",
     "global_state",
+    "object_registration",
     "h5_dataset",
     "file_utils",
     "in_stateless_scope",

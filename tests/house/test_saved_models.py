@@ -1,0 +1,75 @@
+"""Models that were saved before modules moved load in a new process, without a prior import of their modules."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import pytest
+
+import tfdist
+from tests.house.sources import python_files, rooms
+from tfdist.backend.keras.registered import PACKAGE
+
+GOLDEN = Path(__file__).with_name("golden")
+FILES = sorted(path.name for path in GOLDEN.glob("*.keras"))
+
+_LOAD = """
+import sys
+import keras, tfdist
+model = keras.models.load_model(sys.argv[1])
+if sys.argv[2:]:
+    import numpy as np
+    found = model.predict(np.arange(12).reshape(2, 6) % 11, verbose=0)
+    np.testing.assert_allclose(found, np.load(sys.argv[2]), rtol=1e-5, atol=1e-6)
+"""
+_DESERIALIZE = """
+import json, sys
+import keras, tfdist
+print(type(keras.layers.deserialize(json.load(open(sys.argv[1])))).__name__)
+"""
+
+
+def python(code: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_saved_model_loads(name):
+    values = GOLDEN / name.replace(".keras", ".npy")
+    python(_LOAD, str(GOLDEN / name), *([str(values)] if values.exists() else []))
+
+
+def test_a_serialized_layer_is_found():
+    found = python(_DESERIALIZE, str(GOLDEN / "attention.json"))
+    assert found.split() == ["ParallelMultiHeadAttention"]
+
+
+def test_the_table_has_each_registered_class():
+    marked = re.compile(
+        r"@keras\.saving\.register_keras_serializable\(package=\"tfdist\"\)\nclass (\w+)"
+    )
+    found = {
+        name
+        for room in rooms()
+        for path in python_files(room)
+        for name in marked.findall(path.read_text())
+    }
+    assert found == set(tfdist._REGISTERED)
+    for name, module in tfdist._REGISTERED.items():
+        registered = keras.saving.get_registered_name(
+            getattr(importlib.import_module(module), name)
+        )
+        assert registered == f"{PACKAGE}>{name}"

@@ -1,0 +1,43 @@
+"""Registered classes of tfdist, which Keras finds by name without a prior import of their modules."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+
+from tfdist.backend.keras.patching import Patch, apply_patches
+from tfdist.backend.keras.private import object_registration
+
+__all__ = ["find_in"]
+
+PACKAGE = "tfdist"
+_modules: dict[str, str] = {}
+
+
+def find_in(modules: Mapping[str, str]) -> None:
+    """Has Keras import a module where a saved model names a class that the module registers.
+
+    Args:
+        modules: By the registered name without its package, the module.
+    """
+    _modules.update(modules)
+    apply_patches(PATCHES)
+
+
+def _get_registered_object(name, custom_objects=None, module_objects=None, *, original):
+    found = original(name, custom_objects, module_objects)
+    package, _, own = name.partition(">") if isinstance(name, str) else ("", "", "")
+    if found is None and package == PACKAGE and own in _modules:
+        importlib.import_module(_modules[own])
+        found = original(name, custom_objects, module_objects)
+    return found
+
+
+PATCHES = (
+    Patch(
+        object_registration,
+        "get_registered_object",
+        ("name", "custom_objects", "module_objects"),
+        _get_registered_object,
+    ),
+)
