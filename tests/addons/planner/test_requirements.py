@@ -11,9 +11,9 @@ from tfdist.addons.planner import (
     estimate,
     largest_latency,
     machine,
-    required_bandwidth,
     requirement,
 )
+from tfdist.addons.planner.goodput import required_bandwidth
 
 MODEL = Transformer(24, 1024, 16, 50_257, 1024)
 

@@ -7,7 +7,7 @@ import contextlib
 import keras
 import numpy as np
 
-from tests.layers.gpt_programs import build, scope, text
+from tests.models.gpt_programs import build, scope, text
 
 ROWS, BATCH = 20, 8
 

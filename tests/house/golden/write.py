@@ -7,7 +7,8 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from tfdist import layers, learning_rate, models, optimizers
+# As modules were then.
+from tfdist import layers, learning_rate, models, optimizers  # type: ignore[attr-defined]
 
 folder = sys.argv[1]
 keras.utils.set_random_seed(5)
