@@ -21,8 +21,6 @@ from benchmarks.comparisons import ROWS, SIZES, Job
 from benchmarks.jobs import Block, JobError
 from benchmarks.turns import take_turns
 
-__all__ = ["Interval", "Row", "all_rows", "header", "interval_of_median", "measure", "write"]
-
 _CONFIDENCE = 0.95
 #: How often both jobs of a row are started. Where memory and threads of a process lie by chance, steps of the same
 #: program differ by some percent for as long as it lives.

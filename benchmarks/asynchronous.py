@@ -20,8 +20,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-__all__ = ["main"]
-
 _WORKERS = 3
 #: How many times slower worker 1 is; with backup ranks it is one of one more.
 _SLOWER, _MUCH_SLOWER = 4, 10

@@ -15,8 +15,6 @@ import psutil
 from tfdist.runtime.caller import connect_once
 from tfdist.runtime.handshake import PROOF_BYTES, CallerProof
 
-__all__ = ["ATTACKS", "attack", "listening_addresses"]
-
 Address = tuple[str, int]
 _SECONDS = 5.0
 

@@ -19,8 +19,6 @@ from tfdist.launch.command import Failure, UsageError
 from tfdist.runtime.sessions import run_in_session
 from tfdist.utils.checks import one_line
 
-__all__ = ["Tree", "checkout", "resolve", "tree_of"]
-
 _FOLDER = "commits"
 #: Commits before the library of kernels was apart have it at another place.
 _FIND = """

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["COMPARISONS", "ROWS", "SIZES", "UNUSED", "Comparison", "Job"]
-
 #: Of the models and their global batches. The large ones are where the parameters' memory counts most,
 #: the tiny ones are to try whether all runs.
 SIZES: Mapping[str, Mapping[str, Mapping[str, int]]] = {

@@ -17,8 +17,6 @@ from tfdist.launch.horovod_build import BuildError, build
 from tfdist.launch.horovod_prerequisites import PrerequisiteError
 from tfdist.runtime.sessions import exit_on_signals, run_in_session
 
-__all__ = ["PROGRAM", "ENVIRONMENTS", "MADE", "make", "run", "versions"]
-
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
 _PEERS = _define.string("peers", ".peers", "Where they go")

@@ -11,8 +11,6 @@ from typing import Any
 
 from tabulate import tabulate
 
-__all__ = ["Finding", "Side", "picture", "read", "table", "write"]
-
 _MIB = 1 << 20
 _TIMES = (
     "",

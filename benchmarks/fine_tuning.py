@@ -23,8 +23,6 @@ from benchmarks.jobs import JobError
 from benchmarks.measuring import parser, write_between
 from benchmarks.training import compare
 
-__all__ = ["NAMES", "comparisons", "table"]
-
 MODEL = "gpt2"
 #: Of the time that one process takes to write, so that ranks write 0.9 of its tokens a second.
 GENERATE_LIMIT = 1 / 0.9

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from benchmarks.comparisons import Job
 from tfdist.runtime.rendezvous import free_ports, local_environments
 
-__all__ = ["ONEDNN", "RESTLESS", "outside", "variables"]
-
 #: Whether TensorFlow takes oneDNN's kernels, which it leaves out by itself on some processors. A library
 #: runs with the settings that make it the fastest, so this one reaches all jobs.
 ONEDNN = "TF_ENABLE_ONEDNN_OPTS"

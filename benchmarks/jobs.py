@@ -25,8 +25,6 @@ from tfdist.runtime.orphan_guard import OrphanGuard
 from tfdist.utils.checks import one_line
 from tfdist.utils.errors import TfdistError
 
-__all__ = ["Block", "JobError", "RunningJob", "interpreter"]
-
 _START = Path(__file__).parent / "peers" / "start.py"
 _LEAVE_SECONDS = 3.0
 #: How Python ends a traceback.

@@ -18,8 +18,6 @@ from tfdist.addons.planner.parts import training_flops
 from tfdist.runtime.sessions import run_in_session
 from tfdist.utils.checks import one_line
 
-__all__ = ["gemm_peak", "step_flops"]
-
 
 def step_flops(comparison: Comparison, sizes: Mapping[str, int]) -> float | None:
     """Those of the products of a step over the global batch; None for a model that is not counted.

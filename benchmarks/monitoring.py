@@ -19,8 +19,6 @@ import keras
 from benchmarks.measuring import ENVIRONMENT, HEADER, Ratio, parser, token_batches, write_json
 from tfdist.testing import RankPool
 
-__all__ = ["main"]
-
 #: Of the time of a step.
 _MOST = 1.01
 #: Of a turn: at least one block of steps of which ranks tell each other.

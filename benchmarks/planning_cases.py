@@ -7,8 +7,6 @@ from typing import Any
 
 from tfdist.addons.planner import Layout, Transformer
 
-__all__ = ["LINK_CASE", "MODELS", "Case", "cases", "host_cases", "limit_cases"]
-
 MODELS = {
     "small": Transformer(4, 192, 4, 512, 128),
     "large": Transformer(6, 384, 6, 512, 128),

@@ -13,8 +13,6 @@ from typing import Any
 
 from benchmarks.planning_cases import LINK_CASE, Case
 
-__all__ = ["SIZES", "main"]
-
 #: Bytes of the all-reduces.
 SIZES = [4096, 1 << 20, 1 << 22, 1 << 24]
 _STEPS = 6

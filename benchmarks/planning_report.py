@@ -18,8 +18,6 @@ from tfdist.addons.planner.simulation import play
 from tfdist.launch.calibrating import link_of
 from tfdist.pipeline.schedules import make_schedule
 
-__all__ = ["key", "read", "report"]
-
 _MARK = "benchmarks.planning"
 _MEAN, _WORST, _MEMORY, _BUBBLE, _STEP = 0.10, 0.25, 0.10, 0.10, 0.10
 _FEW = 3

@@ -11,8 +11,6 @@ import math
 import keras
 import tensorflow as tf
 
-__all__ = ["RawGPT"]
-
 
 class RawGPT:
     """Weights as plain variables, and one compiled step of training.

@@ -15,8 +15,6 @@ import json
 import time
 from typing import Any
 
-__all__ = ["SIZES", "TOKENS", "main"]
-
 #: Of the GPT: the large one has 91 million parameters.
 SIZES: dict[str, dict[str, Any]] = {
     "large": {"num_layers": 12, "width": 768, "num_heads": 12, "vocabulary": 8192},

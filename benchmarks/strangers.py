@@ -32,8 +32,6 @@ import psutil
 from benchmarks import attacks
 from tfdist.runtime.listener import Listener, bind
 
-__all__ = ["main"]
-
 LIMIT = 1.05
 _WINDOW_SECONDS = 5.0
 #: After how long a stranger that was hung up on calls again. Without a pause it is a flood, which

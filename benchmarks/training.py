@@ -43,8 +43,6 @@ from tfdist.launch.flag_values import (
 )
 from tfdist.runtime.sessions import exit_on_signals
 
-__all__ = ["PROGRAM", "compare", "run"]
-
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
 _ONLY = _define.list("only", None, "Some comparisons, by name")

@@ -10,8 +10,6 @@ from pathlib import Path
 from benchmarks.comparisons import Job
 from benchmarks.jobs import Block, JobError, RunningJob
 
-__all__ = ["take_turns"]
-
 _WARM_UP = 3
 #: Where a turn is given no number of steps: about how long it is, in seconds.
 _TURN = 2.0

@@ -20,8 +20,6 @@ from benchmarks.measuring import ENVIRONMENT, Ratio, parser, write_json
 from tfdist.launch.trials import fit_begins, median_interval
 from tfdist.testing import RankPool
 
-__all__ = ["main"]
-
 #: Of the ideal gain.
 _LEAST = 0.9
 _STEPS, _COUNTED = 100, 21

@@ -11,8 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["SECONDS", "train_waiting"]
-
 #: Of a rank's forward pass, of its backward pass to its inputs, and of that to its weights.
 SECONDS = (0.06, 0.06, 0.04)
 _WIDTH, _STEPS = 64, 4

@@ -16,8 +16,6 @@ from tfdist.runtime.tf_config import read_tf_config
 if TYPE_CHECKING:
     from tfdist.addons import planner
 
-__all__ = ["Automatic", "chosen", "machine_file", "number_of_ranks"]
-
 #: What `tfdist-plan calibrate` writes where no flag says otherwise.
 _FILE = "machine.json"
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from tfdist.launch.flag_values import MOST_RANKS, refuse
 from tfdist.step import shares
 
-__all__ = ["check_batch_shares", "make_batch_shares"]
-
 _WORDS = {"equal": None, "measured": "measured"}
 _MEANING = (
     "equal, measured, or a positive number for each rank that holds other rows, as 3,1, the largest at "

@@ -30,8 +30,6 @@ from tfdist.runtime.rendezvous import ENGINES
 from tfdist.testing import RankPool
 from tfdist.utils.quantities import as_bytes
 
-__all__ = ["CALIBRATE", "fit_rates", "link_of", "measure_machine"]
-
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
 _OUTPUT = _define.string("output", "machine.json", "File to write")

@@ -12,8 +12,6 @@ from tfdist.runtime.directories import checked_directory, is_address
 from tfdist.runtime.tf_config import read_tf_config
 from tfdist.utils.checks import LARGEST
 
-__all__ = ["CheckpointFlags"]
-
 #: Variables that tell a process its rank.
 _RANKS = ("HOROVOD_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK")
 

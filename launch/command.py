@@ -21,8 +21,6 @@ from tfdist.runtime import exit_codes, uncaught
 from tfdist.runtime.versions import VersionError
 from tfdist.utils.errors import TfdistError
 
-__all__ = ["Failure", "Program", "UsageError", "run_without_choice", "say"]
-
 _HELP = {"help", "h", "helpshort", "helpfull"}
 
 

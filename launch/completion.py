@@ -19,8 +19,6 @@ from absl import flags
 if TYPE_CHECKING:
     from tfdist.launch.command import Program
 
-__all__ = ["SHELLS", "candidates", "script"]
-
 SHELLS = ("bash", "zsh")
 
 #: What a program is found by: the installer's record of tfdist.

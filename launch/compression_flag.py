@@ -7,8 +7,6 @@ from typing import Any
 
 from tfdist.launch.flag_values import refuse
 
-__all__ = ["check_compression", "make_compressor"]
-
 #: By name, the class of `tfdist.addons.slow_links`, and what may stand behind a colon: the name of its
 #: argument, and its type.
 _KINDS: dict[str, tuple[str, tuple[str, type] | None]] = {

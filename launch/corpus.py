@@ -10,8 +10,6 @@ import numpy as np
 
 from tfdist.launch.flag_values import UsageError, input_file
 
-__all__ = ["check_source", "read_tokens"]
-
 _FILE, _TFDS = "text:", "tfds:"
 #: How many characters go to the tokenizer at once: it holds copies of them.
 _CHARACTERS = 1 << 16

@@ -8,8 +8,6 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["count_cores", "count_gpus", "ranks_of_this_machine"]
-
 _DEVICES = "/dev/nvidia[0-9]*"
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _THREADS = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")

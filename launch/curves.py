@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from tfdist.launch.flag_values import UsageError, output_file
 
-__all__ = ["check_plot", "draw"]
-
 _ENDINGS = (".png", ".svg", ".pdf")
 #: What is no measure of how good the model is.
 _LEFT_OUT = ("skipped_steps",)

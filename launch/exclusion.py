@@ -9,8 +9,6 @@ from tfdist.launch.command import say
 from tfdist.launch.hosts import Host
 from tfdist.runtime import exit_codes
 
-__all__ = ["Exclusion"]
-
 
 class Exclusion:
     """Counts the failures of hosts, and leaves some out.

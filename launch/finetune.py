@@ -28,8 +28,6 @@ from tfdist.launch.quiet import quiet_start
 from tfdist.launch.world import World, WorldFlags
 from tfdist.utils.checks import one_line
 
-__all__ = ["PROGRAM", "run"]
-
 _VALUES = flags.FlagValues()
 _DEFINE = FlagDefiner(_VALUES)
 _MOST = 1 << 20

@@ -11,8 +11,6 @@ from tfdist.launch.command import Failure, UsageError
 from tfdist.runtime.process_memory import peak_bytes
 from tfdist.utils.checks import one_line
 
-__all__ = ["expected_errors", "speed_callback", "summary", "warmup_cosine"]
-
 
 def warmup_cosine(rate: float, steps: int):
     """Up from zero in a twentieth of the steps, then a cosine down to a tenth of the rate."""

@@ -18,21 +18,6 @@ from absl import flags
 from tfdist.utils.checks import LARGEST, shown
 from tfdist.utils.errors import TfdistError
 
-__all__ = [
-    "MOST_RANKS",
-    "MOST_RANKS_OF_A_HOST",
-    "YEAR",
-    "FlagDefiner",
-    "UsageError",
-    "as_given",
-    "check_values",
-    "folder",
-    "input_file",
-    "output_file",
-    "refuse",
-    "refuse_ignored",
-]
-
 #: More than any job that was ever run, and few enough to write down what each rank is told.
 MOST_RANKS = 16_384
 MOST_RANKS_OF_A_HOST = 1024

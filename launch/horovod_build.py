@@ -33,19 +33,6 @@ from tfdist.runtime.digests import matches_digest, write_digest
 from tfdist.runtime.sessions import run_in_session
 from tfdist.utils.errors import TfdistError
 
-__all__ = [
-    "BUILD_REQUIREMENTS",
-    "HOROVOD_VERSION",
-    "BuildError",
-    "build",
-    "build_environment",
-    "cache_key",
-    "find_wheel",
-    "install",
-    "prove",
-    "write_headers",
-]
-
 HOROVOD_VERSION = "0.28.1"
 
 #: The extra `horovod-build` of this package: the build runs in the interpreter's own environment,

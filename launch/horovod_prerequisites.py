@@ -18,17 +18,6 @@ from pathlib import Path
 
 from tfdist.utils.errors import TfdistError
 
-__all__ = [
-    "GLOO_ONLY",
-    "BuildOptions",
-    "PrerequisiteError",
-    "check_interpreter",
-    "check_toolchain",
-    "find_compiler",
-    "installed_version",
-    "with_scripts",
-]
-
 _TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly", "tf-nightly-cpu")
 _COMPILERS = ("c++", "g++", "clang++")
 _OLDEST_CMAKE = (3, 13)

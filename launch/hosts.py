@@ -15,16 +15,6 @@ from tfdist.launch.command import UsageError, say
 from tfdist.launch.flag_values import MOST_RANKS_OF_A_HOST
 from tfdist.utils.checks import one_line
 
-__all__ = [
-    "Host",
-    "HostDiscovery",
-    "is_this_machine",
-    "should_restart",
-    "parse_host",
-    "parse_hosts",
-    "assign_hosts",
-]
-
 #: A name that begins with a hyphen would be an option of ssh.
 _HOST = re.compile(r"([^:\s-][^:\s]*)(?::([1-9][0-9]*))?")
 _MOST_DIGITS = len(str(MOST_RANKS_OF_A_HOST))

@@ -8,8 +8,6 @@ from tfdist.launch.command import say
 from tfdist.launch.flag_values import UsageError, folder, refuse
 from tfdist.launch.tasks import Data, Settings, Task
 
-__all__ = ["Images"]
-
 #: A name, a configuration and a version, as TFDS writes them.
 _NAME = re.compile(r"[a-z][a-z0-9_]*(/[\w.+-]+)?(:[\w.*]+)?", re.ASCII)
 

@@ -14,8 +14,6 @@ from tfdist.launch.horovod_build import HOROVOD_VERSION, BuildError, install, pr
 from tfdist.launch.horovod_prerequisites import BuildOptions, PrerequisiteError
 from tfdist.runtime.sessions import exit_on_signals
 
-__all__ = ["PROGRAM", "run"]
-
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
 _MPI = _define.boolean("mpi", False, "Builds with the installed MPI as well as Gloo")

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 from tfdist.runtime.exit_codes import ENDED_BY_WATCHDOG
 
-__all__ = ["LastWords"]
-
 _TRACEBACK = re.compile(rb"Traceback \(most recent call last\):$")
 #: What stands before a traceback that belongs to it: of an exception that Python could not raise, and of a
 #: process of `multiprocessing`.

@@ -18,8 +18,6 @@ from tfdist.mesh import Mesh
 if TYPE_CHECKING:
     from tfdist.addons.planner import Transformer
 
-__all__ = ["Language"]
-
 _MOST = 1 << 20
 #: Of a model, and of a step: above anything that was ever trained.
 _MOST_PARAMETERS = 10**13

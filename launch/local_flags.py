@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tfdist.launch.flag_values import FlagDefiner, UsageError, as_given, refuse_ignored
 
-__all__ = ["LocalFlags"]
-
 
 class LocalFlags:
     """The flags that say how seldom ranks talk.

@@ -15,8 +15,6 @@ from tfdist.launch.flag_values import (
 from tfdist.mesh import DEFAULT_ORDER, Mesh
 from tfdist.pipeline.schedules import SCHEDULES, check_arguments
 
-__all__ = ["Layout", "MeshFlags"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Layout:

@@ -13,8 +13,6 @@ from tfdist.utils.checks import one_line
 if TYPE_CHECKING:
     from tfdist.addons.planner import Transformer
 
-__all__ = ["LONG", "file_or_name", "is_preset", "sizes_of"]
-
 #: From so many tokens on, the layers of tfdist compute attention by blocks.
 LONG = 1024
 

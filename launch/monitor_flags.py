@@ -13,8 +13,6 @@ from tfdist.launch.flag_values import (
     refuse_ignored,
 )
 
-__all__ = ["MonitorFlags"]
-
 
 class MonitorFlags:
     """The flags of a program whose training can be watched.

@@ -13,8 +13,6 @@ from tfdist.launch.quiet import quiet_start
 from tfdist.runtime.digests import matches_digest, write_digest
 from tfdist.utils.lazy import find_addon
 
-__all__ = ["install_native"]
-
 
 def install_native(cache_dir: Path, *, force: bool = False) -> str:
     """Puts the libraries into the installed package, out of the cache or newly built.

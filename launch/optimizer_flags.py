@@ -18,8 +18,6 @@ from tfdist.launch.flag_values import (
 )
 from tfdist.utils.quantities import read_bytes
 
-__all__ = ["OptimizerFlags", "counted_for", "read_recompute"]
-
 #: By flag, the class of `keras.optimizers`.
 _OPTIMIZERS = {
     "sgd": "SGD",

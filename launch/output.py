@@ -9,8 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-__all__ = ["RankOutput", "is_noise"]
-
 #: TensorFlow's information at start-up, and what it says once more before its log is set up. Errors and
 #: warnings stay.
 _NOISE = re.compile(

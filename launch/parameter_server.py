@@ -9,8 +9,6 @@ from tfdist.launch.command import say
 from tfdist.launch.flag_values import YEAR
 from tfdist.runtime.exit_codes import FAILED, USAGE
 
-__all__ = ["run"]
-
 _STARTUP_SECONDS = 600.0
 #: `tfdist-run` ends servers when no rank runs. How long a worker may be silent is for the workers to say.
 _SILENT_SECONDS = YEAR

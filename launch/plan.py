@@ -24,8 +24,6 @@ from tfdist.launch.plan_flags import MachineFlags, ModelFlags
 from tfdist.launch.plan_laws import FIT, GOODPUT, OPTIMUM
 from tfdist.mesh import Mesh
 
-__all__ = ["PROGRAMS", "run"]
-
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
 _MODEL = ModelFlags(_define)

@@ -19,8 +19,6 @@ from tfdist.launch.flag_values import (
 from tfdist.launch.model_sizes import LONG, file_or_name, is_preset, sizes_of
 from tfdist.utils.quantities import read_bytes
 
-__all__ = ["MachineFlags", "ModelFlags"]
-
 _MOST = 1 << 24
 
 

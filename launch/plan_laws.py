@@ -21,8 +21,6 @@ from tfdist.launch.flag_values import (
 )
 from tfdist.utils.quantities import as_count, as_seconds
 
-__all__ = ["FIT", "GOODPUT", "OPTIMUM"]
-
 _MOST_LINES = 100_000
 
 

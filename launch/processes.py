@@ -14,8 +14,6 @@ import psutil
 from tfdist.launch.command import UsageError
 from tfdist.runtime.sessions import kill_session
 
-__all__ = ["RankProcess", "kill_session", "signal_name", "start_session"]
-
 
 class RankProcess:
     """A rank: a session of its own, so that its children end with it.

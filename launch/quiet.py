@@ -12,8 +12,6 @@ from tfdist.launch.counting import count_gpus
 from tfdist.launch.output import is_noise
 from tfdist.runtime.lock_owner import JOB
 
-__all__ = ["quiet_start"]
-
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 _STDERR = 2
 

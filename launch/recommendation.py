@@ -5,8 +5,6 @@ from __future__ import annotations
 from tfdist.launch.flag_values import UsageError
 from tfdist.launch.tasks import Data, Settings, Task
 
-__all__ = ["Recommendation"]
-
 _DENSE = 8
 #: Of each table. The largest are cut by rows; the others lie whole on a rank.
 _VOCABULARIES = (20_000, 5_000, 2_000, 500, 100, 20)

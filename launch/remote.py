@@ -23,17 +23,6 @@ from tfdist.launch.processes import RankProcess, kill_session, start_session
 from tfdist.launch.remote_rank import INFO_PREFIX
 from tfdist.runtime.rendezvous import address_towards
 
-__all__ = [
-    "PASS",
-    "HostInfo",
-    "ReachedHost",
-    "RemoteRank",
-    "UnreachableError",
-    "reach",
-    "srun",
-    "ssh",
-]
-
 _REACH_SECONDS = 60.0
 #: What belongs to a host or to who is logged in there, and is no business of the others.
 _OF_THE_HOST = re.compile(

@@ -19,8 +19,6 @@ from tfdist.runtime import exit_codes
 from tfdist.runtime.orphan_guard import OrphanGuard
 from tfdist.runtime.rendezvous import free_ports, with_interface
 
-__all__ = ["INFO_PREFIX"]
-
 #: What the line begins with that says where this is; a login shell may print others before it.
 INFO_PREFIX = "tfdist-remote-rank: "
 

@@ -14,8 +14,6 @@ from tfdist.launch import command
 from tfdist.launch.flag_values import FlagDefiner, output_file
 from tfdist.utils.checks import one_line
 
-__all__ = ["PROGRAM", "run"]
-
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
 _OUTPUT = _define.string("output", None, "File for the page of HTML [report.html]")

@@ -13,8 +13,6 @@ from tfdist.launch.remote import UnreachableError
 from tfdist.launch.supervisor import Supervisor
 from tfdist.runtime import exit_codes
 
-__all__ = ["Start", "run_with_restarts"]
-
 _FIRST_DELAY = 1.0
 #: A job that ran for so long has got over what made it fail before.
 _HEALTHY_SECONDS = 600.0

@@ -35,8 +35,6 @@ from tfdist.runtime.recovery import FAILED_AT, NEWEST
 from tfdist.runtime.rendezvous import MEANT_RANKS, Endpoint, environments, interface_towards
 from tfdist.runtime.sessions import exit_on_signals
 
-__all__ = ["PROGRAM", "run"]
-
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
 _NP = _define.count_or_auto(

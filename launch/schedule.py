@@ -13,8 +13,6 @@ from tfdist.pipeline.schedules import SCHEDULES, Action, check_arguments, make_s
 from tfdist.pipeline.simulation import check_schedule, held_microbatches
 from tfdist.pipeline.timeline import as_text, legend, save_picture, write_chrome_trace
 
-__all__ = ["PROGRAM", "run"]
-
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
 _SCHEDULE = _define.enum("schedule", "1f1b", list(SCHEDULES), "Schedule")

@@ -10,8 +10,6 @@ from tfdist.launch.command import UsageError
 from tfdist.launch.hosts import Host
 from tfdist.runtime.slurm import expand_node_list, expand_tasks_per_node
 
-__all__ = ["allocated_hosts", "in_allocation"]
-
 _NODE_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 

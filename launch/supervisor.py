@@ -19,8 +19,6 @@ from tfdist.launch.processes import RankProcess, signal_name
 from tfdist.runtime.exit_codes import ENDED_BY_WATCHDOG, PREEMPTED, USAGE
 from tfdist.runtime.orphan_guard import OrphanGuard
 
-__all__ = ["Supervisor"]
-
 #: How long ranks may go on after one has failed: the watchdog's verdict takes a few seconds, and
 #: its words are worth more than a quick end.
 _GRACE_SECONDS = 8.0

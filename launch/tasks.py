@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from tfdist.launch.mesh_flags import Layout
 
-__all__ = ["DEFINE", "VALUES", "Data", "Settings", "Task"]
-
 #: The flags of `tfdist-train`: its own, and those of the tasks.
 VALUES = flags.FlagValues()
 DEFINE = FlagDefiner(VALUES)

@@ -35,8 +35,6 @@ from tfdist.launch.tasks import DEFINE, VALUES, Data, Settings, Task
 from tfdist.launch.world import World, WorldFlags
 from tfdist.runtime.rendezvous import MEANT_RANKS
 
-__all__ = ["PROGRAM", "run"]
-
 _TASKS: tuple[Task, ...] = (Images(), Language(), Recommendation())
 
 _MODEL = DEFINE.enum(

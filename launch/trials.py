@@ -17,20 +17,6 @@ from typing import Any
 from tfdist.addons.planner import Layout, Transformer
 from tfdist.runtime.process_memory import forget_peak, peak_bytes, resident_bytes
 
-__all__ = [
-    "STEPS",
-    "Measured",
-    "all_reduce_seconds",
-    "alone",
-    "collective_seconds",
-    "fit_begins",
-    "median_interval",
-    "model_of",
-    "moved_bytes_per_second",
-    "train",
-    "trial",
-]
-
 #: How many are timed.
 STEPS = 6
 

@@ -21,8 +21,6 @@ from tfdist.runtime.tf_config import read_tf_config
 if TYPE_CHECKING:
     import tensorflow as tf
 
-__all__ = ["World", "WorldFlags"]
-
 
 @dataclasses.dataclass(frozen=True)
 class World:

@@ -8,8 +8,6 @@ import keras
 
 from tfdist.utils import checks
 
-__all__ = ["convnet"]
-
 
 def convnet(
     input_shape: Sequence[int],

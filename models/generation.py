@@ -11,8 +11,6 @@ import tensorflow as tf
 from tfdist import layers
 from tfdist.utils import checks
 
-__all__ = ["generate"]
-
 
 def generate(
     model: keras.Model,

@@ -13,8 +13,6 @@ from tfdist.context_parallel import KINDS
 from tfdist.models.transformer import NORMALIZATIONS, TransformerDecoderBlock
 from tfdist.utils import checks
 
-__all__ = ["gpt"]
-
 
 def gpt(
     vocabulary_size: int,

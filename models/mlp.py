@@ -8,8 +8,6 @@ import keras
 
 from tfdist.utils import checks
 
-__all__ = ["mlp"]
-
 
 def mlp(
     input_shape: Sequence[int],

@@ -15,8 +15,6 @@ from tfdist.layers.feed_forward import ACTIVATIONS, ParallelMLP
 from tfdist.layers.normalization import LayerNormalization, RMSNormalization
 from tfdist.utils import checks
 
-__all__ = ["NORMALIZATIONS", "TransformerDecoderBlock"]
-
 NORMALIZATIONS: dict[str, type[keras.layers.Layer]] = {
     "layer": LayerNormalization,
     "rms": RMSNormalization,

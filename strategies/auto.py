@@ -22,8 +22,6 @@ from tfdist.strategies.parallel import check_options
 from tfdist.strategies.registry import registered
 from tfdist.utils.lazy import require_addon
 
-__all__ = ["auto"]
-
 
 def auto(mesh: Mesh | None = None, **options) -> tf.distribute.Strategy:
     """Returns the strategy of the launcher that started this process; the log says which, and why.

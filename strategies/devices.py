@@ -8,8 +8,6 @@ import tensorflow as tf
 
 from tfdist.runtime.tf_config import read_tf_config
 
-__all__ = ["local_rank", "pin_gpu"]
-
 _LOCAL_RANKS = (
     "HOROVOD_LOCAL_RANK",
     "OMPI_COMM_WORLD_LOCAL_RANK",

@@ -21,8 +21,6 @@ from tfdist.step.keras_step import KerasStep
 from tfdist.step.token_split import TokenSplit
 from tfdist.strategies.keras_patches.steps import keras_step
 
-__all__ = ["ParallelExtended"]
-
 
 class ParallelExtended(OneDeviceExtended):
     """One device in this process, and an engine to the other ranks.

@@ -27,8 +27,6 @@ from tfdist.step.local_steps import local_optimizer
 from tfdist.strategies.whole_gradients import gather_flat_gradients, is_part, whole_gradients
 from tfdist.zero.sharded_gradients import rows_of_gradients
 
-__all__ = ["GradientReads", "call_step"]
-
 
 def call_step(replica: ReplicaContext, fn: Callable, *args, **kwargs) -> Any:
     """Calls a training step of a user's own; what it reads of gradients is global.

@@ -13,8 +13,6 @@ from tfdist.strategies.parallel import (
     notice_one_rank,
 )
 
-__all__ = ["HorovodStrategy"]
-
 
 class HorovodStrategy(ParallelStrategy):
     """Parallel training over Horovod's Gloo, MPI or NCCL operations.

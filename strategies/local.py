@@ -7,8 +7,6 @@ from tfdist.collectives.local import LocalEngine
 from tfdist.mesh import Mesh
 from tfdist.strategies.parallel import ParallelStrategy, check_options
 
-__all__ = ["LocalStrategy"]
-
 
 class LocalStrategy(ParallelStrategy):
     """One rank: a script that is written for many runs as it is.

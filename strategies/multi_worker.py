@@ -15,8 +15,6 @@ from tfdist.strategies.parallel import (
 )
 from tfdist.utils import checks
 
-__all__ = ["MultiWorkerStrategy"]
-
 
 class MultiWorkerStrategy(ParallelStrategy):
     """What `tf.distribute.MultiWorkerMirroredStrategy` is to Keras 2, for Keras 3.

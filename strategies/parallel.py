@@ -35,8 +35,6 @@ from tfdist.utils.lazy import require_addon
 from tfdist.watchdog.watchdog import Watchdog, startup_guard
 from tfdist.zero.unshard import gathered_for_step
 
-__all__ = ["WATCHDOG_SECONDS", "ParallelStrategy", "check_options", "meeting", "notice_one_rank"]
-
 #: Longer than any sane pause between two collectives: loading data, tracing, saving.
 WATCHDOG_SECONDS = 600.0
 

@@ -16,8 +16,6 @@ from tfdist.data.random_state import (
     set_random_state,
 )
 
-__all__ = ["share_random_state"]
-
 
 def share_random_state(group: Group) -> None:
     """Gives every rank the random state of the group's first: Python's, NumPy's, TensorFlow's.

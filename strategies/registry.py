@@ -10,8 +10,6 @@ import tensorflow as tf
 
 from tfdist.utils import checks
 
-__all__ = ["Registered", "register_strategy", "registered"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Registered:

@@ -8,8 +8,6 @@ from tfdist.utils import checks
 from tfdist.utils.errors import TfdistError
 from tfdist.utils.untested import say_untested
 
-__all__ = ["NoTPUError", "tpu"]
-
 
 class NoTPUError(TfdistError, RuntimeError):
     """There is no TPU of that name, or it does not answer."""

@@ -14,14 +14,6 @@ from tfdist.sharding.layout import layout_of
 from tfdist.step.context import ReplicaContext
 from tfdist.zero.sharded_gradients import gather_gradients
 
-__all__ = [
-    "clip_by_global_norm",
-    "gather_flat_gradients",
-    "is_part",
-    "origins_of",
-    "whole_gradients",
-]
-
 
 def is_part(variable) -> bool:
     """Whether a rank has no more of a variable's gradient than a slice, a stage's or a part's."""

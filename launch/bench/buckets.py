@@ -16,8 +16,6 @@ from tabulate import tabulate
 from tfdist.launch import command
 from tfdist.launch.bench.collectives import median_seconds
 
-__all__ = ["PROGRAM", "bucket_mib_for", "run"]
-
 _VALUES = flags.FlagValues()
 #: A tenth of the time for messages is nine times as much for bytes.
 _BYTES_TO_MESSAGES = 9

@@ -31,8 +31,6 @@ from tabulate import tabulate
 from tfdist.launch import command
 from tfdist.launch.flag_values import FlagDefiner, output_file
 
-__all__ = ["PROGRAM", "Line", "Link", "median_seconds", "ring_seconds", "run", "tree_seconds"]
-
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
 _OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")

@@ -17,8 +17,6 @@ from tfdist.launch import command
 from tfdist.launch.flag_values import FlagDefiner, output_file
 from tfdist.launch.quiet import quiet_start
 
-__all__ = ["PROGRAM", "measured_bandwidth", "measured_flops", "run"]
-
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
 _OUTPUT = _define.string("output", None, "File for `Monitor(peak=...)` and `tfdist-train --peak`")

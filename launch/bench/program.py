@@ -7,8 +7,6 @@ import sys
 from tfdist.launch import command
 from tfdist.launch.bench import buckets, collectives, peak, scaling
 
-__all__ = ["PROGRAMS", "run"]
-
 PROGRAMS = {
     "buckets": buckets.PROGRAM,
     "collectives": collectives.PROGRAM,

@@ -43,8 +43,6 @@ from tfdist.runtime.sessions import exit_on_signals, run_in_session
 from tfdist.utils.checks import one_line
 from tfdist.utils.errors import TfdistError
 
-__all__ = ["BATCH", "MARK", "MODELS", "PROGRAM", "Settings"]
-
 #: The variable in which the script finds the batch of an update.
 BATCH = "TFDIST_BENCH_BATCH"
 #: What the line of a rank begins with.

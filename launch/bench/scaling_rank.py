@@ -35,8 +35,6 @@ from tfdist.runtime.horovod_variables import started_by_horovod
 from tfdist.runtime.tf_config import read_tf_config
 from tfdist.step.context import strategy_of
 
-__all__ = ["StepClock", "keep_to_own_cores", "time_fits"]
-
 _SIZES = (4096, 1 << 20, 1 << 22)
 _REPEATS = 8
 #: A fitted rate lies between these, in FLOP/s.

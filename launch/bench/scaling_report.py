@@ -18,8 +18,6 @@ from tabulate import tabulate
 
 from tfdist.addons.planner import laws
 
-__all__ = ["Curve", "Job", "picture"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Job:

@@ -22,8 +22,6 @@ from tfdist.launch.cluster.pods import (
 from tfdist.launch.flag_values import UsageError
 from tfdist.runtime import exit_codes
 
-__all__ = ["indexed_job"]
-
 #: Where TensorFlow's server of each rank listens. Each pod has an address of its own.
 _PORT = 2222
 _INDEX = "JOB_COMPLETION_INDEX"

@@ -8,16 +8,6 @@ from collections.abc import Mapping, Sequence
 
 from tfdist.launch.flag_values import MOST_RANKS, YEAR, FlagDefiner, UsageError, refuse
 
-__all__ = [
-    "Job",
-    "JobFlags",
-    "in_units",
-    "key_values",
-    "parse_size",
-    "parse_time",
-    "refuse_odd",
-]
-
 _SIZE = re.compile(r"([1-9][0-9]*)([MGT])(?:i?B|i)?")
 _MIB = {"M": 1, "G": 1024, "T": 1024**2}
 _CLOCK = re.compile(r"(?:([0-9]+)-)?([0-9]+):([0-5]?[0-9]):([0-5]?[0-9])")

@@ -14,8 +14,6 @@ from tfdist.launch.cluster.mpi_job import mpi_job
 from tfdist.launch.cluster.pods import Pods
 from tfdist.launch.flag_values import FlagDefiner, UsageError, refuse_ignored
 
-__all__ = ["FOLDED", "JOB", "SUBMIT", "SUMMARY", "VALUES", "from_flags"]
-
 _VOLUME = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?):(/[^:\s]+)(:ro)?")
 
 SUMMARY = "Writes the Kubernetes objects that run a command on many ranks."

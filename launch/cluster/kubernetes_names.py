@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from tfdist.launch.cluster.job_flags import key_values
 from tfdist.launch.flag_values import UsageError, refuse
 
-__all__ = ["check_mounts", "check_name", "check_path", "labels_of"]
-
 _WORD = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 #: With the slash behind it.

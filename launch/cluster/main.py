@@ -14,9 +14,6 @@ from tfdist.launch import command
 from tfdist.launch.cluster import kubernetes, sbatch
 from tfdist.launch.flag_values import output_file
 
-__all__ = ["PROGRAMS", "run"]
-
-
 _SCHEDULERS = {"slurm": sbatch, "kubernetes": kubernetes}
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import yaml
 
-__all__ = ["to_yaml"]
-
 #: What no version of YAML takes for anything but a string. All else is put in quotes: PyYAML
 #: leaves `1e3` as it is, and Kubernetes' parser reads a number.
 _PLAIN = re.compile(r"(-{0,2}[A-Za-z]|/)[A-Za-z0-9/._=-]*(:[A-Za-z0-9/._=-]+)*")

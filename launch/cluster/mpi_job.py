@@ -22,8 +22,6 @@ from tfdist.launch.cluster.pods import (
 )
 from tfdist.launch.flag_values import UsageError
 
-__all__ = ["mpi_job"]
-
 _HOSTFILE = "/etc/mpi/hostfile"
 _ROOT_SSH = "/root/.ssh"
 #: Of what starts the ranks, and is none.

@@ -10,17 +10,6 @@ from typing import Any
 from tfdist.launch.cluster.job_flags import Job, in_units
 from tfdist.launch.flag_values import UsageError
 
-__all__ = [
-    "Pods",
-    "check_names",
-    "container",
-    "environment",
-    "literal",
-    "metadata",
-    "needs",
-    "pod_template",
-]
-
 #: Beyond what saving takes: the ranks go, and their launcher after them.
 _MARGIN_SECONDS = 30
 _HOST = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")

@@ -14,17 +14,6 @@ from tfdist.launch.cluster.job_flags import Job, JobFlags, in_units, refuse_odd
 from tfdist.launch.flag_values import FlagDefiner, UsageError, refuse, refuse_ignored
 from tfdist.runtime import exit_codes
 
-__all__ = [
-    "FOLDED",
-    "JOB",
-    "SUBMIT",
-    "SUMMARY",
-    "VALUES",
-    "SlurmOptions",
-    "batch_script",
-    "from_flags",
-]
-
 #: From the end of saving to the end of the time: the ranks go, and the job returns to the queue.
 #: Slurm's clock is coarse, too.
 _MARGIN_SECONDS = 60

@@ -20,8 +20,6 @@ import psutil
 from tfdist import __version__
 from tfdist.launch.horovod_prerequisites import installed_version
 
-__all__ = ["PREFIX", "SECONDS", "receive_all", "versions"]
-
 #: What the lines begin with that are meant; a login shell may print others before.
 PREFIX = "tfdist-doctor: "
 #: How long a call may take.

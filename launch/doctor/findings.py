@@ -12,19 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tfdist.runtime.sessions import kill_session
 
-__all__ = [
-    "Check",
-    "Finding",
-    "Section",
-    "State",
-    "answer_of",
-    "ended_by",
-    "note",
-    "ok",
-    "problem",
-    "run_checks",
-]
-
 
 class State(enum.Enum):
     """How bad a finding is: a note says what is missing or worth knowing, and all works without."""

@@ -31,8 +31,6 @@ from tfdist.runtime.sessions import kill_session
 from tfdist.utils.checks import one_line
 from tfdist.utils.quantities import as_seconds
 
-__all__ = ["Job", "examine"]
-
 Shell = Callable[[str, Sequence[str]], list[str]]
 
 #: Of clocks: files that hosts share are compared by their times, and certificates have theirs.

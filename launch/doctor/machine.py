@@ -14,8 +14,6 @@ from tfdist.launch.doctor.software import Trials
 from tfdist.runtime.process_memory import available_bytes
 from tfdist.utils.checks import one_line
 
-__all__ = ["RANK_BYTES", "folders", "gpus", "kernels", "memory", "processor"]
-
 _GIB = 1 << 30
 _ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 #: What a rank takes before it has a model: Python, TensorFlow, Keras and an engine, rounded up.

@@ -20,8 +20,6 @@ from tfdist.launch.flag_values import MOST_RANKS_OF_A_HOST, FlagDefiner, refuse,
 from tfdist.launch.hosts import Host, is_this_machine, parse_hosts
 from tfdist.runtime import exit_codes
 
-__all__ = ["PROGRAM", "run"]
-
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
 _HOSTS = _define.string(

@@ -9,8 +9,6 @@ import time
 
 from tfdist.launch.doctor.findings import Finding, Section, answer_of, ended_by, ok, problem
 
-__all__ = ["section"]
-
 _SECONDS = 120.0
 _REMEDIES = {
     "horovod": "tfdist-install-horovod --force; --engine=tensorflow trains without it",

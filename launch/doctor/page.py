@@ -10,8 +10,6 @@ from typing import TextIO
 
 from tfdist.launch.doctor.findings import Finding, Section, State
 
-__all__ = ["has_problems", "print_page", "wants_colours"]
-
 _COLOURS = {State.OK: "\x1b[32m", State.NOTE: "\x1b[33m", State.PROBLEM: "\x1b[1;31m"}
 _PLAIN = "\x1b[0m"
 _BOLD = "\x1b[1m"

@@ -25,8 +25,6 @@ from tfdist.launch.horovod_prerequisites import (
     installed_version,
 )
 
-__all__ = ["Trials", "compiler", "horovod", "packages", "python", "settings"]
-
 #: Distributions that all bring the module `tensorflow`: the last one installed is what is imported.
 _TENSORFLOWS = (
     *("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tensorflow-rocm"),

@@ -18,8 +18,6 @@ from tfdist.runtime.rendezvous import free_ports
 from tfdist.runtime.schedulers import Started, meeting_point, started_by_scheduler
 from tfdist.runtime.tf_config import TFConfig, read_tf_config
 
-__all__ = ["addresses_of", "cluster", "launcher", "links", "loopback"]
-
 _SECONDS = 3.0
 _FIREWALL = "open TCP between the hosts for it in the firewall"
 

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["PREFIX", "REMEDIES", "STEPS"]
-
 #: What lines begin with that are meant; libraries may print others.
 PREFIX = "tfdist-doctor: "
 

@@ -20,8 +20,6 @@ from tfdist.runtime.plugins import load_plugins
 from tfdist.watchdog.hints import ARGUMENTS
 from tfdist.watchdog.report import rank_words
 
-__all__ = ["check_agreement", "compare_first_batches", "describe"]
-
 #: Arguments that are data, and those that say how many steps there are.
 _DATA = ("x", "y", "sample_weight", "validation_data")
 _NUMBERS = (

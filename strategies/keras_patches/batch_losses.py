@@ -15,8 +15,6 @@ from tfdist.backend.keras.patching import Patch
 from tfdist.layers.whole_batch import all_rows, compares_rows, is_declared
 from tfdist.step.context import current_replica, current_step
 
-__all__ = ["PATCHES", "notice_scalar", "of_whole_batch"]
-
 _logger = logging.getLogger("tfdist")
 
 

@@ -12,8 +12,6 @@ from tfdist.step.context import strategy_of
 from tfdist.strategies.keras_patches.local_steps import global_parameters
 from tfdist.strategies.keras_patches.models import adopt_optimizers, refuse_xla, strategy_of_ranks
 
-__all__ = ["PATCHES"]
-
 
 def _predict_on_batch(self, x, *, original):
     if strategy_of_ranks(self) is None:

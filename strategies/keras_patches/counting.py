@@ -11,8 +11,6 @@ from tfdist.collectives import Group, all_reduce, broadcast
 from tfdist.layers.whole_batch import aggregation_of
 from tfdist.step.context import DistributedStrategy, ModelRole, role_of
 
-__all__ = ["Counting", "states_on_read"]
-
 
 def states_on_read(metrics: Sequence) -> list:
     """The variables of metrics in which each rank counts."""

@@ -20,8 +20,6 @@ from tfdist.strategies.keras_patches.agreement import compare_first_batches
 from tfdist.strategies.keras_patches.py_datasets import prepare_by_epoch
 from tfdist.strategies.keras_patches.worker_batches import count_own_batches
 
-__all__ = ["PATCHES", "batch_of", "began_before", "first_batch_compared", "recorded"]
-
 #: Of the calls of `fit` under way, the innermost last.
 _open: list[DataPosition] = []
 #: For each of them the digest of its data, until these are made.

@@ -24,8 +24,6 @@ from tfdist.strategies.keras_patches.losses import of_each_sample
 from tfdist.strategies.keras_patches.parameters import call_gathered
 from tfdist.strategies.keras_patches.synchronization import StatesOfCall, kept_where_empty
 
-__all__ = ["PATCHES"]
-
 
 def _call(self, *args, original, **kwargs):
     """The outermost layer of a call gets a row where there is none."""

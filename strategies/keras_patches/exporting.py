@@ -34,8 +34,6 @@ from tfdist.strategies.keras_patches.merging import (
 from tfdist.strategies.keras_patches.saving import write_once
 from tfdist.utils import checks
 
-__all__ = ["exporting_patches"]
-
 #: Where the functions are that KerasHub's public methods call, when they are called. A program may call
 #: the first one itself.
 _MODULE = "keras_hub.src.utils.transformers.export.hf_exporter"

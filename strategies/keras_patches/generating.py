@@ -12,8 +12,6 @@ from tfdist.backend.kernels import enabling_kernels
 from tfdist.collectives import Group, all_gather_object, broadcast
 from tfdist.step.context import strategy_of
 
-__all__ = ["generate_alike"]
-
 
 def generate_alike(self, inputs, *args, original, **kwargs):
     """Wraps `keras_hub.models.CausalLM.generate`.

@@ -23,8 +23,6 @@ from tfdist.strategies.keras_patches.reading import reading_parts
 from tfdist.strategies.keras_patches.saving import write_once, write_some_once
 from tfdist.strategies.keras_patches.splits import split_variables
 
-__all__ = ["install_hub", "patches_of"]
-
 #: The backbones whose decoders add a balance loss; releases of KerasHub lack some.
 _WITH_BALANCE_LOSSES = (
     "MixtralBackbone",

@@ -13,8 +13,6 @@ import keras
 
 from tfdist.step.local_steps import local_optimizer
 
-__all__ = ["global_parameters"]
-
 
 def global_parameters(model) -> contextlib.AbstractContextManager:
     """Inside, a model has the parameters that ranks have agreed on last, where it trains apart."""

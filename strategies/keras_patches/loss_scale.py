@@ -17,8 +17,6 @@ from tfdist.step.context import current_replica, strategy_of
 from tfdist.step.local_steps import LocalSteps, group_in_step, local_optimizer
 from tfdist.strategies.keras_patches.data import began_before
 
-__all__ = ["PATCHES", "loss_scale_logs"]
-
 
 def loss_scale_logs(model) -> dict[str, tf.Tensor]:
     """What a training step adds to the logs: `loss_scale` and `skipped_steps`, or nothing."""

@@ -18,8 +18,6 @@ from tfdist.step.context import current_step, role_of
 from tfdist.step.keras_step import KerasStep
 from tfdist.strategies.keras_patches.batch_losses import notice_scalar, of_whole_batch
 
-__all__ = ["PATCHES", "of_each_sample"]
-
 
 def _scale(value, *, original):
     return original(value) if current_step() is None else value

@@ -24,8 +24,6 @@ from tfdist.backend.keras.attributes import (
 from tfdist.backend.keras.functional import deferred_weights
 from tfdist.backend.keras.private import all_layers
 
-__all__ = ["check_mergeable", "merged_model", "quantization_modes"]
-
 _PRODUCTS = (keras.layers.Dense, keras.layers.EinsumDense)
 _TABLES = keras.layers.Embedding  # `ReversibleEmbedding` is one.
 _MODES = ("int8", "int4")

@@ -21,8 +21,6 @@ from tfdist.backend.keras.private import in_stateless_scope
 from tfdist.step.context import DistributedStrategy, current_replica, strategy_of
 from tfdist.strategies.keras_patches.counting import Counting, states_on_read
 
-__all__ = ["bind_metrics", "install", "keep_states"]
-
 
 @dataclasses.dataclass(eq=False)
 class _Record:

@@ -16,8 +16,6 @@ from tfdist.strategies.keras_patches.counting import Counting, states_on_read
 from tfdist.strategies.keras_patches.loss_scale import loss_scale_logs
 from tfdist.strategies.keras_patches.metric_reads import keep_states
 
-__all__ = ["PATCHES"]
-
 
 def _get_metrics_result(self, *, original):
     """The metrics of all ranks; in a training step also what a loss scale did."""

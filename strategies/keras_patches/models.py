@@ -14,8 +14,6 @@ from tfdist.data.tokens import check_tokenwise
 from tfdist.sharding.layout import parameter_bytes
 from tfdist.step.context import role_of, strategy_of
 
-__all__ = ["adopt_optimizers", "out_of_memory", "refuse_xla", "strategy_of_ranks"]
-
 
 def strategy_of_ranks(model) -> Any:
     """The model's strategy, if it is tfdist's and there are other ranks.

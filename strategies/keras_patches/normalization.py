@@ -18,8 +18,6 @@ from tfdist.collectives import all_gather
 from tfdist.step.context import current_replica
 from tfdist.step.keras_step import weighted
 
-__all__ = ["PATCHES"]
-
 
 def _compute_moments_sync(x, axes, keepdims, *, original):
     """The mean and variance of all ranks' entries, from statistics that travel together.

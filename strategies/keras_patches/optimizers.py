@@ -29,8 +29,6 @@ from tfdist.strategies.whole_gradients import origins_of
 from tfdist.zero.sharded_variable import as_shards
 from tfdist.zero.update import LocalShard, all_gather_parameters
 
-__all__ = ["PATCHES"]
-
 
 def _apply(self, grads, trainable_variables=None, *, original):
     """Before accumulation: a micro-step's gradient counts by that micro-step's shares."""

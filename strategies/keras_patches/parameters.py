@@ -25,8 +25,6 @@ from tfdist.zero.sharded_variable import (
 )
 from tfdist.zero.unshard import gathered
 
-__all__ = ["PATCHES", "call_gathered"]
-
 
 def _add_weight(self, *args, original, **kwargs):
     strategy = current_strategy()

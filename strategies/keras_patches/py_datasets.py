@@ -15,8 +15,6 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["prepare_by_epoch"]
-
 #: So many batches are prepared ahead where Keras has no queue of its own.
 _AHEAD = 2
 

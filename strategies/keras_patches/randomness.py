@@ -8,8 +8,6 @@ from tfdist.backend.keras.patching import Patch
 from tfdist.backend.keras.private import SeedGenerator
 from tfdist.step.context import current_replica
 
-__all__ = ["PATCHES"]
-
 #: Odd, so that no two ranks' seeds fall together; far from the steps by which Keras counts.
 _STRIDE = 0x9E3779B1
 

@@ -16,8 +16,6 @@ from tfdist.sharding.parts import NestedSlice, Slice, deep_copy
 from tfdist.sharding.weights import SlicedInitializer
 from tfdist.strategies.keras_patches.splits import split_variables
 
-__all__ = ["has_parts", "reading_parts"]
-
 
 def has_parts(saveable) -> bool:
     """Whether a rank holds parts of some variables, or has no values for them yet."""

@@ -23,8 +23,6 @@ from tfdist.strategies.keras_patches.reading import has_parts, reading_parts
 from tfdist.strategies.keras_patches.splits import split_variables, standing_in, whole_values
 from tfdist.strategies.keras_patches.synchronization import synchronize_layer_states
 
-__all__ = ["PATCHES", "restoring", "save_checkpoint", "write_once", "write_some_once"]
-
 #: Strategies of a `fit` that begins, where some callbacks restore on the chief alone.
 restoring: weakref.WeakSet[Any] = weakref.WeakSet()
 _loading = threading.local()

@@ -9,8 +9,6 @@ from absl import logging
 
 from tfdist.step.context import DistributedStrategy
 
-__all__ = ["note_strategy", "notice_no_scope"]
-
 _strategies: weakref.WeakSet[DistributedStrategy] = weakref.WeakSet()
 _said = False
 

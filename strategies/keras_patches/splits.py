@@ -14,8 +14,6 @@ from tfdist.sharding.layout import VariableLayout, global_shape, layout_of, whol
 from tfdist.sharding.parts import deep_copy
 from tfdist.watchdog.hints import SAVED
 
-__all__ = ["receive_slices", "split_variables", "standing_in", "whole_values"]
-
 
 def split_variables(model: keras.Model) -> list[tuple[keras.Variable, VariableLayout]]:
     """The split variables of a model and its optimizer, in an order that is the same on all ranks."""

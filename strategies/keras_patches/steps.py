@@ -19,8 +19,6 @@ from tfdist.strategies.gradient_reads import call_step
 from tfdist.strategies.keras_patches.metric_reads import bind_metrics
 from tfdist.strategies.keras_patches.synchronization import keep_metrics_without_samples
 
-__all__ = ["count_rows", "keras_step"]
-
 #: They hand gradients to optimizers as tapes return them.
 _LIBRARIES = ("keras", "tfdist")
 

@@ -19,14 +19,6 @@ from tfdist.sharding.states import average_states, layer_states
 from tfdist.step.keras_step import KerasStep
 from tfdist.step.local_steps import local_optimizer
 
-__all__ = [
-    "StatesOfCall",
-    "broadcast_variables",
-    "keep_metrics_without_samples",
-    "kept_where_empty",
-    "synchronize_layer_states",
-]
-
 
 def broadcast_variables(model: keras.Model) -> None:
     """Gives all ranks the chief's weights and optimizer state.

@@ -8,8 +8,6 @@ from tfdist.backend.graph.tapes import passing
 from tfdist.backend.keras.patching import Patch
 from tfdist.step.context import current_replica
 
-__all__ = ["PATCHES"]
-
 
 def _gradient(self, target, sources, *args, original, **kwargs):
     """Without it a step that clips, logs or adds up gradients would take this rank's for those of all."""

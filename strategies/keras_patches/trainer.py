@@ -34,8 +34,6 @@ from tfdist.strategies.keras_patches.scopes import notice_no_scope
 from tfdist.strategies.keras_patches.synchronization import synchronize_layer_states
 from tfdist.strategies.randomness import share_random_state
 
-__all__ = ["PATCHES"]
-
 _logger = logging.getLogger("tfdist")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tfdist.data.sharding import own_batches
 
-__all__ = ["count_own_batches"]
-
 
 def count_own_batches(iterator) -> None:
     """Has Keras' loop over batches count those of this worker alone, where it has some of all."""

@@ -18,8 +18,6 @@ from tfdist.step.context import strategy_of
 from tfdist.strategies.keras_patches.saving import save_checkpoint
 from tfdist.strategies.keras_patches.splits import receive_slices
 
-__all__ = ["PATCHES", "WRITERS", "note_restores", "silence"]
-
 WRITERS = (
     keras.callbacks.CSVLogger,
     keras.callbacks.ProgbarLogger,

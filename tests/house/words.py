@@ -75,27 +75,19 @@ def _without_code(text: str) -> str:
 
 def _texts_of(path: Path) -> Iterator[tuple[str, str]]:
     tree = tree_of(path)
-    public = _public_names(tree)
     for node in ast.walk(tree):
         place = f"{path.name}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             yield from ((place, _text(argument)) for argument in node.exc.args)
         elif isinstance(node, ast.Call) and _is_said(node.func):
             yield from ((place, _text(argument)) for argument in node.args)
-        elif isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in public:
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name[0] != "_":
             yield place, _CODE.sub("", ast.get_docstring(node) or "")
             if isinstance(node, ast.ClassDef):
                 for method in node.body:
                     if isinstance(method, ast.FunctionDef) and method.name[0] != "_":
                         text = ast.get_docstring(method) or ""
                         yield f"{path.name}:{method.lineno}", _CODE.sub("", text)
-
-
-def _public_names(tree: ast.Module) -> set[str]:
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return {each.value for each in getattr(node.value, "elts", ())}
-    return set()
 
 
 def _is_said(function: ast.expr) -> bool:

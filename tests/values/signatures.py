@@ -25,7 +25,7 @@ from tfdist.extend import LayerSplit
 
 #: What is not public, and checks its arguments all the same.
 INNER = [
-    "tfdist.checkpoint.intervals.young_daly",
+    "tfdist.runtime.save_interval.young_daly",
     "tfdist.checkpoint.saving.begin_save",
     "tfdist.addons.datasets.loading.rank_split",
     "tfdist.addons.datasets.loading.read_config",

@@ -15,8 +15,6 @@ import tensorflow as tf
 
 from tfdist.utils.lazy import find_addon
 
-__all__ = ["enabling_kernels", "has_kernels", "kernels", "kernels_enabled"]
-
 
 class _Local(threading.local):
     enabled = False

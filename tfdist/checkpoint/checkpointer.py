@@ -20,7 +20,6 @@ from tfdist.backend.keras.attributes import initial_epoch
 from tfdist.checkpoint.directory import folders, lost
 from tfdist.checkpoint.directory_lock import DirectoryLock, InUseError
 from tfdist.checkpoint.fit_state import FitState, check_state
-from tfdist.checkpoint.intervals import young_daly
 from tfdist.checkpoint.recovery import Progress, Recovery, room_words, tell
 from tfdist.checkpoint.reporting import report_in_one_line
 from tfdist.checkpoint.restoring import restore_checked
@@ -33,12 +32,11 @@ from tfdist.data.position import DataPosition
 from tfdist.runtime.directories import checked_directory
 from tfdist.runtime.exit_codes import PREEMPTED
 from tfdist.runtime.recovery import down_since, note_newest
+from tfdist.runtime.save_interval import young_daly
 from tfdist.sharding.kept import kept_states_of
 from tfdist.sharding.states import layer_states
 from tfdist.step.hooks import FitContext, FitHook, fit_hooks
 from tfdist.utils import checks
-
-__all__ = ["Checkpointer"]
 
 _logger = logging.getLogger("tfdist")
 #: How far apart, in time, the ranks agree on whether to save.

@@ -18,21 +18,6 @@ import tensorstore as ts
 
 from tfdist.checkpoint.errors import StorageError
 
-__all__ = [
-    "CHUNK_BYTES",
-    "CRC_BYTES",
-    "check_equal",
-    "chunk_count",
-    "chunk_keys",
-    "chunk_shape_of",
-    "copy_chunk",
-    "decode",
-    "folder_of_array",
-    "item_bytes",
-    "metadata_of",
-    "touched",
-]
-
 Box = tuple[slice | int, ...]
 
 #: A chunk is the unit of reading, of digests and of what several ranks may write at once.

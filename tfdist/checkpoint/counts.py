@@ -23,8 +23,6 @@ from tfdist.sharding.layout import layout_of
 from tfdist.sharding.states import layer_states
 from tfdist.step.context import DistributedStrategy, role_of, strategy_of
 
-__all__ = ["counts_of", "own_entry"]
-
 Merge = Callable[[np.ndarray], np.ndarray]
 
 

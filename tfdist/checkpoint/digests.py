@@ -19,8 +19,6 @@ from tfdist.checkpoint.errors import StorageError
 from tfdist.checkpoint.manifest import Digests
 from tfdist.checkpoint.storage import Storage, digest_of
 
-__all__ = ["read_back"]
-
 
 def read_back(
     storage: Storage,

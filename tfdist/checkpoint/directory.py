@@ -10,16 +10,6 @@ from tfdist.checkpoint.manifest import step_of
 from tfdist.checkpoint.storage import MANIFEST, UNFINISHED, Storage
 from tfdist.runtime.directories import checked_directory, is_address
 
-__all__ = [
-    "complete_checkpoints",
-    "folders",
-    "is_folder",
-    "is_unfinished",
-    "latest",
-    "lost",
-    "record_newest",
-]
-
 #: Says which checkpoint was completed last, so that its loss is told.
 _NEWEST = "newest.json"
 

@@ -20,18 +20,8 @@ from typing import Any
 
 import psutil
 
-from tfdist.runtime.lock_owner import JOB, STALE_SECONDS, Owner
+from tfdist.runtime.lock_owner import JOB, Owner
 from tfdist.utils.errors import TfdistError
-
-__all__ = [
-    "JOB",
-    "STALE_SECONDS",
-    "DirectoryLock",
-    "InUseError",
-    "Owner",
-    "holder_of",
-    "in_use",
-]
 
 LOCK = "tfdist.lock"
 _RENEW_SECONDS = 10.0

@@ -22,8 +22,6 @@ from tfdist.sharding.layout import global_shape, layout_of
 from tfdist.step.context import DistributedStrategy, role_of, strategy_of
 from tfdist.step.local_steps import local_optimizer
 
-__all__ = ["arrays_of", "entries_of", "held_by", "held_variables"]
-
 Named = list[tuple[keras.Variable, str]]
 
 

@@ -4,14 +4,6 @@ from __future__ import annotations
 
 from tfdist.utils.errors import TfdistError
 
-__all__ = [
-    "CheckpointError",
-    "DirectoryInUseError",
-    "NewerFormatError",
-    "OtherModelError",
-    "StorageError",
-]
-
 
 class CheckpointError(TfdistError):
     """A checkpoint cannot be written, or is not one for what it was to restore."""

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 
 from tfdist.checkpoint.errors import StorageError
 
-__all__ = ["delete_tree", "read_file", "regular_size"]
-
 _KINDS = {
     stat.S_IFLNK: "a link",
     stat.S_IFDIR: "a folder",

@@ -20,8 +20,6 @@ from tfdist.sharding.kept import KeptState
 from tfdist.step.context import strategy_of
 from tfdist.step.shares import are_shares
 
-__all__ = ["FitState", "check_state"]
-
 _logger = logging.getLogger("tfdist")
 #: What Keras' callbacks count. The best weights that EarlyStopping keeps are not among it.
 _COUNTED = (

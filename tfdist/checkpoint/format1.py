@@ -20,8 +20,6 @@ from tfdist.checkpoint.manifest import Array
 from tfdist.checkpoint.names import numbered
 from tfdist.checkpoint.storage import Storage
 
-__all__ = ["check_description", "chunk_values", "model_names", "optimizer_names"]
-
 _DESCRIPTION_BYTES = 1 << 20
 
 

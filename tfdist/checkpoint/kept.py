@@ -14,8 +14,6 @@ from tfdist.sharding.kept import Kept, KeptState, Key, VariableKey
 from tfdist.sharding.layout import global_shape, layout_of
 from tfdist.step.context import DistributedStrategy, strategy_of
 
-__all__ = ["KeptArrays", "named_states"]
-
 Named = Sequence[tuple[keras.Variable, str]]
 #: What the first part of the name of other arrays is.
 _TAKEN = {"local", "metrics", "model", "optimizer"}

@@ -24,18 +24,6 @@ from tfdist.checkpoint.chunks import (
 from tfdist.checkpoint.errors import NewerFormatError, StorageError
 from tfdist.checkpoint.storage import MANIFEST, Storage, digest_of
 
-__all__ = [
-    "FORMAT",
-    "Array",
-    "Arrays",
-    "Digests",
-    "Manifest",
-    "NewerFormatError",
-    "folder_of",
-    "keys_of",
-    "step_of",
-]
-
 FORMAT = 2
 _FOLDER = re.compile(r"step-(\d{10,19})-([0-9a-f]{1,64})", re.ASCII)
 _STEPS = 1 << 62

@@ -14,10 +14,8 @@ from typing import Any
 import keras
 
 from tfdist.backend.keras.attributes import own_variables, sublayers
-from tfdist.backend.keras.layer_names import Functional, is_made_up, plain_name
-from tfdist.backend.keras.private import all_layers
-
-__all__ = ["metric_names", "model_names", "numbered", "optimizer_names"]
+from tfdist.backend.keras.layer_names import is_made_up, plain_name
+from tfdist.backend.keras.private import Functional, all_layers
 
 #: They name a layer after another, which may be one that Keras named.
 _NAMING = (keras.layers.Bidirectional,)

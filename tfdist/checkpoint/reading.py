@@ -15,8 +15,6 @@ from tfdist.checkpoint.errors import StorageError
 from tfdist.checkpoint.manifest import Manifest
 from tfdist.checkpoint.storage import Storage, digest_of
 
-__all__ = ["Reader"]
-
 #: Chunks that are in memory at a time, beside the arrays that they are copied into.
 _CHUNKS_AT_A_TIME = min(4, os.cpu_count() or 1)
 

@@ -18,8 +18,6 @@ from tfdist.checkpoint.storage import Storage
 from tfdist.collectives import Group
 from tfdist.utils.quantities import as_bytes
 
-__all__ = ["Progress", "Recovery", "room_words", "tell"]
-
 _logger = logging.getLogger("tfdist")
 
 #: Says how far a training came, about once a second.

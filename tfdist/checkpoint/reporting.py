@@ -5,8 +5,6 @@ from __future__ import annotations
 from tfdist.checkpoint.errors import CheckpointError
 from tfdist.runtime import exit_codes, uncaught
 
-__all__ = ["report_in_one_line"]
-
 
 def report_in_one_line() -> None:
     """From now on an uncaught `CheckpointError` ends this process with one line and code 2.

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from tfdist.backend.keras.attributes import stored_value
-from tfdist.checkpoint.directory import complete_checkpoints, latest, lost
+from tfdist.checkpoint.directory import complete_checkpoints, lost
 from tfdist.checkpoint.entries import arrays_of, entries_of, held_variables
 from tfdist.checkpoint.errors import CheckpointError, OtherModelError, StorageError
 from tfdist.checkpoint.kept import KeptArrays
@@ -27,8 +27,6 @@ from tfdist.runtime.directories import checked_directory, is_address
 from tfdist.sharding.kept import KeptState, kept_states_of
 from tfdist.step.local_steps import local_optimizer
 from tfdist.utils import checks
-
-__all__ = ["OtherModelError", "latest", "restore", "restore_checked"]
 
 _logger = logging.getLogger("tfdist")
 #: No job has more ranks, each of which has a row in what is counted.

@@ -11,8 +11,6 @@ from tfdist.checkpoint.manifest import Manifest, step_of
 from tfdist.checkpoint.storage import Storage
 from tfdist.utils import checks
 
-__all__ = ["Retention"]
-
 
 class Retention:
     """Drops a training's old checkpoints, once a newer one was read back whole.

@@ -33,8 +33,6 @@ from tfdist.sharding.kept import KeptState
 from tfdist.step.local_steps import local_optimizer
 from tfdist.utils import checks
 
-__all__ = ["Save", "Saver", "begin_save", "lock_on", "save", "world_of"]
-
 #: How long ranks wait for the parts of others.
 _PARTS_SECONDS = 1800.0
 _LOOK_SECONDS = 0.02

@@ -17,8 +17,6 @@ import numpy as np
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.parts import NestedSlice, Slice
 
-__all__ = ["Entry", "ArrayShard", "boxes", "shards_of"]
-
 Box = tuple[slice, ...]
 
 

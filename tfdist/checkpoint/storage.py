@@ -14,17 +14,8 @@ import tensorstore as ts
 
 from tfdist.checkpoint import files
 from tfdist.checkpoint.chunks import CHUNK_BYTES, chunk_shape_of, folder_of_array, metadata_of
-from tfdist.checkpoint.errors import CheckpointError, StorageError
+from tfdist.checkpoint.errors import StorageError
 from tfdist.runtime.directories import is_address
-
-__all__ = [
-    "MANIFEST",
-    "UNFINISHED",
-    "CheckpointError",
-    "Storage",
-    "StorageError",
-    "digest_of",
-]
 
 #: The file that says that all others are complete.
 MANIFEST = "manifest.json"

@@ -8,18 +8,6 @@ from tfdist.collectives.engine import REDUCTIONS
 from tfdist.collectives.group import Group
 from tfdist.utils import checks
 
-__all__ = [
-    "check_carried",
-    "check_divides",
-    "check_group",
-    "check_reduction",
-    "checked_axis",
-    "checked_member",
-    "checked_other",
-    "checked_splits",
-    "checked_tensor",
-]
-
 
 def check_reduction(reduction: str, dtype: tf.DType) -> None:
     """Raises ValueError where a reduction is unknown, or has no meaning for a dtype."""

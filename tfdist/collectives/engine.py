@@ -12,8 +12,6 @@ from tfdist.collectives.flight_recorder import FlightRecorder
 from tfdist.collectives.group import Group
 from tfdist.mesh import Mesh
 
-__all__ = ["REDUCTIONS", "Engine"]
-
 REDUCTIONS = ("sum", "mean", "max", "min")
 
 

@@ -8,8 +8,6 @@ import threading
 import numpy as np
 import tensorflow as tf
 
-__all__ = ["Counter", "Entry", "HostCounter", "outermost_is_eager"]
-
 _serial_numbers = itertools.count()
 
 

@@ -23,8 +23,6 @@ from tfdist.backend.clock.stamps import Column, current_stamps
 from tfdist.collectives.flight_counts import Counter, Entry, HostCounter
 from tfdist.collectives.group import Group
 
-__all__ = ["Blocked", "Flight", "FlightRecorder", "InFlight"]
-
 #: Of the collectives of a graph that a thread waits in, so many are told.
 _MOST_BLOCKED = 8
 #: So many exceptions of TensorFlow are looked into between two calls of `blocked`; it takes milliseconds.

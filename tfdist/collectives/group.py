@@ -8,8 +8,6 @@ import typing
 if typing.TYPE_CHECKING:
     from tfdist.collectives.engine import Engine
 
-__all__ = ["Group"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Group:

@@ -26,8 +26,6 @@ from tfdist.runtime.schedulers import join, started_by_scheduler
 from tfdist.utils import checks
 from tfdist.utils.untested import say_untested
 
-__all__ = ["HorovodEngine", "start"]
-
 _logger = logging.getLogger("tfdist")
 
 #: How often Horovod looks for work, in ms, unless the user says. At its own 1 ms the looking

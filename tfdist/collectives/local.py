@@ -6,8 +6,6 @@ from tfdist.collectives.engine import Engine
 from tfdist.mesh import Mesh
 from tfdist.utils import checks
 
-__all__ = ["LocalEngine"]
-
 
 class LocalEngine(Engine):
     """One rank. Every group has one member, so an operation's result is its input.

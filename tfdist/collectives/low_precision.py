@@ -12,8 +12,6 @@ import tensorflow as tf
 from tfdist.collectives.group import Group
 from tfdist.collectives.operations import all_gather, all_to_all
 
-__all__ = ["is_narrower", "narrow_all_reduce", "narrow_reduce_scatter"]
-
 
 def is_narrower(communication_dtype: tf.DType | None, dtype: tf.DType) -> bool:
     """Whether numbers of a dtype are to travel in another, and that takes fewer bytes."""

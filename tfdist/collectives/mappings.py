@@ -31,18 +31,6 @@ from tfdist.collectives.arguments import checked_axis, checked_tensor
 from tfdist.collectives.group import Group
 from tfdist.collectives.operations import all_gather, all_reduce, reduce_scatter
 
-__all__ = [
-    "column_parallel_matmul",
-    "copy_to_region",
-    "gather_from_region",
-    "gather_from_sequence_region",
-    "own_slice",
-    "linear",
-    "reduce_from_region",
-    "reduce_scatter_to_sequence_region",
-    "scatter_to_region",
-]
-
 
 def copy_to_region(tensor, group: Group, *, name: str | None = None):
     """Enters a region where each member computes a part: identity, and a sum backward."""

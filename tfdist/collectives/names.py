@@ -8,8 +8,6 @@ import weakref
 
 import tensorflow as tf
 
-__all__ = ["unique_name"]
-
 _used_in: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 

@@ -12,8 +12,6 @@ from tfdist.collectives.group import Group
 from tfdist.collectives.operations import all_gather, broadcast
 from tfdist.utils import checks
 
-__all__ = ["all_gather_object", "broadcast_object"]
-
 
 def broadcast_object(value: Any, group: Group, root: int = 0, *, name: str = "object"):
     """Returns the root's `value` on every member. Eager only.

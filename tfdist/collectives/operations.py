@@ -33,17 +33,6 @@ from tfdist.collectives.run import (
 from tfdist.collectives.shared import note_shared
 from tfdist.utils import checks
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "recv",
-    "reduce_scatter",
-    "send",
-]
-
 
 def all_reduce(tensor, group: Group, reduction: str = "sum", *, name: str | None = None):
     """Reduces a tensor over the group; every member gets the result.

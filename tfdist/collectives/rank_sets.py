@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from tfdist.mesh import Mesh
 
-__all__ = ["rank_sets"]
-
 
 def rank_sets(mesh: Mesh, pairs_along: Iterable[str] = ()) -> list[tuple[int, ...]]:
     """All groups of 2 or more ranks, the world left out, in an order that is the same on all ranks.

@@ -16,8 +16,6 @@ from tfdist.collectives.engine import Engine
 from tfdist.collectives.group import Group
 from tfdist.collectives.names import unique_name
 
-__all__ = ["SEND_NAME", "Call", "gather_text", "receive_tensor", "run", "send_tensor", "shape_of"]
-
 SEND_NAME = "send-recv"
 
 #: Complex numbers are sent as pairs of these, which all engines carry.

@@ -6,8 +6,6 @@ import weakref
 
 import tensorflow as tf
 
-__all__ = ["is_shared", "is_sum_over_ranks", "note_shared"]
-
 #: By graph, the names of tensors, and whether they are sums.
 _shared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 

@@ -15,9 +15,6 @@ from tfdist.runtime.tf_config import read_tf_config
 from tfdist.utils import checks
 from tfdist.utils.untested import say_untested
 
-__all__ = ["COMMUNICATIONS", "TensorFlowEngine", "started_by_tf_config"]
-
-
 #: What TensorFlow can carry collectives by.
 COMMUNICATIONS = ("auto", "ring", "nccl")
 

@@ -23,8 +23,6 @@ try:
 except ImportError:  # TensorFlow 2.18 has it elsewhere.
     from tensorflow.tsl.protobuf import coordination_config_pb2
 
-__all__ = ["bring_up_cluster"]
-
 #: Of silence, until TensorFlow takes a worker for dead. After its own 10 s a cable that was pulled
 #: for a moment would end the job; who is dead or frozen is for tfdist's watchdog to say.
 _SILENT_SECONDS = 600

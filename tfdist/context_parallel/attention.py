@@ -20,8 +20,6 @@ from tfdist.step.context import current_step
 from tfdist.step.keras_step import weighted
 from tfdist.step.token_split import TokenSplit
 
-__all__ = ["KINDS", "context_attention"]
-
 _BY_PAIRS = {
     "ring": (ring_forward, ring_gradients),
     "all_gather": (gathered_forward, gathered_gradients),

@@ -13,8 +13,6 @@ from tfdist.collectives import Group
 from tfdist.collectives.run import Call, run
 from tfdist.context_parallel.pairs import Pairs, in_turn
 
-__all__ = ["gathered_forward", "gathered_gradients"]
-
 
 def gathered_forward(query, key, value, pairs: Pairs, group: Group, name: str):
     """As `ring_forward`."""

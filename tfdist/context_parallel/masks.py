@@ -10,8 +10,6 @@ from tfdist.collectives import Group
 from tfdist.collectives.run import Call, run
 from tfdist.step.token_split import TokenSplit
 
-__all__ = ["Masks", "padded"]
-
 
 def padded(tensor: tf.Tensor, size, axis: int) -> tf.Tensor:
     """The tensor with zeros (or False) behind it, up to `size` along `axis`."""

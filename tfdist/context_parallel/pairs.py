@@ -16,8 +16,6 @@ from tfdist.context_parallel.blockwise import (
 from tfdist.context_parallel.masks import Masks
 from tfdist.step.token_split import TokenSplit
 
-__all__ = ["Pairs", "in_turn"]
-
 
 def in_turn(so_far):
     """Inside, nothing begins before a nest of tensors is there, or None.

@@ -14,8 +14,6 @@ from tfdist.collectives import Group
 from tfdist.collectives.run import receive_tensor, send_tensor, shape_of
 from tfdist.context_parallel.pairs import Pairs, in_turn
 
-__all__ = ["ring_forward", "ring_gradients"]
-
 
 def ring_forward(query, key, value, pairs: Pairs, group: Group, name: str):
     """Attends to the keys of all ranks.

@@ -6,8 +6,6 @@ import keras
 
 from tfdist.sharding.weights import tensor_group, token_group
 
-__all__ = ["check_attention", "check_whole_slices"]
-
 
 def check_whole_slices(layer: keras.layers.Layer, sequence_parallel: bool) -> None:
     """Refuses slices of sequences over the tensor axis beside those over the context axis.

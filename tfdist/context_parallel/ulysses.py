@@ -17,8 +17,6 @@ from tfdist.context_parallel.blockwise.grid import size_of
 from tfdist.context_parallel.masks import padded
 from tfdist.step.token_split import TokenSplit
 
-__all__ = ["ulysses"]
-
 
 def ulysses(
     query,

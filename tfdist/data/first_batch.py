@@ -6,8 +6,6 @@ import tensorflow as tf
 
 from tfdist.backend.graph.compiling import outside_clusters
 
-__all__ = ["FirstBatch"]
-
 #: So many elements of a tensor from its beginning count, and as many spread over the whole.
 _ELEMENTS = 4096
 _BUCKETS = 1 << 62

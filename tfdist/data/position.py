@@ -16,8 +16,6 @@ from tfdist.backend.keras import attributes
 from tfdist.data.random_state import kept_random_state, random_state, set_random_state
 from tfdist.data.sharding import remaining_batches
 
-__all__ = ["DataPosition"]
-
 
 @dataclasses.dataclass(frozen=True)
 class _Resume:

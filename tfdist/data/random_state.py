@@ -13,15 +13,6 @@ import numpy as np
 # nothing public says how many were drawn. tests/strategies/test_randomness.py fails where they move.
 from tensorflow.python.eager import context
 
-__all__ = [
-    "global_seed",
-    "kept_random_state",
-    "operation_seeds",
-    "random_state",
-    "set_operation_seeds",
-    "set_random_state",
-]
-
 
 def random_state() -> dict[str, Any]:
     """Python's and NumPy's random state, as JSON can hold it."""

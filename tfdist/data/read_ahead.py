@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-__all__ = ["drawn_when_needed", "is_drawn_when_needed", "sources", "without_early_reads"]
-
 _MARK = "_tfdist_drawn_when_needed"
 #: States of random generators, by dtype and sizes: what is drawn depends on the order alone.
 _RANDOM_STATES = ((tf.uint32, [2]), (tf.int64, [2]), (tf.int64, [3]))

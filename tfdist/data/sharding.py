@@ -16,23 +16,6 @@ from tfdist.collectives.objects import all_gather_object
 from tfdist.data.read_ahead import is_drawn_when_needed, sources
 from tfdist.step.row_shares import RowShares
 
-__all__ = [
-    "empty_batch",
-    "equal_steps",
-    "is_none",
-    "is_per_rank",
-    "length_varies",
-    "mark_length_varies",
-    "mark_per_rank",
-    "own_batches",
-    "remaining_batches",
-    "row_range",
-    "shard_batches",
-    "shard_whole_batches",
-    "shard_whole_steps",
-    "with_unknown_rows",
-]
-
 _MARK = "_tfdist_per_rank"
 _GLOBAL = "_tfdist_global_batches"
 _OWN_BATCHES = "_tfdist_own_batches"

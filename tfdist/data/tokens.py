@@ -10,9 +10,6 @@ from tfdist.backend.keras.private import Functional
 from tfdist.collectives import Group, all_reduce
 from tfdist.step.token_split import TokenSplit
 
-__all__ = ["agreed_split", "check_tokenwise", "own_tokens", "shard_tokens"]
-
-
 #: Layers that compute each token by itself.
 _TOKENWISE = (
     keras.layers.InputLayer,

@@ -8,8 +8,6 @@ import tensorflow as tf
 from tfdist.sharding.layout import update_layout
 from tfdist.step.context import current_replica, role_of
 
-__all__ = ["BiasState"]
-
 
 class BiasState:
     """The bias of a layer's experts, and what it has to know for its next update.

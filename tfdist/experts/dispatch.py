@@ -12,8 +12,6 @@ from tfdist.experts.permutation import Permutation, combine, gather_rows
 from tfdist.step.context import current_replica
 from tfdist.step.keras_step import with_global_gradient, with_local_gradient
 
-__all__ = ["are_there", "through_experts"]
-
 
 def through_experts(
     tokens: tf.Tensor,

@@ -7,8 +7,6 @@ import tensorflow as tf
 from tfdist.collectives import Group, all_to_all
 from tfdist.experts.permutation import reorder
 
-__all__ = ["Exchange"]
-
 
 class Exchange:
     """The all-to-all of one layer and direction: rows leave, and their results come back.

@@ -6,8 +6,6 @@ import tensorflow as tf
 
 from tfdist.layers.initializers import again
 
-__all__ = ["OfEachExpert"]
-
 
 class OfEachExpert:
     """An initializer of [experts, ...] that draws each expert's weights by itself.

@@ -39,8 +39,6 @@ from tfdist.sharding.weights import tensor_group, value_tensor
 from tfdist.step.context import current_replica
 from tfdist.utils import checks
 
-__all__ = ["MixtureOfExperts"]
-
 _BALANCE_OVER = ("batch", "sequence")
 
 

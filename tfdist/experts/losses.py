@@ -15,8 +15,6 @@ import tensorflow as tf
 from tfdist.collectives import all_reduce
 from tfdist.step.context import ReplicaContext, current_replica, role_of
 
-__all__ = ["Tokens", "balance_loss", "balance_loss_of_sequences", "count_choices", "router_z_loss"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:

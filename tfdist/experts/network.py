@@ -14,8 +14,6 @@ from tfdist.sharding.experts import expert_part
 from tfdist.sharding.layout import update_layout
 from tfdist.sharding.weights import add_weight_part, tensor_group, value_tensor
 
-__all__ = ["ExpertNetworks"]
-
 
 class ExpertNetworks:
     """Two products with a nonlinearity between, for each of a layer's experts.

@@ -13,8 +13,6 @@ import tensorflow as tf
 
 from tfdist.backend.graph.custom_gradient import custom_gradient
 
-__all__ = ["Permutation", "capacity_of", "combine", "gather_rows", "reorder", "sort_by_expert"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Permutation:

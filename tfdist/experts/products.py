@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-__all__ = ["grouped_linear"]
-
 
 def grouped_linear(
     rows: tf.Tensor, kernel: tf.Tensor, counts: tf.Tensor, bias: tf.Tensor | None = None

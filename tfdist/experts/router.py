@@ -6,8 +6,6 @@ import dataclasses
 
 import tensorflow as tf
 
-__all__ = ["SCORES", "Routing", "route"]
-
 SCORES = ("softmax", "sigmoid")
 
 

@@ -8,8 +8,6 @@ import tensorflow as tf
 
 from tfdist.backend.keras.private import all_layers
 
-__all__ = ["ExpertUsage", "usages_of"]
-
 
 class ExpertUsage:
     """Counts of the choices that a layer has made in training since they were last read.

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 import tensorflow as tf
 
-__all__ = ["buckets"]
-
 
 def buckets(tensors: Iterable[tuple[int, tf.Tensor]], most_bytes: int) -> list[list[int]]:
     """Cuts a sequence into runs of one dtype and limited size.

@@ -11,14 +11,6 @@ from tfdist.collectives import all_reduce
 from tfdist.sharding.layout import layout_of, sum_over_parts
 from tfdist.sharding.parts import FlatShard
 
-__all__ = [
-    "clip_spread_gradients",
-    "is_spread",
-    "squared_norms",
-    "sum_over_stages",
-    "times",
-]
-
 
 def is_spread(variable) -> bool:
     """Whether this rank has a part only of the gradients of a model's parameters."""

@@ -10,8 +10,6 @@ import keras
 
 from tfdist.sharding.updates import unwrapped
 
-__all__ = ["check_elementwise", "is_elementwise"]
-
 _ELEMENTWISE = (
     keras.optimizers.SGD,
     keras.optimizers.Adam,

@@ -13,8 +13,6 @@ from tfdist.gradients.sparse import shard_of_gradient
 from tfdist.sharding.layout import layout_of
 from tfdist.step.context import ReplicaContext
 
-__all__ = ["own_parts"]
-
 
 def own_parts(
     gradients: Sequence, variables: Sequence, origins: Sequence[Origin], replica: ReplicaContext

@@ -13,8 +13,6 @@ from tfdist.sharding.layout import VariableLayout, layout_of
 from tfdist.step.context import ReplicaContext
 from tfdist.step.local_steps import group_in_step
 
-__all__ = ["GradientItem", "by_reduction", "items_of"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GradientItem:

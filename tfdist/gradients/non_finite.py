@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-__all__ = ["NonFiniteGuard", "guard_of", "put_guard"]
-
 _GUARD = "_tfdist_non_finite_guard"
 
 

@@ -10,8 +10,6 @@ import tensorflow as tf
 from tfdist.mesh import Mesh
 from tfdist.sharding.layout import layout_of
 
-__all__ = ["square_of", "square_parts", "weighted_square"]
-
 
 def square_of(gradients: Sequence) -> tf.Tensor:
     """The squared norm of gradients that one process has whole: a float64 scalar.

@@ -14,8 +14,6 @@ import tensorflow as tf
 from tfdist.backend.graph.dependence import trace_back
 from tfdist.collectives.shared import is_sum_over_ranks
 
-__all__ = ["Marks", "Origin", "parts_of_gradient"]
-
 
 class Origin(enum.Enum):
     """Where a gradient comes from."""

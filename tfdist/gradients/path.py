@@ -29,8 +29,6 @@ from tfdist.sharding.layout import layout_of
 from tfdist.sharding.updates import needs_rows
 from tfdist.step.context import ReplicaContext, current_replica
 
-__all__ = ["GradientPath", "State", "current_path"]
-
 State = enum.Enum("State", ["LOCAL", "GLOBAL", "CLIPPED", "UPDATED"])
 
 

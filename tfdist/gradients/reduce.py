@@ -17,14 +17,6 @@ from tfdist.gradients.throttle import InFlightLimit
 from tfdist.step.gradient_options import GradientOptions
 from tfdist.step.keras_step import KerasStep
 
-__all__ = [
-    "reduce_gradients",
-    "reduce_items",
-    "rows_are_fewer",
-    "sum_partial_gradients",
-    "weigh_gradients",
-]
-
 
 def weigh_gradients(gradients: Sequence, step: KerasStep | None) -> list:
     """Multiplies by this rank's share of the samples, where shares may differ.

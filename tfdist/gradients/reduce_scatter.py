@@ -13,8 +13,6 @@ from tfdist.sharding.collectives import reduce_scatter_arrays
 from tfdist.sharding.parts import FlatShard
 from tfdist.step.gradient_options import GradientOptions
 
-__all__ = ["reduce_scatter_gradients"]
-
 
 def reduce_scatter_gradients(
     gradients: Sequence,

@@ -17,8 +17,6 @@ from tfdist.backend.graph.dependence import is_independent_of_batch
 from tfdist.collectives import Group, all_gather
 from tfdist.sharding.parts import FlatShard
 
-__all__ = ["reduce_rows", "shard_of_gradient", "shard_of_rows"]
-
 
 def reduce_rows(
     gradient: tf.IndexedSlices, group: Group, reduction: str, name: str

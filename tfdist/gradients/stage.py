@@ -18,8 +18,6 @@ from tfdist.step.context import DistributedStrategy, ReplicaContext
 from tfdist.step.hooks import active_hooks
 from tfdist.step.keras_step import KerasStep
 
-__all__ = ["GradientContext", "GradientItem", "GradientStage", "Position", "Stages"]
-
 
 class Position(enum.Enum):
     """Where on the path a stage is called."""

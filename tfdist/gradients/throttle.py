@@ -13,8 +13,6 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
-__all__ = ["MAX_IN_FLIGHT", "MAX_IN_FLIGHT_SHARDED", "InFlightLimit"]
-
 #: How many buckets are computed or under way at a time, where each rank has room for all gradients.
 MAX_IN_FLIGHT = 4
 #: The same under ZeRO, where memory is what counts.

@@ -7,8 +7,6 @@ import tensorflow as tf
 from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.backend.kernels import kernels, kernels_enabled
 
-__all__ = ["gelu"]
-
 _RATE, _CUBIC = 1.5957691216057308, 0.044715  # 2 * sqrt(2 / pi)
 
 

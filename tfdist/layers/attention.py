@@ -17,9 +17,6 @@ from tfdist.sharding.weights import tensor_group, token_group
 from tfdist.step.context import current_tokens
 from tfdist.utils import checks
 
-__all__ = ["ParallelMultiHeadAttention"]
-
-
 #: From this length on attention goes block by block, which is faster then, and takes less memory.
 _LONG = 1024
 

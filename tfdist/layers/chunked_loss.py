@@ -10,8 +10,6 @@ from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.backend.graph.products import Product
 from tfdist.collectives import Group, all_reduce
 
-__all__ = ["chunked_cross_entropy"]
-
 
 class _Split(NamedTuple):
     """This rank's range of the vocabulary.

@@ -19,8 +19,6 @@ from tfdist.sharding.layout import update_layout
 from tfdist.sharding.weights import add_split_weight, tensor_group, value_tensor
 from tfdist.utils import checks
 
-__all__ = ["ColumnParallelDense", "RowParallelDense", "check_divides"]
-
 
 def check_divides(what: str, value: int, group, layer) -> None:
     """Raises where a size does not divide by the tensor axis.

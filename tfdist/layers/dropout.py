@@ -9,8 +9,6 @@ from tfdist.collectives import Group
 from tfdist.sharding.weights import tensor_group
 from tfdist.utils import checks
 
-__all__ = ["Dropout", "drawing_apart", "own_seed"]
-
 #: Odd, and another than the one by which ranks of the data axis differ.
 _STRIDE = 0x85EBCA6B
 

@@ -23,15 +23,6 @@ from tfdist.sharding.weights import add_split_weight, tensor_group, value_tensor
 from tfdist.step.context import current_step
 from tfdist.utils import checks
 
-__all__ = [
-    "VocabParallelEmbedding",
-    "VocabParallelHead",
-    "own_ids",
-    "own_rows",
-    "split_logits",
-    "stays_split",
-]
-
 
 @keras.saving.register_keras_serializable(package="tfdist")
 class VocabParallelEmbedding(keras.layers.Embedding):

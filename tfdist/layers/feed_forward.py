@@ -12,8 +12,6 @@ from tfdist.layers.initializers import again, initializer
 from tfdist.sharding.weights import add_split_weight, tensor_group, value_tensor
 from tfdist.utils import checks
 
-__all__ = ["ACTIVATIONS", "ParallelMLP"]
-
 ACTIVATIONS = ("gelu", "swiglu")
 
 

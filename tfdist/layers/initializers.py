@@ -6,8 +6,6 @@ import keras
 
 from tfdist.utils import checks
 
-__all__ = ["again", "initializer"]
-
 
 def again(initializer):
     """The same initializer for another weight, with a seed of its own where none was given.

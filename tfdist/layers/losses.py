@@ -14,8 +14,6 @@ from tfdist.layers.chunked_loss import chunked_cross_entropy
 from tfdist.sharding.weights import tensor_group
 from tfdist.utils import checks
 
-__all__ = ["VocabParallelCrossEntropy", "takes_split_logits"]
-
 #: Those of Keras.
 _REDUCTIONS = ("sum_over_batch_size", "sum", "mean", "mean_with_sample_weight", "none")
 

@@ -11,8 +11,6 @@ from tfdist.sharding.layout import update_layout
 from tfdist.sharding.weights import tensor_group, value_tensor
 from tfdist.utils import checks
 
-__all__ = ["LayerNormalization", "RMSNormalization", "normalized_in_one_pass"]
-
 
 @keras.saving.register_keras_serializable(package="tfdist")
 class LayerNormalization(keras.layers.LayerNormalization):

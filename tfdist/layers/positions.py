@@ -13,8 +13,6 @@ from tfdist.step.context import current_tokens
 from tfdist.step.token_split import TokenSplit
 from tfdist.utils import checks
 
-__all__ = ["PositionEmbedding"]
-
 
 @keras.saving.register_keras_serializable(package="tfdist")
 class PositionEmbedding(keras.layers.Layer):

@@ -18,8 +18,6 @@ from tfdist.backend.keras.attributes import loss_arguments
 from tfdist.step.context import current_replica, role_of
 from tfdist.utils import checks
 
-__all__ = ["mean_of_rows", "over_batch", "set_aggregation"]
-
 _DECLARED, _GATHERS = "_tfdist_declared", "_tfdist_gathers"
 _AGGREGATION = "_tfdist_aggregation"
 _AGGREGATIONS = ("sum", "mean", "max", "min")

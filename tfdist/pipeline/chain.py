@@ -19,8 +19,6 @@ from tfdist.pipeline.probabilities import activation_of, logits_of
 from tfdist.pipeline.shapes import RowShape, rows_of_inputs
 from tfdist.utils import checks
 
-__all__ = ["Chain"]
-
 
 class Chain:
     """The links of a functional model, in order.

@@ -16,8 +16,6 @@ from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.link import Link
 from tfdist.utils import checks
 
-__all__ = ["bytes_of", "kept_bytes", "link_costs", "measure_seconds", "training_graph"]
-
 #: Far more than a micro-batch has, or a median needs.
 _MOST_ROWS = 1 << 20
 _MOST_REPEATS = 10_000

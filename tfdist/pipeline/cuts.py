@@ -16,8 +16,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
-__all__ = ["Place", "Step", "order", "places"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Step:

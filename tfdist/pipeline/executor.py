@@ -16,8 +16,6 @@ from tfdist.pipeline.schedules import Action, Schedule
 from tfdist.pipeline.shapes import RowShape
 from tfdist.pipeline.stage import StageProgram
 
-__all__ = ["Route", "run_forward", "run_schedule"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Route:

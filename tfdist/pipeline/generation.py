@@ -20,8 +20,6 @@ from tfdist.collectives import broadcast
 from tfdist.pipeline.relay import Block, Idle, Outer, Relay
 from tfdist.pipeline.runtime import PipelineRuntime
 
-__all__ = ["TextGenerator"]
-
 #: What KerasHub's language models have, by which their program is run.
 _PROGRAM = ("generate", "generate_step", "call_with_cache", "backbone")
 _INPUTS = {"token_ids", "padding_mask"}

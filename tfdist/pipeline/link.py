@@ -13,8 +13,6 @@ from tfdist.backend.keras.attributes import own_losses
 from tfdist.backend.keras.functional import count_flops, trace_graph, without_values
 from tfdist.backend.keras.private import all_layers
 
-__all__ = ["Link"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Link:

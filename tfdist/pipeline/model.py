@@ -24,8 +24,6 @@ from tfdist.pipeline.simulation import Run, check_schedule
 from tfdist.step.context import ModelRole, current_strategy
 from tfdist.utils import checks
 
-__all__ = ["PipelineModel"]
-
 
 class PipelineModel(keras.Model):
     """Trains a chain of layers whose parts lie on the ranks of the pipeline axis.

@@ -13,8 +13,6 @@ from tfdist.pipeline.costs import link_costs
 from tfdist.pipeline.link import Link
 from tfdist.utils import checks
 
-__all__ = ["Partition", "balance", "make_partition"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Partition:

@@ -13,8 +13,6 @@ from tfdist.pipeline.partition import Partition
 from tfdist.sharding.layout import Stage, update_layout
 from tfdist.sharding.weights import SlicedInitializer
 
-__all__ = ["StagePlacement"]
-
 
 class StagePlacement:
     """The variables of a partitioned chain, and the ranks that hold each.

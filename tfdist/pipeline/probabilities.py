@@ -14,8 +14,6 @@ import tensorflow as tf
 from tfdist.backend.keras.attributes import keras_logits
 from tfdist.backend.keras.calls import Call
 
-__all__ = ["activation_of", "logits_of"]
-
 #: Layers whose output is their activation of something.
 _LAYERS = (
     keras.layers.Activation,

@@ -19,8 +19,6 @@ from tfdist.collectives.run import receive_tensor, send_tensor, shape_of
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.partition import Partition
 
-__all__ = ["Block", "Idle", "Outer", "Relay"]
-
 
 class Relay:
     """Where a pass through the layers is, and what goes from stage to stage on the way.

@@ -22,8 +22,6 @@ from tfdist.pipeline.stage import StageProgram, trace_stage
 from tfdist.sharding.layout import layout_of
 from tfdist.step.context import current_step, current_strategy
 
-__all__ = ["PipelineRuntime"]
-
 
 class PipelineRuntime:
     """What a `PipelineModel` knows; apart from it, so that Keras does not look inside."""

@@ -16,20 +16,6 @@ from typing import ClassVar
 
 from tfdist.utils import checks
 
-__all__ = [
-    "MOST_FORWARDS",
-    "SCHEDULES",
-    "Action",
-    "Schedule",
-    "check_arguments",
-    "chosen_schedule",
-    "gpipe",
-    "interleaved_1f1b",
-    "make_schedule",
-    "one_forward_one_backward",
-    "zero_bubble",
-]
-
 #: The largest schedule that is written down: a thousand ranks with as many micro-batches.
 MOST_FORWARDS = 1_000_000
 

@@ -10,8 +10,6 @@ import tensorflow as tf
 
 from tfdist.utils import checks
 
-__all__ = ["RowShape", "rows_of_inputs"]
-
 Row = tuple[int | None, ...]
 
 

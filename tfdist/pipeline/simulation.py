@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from tfdist.pipeline.schedules import Action, Schedule
 from tfdist.utils import checks
 
-__all__ = ["Message", "Run", "check_schedule", "held_microbatches", "messages", "simulate"]
-
 #: Equal times, as the papers reckon: what a forward takes, and each half of a backward.
 UNIT_COSTS: Mapping[str, float] = {
     Action.FORWARD: 1.0,

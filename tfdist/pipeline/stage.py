@@ -14,8 +14,6 @@ from tfdist.backend.keras.functional import trace_graph
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.link import Link
 
-__all__ = ["StageProgram"]
-
 
 @dataclasses.dataclass(frozen=True)
 class StageProgram:

@@ -9,8 +9,6 @@ from pathlib import Path
 from tfdist.pipeline.schedules import Action, Schedule
 from tfdist.pipeline.simulation import UNIT_COSTS, Run, simulate
 
-__all__ = ["as_text", "chrome_trace", "save_picture", "write_chrome_trace"]
-
 _COLORS = {
     Action.FORWARD: "#5b8def",
     Action.BACKWARD: "#f2a65a",

@@ -21,8 +21,6 @@ from tfdist.backend.keras.private import all_layers, in_stateless_scope
 from tfdist.recompute.policies import POLICIES, check_costs, choose_segments
 from tfdist.utils import checks
 
-__all__ = ["recompute"]
-
 #: Methods that are an attention layer's core: from queries, keys and values to what they attend to.
 _CORES = (attention_core.name, "_attend")
 

@@ -14,8 +14,6 @@ from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.costs import bytes_of, kept_bytes, link_costs, training_graph
 from tfdist.utils import checks
 
-__all__ = ["POLICIES", "Costs", "check_costs", "cheapest_within", "choose_segments", "smallest"]
-
 #: How `recompute` chooses.
 POLICIES = ("every_layer", "sqrt", "selective", "budget", "optimal")
 #: What "budget" goes by, unless by numbers.

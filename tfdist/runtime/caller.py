@@ -8,8 +8,6 @@ import time
 
 from tfdist.runtime.handshake import ANSWER_BYTES, CHALLENGE_BYTES, AuthenticationError, CallerProof
 
-__all__ = ["connect", "connect_once"]
-
 _RETRY_SECONDS = 0.2
 #: How long one attempt of a caller may take, which is longer than listeners give it.
 _ATTEMPT_SECONDS = 15.0

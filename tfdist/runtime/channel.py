@@ -14,8 +14,6 @@ from typing import Any
 from tfdist.utils.checks import one_line
 from tfdist.utils.errors import TfdistError
 
-__all__ = ["Channel", "ProtocolError"]
-
 _LENGTH = struct.Struct("!I")
 _READ_BYTES = 1 << 16
 

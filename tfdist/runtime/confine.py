@@ -20,8 +20,6 @@ from collections.abc import Iterator
 
 import psutil
 
-__all__ = ["confine"]
-
 _logger = logging.getLogger("tfdist")
 
 #: From asm-generic/socket.h; Python does not have them all.

@@ -6,8 +6,6 @@ import hashlib
 import os
 from pathlib import Path
 
-__all__ = ["matches_digest", "write_digest"]
-
 
 def write_digest(path: Path) -> None:
     """Writes the digest of a file into another one beside it, in the form of `sha256sum`."""

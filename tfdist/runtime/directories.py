@@ -8,8 +8,6 @@ from typing import Any
 
 from tfdist.utils.checks import shown
 
-__all__ = ["SCHEMES", "checked_directory", "is_address"]
-
 #: What TensorStore can write to over a network.
 SCHEMES = ("gs", "s3")
 

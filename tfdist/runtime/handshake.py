@@ -26,16 +26,6 @@ import struct
 
 from tfdist.utils.errors import TfdistError
 
-__all__ = [
-    "ANSWER_BYTES",
-    "CHALLENGE_BYTES",
-    "LARGEST_IDENTITY",
-    "PROOF_BYTES",
-    "AuthenticationError",
-    "CallerProof",
-    "ListenerProof",
-]
-
 _MAGIC = b"tfdist/1"
 _NONCE_BYTES = 32
 _DIGEST_BYTES = 32

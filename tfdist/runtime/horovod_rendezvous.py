@@ -24,8 +24,6 @@ from horovod.runner.http import http_server
 from tfdist.runtime.listener import bind
 from tfdist.runtime.rate_limit import RateLimit
 
-__all__ = ["serve_rendezvous"]
-
 #: A rank's request takes milliseconds; who takes longer is no rank.
 _REQUEST_SECONDS = 5.0
 _MOST_CALLERS = 128

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-__all__ = ["started_by_horovod"]
-
 
 def started_by_horovod(
     environment: Mapping[str, str] = os.environ,

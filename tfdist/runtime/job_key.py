@@ -21,8 +21,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["JOB_TOKEN", "job_key"]
-
 _logger = logging.getLogger("tfdist")
 
 #: The variable that holds a secret of the job.

@@ -24,8 +24,6 @@ from tfdist.runtime.handshake import (
 )
 from tfdist.runtime.rate_limit import RateLimit
 
-__all__ = ["Listener", "Proven", "bind"]
-
 _logger = logging.getLogger("tfdist")
 
 _BACKLOG = 1024

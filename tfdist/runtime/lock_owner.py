@@ -11,8 +11,6 @@ import time
 
 import psutil
 
-__all__ = ["JOB", "STALE_SECONDS", "Owner"]
-
 #: A variable that is the same in all runs of a job that a launcher starts again.
 JOB = "TFDIST_JOB"
 #: How long a lock over a network outlives its holder, where nothing else tells that it is dead.

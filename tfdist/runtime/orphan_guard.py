@@ -12,8 +12,6 @@ import subprocess
 import sys
 from typing import IO, cast
 
-__all__ = ["OrphanGuard"]
-
 
 class OrphanGuard:
     """The launcher's end: a context in which ranks are told to the guard."""

@@ -13,8 +13,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 
-__all__ = ["GROUP", "load_plugins"]
-
 GROUP = "tfdist.plugins"
 
 

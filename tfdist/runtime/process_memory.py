@@ -9,8 +9,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["available_bytes", "forget_peak", "peak_bytes", "resident_bytes"]
-
 _CGROUPS = Path("/sys/fs/cgroup")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["RateLimit"]
-
 
 class RateLimit:
     """Says when too many callers were refused in too short a time.

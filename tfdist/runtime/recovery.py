@@ -9,8 +9,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["FAILED_AT", "NEWEST", "down_since", "note_newest"]
-
 #: A variable by which a launcher tells ranks when the run before failed, by the wall clock.
 FAILED_AT = "TFDIST_FAILED_AT"
 #: A variable by which a launcher names the file in which it looks for the newest checkpoint.

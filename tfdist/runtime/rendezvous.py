@@ -16,18 +16,6 @@ from typing import Any
 
 import psutil
 
-__all__ = [
-    "ENGINES",
-    "MEANT_RANKS",
-    "Endpoint",
-    "address_towards",
-    "environments",
-    "free_ports",
-    "interface_towards",
-    "local_environments",
-    "with_interface",
-]
-
 #: A variable that says for how many ranks a job was meant, where they come and go.
 MEANT_RANKS = "TFDIST_MEANT_RANKS"
 

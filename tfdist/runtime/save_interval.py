@@ -6,8 +6,6 @@ import math
 
 from tfdist.utils import checks
 
-__all__ = ["young_daly"]
-
 
 def young_daly(save_seconds: float, failure_seconds: float) -> float:
     """The time between two saves that loses the least to saving and to failures together.

@@ -25,8 +25,6 @@ from tfdist.runtime.rendezvous import Endpoint, environments, free_ports, with_i
 from tfdist.runtime.slurm import expand_node_list
 from tfdist.utils.checks import one_line
 
-__all__ = ["Started", "join", "started_by_scheduler"]
-
 _logger = logging.getLogger("tfdist")
 
 _PURPOSE = "meeting of ranks"

@@ -17,8 +17,6 @@ import psutil
 
 from tfdist.runtime.orphan_guard import OrphanGuard
 
-__all__ = ["exit_on_signals", "kill_session", "run_in_session"]
-
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:

@@ -9,8 +9,6 @@ import itertools
 import math
 import re
 
-__all__ = ["expand_node_list", "expand_tasks_per_node"]
-
 _GROUP = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _COUNT = re.compile(r"([1-9][0-9]*)(?:\(x([1-9][0-9]*)\))?")

@@ -7,8 +7,6 @@ import dataclasses
 import json
 import os
 
-__all__ = ["TFConfig", "read_tf_config"]
-
 
 @dataclasses.dataclass(frozen=True)
 class TFConfig:

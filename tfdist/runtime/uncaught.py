@@ -6,8 +6,6 @@ import sys
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["ends_by", "leave_out", "tell_in_one_line", "uncaught"]
-
 _Error = TypeVar("_Error", bound=Exception)
 
 _caught: BaseException | None = None

@@ -11,8 +11,6 @@ import re
 
 from tfdist.utils.errors import TfdistError
 
-__all__ = ["ANY_VERSION", "RANGES", "VersionError", "check_version", "range_of"]
-
 #: By distribution: the first version in the range, and the first behind it. `setup.cfg` has the same.
 RANGES = {"tensorflow": ((2, 18), (2, 22)), "keras": ((3, 12), (3, 16))}
 #: A variable that lets others in, such as nightly builds.

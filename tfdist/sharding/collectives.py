@@ -11,8 +11,6 @@ from tfdist.collectives.low_precision import is_narrower, narrow_reduce_scatter
 from tfdist.sharding.parts import FlatShard, deep_copy
 from tfdist.step.gradient_options import GradientOptions
 
-__all__ = ["all_gather_arrays", "reduce_scatter_arrays"]
-
 
 def reduce_scatter_arrays(
     arrays: Sequence[tf.Tensor],

@@ -9,8 +9,6 @@ from tfdist.sharding.parts import NestedSlice, Slice
 from tfdist.sharding.weights import TENSOR_AXIS, axis_group, tensor_group
 from tfdist.step.context import current_strategy
 
-__all__ = ["check_experts", "expert_group", "expert_part"]
-
 #: The axis whose ranks hold other experts, and other rows.
 EXPERT_AXIS = "expert"
 

@@ -11,8 +11,6 @@ import keras
 from tfdist.step.context import strategy_of
 from tfdist.step.hooks import FitHook, fit_hooks
 
-__all__ = ["Kept", "KeptState", "Key", "VariableKey", "kept_states_of"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class VariableKey:

@@ -19,20 +19,6 @@ from tfdist.sharding.parts import FlatShard, NestedSlice, Slice
 from tfdist.step.context import DistributedStrategy, strategy_of
 from tfdist.utils import checks
 
-__all__ = [
-    "Stage",
-    "VariableLayout",
-    "begin_layout",
-    "global_shape",
-    "layout_of",
-    "of_the_next_variable",
-    "parameter_bytes",
-    "replicated_variables",
-    "sum_over_parts",
-    "update_layout",
-    "whole_value",
-]
-
 _ATTRIBUTE = "_tfdist_layout"
 
 

@@ -10,8 +10,6 @@ import tensorflow as tf
 
 from tfdist.collectives import Group, all_gather
 
-__all__ = ["FlatShard", "NestedSlice", "Slice", "deep_copy"]
-
 
 def deep_copy(part):
     """A copy of a part of an array, NumPy's or a tensor, for what is kept.

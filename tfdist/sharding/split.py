@@ -12,16 +12,6 @@ import keras
 from tfdist.collectives import Group
 from tfdist.utils import checks
 
-__all__ = [
-    "LayerSplit",
-    "Rule",
-    "Split",
-    "register_split",
-    "registered_class",
-    "registered_kinds",
-    "split_of",
-]
-
 #: What a plan says of layers that are not split.
 _NOT_SPLIT = "replicate"
 

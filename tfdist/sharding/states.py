@@ -13,8 +13,6 @@ from tfdist.backend.keras.private import all_layers
 from tfdist.collectives import Group, all_reduce
 from tfdist.sharding.layout import layout_of
 
-__all__ = ["average_states", "layer_states"]
-
 
 def layer_states(model: keras.Model, *, of_own_rows: bool = False) -> list[keras.Variable]:
     """Floating variables that layers keep for themselves, frozen weights not among them.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import keras
 
-__all__ = ["needs_rows", "unwrapped"]
-
 #: Optimizers to which a sparse gradient is the dense one that it adds up to.
 _OF_SUMS = (keras.optimizers.SGD, keras.optimizers.Lion)
 

@@ -24,20 +24,6 @@ from tfdist.step.context import current_step, current_strategy
 from tfdist.step.keras_step import with_global_gradient
 from tfdist.utils import checks
 
-__all__ = [
-    "SlicedInitializer",
-    "add_split_weight",
-    "add_weight_part",
-    "axis_group",
-    "check_by_entries",
-    "cut_variable",
-    "join_variable",
-    "split_variable",
-    "tensor_group",
-    "token_group",
-    "value_tensor",
-]
-
 #: The axis that layers split over unless they are told another.
 TENSOR_AXIS = "tensor"
 

@@ -28,18 +28,6 @@ from tfdist.step.local_steps import group_in_step
 from tfdist.step.row_shares import RowShares
 from tfdist.step.token_split import TokenSplit
 
-__all__ = [
-    "DistributedStrategy",
-    "ModelRole",
-    "ReplicaContext",
-    "current_replica",
-    "current_step",
-    "current_strategy",
-    "current_tokens",
-    "role_of",
-    "strategy_of",
-]
-
 
 class DistributedStrategy(tf.distribute.Strategy, abc.ABC):
     """What the rooms below `strategies/` rely on in a strategy of tfdist."""

@@ -6,8 +6,6 @@ import dataclasses
 
 import tensorflow as tf
 
-__all__ = ["BUCKET_BYTES", "GradientOptions"]
-
 #: Large enough that a sum is mostly bytes and not messages, small enough that the first bucket
 #: leaves early in the backward pass. `tfdist-bench buckets` measures what suits a network.
 BUCKET_BYTES = 4 << 20

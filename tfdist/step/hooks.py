@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from tfdist.sharding.kept import KeptState
     from tfdist.step.keras_step import KerasStep
 
-__all__ = ["FitContext", "FitHook", "active_hooks", "fit_hooks", "hooked", "trace_if_changed"]
-
 
 @dataclasses.dataclass(frozen=True)
 class FitContext:

@@ -20,8 +20,6 @@ from tfdist.collectives import Group, all_reduce
 from tfdist.step.local_steps import group_in_step
 from tfdist.step.token_split import TokenSplit
 
-__all__ = ["KerasStep", "weighted", "with_global_gradient", "with_local_gradient"]
-
 
 @dataclasses.dataclass(eq=False)
 class KerasStep:

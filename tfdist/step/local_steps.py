@@ -16,8 +16,6 @@ from tfdist.backend.keras.attributes import own_variables
 from tfdist.collectives import Group
 from tfdist.collectives.engine import Engine
 
-__all__ = ["LocalSteps", "group_in_step", "local_optimizer", "optimizers_in"]
-
 
 class LocalSteps(abc.ABC):
     """An optimizer under which the ranks of the data axis step apart, and meet every so many steps."""

@@ -14,8 +14,6 @@ import tensorflow as tf
 from tfdist.step.shares import PARTS, MeasuredShares, parts_of
 from tfdist.utils import checks
 
-__all__ = ["RowShares"]
-
 
 class RowShares:
     """The shares of the ranks that hold different rows, as all of them know them.

@@ -12,16 +12,6 @@ from typing import Any
 
 from tfdist.utils import checks
 
-__all__ = [
-    "MOST_RATIO",
-    "PARTS",
-    "MeasuredShares",
-    "are_shares",
-    "balanced_rows",
-    "check_batch_shares",
-    "parts_of",
-]
-
 #: What the shares of all ranks add up to.
 PARTS = 1 << 20
 #: No rank's share is smaller, beside the largest: it would not be measured any more.

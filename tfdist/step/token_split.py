@@ -6,8 +6,6 @@ import dataclasses
 
 import tensorflow as tf
 
-__all__ = ["TokenSplit"]
-
 
 @dataclasses.dataclass(frozen=True)
 class TokenSplit:

@@ -26,16 +26,6 @@ from tfdist.sharding.weights import check_by_entries, join_variable, split_varia
 from tfdist.tensor_parallel.quantized import check_mode
 from tfdist.utils import checks
 
-__all__ = [
-    "Adapter",
-    "Entrance",
-    "LayerView",
-    "Part",
-    "computes_as",
-    "local_attributes",
-    "override",
-]
-
 
 def override(thing, name: str, value) -> None:
     """Overrides a method or an attribute of one object, past what Keras does at assignments."""

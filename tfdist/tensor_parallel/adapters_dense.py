@@ -29,8 +29,6 @@ from tfdist.tensor_parallel.quantized import (
     quantized_sizes,
 )
 
-__all__ = ["DenseAdapter", "EinsumDenseAdapter", "columns"]
-
 
 class _ProductAdapter(Adapter):
     """What Dense and EinsumDense have in common: a kernel, maybe quantized, maybe with LoRA."""

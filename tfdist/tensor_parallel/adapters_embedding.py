@@ -19,8 +19,6 @@ from tfdist.tensor_parallel.adapters import Adapter
 from tfdist.tensor_parallel.prefill import dropped_logits, drops_logits
 from tfdist.tensor_parallel.products import same_dtype
 
-__all__ = ["EmbeddingAdapter", "ReversibleEmbeddingAdapter"]
-
 
 class EmbeddingAdapter(Adapter):
     """Rows of a table by ids: a rank looks up those of its range, and the ranks' are summed.

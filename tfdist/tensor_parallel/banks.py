@@ -10,8 +10,6 @@ import tensorflow as tf
 from tfdist.experts.products import grouped_linear
 from tfdist.sharding.weights import value_tensor
 
-__all__ = ["BANKS", "Bank"]
-
 
 class Bank:
     """A bank of experts.

@@ -23,8 +23,6 @@ from tfdist.tensor_parallel.adapters import Adapter, Entrance, Part, local_attri
 from tfdist.tensor_parallel.blockwise import use_blockwise
 from tfdist.tensor_parallel.quantized import check_mode
 
-__all__ = ["Block", "InsideAdapter", "projections", "split_blocks"]
-
 #: By what attribute an attention layer knows its projections.
 _ROLES = {
     "query": r"_*(query|q)(_dense|_proj|_projector|_projection)?",

@@ -14,8 +14,6 @@ from tfdist.context_parallel.blockwise import blockwise_attention
 from tfdist.tensor_parallel.adapters import override
 from tfdist.utils import checks
 
-__all__ = ["use_blockwise"]
-
 #: Fewer scores of a head than these the stock way computes as fast.
 _FEW = 256 * 256
 

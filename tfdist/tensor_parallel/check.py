@@ -24,8 +24,6 @@ from tfdist.layers.dropout import drawing_apart
 from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.tensor_parallel.adapters import override
 
-__all__ = ["Check"]
-
 #: The sizes that a made-up sample has where the model leaves them open.
 _BATCH, _OPEN = 2, 4
 #: By which part two computations of the same may differ, rounding alone. Weights of 16 bits

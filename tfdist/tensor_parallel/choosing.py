@@ -8,8 +8,6 @@ from tfdist.tensor_parallel.adapters_dense import DenseAdapter, EinsumDenseAdapt
 from tfdist.tensor_parallel.adapters_embedding import EmbeddingAdapter, ReversibleEmbeddingAdapter
 from tfdist.tensor_parallel.registered import RegisteredAdapter
 
-__all__ = ["adapter_class"]
-
 #: The more special before the more general.
 _ADAPTERS: tuple[type[Adapter], ...] = (
     DenseAdapter,

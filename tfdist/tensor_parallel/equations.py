@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["equation_of_a", "position", "terms"]
-
 
 def terms(equation: str) -> tuple[str, str, str]:
     """The labels of inputs, kernel and outputs."""

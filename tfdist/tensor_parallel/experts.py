@@ -29,8 +29,6 @@ from tfdist.tensor_parallel.adapters import override
 from tfdist.tensor_parallel.banks import BANKS, Bank
 from tfdist.zero.sharded_variable import ShardedVariable, shard_variable, unshard_variable
 
-__all__ = ["ExpertBlock", "find_experts", "spread_experts"]
-
 #: By the class of a block, the attributes of its router and its bank, and of what else it has.
 _BLOCKS = {
     "MixtralSparseMoeBlock": ("_sparse_feedforward_gate_dense", "expert_bank", None),

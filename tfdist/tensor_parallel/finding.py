@@ -32,8 +32,6 @@ from tfdist.tensor_parallel.equations import terms
 from tfdist.tensor_parallel.registered import only_kind, parts_of_registered
 from tfdist.utils import checks
 
-__all__ = ["attention_kinds", "check_large", "find_plan"]
-
 #: A variable that no rule meets is an error if it is this part of the model or more.
 _LARGE = 0.1
 #: Layers that stay whole: convolutions, as of patches, tables of positions, and banks of experts.

@@ -15,8 +15,6 @@ from tfdist.tensor_parallel.equations import terms
 from tfdist.tensor_parallel.finding import attention_kinds, check_large
 from tfdist.tensor_parallel.plan import paths_matched
 
-__all__ = ["is_layout_map", "plan_of_layout_map"]
-
 #: What meshes of Keras call the axis that weights are split over, and the one that rows are.
 _KERAS_AXES = {"model": "weights", "tensor": "weights", "batch": "rows", "data": "rows"}
 

@@ -13,8 +13,6 @@ import tensorflow as tf
 from tfdist.collectives.mappings import linear
 from tfdist.sharding.weights import value_tensor
 
-__all__ = ["add_lora", "lora_axes"]
-
 
 def lora_axes(layer, axis: int, dims: int) -> tuple[list[tuple], list]:
     """How A and B are split.

@@ -34,8 +34,6 @@ from tfdist.tensor_parallel.registered import parts_of_registered
 from tfdist.tensor_parallel.report import ParallelizeReport, VariableReport
 from tfdist.utils import checks
 
-__all__ = ["parallelize", "report"]
-
 
 def parallelize(
     model: keras.Model, plan: Mapping[str, str] | Any | None = None, *, sample=None

@@ -16,8 +16,6 @@ from tfdist.layers.activations import gelu
 from tfdist.layers.normalization import normalized_in_one_pass
 from tfdist.tensor_parallel.adapters import override
 
-__all__ = ["activation_of", "normalize_in_one_pass"]
-
 #: As Keras registers it: KerasHub's GELU by tanh, a function of its own.
 _TANH_GELU = "keras_hub>gelu_approximate"
 

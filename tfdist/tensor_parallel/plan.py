@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from tfdist.sharding.split import registered_kinds
 from tfdist.utils import checks
 
-__all__ = ["GPT2", "KINDS", "LLAMA", "check_plan", "kinds_of", "paths_matched"]
-
 #: What a plan says of a variable, in addition to the kinds of registered splits.
 KINDS = ("column", "row", "vocabulary", "replicate")
 

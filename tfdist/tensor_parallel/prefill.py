@@ -17,8 +17,6 @@ import tensorflow as tf
 
 from tfdist.tensor_parallel.adapters import override
 
-__all__ = ["drop_logits_of_prefill", "dropped_logits", "drops_logits"]
-
 #: The method of KerasHub's causal models that fills the cache; each drops the logits.
 _FILLS_CACHE = "_build_cache"
 

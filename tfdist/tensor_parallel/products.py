@@ -12,8 +12,6 @@ from tfdist.backend.graph.few_rows import matmul as matmul_of_matrices
 from tfdist.collectives.mappings import linear
 from tfdist.tensor_parallel.equations import terms
 
-__all__ = ["einsum", "matmul", "same_dtype"]
-
 
 def same_dtype(inputs, kernel) -> tuple:
     """Both in the dtype that Keras multiplies them in."""

@@ -26,8 +26,6 @@ from tfdist.backend.keras.attributes import (
 from tfdist.collectives import Group, all_reduce
 from tfdist.tensor_parallel.equations import terms
 
-__all__ = ["check_mode", "quantized_axes", "quantized_row_attributes", "quantized_sizes"]
-
 _MODES = ("int8", "int4")
 
 

@@ -22,8 +22,6 @@ from tfdist.sharding.split import (
 from tfdist.tensor_parallel.adapters import Adapter, computes_as, local_attributes, override
 from tfdist.utils import checks
 
-__all__ = ["RegisteredAdapter", "only_kind", "parts_of_registered"]
-
 
 class RegisteredAdapter(Adapter):
     """A layer and the layers inside it, as the split says that is registered for its class."""

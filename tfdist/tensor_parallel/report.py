@@ -6,8 +6,6 @@ import dataclasses
 
 from tabulate import SEPARATING_LINE, tabulate
 
-__all__ = ["ParallelizeReport", "VariableReport"]
-
 
 @dataclasses.dataclass(frozen=True)
 class VariableReport:

@@ -16,8 +16,6 @@ from tfdist.collectives import Group
 from tfdist.collectives.engine import Engine
 from tfdist.utils import checks
 
-__all__ = ["DTYPES", "OPERATIONS", "Difference", "differences", "sums_with_a_constant"]
-
 DTYPES = ("float32", "bfloat16", "bool", "float16", "int32", "int64")
 #: Scalars and empty inner dims take the same paths in every dtype, so one dtype has the last ones.
 _SHAPES = ((0,), (1,), (7,), (3, 5), (20_011,), (), (2, 0, 3), (100_003,))

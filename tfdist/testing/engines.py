@@ -16,8 +16,6 @@ from tfdist.testing.pool import RankPool
 from tfdist.testing.rank import MakeEngine, engine
 from tfdist.utils import checks
 
-__all__ = ["check_engine"]
-
 _MOST_LINES = 60
 
 

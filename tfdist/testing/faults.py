@@ -10,8 +10,6 @@ from tfdist.backend.keras.attributes import stored_value
 from tfdist.step.context import strategy_of
 from tfdist.utils import checks
 
-__all__ = ["FlipBit"]
-
 _WHAT = ("weights", "gradient")
 #: The integer that has as many bits.
 _INTEGERS = {2: tf.int16, 4: tf.int32, 8: tf.int64}

@@ -25,8 +25,6 @@ from tfdist.testing.rank import PURPOSE, MakeEngine, free_address, make_engines_
 from tfdist.utils import checks
 from tfdist.utils.errors import TfdistError
 
-__all__ = ["RankError", "RankPool", "run_ranks"]
-
 _STARTUP_SECONDS = 120.0
 #: How long the other ranks may go on once one has failed: long enough to fail by themselves.
 _GRACE_SECONDS = 5.0

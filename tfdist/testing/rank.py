@@ -19,8 +19,6 @@ from tfdist.runtime import connect
 from tfdist.runtime.rendezvous import free_ports, local_environments
 from tfdist.utils import checks
 
-__all__ = ["PURPOSE", "MakeEngine", "engine", "free_address", "make_engines_by", "strategy"]
-
 #: Takes a resolved mesh and an address; returns an Engine. TensorFlow, which an Engine needs, is
 #: imported by the ranks alone.
 MakeEngine = Callable[[Any, str], Any]

@@ -19,25 +19,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-__all__ = [
-    "LARGEST",
-    "YEAR_SECONDS",
-    "boolean",
-    "function",
-    "instance",
-    "integer",
-    "integers",
-    "number",
-    "numbers_of",
-    "one_line",
-    "one_of",
-    "path",
-    "refuse",
-    "sequence",
-    "shown",
-    "text",
-]
-
 #: The largest integer that is taken where no other limit is given: what fits into an int32.
 LARGEST = 2**31 - 1
 #: Longer than any wait that a program is asked for.

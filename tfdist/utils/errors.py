@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["TfdistError"]
-
 
 class TfdistError(Exception):
     """What tfdist raises where no error of Python's own says it: `except TfdistError` catches all.

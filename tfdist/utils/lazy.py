@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-__all__ = ["find_addon", "lazy_names", "require_addon"]
-
 _ADDONS = "tfdist.addons"
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from absl import logging
 
-__all__ = ["say_untested"]
-
 _said: set[str] = set()
 
 

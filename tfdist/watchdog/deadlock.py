@@ -28,8 +28,6 @@ from typing import Any
 from tfdist.watchdog.hints import likely_cause
 from tfdist.watchdog.report import Report, collective_words, packed, rank_words, unpacked
 
-__all__ = ["DeadlockProof", "answer"]
-
 #: So many calls are asked for at once; in a large world many ranks are in the same ones.
 _MOST_ASKED = 32
 #: How often a question is repeated for those that have not answered.

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-__all__ = ["Place", "is_idle", "runs_code_in", "stack_of", "users_place"]
-
 _lock = threading.Lock()
 _SAMPLES, _SAMPLE_SECONDS = 7, 0.005
 _KINDS = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")

@@ -32,8 +32,6 @@ from tfdist.watchdog.report import (
     whereabouts,
 )
 
-__all__ = ["HeartbeatClient", "HeartbeatServer", "Report"]
-
 _logger = logging.getLogger("tfdist")
 _T = TypeVar("_T")
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from tfdist.watchdog.report import rank_words
 
-__all__ = ["ARGUMENTS", "SAVED", "likely_cause"]
-
 #: What the collective serves that `fit`, `evaluate` and `predict` begin with: one name for the three,
 #: so that ranks which call another of them meet, too.
 ARGUMENTS = "fit/arguments"

@@ -10,17 +10,6 @@ from typing import Any
 
 from tfdist.utils.checks import one_line
 
-__all__ = [
-    "Report",
-    "collective_words",
-    "last_seen",
-    "packed",
-    "rank_words",
-    "silent_for",
-    "unpacked",
-    "whereabouts",
-]
-
 #: What a report is cut to, so that it fits into a message in a world of any size.
 _MOST_RANKS = 20_000
 _LONGEST_TEXT = 2000

@@ -29,8 +29,6 @@ from tfdist.watchdog.frames import Place, is_idle, runs_code_in, stack_of, users
 from tfdist.watchdog.heartbeat import HeartbeatClient, HeartbeatServer
 from tfdist.watchdog.report import Report, collective_words
 
-__all__ = ["Watchdog", "startup_guard"]
-
 _TENSORFLOW = str(Path(tf.__file__).parent)
 #: How long a rank whose collective failed waits to hear what made it fail.
 _VERDICT_SECONDS = 8.0

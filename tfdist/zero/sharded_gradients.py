@@ -19,8 +19,6 @@ from tfdist.sharding.parts import FlatShard
 from tfdist.step.context import current_step, current_strategy
 from tfdist.step.gradient_options import GradientOptions
 
-__all__ = ["flat_shard", "gather_gradients", "packed", "rows_of_gradients", "shard_gradients"]
-
 
 class _Rows:
     """The rows of sparse gradients, of all ranks, as they were before they were cut into shards."""

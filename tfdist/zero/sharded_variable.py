@@ -30,18 +30,6 @@ from tfdist.sharding.layout import update_layout
 from tfdist.sharding.parts import FlatShard, deep_copy
 from tfdist.zero.sharded_gradients import flat_shard, packed, shard_gradients
 
-__all__ = [
-    "ShardedVariable",
-    "as_shards",
-    "gather_arrays",
-    "given",
-    "holds",
-    "is_given",
-    "read_arrays",
-    "shard_variable",
-    "unshard_variable",
-]
-
 
 class _Local(threading.local):
     as_shards = False

@@ -25,8 +25,6 @@ from tfdist.zero.sharded_variable import (
     read_arrays,
 )
 
-__all__ = ["gathered", "gathered_for_step"]
-
 #: Operations that a layer may put between a parameter and its use, cheap enough to be repeated.
 _CHEAP = frozenset(
     [

@@ -12,8 +12,6 @@ from tfdist.sharding.collectives import all_gather_arrays
 from tfdist.sharding.parts import FlatShard
 from tfdist.step.gradient_options import GradientOptions
 
-__all__ = ["LocalShard", "all_gather_parameters"]
-
 
 class LocalShard:
     """This rank's flat shard of a parameter, as an optimizer looks at a `tf.Variable`.

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 # As modules were then.
-from tfdist import layers, learning_rate, models, optimizers  # type: ignore[attr-defined]
+from tfdist import layers, learning_rate, models, optimizers
 
 folder = sys.argv[1]
 keras.utils.set_random_seed(5)

@@ -10,8 +10,6 @@ from tfdist.runtime.confine import confine
 from tfdist.runtime.rendezvous import free_ports
 from tfdist.runtime.tf_config import read_tf_config
 
-__all__ = ["Cluster", "cluster_from_environment", "local_cluster", "start_server"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:

@@ -24,8 +24,6 @@ import tensorflow as tf
 from tfdist.addons.asynchronous.errors import ParameterServerError
 from tfdist.addons.asynchronous.patience import PatientCaller, ServerEndedError
 
-__all__ = ["ServerConnection"]
-
 #: Prefix of the names of all resources on the servers.
 _PREFIX = "tfdist"
 

@@ -9,8 +9,6 @@ from tfdist.addons.asynchronous.parameter_server import ParameterServerStrategy
 from tfdist.extend import register_strategy
 from tfdist.mesh import Mesh
 
-__all__ = ["register"]
-
 
 def register() -> None:
     """Registers `ParameterServerStrategy` for processes whose TF_CONFIG names parameter servers."""

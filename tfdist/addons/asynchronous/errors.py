@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tfdist.utils.errors import TfdistError
 
-__all__ = ["ParameterServerError"]
-
 
 class ParameterServerError(TfdistError, RuntimeError):
     """A parameter server, or the worker that all others wait for, does not answer."""

@@ -37,8 +37,6 @@ from tfdist.addons.asynchronous.table_lookups import looking_up, tables
 from tfdist.strategies import keras_patches
 from tfdist.utils import checks
 
-__all__ = ["HogwildStrategy"]
-
 _MOST_THREADS = 1024
 #: Steps in one call of TensorFlow, where there are as many: a call takes time, and Python's lock.
 _UNROLLED = 4

@@ -21,8 +21,6 @@ from tfdist.addons.asynchronous.quorum_part import QuorumPart
 from tfdist.addons.asynchronous.server_part import ModelVariables, ServerPart, bytes_of
 from tfdist.addons.asynchronous.speculative_part import Missing, SpeculativePart
 
-__all__ = ["HostedModel"]
-
 
 class HostedModel:
     """The variables of one model on all servers.

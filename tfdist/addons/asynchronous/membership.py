@@ -20,8 +20,6 @@ import tensorflow as tf
 from tfdist.addons.asynchronous.connection import ServerConnection
 from tfdist.addons.asynchronous.errors import ParameterServerError
 
-__all__ = ["Membership"]
-
 _logger = logging.getLogger("tfdist")
 
 #: The columns of the table.

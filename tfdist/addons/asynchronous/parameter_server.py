@@ -37,8 +37,6 @@ from tfdist.data.sharding import mark_per_rank, shard_whole_batches, shard_whole
 from tfdist.strategies import keras_patches
 from tfdist.utils import checks
 
-__all__ = ["ParameterServerStrategy"]
-
 _MOST_SERVERS = 1024
 _WATCHDOG_SECONDS = 600.0
 

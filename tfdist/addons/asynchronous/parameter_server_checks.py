@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import keras
 
-__all__ = ["check_backup", "check_model"]
-
 
 def check_model(model: keras.Model, num_servers: int, *, speculative: bool) -> None:
     """Checks that servers can train a model.

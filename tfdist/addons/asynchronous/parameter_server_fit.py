@@ -13,8 +13,6 @@ from tfdist.addons.asynchronous.store import ParameterStore
 from tfdist.addons.asynchronous.strategies import overridden
 from tfdist.backend.keras.attributes import initial_epoch
 
-__all__ = ["First", "Last", "catching_up"]
-
 
 class First(keras.callbacks.Callback):
     """Runs before the user's callbacks: they see the servers' parameters, and what was counted."""

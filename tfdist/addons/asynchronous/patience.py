@@ -14,8 +14,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["PatientCaller", "ServerEndedError"]
-
 _LOOK_SECONDS = 0.5
 #: A host that does not answer at all may have a cable out for a moment.
 _UNREACHABLE_SECONDS = 15.0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-__all__ = ["balance"]
-
 
 def balance(sizes: Sequence[int], num_servers: int) -> list[int]:
     """Gives each variable a server: the largest first, each to the server with the fewest bytes.

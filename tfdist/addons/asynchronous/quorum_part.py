@@ -22,8 +22,6 @@ from tfdist.addons.asynchronous.server_part import (
 )
 from tfdist.addons.asynchronous.update_graph import import_update, trace_update
 
-__all__ = ["QuorumPart"]
-
 
 class QuorumPart(ServerPart):
     """As `ServerPart`; its count of updates is the version of its parameters."""

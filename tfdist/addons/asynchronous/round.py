@@ -11,8 +11,6 @@ from tfdist.addons.asynchronous.errors import ParameterServerError
 from tfdist.addons.asynchronous.hosted_model import HostedModel
 from tfdist.addons.asynchronous.membership import Membership, wait
 
-__all__ = ["LONGEST_LOOK_SECONDS", "MEMBERS_SECONDS", "Round"]
-
 #: How often a worker that waits looks whether an update is made, and whether enough workers are left.
 LONGEST_LOOK_SECONDS = 0.005
 MEMBERS_SECONDS = 0.5

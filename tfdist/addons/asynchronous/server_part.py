@@ -12,19 +12,6 @@ import tensorflow as tf
 from tfdist.addons.asynchronous.connection import ServerConnection
 from tfdist.addons.asynchronous.update_graph import import_update, trace_update
 
-__all__ = [
-    "DENSE",
-    "NONE",
-    "SPARSE",
-    "ModelVariables",
-    "ServerPart",
-    "apply_of",
-    "bytes_of",
-    "gradient_placeholders",
-    "placeholder",
-    "released",
-]
-
 #: How a parameter's gradient is sent.
 NONE, DENSE, SPARSE = "none", "dense", "sparse"
 

@@ -9,8 +9,6 @@ from tfdist.addons.asynchronous.cluster import Cluster, start_server
 from tfdist.addons.asynchronous.connection import ServerConnection
 from tfdist.addons.asynchronous.membership import Membership, wait
 
-__all__ = ["serve"]
-
 _logger = logging.getLogger("tfdist")
 _LOOK_SECONDS = 0.5
 

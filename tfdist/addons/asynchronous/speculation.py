@@ -13,8 +13,6 @@ from tfdist.addons.asynchronous.membership import Membership
 from tfdist.addons.asynchronous.round import LONGEST_LOOK_SECONDS, MEMBERS_SECONDS, Round
 from tfdist.addons.asynchronous.speculative_part import SELDOM, Missing
 
-__all__ = ["BackupRound", "SpeculativeRound", "round_of"]
-
 
 def round_of(worker: int, quorum: int | None, speculative: bool) -> Round:
     """The steps of a worker in one `fit`.

@@ -15,8 +15,6 @@ import tensorflow as tf
 from tfdist.addons.asynchronous.quorum_part import QuorumPart
 from tfdist.addons.asynchronous.server_part import released
 
-__all__ = ["SELDOM", "Missing", "SpeculativePart"]
-
 #: How much the last update counts in how slow a worker is.
 _NEWEST = 0.25
 #: A worker that is slower than this is seldom in time: see `Missing.slowness`.

@@ -22,8 +22,6 @@ from tfdist.addons.asynchronous.statistics import Staleness
 from tfdist.data.random_state import global_seed, random_state, set_random_state
 from tfdist.utils.checks import one_line
 
-__all__ = ["ParameterStore"]
-
 #: How long a read waits for servers to be after the same update, where a gradient is of one. One is behind
 #: while a gradient is under way, and for good where its worker dies then.
 _MIXED_SECONDS = 10.0

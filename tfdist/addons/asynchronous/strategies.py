@@ -13,8 +13,6 @@ from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 
 from tfdist.step.hooks import FitHook
 
-__all__ = ["AsynchronousExtended", "AsynchronousStrategy", "overridden"]
-
 
 class AsynchronousStrategy(tf.distribute.Strategy, FitHook, abc.ABC):
     """A strategy whose workers update parameters without waiting for each other.

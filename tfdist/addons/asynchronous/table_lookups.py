@@ -11,8 +11,6 @@ import tensorflow as tf
 from tfdist.addons.asynchronous.strategies import overridden
 from tfdist.backend.keras.private import all_layers
 
-__all__ = ["looking_up", "tables"]
-
 
 def tables(model: keras.Model) -> list[keras.layers.Embedding]:
     """The layers of a model whose tables no other operation reads whole.

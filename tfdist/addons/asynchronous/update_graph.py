@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 import keras
 import tensorflow as tf
 
-__all__ = ["TracedUpdate", "import_update", "trace_update"]
-
 
 @dataclasses.dataclass(frozen=True)
 class TracedUpdate:

@@ -14,8 +14,6 @@ from tfdist.backend.kernels import has_kernels, kernels, kernels_enabled
 from tfdist.step.context import current_replica
 from tfdist.zero.update import LocalShard
 
-__all__ = ["PATCHES"]
-
 _OWN_DTYPES = (tf.float32, tf.float64)
 
 

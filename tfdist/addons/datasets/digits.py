@@ -12,8 +12,6 @@ import_tfds()
 
 import tensorflow_datasets as tfds  # noqa: E402
 
-__all__ = ["Digits"]
-
 #: One image of five is for testing: 360 of 1797.
 _TEST_EVERY = 5
 

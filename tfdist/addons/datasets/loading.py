@@ -17,8 +17,6 @@ from tfdist.utils import checks
 if TYPE_CHECKING:
     import tensorflow_datasets as tfds
 
-__all__ = ["load", "load_for_rank", "rank_split", "read_config"]
-
 
 def load(
     name: str,

@@ -18,8 +18,6 @@ from absl import logging
 if TYPE_CHECKING:
     import tensorflow_datasets as tfds
 
-__all__ = ["first_line", "import_tfds", "prepare", "prepare_once"]
-
 
 def prepare(builder: tfds.core.DatasetBuilder) -> None:
     """Downloads what a data set of any kind needs, and writes it, unless it is there."""

@@ -10,8 +10,6 @@ import tensorflow as tf
 
 from tfdist.utils import checks
 
-__all__ = ["Text", "language_model_windows", "load_text"]
-
 #: One token a byte.
 VOCABULARY_SIZE = 256
 #: How much of a text is for training; the rest is for validation.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-__all__ = ["check_files"]
-
 _REMEDY = "Copy the preset again, or save it again with `save_to_preset`."
 
 

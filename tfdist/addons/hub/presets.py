@@ -21,8 +21,6 @@ from tfdist.tensor_parallel.layout_map import is_layout_map
 from tfdist.tensor_parallel.plan import check_plan
 from tfdist.utils import checks
 
-__all__ = ["load_preset"]
-
 #: How KerasHub calls the files of a preset: one file of weights, or a list of several.
 _WEIGHTS = ("model.weights.h5", "model.weights.json")
 _TASK_WEIGHTS = "task.weights.h5"

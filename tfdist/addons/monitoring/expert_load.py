@@ -16,8 +16,6 @@ from tfdist.sharding.layout import global_shape
 from tfdist.step.context import DistributedStrategy, strategy_of
 from tfdist.utils import checks
 
-__all__ = ["ExpertLoad", "load_logs", "parameter_counts"]
-
 
 class ExpertLoad(keras.callbacks.Callback):
     """Adds to the logs of each epoch how evenly the experts of all layers were used.

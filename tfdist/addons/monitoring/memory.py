@@ -11,8 +11,6 @@ import tensorflow as tf
 from tfdist.runtime.process_memory import peak_bytes
 from tfdist.utils import checks
 
-__all__ = ["PeakMemory", "bytes_in_use", "most_bytes"]
-
 
 @functools.cache
 def _counting_device() -> str | None:

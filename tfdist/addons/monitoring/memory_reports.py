@@ -22,8 +22,6 @@ from tfdist.step.context import ReplicaContext, strategy_of
 from tfdist.step.token_split import TokenSplit
 from tfdist.utils import checks
 
-__all__ = ["MemoryReport", "MemoryReporter", "MemoryRow", "memory_report"]
-
 _MIB = 1 << 20
 
 

@@ -26,8 +26,6 @@ from tfdist.utils import checks
 from tfdist.utils.errors import TfdistError
 from tfdist.watchdog.report import rank_words
 
-__all__ = ["ModelSyncError", "VerifyModelSync", "verify_model_sync"]
-
 _logger = logging.getLogger("tfdist")
 _LISTED = 5
 

@@ -13,8 +13,6 @@ from tfdist.step.context import current_step, strategy_of
 from tfdist.step.hooks import FitContext, FitHook
 from tfdist.utils import checks
 
-__all__ = ["TerminateOnNonFinite"]
-
 
 class TerminateOnNonFinite(keras.callbacks.Callback, FitHook):
     """Ends the job when the loss was not finite for some training steps in a row.

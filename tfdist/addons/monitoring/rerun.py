@@ -16,9 +16,6 @@ import tensorflow as tf
 from tfdist.backend.keras.attributes import stored_value
 from tfdist.sharding.kept import kept_states_of
 
-__all__ = ["RecordedSteps", "State"]
-
-
 #: Values of variables, by the ids of these.
 State = dict[int, np.ndarray]
 

@@ -11,8 +11,6 @@ from typing import Any
 from tfdist.addons.planner.machines import Link, Machine
 from tfdist.utils import checks
 
-__all__ = ["machine_of", "read_machine", "write_machine"]
-
 _FORMAT = "tfdist machine 1"
 
 

@@ -13,8 +13,6 @@ from tfdist.addons.planner.search import Limits, Search
 from tfdist.utils import checks
 from tfdist.utils.quantities import as_bytes, as_count, as_seconds
 
-__all__ = ["Plan", "Rejection", "plan", "summary"]
-
 _MOST_RANKS = 1 << 20
 
 

@@ -12,18 +12,6 @@ import math
 from tfdist.addons.planner.layouts import Layout
 from tfdist.addons.planner.machines import Link, Machine
 
-__all__ = [
-    "Way",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "ring_all_reduce",
-    "send",
-    "tree_all_reduce",
-    "two_level_all_reduce",
-    "way",
-]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Way:

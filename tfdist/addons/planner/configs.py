@@ -8,8 +8,6 @@ from typing import Any
 from tfdist.addons.planner.models import Transformer
 from tfdist.utils import checks
 
-__all__ = ["KNOWN", "from_config"]
-
 _MOST = 10**9
 
 #: How configurations of KerasHub's backbones, and of others, call a size.

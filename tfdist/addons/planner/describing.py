@@ -10,8 +10,6 @@ from tfdist.addons.planner.models import Transformer
 from tfdist.addons.planner.parts import Model, Part
 from tfdist.utils import checks
 
-__all__ = ["Described", "describe"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Described:

@@ -28,17 +28,6 @@ from tfdist.addons.planner.times import (
 from tfdist.utils import checks
 from tfdist.utils.quantities import as_bytes, as_count, as_seconds
 
-__all__ = [
-    "EXTRAPOLATED",
-    "Estimate",
-    "PartCosts",
-    "assemble",
-    "estimate",
-    "misfit",
-    "part_costs",
-    "tied",
-]
-
 #: Figures so many times beyond what was calibrated are marked.
 EXTRAPOLATED = 4.0
 

@@ -8,8 +8,6 @@ import random
 from tfdist.addons.planner.goodput import save_interval
 from tfdist.utils import checks
 
-__all__ = ["JobTimes", "SimulatedJob", "bottleneck", "simulate_job"]
-
 _MOST_EVENTS = 5_000_000
 
 

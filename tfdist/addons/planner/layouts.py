@@ -9,17 +9,6 @@ from tfdist.mesh import DEFAULT_ORDER, Mesh
 from tfdist.pipeline.schedules import SCHEDULES
 from tfdist.utils import checks
 
-__all__ = [
-    "AXES",
-    "FOREIGN",
-    "OPTIMIZERS",
-    "PRECISIONS",
-    "RECOMPUTE",
-    "Layout",
-    "Precision",
-    "state_bytes",
-]
-
 #: Fastest axis first: neighbours on it are nearest.
 AXES = tuple(reversed(DEFAULT_ORDER))
 

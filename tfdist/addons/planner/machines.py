@@ -9,8 +9,6 @@ from typing import Any
 from tfdist.utils import checks
 from tfdist.utils.quantities import read_bytes
 
-__all__ = ["DEVICES", "Device", "Link", "Machine", "machine"]
-
 _MOST_RANKS = 1 << 24
 
 

@@ -11,17 +11,6 @@ from tfdist.addons.planner.machines import Machine
 from tfdist.addons.planner.parts import Part
 from tfdist.addons.planner.stages import Stage
 
-__all__ = [
-    "Memory",
-    "PartBytes",
-    "activation_bytes",
-    "held",
-    "kept_bytes",
-    "part_bytes",
-    "rank_memory",
-    "rank_parameters",
-]
-
 #: Gradients that travel as one tensor; see `bucket_mib` of the strategies.
 BUCKET_BYTES = 4 << 20
 

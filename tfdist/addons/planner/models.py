@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from tfdist.addons.planner.parts import Part
 from tfdist.utils import checks
 
-__all__ = ["MLP", "ConvNet", "Transformer"]
-
 #: Above any model, and few enough that their product is a float.
 _MOST = 10**9
 

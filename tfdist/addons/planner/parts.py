@@ -7,16 +7,6 @@ from typing import Any, Protocol
 
 from tfdist.utils import checks
 
-__all__ = [
-    "Model",
-    "Part",
-    "check_model",
-    "count_active_parameters",
-    "count_parameters",
-    "forward_flops",
-    "training_flops",
-]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:

@@ -8,8 +8,6 @@ from pathlib import Path
 from tfdist.addons.planner.choice import Plan
 from tfdist.addons.planner.estimates import Estimate
 
-__all__ = ["save_picture"]
-
 _MEMORY = ("parameters", "gradients", "optimizer", "activations", "working", "buffers",
            "allocator", "process")  # fmt: skip
 _SECONDS = ("compute", "tensor", "expert", "context", "bubble", "gradients", "optimizer", "other")

@@ -12,8 +12,6 @@ from tfdist.addons.planner.models import Transformer
 from tfdist.addons.planner.parts import Model
 from tfdist.utils import checks
 
-__all__ = ["code", "command_line", "gpt_arguments", "layout_flags", "refusal"]
-
 #: A call is broken where it is longer.
 _LINE = 92
 #: By name of the planner, the class of `keras.optimizers` and its arguments.

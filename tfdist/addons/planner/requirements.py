@@ -15,15 +15,6 @@ from tfdist.addons.planner.memory import BUCKET_BYTES
 from tfdist.utils import checks
 from tfdist.utils.quantities import as_seconds
 
-__all__ = [
-    "LATENCY_SHARE",
-    "Requirement",
-    "asked_of_link",
-    "largest_latency",
-    "requirement",
-    "table",
-]
-
 #: Of a step, what the latency of its messages may take.
 LATENCY_SHARE = 0.1
 

@@ -19,8 +19,6 @@ from tfdist.addons.planner.parts import Model
 from tfdist.addons.planner.times import Ways
 from tfdist.utils import checks
 
-__all__ = ["Found", "Group", "Limits", "Search", "divisors"]
-
 _AXES = ("data", "expert", "context", "pipeline", "tensor")
 
 

@@ -22,15 +22,6 @@ from tfdist.pipeline.schedules import Action, Schedule, make_schedule
 from tfdist.pipeline.simulation import needs
 from tfdist.utils import checks
 
-__all__ = [
-    "SimulatedStep",
-    "play",
-    "ring_events",
-    "simulate_step",
-    "tree_events",
-    "two_level_events",
-]
-
 #: Forward passes of a schedule that is played: half a minute.
 _MOST_FORWARDS = 1 << 18
 _MOST_RANKS = 1 << 20

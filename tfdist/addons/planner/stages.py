@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["Stage", "cut", "of_rank"]
-
 #: How many repetitions of each part of the chain a stage has.
 Stage = tuple[int, ...]
 

@@ -12,8 +12,6 @@ from tfdist.addons.planner.machines import Link, Machine
 from tfdist.addons.planner.memory import kept_bytes
 from tfdist.addons.planner.parts import Part
 
-__all__ = ["PassTimes", "Ways", "gradient_seconds", "part_times", "pipeline_seconds"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassTimes:

@@ -8,8 +8,6 @@ import numpy as np
 
 from tfdist.utils import checks
 
-__all__ = ["make_clicks"]
-
 #: The width of the vectors of the rule.
 _WIDTH = 4
 #: How much more often the first ids come than others: the k-th in proportion to k ** -1.05.

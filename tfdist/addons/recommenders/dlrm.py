@@ -15,8 +15,6 @@ from tfdist.addons.recommenders.sharded_embedding import (
 )
 from tfdist.utils import checks
 
-__all__ = ["dlrm"]
-
 
 def dlrm(
     num_dense: int,

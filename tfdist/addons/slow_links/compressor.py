@@ -27,8 +27,6 @@ from tfdist.step.context import strategy_of
 from tfdist.step.hooks import FitContext, FitHook
 from tfdist.utils import checks
 
-__all__ = ["Compressor"]
-
 _logger = logging.getLogger("tfdist")
 
 #: Below this a message costs more than its bytes.

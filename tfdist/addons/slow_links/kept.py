@@ -12,8 +12,6 @@ from tfdist.sharding.kept import Kept, KeptState, VariableKey
 from tfdist.sharding.layout import layout_of
 from tfdist.step.context import DistributedStrategy
 
-__all__ = ["KeptCompression"]
-
 _logger = logging.getLogger("tfdist")
 _STEPS = "steps"
 

@@ -12,8 +12,6 @@ import tensorflow as tf
 
 from tfdist.backend.clock.stamps import time_after
 
-__all__ = ["CompressionStatistics", "Meter", "exchange_began"]
-
 _MILLI = 1000.0
 #: Of how many steps the medians are.
 _ROWS = 64

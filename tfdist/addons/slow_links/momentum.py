@@ -6,8 +6,6 @@ import abc
 
 import tensorflow as tf
 
-__all__ = ["CompressedMomentum"]
-
 
 class CompressedMomentum(abc.ABC):
     """An optimizer that has a say in what is compressed of a gradient.

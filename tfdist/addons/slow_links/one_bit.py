@@ -11,8 +11,6 @@ from tfdist.addons.slow_links.compressor import MIN_ELEMENTS
 from tfdist.addons.slow_links.two_step import BlockCompressor
 from tfdist.utils import checks
 
-__all__ = ["OneBit"]
-
 #: Those of the bits in a byte.
 _PLACES = np.arange(8, dtype="uint8")
 

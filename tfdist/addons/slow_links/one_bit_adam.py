@@ -9,8 +9,6 @@ from tfdist.addons.slow_links.momentum import CompressedMomentum
 from tfdist.backend.keras.attributes import momentums, place_of, velocities
 from tfdist.utils import checks
 
-__all__ = ["OneBitAdam"]
-
 _MOST_STEPS = 1 << 40
 _CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
 

@@ -9,8 +9,6 @@ import tensorflow as tf
 from tfdist.addons.slow_links.meter import exchange_began, sends_of_all_reduce
 from tfdist.collectives import Group, all_gather, all_reduce, all_to_all
 
-__all__ = ["exchange_packed"]
-
 
 def exchange_packed(
     collective: str, tensors: Sequence[tf.Tensor], group: Group, name: str

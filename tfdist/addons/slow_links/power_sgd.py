@@ -14,8 +14,6 @@ from tfdist.addons.slow_links.packing import exchange_packed
 from tfdist.collectives import Group
 from tfdist.utils import checks
 
-__all__ = ["PowerSGD"]
-
 
 class PowerSGD(Compressor):
     """The approximation of low rank by a step of a power iteration.

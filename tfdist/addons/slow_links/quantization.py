@@ -10,8 +10,6 @@ from tfdist.addons.slow_links.compressor import MIN_ELEMENTS
 from tfdist.addons.slow_links.two_step import BlockCompressor
 from tfdist.utils import checks
 
-__all__ = ["Int4", "Int8"]
-
 
 class _Quantizer(BlockCompressor):
     #: The largest number: those are symmetric, so that zero is one of them.

@@ -21,14 +21,6 @@ from tfdist.step.gradient_options import GradientOptions
 if TYPE_CHECKING:
     from tfdist.addons.slow_links.compressor import Compressor
 
-__all__ = [
-    "RESIDUAL",
-    "CompressionState",
-    "compression_state",
-    "reduce_compressed",
-    "state_of",
-]
-
 RESIDUAL = "residual"
 
 

@@ -10,8 +10,6 @@ from tfdist.addons.slow_links.state import CompressionState, state_of
 from tfdist.step.context import strategy_of
 from tfdist.utils import checks
 
-__all__ = ["compression_state_of", "compression_statistics"]
-
 
 def compression_state_of(model: keras.Model) -> CompressionState | None:
     """The state of a compiled model's compression; None where its strategy compresses nothing."""

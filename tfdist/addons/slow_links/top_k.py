@@ -11,8 +11,6 @@ import tensorflow as tf
 from tfdist.addons.slow_links.compressor import MIN_ELEMENTS, Compressor, State
 from tfdist.utils import checks
 
-__all__ = ["TopK"]
-
 #: What is sent when the warm-up begins.
 _FIRST_RATIO = 0.25
 

@@ -14,8 +14,6 @@ from tfdist.addons.slow_links.compressor import MIN_ELEMENTS, Compressor, State
 from tfdist.addons.slow_links.packing import exchange_packed
 from tfdist.collectives import Group
 
-__all__ = ["BlockCompressor"]
-
 
 class BlockCompressor(Compressor):
     """Compresses blocks of numbers, each by itself.

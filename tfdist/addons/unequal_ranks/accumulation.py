@@ -16,8 +16,6 @@ import tensorflow as tf
 from tfdist.backend.keras.attributes import micro_steps
 from tfdist.gradients.stage import GradientContext, GradientItem, GradientStage, Position
 
-__all__ = ["Accumulation"]
-
 
 class Accumulation(GradientStage):
     """How many micro-steps the updates of an optimizer have.

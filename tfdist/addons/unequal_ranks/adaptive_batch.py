@@ -19,8 +19,6 @@ from tfdist.step.context import strategy_of
 from tfdist.step.keras_step import KerasStep
 from tfdist.utils import checks
 
-__all__ = ["AdaptiveBatch", "adascale_gain"]
-
 _logger = logging.getLogger("tfdist")
 
 

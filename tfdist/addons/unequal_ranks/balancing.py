@@ -24,8 +24,6 @@ from tfdist.step.keras_step import KerasStep
 from tfdist.step.row_shares import RowShares
 from tfdist.step.shares import balanced_rows, parts_of
 
-__all__ = ["Balancing"]
-
 _logger = logging.getLogger("tfdist")
 
 #: How many calls of the training function pass between two looks, at least and at most.

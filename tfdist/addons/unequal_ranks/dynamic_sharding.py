@@ -15,8 +15,6 @@ from tfdist.sharding.kept import KeptState
 from tfdist.step.context import DistributedStrategy
 from tfdist.utils import checks
 
-__all__ = ["DynamicSharding"]
-
 #: The first rank holds the order of an epoch.
 _MOST_ITEMS = 10_000_000
 #: Whether the others have another batch.

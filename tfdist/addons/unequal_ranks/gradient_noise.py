@@ -13,8 +13,6 @@ from tfdist.step.context import DistributedStrategy, strategy_of
 from tfdist.step.hooks import FitContext, FitHook
 from tfdist.utils import checks
 
-__all__ = ["GradientNoise", "accumulating_optimizer"]
-
 
 class GradientNoise(keras.callbacks.Callback, FitHook):
     """Adds the noise scale of gradients to the logs of each epoch.

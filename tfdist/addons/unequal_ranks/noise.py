@@ -29,8 +29,6 @@ from tfdist.sharding.layout import layout_of
 from tfdist.step.context import DistributedStrategy
 from tfdist.step.keras_step import KerasStep
 
-__all__ = ["Noise", "NoiseMeter"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Noise:

@@ -14,8 +14,6 @@ from tfdist.backend.clock.rows import Columns, Row, RowBuffer
 from tfdist.backend.clock.stamps import Column, Stamps, current_stamps, stamping, time_after
 from tfdist.mesh import Mesh
 
-__all__ = ["WorkMeter", "Worked"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Worked:

@@ -18,8 +18,6 @@ from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import broadcast_object
 from tfdist.runtime import Channel, Listener, bind, connect
 
-__all__ = ["Books", "Clerk", "Desk"]
-
 _logger = logging.getLogger("tfdist")
 _PURPOSE = "handing out of data"
 _SECONDS = 60.0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["Interval", "common", "length", "union", "without"]
-
 Interval = tuple[float, float]
 
 

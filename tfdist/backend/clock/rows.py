@@ -12,8 +12,6 @@ import tensorflow as tf
 
 from tfdist.backend.clock.stamps import Cell, Column
 
-__all__ = ["CallPlaces", "Columns", "Row", "RowBuffer"]
-
 #: How many rows a graph keeps until they are read.
 _CAPACITY = 64
 

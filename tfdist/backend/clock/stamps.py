@@ -21,20 +21,6 @@ import tensorflow as tf
 
 from tfdist.utils import checks
 
-__all__ = [
-    "Cell",
-    "Column",
-    "Stamps",
-    "Timed",
-    "current_stamps",
-    "listen",
-    "reducing",
-    "stamping",
-    "time_after",
-    "timer",
-    "updating",
-]
-
 _serial_numbers = itertools.count()
 
 

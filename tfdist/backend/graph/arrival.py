@@ -14,8 +14,6 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["after_arrival", "arrival"]
-
 
 class _Local(threading.local):
     arrival: tf.Operation | None = None

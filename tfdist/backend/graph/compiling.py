@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-__all__ = ["check_sizes_may_change", "needs_fixed_sizes", "outside_clusters"]
-
 
 def needs_fixed_sizes() -> bool:
     """Whether sizes in a step must not depend on values.

@@ -9,8 +9,6 @@ from collections.abc import Callable
 import tensorflow as tf
 from tensorflow.python.framework import ops
 
-__all__ = ["custom_gradient"]
-
 
 def custom_gradient(function: Callable) -> Callable:
     """As `tf.custom_gradient`.

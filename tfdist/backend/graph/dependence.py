@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable
 
 import tensorflow as tf
 
-__all__ = ["is_independent_of_batch", "mark_independent", "trace_back"]
-
 #: By graph, the names of tensors that were marked.
 _marked: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 

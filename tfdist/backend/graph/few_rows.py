@@ -7,8 +7,6 @@ import tensorflow as tf
 from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.backend.kernels import kernels, kernels_enabled
 
-__all__ = ["matmul"]
-
 #: With more rows the products themselves take the time, at which oneDNN is better.
 _MOST_ROWS = 8
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import sys
 from types import CodeType, FrameType
 
-__all__ = ["is_called_by_loop", "is_called_for_rows"]
-
 #: Those that call a function once for each row of a tensor, however many there are.
 _FOR_ROWS = frozenset(
     ["tensorflow.python.ops.map_fn", "tensorflow.python.ops.parallel_for.control_flow_ops"]

@@ -13,8 +13,6 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["Product", "note_source", "product_behind"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Product:

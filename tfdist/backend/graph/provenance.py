@@ -16,8 +16,6 @@ from tfdist.backend.graph.products import note_source
 from tfdist.backend.keras.attributes import keras_logits
 from tfdist.backend.keras.private import get_keras_mask, set_keras_mask
 
-__all__ = ["with_provenance"]
-
 
 def with_provenance(
     function: Callable[..., tf.Tensor], *tensors: tf.Tensor, mask: bool = True

@@ -20,8 +20,6 @@ from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.backend.graph.provenance import with_provenance
 from tfdist.backend.graph.tapes import current_pass
 
-__all__ = ["Region", "keep", "replace"]
-
 #: Made of what other ranks sent, which will not be sent again.
 _NOT_AGAIN = ("Horovod", "TfdistSum")
 

@@ -15,8 +15,6 @@ from tensorflow.core.framework import graph_pb2
 
 from tfdist.backend.keras.functional import add_functions, functions_of, not_inlined
 
-__all__ = ["Part", "ancestors", "carve"]
-
 #: Operations that cost next to nothing: done again where their inputs are at hand, rather than
 #: kept from one part to another.
 _CHEAP = frozenset(

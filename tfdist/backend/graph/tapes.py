@@ -15,8 +15,6 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-__all__ = ["any_records", "current_pass", "is_wanted", "others_record", "passing"]
-
 
 class _Local(threading.local):
     number: int | None = None

@@ -17,8 +17,6 @@ import keras
 
 from tfdist.backend.keras.attributes import attention_core
 
-__all__ = ["AttentionCore", "core_of"]
-
 _MODELS = "keras_hub.src.models."
 
 

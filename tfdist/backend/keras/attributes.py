@@ -23,8 +23,6 @@ from tfdist.backend.keras.private import (
     nn,
 )
 
-__all__ = ["Attribute", "count_batch", "loss_variables", "variables_of_layer"]
-
 
 class Attribute:
     """An attribute that Keras gives to its objects: called with one, it returns its value.

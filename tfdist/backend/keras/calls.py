@@ -19,8 +19,6 @@ import keras
 from tfdist.backend.keras.attributes import history, inbound_nodes
 from tfdist.backend.keras.private import Functional, Node, Operation, get_keras_mask, set_keras_mask
 
-__all__ = ["Call", "calls_of", "flat_inputs", "functional_of", "made_by", "model_of", "owns_call"]
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Call:

@@ -25,20 +25,6 @@ from tensorflow.python.profiler.internal import flops_registry  # noqa: F401  Re
 
 from tfdist.backend.keras.private import global_state
 
-__all__ = [
-    "add_functions",
-    "called_graphs",
-    "count_flops",
-    "defer",
-    "deferred_initializer",
-    "deferred_weights",
-    "functions_of",
-    "initialize_weights",
-    "not_inlined",
-    "trace_graph",
-    "without_values",
-]
-
 
 @contextlib.contextmanager
 def deferred_weights() -> Iterator[None]:

@@ -13,9 +13,7 @@ import inspect
 import re
 
 from tfdist.backend.keras.patching import moved
-from tfdist.backend.keras.private import Functional, Operation, to_snake_case
-
-__all__ = ["Functional", "is_made_up", "plain_name", "watch"]
+from tfdist.backend.keras.private import Operation, to_snake_case
 
 #: In what an object has: whether Keras made up its name. A copy of the object has it, too.
 _MARK = "_tfdist_name_is_made_up"

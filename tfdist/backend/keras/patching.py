@@ -13,8 +13,6 @@ import keras
 
 from tfdist.runtime.versions import VersionError, range_of
 
-__all__ = ["Patch", "apply_patches", "check_parameters", "moved", "replacement"]
-
 _applied: set[tuple[int, str, int]] = set()
 
 

@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from tfdist.backend.keras.patching import Patch, apply_patches
 from tfdist.backend.keras.private import object_registration
 
-__all__ = ["find_in"]
-
 PACKAGE = "tfdist"
 _modules: dict[str, str] = {}
 

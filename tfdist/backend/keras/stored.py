@@ -19,8 +19,6 @@ import numpy as np
 from tfdist.backend.keras.attributes import Attribute
 from tfdist.backend.keras.private import h5_dataset, saving_lib
 
-__all__ = ["StoredArray", "arrays_on_demand"]
-
 _entry = Attribute("_h5_entry_group", saving_lib.H5IOStore)
 
 

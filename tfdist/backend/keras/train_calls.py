@@ -14,8 +14,6 @@ import keras
 
 from tfdist.backend.keras.patching import Patch, apply_patches
 
-__all__ = ["watch_calls"]
-
 #: By model what to call before and after.
 _watchers: weakref.WeakKeyDictionary[Any, list[tuple[Callable, Callable]]] = (
     weakref.WeakKeyDictionary()

@@ -7,8 +7,6 @@ import tensorflow as tf
 
 from tfdist.backend.keras.attributes import stored_value
 
-__all__ = ["HookedVariable", "renew"]
-
 #: Under which a `tf.train.Checkpoint` has the value of any variable.
 _SAVED = "VARIABLE_VALUE"
 

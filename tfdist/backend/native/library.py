@@ -18,8 +18,6 @@ import tensorflow as tf
 from tfdist.runtime.digests import matches_digest, write_digest
 from tfdist.runtime.sessions import run_in_session
 
-__all__ = ["TRANSPORT", "Library", "functions"]
-
 _logger = logging.getLogger("tfdist")
 
 _HERE = Path(__file__).parent

@@ -27,8 +27,6 @@ from tfdist.runtime import Listener, bind
 from tfdist.runtime import connect as call
 from tfdist.runtime.caller import connect_once
 
-__all__ = ["Traffic", "traffic", "with_p2p"]
-
 _logger = logging.getLogger("tfdist")
 
 _CONNECT_SECONDS = 30.0

@@ -26,8 +26,6 @@ from tfdist.collectives.flight_counts import outermost_is_eager
 from tfdist.collectives.group import Group
 from tfdist.collectives.p2p.hierarchy import Hierarchy, hierarchy_of
 
-__all__ = ["P2PEngine", "flush"]
-
 _FLUSH_SECONDS = 5.0
 
 #: Below this many elements each member sends all it has to each other one, in one round of

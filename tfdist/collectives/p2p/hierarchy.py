@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Sequence
 
-__all__ = ["Hierarchy", "hierarchy_of"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Hierarchy:

@@ -12,8 +12,6 @@ from tfdist.context_parallel.blockwise.grid import Visibility, size_of
 from tfdist.context_parallel.blockwise.passes import Settings, attention_gradients, attention_parts
 from tfdist.utils import checks
 
-__all__ = ["blockwise_attention", "default_settings"]
-
 #: The most queries and keys of a block, by measurement (`benchmarks.blockwise_attention`):
 #: blocks of many queries are faster, since the gradients of keys and values are products with a sum
 #: over queries, and small blocks can be left out where nothing of them is seen.

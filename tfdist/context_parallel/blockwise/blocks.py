@@ -13,15 +13,6 @@ import tensorflow as tf
 
 from tfdist.backend.kernels import kernels, kernels_enabled
 
-__all__ = [
-    "LOWEST",
-    "attend_block",
-    "block_gradients",
-    "finite",
-    "gradients_of_products",
-    "merge",
-]
-
 #: What is added to a score that does not count. Finite, so that a row of them has no NaN, and far
 #: below any score. It leaves room for a score beside it.
 LOWEST = -1e38

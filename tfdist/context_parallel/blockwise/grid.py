@@ -10,8 +10,6 @@ import tensorflow as tf
 
 from tfdist.context_parallel.blockwise.blocks import LOWEST
 
-__all__ = ["Cut", "Grid", "Visibility", "size_of"]
-
 #: The sizes of blocks are multiples of it, where there are several.
 _MULTIPLE = 8
 

@@ -20,8 +20,6 @@ from tfdist.context_parallel.blockwise.blocks import (
 )
 from tfdist.context_parallel.blockwise.grid import Cut, Grid, Visibility, size_of
 
-__all__ = ["Settings", "attention_gradients", "attention_parts"]
-
 
 class Settings(NamedTuple):
     """What attention computes, beside what is seen.

@@ -9,8 +9,6 @@ import numpy as np
 
 from tfdist.addons.monitoring.monitor.sections import SECTIONS, Step
 
-__all__ = ["MOST_STEPS", "MOST_TIMERS", "Block"]
-
 MOST_TIMERS = 8
 #: Of how many steps of a block ranks compare when their gradients were ready.
 MOST_STEPS = 48

@@ -20,8 +20,6 @@ from tfdist.step.keras_step import KerasStep
 from tfdist.utils import checks
 from tfdist.utils.untested import say_untested
 
-__all__ = ["Monitor"]
-
 #: A trace of more steps would not be looked at, and stands in memory until it is written.
 _MOST_TRACED = 1000
 

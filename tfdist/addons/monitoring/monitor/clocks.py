@@ -10,8 +10,6 @@ from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import all_gather_object, broadcast_object
 from tfdist.runtime import Channel, Listener, bind, connect
 
-__all__ = ["clock_offsets"]
-
 _PURPOSE = "clocks of the ranks"
 _SECONDS = 60.0
 #: The answer that came back the soonest says the most: it is off by half its way at most.

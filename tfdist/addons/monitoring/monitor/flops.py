@@ -16,8 +16,6 @@ import tensorflow as tf
 
 from tfdist.backend.keras.functional import called_graphs
 
-__all__ = ["Flops", "count_flops"]
-
 #: How `tfdist.backend.graph.rematerialize` names what runs again.
 _AGAIN = "again/"
 

@@ -10,8 +10,6 @@ import tensorflow as tf
 
 from tfdist.backend.clock.stamps import Cell
 
-__all__ = ["note_waits", "watch_iterators"]
-
 _waits: contextvars.ContextVar[Cell | None] = contextvars.ContextVar("waits", default=None)
 
 

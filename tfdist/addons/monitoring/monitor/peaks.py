@@ -10,8 +10,6 @@ from typing import Any
 
 from tfdist.utils import checks
 
-__all__ = ["Peak", "checked_peak"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Peak:

@@ -12,8 +12,6 @@ from tfdist.backend.clock.intervals import Interval, common, length, union, with
 from tfdist.backend.clock.rows import Row
 from tfdist.backend.clock.stamps import Timed
 
-__all__ = ["SECTIONS", "Call", "Step", "steps_of"]
-
 #: What the time of a step is divided into; sections of timers come beside them.
 SECTIONS = (
     "input",

@@ -40,8 +40,6 @@ from tfdist.collectives.objects import all_gather_object
 from tfdist.sharding.layout import parameter_bytes
 from tfdist.step.context import strategy_of
 
-__all__ = ["Options", "Session"]
-
 _logger = logging.getLogger("tfdist")
 
 #: The steps of a block: what ranks tell each other is gathered once in so many. At most so many that a

@@ -17,8 +17,6 @@ import tensorflow as tf
 from tfdist.addons.monitoring.monitor.summary import Report
 from tfdist.addons.monitoring.monitor.words import line_of, rows_of
 
-__all__ = ["JsonLines", "OpenTelemetry", "Prometheus", "Sink", "TensorBoard", "Terminal"]
-
 
 class Sink(abc.ABC):
     """Takes reports. Only the chief has some."""

@@ -12,8 +12,6 @@ import numpy as np
 from tfdist.addons.monitoring.monitor.block import Block
 from tfdist.addons.monitoring.monitor.sections import SECTIONS
 
-__all__ = ["SlowRank", "SlowRanks"]
-
 #: Shorter delays are what a busy machine does to any rank.
 _LEAST_SECONDS = 0.002
 #: So many times the limit is believed at once, less only when the next block says the same.

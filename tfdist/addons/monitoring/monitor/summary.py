@@ -11,8 +11,6 @@ from tfdist.addons.monitoring.monitor.block import MOST_TIMERS, Block
 from tfdist.addons.monitoring.monitor.sections import SECTIONS
 from tfdist.mesh import Mesh
 
-__all__ = ["Report", "Totals"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Report:

@@ -9,8 +9,6 @@ from typing import Any
 from tfdist.addons.monitoring.monitor.sections import Call, Step
 from tfdist.backend.clock.stamps import Timed
 
-__all__ = ["RankTrace", "hidden_share", "merged_trace", "trace_of", "write_trace"]
-
 #: What one rank did: plain data, since it travels.
 RankTrace = dict[str, Any]
 

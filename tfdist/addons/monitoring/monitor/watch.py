@@ -27,8 +27,6 @@ from tfdist.backend.keras.train_calls import watch_calls
 from tfdist.gradients.norms import square_of
 from tfdist.step.context import strategy_of
 
-__all__ = ["Execution", "Watch"]
-
 
 @dataclasses.dataclass
 class Execution:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["big", "clock", "line_of", "milliseconds", "rows_of"]
-
 _SHORT = {"forward_backward": "fwd+bwd", "communication": "comm"}
 _MEBI = 1 << 20
 

@@ -9,8 +9,6 @@ from tfdist.addons.monitoring.monitor.words import milliseconds
 from tfdist.addons.monitoring.run_report.reading import RankTimes, Run, Slice
 from tfdist.addons.monitoring.run_report.text import figures, rank_rows, section_names, slowest
 
-__all__ = ["html_page"]
-
 _COLORS = {
     "forward_backward": "#4c78a8",
     "optimizer": "#72b7b2",

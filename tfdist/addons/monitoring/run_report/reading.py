@@ -12,8 +12,6 @@ from typing import Any
 from tfdist.backend.clock.intervals import common, union
 from tfdist.utils.errors import TfdistError
 
-__all__ = ["RankTimes", "Run", "Slice", "UnreadableError", "read_run"]
-
 #: A trace of more bytes is none of a Monitor's.
 _MOST_BYTES = 1 << 30
 _MICRO = 1e-6

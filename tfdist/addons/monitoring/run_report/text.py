@@ -9,8 +9,6 @@ from tabulate import tabulate
 from tfdist.addons.monitoring.monitor.words import big, milliseconds
 from tfdist.addons.monitoring.run_report.reading import RankTimes, Run
 
-__all__ = ["figures", "rank_rows", "section_names", "slowest", "text_report"]
-
 
 def section_names(times: Sequence[RankTimes]) -> list[str]:
     """The sections of a trace, those that take the most time first."""

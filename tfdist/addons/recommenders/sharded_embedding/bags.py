@@ -10,8 +10,6 @@ import tensorflow as tf
 from tfdist.addons.recommenders.sharded_embedding.config import FeatureConfig
 from tfdist.utils import checks
 
-__all__ = ["Bags", "bags_of"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Bags:

@@ -11,8 +11,6 @@ import keras
 from tfdist.layers.initializers import initializer
 from tfdist.utils import checks
 
-__all__ = ["COMBINERS", "PLACEMENTS", "FeatureConfig", "TableConfig", "tables_of"]
-
 COMBINERS = ("sum", "mean")
 PLACEMENTS = ("auto", "rows", "columns", "table")
 

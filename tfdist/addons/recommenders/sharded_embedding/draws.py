@@ -19,8 +19,6 @@ import tensorflow as tf
 from tfdist.backend.keras.private import draw_seed
 from tfdist.sharding.parts import Slice, deep_copy
 
-__all__ = ["SliceDrawn", "can_slice"]
-
 #: Numbers of one block of Philox, as floats.
 _BLOCK = 4
 #: By how many counters TensorFlow moves on for a block, where a number may take several draws.

@@ -9,8 +9,6 @@ import tensorflow as tf
 from tfdist.addons.recommenders.sharded_embedding.config import FeatureConfig
 from tfdist.collectives import Group
 
-__all__ = ["error_of", "raise_errors"]
-
 
 def error_of(
     features: Sequence[FeatureConfig], ids: Sequence[tf.Tensor]

@@ -16,8 +16,6 @@ from tfdist.addons.recommenders.sharded_embedding.placement import Placement
 from tfdist.collectives import Group, all_to_all
 from tfdist.sharding.parts import Slice
 
-__all__ = ["Lookup", "look_up"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:

@@ -26,8 +26,6 @@ from tfdist.step.context import ReplicaContext, current_replica, current_strateg
 from tfdist.step.keras_step import with_global_gradient
 from tfdist.utils import checks
 
-__all__ = ["ShardedEmbedding"]
-
 
 @keras.saving.register_keras_serializable(package="tfdist")
 class ShardedEmbedding(keras.layers.Layer):

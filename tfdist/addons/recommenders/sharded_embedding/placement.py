@@ -11,8 +11,6 @@ from tfdist.addons.recommenders.sharded_embedding.config import TableConfig
 from tfdist.collectives import Group
 from tfdist.sharding.parts import Slice
 
-__all__ = ["Placement", "place_tables", "placement_report"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Placement:

@@ -11,8 +11,6 @@ from tfdist.step.context import DistributedStrategy
 from tfdist.step.local_steps import LocalSteps, optimizers_in
 from tfdist.utils import checks
 
-__all__ = ["check_layouts", "checked_inner"]
-
 
 def checked_inner(inner) -> keras.optimizers.Optimizer:
     """The optimizer of the local steps; raises for what cannot be one."""

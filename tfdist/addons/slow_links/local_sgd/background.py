@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Background"]
-
 
 class Background:
     """Runs functions in threads of their own, each under a key."""

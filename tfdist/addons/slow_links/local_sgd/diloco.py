@@ -14,8 +14,6 @@ from tfdist.addons.slow_links.local_sgd.local import LocalOptimizer
 from tfdist.addons.slow_links.local_sgd.local_state import when
 from tfdist.utils import checks
 
-__all__ = ["DiLoCo"]
-
 #: This rank's pseudo-gradients that are under way.
 _SENT = "sent"
 

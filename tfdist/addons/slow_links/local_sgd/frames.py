@@ -8,8 +8,6 @@ import keras
 
 from tfdist.step.local_steps import LocalSteps
 
-__all__ = ["ShowGlobal", "ShowOwn"]
-
 
 class ShowGlobal(keras.callbacks.Callback):
     """Before the others: the parameters that ranks have agreed on last.

@@ -9,8 +9,6 @@ import tensorflow as tf
 from tfdist.collectives.engine import Engine
 from tfdist.collectives.objects import all_gather_object
 
-__all__ = ["ranks_in_step"]
-
 
 def ranks_in_step(engine: Engine, within: str | None) -> frozenset[int]:
     """The ranks that reduce gradients with this one at every step; all ranks call this.

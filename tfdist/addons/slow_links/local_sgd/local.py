@@ -37,8 +37,6 @@ from tfdist.step.hooks import FitContext, FitHook
 from tfdist.step.local_steps import LocalSteps, local_optimizer
 from tfdist.utils import checks
 
-__all__ = ["LocalOptimizer"]
-
 
 class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps, FitHook):
     """The base of `LocalSGD`, `SlowMo` and `DiLoCo`.

@@ -6,8 +6,6 @@ import keras
 
 from tfdist.addons.slow_links.local_sgd.local import LocalOptimizer
 
-__all__ = ["LocalSGD"]
-
 
 @keras.saving.register_keras_serializable(package="tfdist")
 class LocalSGD(LocalOptimizer):

@@ -11,8 +11,6 @@ import tensorflow as tf
 from tfdist.collectives.engine import Engine
 from tfdist.step.context import DistributedStrategy
 
-__all__ = ["LocalState", "value_of", "when"]
-
 
 @dataclasses.dataclass
 class LocalState:

@@ -10,8 +10,6 @@ import tensorflow as tf
 from tfdist.addons.slow_links.local_sgd.local import LocalOptimizer
 from tfdist.utils import checks
 
-__all__ = ["SlowMo"]
-
 
 @keras.saving.register_keras_serializable(package="tfdist")
 class SlowMo(LocalOptimizer):
