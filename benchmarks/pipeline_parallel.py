@@ -94,7 +94,7 @@ def idle_share(
     picture: str | None = None,
 ) -> float:
     """The share of a step's time in which ranks wait; the median of some steps."""
-    from tfdist.pipeline.timeline import save_picture, write_chrome_trace
+    from tfdist.addons.monitoring.timeline import save_picture, write_chrome_trace
     from tfdist.testing import rank
 
     model, data = rank._state[schedule, microbatches]

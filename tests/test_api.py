@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 #: Documents for those who work on tfdist itself.
 INSIDE = {"architecture.md"}
 #: Modules that are not public, of which the documents say so, a file, and a group of entry points.
-ROOMS = {"tfdist.collectives.mappings", "tfdist.pipeline.timeline", "tfdist.lock", "tfdist.plugins"}
+ROOMS = {"tfdist.collectives.mappings", "tfdist.lock", "tfdist.plugins"}
 
 
 @pytest.mark.parametrize(("file", "of_addons"), [("api.txt", False), ("api_addons.txt", True)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 
 import keras
 import tensorflow as tf
@@ -16,7 +17,7 @@ from tfdist.backend.keras.private import (
 )
 from tfdist.sharding.layout import begin_layout
 from tfdist.step.context import current_strategy
-from tfdist.strategies.keras_patches.hub import install_hub
+from tfdist.utils.lazy import require_addon
 from tfdist.zero.sharded_variable import (
     ShardedVariable,
     as_shards,
@@ -35,7 +36,8 @@ def _add_weight(self, *args, original, **kwargs):
         variable = original(self, *args, **kwargs)
         layout = begin_layout(variable)
         if strategy is not None:
-            install_hub()
+            if "keras_hub" in sys.modules:
+                require_addon("hub", "A model of KerasHub under a strategy").install_hub()
             group = strategy.group(*layout.gradient_axes(strategy.mesh))
             if strategy.zero_stage == 3 and variable.trainable and group.size > 1:
                 shard_variable(variable, group)

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 
-from tfdist.checkpoint.format1 import model_names
+from tfdist.addons.compat.checkpoint_format1 import model_names
 from tfdist.checkpoint.shards import boxes, shards_of
 from tfdist.sharding.layout import global_shape, update_layout
 from tfdist.sharding.parts import FlatShard, Slice

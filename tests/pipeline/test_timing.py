@@ -16,8 +16,8 @@ from tfdist.pipeline.simulation import needs
 def timed_run(schedule: str, path: str):
     """A step's run on every rank, and the trace that the chief writes."""
     from tests.models.gpt_programs import scope
+    from tfdist.addons.monitoring import save_timeline
     from tfdist.pipeline import PipelineModel
-    from tfdist.pipeline.timeline import write_chrome_trace
     from tfdist.testing import engine
 
     keras.backend.clear_session()
@@ -32,7 +32,7 @@ def timed_run(schedule: str, path: str):
     model.fit(x, x, batch_size=16, verbose=0)
     run = model.last_run()
     if engine().rank == 0:
-        write_chrome_trace(run, path)
+        save_timeline(run, path)
     return run
 
 

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from tfdist.backend.keras.attributes import loss_variables
-from tfdist.checkpoint import format1
+from tfdist.checkpoint.manifest import format1
 from tfdist.checkpoint.names import metric_names
 from tfdist.checkpoint.shards import ArrayShard, Entry, shards_of
 from tfdist.collectives import Group
@@ -47,7 +47,7 @@ def counts_of(
             entries.append(_row(f"local/{name}", variable, counting, writes, _mean))
     loss = loss_variables(model)
     variables = [variable for metric in model.metrics for variable in metric.variables]
-    names = format1.model_names(variables) if version == 1 else metric_names(variables)
+    names = format1().model_names(variables) if version == 1 else metric_names(variables)
     for variable, name in zip(variables, names, strict=True):
         if id(variable) in loss:
             # All stages of a pipeline may add to it.

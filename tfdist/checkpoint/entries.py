@@ -9,10 +9,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.checkpoint import format1
 from tfdist.checkpoint.counts import counts_of, own_entry
 from tfdist.checkpoint.kept import KeptArrays
-from tfdist.checkpoint.manifest import FORMAT, Arrays
+from tfdist.checkpoint.manifest import FORMAT, Arrays, format1
 from tfdist.checkpoint.names import model_names, optimizer_names
 from tfdist.checkpoint.shards import Entry, shards_of
 from tfdist.collectives import Group
@@ -39,7 +38,7 @@ def entries_of(
     if getattr(model, "optimizer", None) is not None:
         if version == 1:
             trained = [(v, name) for v, name in named if v.trainable]
-            found += format1.optimizer_names(model.optimizer, trained)
+            found += format1().optimizer_names(model.optimizer, trained)
         else:
             trained = [(v, name) for v, name in held if v.trainable]
             found += optimizer_names(model.optimizer, trained)
@@ -86,7 +85,7 @@ def _named_variables(model: Any, version: int) -> tuple[Named, Named]:
         every = own = list(model.variables)
         root = model
     here = {id(variable) for variable in own}
-    names = format1.model_names(every) if version == 1 else model_names(root, every)
+    names = format1().model_names(every) if version == 1 else model_names(root, every)
     named = list(zip(every, names, strict=True))
     return named, [(v, name) for v, name in named if id(v) in here]
 

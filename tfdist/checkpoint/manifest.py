@@ -23,6 +23,7 @@ from tfdist.checkpoint.chunks import (
 )
 from tfdist.checkpoint.errors import NewerFormatError, StorageError
 from tfdist.checkpoint.storage import MANIFEST, Storage, digest_of
+from tfdist.utils.lazy import require_addon
 
 FORMAT = 2
 _FOLDER = re.compile(r"step-(\d{10,19})-([0-9a-f]{1,64})", re.ASCII)
@@ -115,6 +116,15 @@ class Manifest:
             raise _damaged(storage, str(error)) from error
         _check_place(storage, content, manifest, version)
         return manifest
+
+
+def format1() -> Any:
+    """How checkpoints of format 1, which early versions wrote, are read.
+
+    Raises:
+        ImportError: Its add-on is not installed.
+    """
+    return require_addon("compat", "A checkpoint of format 1").checkpoint_format1
 
 
 def folder_of(step: int, token: str) -> str:

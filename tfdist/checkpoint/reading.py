@@ -9,10 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import tensorstore as ts
 
-from tfdist.checkpoint import format1
 from tfdist.checkpoint.chunks import Box, copy_chunk, decode, folder_of_array, touched
 from tfdist.checkpoint.errors import StorageError
-from tfdist.checkpoint.manifest import Manifest
+from tfdist.checkpoint.manifest import Manifest, format1
 from tfdist.checkpoint.storage import Storage, digest_of
 
 #: Chunks that are in memory at a time, beside the arrays that they are copied into.
@@ -56,13 +55,13 @@ class Reader:
     def _check_description(self, name: str) -> None:
         if self._manifest.files is None:
             array = self._manifest.arrays[name]
-            format1.check_description(self._storage, name, array)
+            format1().check_description(self._storage, name, array)
         else:
             self._bound(f"{folder_of_array(name)}/zarr.json")
 
     def _chunk(self, name: str, key: str, chunk: tuple[int, ...], dtype: str) -> np.ndarray:
         if self._manifest.files is None:
-            return format1.chunk_values(self._storage, name, key, chunk, dtype)
+            return format1().chunk_values(self._storage, name, key, chunk, dtype)
         path = f"{folder_of_array(name)}/{key}"
         try:
             return decode(self._bound(path), chunk, dtype, checks=False)

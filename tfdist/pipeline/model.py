@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -15,7 +16,6 @@ from tfdist.collectives.objects import all_gather_object
 from tfdist.layers.whole_batch import check_micro_batches
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.costs import measure_seconds
-from tfdist.pipeline.generation import TextGenerator
 from tfdist.pipeline.partition import Partition, make_partition
 from tfdist.pipeline.runtime import PipelineRuntime
 from tfdist.pipeline.schedules import Schedule, chosen_schedule
@@ -23,6 +23,7 @@ from tfdist.pipeline.shapes import RowShape
 from tfdist.pipeline.simulation import Run, check_schedule
 from tfdist.step.context import ModelRole, current_strategy
 from tfdist.utils import checks
+from tfdist.utils.lazy import require_addon
 
 
 class PipelineModel(keras.Model):
@@ -213,9 +214,10 @@ class PipelineModel(keras.Model):
         return self._text.generate(inputs, self.run_eagerly, **options)
 
     @property
-    def _text(self) -> TextGenerator:
+    def _text(self) -> Any:
         if self._runtime.text is None:
-            self._runtime.text = TextGenerator(self._runtime)
+            hub = require_addon("hub", "PipelineModel.generate")
+            self._runtime.text = hub.TextGenerator(self._runtime)
         return self._runtime.text
 
     def train_step(self, data):
@@ -272,7 +274,7 @@ class PipelineModel(keras.Model):
         """When each rank of the pipeline did what in the last training step.
 
         Called by all ranks; needs `timed=True`. Times are seconds from the first begin, by the
-        clocks of the ranks' machines. `tfdist.pipeline.timeline` writes it as a trace or a picture.
+        clocks of the ranks' machines. `tfdist.addons.monitoring.save_timeline` writes it to a file.
 
         Raises:
             RuntimeError: Steps are not timed, or there was none yet.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ def lazy_names(
     return get, lambda: sorted(homes)
 
 
+@functools.cache
 def find_addon(name: str) -> ModuleType | None:
     """The add-on `tfdist.addons.<name>`; None where it is not installed."""
     try:

@@ -1,5 +1,17 @@
-"""Other libraries' names for what tfdist does."""
+"""Other libraries' names for what tfdist does, and the checkpoint format of early versions."""
 
-from tfdist.addons.compat import horovod
+from typing import TYPE_CHECKING
+
+from tfdist.utils.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from tfdist.addons.compat import checkpoint_format1 as checkpoint_format1
+    from tfdist.addons.compat import horovod as horovod
+
+_HOMES = {
+    "checkpoint_format1": "tfdist.addons.compat.checkpoint_format1",
+    "horovod": "tfdist.addons.compat.horovod",
+}
 
 __all__ = ["horovod"]
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from tfdist.addons.monitoring.expert_load import ExpertLoad as ExpertLoad
     from tfdist.addons.monitoring.expert_load import parameter_counts as parameter_counts
     from tfdist.addons.monitoring.memory_reports import memory_report as memory_report
+    from tfdist.addons.monitoring.timeline import save_timeline as save_timeline
     from tfdist.backend.clock.stamps import timer as timer
 
 #: They need TensorFlow, which `tfdist-report` reads files without.
@@ -15,6 +16,7 @@ _HOMES = {
     "ExpertLoad": "tfdist.addons.monitoring.expert_load",
     "memory_report": "tfdist.addons.monitoring.memory_reports",
     "parameter_counts": "tfdist.addons.monitoring.expert_load",
+    "save_timeline": "tfdist.addons.monitoring.timeline",
     "timer": "tfdist.backend.clock.stamps",
 }
 

@@ -10,6 +10,16 @@ from tfdist.addons.planner.machines import Machine
 from tfdist.runtime.save_interval import young_daly
 from tfdist.utils import checks
 
+__all__ = [
+    "Goodput",
+    "Run",
+    "checkpoint_bytes",
+    "goodput",
+    "required_bandwidth",
+    "run_cost",
+    "save_interval",
+]
+
 
 def save_interval(save_seconds: float, mtbf_seconds: float) -> float:
     """Seconds of training between two saves that lose least to saving and failures together.

@@ -10,6 +10,21 @@ import numpy as np
 
 from tfdist.utils import checks
 
+__all__ = [
+    "CHINCHILLA",
+    "Law",
+    "Optimum",
+    "Range",
+    "amdahl",
+    "fit_law",
+    "gustafson",
+    "kaplan_loss",
+    "kaplan_optimum",
+    "parallel_efficiency",
+    "serial_share",
+    "training_flops",
+]
+
 #: Seconds of a day times 10^15: the unit of compute of Kaplan et al.
 PETAFLOP_DAY = 8.64e19
 _DRAWS = 4000

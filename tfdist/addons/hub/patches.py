@@ -13,12 +13,12 @@ import keras
 import tensorflow as tf
 from absl import logging
 
+from tfdist.addons.hub.exporting import exporting_patches
+from tfdist.addons.hub.generating import generate_alike
 from tfdist.backend.keras.attributes import variables_of_layer
 from tfdist.backend.keras.patching import Patch, apply_patches
 from tfdist.backend.keras.private import all_layers, saving_lib
 from tfdist.step.context import current_replica
-from tfdist.strategies.keras_patches.exporting import exporting_patches
-from tfdist.strategies.keras_patches.generating import generate_alike
 from tfdist.strategies.keras_patches.reading import reading_parts
 from tfdist.strategies.keras_patches.saving import write_once, write_some_once
 from tfdist.strategies.keras_patches.splits import split_variables

@@ -16,8 +16,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.addons.hub.pipeline_relay import Block, Idle, Outer, Relay
 from tfdist.collectives import broadcast
-from tfdist.pipeline.relay import Block, Idle, Outer, Relay
 from tfdist.pipeline.runtime import PipelineRuntime
 
 #: What KerasHub's language models have, by which their program is run.

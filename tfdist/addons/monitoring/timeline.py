@@ -53,6 +53,20 @@ def as_text(schedule: Schedule) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def save_timeline(run: Run, path: str | Path) -> None:
+    """Writes when each rank of a pipeline did what in a step.
+
+    Args:
+        run: The step, as `PipelineModel.last_run` returns it.
+        path: A file *.json, for a trace that Chrome and Perfetto show; any other is a picture, for which
+            `pip install 'tfdist[plots]'` is needed.
+    """
+    if Path(path).suffix == ".json":
+        write_chrome_trace(run, path)
+    else:
+        save_picture(run, path)
+
+
 def save_picture(run: Run, path: str | Path, title: str | None = None) -> None:
     """Draws a run, simulated or measured, with matplotlib; the suffix says in which format.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.addons.hub import generating
 from tests.conftest import on_ranks
-from tests.pipeline import generating
 from tests.tensor_parallel.families import DECODERS
 
 pytest.importorskip("keras_hub")
