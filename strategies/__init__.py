@@ -3,19 +3,25 @@
 if __name__ != "tfdist.strategies":
     raise ImportError("This package is imported as `tfdist.strategies`, not as `strategies`.")
 
+from typing import TYPE_CHECKING
 
-from tfdist.step.shares import MeasuredShares
 from tfdist.strategies.auto import auto
-from tfdist.strategies.horovod import HorovodStrategy
-from tfdist.strategies.local import LocalStrategy
-from tfdist.strategies.multi_worker import MultiWorkerStrategy
 from tfdist.strategies.tpu import tpu
+from tfdist.utils.lazy import lazy_names
 
-__all__ = [
-    "HorovodStrategy",
-    "LocalStrategy",
-    "MeasuredShares",
-    "MultiWorkerStrategy",
-    "auto",
-    "tpu",
-]
+if TYPE_CHECKING:
+    from tfdist.step.shares import MeasuredShares as MeasuredShares
+    from tfdist.strategies.horovod import HorovodStrategy as HorovodStrategy
+    from tfdist.strategies.local import LocalStrategy as LocalStrategy
+    from tfdist.strategies.multi_worker import MultiWorkerStrategy as MultiWorkerStrategy
+
+#: Each brings an engine; a program needs one.
+_HOMES = {
+    "HorovodStrategy": "tfdist.strategies.horovod",
+    "LocalStrategy": "tfdist.strategies.local",
+    "MeasuredShares": "tfdist.step.shares",
+    "MultiWorkerStrategy": "tfdist.strategies.multi_worker",
+}
+
+__all__ = ["auto", "tpu", *_HOMES]
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -9,15 +10,10 @@ import sys
 import tensorflow as tf
 from absl import logging
 
-from tfdist.collectives.tensorflow import started_by_tf_config
 from tfdist.mesh import Mesh
 from tfdist.runtime.horovod_variables import started_by_horovod
 from tfdist.runtime.plugins import load_plugins
-from tfdist.runtime.schedulers import started_by_scheduler
-from tfdist.runtime.tf_config import read_tf_config
-from tfdist.strategies.horovod import HorovodStrategy
-from tfdist.strategies.local import LocalStrategy
-from tfdist.strategies.multi_worker import MultiWorkerStrategy
+from tfdist.runtime.tf_config import read_tf_config, started_by_tf_config
 from tfdist.strategies.parallel import check_options
 from tfdist.strategies.registry import registered
 from tfdist.utils.lazy import require_addon
@@ -69,25 +65,32 @@ def auto(mesh: Mesh | None = None, **options) -> tf.distribute.Strategy:
         logging.info(
             "tfdist: HorovodStrategy, for a launcher of Horovod set rank %d of %d.", *horovod
         )
-        return HorovodStrategy(mesh, **options)
+        return _kind("HorovodStrategy")(mesh, **options)
     if workers:
         logging.info("tfdist: MultiWorkerStrategy, for TF_CONFIG says rank %d of %d.", *workers)
-        return MultiWorkerStrategy(mesh, **options)
+        return _kind("MultiWorkerStrategy")(mesh, **options)
+    from tfdist.runtime.schedulers import started_by_scheduler
+
     scheduled = started_by_scheduler()
     if scheduled:
         has_horovod = importlib.util.find_spec("horovod") is not None
-        kind = HorovodStrategy if has_horovod else MultiWorkerStrategy
+        kind = "HorovodStrategy" if has_horovod else "MultiWorkerStrategy"
         logging.info(
             "tfdist: %s, for %s started rank %d of %d.",
-            kind.__name__,
+            kind,
             scheduled.launcher,
             scheduled.rank,
             scheduled.size,
         )
-        return kind(mesh, **options)
+        return _kind(kind)(mesh, **options)
     logging.info("tfdist: LocalStrategy, for no launcher has set its variables.")
     _notice_idle_gpus()
-    return LocalStrategy(mesh, **options)
+    return _kind("LocalStrategy")(mesh, **options)
+
+
+def _kind(name: str) -> type[tf.distribute.Strategy]:
+    """The class of a strategy, whose engine is imported with it."""
+    return getattr(importlib.import_module("tfdist.strategies"), name)
 
 
 def _notice_idle_gpus() -> None:

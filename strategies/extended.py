@@ -15,7 +15,6 @@ from tfdist.collectives.flight_counts import outermost_is_eager
 from tfdist.data.first_batch import FirstBatch
 from tfdist.data.read_ahead import without_early_reads
 from tfdist.data.sharding import equal_steps, is_per_rank, mark_per_rank, shard_batches
-from tfdist.data.tokens import agreed_split, shard_tokens
 from tfdist.step.context import DistributedStrategy, ReplicaContext
 from tfdist.step.keras_step import KerasStep
 from tfdist.step.token_split import TokenSplit
@@ -75,6 +74,8 @@ class ParallelExtended(OneDeviceExtended):
         group = self._parallel.token_group
         tokens = None
         if group.size > 1:
+            from tfdist.data.tokens import agreed_split
+
             # Other functions, and `predict`, may get eager tensors, whose sizes are this rank's alone.
             tokens = agreed_split((args, kwargs), group, sizes_agree=step is not None)
         if step is not None:
@@ -186,6 +187,8 @@ class ParallelExtended(OneDeviceExtended):
         tokens = self._parallel.token_group
         if tokens.size == 1:
             return dataset
+        from tfdist.data.tokens import shard_tokens
+
         return mark_per_rank(shard_tokens(dataset, tokens.size, tokens.rank))
 
     def _experimental_distribute_values_from_function(self, value_fn):

@@ -52,7 +52,8 @@ class MultiWorkerStrategy(ParallelStrategy):
         checks.boolean("p2p", p2p)
         if engine is None:
             from tfdist.collectives.p2p import with_p2p
-            from tfdist.collectives.tensorflow import TensorFlowEngine, started_by_tf_config
+            from tfdist.collectives.tensorflow import TensorFlowEngine
+            from tfdist.runtime.tf_config import started_by_tf_config
 
             notice_one_rank(started_by_tf_config())
             pin_gpu()

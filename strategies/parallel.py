@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import keras
 import tensorflow as tf
@@ -16,24 +18,23 @@ from tfdist.collectives.engine import Engine
 from tfdist.gradients.stage import GradientStage, Position
 from tfdist.mesh import Mesh
 from tfdist.runtime.plugins import load_plugins
-from tfdist.runtime.schedulers import started_by_scheduler
 from tfdist.step.context import DistributedStrategy, current_replica
 from tfdist.step.gradient_options import BUCKET_BYTES, GradientOptions
 from tfdist.step.hooks import FitHook
 from tfdist.step.keras_step import KerasStep
 from tfdist.step.local_steps import local_optimizer
-from tfdist.step.row_shares import RowShares
-from tfdist.step.shares import MeasuredShares, check_batch_shares
 from tfdist.strategies import keras_patches
 from tfdist.strategies.extended import ParallelExtended
 from tfdist.strategies.keras_patches.scopes import note_strategy
 from tfdist.strategies.keras_patches.steps import count_rows
 from tfdist.strategies.randomness import share_random_state
-from tfdist.strategies.whole_gradients import clip_by_global_norm
 from tfdist.utils import checks
 from tfdist.utils.lazy import require_addon
 from tfdist.watchdog.watchdog import Watchdog, startup_guard
-from tfdist.zero.unshard import gathered_for_step
+
+if TYPE_CHECKING:
+    from tfdist.step.row_shares import RowShares
+    from tfdist.step.shares import MeasuredShares
 
 #: Longer than any sane pause between two collectives: loading data, tracing, saving.
 WATCHDOG_SECONDS = 600.0
@@ -123,14 +124,18 @@ class ParallelStrategy(DistributedStrategy):
         share_random_state(engine.group())
         super().__init__(ParallelExtended(self))
         self._add_stages([*gradient_stages, *([] if compression is None else [compression])])
-        self._row_shares = None
+        self._row_shares: RowShares | None = None
         if batch_shares is not None:
+            from tfdist.step.row_shares import RowShares
+
             self._row_shares = RowShares(batch_shares, self.row_group.size)
         if self._row_shares is not None and self._row_shares.measured and engine.size > 1:
             balancing = require_addon("unequal_ranks", 'batch_shares="measured"').balancing
             self.fit_hooks.append(balancing.Balancing(self))
         # One rank has nothing to share.
         self._zero_stage = zero_stage if self.gradient_group.size > 1 else 0
+        if self._zero_stage == 3:
+            importlib.import_module("tfdist.zero.sharded_parameters")
         self._watchdog = None
         if watchdog_seconds and engine.size > 1:
             self._watchdog = Watchdog(engine, watchdog_seconds)
@@ -169,6 +174,8 @@ class ParallelStrategy(DistributedStrategy):
 
     def unsharded(self, groups, name):
         """See `DistributedStrategy.unsharded`."""
+        from tfdist.zero.unshard import gathered_for_step
+
         return gathered_for_step(groups, name)
 
     def gather(self, value, axis):
@@ -241,6 +248,8 @@ class ParallelStrategy(DistributedStrategy):
                 "Gradients are clipped in a training step or another function of `strategy.run`. "
                 "Received: a call outside of it."
             )
+        from tfdist.strategies.whole_gradients import clip_by_global_norm
+
         return clip_by_global_norm(gradients, variables, clip_norm, replica)
 
     def run(self, fn, args=(), kwargs=None, options=None):
@@ -329,7 +338,10 @@ def check_options(
             f"reduces them layer by layer: use zero_stage=2. Received: zero_stage=3, {reducing[0]!r}."
         )
     checks.number("watchdog_seconds", watchdog_seconds, minimum=0, maximum=checks.YEAR_SECONDS)
-    check_batch_shares(batch_shares)
+    if batch_shares is not None:
+        from tfdist.step.shares import check_batch_shares
+
+        check_batch_shares(batch_shares)
     checks.boolean("deterministic", deterministic)
 
 
@@ -339,6 +351,8 @@ def notice_one_rank(started: tuple[int, int] | None) -> None:
     Args:
         started: What the launcher of the strategy's own said, if there was one.
     """
+    from tfdist.runtime.schedulers import started_by_scheduler
+
     if started is None and started_by_scheduler() is None:
         script = os.path.basename(sys.argv[0] or "")
         logging.warning(

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfdist.gradients.clipping import squared_norms, sum_over_stages, times
 from tfdist.gradients.items import items_of
-from tfdist.gradients.origins import Marks, Origin
+from tfdist.gradients.origins import Marks, Origin, origins_of
 from tfdist.gradients.reduce import reduce_items, sum_partial_gradients, weigh_gradients
 from tfdist.sharding.layout import layout_of
 from tfdist.step.context import ReplicaContext
@@ -80,33 +80,6 @@ def _global_parts(gradients: Sequence, variables: Sequence, replica: ReplicaCont
     for place, gradient in zip(left, reduced, strict=True):
         found[place] = gradient
     return found
-
-
-def origins_of(
-    gradients: Sequence, variables: Sequence, replica: ReplicaContext
-) -> tuple[list, list[Origin]]:
-    """Gradients that an optimizer is given: as a tape returned them, or as the step has made them.
-
-    Args:
-        gradients: Tensors, IndexedSlices or None.
-        variables: Their variables.
-        replica: The replica context.
-
-    Returns:
-        What handles among them stand for, and of each whether it is still to be reduced.
-
-    Raises:
-        ValueError: One is of a kind that no reduction makes right.
-    """
-    reads, marks = replica.gradient_reads, replica.gradient_marks
-    given = list(gradients) if reads is None else reads.behind(gradients)
-    if replica.gradients_are_global:
-        return given, [Origin.GLOBAL] * len(given)
-    if reads is not None:
-        return given, reads.origins(given, variables)
-    if marks is not None:
-        return given, [marks.global_origin(gradient) for gradient in given]
-    return given, [Origin.LOCAL] * len(given)
 
 
 def clip_by_global_norm(

@@ -25,34 +25,31 @@ if TYPE_CHECKING:
     from tfdist.addons.hub import load_preset as load_preset
     from tfdist.tensor_parallel import parallelize as parallelize
 
-#: `import tfdist` costs nothing; TensorFlow is imported with the first room that needs it.
+# `import tfdist` costs nothing; TensorFlow is imported with the first room that needs it.
 _HOMES = {
     "load_preset": "tfdist.addons.hub",
     "parallelize": "tfdist.tensor_parallel",
-    **{
-        room: f"tfdist.{room}"
-        for room in (
-            "addons",
-            "callbacks",
-            "checkpoint",
-            "collectives",
-            "experts",
-            "extend",
-            "layers",
-            "learning_rate",
-            "models",
-            "pipeline",
-            "recompute",
-            "sharding",
-            "strategies",
-            "tensor_parallel",
-            "testing",
-        )
-    },
 }
+_ROOMS = (
+    "addons",
+    "callbacks",
+    "checkpoint",
+    "collectives",
+    "experts",
+    "extend",
+    "layers",
+    "learning_rate",
+    "models",
+    "pipeline",
+    "recompute",
+    "sharding",
+    "strategies",
+    "tensor_parallel",
+    "testing",
+)
 
-__all__ = ["Axis", "Mesh", "TfdistError", "__version__", *_HOMES]
-__getattr__, _ = lazy_names(__name__, _HOMES)
+__all__ = ["Axis", "Mesh", "TfdistError", "__version__", *_HOMES, *_ROOMS]
+__getattr__, _ = lazy_names(__name__, _HOMES, _ROOMS)
 
 
 def __dir__() -> list[str]:

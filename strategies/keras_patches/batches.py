@@ -7,7 +7,6 @@ import tensorflow as tf
 from tfdist.backend.keras.patching import Patch
 from tfdist.backend.keras.private import TensorFlowTrainer
 from tfdist.data.sharding import row_range
-from tfdist.data.tokens import own_tokens
 from tfdist.step.context import strategy_of
 from tfdist.strategies.keras_patches.local_steps import global_parameters
 from tfdist.strategies.keras_patches.models import adopt_optimizers, refuse_xla, strategy_of_ranks
@@ -52,7 +51,11 @@ def _own_rows(model, batch):
         start, end = row_range(rows, group.size, group.rank)
         own = tf.nest.map_structure(lambda part: None if part is None else part[start:end], batch)
     tokens = strategy.token_group
-    return own if tokens.size == 1 else own_tokens(own, tokens.size, tokens.rank, even=True)
+    if tokens.size == 1:
+        return own
+    from tfdist.data.tokens import own_tokens
+
+    return own_tokens(own, tokens.size, tokens.rank, even=True)
 
 
 def _first(batch):

@@ -10,7 +10,6 @@ import keras
 import tensorflow as tf
 
 from tfdist.backend.keras.private import all_layers
-from tfdist.data.tokens import check_tokenwise
 from tfdist.sharding.layout import parameter_bytes
 from tfdist.step.context import role_of, strategy_of
 
@@ -25,6 +24,8 @@ def strategy_of_ranks(model) -> Any:
     if strategy is None or strategy.mesh.size == 1:
         return None
     if strategy.token_group.size > 1:
+        from tfdist.data.tokens import check_tokenwise
+
         # A rank of a pipeline holds some of the layers, and refuses as the others do.
         whole = role_of(model).whole_model or model
         check_tokenwise(whole, all_layers(whole))

@@ -20,14 +20,13 @@ from tfdist.backend.keras.patching import Patch
 from tfdist.backend.keras.private import BaseOptimizer, LossScaleOptimizer, TFOptimizer
 from tfdist.gradients.elementwise import check_elementwise
 from tfdist.gradients.norms import square_of
+from tfdist.gradients.origins import origins_of
 from tfdist.gradients.path import GradientPath, current_path
 from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.sharding.parts import FlatShard
 from tfdist.step.context import DistributedStrategy, current_replica, current_strategy
 from tfdist.step.gradient_options import GradientOptions
-from tfdist.strategies.whole_gradients import origins_of
-from tfdist.zero.sharded_variable import as_shards
-from tfdist.zero.update import LocalShard, all_gather_parameters
+from tfdist.strategies.keras_patches.parameters import as_shards
 
 
 def _apply(self, grads, trainable_variables=None, *, original):
@@ -177,6 +176,11 @@ def _overwrite_with_averages(self, trainable_variables, *, original):
 @contextlib.contextmanager
 def _local_shards(variables, options: GradientOptions) -> Iterator[list]:
     """Variables, those whose state is split as their shards; in the end all ranks get the whole."""
+    if all(layout_of(each).state is None or layout_of(each).flat is not None for each in variables):
+        yield list(variables)
+        return
+    from tfdist.zero.update import LocalShard, all_gather_parameters
+
     views = []
     found: list = []
     for variable in variables:

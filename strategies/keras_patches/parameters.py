@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -11,20 +12,10 @@ import tensorflow as tf
 from tfdist.backend.keras.patching import Patch
 from tfdist.backend.keras.private import (
     TFOptimizer,
-    get_keras_mask,
-    in_stateless_scope,
-    set_keras_mask,
 )
 from tfdist.sharding.layout import begin_layout
 from tfdist.step.context import current_strategy
 from tfdist.utils.lazy import require_addon
-from tfdist.zero.sharded_variable import (
-    ShardedVariable,
-    as_shards,
-    is_given,
-    shard_variable,
-)
-from tfdist.zero.unshard import gathered
 
 
 def _add_weight(self, *args, original, **kwargs):
@@ -40,26 +31,27 @@ def _add_weight(self, *args, original, **kwargs):
                 require_addon("hub", "A model of KerasHub under a strategy").install_hub()
             group = strategy.group(*layout.gradient_axes(strategy.mesh))
             if strategy.zero_stage == 3 and variable.trainable and group.size > 1:
-                shard_variable(variable, group)
+                _zero3().shard_variable(variable, group)
     return variable
 
 
 def call_gathered(original, self, *args, **kwargs):
-    """The outermost layer that has parameters gathers them; a model leaves that to its layers."""
-    if not ShardedVariable.exist or isinstance(self, keras.Model) or in_stateless_scope():
+    """A call of a layer, around which ZeRO-3 gathers its parameters."""
+    zero3 = _zero3()
+    if zero3 is None:
         return original(self, *args, **kwargs)
-    sharded = [v for v in self.variables if isinstance(v, ShardedVariable) and not v.is_whole]
-    inputs = [part for part in tf.nest.flatten((args, kwargs)) if tf.is_tensor(part)]
-    if not sharded or all(map(is_given, sharded)) or not inputs:
-        return original(self, *args, **kwargs)
-    with gathered(self.path or self.name, sharded, inputs) as leave:
-        outputs = original(self, *args, **kwargs)
-    left = leave(outputs)
-    for before, after in zip(tf.nest.flatten(outputs), tf.nest.flatten(left), strict=True):
-        mask = get_keras_mask(before)
-        if after is not before and mask is not None:
-            set_keras_mask(after, mask)
-    return left
+    return zero3.call_gathered(original, self, *args, **kwargs)
+
+
+def as_shards() -> contextlib.AbstractContextManager[None]:
+    """Inside, parameters of ZeRO-3 are their shards: for optimizers, which work on those."""
+    zero3 = _zero3()
+    return contextlib.nullcontext() if zero3 is None else zero3.as_shards()
+
+
+def _zero3() -> Any:
+    """The module of sharded parameters; None until a strategy with `zero_stage=3` imports it."""
+    return sys.modules.get("tfdist.zero.sharded_parameters")
 
 
 def _with_shards(*args, original, **kwargs):

@@ -11,9 +11,9 @@ import tensorflow as tf
 from tfdist.backend.keras.attributes import stored_shape, stored_value
 from tfdist.backend.keras.functional import defer, without_values
 from tfdist.backend.keras.stored import StoredArray, arrays_on_demand
+from tfdist.sharding.initializers import SlicedInitializer
 from tfdist.sharding.layout import global_shape, layout_of
 from tfdist.sharding.parts import NestedSlice, Slice, deep_copy
-from tfdist.sharding.weights import SlicedInitializer
 from tfdist.strategies.keras_patches.splits import split_variables
 
 

@@ -15,7 +15,6 @@ from tfdist.sharding.updates import unwrapped
 from tfdist.step.context import ReplicaContext
 from tfdist.step.hooks import active_hooks
 from tfdist.step.keras_step import KerasStep
-from tfdist.strategies.gradient_reads import call_step
 from tfdist.strategies.keras_patches.metric_reads import bind_metrics
 from tfdist.strategies.keras_patches.synchronization import keep_metrics_without_samples
 
@@ -41,6 +40,8 @@ def keras_step(step: KerasStep, fn: Callable, replica: ReplicaContext) -> Iterat
         for hook in active_hooks(step.model):
             stack.enter_context(hook.around_step(step))
         if replica.strategy.mesh.size > 1 and step.kind == "train" and _reads_gradients(step, fn):
+            from tfdist.strategies.gradient_reads import call_step
+
             fn = functools.partial(call_step, replica, fn)
         if step.group.size == 1:
             yield fn

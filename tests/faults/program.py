@@ -29,8 +29,8 @@ def come_to_grief() -> None:
 
 
 def this_rank() -> int:
-    from tfdist.collectives.tensorflow import started_by_tf_config
     from tfdist.runtime.horovod_variables import started_by_horovod
+    from tfdist.runtime.tf_config import started_by_tf_config
 
     started = started_by_horovod() or started_by_tf_config()
     if started is None:

@@ -11,30 +11,12 @@ from tfdist.collectives.group import Group
 from tfdist.collectives.tensorflow_cluster import bring_up_cluster
 from tfdist.mesh import Mesh
 from tfdist.runtime.schedulers import join, started_by_scheduler
-from tfdist.runtime.tf_config import read_tf_config
+from tfdist.runtime.tf_config import read_tf_config, started_by_tf_config
 from tfdist.utils import checks
 from tfdist.utils.untested import say_untested
 
 #: What TensorFlow can carry collectives by.
 COMMUNICATIONS = ("auto", "ring", "nccl")
-
-
-def started_by_tf_config() -> tuple[int, int] | None:
-    """Returns (rank, size) where TF_CONFIG names a cluster of workers, else None.
-
-    Raises:
-        ValueError: TF_CONFIG is set but is not the JSON that TensorFlow describes, or is that of a
-            parameter server.
-    """
-    config = read_tf_config()
-    if config is None:
-        return None
-    if config.job == "ps":
-        raise ValueError(
-            "A parameter server is no rank. Received: TF_CONFIG of the task "
-            f"ps {config.index}. Start it by `tfdist-run --ps=`."
-        )
-    return config.index, len(config.workers)
 
 
 class TensorFlowEngine(Engine):

@@ -8,13 +8,17 @@ steps. Where reading everything everywhere costs too much, give each rank its ow
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import tensorflow as tf
 
 from tfdist.backend.graph.compiling import outside_clusters
 from tfdist.collectives import Group
 from tfdist.collectives.objects import all_gather_object
 from tfdist.data.read_ahead import is_drawn_when_needed, sources
-from tfdist.step.row_shares import RowShares
+
+if TYPE_CHECKING:
+    from tfdist.step.row_shares import RowShares
 
 _MARK = "_tfdist_per_rank"
 _GLOBAL = "_tfdist_global_batches"

@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfdist.backend.graph.dependence import trace_back
 from tfdist.collectives.shared import is_sum_over_ranks
+from tfdist.step.context import ReplicaContext
 
 
 class Origin(enum.Enum):
@@ -96,3 +97,30 @@ def parts_of_gradient(gradient) -> Sequence[tf.Tensor]:
 
 def _key(tensor) -> tuple:
     return (id(tensor.graph), tensor.name) if tf.is_symbolic_tensor(tensor) else (id(tensor),)
+
+
+def origins_of(
+    gradients: Sequence, variables: Sequence, replica: ReplicaContext
+) -> tuple[list, list[Origin]]:
+    """Gradients that an optimizer is given: as a tape returned them, or as the step has made them.
+
+    Args:
+        gradients: Tensors, IndexedSlices or None.
+        variables: Their variables.
+        replica: The replica context.
+
+    Returns:
+        What handles among them stand for, and of each whether it is still to be reduced.
+
+    Raises:
+        ValueError: One is of a kind that no reduction makes right.
+    """
+    reads, marks = replica.gradient_reads, replica.gradient_marks
+    given = list(gradients) if reads is None else reads.behind(gradients)
+    if replica.gradients_are_global:
+        return given, [Origin.GLOBAL] * len(given)
+    if reads is not None:
+        return given, reads.origins(given, variables)
+    if marks is not None:
+        return given, [marks.global_origin(gradient) for gradient in given]
+    return given, [Origin.LOCAL] * len(given)

@@ -64,3 +64,21 @@ def read_tf_config() -> TFConfig | None:
             '"worker", "index": 0}}, with "ps": ["host:port", ...] in the cluster for parameter '
             f"servers. Received: {text!r} ({type(error).__name__}: {error})."
         ) from error
+
+
+def started_by_tf_config() -> tuple[int, int] | None:
+    """Returns (rank, size) where TF_CONFIG names a cluster of workers, else None.
+
+    Raises:
+        ValueError: TF_CONFIG is set but is not the JSON that TensorFlow describes, or is that of a
+            parameter server.
+    """
+    config = read_tf_config()
+    if config is None:
+        return None
+    if config.job == "ps":
+        raise ValueError(
+            "A parameter server is no rank. Received: TF_CONFIG of the task "
+            f"ps {config.index}. Start it by `tfdist-run --ps=`."
+        )
+    return config.index, len(config.workers)

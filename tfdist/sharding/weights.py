@@ -13,6 +13,7 @@ from tfdist.backend.keras.functional import defer, deferred_initializer, without
 from tfdist.backend.keras.variables import renew
 from tfdist.collectives import Group, all_reduce
 from tfdist.collectives.mappings import reduce_from_region
+from tfdist.sharding.initializers import SlicedInitializer
 from tfdist.sharding.layout import (
     VariableLayout,
     layout_of,
@@ -218,26 +219,6 @@ def join_variable(variable) -> None:
     if isinstance(variable.regularizer, _SummedRegularizer):
         variable.regularizer = variable.regularizer.whole
     update_layout(variable, slice=None)
-
-
-class SlicedInitializer:
-    """The initializer of a slice of an array.
-
-    Args:
-        whole: The array's; one that has a method `read_slice(part, dtype)` makes no more than that.
-        part: The slice.
-    """
-
-    def __init__(self, whole: Any, part: Slice | NestedSlice):
-        self.whole = whole
-        self._part = part
-
-    def __call__(self, shape, dtype=None):
-        """The slice; `shape` is its shape."""
-        read = getattr(self.whole, "read_slice", None)
-        if read is not None:
-            return read(self._part, dtype)
-        return deep_copy(self._part.slice_of(self.whole(self._part.shape, dtype=dtype)))
 
 
 class _SummedRegularizer(keras.regularizers.Regularizer):

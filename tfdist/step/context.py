@@ -17,6 +17,7 @@ import tensorflow as tf
 if TYPE_CHECKING:
     from tfdist.gradients.stage import GradientStage
     from tfdist.sharding.kept import KeptState
+    from tfdist.step.row_shares import RowShares
 
 from tfdist.collectives import Group, all_gather, all_reduce
 from tfdist.collectives.engine import Engine
@@ -25,7 +26,6 @@ from tfdist.step.gradient_options import GradientOptions
 from tfdist.step.hooks import FitHook
 from tfdist.step.keras_step import KerasStep, weighted
 from tfdist.step.local_steps import group_in_step
-from tfdist.step.row_shares import RowShares
 from tfdist.step.token_split import TokenSplit
 
 

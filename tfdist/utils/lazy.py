@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -13,25 +13,27 @@ _ADDONS = "tfdist.addons"
 
 
 def lazy_names(
-    module: str, homes: Mapping[str, str]
+    module: str, homes: Mapping[str, str], rooms: Sequence[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The `__getattr__` and `__dir__` (PEP 562) of a module whose names are imported at first use.
 
     Args:
         module: The module's `__name__`.
-        homes: By name the module that defines it. A name that is a module is its own home.
+        homes: By name the module that defines it.
+        rooms: Modules in this one.
     """
 
     def get(name: str) -> Any:
+        if name in rooms:
+            return importlib.import_module(f"{module}.{name}")
         if name not in homes:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         home = homes[name]
         if home.startswith(f"{_ADDONS}."):
             require_addon(home.split(".")[2], f"{module}.{name}")
-        found = importlib.import_module(home)
-        return found if home.rpartition(".")[2] == name else getattr(found, name)
+        return getattr(importlib.import_module(home), name)
 
-    return get, lambda: sorted(homes)
+    return get, lambda: sorted((*homes, *rooms))
 
 
 @functools.cache

@@ -8,10 +8,5 @@ if TYPE_CHECKING:
     from tfdist.addons.compat import checkpoint_format1 as checkpoint_format1
     from tfdist.addons.compat import horovod as horovod
 
-_HOMES = {
-    "checkpoint_format1": "tfdist.addons.compat.checkpoint_format1",
-    "horovod": "tfdist.addons.compat.horovod",
-}
-
 __all__ = ["horovod"]
-__getattr__, __dir__ = lazy_names(__name__, _HOMES)
+__getattr__, __dir__ = lazy_names(__name__, {}, ("checkpoint_format1", "horovod"))

@@ -12,7 +12,6 @@ import tensorflow as tf
 from tfdist.backend.keras.patching import Patch
 from tfdist.backend.kernels import has_kernels, kernels, kernels_enabled
 from tfdist.step.context import current_replica
-from tfdist.zero.update import LocalShard
 
 _OWN_DTYPES = (tf.float32, tf.float64)
 
@@ -29,7 +28,8 @@ def _adam_step(self, gradient, variable, learning_rate, *, original):
     ]
     parameter, *moments = values
     dtype = parameter.dtype
-    is_part = isinstance(parameter, LocalShard)
+    # ZeRO's view of this rank's part of a parameter.
+    is_part = hasattr(parameter, "shard")
     takes = has_kernels() if is_part else (isinstance(parameter, tf.Variable) and kernels_enabled())
     if not takes or dtype not in _OWN_DTYPES:
         return original(self, gradient, variable, learning_rate)
@@ -44,7 +44,6 @@ def _adam_step(self, gradient, variable, learning_rate, *, original):
         "epsilon": tf.constant(self.epsilon, dtype),
     }
     if is_part:
-        # ZeRO's view of this rank's part of a parameter is no variable.
         parameter.assign(kernels().tfdist_adam(part=parameter.value, **arguments))
     else:
         kernels().tfdist_adam_variable(variable=parameter.handle, **arguments)
