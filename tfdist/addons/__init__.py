@@ -1,6 +1,6 @@
-"""Add-ons: features that not every training needs, each of which can be left out.
+"""Add-ons: optional features, each of which can be left out.
 
-They use tfdist by its public names and the rooms that `pyproject.toml` lists for each.
+They use the public names of tfdist and the modules that `pyproject.toml` lists for each.
 """
 
 import importlib
@@ -12,7 +12,7 @@ __all__ = [each.name for each in pkgutil.iter_modules(__path__)]
 def __getattr__(name: str):
     if name not in __all__:
         raise AttributeError(
-            f"tfdist has no add-on {name!r}. There are: {', '.join(sorted(__all__))}."
+            f"Add-on {name!r} not found in tfdist. Available: {', '.join(sorted(__all__))}."
         )
     return importlib.import_module(f"{__name__}.{name}")
 

@@ -100,7 +100,7 @@ def test_batches_that_do_not_divide_are_left_out_at_the_end(tmp_path):
 def test_what_does_not_go_with_backup_ranks():
     with pytest.raises(ValueError, match="backup_ranks=1, 1 worker"):
         ParameterServerStrategy(backup_ranks=1)
-    with pytest.raises(ValueError, match="leave out `max_staleness`"):
+    with pytest.raises(ValueError, match="cannot be combined with `max_staleness`"):
         ParameterServerStrategy(backup_ranks=0, max_staleness=2)
 
 

@@ -237,9 +237,9 @@ def test_all_see_one_order_of_a_data_set_that_is_shuffled():
 
 def test_what_does_not_go_with_speculative():
     for backup_ranks in (None, 0):
-        with pytest.raises(ValueError, match="it takes `backup_ranks` of 1 or more"):
+        with pytest.raises(ValueError, match="requires `backup_ranks` of 1 or more"):
             ParameterServerStrategy(backup_ranks=backup_ranks, speculative=True)
     with pytest.raises(ValueError, match="backup_ranks=1, 1 worker"):
         ParameterServerStrategy(backup_ranks=1, speculative=True)
-    with pytest.raises(ValueError, match="leave out `max_staleness`"):
+    with pytest.raises(ValueError, match="cannot be combined with `max_staleness`"):
         check_backup(1, True, 3, 2, 0.0)

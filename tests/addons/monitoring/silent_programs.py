@@ -62,7 +62,7 @@ def spoilt(mesh: dict, fault: dict | None, **options) -> dict:
                 "ranks": error.ranks,
                 "code": error.exit_code,
             }
-    outcome["said"] = [line for line in said if "come apart" in line]
+    outcome["said"] = [line for line in said if "not in sync" in line]
     outcome["weights"] = [np.array(v.numpy()) for v in model.trainable_variables]
     return outcome
 
@@ -94,7 +94,7 @@ def even(steps: int) -> tuple[list[float], list[str]]:
             verbose=0,
             callbacks=[VerifyModelSync(every_steps=10)],
         )
-    return history.history["loss"], [line for line in said if "come apart" in line]
+    return history.history["loss"], [line for line in said if "not in sync" in line]
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ def test_the_peak_of_a_step_is_what_was_planned(tmp_path):
     rows = {row.what: row for row in reporter.report.rows}
     planned = rows["activations"].planned + rows["gradients"].planned
     # Inputs, targets, and gradients of two activations stand at the same time.
-    assert planned * 0.9 < rows["peak of a step beside"].measured < planned + 6 * ACTIVATION
+    assert planned * 0.9 < rows["additional peak of a step"].measured < planned + 6 * ACTIVATION
     assert (tmp_path / "0.json").exists()
 
 

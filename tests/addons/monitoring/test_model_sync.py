@@ -1,4 +1,4 @@
-"""A rank that has come apart from the others is named, with the variable."""
+"""A rank that is not in sync with the others is named, with the variable."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CASES = {
         {"data": 4},
         [
             ({}, ""),
-            ({2: "gamma"}, "gamma` is another on rank 2."),
+            ({2: "gamma"}, "gamma` has a different value on rank 2."),
             ({0: "gamma", 3: "gamma"}, "gamma` differs between ranks 0, 1, 2, 3."),
         ],
     ),

@@ -1,9 +1,9 @@
-"""Asynchronous training: parameters on servers, and workers that read and update them on their own.
+"""Asynchronous training: parameters on servers, read and updated by workers that do not synchronize.
 
-Two strategies, `ParameterServerStrategy` and `HogwildStrategy`. Below the first, from the bottom: who
-takes part (`cluster`), a server as a worker sees it (`connection`), what an optimizer does as a graph
-that a server runs (`update_graph`), which server holds which variable (`placement`), who is how many
-steps ahead (`membership`), and all servers together (`store`).
+There are two strategies, `ParameterServerStrategy` and `HogwildStrategy`. The modules of the first, from
+the bottom up: the processes of the job (`cluster`), a worker's connection to a server (`connection`), an
+optimizer's update as a graph that a server runs (`update_graph`), the placement of variables on servers
+(`placement`), the workers and their steps (`membership`), and all servers together (`store`).
 """
 
 from tfdist.addons.asynchronous.detecting import register

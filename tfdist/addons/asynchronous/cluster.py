@@ -1,4 +1,4 @@
-"""Who takes part: the servers and the workers of TF_CONFIG, or servers inside of this process."""
+"""The servers and workers of a job: those of TF_CONFIG, or servers inside this process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tfdist.runtime.tf_config import read_tf_config
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The processes of an asynchronous training.
+    """The processes of an asynchronous training job.
 
     Attributes:
         servers: "host:port" of each parameter server.
-        num_workers: How many workers there are.
+        num_workers: The number of workers.
         job: "ps" for a server, "worker" for a worker.
-        index: This process' place in its job. Worker 0 is the chief.
+        index: The index of this process in its job. Worker 0 is the chief.
     """
 
     servers: tuple[str, ...]
@@ -43,7 +43,14 @@ def cluster_from_environment() -> Cluster | None:
 
 
 def local_cluster(num_servers: int) -> tuple[Cluster, list[tf.distribute.Server]]:
-    """A cluster of this process alone: one worker, and servers that run in its threads."""
+    """A cluster of this process alone: one worker, and servers that run in its threads.
+
+    Args:
+        num_servers: The number of servers.
+
+    Returns:
+        The cluster and the servers.
+    """
     cluster = Cluster(
         tuple(f"127.0.0.1:{port}" for port in free_ports(num_servers)), 1, "worker", 0
     )
@@ -53,8 +60,7 @@ def local_cluster(num_servers: int) -> tuple[Cluster, list[tf.distribute.Server]
 def start_server(cluster: Cluster, index: int) -> tf.distribute.Server:
     """Starts TensorFlow's server of one `ps` task in this process.
 
-    Only those reach it who call at the address that the cluster names, where the system can see to
-    it.
+    Where the system supports it, only connections to the address in the cluster are accepted.
     """
     spec = tf.train.ClusterSpec({"ps": list(cluster.servers)})
     server = tf.distribute.Server(spec, job_name="ps", task_index=index)

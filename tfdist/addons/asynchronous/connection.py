@@ -1,14 +1,14 @@
-"""One parameter server, as a worker sees it: a session with TensorFlow's server over gRPC.
+"""A worker's connection to one parameter server: a session with TensorFlow's server over gRPC.
 
 TensorFlow has two ways for independent clients to share variables of a `ps` task: eager contexts
-that connect to it (`tf.config.experimental_connect_to_cluster`) and sessions. Resources of one name
-are the same for all clients in both. Sessions are taken because all reads of a step travel in one
-call, because each call has a time-out of its own, because a client that dies leaves nothing behind
-on the server, and because a new session reaches a server that was started anew; an eager context can
-be made once, before the first operation, and is lost with the first server that ends.
+that connect to it (`tf.config.experimental_connect_to_cluster`) and sessions. In both, resources with
+the same name are shared by all clients. Sessions are used because one call performs all reads of a
+step, because each call has its own time-out, because a client that dies leaves nothing behind on the
+server, and because a new session can reach a server that was restarted. An eager context can be created
+only once, before the first operation, and is lost with the first server that ends.
 
-Each server gets a session of its own, with itself as the master and with a filter that hides the
-other servers: nothing travels by way of another server, and none waits for one that is down.
+Each server has a separate session, with that server as the master and with a filter that hides the
+other servers: nothing is sent through another server, and no session waits for one that is down.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class ServerConnection:
     """A graph and a session of one server.
 
     Args:
-        index: The server's number.
+        index: The server's index.
         address: Its "host:port".
-        timeout_seconds: How long one call may take.
+        timeout_seconds: The time-out of one call.
     """
 
     def __init__(self, index: int, address: str, timeout_seconds: float):
@@ -47,7 +47,7 @@ class ServerConnection:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Inside, operations become part of the graph, and run on the server."""
+        """Adds the operations of its context to the graph; they run on the server."""
         with self._lock, self._graph.as_default(), tf.device(self.device):
             yield
 
@@ -57,7 +57,7 @@ class ServerConnection:
         return f"/job:ps/replica:0/task:{self.index}/device:CPU:0"
 
     def variable(self, name: str, dtype, shape) -> tf.Tensor:
-        """The handle of a variable on the server; one name is one variable for all clients."""
+        """The handle of a variable on the server; all clients share the variable of one name."""
         return tf.raw_ops.VarHandleOp(
             dtype=dtype, shape=shape, container="", shared_name=f"{_PREFIX}/{name}"
         )
@@ -65,12 +65,17 @@ class ServerConnection:
     def function(
         self, fetches: Sequence[tf.Tensor | tf.Operation], feeds: Sequence[tf.Tensor]
     ) -> Callable[..., list[np.ndarray]]:
-        """What runs a part of the graph on the server: takes the values of `feeds`.
+        """A function that runs a part of the graph on the server.
 
-        The fetches that are tensors are what it returns.
+        Args:
+            fetches: The tensors and operations to compute.
+            feeds: The placeholders whose values are its arguments.
+
+        Returns:
+            The function. It returns the values of those fetches that are tensors.
 
         Raises:
-            ParameterServerError: When called: the server has ended or does not answer.
+            ParameterServerError: When called: the server has ended or does not respond.
         """
         made: list = []
         tensors = [place for place, fetch in enumerate(fetches) if tf.is_tensor(fetch)]
@@ -100,7 +105,7 @@ class ServerConnection:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Inside, errors of the connection name the server."""
+        """Converts connection errors in its context to an error that names the server."""
         try:
             yield
         except (
@@ -112,8 +117,8 @@ class ServerConnection:
         ) as error:
             raise ParameterServerError(
                 f"Parameter server {self.index} at {self.address} has ended or cannot be reached "
-                f"({type(error).__name__}). Its parameters are lost: start the job again; a "
-                "Checkpointer resumes where it last saved."
+                f"({type(error).__name__}). Its parameters are lost. Restart the job; a "
+                "Checkpointer resumes from its last save."
             ) from error
 
     def close(self) -> None:
@@ -122,7 +127,7 @@ class ServerConnection:
             session, self._session = self._session, None
             if session is None:
                 return
-        # To close it waits for the server, as would its end: it is to have none.
+        # Closing and deleting a session wait for the server, so the session is never deleted.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
         with contextlib.suppress(ServerEndedError):
             self._caller.call(session.close)

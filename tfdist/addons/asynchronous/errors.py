@@ -1,4 +1,4 @@
-"""What goes wrong between workers and parameter servers."""
+"""Errors between workers and parameter servers."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from tfdist.utils.errors import TfdistError
 
 
 class ParameterServerError(TfdistError, RuntimeError):
-    """A parameter server, or the worker that all others wait for, does not answer."""
+    """A parameter server, or the worker that all others wait for, does not respond."""

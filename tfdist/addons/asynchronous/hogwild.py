@@ -1,21 +1,21 @@
 """`HogwildStrategy`: threads of one process update shared parameters without locks.
 
 Niu et al. 2011, "Hogwild!: a lock-free approach to parallelizing stochastic gradient descent"
-(arXiv:1106.5730). Python threads call one traced function at the same time; TensorFlow lets go of
-Python's lock while it runs. What is shared is what TensorFlow has without a lock:
+(arXiv:1106.5730). Python threads call one traced function at the same time; TensorFlow releases
+Python's lock while it runs. The shared state is what TensorFlow can update without a lock:
 
-- rows of a table: `ResourceScatterSub` updates in place under a lock that all share, and
-  `ResourceGather` reads rows without a copy;
+- rows of a table: `ResourceScatterSub` updates in place under a shared lock, and `ResourceGather`
+  reads rows without a copy;
 - dense variables: `ResourceApplyGradientDescent(use_locking=False)`. A variable that another thread
-  reads at this moment is copied first, and two updates at one time may lose one of both.
+  is reading is copied first, and one of two simultaneous updates may be lost.
 
-What Keras' optimizers do otherwise, `assign_sub` and `assign_add` of dense variables, locks each
-variable for the time of the update.
+The operations that Keras' optimizers use otherwise, `assign_sub` and `assign_add` of dense variables,
+lock each variable during the update.
 
-Each thread runs its graph itself, operation by operation. TensorFlow's usual executor hands operations
-to a pool that all threads share: two threads are then slower than one. It stays where a step has loops
-or conditions, which wait for the pool. `function_executor_type` is TensorFlow's own, without a public
-name.
+Each thread runs its graph itself, operation by operation. TensorFlow's default executor schedules
+operations on a pool that all threads share, with which two threads are slower than one. It is kept for
+steps with loops or conditions, which wait for the pool. `function_executor_type` is an API of TensorFlow
+without a public name.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from tfdist.strategies import keras_patches
 from tfdist.utils import checks
 
 _MOST_THREADS = 1024
-#: Steps in one call of TensorFlow, where there are as many: a call takes time, and Python's lock.
+#: The steps in one call of TensorFlow, if there are enough: each call has overhead and holds Python's lock.
 _UNROLLED = 4
-#: Operations that run a graph inside: they wait for threads of the pool.
+#: Operations that run a nested graph: they wait for threads of the pool.
 _CONTROL_FLOW = {"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile", "While"} | {
     "PartitionedCall",
     "StatefulPartitionedCall",
@@ -48,11 +48,11 @@ _CONTROL_FLOW = {"Case", "If", "StatelessCase", "StatelessIf", "StatelessWhile",
 
 
 class HogwildStrategy(AsynchronousStrategy):
-    """One process, some threads, one set of parameters, no locks.
+    """Threads of one process that update one set of parameters without locks.
 
-    For sparse problems, where two steps seldom touch the same rows. Each thread takes the next batch
-    and makes an update with it. On dense models it runs, but threads overwrite each other's updates;
-    see docs/asynchronous.md.
+    It is meant for sparse problems, where two steps seldom update the same rows. Each thread repeatedly
+    reads a batch and applies an update. Dense models run too, but threads overwrite each other's
+    updates; see tfdist/addons/asynchronous/README.md.
 
     ```python
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -63,14 +63,14 @@ class HogwildStrategy(AsynchronousStrategy):
     model.fit(ids, labels, batch_size=256, epochs=3)
     ```
 
-    The threads share the steps of an execution, 64 here, and wait for each other after these. A number
-    that they do not divide is rounded up in `fit`.
+    The threads share the steps of an execution, 64 here, and synchronize after them. `fit` rounds
+    `steps_per_execution` up to a multiple of the number of threads.
 
     Args:
-        threads: How many threads. 1 is a single process of plain Keras.
+        threads: The number of threads. 1 trains as plain Keras does in a single process.
 
     Raises:
-        ValueError: The number is out of its range.
+        ValueError: `threads` is out of range.
     """
 
     def __init__(self, threads: int = 2):
@@ -84,7 +84,7 @@ class HogwildStrategy(AsynchronousStrategy):
 
     @property
     def threads(self) -> int:
-        """How many threads make steps."""
+        """The number of threads that run steps."""
         return self._num_threads
 
     @contextlib.contextmanager
@@ -127,7 +127,7 @@ class HogwildStrategy(AsynchronousStrategy):
 
 
 class _InThreads:
-    """A train function whose steps threads make at the same time, with batches of one iterator.
+    """A train function that runs steps in several threads, with batches of one iterator.
 
     Args:
         strategy: The strategy.
@@ -157,7 +157,7 @@ class _InThreads:
         return self._model.get_metrics_result()
 
     def _trace(self, iterator, most: int) -> dict:
-        """What makes one step, and what makes `most`, by the number."""
+        """Functions of one step and of `most` steps, by the number of steps."""
         key = str(iterator.element_spec), most
         if key not in self._traced:
             self._traced[key] = {
@@ -169,7 +169,7 @@ class _InThreads:
         return self._strategy.run(self._model.train_step, args=(batch,))
 
     def _steps(self, number: int):
-        """A function that makes some steps: where the data ends, all before are made, and no more."""
+        """A function of `number` steps. If the data ends early, it runs the steps that have a batch."""
         return tf.function(lambda iterator: self._unrolled(iterator, number), autograph=False)
 
     def _unrolled(self, iterator, number: int):
@@ -186,7 +186,7 @@ class _InThreads:
         return logs
 
     def _run(self, iterator, steps: int, functions: dict):
-        """Makes steps while there is data; the logs of the last, None where it has ended."""
+        """Runs steps while there is data; returns the logs of the last, or None at the end of the data."""
         executor = "" if self._strategy._has_control_flow else "SINGLE_THREADED_EXECUTOR"
         most, logs = max(functions), None
         with function_executor_type(executor):
@@ -203,19 +203,19 @@ class _InThreads:
 def _check_model(model: keras.Model) -> None:
     if model.run_eagerly or model.jit_compile:
         raise ValueError(
-            "Threads share the operations of a graph, not of Python or XLA. Received: compile("
-            f"run_eagerly={model.run_eagerly}, jit_compile={model.jit_compile}). Leave both out."
+            "HogwildStrategy requires graph execution without XLA. Received: compile("
+            f"run_eagerly={model.run_eagerly}, jit_compile={model.jit_compile}). Remove both."
         )
     if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
         raise NotImplementedError(
-            "Threads without locks do not agree on a loss scale. Received: the dtype policy "
-            "mixed_float16. Take mixed_bfloat16, which needs none."
+            "HogwildStrategy does not support loss scaling. Received: the dtype policy "
+            "mixed_float16. Use mixed_bfloat16, which does not need it."
         )
 
 
 @contextlib.contextmanager
 def _without_locks(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
-    """Inside, what the optimizer adds to floating-point variables takes no lock."""
+    """Makes the optimizer's additions to floating-point variables lock-free in its context."""
 
     def adding(name: str, sign: float):
         original = getattr(optimizer, name)
@@ -238,7 +238,7 @@ def _without_locks(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     with (
         overridden(optimizer, "assign_add", adding("assign_add", 1.0)),
         overridden(optimizer, "assign_sub", adding("assign_sub", -1.0)),
-        # Keras' own reads, adds, and assigns: threads would lose count.
+        # Keras reads, adds and assigns: threads would lose counts.
         overridden(count, "assign_add", lambda value: count.value.assign_add(value)),
     ):
         yield
@@ -246,7 +246,7 @@ def _without_locks(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _exact_metrics(model: keras.Model) -> Iterator[None]:
-    """Inside, what metrics count is added at once: they read and then assign, and would lose counts."""
+    """Makes metrics add to their variables atomically: by default they read and assign, and lose counts."""
 
     def adding(metric):
         update = metric.update_state

@@ -1,8 +1,8 @@
-"""A model whose parameters and optimizer state live on the servers; the worker holds copies.
+"""A model whose parameters and optimizer state are on the servers; the worker holds copies.
 
-A step reads all parameters in one call of each server (`pull`), computes as a single process would,
-and sends gradients, which the servers apply (`push`). Reads and updates of a server exclude each
-other by a mutex there: no update is half read, none overwrites another.
+A step reads all parameters with one call per server (`pull`), computes as a single process would,
+and sends gradients, which the servers apply (`push`). A mutex on each server makes reads and updates
+mutually exclusive: no read sees half an update, and no update overwrites another.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class HostedModel:
 
     Args:
         connections: The servers.
-        number: Which of the strategy's models it is.
+        number: The index of the model in the strategy.
         model: The model, built, with its optimizer built.
         states: Its other variables that training changes, such as moving averages.
-        worker: This worker, and how many there are.
+        worker: The index of this worker, and the number of workers.
         delay_compensation: lambda of DC-ASGD; 0 for none.
-        quorum: How many gradients make an update; None where each does.
-        speculative: Whether these are one of each of the first workers' batches.
+        quorum: The number of gradients of an update; None where each gradient makes an update.
+        speculative: Whether an update uses one gradient of each of the first workers' batches.
     """
 
     def __init__(
@@ -62,21 +62,21 @@ class HostedModel:
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """All that the servers hold, without the optimizer's."""
+        """All variables on the servers, without the optimizer's."""
         return [*self.parameters, *self.states]
 
     @property
     def signature(self) -> str:
-        """What all workers' models have in common."""
+        """A description of the variables and the optimizer that must be equal on all workers."""
         shapes = [[v.path, list(v.shape), v.dtype] for v in self.variables]
         return json.dumps([type(self.optimizer).__name__, shapes])
 
     def publish(self) -> None:
-        """Sets the servers' variables to this worker's."""
+        """Sets the servers' variables to this worker's values."""
         self._each(lambda part: part.publish())
 
     def pull(self, indices: Sequence[int]) -> tuple[dict[int, np.ndarray], list[int]]:
-        """Values of variables, by their place in `variables`, and each server's count of updates."""
+        """The values of variables by their place in `variables`, and each server's update count."""
         found: dict[int, np.ndarray] = {}
         versions = []
         for values, version in self._each(lambda part: part.pull(indices)):
@@ -85,7 +85,7 @@ class HostedModel:
         return found, versions
 
     def pull_optimizer(self) -> dict[int, np.ndarray]:
-        """Values of the optimizer's variables, by their place there."""
+        """The values of the optimizer's variables, by their place in the optimizer."""
         found: dict[int, np.ndarray] = {}
         for values in self._each(lambda part: part.pull_optimizer()):
             for place, value in values.items():
@@ -112,14 +112,14 @@ class HostedModel:
         Args:
             kinds: How each parameter's gradient is sent.
             grads: The gradients' tensors, by the parameter.
-            deltas: How much to add to states.
+            deltas: The amounts to add to states.
             rate: The learning rate, if the optimizer has it in a variable.
-            more: What the first server is to run beside: fetches, feeds and values.
-            then: Each server's count of updates when the parameters were read.
+            more: Additional fetches, feeds and values for the first server.
+            then: Each server's update count when the parameters were read.
             shard: The worker whose batch it is.
 
         Returns:
-            Each server's count of updates before this one, and what the first server fetched.
+            Each server's update count before this one, and the additional fetches of the first server.
         """
         results = self._each(
             lambda part: part.push(
@@ -135,9 +135,9 @@ class HostedModel:
         return [before for before, _ in results], results[0][1]
 
     def clipped(self, grads: Sequence) -> Sequence:
-        """Gradients, clipped by their norm over all servers where the optimizer asks for that.
+        """Clips gradients by their norm over all servers, if the optimizer has `global_clipnorm`.
 
-        A server clips once more by the norm of its part, which is no larger.
+        Each server then clips by the norm of its part, which has no effect: that norm is not larger.
         """
         limit = self.optimizer.global_clipnorm
         if limit is None or len(self.parts) == 1:
@@ -145,30 +145,30 @@ class HostedModel:
         return tf.clip_by_global_norm(list(grads), limit)[0]
 
     def updates(self) -> np.ndarray:
-        """How many updates of each worker each server has applied: [servers, workers]."""
+        """The number of updates of each worker that each server has applied: [servers, workers]."""
         return np.stack(self._each(lambda part: part.count()))
 
     def versions(self) -> list[int]:
-        """Each server's count of updates, where several gradients make one."""
+        """Each server's update count, where several gradients make one update."""
         return self._each(lambda part: part.version())
 
     def dropped(self) -> np.ndarray:
-        """How many gradients of each worker came too late for each server: [servers, workers]."""
+        """The number of gradients of each worker that each server dropped: [servers, workers]."""
         return np.stack(self._each(lambda part: part.dropped()))
 
     def redone(self) -> np.ndarray:
-        """How many gradients of each worker's batches came from a backup: [servers, workers]."""
+        """The number of gradients of each worker's batches from a backup: [servers, workers]."""
         return np.stack(self._each(lambda part: part.redone()))
 
     def missing(self) -> list[Missing]:
-        """How far each server's next update is, where backups redo batches."""
+        """The state of each server's next update, where backups redo batches."""
         return self._each(lambda part: part.missing())
 
     def withdraw(self, then: Sequence[int]) -> None:
-        """Counts this worker's last gradient as dropped on each server that has made nothing of it.
+        """Counts this worker's last gradient as dropped on each server that has not used it.
 
         Args:
-            then: Each server's count of updates when the gradient came.
+            then: Each server's update count when the gradient arrived.
         """
         self._each(lambda part: part.withdraw(then[part.number]))
 

@@ -1,9 +1,9 @@
-"""Which workers take part, and how many steps each is ahead: a table on the first server.
+"""The participating workers and how many steps each is ahead: a table on the first server.
 
 Stale synchronous parallel (Ho et al. 2013, "More effective distributed ML via a stale synchronous
 parallel parameter server"): a worker begins a step only when it is at most s steps ahead of the
-slowest. A worker that is not heard for a while is left out, so that nobody waits for the dead; one
-that is heard again takes part again, from the place of the slowest.
+slowest. A worker without a heartbeat for a while is left out, so that no worker waits for a dead one.
+When its heartbeats resume it takes part again, at the step of the slowest.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _NEVER = np.iinfo(np.int64).max
 
 
 class Membership:
-    """The table, as one worker sees and writes it.
+    """One worker's view of the table.
 
     Args:
-        connection: To the first server.
-        num_workers: How many rows the table has.
-        index: This worker's row; None to look on only.
-        silent_seconds: After how long without a sign a worker is left out.
-        startup_seconds: How long others may take to start.
+        connection: The connection to the first server.
+        num_workers: The number of rows of the table.
+        index: This worker's row; None to only observe.
+        silent_seconds: The time without a heartbeat after which a worker is left out.
+        startup_seconds: The time that other workers have to start.
     """
 
     def __init__(
@@ -82,16 +82,16 @@ class Membership:
 
     @property
     def feeds(self) -> list[tf.Tensor]:
-        """What a call that writes to the table feeds."""
+        """The placeholders that a call which writes to the table feeds."""
         return [self._places, self._values]
 
     @property
     def table_after(self) -> tf.Tensor:
-        """The table after what was fed is written."""
+        """The table after the fed values are written."""
         return self._table
 
     def cells(self, **columns: int) -> tuple[np.ndarray, np.ndarray]:
-        """What to feed to set cells of this worker's row, by lower-case names of columns."""
+        """The feeds that set cells of this worker's row, by lower-case names of columns."""
         numbers = [_NAMES[name] for name in columns]
         places = [(self._index, number) for number in numbers]
         return (
@@ -100,7 +100,7 @@ class Membership:
         )
 
     def read(self) -> np.ndarray:
-        """The table, after a write of nothing."""
+        """The table, read by a write of no cells."""
         return self._run(*self.cells())[0]
 
     def write(self, **columns: int) -> np.ndarray:
@@ -108,34 +108,35 @@ class Membership:
         return self._run(*self.cells(**columns))[0]
 
     def exists(self) -> bool:
-        """Whether worker 0 has made the table."""
+        """Whether worker 0 has created the table."""
         return bool(self._exists()[0])
 
     # -- coming and going -------------------------------------------------------------------
 
     def join(self) -> None:
-        """Takes part from now on; worker 0 makes the table if there is none.
+        """Joins the training; worker 0 creates the table if it does not exist.
 
         Raises:
-            ParameterServerError: There is no table for too long.
+            ParameterServerError: The table was not created in time.
         """
         if self._index == 0 and not self.exists():
             self._create()
-        wait(self.exists, self._startup, "Worker 0 has not started")
+        wait(self.exists, self._startup, "worker 0 to start")
         row = self.read()[self._index]
         if row[_STATE] != _UNSEEN:
-            # This process stands for one that died: its next `fit` is the one that was under way.
+            # This process replaces one that died: its next `fit` is the one that was in progress.
             self.fit = int(min(row[_FINISHED], max(row[_STARTED] - 1, 0)))
             _logger.warning("tfdist: worker %d takes part again.", self._index)
         self.write(state=_PRESENT)
         self._thread.start()
 
     def leave(self) -> None:
-        """Says that this worker will not come back."""
+        """Records that this worker has left for good."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
-            with contextlib.suppress(ParameterServerError):  # A server that has ended knows.
+            # A server that has ended needs no record.
+            with contextlib.suppress(ParameterServerError):
                 self.write(state=_GONE)
 
     def start_fit(self) -> None:
@@ -149,17 +150,20 @@ class Membership:
             self._seen = self.write(started=self.fit, clock=self.clock)
 
     def finish_fit(self, seconds: float) -> None:
-        """Says that this worker's `fit` has ended, and waits for the others that live."""
+        """Records that this worker's `fit` has ended, and waits for the other live workers."""
         self.write(finished=self.fit)
-        wait(lambda: self._slowest(self.read()) == _NEVER, seconds, "Other workers do not finish")
+        wait(lambda: self._slowest(self.read()) == _NEVER, seconds, "the other workers to finish")
 
     # -- steps ------------------------------------------------------------------------------
 
     def wait_for_turn(self, most_ahead: int | None) -> int:
-        """Returns how many steps ahead of the slowest this worker is, once that is few enough.
+        """Waits until this worker is at most `most_ahead` steps ahead of the slowest.
 
-        Looks at the table as of this worker's last step first: the others have only gone on since, so
-        the figure is never too small.
+        It first uses the table as of this worker's last step: since then the others can only have
+        advanced, so the difference is never underestimated.
+
+        Returns:
+            The number of steps that this worker is ahead.
         """
         delay = 0.001
         while True:
@@ -173,17 +177,17 @@ class Membership:
             self._seen = self.read()
 
     def tick(self) -> tuple[np.ndarray, np.ndarray]:
-        """Counts a step; what to feed to tell the others."""
+        """Counts a step, and returns the feeds that record it in the table."""
         with self._lock:
             self.clock += 1
             return self.cells(clock=self.clock)
 
     def see(self, table: np.ndarray) -> None:
-        """Takes note of the table that a step brought along."""
+        """Stores the table that a step has fetched."""
         self._seen = table
 
     def _slowest(self, table: np.ndarray, *, others_only: bool = False, empty: int = _NEVER) -> int:
-        """The fewest steps of those who are in this `fit`; `empty` if there is none."""
+        """The smallest step count of the workers in this `fit`; `empty` if there are none."""
         late = time.monotonic() - self._begun > self._startup
         found = []
         for worker, row in enumerate(table):
@@ -197,7 +201,7 @@ class Membership:
         return min(found, default=empty)
 
     def all_have_ended(self) -> bool:
-        """Whether no worker takes part any more; those who are silent for long are left out here."""
+        """Whether no worker takes part any more. Leaves out workers without a heartbeat."""
         table = self.read()
         self.leave_out_silent(table)
         late = time.monotonic() - self._begun > self._startup
@@ -205,7 +209,7 @@ class Membership:
         return not (states == _PRESENT).any() and (late or not (states == _UNSEEN).any())
 
     def present(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of each worker, whether it takes part or may still start, and also has not ended this `fit`."""
+        """For each worker: whether it takes part or may still start, and whether it also is in this `fit`."""
         table = self.read()
         late = time.monotonic() - self._begun > self._startup
         present = np.isin(table[:, _STATE], (_PRESENT,) if late else (_PRESENT, _UNSEEN))
@@ -226,10 +230,10 @@ class Membership:
                 self.leave_out_silent(table)
             except ParameterServerError as error:
                 _logger.info("tfdist: no more signs of life: %s", error)
-                return  # The step under way says so.
+                return  # The current step raises the error.
 
     def _come_back(self, table: np.ndarray) -> None:
-        """A worker that was frozen goes on beside the slowest."""
+        """Lets a worker that was left out resume at the step of the slowest."""
         if table[self._index, _STATE] != _LEFT_OUT:
             return
         with self._lock:
@@ -239,7 +243,7 @@ class Membership:
         _logger.warning("tfdist: worker %d takes part again.", self._index)
 
     def leave_out_silent(self, table: np.ndarray) -> None:
-        """Leaves out who has given no sign for too long."""
+        """Leaves out workers that have sent no heartbeat for too long."""
         now = time.monotonic()
         for worker, row in enumerate(table):
             if worker == self._index or row[_STATE] != _PRESENT:
@@ -250,8 +254,8 @@ class Membership:
                 self._heard[worker] = int(row[_BEAT]), now
             elif now - since > self._silent:
                 _logger.warning(
-                    "tfdist: worker %d has not been heard for %.0f s and is left out; the others "
-                    "go on.",
+                    "tfdist: worker %d has sent no heartbeat for %.0f s and is left out; the other "
+                    "workers continue.",
                     worker,
                     now - since,
                 )
@@ -273,14 +277,14 @@ def wait(
     what: str,
     longest: float = 10 * _LONGEST_LOOK_SECONDS,
 ) -> None:
-    """Returns once a condition holds; looks after `longest` seconds at the latest.
+    """Waits for a condition, which is checked at least every `longest` seconds.
 
     Raises:
-        ParameterServerError: It does not in time; `what` says what is missing.
+        ParameterServerError: The condition did not become true in time; `what` names it in the message.
     """
     end, delay = time.monotonic() + seconds, 0.001
     while not condition():
         if time.monotonic() > end:
-            raise ParameterServerError(f"{what}, for {seconds:.0f} s.")
+            raise ParameterServerError(f"Expected {what} within {seconds:.0f} s.")
         time.sleep(delay)
         delay = min(2 * delay, longest)

@@ -1,9 +1,9 @@
 """`ParameterServerStrategy`: asynchronous SGD with parameters on servers.
 
-Keras 3 knows nothing of `tf.distribute.ParameterServerStrategy` and its coordinator. So each worker
-runs its own `fit`, on its own batches, and a step reads parameters from the servers and sends them
-gradients: Downpour SGD (Dean et al. 2012, "Large scale distributed deep networks"), carried by
-TensorFlow's own runtime; see `tfdist.addons.asynchronous.connection` for which part of it and why.
+Keras 3 does not support `tf.distribute.ParameterServerStrategy` and its coordinator. So each worker
+runs its own `fit` on its own batches, and each step reads parameters from the servers and sends
+gradients to them: Downpour SGD (Dean et al. 2012, "Large scale distributed deep networks"), on
+TensorFlow's own runtime; `tfdist.addons.asynchronous.connection` describes the parts used and why.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tfdist.utils import checks
 _MOST_SERVERS = 1024
 _WATCHDOG_SECONDS = 600.0
 
-#: They only write, which the chief does.
+#: Callbacks that only write, which the chief does.
 _WRITERS = (
     keras.callbacks.BackupAndRestore,
     keras.callbacks.CSVLogger,
@@ -54,8 +54,8 @@ _WRITERS = (
 class ParameterServerStrategy(AsynchronousStrategy):
     """Workers that do not wait for each other, and servers that hold parameters and optimizer state.
 
-    Each worker runs this script. Worker 0 is the chief: its initial parameters are everybody's, and
-    it alone writes files.
+    Each worker runs this script. Worker 0 is the chief: all workers start from its initial parameters,
+    and only the chief writes files.
 
     ```python
     strategy = tfdist.addons.asynchronous.ParameterServerStrategy(max_staleness=4)
@@ -65,33 +65,35 @@ class ParameterServerStrategy(AsynchronousStrategy):
     model.fit(x, y, batch_size=64, epochs=3)  # 64 is the batch of one worker's update
     ```
 
-    Of the batches of an epoch each worker takes every W-th, W being the number of workers. The logs
+    Of the batches of an epoch each worker reads every W-th, W being the number of workers. The logs
     of `fit` are those of this worker's batches, with `staleness_mean` and `staleness_max` of its
-    updates and with the steps of each worker. See docs/asynchronous.md.
+    updates and with the steps of each worker. See tfdist/addons/asynchronous/README.md.
 
-    In a process that TF_CONFIG calls a `ps` task, making the strategy runs the server, and ends the
-    process when the workers have ended.
+    In a process that TF_CONFIG lists as a `ps` task, creating the strategy runs the server, and ends
+    the process when the workers have ended.
 
     Args:
-        servers: How many servers a process starts that no launcher has started: it is their one
-            worker. None for those of the launcher, or one.
-        max_staleness: How many steps a worker may be ahead of the slowest; who is further waits. None
-            for no bound: fully asynchronous. 0 for steps side by side.
+        servers: The number of servers in a process that was started without a launcher and is their
+            only worker. None for the servers of the launcher, or else one.
+        max_staleness: The number of steps that a worker may be ahead of the slowest before it waits.
+            None for no bound: fully asynchronous. 0 for lockstep.
         delay_compensation: lambda of DC-ASGD, which corrects a gradient g for the updates since its
             parameters were read: g + lambda g g (w_now - w_then); 0 for none. The servers then keep a
             copy of the parameters for each worker.
-        backup_ranks: b of synchronous training with backup workers: of the W workers' gradients a step
-            takes the first W - b, and their mean makes one update. One that comes later is dropped, and
-            its worker leaves out the batches of the steps that were made without it. This changes
-            results: which gradients count depends on who is fast. None for asynchronous updates.
-        speculative: With `backup_ranks=b`: the last b workers have no batches of their own, but redo
-            those of workers that are slow or have ended. A step takes a gradient of each batch of the
-            first W - b workers, whichever comes first. Results are those of these workers alone.
-        worker_timeout_seconds: After how long without a sign of life the others go on without a worker.
-        watchdog_seconds: How long a server may take to answer, and workers to start.
+        backup_ranks: b of synchronous training with backup workers: a step uses the first W - b of the
+            W workers' gradients, and applies their mean as one update. A later gradient is dropped, and
+            its worker skips the batches of the steps that were made without it. This changes the
+            results: the gradients used depend on the speed of the workers. None for asynchronous
+            updates.
+        speculative: With `backup_ranks=b`: whether the last b workers have no batches, but redo those
+            of workers that are slow or have ended. A step uses a gradient of each batch of the
+            first W - b workers, whichever comes first. The results are those of these workers alone.
+        worker_timeout_seconds: The time without a heartbeat after which the others continue without a
+            worker.
+        watchdog_seconds: The time that a server has to respond, and workers have to start.
 
     Raises:
-        ValueError: An argument is out of its range, or contradicts TF_CONFIG or another one.
+        ValueError: An argument is out of range, or contradicts TF_CONFIG or another argument.
         ParameterServerError: The servers or the chief cannot be reached.
     """
 
@@ -118,8 +120,9 @@ class ParameterServerStrategy(AsynchronousStrategy):
         cluster = cluster_from_environment()
         if cluster is not None and servers not in (None, len(cluster.servers)):
             raise ValueError(
-                f"TF_CONFIG names {len(cluster.servers)} server(s). Received: servers={servers}. "
-                "Leave `servers` out, or start as many: `tfdist-run --ps=`."
+                "`servers` must be the number of servers of TF_CONFIG. Received: "
+                f"servers={servers}, and {len(cluster.servers)} server(s) in TF_CONFIG. Remove "
+                "`servers`, or start the same number of servers with `tfdist-run --ps=`."
             )
         if cluster is not None and cluster.job == "ps":
             serve(cluster, watchdog_seconds, worker_timeout_seconds)
@@ -138,7 +141,7 @@ class ParameterServerStrategy(AsynchronousStrategy):
             backup_ranks=backup_ranks,
             speculative=speculative,
         )
-        #: How many workers have batches of their own, where the others redo those.
+        #: The number of workers that have batches, where the others redo those.
         self._shards = num_workers - (backup_ranks or 0) if speculative else None
         self._own_servers: list[tf.distribute.Server] = []
         self._hosted: HostedModel | None = None
@@ -151,12 +154,12 @@ class ParameterServerStrategy(AsynchronousStrategy):
             self._num_servers,
         )
         if cluster is not None:
-            # The others wait for this worker, so it joins now.
+            # The other workers wait for this one, so it joins now.
             _ = self._store
 
     @functools.cached_property
     def _store(self) -> ParameterStore:
-        """What is kept on the servers. Alone, they are started here, by the first `fit`."""
+        """The servers and their state. A single process starts its servers here, in the first `fit`."""
         cluster = self._cluster
         if cluster is None:
             cluster, self._own_servers = local_cluster(self._num_servers)
@@ -166,53 +169,57 @@ class ParameterServerStrategy(AsynchronousStrategy):
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker makes the parameters and writes files."""
+        """Whether this worker initializes the parameters and writes files."""
         return self.worker_index == 0
 
     @property
     def num_workers(self) -> int:
-        """How many workers were started."""
+        """The number of workers that were started."""
         return 1 if self._cluster is None else self._cluster.num_workers
 
     @property
     def worker_index(self) -> int:
-        """Which worker this process is."""
+        """The index of this worker."""
         return 0 if self._cluster is None else self._cluster.index
 
     def applied_updates(self) -> np.ndarray:
-        """How many updates each server has applied from each worker: [servers, workers].
+        """The number of updates that each server has applied from each worker: [servers, workers].
 
-        Of the model that was last trained, since its `fit` began. With `backup_ranks` they are the
-        gradients that were in time.
+        The counts are of the model that was trained last, since its `fit` began. With `backup_ranks`
+        they are the gradients that arrived in time.
 
         Raises:
-            RuntimeError: Nothing was trained yet.
+            RuntimeError: No model has been trained yet.
         """
         return self._trained().updates()
 
     def dropped_gradients(self) -> np.ndarray:
-        """How many gradients of each worker came too late for each server: [servers, workers].
+        """The number of gradients of each worker that each server dropped: [servers, workers].
 
-        With `backup_ranks`; as `applied_updates`, of the model that was last trained.
+        With `backup_ranks`, a gradient that arrives too late is dropped. As for `applied_updates`, the
+        counts are of the model that was trained last.
 
         Raises:
-            RuntimeError: Nothing was trained yet.
+            RuntimeError: No model has been trained yet.
         """
         return self._trained().dropped()
 
     def redone_gradients(self) -> np.ndarray:
-        """How many gradients of each worker's batches came from a backup: [servers, workers].
+        """The number of gradients of each worker's batches from a backup: [servers, workers].
 
-        With `speculative=True`; as `applied_updates`, of the model that was last trained.
+        With `speculative=True`. As for `applied_updates`, the counts are of the model that was trained
+        last.
 
         Raises:
-            RuntimeError: Nothing was trained yet.
+            RuntimeError: No model has been trained yet.
         """
         return self._trained().redone()
 
     def _trained(self) -> HostedModel:
         if self._hosted is None:
-            raise RuntimeError("No model was trained under this strategy yet: call `fit` first.")
+            raise RuntimeError(
+                "The counts require a trained model. Received: a strategy without one. Call `fit` first."
+            )
         return self._hosted
 
     # -- fit --------------------------------------------------------------------------------
@@ -228,8 +235,8 @@ class ParameterServerStrategy(AsynchronousStrategy):
         check_model(model, self._num_servers, speculative=self._shards is not None)
         if any(isinstance(each, Checkpointer) for each in callbacks):
             raise ValueError(
-                "Checkpointer saves ranks that are at the same step, which workers are not. Received: "
-                "a Checkpointer under ParameterServerStrategy. Take keras.callbacks.BackupAndRestore."
+                "Checkpointer is not supported with ParameterServerStrategy: workers are not at the "
+                "same step. Received: a Checkpointer. Use keras.callbacks.BackupAndRestore."
             )
         if not self.is_chief:
             callbacks = [each for each in callbacks if not isinstance(each, _WRITERS)]
@@ -248,8 +255,8 @@ class ParameterServerStrategy(AsynchronousStrategy):
         """See `AsynchronousStrategy.train_step`."""
         if not self._store.is_fitting:
             raise NotImplementedError(
-                "The servers get a model's parameters when its `fit` begins. Received: a step of "
-                f"{model.name!r} outside of `fit`. Call `fit` in place of `train_on_batch`."
+                "Parameter servers require `fit`, which sends them a model's parameters. Received: a "
+                f"step of {model.name!r} outside `fit`. Use `fit` in place of `train_on_batch`."
             )
         hosted = self._host(model)
         layers = _only_looked_up(model, step, data)
@@ -269,11 +276,11 @@ class ParameterServerStrategy(AsynchronousStrategy):
             return step(*data)
 
     def explain(self, fit, error):
-        """See `FitHook.explain`: what ended the connection to the servers."""
+        """See `FitHook.explain`: the error that ended the connection to the servers."""
         return self._store.failure if isinstance(error, tf.errors.OpError) else None
 
     def before_reading(self, model):
-        """Copies what the servers hold, before a model is evaluated or predicts."""
+        """Copies the servers' values to the model before it is evaluated or predicts."""
         if self._hosted is not None and self._hosted.model is model and self._store.is_fitting:
             self._store.refresh(self._hosted, with_optimizer=False)
 
@@ -281,9 +288,9 @@ class ParameterServerStrategy(AsynchronousStrategy):
         unbuilt = [layer.path for layer in all_layers(model) if not layer.built]
         if unbuilt or not model.optimizer.built:
             raise ValueError(
-                "The servers take the model's variables before its first step. Received: the model "
-                f"{model.name!r}, of which {', '.join(unbuilt[:3]) or 'the optimizer'} has none "
-                "yet. Call the model on a batch, or give it an `Input`, before `fit`."
+                "The model must be built before its first step. Received: the model "
+                f"{model.name!r}, of which {', '.join(unbuilt[:3]) or 'the optimizer'} has no "
+                "variables yet. Call the model on a batch, or give it an `Input`, before `fit`."
             )
         self._hosted = self._store.host(model, _states(model))
         return self._hosted
@@ -296,7 +303,7 @@ class ParameterServerStrategy(AsynchronousStrategy):
 
 
 def _only_looked_up(model: keras.Model, step: Callable, data: tuple) -> list:
-    """The Embedding layers of whose tables a step reads rows alone, as its gradients show."""
+    """The Embedding layers of whose tables a step reads only rows, as its gradients show."""
     layers = tables(model)
     if not layers or tf.executing_eagerly():
         return []
@@ -310,14 +317,14 @@ def _only_looked_up(model: keras.Model, step: Callable, data: tuple) -> list:
             if isinstance(gradient, tf.IndexedSlices):
                 sparse.add(id(variable))
 
-    # A trace that is thrown away.
+    # This trace is discarded.
     with overridden(model.optimizer, "apply", apply), looking_up(layers):
         tf.function(step, autograph=False).get_concrete_function(*data)
     return [layer for layer in layers if id(layer.embeddings) in sparse]
 
 
 def _states(model: keras.Model) -> list[keras.Variable]:
-    """Variables that the forward pass changes, as moving averages; not those of frozen layers."""
+    """Variables that the forward pass changes, such as moving averages; not those of frozen layers."""
     frozen = {
         id(variable)
         for layer in all_layers(model)
@@ -332,7 +339,7 @@ def _states(model: keras.Model) -> list[keras.Variable]:
 
 
 class _ParameterServerExtended(AsynchronousExtended):
-    """Variables are this worker's copies; data sets of `fit` are cut into the workers' batches."""
+    """Keeps variables as this worker's copies, and shards datasets of `fit` by whole batches."""
 
     def __init__(self, strategy: ParameterServerStrategy):
         super().__init__(strategy)

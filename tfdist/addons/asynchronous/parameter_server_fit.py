@@ -1,4 +1,4 @@
-"""`fit` under parameter servers: what its callbacks see, and the steps that it leaves out."""
+"""`fit` under parameter servers: the state that callbacks see, and the steps that it skips."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ from tfdist.backend.keras.attributes import initial_epoch
 
 
 class First(keras.callbacks.Callback):
-    """Runs before the user's callbacks: they see the servers' parameters, and what was counted."""
+    """Runs before the user's callbacks, so that they see the servers' parameters and counts."""
 
     def __init__(self, strategy: Any):
         super().__init__()
         self._strategy, self._store = strategy, strategy._store
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Counts anew."""
+        """Resets the counts."""
         self._store.start_counting()
 
     def on_test_begin(self, logs=None):
-        """Validation is of what the servers hold."""
+        """Copies the servers' values, which validation uses."""
         self._strategy.before_reading(self.model)
 
     def on_epoch_end(self, epoch, logs=None):
-        """Copies what the servers hold, and logs what they count."""
+        """Copies the servers' values, and logs their counts."""
         hosted = self._strategy._host(self.model)
         self._store.refresh(hosted, with_optimizer=self._store.is_chief)
         if logs is not None:
             logs.update(self._store.logs(hosted))
 
     def on_train_end(self, logs=None):
-        """Waits for the others."""
+        """Waits for the other workers."""
         self._store.finish_fit(self._strategy._host(self.model))
 
 
 class Last(keras.callbacks.Callback):
-    """Runs after the user's callbacks: what they restored on the chief becomes everybody's."""
+    """Runs after the user's callbacks, and publishes to all workers the state restored on the chief."""
 
     def __init__(self, strategy: Any):
         super().__init__()
         self._strategy, self._store = strategy, strategy._store
 
     def on_train_begin(self, logs=None):
-        """The chief publishes; the others begin where it did, or where all are."""
+        """Publishes on the chief; the other workers start at its epoch, or at the current one."""
         hosted = self._strategy._host(self.model)
         epoch = self._store.publish(hosted, initial_epoch(self.model))
         if epoch is not None:
-            # Keras' own place for what a callback restored: `fit` reads it right after this.
+            # The attribute where Keras stores the epoch that a callback restored; `fit` reads it next.
             epoch += self._store.begin_late(hosted, self.params.get("steps") or sys.maxsize)
             initial_epoch.set(self.model, epoch)
 
 
 @contextlib.contextmanager
 def catching_up(model: keras.Model, store: ParameterStore) -> Iterator[None]:
-    """Inside, a worker that is late leaves out batches of steps that others have made.
+    """Makes a late worker skip the batches of steps that others have made, in its context.
 
-    And a backup redoes batches of others, where it has none of its own.
+    A backup, which has no batches, redoes those of others.
 
     Args:
         model: The model.
@@ -80,7 +80,7 @@ def catching_up(model: keras.Model, store: ParameterStore) -> Iterator[None]:
 
 
 class _CatchingUp:
-    """Stands for a model's training function: leaves out batches of steps that others have made.
+    """Wraps a model's training function: skips batches of steps that others have made.
 
     Args:
         model: The model.
@@ -93,7 +93,7 @@ class _CatchingUp:
         self._logs: Any = None
 
     def make(self, force: bool = False) -> None:
-        """Keras' own, and then this."""
+        """Makes Keras' function, and wraps it."""
         model = self._model
         if model.train_function == self._call and not force:
             return
@@ -101,38 +101,40 @@ class _CatchingUp:
         self._function, model.train_function = model.train_function, self._call
 
     def remove(self) -> None:
-        """Leaves the model its own."""
+        """Restores the model's own function."""
         if self._model.train_function == self._call:
             self._model.train_function = self._function
 
     def _call(self, iterator):
         if self._function is None:
-            raise RuntimeError("A training function was called that was not made yet.")
+            raise RuntimeError(
+                "The training function could not be called. Expected: a call of `make` before."
+            )
         self._step(self._function, iterator)
         return self._logs
 
     def _step(self, function: Callable, iterator: Any) -> None:
         steps = self._model.steps_per_execution
         for done in range(steps):
-            # What the first step returns is what the others return.
+            # A step must return the same logs as the others, so the first one is never skipped.
             is_behind = self._logs is not None and self._store.is_behind()
             try:
                 if is_behind:
                     next(iterator)
                 else:
-                    # Of several steps one may be left out, and others not: Keras gets a batch of each.
+                    # Only some of several steps may be skipped, so Keras gets one batch per call.
                     self._logs = function(iterator if steps == 1 else [next(iterator)])
             except StopIteration:
                 if not done:
                     raise
                 return
-            # Not before: where the data ends there is nothing to leave out.
+            # Only now: at the end of the data there is nothing to skip.
             if is_behind:
                 self._store.skip()
 
 
 class _Redoing(_CatchingUp):
-    """Stands for a backup's training function: in a step, redoes batches of workers that are late.
+    """Wraps a backup's training function: redoes, in each step, batches of workers that are late.
 
     Its iterator yields the batches of all workers.
     """
@@ -140,5 +142,5 @@ class _Redoing(_CatchingUp):
     def _step(self, function: Callable, iterator: Any) -> None:
         batches = [next(iterator) for _ in range(self._store.shards or 0)]
         while (shard := self._store.next_shard()) is not None:
-            # Of Keras' own, an iterator of a data set or any other of batches.
+            # Keras' function accepts an iterator of a dataset or any other iterable of batches.
             self._logs = function([batches[shard]])

@@ -1,8 +1,8 @@
-"""Calls that may never return, and a look at whether who is called still listens.
+"""Calls that may never return, with a check whether the server still listens.
 
-A call of TensorFlow's over gRPC waits until its time-out for a server that has ended: it hopes for
-another at the same address. So calls run in threads, and who waits for one looks from time to time
-whether the server's port is open.
+A gRPC call of TensorFlow to a server that has ended waits until its time-out, because another server
+may start at the same address. So calls run in threads, and the caller checks regularly whether the
+server's port is open.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 _LOOK_SECONDS = 0.5
-#: A host that does not answer at all may have a cable out for a moment.
+#: A host that does not respond at all may be disconnected for a moment.
 _UNREACHABLE_SECONDS = 15.0
 
 
 class ServerEndedError(ConnectionError):
-    """Nothing listens at the address any more."""
+    """No process listens at the address any more."""
 
 
 class PatientCaller:
@@ -40,10 +40,10 @@ class PatientCaller:
         self.has_ended = False
 
     def wait_until_listening(self, seconds: float) -> None:
-        """Returns once the server listens: a call before that would try again ever more rarely.
+        """Waits until the server listens: an earlier call would retry at growing intervals.
 
         Raises:
-            ServerEndedError: It does not in time.
+            ServerEndedError: The server did not listen in time.
         """
         end = time.monotonic() + seconds
         while True:
@@ -52,24 +52,26 @@ class PatientCaller:
                 return
             except OSError as error:
                 if time.monotonic() > end:
-                    raise ServerEndedError(f"nothing listens there: {error}") from error
+                    raise ServerEndedError(
+                        f"the server did not start to listen: {error}"
+                    ) from error
             time.sleep(0.1)
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Calls a function in another thread, and returns what it returns.
+        """Calls a function in another thread, and returns its result.
 
         Raises:
-            ServerEndedError: The server has answered before, and now nothing listens.
+            ServerEndedError: The server has responded before, but no process listens now.
         """
         if self.has_ended:
-            raise ServerEndedError("it had ended before")
+            raise ServerEndedError("the server is not running: an earlier call found that it ended")
         done = threading.Event()
         result: list = []
         with self._lock:
             starts = self._idle == 0
             self._idle -= not starts
         if starts:
-            # A daemon: one that waits for a dead server is not to keep the process alive.
+            # A daemon thread: one that waits for a dead server must not keep the process alive.
             threading.Thread(target=self._serve, daemon=True, name="tfdist-calls").start()
         self._calls.put((function, done, result))
         refused, silent_since = 0, None
@@ -86,7 +88,7 @@ class PatientCaller:
             is_silent = silent_since and time.monotonic() - silent_since > _UNREACHABLE_SECONDS
             if refused > 1 or is_silent:
                 self.has_ended = True
-                raise ServerEndedError("nothing listens there")
+                raise ServerEndedError("the server is not listening any more")
         value, error = result
         if error is not None:
             raise error
@@ -103,5 +105,5 @@ class PatientCaller:
             with self._lock:
                 self._idle += 1
             done.set()
-            # So that an idle thread does not keep what it returned.
+            # So that an idle thread does not keep results alive.
             del function, done, result

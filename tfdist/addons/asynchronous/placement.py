@@ -1,4 +1,4 @@
-"""Which server holds which variable: balanced by bytes."""
+"""The assignment of variables to servers, balanced by bytes."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 
 
 def balance(sizes: Sequence[int], num_servers: int) -> list[int]:
-    """Gives each variable a server: the largest first, each to the server with the fewest bytes.
+    """Assigns each variable to a server: the largest first, each to the server with the fewest bytes.
 
-    The fullest server gets at most 4/3 of what the best division would give it (Graham, Bounds on
+    The fullest server gets at most 4/3 of its load in the best assignment (Graham, Bounds on
     multiprocessing timing anomalies, 1969).
 
     Args:
         sizes: Bytes of each variable.
-        num_servers: How many servers there are.
+        num_servers: The number of servers.
 
     Returns:
         The server of each variable.
     """
     loads = [(0, server) for server in range(num_servers)]
     places = [0] * len(sizes)
-    # Stable, so that all workers find the same.
+    # The sort is stable, so all workers find the same assignment.
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         load, server = heapq.heappop(loads)
         places[index] = server

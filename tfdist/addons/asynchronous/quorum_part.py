@@ -1,8 +1,8 @@
-"""What a server does where an update takes the gradients of the first workers alone.
+"""A server's part where an update uses only the gradients that arrive first.
 
 Chen et al. 2016 (arXiv:1604.00981), "Revisiting distributed synchronous SGD": of N + b workers an update
-takes the mean of the first N gradients that were computed from the newest parameters. A gradient that
-comes later was computed from parameters that are gone, and is dropped.
+uses the mean of the first N gradients that were computed from the newest parameters. A later gradient
+was computed from old parameters, and is dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tfdist.addons.asynchronous.update_graph import import_update, trace_update
 
 
 class QuorumPart(ServerPart):
-    """As `ServerPart`; its count of updates is the version of its parameters."""
+    """A `ServerPart` whose update count is the version of its parameters."""
 
     def _make_counters(self) -> None:
         hosted, name = self._hosted, self._connection.variable
@@ -78,18 +78,20 @@ class QuorumPart(ServerPart):
         return tf.raw_ops.ReadVariableOp(resource=self._version, dtype=tf.int64)
 
     def version(self) -> int:
-        """How many updates have made the parameters."""
+        """The number of updates of the parameters."""
         return int(self._read_version()[0])
 
     def dropped(self) -> np.ndarray:
-        """How many gradients of each worker came too late."""
+        """The number of gradients of each worker that came too late."""
         return self._read_dropped()[0]
 
     def withdraw(self, then: int) -> None:
-        """Counts this worker's last gradient as dropped, if no update was made of it.
+        """Counts this worker's last gradient as dropped, if no update has used it.
 
-        It came when `then` updates were made. Others may not count on it: it is said at the end of a
-        `fit`, when too few workers are left for an update.
+        It is called at the end of a `fit`, when too few workers are left for an update.
+
+        Args:
+            then: The update count when the gradient arrived.
         """
         self._withdraw(np.int64(then))
 
@@ -99,7 +101,7 @@ class QuorumPart(ServerPart):
         sparse = [kinds[i] == SPARSE for i in given]
         traced = None
         if given:
-            # What it gets is a sum of gradients: dense.
+            # The update gets a sum of gradients, which is dense.
             dense = [False] * len(given)
             apply = apply_of(hosted.optimizer)
             traced = trace_update(hosted.optimizer, apply, parameters, dense)
@@ -109,7 +111,7 @@ class QuorumPart(ServerPart):
             grads = [gradient_placeholders(v, s) for v, s in zip(parameters, sparse, strict=True)]
             deltas = [placeholder(hosted.variables[i]) for i in changed]
             feeds = [rate, then, shard, *(tensor for each in grads for tensor in each), *deltas]
-            # The mutex is taken once all has arrived.
+            # The mutex is acquired once all feeds have arrived.
             with tf.control_dependencies(feeds):
                 lock = tf.raw_ops.MutexLock(mutex=self._mutex)
             with tf.control_dependencies([lock]):
@@ -148,11 +150,11 @@ class QuorumPart(ServerPart):
         return [rate, np.int64(then), np.int64(shard)]
 
     def _waits(self, then: tf.Tensor) -> tf.Tensor:
-        """Whether this worker's last gradient, sent for an update, waits for others; in the graph."""
+        """Whether this worker's last gradient still waits for others to make an update; in the graph."""
         return tf.equal(self._total(), then)
 
     def _note(self, before: tf.Tensor, then: tf.Tensor) -> list[tf.Operation]:
-        """Takes note of a gradient, whether it counts or not; in the graph."""
+        """Records a gradient, whether it counts or not; in the graph."""
         del before, then
         return []
 
@@ -162,13 +164,13 @@ class QuorumPart(ServerPart):
         return tf.equal(before, then)
 
     def _arrive(self, shard: tf.Tensor) -> tf.Tensor:
-        """Takes note of a gradient that counts, and returns how many there are now; in the graph."""
+        """Records a gradient that counts, and returns their number; in the graph."""
         del shard
         with tf.control_dependencies([self._add(self._arrived, tf.ones([], tf.int64))]):
             return tf.raw_ops.ReadVariableOp(resource=self._arrived, dtype=tf.int64)
 
     def _update(self, given: Sequence[int], traced, rate) -> tf.Tensor:
-        """Applies the mean of what has arrived, and begins the next version."""
+        """Applies the mean of the gradients that arrived, and begins the next version."""
         hosted = self._hosted
         sums = [
             tf.raw_ops.ReadVariableOp(resource=self._sums[i], dtype=hosted.parameters[i].dtype)
@@ -188,7 +190,7 @@ class QuorumPart(ServerPart):
         return _after(done, 1)
 
     def _begin_next(self) -> list[tf.Operation]:
-        """Has nothing arrived for the next update; in the graph."""
+        """Resets the gradients that arrived, for the next update; in the graph."""
         zeros = tf.zeros(self._arrived_shape, tf.int64)
         return [tf.raw_ops.AssignVariableOp(resource=self._arrived, value=zeros)]
 
@@ -215,6 +217,6 @@ def _zeros(variable) -> tf.Tensor:
 
 
 def _after(ends: Sequence, value: int) -> tf.Tensor:
-    """A number that is there once some operations are over."""
+    """A number that becomes available once some operations have ended."""
     with tf.control_dependencies(list(ends)):
         return tf.identity(tf.constant(value, tf.int64))

@@ -1,4 +1,4 @@
-"""What one server holds of a model: how it is filled, read, and updated there."""
+"""One server's part of a model: how its variables are filled, read and updated."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from tfdist.addons.asynchronous.update_graph import import_update, trace_update
 #: How a parameter's gradient is sent.
 NONE, DENSE, SPARSE = "none", "dense", "sparse"
 
-#: What a message of gRPC can hold is 2 GiB.
+#: A gRPC message holds at most 2 GiB.
 _MOST_BYTES = (1 << 31) - (1 << 20)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelVariables:
-    """What of a model goes to servers.
+    """The variables of a model that are stored on servers.
 
     Attributes:
         optimizer: Its optimizer.
-        parameters: What the optimizer updates.
-        states: What else training changes.
-        worker: Which worker this is.
-        num_workers: How many there are.
+        parameters: The variables that the optimizer updates.
+        states: The other variables that training changes.
+        worker: The index of this worker.
+        num_workers: The number of workers.
         delay_compensation: lambda of DC-ASGD; 0 for none.
-        quorum: How many gradients make an update; None where each does.
+        quorum: The number of gradients of an update; None where each gradient makes an update.
     """
 
     optimizer: keras.optimizers.Optimizer
@@ -43,18 +43,18 @@ class ModelVariables:
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """All, without the optimizer's: parameters, then states."""
+        """All variables without the optimizer's: parameters, then states."""
         return [*self.parameters, *self.states]
 
 
 class ServerPart:
-    """What one server holds of a model.
+    """One server's part of a model.
 
     Args:
         hosted: The model's variables.
-        connection: To the server.
-        number: Which of the strategy's models it is.
-        indices: The places of those variables that are here.
+        connection: The connection to the server.
+        number: The index of the model in the strategy.
+        indices: The places of the variables that are on this server.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class ServerPart:
         total = sum(bytes_of(variables[index]) for index in indices)
         if total > _MOST_BYTES:
             raise ValueError(
-                "A server answers in messages of at most 2 GiB. Received: a model of which server "
-                f"{self.number} would hold {total:,} bytes. Take more servers: `servers=` of the "
+                "The variables on one server must be smaller than 2 GiB. Received: a model of which "
+                f"server {self.number} would hold {total:,} bytes. Use more servers: `servers=` of the "
                 "strategy, or `tfdist-run --ps=`."
             )
         self._parameters = [i for i in indices if i < len(hosted.parameters)]
@@ -117,10 +117,10 @@ class ServerPart:
         )
 
     def _make_counters(self) -> None:
-        """Makes what else is counted on the server; in the graph under construction."""
+        """Makes the additional counters of the server; in the graph under construction."""
 
     def _counters(self) -> Iterator[tuple[tf.Tensor, tf.Tensor]]:
-        """What begins at zero, with the zeros."""
+        """The variables that begin at zero, with the zeros."""
         yield self._count_handle, tf.zeros([self._hosted.num_workers], tf.int64)
 
     # -- publish and read -------------------------------------------------------------------
@@ -144,11 +144,11 @@ class ServerPart:
         return self._connection.function([end], feeds)
 
     def publish(self) -> None:
-        """Sets the server's variables to this worker's, and its count of updates to zero."""
+        """Sets the server's variables to this worker's values, and its update count to zero."""
         self._publish(*[variable.numpy() for _, variable in self._all()])
 
     def pull(self, indices: Sequence[int]) -> tuple[dict[int, np.ndarray], int]:
-        """Values of variables as of one moment, and how many updates have made them."""
+        """The values of variables at one moment, and the update count at that moment."""
         own = tuple(i for i in indices if i in self._handles)
         if own not in self._pulls:
             self._pulls[own] = self._make_pull(own)
@@ -190,7 +190,7 @@ class ServerPart:
         return self._connection.function([*values, end], [])
 
     def pull_optimizer(self) -> dict[int, np.ndarray]:
-        """Values of the optimizer's variables that are here."""
+        """The values of the optimizer's variables on this server."""
         return dict(zip(self._optimizer_handles, self._pull_optimizer(), strict=True))
 
     def pull_rows(self, index: int, ids: np.ndarray) -> np.ndarray:
@@ -219,25 +219,25 @@ class ServerPart:
         return self._connection.function([read], [])
 
     def count(self) -> np.ndarray:
-        """How many updates of each worker were applied."""
+        """The number of updates of each worker that were applied."""
         return self._count()[0]
 
     def version(self) -> int:
-        """See `QuorumPart`: here each gradient makes an update."""
+        """See `QuorumPart`; here each gradient makes an update."""
         return int(self.count().sum())
 
     def dropped(self) -> np.ndarray:
-        """How many gradients of each worker came too late: none does."""
+        """The number of gradients of each worker that came too late, which is 0."""
         return np.zeros([self._hosted.num_workers], np.int64)
 
     def redone(self) -> np.ndarray:
-        """How many gradients of each worker's batches came from a backup: there is none."""
+        """The number of gradients of each worker's batches from a backup, which is 0."""
         return np.zeros([self._hosted.num_workers], np.int64)
 
     # -- update -----------------------------------------------------------------------------
 
     def push(self, kinds, grads, deltas, rate, more, then: int, shard: int) -> tuple[int, list]:
-        """See `HostedModel.push`; `then` is this server's."""
+        """See `HostedModel.push`; `then` is the update count of this server."""
         given = [i for i in self._parameters if kinds[i] != NONE]
         changed = tuple(i for i in self.indices if i in deltas)
         key = (tuple(kinds[i] for i in given), tuple(given), changed, more is not None)
@@ -253,7 +253,7 @@ class ServerPart:
         return int(before), fetched
 
     def _first_values(self, rate, then: int, shard: int) -> list:
-        """What a push is fed first, before gradients."""
+        """The values that a push feeds before the gradients."""
         del then, shard
         return [rate]
 
@@ -268,7 +268,7 @@ class ServerPart:
             grads = [gradient_placeholders(v, s) for v, s in zip(parameters, sparse, strict=True)]
             deltas = [placeholder(hosted.variables[i]) for i in changed]
             feeds = [rate, *(tensor for each in grads for tensor in each), *deltas]
-            # The mutex is taken once all has arrived.
+            # The mutex is acquired once all feeds have arrived.
             with tf.control_dependencies(feeds):
                 lock = tf.raw_ops.MutexLock(mutex=self._mutex)
             with tf.control_dependencies([lock]):
@@ -299,7 +299,7 @@ class ServerPart:
         return self._connection.function(fetches, feeds)
 
     def _set_rate(self, rate: tf.Tensor) -> list[tf.Operation]:
-        """Sets the optimizer's learning rate, if this server has it; in the graph."""
+        """Sets the optimizer's learning rate, if it is on this server; in the graph."""
         if self._rate_place not in self._optimizer_handles:
             return []
         dtype = self._hosted.optimizer.variables[self._rate_place].dtype
@@ -307,9 +307,9 @@ class ServerPart:
         return [tf.raw_ops.AssignVariableOp(resource=handle, value=tf.cast(rate, dtype))]
 
     def _handles_of(self, given: Sequence[int]) -> dict[int, tf.Tensor]:
-        """By the worker's own handles, those that an imported update of some parameters is given.
+        """The handles for an imported update of some parameters, by the `id` of the worker's handles.
 
-        It waits for what comes before only through what it is given.
+        They are copied by `tf.identity`: the update waits for earlier operations only through its inputs.
         """
         hosted = self._hosted
         own = [(hosted.parameters[i], self._handles[i]) for i in given]
@@ -341,7 +341,7 @@ class ServerPart:
 
 
 def apply_of(optimizer: keras.optimizers.Optimizer) -> Callable:
-    """The optimizer's own `apply`, whatever stands for it now."""
+    """The `apply` of the optimizer's class, even while it is overridden."""
     return type(optimizer).apply.__get__(optimizer)
 
 
@@ -355,18 +355,18 @@ def _rate_place(optimizer) -> int | None:
 
 
 def released(lock: tf.Tensor, ends: Sequence) -> tf.Operation:
-    """Ends what a mutex guards."""
+    """Releases a mutex after some operations."""
     with tf.control_dependencies(list(ends)):
         return tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
 
 
 def placeholder(variable: keras.Variable) -> tf.Tensor:
-    """What stands for the value of a variable in the graph under construction."""
+    """A placeholder for the value of a variable, in the graph under construction."""
     return tf.compat.v1.placeholder(variable.dtype, tuple(variable.shape))
 
 
 def gradient_placeholders(variable: keras.Variable, is_sparse: bool) -> list[tf.Tensor]:
-    """What stands for the gradient of a variable: a tensor, or rows and which they are."""
+    """Placeholders for the gradient of a variable: a tensor, or rows and their indices."""
     if not is_sparse:
         return [placeholder(variable)]
     shape = [None, *tuple(variable.shape)[1:]]
@@ -377,5 +377,5 @@ def gradient_placeholders(variable: keras.Variable, is_sparse: bool) -> list[tf.
 
 
 def bytes_of(variable: keras.Variable) -> int:
-    """How many bytes a variable takes."""
+    """The size of a variable in bytes."""
     return int(np.prod(variable.shape, dtype=np.int64)) * tf.as_dtype(variable.dtype).size

@@ -1,4 +1,4 @@
-"""Where workers and backups stand among updates of one gradient of each worker's batch."""
+"""The positions of workers and backups among updates of one gradient of each worker's batch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def round_of(worker: int, quorum: int | None, speculative: bool) -> Round:
     """The steps of a worker in one `fit`.
 
     Args:
-        worker: Which it is.
-        quorum: How many gradients make an update; None where each does.
+        worker: The index of the worker.
+        quorum: The number of gradients of an update; None where each gradient makes an update.
         speculative: Whether the workers from `quorum` on redo the others' batches.
     """
     quorum = quorum or 1
@@ -31,7 +31,7 @@ def round_of(worker: int, quorum: int | None, speculative: bool) -> Round:
 
 
 class SpeculativeRound(Round):
-    """The steps of a worker with batches of its own, of each of which a gradient counts once."""
+    """The steps of a worker with batches, each of which contributes one gradient."""
 
     def is_one_version(self, versions: Sequence[int]) -> bool:
         """See `Round`."""
@@ -43,15 +43,15 @@ class SpeculativeRound(Round):
 
 
 class BackupRound(SpeculativeRound):
-    """The steps of a backup: in each it redoes what is most likely to be late.
+    """The steps of a backup, which redoes in each step the batches that are most likely to be late.
 
-    First the batch of the slowest worker, at once. When that is sent and others are missing still, those
-    of workers that are seldom in time, at once too; the others are soon there, so a backup waits for them
-    as long as it takes to redo one.
+    First it redoes the batch of the slowest worker, at once. When that gradient is sent and others are
+    still missing, it also redoes at once those of workers that are seldom in time. The others soon arrive,
+    so a backup waits for them for the time that it takes to redo one.
 
     Args:
-        quorum: How many workers have batches of their own.
-        number: Which backup this is: several begin with batches of different workers.
+        quorum: The number of workers that have batches.
+        number: The index of this backup: several backups begin with batches of different workers.
     """
 
     def __init__(self, quorum: int, number: int):
@@ -63,22 +63,22 @@ class BackupRound(SpeculativeRound):
         self._looked = time.monotonic()
 
     def note_push(self, before: Sequence[int]) -> None:
-        """See `Round`: of a step it may send several gradients."""
+        """See `Round`: a backup may send several gradients in a step."""
         self.known = list(before)
 
     def wait(self, hosted: HostedModel, members: Membership, seconds: float) -> None:
-        """See `Round`: it goes on until the update is made, so it has nothing to wait for."""
+        """See `Round`: a backup continues until the update is made, so there is nothing to wait for."""
 
     def next_shard(self, hosted: HostedModel | None, members: Membership) -> int | None:
-        """Whose batch of this step to redo, once there is one; None once the update is made.
+        """The worker whose batch of this step to redo next; None once the update is made.
 
         Args:
             hosted: The model on the servers; None before this worker's first gradient, which shows
                 what a step returns.
-            members: Who takes part.
+            members: The participating workers.
 
         Raises:
-            ParameterServerError: All workers with batches of their own have ended.
+            ParameterServerError: All workers with batches have ended.
         """
         now = time.monotonic()
         if self._begun is not None:
@@ -116,22 +116,22 @@ class BackupRound(SpeculativeRound):
     def _is_at_end(
         self, hosted: HostedModel, members: Membership, found: Sequence[Missing]
     ) -> bool:
-        """Whether the workers with batches of their own have ended their `fit`, and wait for nothing."""
+        """Whether the workers with batches have ended their `fit`, and wait for no update."""
         if self.is_last or time.monotonic() - self._looked < MEMBERS_SECONDS:
             return self.is_last
         self._looked = time.monotonic()
         present, fitting = (each[: self.quorum] for each in members.present())
         if fitting.any():
             return False
-        # What they sent before they ended is there by now.
+        # Gradients that they sent before they ended have arrived by now.
         found = hosted.missing()
         self.known = [each.version for each in found]
         if min(self.known) > self.step:
             return True
         if not present.any():
             raise ParameterServerError(
-                f"The {self.quorum} workers that have batches of their own have ended before their `fit` "
-                "has. Start the job again."
+                f"The {self.quorum} workers with batches did not finish `fit` before they ended. "
+                "Restart the job."
             )
         self.is_last = all(each.missing.all() for each in found)
         return self.is_last

@@ -1,8 +1,8 @@
-"""What a server does where backups redo the batches of slow workers.
+"""A server's part where backups redo the batches of slow workers.
 
-Speculative execution, as in MapReduce (Dean and Ghemawat 2004, section 3.6): an update takes a gradient
+Speculative execution, as in MapReduce (Dean and Ghemawat 2004, section 3.6): an update uses one gradient
 of each worker's batch, from the worker or from a backup, whichever comes first. The second one is
-dropped. So updates are those of the workers alone, whoever is slow.
+dropped. So updates equal those of the workers alone, whichever are slow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdist.addons.asynchronous.quorum_part import QuorumPart
 from tfdist.addons.asynchronous.server_part import released
 
-#: How much the last update counts in how slow a worker is.
+#: The weight of the last update in the moving average of slowness.
 _NEWEST = 0.25
 #: A worker that is slower than this is seldom in time: see `Missing.slowness`.
 SELDOM = 1.0
@@ -23,13 +23,13 @@ SELDOM = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Missing:
-    """How far an update is.
+    """The state of the next update.
 
     Attributes:
-        version: How many updates were made before it.
+        version: The number of updates made before it.
         missing: [shards]: whether there is no gradient of a worker's batch yet.
-        slowness: [shards]: a moving average over updates of how late each worker's own gradient was:
-            the part of the workers that were before it, or 2 if it was not in time.
+        slowness: [shards]: a moving average over updates of how late each worker's gradient was:
+            the fraction of the workers that were before it, or 2 if it was not in time.
     """
 
     version: int
@@ -38,9 +38,9 @@ class Missing:
 
 
 class SpeculativePart(QuorumPart):
-    """As `QuorumPart`, but an update takes one gradient of each of the first workers' batches.
+    """A `QuorumPart` whose update uses one gradient of each of the first workers' batches.
 
-    What has arrived is the worker that sent it, counted from 1, of each shard; 0 for none.
+    `_arrived` holds, for each shard, the worker that sent its gradient, counted from 1; 0 for none.
     """
 
     @property
@@ -55,7 +55,7 @@ class SpeculativePart(QuorumPart):
         super()._make_counters()
         name, shards = self._connection.variable, self._arrived_shape
         self._redone = name(f"{self._prefix}/redone", tf.int64, [self._hosted.num_workers])
-        #: How many were before each worker for the update that is next; -1 for one that has not come.
+        #: The number of workers before each one in the next update; -1 for one that has not arrived.
         self._place = name(f"{self._prefix}/place", tf.int64, shards)
         self._slowness = name(f"{self._prefix}/slowness", tf.float32, shards)
         self._read_redone = self._connection.function([_read(self._redone)], [])
@@ -75,11 +75,11 @@ class SpeculativePart(QuorumPart):
         yield self._slowness, tf.zeros(self._arrived_shape)
 
     def redone(self) -> np.ndarray:
-        """How many gradients of each worker's batches came from a backup."""
+        """The number of gradients of each worker's batches that came from a backup."""
         return self._read_redone()[0]
 
     def missing(self) -> Missing:
-        """How far the next update is."""
+        """The state of the next update."""
         version, arrived, slowness = self._read_missing()
         return Missing(int(version), arrived == 0, slowness)
 

@@ -1,4 +1,4 @@
-"""How stale a worker's updates were."""
+"""The staleness of a worker's updates."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Staleness:
     """Counts over some steps.
 
     The staleness of an update is the number of other updates that a server applied between this
-    worker's read and its write; of several servers the largest counts.
+    worker's read and its write; with several servers, the largest of these.
 
     Attributes:
-        updates: How many updates there were.
+        updates: The number of updates.
         total: The sum of their staleness.
         largest: The largest staleness.
     """

@@ -22,8 +22,8 @@ from tfdist.addons.asynchronous.statistics import Staleness
 from tfdist.data.random_state import global_seed, random_state, set_random_state
 from tfdist.utils.checks import one_line
 
-#: How long a read waits for servers to be after the same update, where a gradient is of one. One is behind
-#: while a gradient is under way, and for good where its worker dies then.
+#: How long a read waits until all servers have made the same update, where a gradient requires that. One
+#: server is behind while a gradient is being sent, and permanently if its worker dies then.
 _MIXED_SECONDS = 10.0
 
 
@@ -31,18 +31,18 @@ class ParameterStore:
     """The servers, the other workers, and the models that are trained.
 
     Args:
-        cluster: Who takes part.
-        max_staleness: How many steps a worker may be ahead of the slowest; None for any.
+        cluster: The servers and workers.
+        max_staleness: The number of steps that a worker may be ahead of the slowest; None for any.
         delay_compensation: lambda of DC-ASGD; 0 for none.
-        silent_seconds: After how long without a sign a worker is left out.
-        watchdog_seconds: How long a call of a server may take, and a wait for the chief.
-        backup_ranks: How many gradients of a step may come too late; None where each makes an update
-            by itself.
+        silent_seconds: The time without a heartbeat after which a worker is left out.
+        watchdog_seconds: The longest time of a call of a server, and of a wait for the chief.
+        backup_ranks: The number of gradients of a step that may come too late; None where each gradient
+            makes an update.
         speculative: Whether the last workers redo the others' batches.
 
     Attributes:
-        staleness: What was counted since the epoch began.
-        failure: What ended a step on the way to a server.
+        staleness: The staleness counted since the epoch began.
+        failure: The error that ended a step in a call of a server.
     """
 
     def __init__(
@@ -88,17 +88,17 @@ class ParameterStore:
 
     @property
     def has_backup(self) -> bool:
-        """Whether an update takes the gradients of the first workers."""
+        """Whether an update uses the gradients of the first workers."""
         return self._quorum is not None
 
     @property
     def shards(self) -> int | None:
-        """Of how many batches a backup redoes some in each step; None for a worker with its own."""
+        """The number of batches of a step among which a backup chooses; None for other workers."""
         return self._round.quorum if isinstance(self._round, BackupRound) else None
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker makes the servers' variables and writes files."""
+        """Whether this worker initializes the servers' variables and writes files."""
         return self.cluster.index == 0
 
     def close(self) -> None:
@@ -107,10 +107,10 @@ class ParameterStore:
         for connection in self.connections:
             connection.close()
 
-    # -- what the chief says to all --------------------------------------------------------
+    # -- announcements of the chief --------------------------------------------------------
 
     def _make_announcement(self, name: str):
-        """A variable of the first server by which the chief tells all: what reads and writes it."""
+        """Functions that read and write a variable of the first server, set by the chief."""
         connection = self.connections[0]
         with connection.building():
             handle = connection.variable(f"announcement/{name}", tf.string, [])
@@ -122,21 +122,22 @@ class ParameterStore:
         tell = connection.function([write], [feed])
 
         def ask() -> tuple[int, Any]:
-            """In which `fit` it was said, 0 for never, and what."""
-            # As JSON: whoever reaches TensorFlow's servers can write there, and pickles run code.
+            """The `fit` of the announcement, 0 for none, and its value."""
+            # JSON, because any client of TensorFlow's servers can write there, and pickles run code.
             return tuple(json.loads(bytes(said()[0]))) if found()[0] else (0, None)
 
         return ask, lambda fit, value: tell(json.dumps((fit, value)))
 
     def _agree(self, name: str, make: Callable[[], Any]) -> Any:
-        """What the chief has made for this `fit`, for which the others wait.
+        """The value that the chief has made for this `fit`; the other workers wait for it.
 
-        None on the chief that has made it, and where this worker comes late.
+        Returns:
+            None on the chief that has made it, and on a worker that joins late.
         """
         ask, tell = self._announcements[name]
         fit = self.members.fit
         if self.is_chief:
-            # A chief that was started anew finds what it made before.
+            # A chief that was restarted finds its earlier announcement.
             said, value = ask()
             if said >= fit:
                 return value if said == fit else None
@@ -148,19 +149,23 @@ class ParameterStore:
                 return True
             if self.members.is_gone(0):
                 raise ParameterServerError(
-                    "Worker 0, which makes the parameters on the servers, has ended. Start the job "
-                    "again."
+                    "Worker 0, which initializes the parameters on the servers, is not running any more. "
+                    "Restart the job."
                 )
             return False
 
-        wait(is_said, self._seconds, "Worker 0, which makes the parameters, has not begun to fit")
+        wait(
+            is_said,
+            self._seconds,
+            "worker 0, which initializes the parameters, to begin `fit`",
+        )
         said, value = ask()
         return value if said == fit else None
 
     # -- fit --------------------------------------------------------------------------------
 
     def begin_fit(self) -> None:
-        """The workers meet: all draw the same numbers by chance from here on."""
+        """Synchronizes the workers: all draw the same random numbers from here on."""
         self.failure = None
         self._round = round_of(self.cluster.index, self._quorum, self._speculative)
         self._pushed = None
@@ -174,17 +179,18 @@ class ParameterStore:
             set_random_state(state)
 
     def publish(self, hosted: HostedModel, initial_epoch: int) -> int | None:
-        """The chief's variables become those of the servers; the others check that theirs match.
+        """Publishes the chief's variables to the servers; the others check that theirs match.
 
         Args:
             hosted: The model.
-            initial_epoch: Where the chief's `fit` begins.
+            initial_epoch: The initial epoch of the chief's `fit`.
 
         Returns:
-            Where it began, on others than the chief; None on it, if it has just begun.
+            The chief's initial epoch on other workers, and on a restarted chief; None on a chief that
+            has just begun.
 
         Raises:
-            ValueError: This worker's model is another one than the chief's.
+            ValueError: This worker's model differs from the chief's.
         """
 
         def make() -> tuple[str, int]:
@@ -194,7 +200,7 @@ class ParameterStore:
         found = self._agree("model", make)
         if found is not None and found[0] != hosted.signature:
             raise ValueError(
-                "All workers make the same model with the same optimizer. Received: on worker "
+                "All workers must create the same model with the same optimizer. Received: on worker "
                 f"{self.cluster.index} {one_line(hosted.signature)}, on worker 0 {one_line(found[0])}."
             )
         self.refresh(hosted, with_optimizer=self.is_chief)
@@ -219,7 +225,7 @@ class ParameterStore:
         return hosted
 
     def refresh(self, hosted: HostedModel, *, with_optimizer: bool) -> None:
-        """Copies what the servers hold to this worker's variables."""
+        """Copies the servers' values to this worker's variables."""
         variables = hosted.variables
         values, self._versions = hosted.pull(range(len(variables)))
         for index, value in values.items():
@@ -231,15 +237,15 @@ class ParameterStore:
 
     @property
     def is_fitting(self) -> bool:
-        """Whether a `fit` of this worker is under way."""
+        """Whether this worker is in a `fit`."""
         return self._is_fitting
 
     def start_counting(self) -> None:
-        """Counts staleness anew."""
+        """Resets the staleness counts."""
         self.staleness = Staleness()
 
     def logs(self, hosted: HostedModel) -> dict[str, float]:
-        """What the logs of an epoch get beside those of Keras."""
+        """The entries that are added to Keras' logs of an epoch."""
         counts = {"steps": hosted.updates()}
         found = {
             "staleness_mean": self.staleness.mean,
@@ -257,14 +263,14 @@ class ParameterStore:
         }
 
     def stop_fit(self) -> None:
-        """Says that this worker's `fit` has ended, also where it failed."""
+        """Records that this worker's `fit` has ended, also after an error."""
         if self._is_fitting:
             self._is_fitting = False
             if not isinstance(self.failure, ParameterServerError):
                 self.members.write(finished=self.members.fit)
 
     def finish_fit(self, hosted: HostedModel) -> None:
-        """Waits for the other workers that live, and copies what all have made."""
+        """Waits for the other live workers, and copies the final values."""
         self._wait_for_update()
         self.members.finish_fit(self._seconds)
         self.refresh(hosted, with_optimizer=self.is_chief)
@@ -272,7 +278,7 @@ class ParameterStore:
     # -- a step ------------------------------------------------------------------------------
 
     def read_op(self, hosted: HostedModel, indices: Sequence[int]) -> None:
-        """Adds to the step under construction: wait for this worker's turn, read variables."""
+        """Adds to the step under construction: wait for this worker's turn, and read variables."""
         variables = hosted.variables
         dtypes = [tf.as_dtype(variables[index].dtype) for index in indices]
 
@@ -308,7 +314,7 @@ class ParameterStore:
         variable.value.scatter_update(tf.IndexedSlices(rows, unique))
 
     def write_op(self, hosted: HostedModel, grads: Sequence, parameters: Sequence) -> None:
-        """Adds to the step under construction: send gradients, and what changed of the states."""
+        """Adds to the step under construction: send gradients, and the changes of the states."""
         places = {id(variable): index for index, variable in enumerate(hosted.parameters)}
         grads = hosted.clipped(grads)
         kinds = [NONE] * len(hosted.parameters)
@@ -318,8 +324,8 @@ class ParameterStore:
             index = places.get(id(variable))
             if index is None:
                 raise NotImplementedError(
-                    "Under ParameterServerStrategy the model's optimizer updates the model's "
-                    f"trainable variables. Received: {getattr(variable, 'path', variable)!r}."
+                    "ParameterServerStrategy does not support updates of variables other than the model's "
+                    f"trainable ones. Received: {getattr(variable, 'path', variable)!r}."
                 )
             if gradient is None:
                 continue
@@ -363,25 +369,25 @@ class ParameterStore:
     # -- backup ranks ------------------------------------------------------------------------
 
     def begin_late(self, hosted: HostedModel, steps_per_epoch: int) -> int:
-        """How many epochs this worker has missed, where it begins later than the others.
+        """The number of epochs that this worker has missed, if it begins later than the others.
 
         Args:
             hosted: The model.
-            steps_per_epoch: Batches of each worker.
+            steps_per_epoch: The number of batches of each worker.
         """
         if self._quorum is None:
             steps = int(hosted.updates()[0, self.cluster.index])
         else:
-            # Whose batches count goes over all: its data set is to be where those of the others are.
+            # The step counts over all workers: its dataset must be at the position of the others'.
             steps = 0 if self._speculative else min(hosted.versions())
         epochs = steps // steps_per_epoch
         self._round.step = epochs * steps_per_epoch
         return epochs
 
     def is_behind(self) -> bool:
-        """Whether this worker is to leave out its next batch, since the others have made that step.
+        """Whether this worker must skip its next batch, because the others have made that step.
 
-        Returns once the update of its last step is made.
+        It returns once the update of its last step is made.
         """
         self._wait_for_update()
         return self._round.is_behind()
@@ -391,21 +397,21 @@ class ParameterStore:
             self._guarded(self._round.wait, self._pushed, self.members, self._seconds)
 
     def skip(self) -> None:
-        """Leaves out this worker's next batch."""
+        """Skips this worker's next batch."""
         self._round.skip()
 
     def next_shard(self) -> int | None:
-        """Whose batch of this step a backup redoes next; None once the step is made.
+        """The worker whose batch of this step a backup redoes next; None once the step is made.
 
         Raises:
             ParameterServerError: All workers have ended.
         """
         if not isinstance(self._round, BackupRound):
-            raise RuntimeError("A worker that is no backup has batches of its own.")
+            raise RuntimeError("A worker that is not a backup cannot redo batches of others.")
         return self._round.next_shard(self._pushed, self.members)
 
     def _guarded(self, call, *arguments):
-        """Keeps what goes wrong: TensorFlow hands on no exceptions of Python's."""
+        """Stores errors of a call: TensorFlow does not pass on Python exceptions."""
         try:
             return call(*arguments)
         except Exception as error:

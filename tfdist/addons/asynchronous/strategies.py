@@ -1,4 +1,4 @@
-"""What asynchronous strategies have in common: a scope of one device, and a hook around `fit`."""
+"""The common base of asynchronous strategies: a scope of one device, and a hook around `fit`."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from tfdist.step.hooks import FitHook
 class AsynchronousStrategy(tf.distribute.Strategy, FitHook, abc.ABC):
     """A strategy whose workers update parameters without waiting for each other.
 
-    `fit` is Keras' own, with the strategy as a hook around it. What it computes in a step goes through
-    `train_step`.
+    `fit` is Keras' own, with the strategy as a hook around it. `train_step` computes each step.
     """
 
     @property
     def fit_hooks(self) -> Sequence[FitHook]:
-        """The hooks around calls of its models: itself."""
+        """The hooks around calls of its models: the strategy itself."""
         return (self,)
 
     @abc.abstractmethod
     def train_step(self, model: keras.Model, step: Callable, data: tuple) -> Any:
-        """Runs a `train_step` of a model, mostly while it is traced.
+        """Runs a `train_step` of a model, usually while it is traced.
 
         Args:
             model: The model.
             step: Its `train_step`.
-            data: What it is called with.
+            data: The arguments of `step`.
         """
 
     def run(self, fn, args=(), kwargs=None, options=None):
@@ -77,7 +76,7 @@ class AsynchronousExtended(OneDeviceExtended):
 
 @contextlib.contextmanager
 def overridden(owner: object, name: str, value: object) -> Iterator[None]:
-    """Inside, an object has another method than its class."""
+    """Overrides a method or attribute of one object in its context."""
     before = vars(owner).get(name)
     object.__setattr__(owner, name, value)
     try:

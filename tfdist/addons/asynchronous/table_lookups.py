@@ -1,4 +1,4 @@
-"""Embedding layers that read the rows which they look up, and not their whole table."""
+"""Embedding layers that read only the rows that they look up, and not their whole table."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def looking_up(
     layers: Sequence[keras.layers.Embedding],
     before: Callable[[keras.Variable, tf.Tensor], None] = lambda table, ids: None,
 ) -> Iterator[None]:
-    """Inside, calls of the layers gather rows from their variables.
+    """Makes calls of the layers gather rows from their variables, in its context.
 
-    `Embedding.call` of Keras reads the table first, which costs a copy of it in each step once its
-    rows are updated one by one.
+    Keras' `Embedding.call` reads the whole table first, which costs a copy of it in each step once
+    its rows are updated individually.
 
     Args:
         layers: The layers.
@@ -49,14 +49,14 @@ def looking_up(
         def call(inputs):
             if isinstance(inputs, tf.SparseTensor | tf.RaggedTensor):
                 raise NotImplementedError(
-                    "Under an asynchronous strategy an Embedding looks up dense tensors of ids. "
+                    "An Embedding under an asynchronous strategy requires dense tensors of ids. "
                     f"Received: a {type(inputs).__name__} in {layer.name!r}. Convert it with "
                     "`.to_tensor()`."
                 )
             ids = tf.convert_to_tensor(inputs)
             ids = ids if ids.dtype in (tf.int32, tf.int64) else tf.cast(ids, tf.int32)
             size = tf.cast(layer.input_dim, ids.dtype)
-            ids = tf.where(ids < 0, ids + size, ids)  # As Keras' `take` counts.
+            ids = tf.where(ids < 0, ids + size, ids)  # As in Keras' `take`.
             table = layer.embeddings
             before(table, ids)
             return tf.cast(tf.gather(table.value, ids), layer.compute_dtype)

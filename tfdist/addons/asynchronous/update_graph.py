@@ -1,9 +1,9 @@
-"""What an optimizer does with a gradient, as a graph that a server runs on its own variables.
+"""An optimizer's update as a graph that a server runs on its own variables.
 
-`optimizer.apply` is traced once against the worker's variables, which only lend their shapes, and the
-trace is imported into the server's graph with the handles of the server's variables in their place.
-So clipping, weight decay, moments, accumulation, constraints, and schedules of the server's own count
-of updates are those of Keras, whatever the optimizer.
+`optimizer.apply` is traced once against the worker's variables, which only provide their shapes, and
+the trace is imported into the server's graph with the handles of the server's variables. So clipping,
+weight decay, moments, accumulation, constraints, and schedules by the server's update count are those
+of Keras, for any optimizer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def trace_update(
         optimizer: The optimizer, built.
         apply: Its `apply`.
         parameters: The variables that are updated.
-        sparse: For each whether its gradient is of rows, as an embedding's is.
+        sparse: Whether the gradient of each is sparse, as that of an embedding is.
     """
     specs = []
     for parameter, is_sparse in zip(parameters, sparse, strict=True):
@@ -84,15 +84,15 @@ def import_update(
 
     Args:
         traced: The trace.
-        grads: What stands for its arguments.
-        handles: What stands for the variables that it captured, by the `id` of their handles.
-        device: Where its operations are to run.
+        grads: The tensors to use as its arguments.
+        handles: The handles to use for the captured variables, by the `id` of the captured handles.
+        device: The device of its operations.
 
     Returns:
         The operations that end the update.
 
     Raises:
-        NotImplementedError: The optimizer uses a resource that is no variable of its own.
+        NotImplementedError: The optimizer uses a resource that is not one of its variables.
     """
     graph = traced.concrete.graph
     definition = graph.as_graph_def()
@@ -100,7 +100,7 @@ def import_update(
         node.device = device
     for function in definition.library.function:
         for node in function.node_def:
-            node.device = ""  # That of the operation that calls it.
+            node.device = ""  # The device of the operation that calls it.
     captures = graph.captures
     inner = {id(placeholder) for _, placeholder in captures}
     arguments = [tensor for tensor in graph.inputs if id(tensor) not in inner]
@@ -110,7 +110,7 @@ def import_update(
             inputs[placeholder.name] = handles[id(outer)]
         elif outer.dtype == tf.resource:
             raise NotImplementedError(
-                "A parameter server updates variables of the model and of the optimizer. Received: "
+                "A parameter server can only update variables of the model and of the optimizer. Received: "
                 "an optimizer that uses another resource. Keep its state in variables made by "
                 "`add_variable`."
             )

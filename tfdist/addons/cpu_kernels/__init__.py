@@ -1,4 +1,4 @@
-"""Kernels for CPUs, in C++: layers and optimizers in one pass over memory."""
+"""CPU kernels in C++: layers and optimizers in one pass over memory."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +11,6 @@ if TYPE_CHECKING:
 
 LIBRARY = Library(Path(__file__).parent, "kernels")
 
-#: Layers and optimizers find them by `tfdist.backend.kernels`; programs need no name of it.
+#: Layers and optimizers find the kernels by `tfdist.backend.kernels`, so no name is public.
 __all__: list[str] = []
 __getattr__, __dir__ = lazy_names(__name__, {"PATCHES": "tfdist.addons.cpu_kernels.updates"})

@@ -1,7 +1,7 @@
-"""One kernel where Keras 3 computes in many steps, each of which reads all memory anew.
+"""Single kernels for computations that Keras 3 performs in many passes over memory.
 
-They compute what Keras does, up to rounding; on the CPU a step of a small ConvNet takes a fifth less
-time with them.
+Their results equal those of Keras up to rounding; a step of a small ConvNet on the CPU is a fifth faster
+with them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _OWN_DTYPES = (tf.float32, tf.float64)
 
 
 def _adam_step(self, gradient, variable, learning_rate, *, original):
-    """Adam and AdamW, for dense gradients."""
+    """The update of Adam and AdamW, for dense gradients."""
     is_ours = hasattr(tf.distribute.get_strategy(), "zero_stage")
     if not is_ours or self.amsgrad or not isinstance(gradient, tf.Tensor):
         return original(self, gradient, variable, learning_rate)
@@ -53,7 +53,7 @@ def _adam_step(self, gradient, variable, learning_rate, *, original):
 def _normalize(self, inputs, training=None, mask=None, *, original):
     """BatchNormalization of images over this rank's own rows."""
     replica = current_replica()
-    has_renorm = getattr(self, "renorm", False)  # Keras knows it since 3.14.
+    has_renorm = getattr(self, "renorm", False)  # Since Keras 3.14.
     if replica is None or not (training and self.trainable) or mask is not None or has_renorm:
         return original(self, inputs, training=training, mask=mask)
     spreads = self.synchronized and replica.gradient_group.size > 1
@@ -72,7 +72,7 @@ def _normalize(self, inputs, training=None, mask=None, *, original):
         epsilon=self.epsilon,
         is_training=True,
     )
-    # The kernel's is that of the population, as estimated from this sample; Keras keeps the sample's.
+    # The kernel's variance is the unbiased estimate of the population's; Keras keeps the sample's.
     count = tf.cast(tf.size(inputs) // channels, dtype)
     variance *= (count - 1) / count
     for moving, new in ((self.moving_mean, mean), (self.moving_variance, variance)):

@@ -1,4 +1,4 @@
-"""Watching a run: step times, memory in use, whether ranks still agree, reports."""
+"""Monitoring of training: step times, memory use, checks that ranks agree, and reports."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tfdist.addons.monitoring.timeline import save_timeline as save_timeline
     from tfdist.backend.clock.stamps import timer as timer
 
-#: They need TensorFlow, which `tfdist-report` reads files without.
+#: Loaded lazily: they need TensorFlow, without which `tfdist-report` reads files.
 _HOMES = {
     "ExpertLoad": "tfdist.addons.monitoring.expert_load",
     "memory_report": "tfdist.addons.monitoring.memory_reports",

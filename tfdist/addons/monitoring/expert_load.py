@@ -1,4 +1,4 @@
-"""How evenly a model's experts are used, in the logs; and how many of its parameters a token meets."""
+"""The balance of a model's experts, for the logs, and the number of parameters active per token."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from tfdist.utils import checks
 
 
 class ExpertLoad(keras.callbacks.Callback):
-    """Adds to the logs of each epoch how evenly the experts of all layers were used.
+    """Adds the balance of the experts of all layers to the logs of each epoch.
 
     It counts the training tokens of all ranks:
 
     - `expert_load`: the tokens of the busiest expert of a layer over the mean of its experts,
       averaged over layers; 1 is even.
-    - `expert_max_violation`: by what share of the mean the busiest expert of any layer is above it
-      (MaxVio of Wang et al. 2024); 0 is even.
+    - `expert_max_violation`: the excess of the busiest expert of any layer over the mean, relative to
+      the mean (MaxVio of Wang et al. 2024); 0 is even.
     - `expert_dropped`: the share of choices that were dropped; 0 without a capacity factor.
 
     Args:
-        verbose: Whether the chief prints at the start how many parameters the model has, and how many
-            a token meets.
+        verbose: Whether the chief prints at the start the numbers of parameters and of those active
+            per token.
 
     Raises:
-        ValueError: `verbose` is no truth value.
+        ValueError: `verbose` is not a boolean.
     """
 
     def __init__(self, verbose: bool = False):
@@ -41,29 +41,29 @@ class ExpertLoad(keras.callbacks.Callback):
         self._verbose = checks.boolean("verbose", verbose)
 
     def on_train_begin(self, logs=None):
-        """Begins to count."""
+        """Resets the counts."""
         for usage in usages_of(self.model).values():
             usage.take()
         counts = parameter_counts(self.model)
         strategy = strategy_of(self.model)
         if self._verbose and (strategy is None or strategy.is_chief):
-            print(f"A token meets {counts['active']:,} of {counts['total']:,} parameters.")
+            print(f"{counts['active']:,} of {counts['total']:,} parameters are active per token.")
 
     def on_epoch_end(self, epoch, logs=None):
-        """Reads the counts of all ranks, and begins anew."""
+        """Reads the counts of all ranks, and resets them."""
         own = {path: usage.take() for path, usage in usages_of(self.model).items()}
         if logs is not None:
             logs |= load_logs(_of_all_ranks(own, strategy_of(self.model)))
 
 
 def load_logs(counts: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """What is logged of counts of choices.
+    """The figures that are logged for counts of choices.
 
     Args:
-        counts: By layer, how often each expert was chosen; at the end how many choices were dropped.
+        counts: By layer, the number of times each expert was chosen; last, the number of dropped choices.
 
     Returns:
-        By name; nothing where nothing was counted.
+        The figures by name; an empty dict without counts.
     """
     busiest, chosen, dropped = [], 0.0, 0.0
     for each in counts.values():
@@ -93,15 +93,15 @@ def _of_all_ranks(own: dict, strategy: DistributedStrategy | None) -> dict[str, 
 
 
 def parameter_counts(model: keras.Model) -> dict[str, int]:
-    """How many trained parameters a model has, and how many of them one token meets.
+    """The number of trainable parameters of a model, and of those active per token.
 
-    Of a pipeline they are those of this rank's stages.
+    In a pipeline they are those of this rank's stages.
 
     Args:
         model: A built model.
 
     Returns:
-        "total" and "active": the latter count `top_k` of the experts of each layer.
+        "total" and "active": the latter includes `top_k` of the experts of each layer.
     """
     checks.instance("model", model, keras.Model, "a Keras model")
     weights = {id(weight): weight for weight in model.trainable_variables}

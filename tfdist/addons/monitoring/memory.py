@@ -1,4 +1,4 @@
-"""How much memory this process has in use, and the most it had for a while."""
+"""The memory that this process has in use, and its peak over a period."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tfdist.utils import checks
 
 @functools.cache
 def _counting_device() -> str | None:
-    """The device whose allocator in TensorFlow counts what it gives out; None where none does.
+    """The device whose allocator in TensorFlow counts its bytes; None if there is none.
 
-    On a GPU it always does, on a CPU with oneDNN, for which TensorFlow keeps a pool.
+    A GPU's allocator always counts; a CPU's does with oneDNN, for which TensorFlow keeps a pool.
     """
     if tf.config.list_logical_devices("GPU"):
         return "GPU:0"
@@ -30,10 +30,10 @@ def _counting_device() -> str | None:
 def bytes_in_use() -> int:
     """The bytes that this process has in use now.
 
-    Those of TensorFlow's allocator, where it counts them: on a GPU, and on CPUs for which
-    TensorFlow takes oneDNN's kernels and keeps a pool of memory for arrays of 256 KiB and more.
-    Else those that the C library has given out and not got back, which leaves aside what the system
-    still counts for the process; where the C library does not tell, the resident size.
+    They are those of TensorFlow's allocator, where it counts them: on a GPU, and on CPUs for which
+    TensorFlow uses oneDNN's kernels and keeps a pool of memory for arrays of 256 KiB and more.
+    Otherwise they are those that the C library has allocated and not freed, without freed memory that
+    the system still counts for the process; if the C library does not report them, the resident size.
     """
     device = _counting_device()
     if device is not None:
@@ -45,7 +45,7 @@ def bytes_in_use() -> int:
 
 
 class PeakMemory:
-    """The most bytes in use while it is open, as the allocator knows, or looked at every so often.
+    """The most bytes in use while the context is open, from the allocator or by sampling.
 
     ```python
     with PeakMemory() as peak:
@@ -54,14 +54,14 @@ class PeakMemory:
     ```
 
     Args:
-        seconds: How often, where no allocator knows. A peak that is shorter may be missed.
+        seconds: The sampling interval where no allocator counts. A shorter peak may be missed.
 
     Raises:
         ValueError: `seconds` is not positive.
 
     Attributes:
-        before: The bytes in use when it was opened.
-        peak: The most that were in use since.
+        before: The bytes in use when the context was opened.
+        peak: The most bytes in use since.
     """
 
     def __init__(self, seconds: float = 0.0005):
@@ -71,7 +71,7 @@ class PeakMemory:
 
     @property
     def bytes(self) -> int:
-        """How far the peak lies above the beginning."""
+        """The difference between the peak and the beginning."""
         return self.peak - self.before
 
     def __enter__(self) -> PeakMemory:
@@ -99,7 +99,7 @@ class PeakMemory:
 
 
 def most_bytes() -> float:
-    """The most bytes that this process had since its start, on a GPU by its allocator."""
+    """The most bytes that this process has used since its start; on a GPU by its allocator."""
     if tf.config.list_logical_devices("GPU"):
         return float(tf.config.experimental.get_memory_info("GPU:0")["peak"])
     return float(peak_bytes())

@@ -1,4 +1,4 @@
-"""What takes a rank's memory in training: as planned by the layout, and as measured."""
+"""A rank's memory in training: as planned by the layout, and as measured."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _MIB = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class MemoryRow:
-    """One thing that takes memory.
+    """One kind of memory.
 
     Attributes:
-        what: What.
-        whole: Its bytes where nothing is shared out; None where that is not known.
-        planned: Its bytes on this rank by the layout; None where no layout says.
-        measured: Those of live variables, or of a peak; None where there is none to measure.
+        what: Its name.
+        whole: Its bytes without sharding; None where that is not known.
+        planned: Its bytes on this rank by the layout; None where the layout does not determine them.
+        measured: The bytes of live variables, or of a peak; None where nothing can be measured.
     """
 
     what: str
@@ -50,7 +50,11 @@ class MemoryReport:
     rows: tuple[MemoryRow, ...]
 
     def row(self, what: str) -> MemoryRow:
-        """The row of a name."""
+        """The row with a name.
+
+        Raises:
+            ValueError: There is no such row.
+        """
         names = [row.what for row in self.rows]
         checks.one_of("what", what, names)
         return self.rows[names.index(what)]
@@ -80,18 +84,21 @@ def memory_report(
     rows: int | None = None,
     input_shape: Sequence[int] | None = None,
 ) -> MemoryReport:
-    """What takes memory on this rank; no collective, so any rank may call it alone.
+    """Reports the memory of this rank. It is not a collective: any rank may call it alone.
 
     Activations are planned from the graph of a forward and a backward pass, which is built and not
-    run: what the backward pass takes of the forward pass, recompute taken into account.
+    run: the tensors of the forward pass that the backward pass uses, with recompute taken into account.
 
     Args:
         model: A compiled model. Its optimizer's state is known once it was built, as in `fit`.
+        step_peak: The bytes that a training step used on top of the memory in use between steps; see
+            `MemoryReporter`.
         rows: The rows of a batch on this rank, for activations. They are planned for models with one
             input whose shape is known.
-        input_shape: The shape of a row, with all its tokens, where the model leaves some of it open.
-        step_peak: Bytes that a training step took beyond what stands between steps; see
-            `MemoryReporter`.
+        input_shape: The shape of a row, with all its tokens, if the model does not specify all of it.
+
+    Returns:
+        The report.
     """
     checks.instance("model", model, keras.Model, "a Keras model")
     checks.integer("step_peak", step_peak, minimum=0, maximum=2**63 - 1, optional=True)
@@ -118,7 +125,7 @@ def memory_report(
     if activations is not None:
         found.append(MemoryRow("activations", None, activations, None))
     if step_peak is not None:
-        found.append(MemoryRow("peak of a step beside", None, None, step_peak))
+        found.append(MemoryRow("additional peak of a step", None, None, step_peak))
     return MemoryReport(0 if strategy is None else strategy.mesh.rank, tuple(found))
 
 
@@ -126,9 +133,9 @@ class MemoryReporter(keras.callbacks.Callback):
     """Measures the peak of a training step, and prints the report after the first epoch.
 
     Args:
-        path: Where to write the report as JSON, too; `{rank}` in it is replaced by the rank.
-        rows: The rows of a batch on this rank, to plan activations for.
-        quiet: Whether nothing is printed.
+        path: A file for the report as JSON; `{rank}` in it is replaced by the rank. None for no file.
+        rows: The rows of a batch on this rank, to plan activations.
+        quiet: Whether to print nothing.
 
     Attributes:
         report: The last report, or None.
@@ -144,18 +151,18 @@ class MemoryReporter(keras.callbacks.Callback):
         self.report: MemoryReport | None = None
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Begins to measure; the first step builds the graph, and is left out."""
+        """Begins a measurement. The first step builds the graph, and is skipped."""
         self._peak = PeakMemory().__enter__() if batch else None
 
     def on_train_batch_end(self, batch, logs=None):
-        """Ends it."""
+        """Ends the measurement."""
         if self._peak is not None:
             self._peak.__exit__(None, None, None)
             self._beside = max(self._beside or 0, self._peak.bytes)
             self._peak = None
 
     def on_epoch_end(self, epoch, logs=None):
-        """Reports once."""
+        """Reports once, after the first epoch."""
         if self.report is not None:
             return
         self.report = memory_report(self.model, self._beside, rows=self._rows)
@@ -167,7 +174,7 @@ class MemoryReporter(keras.callbacks.Callback):
 
 
 def _activations(model: keras.Model, rows: int, input_shape: tuple[int, ...] | None) -> int | None:
-    """Bytes that stand from a forward to a backward pass; None where they cannot be foreseen."""
+    """The bytes kept from a forward to a backward pass; None where they cannot be planned."""
     inputs = tf.nest.flatten(getattr(model, "inputs", None) or [])
     if len(inputs) != 1:
         return None
@@ -183,7 +190,7 @@ def _activations(model: keras.Model, rows: int, input_shape: tuple[int, ...] | N
         gradients = tape.gradient(y, model.trainable_variables)
         return [gradient for gradient in gradients if gradient is not None]
 
-    # What is kept depends on the kernels and on the part of the tokens that a step has.
+    # The kept tensors depend on the kernels and on the part of the tokens that a step has.
     strategy, inside = strategy_of(model), contextlib.ExitStack()
     with inside:
         if strategy is not None:

@@ -1,4 +1,4 @@
-"""Whether the ranks still hold the same: a checksum of all of which there is a second copy."""
+"""Checks that ranks are in sync: checksums of all values of which there are several copies."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _LISTED = 5
 
 
 class ModelSyncError(TfdistError, RuntimeError):
-    """What several ranks hold alike differs between them.
+    """Values that must be identical on several ranks differ.
 
     Attributes:
-        is_transient: Whether the same steps went well when they were run again; None where they were
-            not.
-        ranks: The ranks that hold something else than the others do; of two ranks it may be both.
-        exit_code: With what a rank ends that does not catch this.
+        is_transient: Whether the same steps succeeded when they were run again; None where they were
+            not run again.
+        ranks: The ranks whose values differ from those of the others; of two ranks it may be both.
+        exit_code: The exit code of a rank that does not catch this error.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class ModelSyncError(TfdistError, RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class _Difference:
-    """A variable of which some ranks hold another value.
+    """A variable whose value differs on some ranks.
 
     Attributes:
         name: Its path.
-        ranks: Those that are to hold the same.
-        sums: The checksum of each.
+        ranks: The ranks whose values must be identical.
+        sums: The checksum of each rank.
     """
 
     name: str
@@ -69,7 +69,7 @@ class _Difference:
     sums: tuple[int, ...]
 
     def odd(self, right: int | None = None) -> tuple[int, ...]:
-        """The ranks that hold another value than most, or than the `right` one; () if unknown."""
+        """The ranks whose value differs from most, or from the `right` one; () if unknown."""
         if right is None or right not in self.sums:
             (right, number), *_ = collections.Counter(self.sums).most_common(1)
             if 2 * number <= len(self.ranks):
@@ -77,32 +77,32 @@ class _Difference:
         return tuple(r for r, s in zip(self.ranks, self.sums, strict=True) if s != right)
 
     def words(self, odd: tuple[int, ...]) -> str:
-        """What is said of it, where some ranks are known to be wrong."""
+        """A description, with the ranks that are known to be wrong."""
         if odd:
-            return f"`{self.name}` is another on {rank_words(odd)}"
+            return f"`{self.name}` has a different value on {rank_words(odd)}"
         return f"`{self.name}` differs between {rank_words(self.ranks)}"
 
 
-#: By group of ranks and path of a variable, the checksum of each rank.
+#: The checksum of each rank, by group of ranks and path of a variable.
 _Sums = dict[tuple[tuple[int, ...], str], tuple[int, ...]]
 
 
 def verify_model_sync(model: keras.Model) -> None:
-    """Compares what several ranks hold of a model and its optimizer; all call it.
+    """Compares the copies of a model and its optimizer on several ranks; it is a collective.
 
     Whole variables are the same on all ranks of the data and the tensor axis, slices of split ones
-    along the data axis, and flat shards of ZeRO along the axes over which they are not cut, as those
-    of whole variables along the tensor axis. A shard of which there is one copy is left out, and so
-    are the moving averages that layers keep of their own rank's batches. Under an optimizer of
-    `tfdist.addons.slow_links.local_sgd` the parameters of the last sync and the outer optimizer's state are compared;
-    right after a sync the ranks' own parameters, too.
+    along the data axis, and flat shards of ZeRO along the axes over which they are not sharded, such as
+    those of whole variables along the tensor axis. A shard without a second copy is not compared, nor
+    are the moving averages that layers compute from the batches of their rank. With an optimizer of
+    `tfdist.addons.slow_links.local_sgd` the parameters of the last sync and the outer optimizer's state are
+    compared; right after a sync the ranks' own parameters, too.
 
     Args:
         model: A built model, under a strategy of tfdist.
 
     Raises:
-        ModelSyncError: Names the variables, and the ranks that hold others than most do; on all
-            ranks.
+        ModelSyncError: On all ranks, with the variables that differ, and the ranks whose values differ
+            from most.
     """
     checks.instance("model", model, keras.Model, "a Keras model")
     strategy = strategy_of(model)
@@ -111,15 +111,15 @@ def verify_model_sync(model: keras.Model) -> None:
     found = _differences(_checksums(model))
     if found:
         odd = [(each, each.odd()) for each in found]
-        raise ModelSyncError(f"Ranks have come apart: {_said(odd)}.", ranks=_ranks_of(odd))
+        raise ModelSyncError(f"Ranks are not in sync: {_said(odd)}.", ranks=_ranks_of(odd))
 
 
 def _checksums(model: keras.Model, state: State | None = None) -> _Sums:
-    """Checksums of what is to be alike; all ranks call this, and get the same.
+    """Checksums of values that must be identical; a collective with the same result on all ranks.
 
     Args:
         model: The model.
-        state: Values that are looked at in place of those that variables have now.
+        state: Values to use in place of the current ones of variables.
     """
     strategy: Any = strategy_of(model)
     mesh = strategy.mesh
@@ -153,7 +153,7 @@ def _checksums(model: keras.Model, state: State | None = None) -> _Sums:
     for ranks in sorted({group for each in found for group in each}):
         for place, (path, _) in enumerate(found[ranks[0]][ranks]):
             every = tuple(found[rank][ranks][place][1] for rank in ranks)
-            # Variables of several optimizers may have one path.
+            # Variables of several optimizers may have the same path.
             name = path if (ranks, path) not in sums else f"{path} ({place})"
             sums[ranks, name] = every
     return sums
@@ -168,7 +168,7 @@ def _differences(sums: _Sums) -> list[_Difference]:
 
 
 def _said(odd: list[tuple[_Difference, tuple[int, ...]]]) -> str:
-    # What is wrong on the fewest ranks is nearest to where it began.
+    # A difference on the fewest ranks is closest to its origin.
     odd = sorted(odd, key=lambda each: len(each[1]) or len(each[0].ranks))
     more = f" and {len(odd) - _LISTED} more" if len(odd) > _LISTED else ""
     return "; ".join(each.words(ranks) for each, ranks in odd[:_LISTED]) + more
@@ -180,32 +180,33 @@ def _ranks_of(odd: list[tuple[_Difference, tuple[int, ...]]]) -> tuple[int, ...]
 
 
 class VerifyModelSync(keras.callbacks.Callback, FitHook):
-    """Looks every so many training steps whether ranks still hold the same: for silent errors.
+    """Checks at intervals whether ranks are in sync, to detect silent errors.
 
-    Where they do not, the steps since the last look are run again, from the state that all agreed
-    on. If ranks agree then, the fault was transient (a flipped bit): a warning names the variable
-    and the rank, and training goes on from the second run. If they differ again it is persistent (a
-    broken machine, or a program that does not do the same on all ranks), and the job ends. So do the
-    rerun state machine of Megatron-LM and its exit codes.
+    If they are not, the steps since the last check are run again, from the state on which all ranks
+    agreed. If ranks agree then, the fault was transient (a flipped bit): a warning names the variable
+    and the rank, and training continues from the second run. If they differ again it is persistent (a
+    broken machine, or a program that behaves differently on some ranks), and the job ends. This follows
+    the rerun state machine of Megatron-LM and its exit codes.
 
-    A rank that is named ends with exit code 77 (transient) or 78 (persistent), the others with 75; of
-    two ranks that differ for good both end with 78.
+    A rank with a fault ends with exit code 77 (transient) or 78 (persistent), the others with 75; of
+    two ranks that differ persistently both end with 78.
 
     Args:
-        every_steps: How many. Reading and comparing takes about a second for each gigabyte.
-        rerun: Whether steps are run again. The state of the last look is kept in the host's memory,
-            as large as the model and its optimizer are on a rank (twice as large during a look), and
-            so are the batches since. Callbacks may then change weights between epochs alone. With
-            `steps_per_execution`, under optimizers of `tfdist.addons.slow_links.local_sgd`, and with False, a
+        every_steps: The number of training steps between two checks. Reading and comparing takes about
+            a second per gigabyte.
+        rerun: Whether steps are run again. The state of the last check is kept in the host's memory,
+            as large as the model and its optimizer on a rank (twice as large during a check), and
+            so are the batches since. Callbacks may then change weights only between epochs. With
+            `steps_per_execution`, with optimizers of `tfdist.addons.slow_links.local_sgd`, and with False, a
             difference is raised at once.
-        on_transient: "continue", or "end" to end the job upon a transient fault, too.
+        on_transient: "continue", or "end" to end the job on a transient fault, too.
 
     Raises:
-        TypeError: An argument has another type.
-        ValueError: An argument is out of its range.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of range.
     """
 
-    # What it does, it does at the beginning of a step.
+    # It acts at the beginning of a step.
     async_safe = True
 
     def __init__(
@@ -220,15 +221,15 @@ class VerifyModelSync(keras.callbacks.Callback, FitHook):
         self._recorded: RecordedSteps | None = None
 
     def on_train_begin(self, logs=None):
-        """Begins to look."""
+        """Resets the callback."""
         uncaught.tell_in_one_line(ModelSyncError, lambda error: error.exit_code)
         self._begun = self._batch = 0
         self._recorded = None
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Compares, where it is time and steps are not run again."""
+        """Compares at intervals, if steps are not run again."""
         if self._can_rerun():
-            # Not at the beginning of training: other callbacks change the training function there.
+            # Not at the beginning of training, where other callbacks change the training function.
             if self.model.train_function != self._step:
                 self._recorded = RecordedSteps(self.model, self.model.train_function)
                 self.model.train_function = self._step
@@ -238,17 +239,17 @@ class VerifyModelSync(keras.callbacks.Callback, FitHook):
         self._batch = batch
 
     def on_test_begin(self, logs=None):
-        """Compares the steps that are left of an epoch before metrics are counted anew."""
+        """Compares the remaining steps of an epoch before metrics are reset."""
         self._look()
 
     def on_epoch_end(self, epoch, logs=None):
-        """Compares the steps that are left of an epoch: callbacks may change variables now."""
+        """Compares the remaining steps of an epoch: callbacks may change variables now."""
         self._look()
         if self._recorded is not None:
             self._recorded.begin(None)
 
     def on_train_end(self, logs=None):
-        """Compares once more."""
+        """Compares a last time."""
         if self._recorded is None:
             verify_model_sync(self.model)
         self._let_go()
@@ -279,17 +280,17 @@ class VerifyModelSync(keras.callbacks.Callback, FitHook):
         )
 
     def _step(self, iterator):
-        """Stands for the model's training function."""
+        """Replaces the model's training function."""
         recorded = self._recorded
         if recorded is None:
-            raise RuntimeError("A training function was called whose `fit` has ended.")
+            raise RuntimeError("The training function cannot be called after its `fit` has ended.")
         if not recorded.has_begun:
             state = recorded.state()
             found = _differences(_checksums(self.model, state))
             if found:
                 odd = [(each, each.odd()) for each in found]
                 raise ModelSyncError(
-                    f"Ranks have come apart between two epochs: {_said(odd)}.", ranks=_ranks_of(odd)
+                    f"Ranks are not in sync between two epochs: {_said(odd)}.", ranks=_ranks_of(odd)
                 )
             recorded.begin(state)
         logs = recorded.run(iterator)
@@ -300,7 +301,7 @@ class VerifyModelSync(keras.callbacks.Callback, FitHook):
         return logs
 
     def _look(self, logs=None):
-        """Compares; where ranks have come apart, runs the steps again. Returns the logs that count."""
+        """Compares; if ranks are not in sync, runs the steps again. Returns the logs of the valid run."""
         recorded = self._recorded
         if recorded is None or not len(recorded):
             return logs
@@ -320,22 +321,22 @@ class VerifyModelSync(keras.callbacks.Callback, FitHook):
         if again:
             odd = [(each, each.odd()) for each in again]
             raise self._error(
-                f"Ranks have come apart: {_said(odd)}. It is a persistent fault: {steps} were run "
-                "again from the same state, and ranks came apart again. Leave the rank's machine out "
-                "(`tfdist-run --exclude_after`), or look for what the program does on one rank alone.",
+                f"Ranks are not in sync: {_said(odd)}. The fault is persistent: {steps} were run "
+                "again from the same state, and ranks differ again. Exclude the rank's machine "
+                "(`tfdist-run --exclude_after`), or find what the program does on one rank only.",
                 False,
                 odd,
             )
-        # The second run tells which of two values was right.
+        # The second run shows which of two values was right.
         odd = [(each, each.odd(second[each.ranks, each.name][0])) for each in found]
         said = (
-            f"Ranks had come apart: {_said(odd)}. It was a transient fault: {steps} were run again "
+            f"Ranks were not in sync: {_said(odd)}. The fault was transient: {steps} were run again "
             "from the same state, and ranks agree."
         )
         if self._ends_on_transient:
             raise self._error(said, True, odd)
         if _rank_in(self.model) == 0:
-            _logger.warning("%s Training goes on from there.", said)
+            _logger.warning("%s Training continues from there.", said)
 
     def _error(self, said: str, is_transient: bool, odd) -> ModelSyncError:
         ranks = _ranks_of(odd)

@@ -1,4 +1,4 @@
-"""Ends a training whose loss is no number any more."""
+"""Termination of a training whose loss is not finite."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from tfdist.utils import checks
 
 
 class TerminateOnNonFinite(keras.callbacks.Callback, FitHook):
-    """Ends the job when the loss was not finite for some training steps in a row.
+    """Ends the job when the loss was not finite for some consecutive training steps.
 
-    Looked at on the device, at every step, and on each rank at its own loss: nothing is
-    communicated, and nothing waits. The first rank to count that far ends with an error that names
-    the step and the rank; the others then end as when any rank ends. Steps that a loss scale skips
-    count too: a loss that overflows again and again does not get better.
+    The check runs on the device at every step, on each rank for its own loss, without communication
+    or waiting. The first rank that reaches the limit ends with an error that names the step and the
+    rank; the others then end as when any rank ends. Steps that a loss scale skips count too: a loss
+    that overflows repeatedly does not recover.
 
-    The loss is what `compute_loss` returns, in a pipeline that of the last stage's micro-batches.
-    A `train_step` of your own that computes it otherwise is not looked at.
+    The loss is the one that `compute_loss` returns, in a pipeline that of the last stage's
+    micro-batches. The loss of a custom `train_step` that computes it otherwise is not checked.
 
     Args:
-        steps: How many in a row.
+        steps: The number of consecutive steps.
 
     Raises:
         ValueError: `steps` is not positive, or the model is not under a tfdist strategy.
-        FloatingPointError: By `fit`, when it happens.
+        FloatingPointError: By `fit`, when the limit is reached.
     """
 
     async_safe = True
@@ -45,21 +45,21 @@ class TerminateOnNonFinite(keras.callbacks.Callback, FitHook):
         strategy = strategy_of(model)
         if strategy is None:
             raise ValueError(
-                "TerminateOnNonFinite is for models that are made in the scope of a tfdist "
-                f"strategy. Received: a model under {type(model.distribute_strategy).__name__}; take "
-                "keras.callbacks.TerminateOnNaN there."
+                "TerminateOnNonFinite requires a model that is created in the scope of a tfdist "
+                f"strategy. Received: a model under {type(model.distribute_strategy).__name__}. Use "
+                "keras.callbacks.TerminateOnNaN."
             )
         guard = guard_of(model)
         if guard is None:
             guard = NonFiniteGuard(strategy.mesh.rank)
             put_guard(model, guard)
             model.compute_loss = _watched(model.compute_loss, guard)
-            # A step that was traced before does not know the guard.
+            # A step that was traced before has no guard.
             model.train_function = None
         self._guard = guard
 
     def explain(self, fit: FitContext, error: Exception) -> Exception | None:
-        """See `FitHook.explain`: what the guard has found."""
+        """See `FitHook.explain`: the error that the guard has found."""
         guard = guard_of(fit.model)
         if guard is None or not isinstance(error, tf.errors.InvalidArgumentError):
             return None
@@ -70,12 +70,12 @@ class TerminateOnNonFinite(keras.callbacks.Callback, FitHook):
         self._guard.start(self._steps)
 
     def on_train_end(self, logs=None):
-        """Looks no further."""
+        """Stops checking."""
         self._guard.start(0)
 
 
 def _watched(compute_loss, guard: NonFiniteGuard):
-    """A model's `compute_loss`, whose loss the guard looks at in training steps."""
+    """A model's `compute_loss` with the guard's check of the loss in training steps."""
 
     @functools.wraps(compute_loss)
     def watched(*args, **kwargs):

@@ -1,8 +1,8 @@
-"""The last steps of a training, run again from the state that they began in.
+"""Recorded training steps, which can be run again from the state in which they began.
 
-What two runs of the same steps from the same state disagree about was a fault of one run, and what they
-agree about is a fault of the machine or of the program: so Megatron-LM's rerun state machine tells
-transient faults from persistent ones.
+A difference between two runs of the same steps from the same state is a transient fault of one run; a
+difference in both runs is a persistent fault of the machine or of the program. This is the criterion of
+Megatron-LM's rerun state machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RecordedSteps:
 
     Args:
         model: A compiled model.
-        function: Its training function, which takes an iterator.
+        function: Its training function, which is called with an iterator.
 
     Attributes:
         function: That function.
@@ -42,20 +42,20 @@ class RecordedSteps:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is a state to begin with."""
+        """Whether the initial state of the steps is recorded."""
         return self._state is not None
 
     def state(self) -> State:
-        """A copy of all that a training step reads and changes."""
+        """A copy of all variables that a training step reads or changes."""
         return {id(each): stored_value(each).numpy() for each in _variables(self._model)}
 
     def begin(self, state: State | None) -> None:
-        """Forgets the steps that are kept; the next one begins in a state, or it is not known in which."""
+        """Discards the recorded steps. The next one begins in `state`, or in an unknown one if None."""
         self._state = state
         self._steps.clear()
 
     def run(self, iterator: tf.data.Iterator):
-        """Makes a step with the next batch of an iterator, and keeps the batch; returns the logs.
+        """Runs a step with the next batch of an iterator, and records the batch; returns the logs.
 
         Raises:
             StopIteration: There is no further batch.
@@ -70,9 +70,11 @@ class RecordedSteps:
         return self.function(self._feed.of(tensors))
 
     def again(self):
-        """Makes the kept steps once more, and returns the logs of the last one."""
+        """Runs the recorded steps again, and returns the logs of the last one."""
         if self._feed is None or self._state is None:
-            raise RuntimeError("No steps were kept that could be made once more.")
+            raise RuntimeError(
+                "Steps must be recorded before they can be run again. Received: no recorded steps."
+            )
         optimizer, rate = self._model.optimizer, self._rate()
         for variable in _variables(self._model):
             if id(variable) in self._state:  # The first step may have made it.
@@ -88,17 +90,17 @@ class RecordedSteps:
         return logs
 
     def _rate(self) -> np.ndarray | None:
-        """The learning rate where it is a variable, which callbacks may set."""
+        """The learning rate if it is a variable, which callbacks may set; else None."""
         rate = self._model.optimizer.learning_rate
         is_variable = any(variable is rate for variable in self._model.optimizer.variables)
         return rate.numpy() if is_variable else None
 
 
 class _Feed:
-    """An iterator of batches that are handed to it: to a graph it is as the one they came from.
+    """An iterator of given batches, which has the type of the original iterator in a graph.
 
     Args:
-        spec: What that one says of its elements.
+        spec: The element spec of the original iterator.
     """
 
     def __init__(self, spec):
@@ -115,19 +117,19 @@ class _Feed:
 
         dataset = tf.data.Dataset.from_tensors(0).repeat().map(element)
         options = tf.data.Options()
-        # One that reads ahead would wait for a batch that nobody hands to it.
+        # An iterator that prefetches would wait for a batch that is never enqueued.
         options.autotune.enabled = False
         options.experimental_optimization.inject_prefetch = False
         self._iterator = iter(dataset.with_options(options))
 
     def of(self, tensors: list[tf.Tensor]) -> Iterator:
-        """The iterator, whose next element is a batch."""
+        """The iterator, whose next element is the given batch."""
         self._queue.enqueue(tensors)
         return self._iterator
 
 
 def _variables(model: keras.Model) -> list[keras.Variable]:
-    """All that a training step reads and changes."""
+    """All variables that a training step reads or changes."""
     found = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
     for state in kept_states_of(model):
         found += [kept.variable for kept in state.arrays().values()]

@@ -1,4 +1,4 @@
-"""Pictures of a schedule, as text and as a file."""
+"""Timelines of a schedule, as text and as files."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _MEANINGS = {
 
 
 def as_text(schedule: Schedule) -> str:
-    """A row for each rank, a column for each unit of time.
+    """A text with a row for each rank and a column for each unit of time.
 
-    Forwards and backwards take one unit each, as do gradients of weights where the schedule has
-    them apart; a dot is a unit in which the rank waits. Several stages on a rank are told by
+    Forwards and backwards last one unit each, as do gradients of weights where the schedule separates
+    them; a dot is a unit in which the rank waits. Several stages on a rank are distinguished by
     letters: `F3b` is the forward of micro-batch 3 on the rank's second stage.
     """
     costs = dict(UNIT_COSTS)
     if not schedule.splits_backward:
         costs[Action.WEIGHT] = 0.0
-    # A rank's stages share its layers; here each of them is to take whole columns.
+    # A rank's stages share its layers; here each of them takes whole columns.
     costs = {kind: cost * schedule.chunks for kind, cost in costs.items()}
     run = simulate(schedule, costs)
     units = round(run.span)
@@ -54,12 +54,12 @@ def as_text(schedule: Schedule) -> str:
 
 
 def save_timeline(run: Run, path: str | Path) -> None:
-    """Writes when each rank of a pipeline did what in a step.
+    """Writes the timeline of a pipeline step: the actions of each rank and their times.
 
     Args:
         run: The step, as `PipelineModel.last_run` returns it.
-        path: A file *.json, for a trace that Chrome and Perfetto show; any other is a picture, for which
-            `pip install 'tfdist[plots]'` is needed.
+        path: A file *.json, for a trace that Chrome and Perfetto show; any other suffix is that of a
+            picture, which requires `pip install 'tfdist[plots]'`.
     """
     if Path(path).suffix == ".json":
         write_chrome_trace(run, path)
@@ -68,7 +68,7 @@ def save_timeline(run: Run, path: str | Path) -> None:
 
 
 def save_picture(run: Run, path: str | Path, title: str | None = None) -> None:
-    """Draws a run, simulated or measured, with matplotlib; the suffix says in which format.
+    """Draws a run, simulated or measured, with matplotlib; the suffix determines the format.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -111,7 +111,7 @@ def save_picture(run: Run, path: str | Path, title: str | None = None) -> None:
 
 
 def chrome_trace(run: Run) -> dict:
-    """A run in the format that Chrome's tracing and Perfetto read; one row a rank.
+    """A run in the format that Chrome's tracing and Perfetto read, with one row per rank.
 
     Times of the run are seconds; those of the format are microseconds.
     """
@@ -158,5 +158,5 @@ def _cell(action: Action, schedule: Schedule) -> str:
 
 
 def legend(kinds: Iterable[str]) -> str:
-    """What the letters of `as_text` stand for."""
+    """The meanings of the letters of `as_text`."""
     return ", ".join(f"{kind} {_MEANINGS[kind]}" for kind in Action.KINDS if kind in set(kinds))

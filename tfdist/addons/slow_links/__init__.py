@@ -1,4 +1,4 @@
-"""Training over slow links: compressed gradients with error feedback, and ranks that train apart for some steps."""
+"""Training over slow links: compressed gradients with error feedback, and local optimizers."""
 
 from tfdist.addons.slow_links.compressor import Compressor
 from tfdist.addons.slow_links.local_sgd.diloco import DiLoCo

@@ -29,23 +29,23 @@ from tfdist.utils import checks
 
 _logger = logging.getLogger("tfdist")
 
-#: Below this a message costs more than its bytes.
+#: For smaller gradients the cost of a message exceeds that of its bytes.
 MIN_ELEMENTS = 1024
 _MOST_STEPS = 1 << 40
 
-#: What a compressor keeps for one gradient, beside the residual.
+#: The state that a compressor keeps for one gradient, in addition to the residual.
 State = Mapping[str, Any]
 
 
 class Compressor(GradientStage, FitHook):
-    """Sends less than the whole gradient, and what was not sent with a later one (error feedback).
+    """Sends a compressed gradient, and the rest with a later one (error feedback).
 
-    Each step, of a gradient g and the residual e of the steps before, a rank sends c = compress(g + e)
-    and keeps e' = g + e - decompress(c). All ranks take the mean of what the ranks have sent. tfdist
-    holds the residual, beside the model, and saves it in checkpoints. See Karimireddy et al., "Error
+    In each step, of a gradient g and the residual e of earlier steps, a rank sends c = compress(g + e)
+    and keeps e' = g + e - decompress(c). All ranks use the mean of what the ranks have sent. tfdist
+    stores the residual with the model, and saves it in checkpoints. See Karimireddy et al., "Error
     Feedback Fixes SignSGD", arXiv:1901.09847.
 
-    One of your own defines `compress` and `decompress`:
+    A custom compressor defines `compress` and `decompress`:
 
     ```python
     class EveryOther(tfdist.addons.slow_links.Compressor):
@@ -58,16 +58,16 @@ class Compressor(GradientStage, FitHook):
     ```
 
     Args:
-        start_step: As many steps first travel whole: early gradients change too fast for what is
-            late. They also tell how long a step takes without compression.
-        min_elements: Smaller gradients always travel whole.
+        start_step: The number of first steps that send gradients uncompressed: early gradients change
+            too fast for delayed parts. The time of a step without compression is measured on them, too.
+        min_elements: Smaller gradients are never compressed.
 
     Attributes:
-        is_linear: Whether the mean of what ranks send is what one would send of the mean, so that it
-            is all-reduced. Else each rank gets what every other has sent.
+        is_linear: Whether the mean of compressed gradients is the compressed mean, so that it is
+            all-reduced. Otherwise each rank gets the compressed gradients of all others.
 
     Raises:
-        ValueError: An argument is out of its range.
+        ValueError: An argument is out of range.
     """
 
     is_linear = False
@@ -79,11 +79,11 @@ class Compressor(GradientStage, FitHook):
         self.start_step, self.min_elements = start_step, min_elements
 
     def selects(self, shape: tuple[int, ...]) -> bool:
-        """Whether gradients of a shape are compressed. Others travel whole."""
+        """Whether gradients of a shape are compressed. Others are sent whole."""
         return math.prod(shape) >= self.min_elements
 
     def initial_state(self, shape: tuple[int, ...], num_ranks: int) -> dict[str, np.ndarray]:
-        """What is kept for a gradient from step to step beside the residual, by name.
+        """The state that is kept for a gradient in addition to the residual, by name.
 
         Args:
             shape: The gradient's shape.
@@ -93,7 +93,7 @@ class Compressor(GradientStage, FitHook):
         return {}
 
     def prepare(self, gradient: tf.Tensor, state: State, num_ranks: int) -> tf.Tensor:
-        """What is added to the residual for a gradient: the gradient itself.
+        """The tensor that is added to the residual for a gradient; by default the gradient.
 
         Args:
             gradient: This rank's gradient, float32.
@@ -105,20 +105,20 @@ class Compressor(GradientStage, FitHook):
 
     @abc.abstractmethod
     def compress(self, tensor: tf.Tensor, state: State, step: tf.Tensor) -> Any:
-        """What is sent of a gradient: a nest of tensors, of the same shapes on all ranks.
+        """Compresses a gradient to a nest of tensors, which have the same shapes on all ranks.
 
         Args:
             tensor: The gradient and its residual, float32.
-            state: Variables, as `initial_state` named them; may be assigned to.
-            step: How many steps were taken before, int64.
+            state: Variables by the names of `initial_state`; they may be assigned to.
+            step: The number of steps so far, int64.
         """
 
     @abc.abstractmethod
     def decompress(self, payload: Any, shape: tuple[int, ...]) -> tf.Tensor:
-        """The gradient that stands for what was sent: a float32 tensor.
+        """Decompresses what was sent to a gradient: a float32 tensor.
 
         Args:
-            payload: What `compress` has returned; of a linear one also the mean of several ranks'.
+            payload: The result of `compress`; of a linear compressor also the mean of several ranks'.
             shape: The gradient's shape.
         """
 
@@ -134,20 +134,20 @@ class Compressor(GradientStage, FitHook):
 
         Args:
             tensors: The gradients and their residuals, float32.
-            states: A state for each.
-            step: How many steps were taken before, int64.
+            states: The state of each.
+            step: The number of steps so far, int64.
             group: The ranks.
-            name: What travels, for messages.
+            name: A name of the data, for messages.
 
         Returns:
-            For each the mean over the ranks, the same bits on all of them; and what this rank has
-            sent of it, as the others decompress it. The rest becomes the residual.
+            The means over the ranks, bitwise equal on all of them; and what this rank has sent, as
+            the others decompress it. The rest becomes the residual.
         """
         pairs = list(zip(tensors, states, strict=True))
         payloads = [self.compress(tensor, state, step) for tensor, state in pairs]
         shapes = [tuple(tensor.shape) for tensor in tensors]
         own = [self.decompress(p, shape) for p, shape in zip(payloads, shapes, strict=True)]
-        # A row of what each rank sends.
+        # A row holds what one rank sends.
         leaves = [tf.convert_to_tensor(leaf)[None] for leaf in tf.nest.flatten(payloads)]
         if self.is_linear:
             rows = exchange_packed("mean", leaves, group, name)
@@ -172,17 +172,17 @@ class Compressor(GradientStage, FitHook):
         kind = type(optimizer).__name__
         if zero_stage:
             raise ValueError(
-                f"{kind} compresses whole momentums, which ZeRO divides. Received: zero_stage="
-                f"{zero_stage}. Leave `zero_stage` out, or take AdamW."
+                f"{kind} requires zero_stage=0: it compresses whole momentums. Received: zero_stage="
+                f"{zero_stage}. Remove `zero_stage`, or use AdamW."
             )
         if self.start_step < optimizer.freeze_step:
             raise ValueError(
-                f"{kind} travels whole until its second moments stay. Received: freeze_step="
-                f"{optimizer.freeze_step}, {self}. Give both the same number."
+                f"{kind} requires a `start_step` of its `freeze_step` or more. Received: freeze_step="
+                f"{optimizer.freeze_step}, {self}. Use the same number for both."
             )
 
     def claims(self, item: GradientItem) -> bool:
-        """See `GradientStage.claims`: dense gradients of its shapes, and sparse ones that are sent dense."""
+        """See `GradientStage.claims`: dense gradients that it selects, and sparse ones sent as dense."""
         gradient = item.gradient
         if gradient is None or item.group.size == 1:
             return False
@@ -193,7 +193,7 @@ class Compressor(GradientStage, FitHook):
         return not (item.keeps_rows or rows_are_fewer(gradient, item.group))
 
     def __call__(self, items: Sequence[GradientItem], context: GradientContext) -> list:
-        """See `GradientStage`: each group's gradients, of which residuals are kept."""
+        """See `GradientStage`: reduces the gradients of each group, and keeps their residuals."""
         state = compression_state(context.optimizer, self)
         found: list = [tf.convert_to_tensor(item.gradient) for item in items]
         optimizer = context.optimizer
@@ -223,7 +223,7 @@ class Compressor(GradientStage, FitHook):
 
     @contextlib.contextmanager
     def around(self, fit: FitContext) -> Iterator[None]:
-        """See `FitHook.around`: after a `fit` the chief says what compression has cost and saved."""
+        """See `FitHook.around`: after a `fit` the chief logs the cost and benefit of compression."""
         yield
         state = state_of(fit.model, self) if fit.kind == "fit" else None
         if state is None or not fit.strategy.is_chief:

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of compressed gradients: the count of steps, residuals and compressors' own."""
+"""The state of compressed gradients in checkpoints: the step, residuals and compressors' states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STEPS = "steps"
 
 
 class KeptCompression(KeptState):
-    """The compression of a model's gradients. Residuals are those of one rank of one mesh.
+    """The compression of a model's gradients. Residuals belong to one rank of one mesh.
 
     Args:
         model: The model.
@@ -58,7 +58,7 @@ class KeptCompression(KeptState):
                 self._state.slots[id(key.variable)][key.name].assign(first[key.name])
         if self._is_of_another_mesh and self._strategy.is_chief:
             _logger.warning(
-                "The checkpoint is of another mesh: the residuals of compressed gradients begin at zero."
+                "The checkpoint has a different mesh: the residuals of compressed gradients begin at zero."
             )
 
     def _group(self, variable) -> Group:

@@ -1,4 +1,4 @@
-"""What compression costs and saves: times and bytes, measured in the graph of a step."""
+"""The cost and benefit of compression: times and bytes, measured in the graph of a step."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ import tensorflow as tf
 from tfdist.backend.clock.stamps import time_after
 
 _MILLI = 1000.0
-#: Of how many steps the medians are.
+#: The number of steps of which medians are computed.
 _ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class CompressionStatistics:
-    """What was measured of the steps of a training on this rank; times are medians.
+    """Measurements of the training steps on this rank; times are medians.
 
     Attributes:
-        whole_steps: How many steps travelled whole, without the first.
-        compressed_steps: How many travelled compressed, without the first.
-        gradient_bytes: What a rank would send in a step of the gradients that are compressed.
-        payload_bytes: What it sends for them.
-        exposed_whole: Seconds of a whole step between the last gradient and the last sum: what the
-            backward pass does not hide of the exchange. Not a number where there was no such step.
-        exposed: The same of a compressed step, with encoding and decoding.
-        exchange: Seconds of the collectives of a compressed step, those of all buckets added up.
+        whole_steps: The number of steps without compression, except for the first.
+        compressed_steps: The number of steps with compression, except for the first.
+        gradient_bytes: The bytes that a rank would send in a step for the compressed gradients.
+        payload_bytes: The bytes that it sends for them.
+        exposed_whole: Seconds of a step without compression between the last gradient and the last sum:
+            the part of the exchange that the backward pass does not hide. NaN if there was no such step.
+        exposed: The same of a step with compression, including encoding and decoding.
+        exchange: Seconds of the collectives of a step with compression, summed over all buckets.
         coding: Seconds of encoding and decoding, likewise.
-        error: The standard error of `saved`, in seconds. Not a number where too few steps tell.
+        error: The standard error of `saved`, in seconds. NaN with too few steps.
     """
 
     whole_steps: int
@@ -46,17 +46,17 @@ class CompressionStatistics:
 
     @property
     def ratio(self) -> float:
-        """How many times fewer bytes."""
+        """The compression ratio."""
         return self.gradient_bytes / self.payload_bytes if self.payload_bytes else float("nan")
 
     @property
     def saved(self) -> float:
-        """Seconds that a step is shorter; negative where it is longer."""
+        """The seconds by which a step is shorter; negative where it is longer."""
         return self.exposed_whole - self.exposed
 
     @property
     def pays(self) -> bool:
-        """Whether a step is shorter by more than chance, which is two standard errors."""
+        """Whether a step is shorter by more than two standard errors."""
         return self.saved > (0 if np.isnan(self.error) else 2 * self.error)
 
     def __str__(self) -> str:
@@ -69,24 +69,22 @@ class CompressionStatistics:
             f"{self.exposed * _MILLI:.0f} ms"
         )
         if not self.whole_steps:
-            return (
-                f"{text}. Not compared: with `start_step` of 2 or more whole steps are timed too."
-            )
+            return f"{text}. Without comparison, which requires `start_step` of 2 or more."
         verdict = "pays" if self.pays else "does not pay"
         by_chance = ", which may be chance" if self.saved > 0 and not self.pays else ""
         return (
-            f"{text} beside {self.exposed_whole * _MILLI:.0f} ms whole. It {verdict} on this link: "
+            f"{text} compared with {self.exposed_whole * _MILLI:.0f} ms whole. It {verdict} on this link: "
             f"a step is {abs(self.saved) * _MILLI:.0f} ms {'shorter' if self.saved > 0 else 'longer'}"
             f"{by_chance}."
         )
 
 
 class Meter:
-    """Keeps what the last steps of a training took, as their graphs have measured it."""
+    """Stores measurements of the last steps of a training, which their graphs have taken."""
 
     def __init__(self):
         # A row for each of the last steps: seconds exposed, in buckets, and in exchanges; bytes of
-        # gradients, and of payloads. And how many steps there were.
+        # gradients, and of payloads. And the number of steps.
         self._rows = [
             tf.Variable(tf.zeros([_ROWS, 5], tf.float64), trainable=False) for _ in range(2)
         ]
@@ -101,7 +99,7 @@ class Meter:
         is_compressed: bool,
         begins: bool,
     ) -> Iterator[MeteredStep]:
-        """Around the reduction of some of a step's gradients; `begins` with the first of them."""
+        """Measures the reduction of some of a step's gradients; `begins` with the first of them."""
         metered = MeteredStep(gradients, num_ranks)
         token = _current.set(metered)
         try:
@@ -135,18 +133,18 @@ class Meter:
 
 
 def _median(rows: np.ndarray, steps: int) -> tuple[np.ndarray, int, float]:
-    """Of each column over the rows that were written; how many steps count; the first one's error."""
+    """The median of each column over the written rows, their number, and the error of the first."""
     rows = rows[1:steps] if steps <= _ROWS else rows
     if not len(rows):
         return np.full(rows.shape[1], np.nan), 0, float("nan")
-    # Of a median of n normal numbers: 1.2533 times that of their mean. By quartiles, for outliers.
+    # 1.2533 times the standard error of the mean of n normal numbers. By quartiles, for outliers.
     low, high = np.quantile(rows[:, 0], (0.25, 0.75))
     error = 1.2533 * (high - low) / 1.349 / np.sqrt(len(rows)) if len(rows) > 3 else float("nan")
     return np.median(rows, axis=0), steps - 1, error
 
 
 class MeteredStep:
-    """What one reduction takes."""
+    """The measurements of one reduction."""
 
     def __init__(self, gradients: Sequence[tf.Tensor], num_ranks: int):
         self._began = time_after(gradients)
@@ -157,7 +155,7 @@ class MeteredStep:
         self.payloads: list[tf.Tensor] = []
 
     def end(self, reduced: Sequence[tf.Tensor]) -> None:
-        """Takes the outcome."""
+        """Records the end of the reduction."""
         exposed = time_after(reduced) - self._began
         zero = tf.constant(0.0, tf.float64)
         sums = [
@@ -168,7 +166,7 @@ class MeteredStep:
 
     @contextlib.contextmanager
     def bucket(self, inputs: Sequence[tf.Tensor]) -> Iterator[Callable]:
-        """Around what is done with one bucket; the value takes what has come of it."""
+        """Measures the work for one bucket; the value must be called with its outputs."""
         began = time_after(inputs)
         yield lambda outputs: self.buckets.append(time_after(outputs) - began)
 
@@ -177,16 +175,19 @@ _current: contextvars.ContextVar[MeteredStep | None] = contextvars.ContextVar("s
 
 
 def sends_of_all_reduce(num_ranks: int) -> float:
-    """How often each rank sends the bytes of what is summed."""
+    """The number of times that each rank sends the bytes of the summed tensors."""
     return 2 * (num_ranks - 1) / num_ranks
 
 
 def exchange_began(payload: tf.Tensor, sends: float) -> Callable[[tf.Tensor], None]:
-    """Notes that a collective begins; what is returned is called with its outcome.
+    """Records the beginning of a collective.
 
     Args:
-        payload: What this rank gives to it.
-        sends: How often it sends the bytes of that.
+        payload: This rank's input.
+        sends: The number of times that it sends the bytes of the input.
+
+    Returns:
+        A function to call with the result of the collective.
     """
     metered = _current.get()
     if metered is None:

@@ -1,4 +1,4 @@
-"""Optimizers whose momentum travels compressed, in place of gradients."""
+"""Optimizers whose momentum is sent compressed, in place of gradients."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import tensorflow as tf
 
 
 class CompressedMomentum(abc.ABC):
-    """An optimizer that has a say in what is compressed of a gradient.
+    """An optimizer that determines which tensor is compressed for a gradient.
 
     Attributes:
-        freeze_step: From which step on it wants its momentum compressed.
+        freeze_step: The step from which its momentum is compressed.
     """
 
     freeze_step: int
 
     @abc.abstractmethod
     def to_send(self, gradient: tf.Tensor, variable) -> tf.Tensor:
-        """What is compressed of a rank's gradient, of its shape.
+        """The tensor that is compressed for a rank's gradient, of the same shape.
 
         Args:
             gradient: The gradient, whose mean over the ranks is the global one.
@@ -27,7 +27,7 @@ class CompressedMomentum(abc.ABC):
 
     @abc.abstractmethod
     def received(self, mean: tf.Tensor, variable) -> tf.Tensor:
-        """The global gradient by which an update makes of the momentum what was received.
+        """The global gradient with which an update sets the momentum to the received one.
 
         Args:
             mean: The mean over the ranks of what they have sent.

@@ -1,4 +1,4 @@
-"""1-bit SGD: of each number the sign, of each block a scale."""
+"""1-bit SGD: the sign of each number, and a scale for each block."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from tfdist.addons.slow_links.compressor import MIN_ELEMENTS
 from tfdist.addons.slow_links.two_step import BlockCompressor
 from tfdist.utils import checks
 
-#: Those of the bits in a byte.
+#: The positions of the bits in a byte.
 _PLACES = np.arange(8, dtype="uint8")
 
 
 class OneBit(BlockCompressor):
-    """Signs, times the mean of the absolute values of their block.
+    """Sends signs, and the mean of the absolute values of each block.
 
-    That scale loses the least of a block: it is the projection on its signs. Seide et al., "1-Bit
+    That scale has the least loss: it is the projection of a block on its signs. Seide et al., "1-Bit
     Stochastic Gradient Descent", Interspeech 2014; with both residuals as in Tang et al.,
-    arXiv:2102.02888. An entry that never has a gradient, as the row of a position that no sequence
-    reaches, gets one all the same, and loses it again with a later one: 1 bit cannot say zero.
+    arXiv:2102.02888. An entry that never has a gradient, such as the row of a position that no sequence
+    reaches, gets one nevertheless, and a later one cancels it: 1 bit cannot represent zero.
 
     Args:
-        block: How many numbers have a scale in common; a multiple of 8.
-        start_step: As many steps first travel whole; a tenth of the training or more with Adam, whose
-            second moments are to be there first.
-        min_elements: Smaller gradients always travel whole.
+        block: The number of numbers that share a scale; a multiple of 8.
+        start_step: The number of first steps that send gradients uncompressed; with Adam, a tenth of the
+            training or more, so that its second moments are estimated first.
+        min_elements: Smaller gradients are never compressed.
 
     Raises:
-        ValueError: An argument is out of its range.
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class OneBit(BlockCompressor):
         checks.integer("block", block, minimum=8, maximum=1 << 24)
         if block % 8:
             raise ValueError(
-                f"`block` is a multiple of 8: a byte holds 8 signs. Received: {block}."
+                f"`block` must be a multiple of 8: a byte holds 8 signs. Received: {block}."
             )
         super().__init__(block, start_step=start_step, min_elements=min_elements)
 

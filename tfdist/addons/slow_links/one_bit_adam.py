@@ -1,4 +1,4 @@
-"""1-bit Adam: AdamW whose momentum travels compressed."""
+"""1-bit Adam: AdamW whose momentum is sent compressed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ _CLIPPING = ("clipnorm", "clipvalue", "global_clipnorm")
 
 @keras.saving.register_keras_serializable(package="tfdist")
 class OneBitAdam(keras.optimizers.AdamW, CompressedMomentum):
-    """AdamW that goes with compressed gradients, as those of `tfdist.addons.slow_links.OneBit`.
+    """AdamW for compressed gradients, such as those of `tfdist.addons.slow_links.OneBit`.
 
-    What error feedback sends later comes in larger parts, which Adam's second moments v take for
-    noise. So v stays as it is after `freeze_step` steps, and the update becomes linear in the
-    gradients. From then on each rank compresses its momentum in place of its gradient g, in units of
-    the update:
+    Error feedback sends delayed gradients in larger parts, which increase Adam's second moments v like
+    noise. So v is frozen after `freeze_step` steps, and the update becomes linear in the gradients.
+    From then on each rank compresses its momentum in place of its gradient g, in units of the update:
 
         u = (beta_1 m + (1 - beta_1) g) / (sqrt(v) + epsilon)
 
     With the mean of what ranks have sent, m = (sqrt(v) + epsilon) mean(u). A momentum is smoother than
-    a gradient, and in these units all entries of a block are of one size.
+    a gradient, and in these units all entries of a block have a similar size.
 
     ```python
     strategy = tfdist.strategies.auto(compression=tfdist.addons.slow_links.OneBit(start_step=1000))
@@ -33,24 +32,24 @@ class OneBitAdam(keras.optimizers.AdamW, CompressedMomentum):
         model.compile(tfdist.addons.slow_links.OneBitAdam(3e-4, freeze_step=1000), loss)
     ```
 
-    Gradients that are not compressed, as small ones, update the momentum as ever.
+    Gradients that are not compressed, such as small ones, update the momentum as usual.
 
     Source: Tang et al. 2021, "1-bit Adam: Communication Efficient Large-Scale Training with Adam's
     Convergence Speed", arXiv:2102.02888, which compresses m without these units.
 
     Args:
         learning_rate: The learning rate, or a schedule.
-        freeze_step: After how many updates v stays: a tenth to a fifth of the training, and not before
-            the learning rate is at its highest. At most the compressor's `start_step`.
-        **kwargs: Those of `keras.optimizers.AdamW`, as `weight_decay`, without clipping and `amsgrad`:
-            what ranks send is compressed before it could be clipped.
+        freeze_step: The number of updates after which v is frozen: a tenth to a fifth of the training,
+            and not before the learning rate is at its highest. At most the compressor's `start_step`.
+        **kwargs: Those of `keras.optimizers.AdamW`, such as `weight_decay`, except for clipping and
+            `amsgrad`: gradients are compressed before they could be clipped.
 
     Raises:
         TypeError: `learning_rate` is neither a number nor a schedule.
-        ValueError: An argument is out of its range, or clips.
+        ValueError: An argument is out of range, or not supported.
     """
 
-    #: Each entry is updated by itself, so that tensor parallel ranks may hold slices.
+    #: The update is elementwise, so that tensor parallel ranks may have slices.
     elementwise = True
 
     def __init__(
@@ -68,14 +67,14 @@ class OneBitAdam(keras.optimizers.AdamW, CompressedMomentum):
         for name in (*_CLIPPING, "amsgrad"):
             if kwargs.get(name):
                 raise ValueError(
-                    "1-bit Adam compresses what ranks send before it could be clipped, and its second "
-                    f"moments stay. Received: {name}={checks.shown(kwargs[name])}. Leave it out."
+                    "OneBitAdam does not support clipping or amsgrad: gradients are compressed before they "
+                    f"could be clipped. Received: {name}={checks.shown(kwargs[name])}. Remove it."
                 )
         super().__init__(learning_rate, **kwargs)
         self.freeze_step = freeze_step
 
     def update_step(self, gradient, variable, learning_rate):
-        """Adam's update, of which v stays after the first steps."""
+        """Adam's update, with v frozen after the first steps."""
         dtype = variable.dtype
         rate, gradient = ops.cast(learning_rate, dtype), ops.cast(gradient, dtype)
         step = ops.cast(self.iterations + 1, dtype)
@@ -84,10 +83,10 @@ class OneBitAdam(keras.optimizers.AdamW, CompressedMomentum):
         decay = ops.power(ops.cast(self.beta_2, dtype), counted)
         alpha = rate * ops.sqrt(1 - decay)
         alpha /= 1 - ops.power(ops.cast(self.beta_1, dtype), step)
-        # Keras' own functions: a gradient may be some rows of a table.
+        # Functions of Keras, because a gradient may be sparse.
         change = ops.subtract(gradient, momentum)
         self.assign_add(momentum, ops.multiply(change, 1 - self.beta_1))
-        # An entry whose first gradient comes late, as of a rare row, takes its v from that one.
+        # An entry whose first gradient comes after the freeze, as of a rare row, gets its v from that one.
         late = ops.where(ops.convert_to_tensor(velocity) > 0, ops.zeros([], dtype), 1 - decay)
         share = ops.where(step > counted, late, 1 - self.beta_2)
         change = ops.subtract(ops.square(gradient), velocity)
@@ -107,7 +106,7 @@ class OneBitAdam(keras.optimizers.AdamW, CompressedMomentum):
         return (new - self.beta_1 * momentum) / (1 - self.beta_1)
 
     def _unit(self, velocity):
-        """What a momentum is divided by; where v is 0 still, what is usual in its array."""
+        """The divisor of a momentum; where v is still 0, from the mean of its array."""
         found = ops.convert_to_tensor(velocity)
         return ops.sqrt(ops.where(found > 0, found, ops.mean(found))) + self.epsilon
 

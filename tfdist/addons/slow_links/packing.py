@@ -1,4 +1,4 @@
-"""Several tensors that travel as one of each dtype."""
+"""Several tensors sent as one per dtype."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tfdist.collectives import Group, all_gather, all_reduce, all_to_all
 def exchange_packed(
     collective: str, tensors: Sequence[tf.Tensor], group: Group, name: str
 ) -> list[tf.Tensor]:
-    """Gives tensors to a collective, those of one dtype as one.
+    """Applies a collective to tensors, packed into one per dtype.
 
     Args:
         collective: "mean", an all-reduce; "all_gather"; or "all_to_all".
-        tensors: Tensors of shape [rows, ...], all with as many rows. There is a row for each rank
-            where they go "all_to_all", else one.
+        tensors: Tensors of shape [rows, ...], all with the same number of rows. For "all_to_all" there
+            is a row for each rank, otherwise one.
         group: The ranks.
-        name: What travels, for messages.
+        name: A name of the data, for messages.
 
     Returns:
-        The tensors, each of shape [rows', ...]: a row from each rank, or the one of the means.
+        The tensors, each of shape [rows', ...]: a row from each rank, or one with the means.
     """
     exchange, sends = _COLLECTIVES[collective]
     found: list = list(tensors)
@@ -45,7 +45,7 @@ def exchange_packed(
     return found
 
 
-#: How each is called, and how often a rank sends the bytes that it gives to it, of n ranks.
+#: The function of each, and how often each of n ranks sends the bytes of its input.
 _COLLECTIVES: dict[str, tuple[Callable, Callable[[int], float]]] = {
     "mean": (
         lambda tensor, group, name: all_reduce(tensor, group, "mean", name=name),

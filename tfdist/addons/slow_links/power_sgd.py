@@ -16,24 +16,25 @@ from tfdist.utils import checks
 
 
 class PowerSGD(Compressor):
-    """The approximation of low rank by a step of a power iteration.
+    """Low-rank approximation by one step of a power iteration.
 
     Of a gradient M, as an n x m matrix, and a matrix Q of m x rank from the step before: P = M Q, the
     mean over the ranks, its columns made orthonormal; Q' = M^T P, the mean over the ranks. All ranks
-    take P Q'^T, for rank (n + m) numbers in two all-reduces, of which each rank's own part, P P^T M,
-    is taken from its residual. See Vogels et al., arXiv:1905.13727.
+    use P Q'^T, for rank (n + m) numbers in two all-reduces, of which each rank's own part, P P^T M,
+    is subtracted from its residual. See Vogels et al., arXiv:1905.13727.
 
     Args:
-        rank: The rank of what is sent. 1, 2 and 4 are usual, up to 32 for language models. From
+        rank: The rank of the approximation. 1, 2 and 4 are usual, up to 32 for language models. From
             min(n, m) on the gradient is exact.
-        start_step: As many steps first travel whole. A tenth of the training is a safe choice.
-        min_compression_rate: What is not made smaller by this factor travels whole.
-        warm_start: Whether Q is that of the step before. Else it is drawn anew: worse, but nothing is
-            kept.
-        seed: Of the first Q; the same on all ranks.
+        start_step: The number of first steps that send gradients uncompressed. A tenth of the training
+            is a safe choice.
+        min_compression_rate: A gradient that is not reduced by this factor is not compressed.
+        warm_start: Whether Q is that of the step before. Otherwise it is drawn in each step, which is
+            less exact, but needs no state.
+        seed: The seed of the first Q; the same on all ranks.
 
     Raises:
-        ValueError: An argument is out of its range.
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class PowerSGD(Compressor):
         self.warm_start, self.seed = warm_start, seed
 
     def selects(self, shape: tuple[int, ...]) -> bool:
-        """Whether a gradient gets smaller by at least `min_compression_rate`."""
+        """Whether compression reduces a gradient by at least `min_compression_rate`."""
         rows, columns, rank = self._dims(shape)
         return (rows + columns) * rank * self.min_compression_rate <= rows * columns
 
@@ -118,7 +119,7 @@ class PowerSGD(Compressor):
         return reduced, own
 
     def _dims(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
-        """Rows, columns and rank of the matrix that stands for a gradient."""
+        """Rows, columns and rank of the matrix of a gradient."""
         rows, columns = matrix_shape(shape)
         return rows, columns, min(self.rank, rows, columns)
 
@@ -134,7 +135,7 @@ class PowerSGD(Compressor):
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """The dims of an array as those of the matrix that is nearest to a square: the fewest sent."""
+    """The shape of an array as a matrix that is closest to a square, which sends the least."""
     cuts = [(math.prod(shape[:at]), math.prod(shape[at:])) for at in range(len(shape) + 1)]
     return min(cuts, key=sum)
 
@@ -144,9 +145,9 @@ def _as_matrix(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _orthonormal(matrix: tf.Tensor) -> tf.Tensor:
-    """An orthonormal basis of what the columns span, of the same shape.
+    """An orthonormal basis of the span of the columns, of the same shape.
 
-    Columns that depend on others, as those of a gradient of zeros, get some direction: of it P^T M
-    says how much there is, so nothing becomes wrong by it.
+    Linearly dependent columns, such as those of a zero gradient, get an arbitrary direction; P^T M
+    gives its coefficient, so the product stays correct.
     """
     return tf.linalg.qr(matrix, full_matrices=False).q

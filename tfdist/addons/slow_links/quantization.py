@@ -1,4 +1,4 @@
-"""Gradients of 8 or 4 bits a number."""
+"""Gradients quantized to 8 or 4 bits per number."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from tfdist.utils import checks
 
 
 class _Quantizer(BlockCompressor):
-    #: The largest number: those are symmetric, so that zero is one of them.
+    #: The largest level. Levels are symmetric, so that zero is one of them.
     largest: int
 
     def __init__(self, block: int = 256, *, start_step: int = 10, min_elements: int = MIN_ELEMENTS):
         checks.integer("block", block, minimum=2, maximum=1 << 24)
         if block % 2:
-            raise ValueError(f"`block` is even: a byte may hold two numbers. Received: {block}.")
+            raise ValueError(
+                f"`block` must be even: a byte may hold two numbers. Received: {block}."
+            )
         super().__init__(block, start_step=start_step, min_elements=min_elements)
 
     def _levels(self, blocks: tf.Tensor, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Numbers from -largest to largest, rounded up or down at random, and their unit."""
+        """Levels from -largest to largest, rounded up or down at random, and their unit."""
         unit = tf.reduce_max(tf.abs(blocks), axis=-1, keepdims=True) / self.largest
         exact = tf.math.divide_no_nan(blocks, unit)
         drawn = tf.random.stateless_uniform(tf.shape(blocks), seed)
-        # A rounding error of the quotient must not reach beyond the largest.
+        # A rounding error of the quotient must not exceed the largest level.
         levels = tf.clip_by_value(tf.floor(exact + drawn), -self.largest, self.largest)
-        # What is no number stays none, on all ranks, as it would without compression.
+        # A value that is not finite becomes NaN on all ranks, as it would without compression.
         return levels, tf.where(tf.math.is_finite(unit), unit, float("nan"))
 
     def get_config(self) -> dict[str, Any]:
@@ -43,12 +45,12 @@ class Int8(_Quantizer):
     arXiv:1610.02132; in blocks as in ZeRO++, arXiv:2306.10209.
 
     Args:
-        block: How many numbers have a unit in common; even.
-        start_step: As many steps first travel whole.
-        min_elements: Smaller gradients always travel whole.
+        block: The number of numbers that share a unit; even.
+        start_step: The number of first steps that send gradients uncompressed.
+        min_elements: Smaller gradients are never compressed.
 
     Raises:
-        ValueError: An argument is out of its range.
+        ValueError: An argument is out of range.
     """
 
     largest = 127
@@ -64,15 +66,15 @@ class Int8(_Quantizer):
 
 
 class Int4(_Quantizer):
-    """As `Int8`, of numbers from -7 to 7, of which a byte holds two.
+    """As `Int8`, with numbers from -7 to 7, two to a byte.
 
     Args:
-        block: How many numbers have a unit in common; even.
-        start_step: As many steps first travel whole.
-        min_elements: Smaller gradients always travel whole.
+        block: The number of numbers that share a unit; even.
+        start_step: The number of first steps that send gradients uncompressed.
+        min_elements: Smaller gradients are never compressed.
 
     Raises:
-        ValueError: An argument is out of its range.
+        ValueError: An argument is out of range.
     """
 
     largest = 7

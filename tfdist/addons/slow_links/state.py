@@ -1,4 +1,4 @@
-"""Compressed gradients: what is kept for them from step to step, and their reduction."""
+"""The state of compressed gradients, and their reduction."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ RESIDUAL = "residual"
 
 
 class CompressionState:
-    """What the compression of one optimizer's gradients keeps from step to step, on this rank.
+    """The state of the compression of one optimizer's gradients on this rank.
 
     Args:
         compressor: The compressor.
 
     Attributes:
-        step: How many steps were taken, an int64 scalar.
-        slots: By the id of a variable, the residual of its gradient and what the compressor keeps.
-        meter: What was counted of the steps so far.
+        step: The number of steps so far, an int64 scalar.
+        slots: By the id of a variable, the residual of its gradient and the compressor's state.
+        meter: The measurements of the steps so far.
     """
 
     def __init__(self, compressor: Compressor):
@@ -44,7 +44,7 @@ class CompressionState:
         self.slots: dict[int, dict[str, keras.Variable]] = {}
 
     def slots_of(self, variable, group: Group) -> dict[str, keras.Variable]:
-        """The residual and the compressor's own variables; made where there are none yet."""
+        """The residual and the compressor's own variables, which are created if needed."""
         found = self.slots.get(id(variable))
         if found is None:
             with tf.init_scope():
@@ -59,7 +59,7 @@ class CompressionState:
         self.step.assign_add(1)
 
     def initial(self, variable, group: Group) -> dict[str, np.ndarray]:
-        """The values with which the variables for a gradient begin."""
+        """The initial values of the variables for a gradient."""
         shape = tuple(variable.shape)
         own = self.compressor.initial_state(shape, group.size)
         return {RESIDUAL: np.zeros(shape, "float32"), **own}
@@ -69,14 +69,14 @@ _states: weakref.WeakKeyDictionary[Any, CompressionState] = weakref.WeakKeyDicti
 
 
 def compression_state(optimizer, compressor: Compressor) -> CompressionState:
-    """The state of an optimizer's compression, which is made where there is none yet."""
+    """The state of an optimizer's compression, which is created if needed."""
     if optimizer not in _states:
         _states[optimizer] = CompressionState(compressor)
     return _states[optimizer]
 
 
 def state_of(model: keras.Model, compressor: Compressor) -> CompressionState | None:
-    """The state of a compiled model's compression; None where it has no optimizer."""
+    """The state of a compiled model's compression; None if it has no optimizer."""
     optimizer = getattr(model, "optimizer", None)
     return None if optimizer is None else compression_state(unwrapped(optimizer), compressor)
 
@@ -92,7 +92,7 @@ def reduce_compressed(
     momentum: CompressedMomentum | None = None,
     begins: bool = True,
 ) -> list[tf.Tensor]:
-    """Reduces gradients over a group; they travel compressed after the first steps.
+    """Reduces gradients over a group; after the first steps they are compressed.
 
     Args:
         gradients: Dense tensors, in the order of the variables.
@@ -100,9 +100,9 @@ def reduce_compressed(
         state: The state of the compression.
         group: The ranks.
         reduction: "sum" or "mean".
-        options: How gradients travel.
-        momentum: The optimizer, where what it makes of gradients is compressed in their place.
-        begins: Whether these are the first of their step.
+        options: The options of gradient communication.
+        momentum: The optimizer, if its momentum is compressed in place of gradients.
+        begins: Whether these are the first gradients of their step.
     """
     compressor = state.compressor
     slots = [state.slots_of(variable, group) for variable in variables]
@@ -117,7 +117,7 @@ def reduce_compressed(
         with state.meter.step(gradients, group.size, is_compressed=True, begins=begins) as metered:
             sent = gradients
             if momentum is not None:
-                # Of the ranks' mean it is the momentum, whatever their gradients are added up to.
+                # The momentum is that of the ranks' mean gradient, also if gradients are summed.
                 share = group.size if reduction == "sum" else 1
                 pairs = zip(gradients, variables, strict=True)
                 sent = [
@@ -141,7 +141,7 @@ def reduce_compressed(
 def _in_buckets(
     gradients, slots, state: CompressionState, metered: MeteredStep, group: Group, options
 ) -> list:
-    """The means, of which the last layers' come first: the backward pass yields theirs first."""
+    """The means, in buckets that begin with the last layers: the backward pass yields theirs first."""
     found: list = list(gradients)
     order = [(place, gradients[place]) for place in reversed(range(len(gradients)))]
     for number, bucket in enumerate(buckets(order, options.bucket_bytes)):

@@ -1,4 +1,4 @@
-"""What compression of gradients has cost and saved."""
+"""Statistics of the cost and benefit of gradient compression."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfdist.utils import checks
 
 
 def compression_state_of(model: keras.Model) -> CompressionState | None:
-    """The state of a compiled model's compression; None where its strategy compresses nothing."""
+    """The state of a compiled model's compression; None if its strategy does not compress."""
     strategy = strategy_of(model)
     stages = [] if strategy is None else strategy.gradient_stages
     for stage in stages:
@@ -22,16 +22,16 @@ def compression_state_of(model: keras.Model) -> CompressionState | None:
 
 
 def compression_statistics(model: keras.Model) -> CompressionStatistics | None:
-    """Bytes before and after, and times, of the training steps of a model on this rank.
+    """Sizes and times of the gradients of a model's training steps on this rank.
 
-    Its text is one line that says whether compression pays on this link, and by how much. Of the
-    first steps, which travel whole, the time is what compression is compared with.
+    The text of the result is one line that states whether compression pays on this link, and by how
+    much, compared with the time of the first steps, which are not compressed.
 
     Args:
         model: A compiled model.
 
     Returns:
-        The statistics; None where its strategy compresses nothing.
+        The statistics; None if its strategy does not compress.
     """
     checks.instance("model", model, keras.Model, "a Keras model")
     state = compression_state_of(model)

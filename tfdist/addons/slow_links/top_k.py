@@ -1,4 +1,4 @@
-"""Deep gradient compression: of each gradient the largest entries."""
+"""Deep gradient compression: the largest entries of each gradient."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import tensorflow as tf
 from tfdist.addons.slow_links.compressor import MIN_ELEMENTS, Compressor, State
 from tfdist.utils import checks
 
-#: What is sent when the warm-up begins.
+#: The fraction that is sent at the beginning of the warm-up.
 _FIRST_RATIO = 0.25
 
 
 class TopK(Compressor):
-    """The entries of the largest absolute values, with their places.
+    """Sends the entries of the largest absolute values, with their places.
 
-    With `momentum_correction` it is DGC (Lin et al., arXiv:1712.01887): a momentum u' = m u + g is
-    kept on each rank, sums of it wait to be sent, and both are cleared where they were sent (factor
-    masking). The optimizer is then SGD without a momentum of its own.
+    With `momentum_correction` it is DGC (Lin et al., arXiv:1712.01887): each rank keeps a momentum
+    u' = m u + g and sends entries of its accumulated sum, and both are cleared where they were sent
+    (factor masking). The optimizer must then be SGD without momentum.
 
     Args:
-        ratio: Which part of the entries is sent, above 0 and at most 1.
+        ratio: The fraction of the entries that is sent, above 0 and at most 1.
         momentum_correction: The momentum m, at least 0 and below 1.
-        warmup_steps: In as many steps after `start_step` the part that is sent falls from a quarter
-            to `ratio`, by the same factor each step.
-        clip_norm: The norm to which each gradient is clipped on its rank, before it is added to what
-            waits, by the square root of the number of ranks smaller: theirs add up. None for no
-            limit.
-        start_step: As many steps first travel whole.
-        min_elements: Smaller gradients always travel whole.
+        warmup_steps: The number of steps after `start_step` in which the fraction that is sent falls from
+            a quarter to `ratio`, by the same factor each step.
+        clip_norm: The norm to which each gradient is clipped on its rank before it is accumulated,
+            divided by the square root of the number of ranks, because their gradients are summed. None
+            for no limit.
+        start_step: The number of first steps that send gradients uncompressed.
+        min_elements: Smaller gradients are never compressed.
 
     Raises:
-        ValueError: An argument is out of its range.
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TopK(Compressor):
         self.warmup_steps, self.clip_norm = warmup_steps, clip_norm
 
     def initial_state(self, shape: tuple[int, ...], num_ranks: int) -> dict[str, np.ndarray]:
-        """The momentum, where there is one."""
+        """The momentum, if momentum correction is used."""
         del num_ranks
         if not self.momentum_correction:
             return {}
@@ -88,12 +88,12 @@ class TopK(Compressor):
         return {"values": tf.gather(flat, places), "places": places}
 
     def decompress(self, payload: Any, shape: tuple[int, ...]) -> tf.Tensor:
-        """An array of zeros but for what was sent."""
+        """An array of zeros except for the entries that were sent."""
         flat = tf.scatter_nd(payload["places"][:, None], payload["values"], [math.prod(shape)])
         return tf.reshape(flat, shape)
 
     def _count(self, size: int, step: tf.Tensor) -> int | tf.Tensor:
-        """How many of `size` entries are sent at a step."""
+        """The number of entries out of `size` that are sent at a step."""
         least = max(1, math.ceil(self.ratio * size))
         if not self.warmup_steps or self.ratio >= _FIRST_RATIO:
             return least

@@ -1,4 +1,4 @@
-"""Compressors of numbers one by one: each rank adds up its part, and all get the parts."""
+"""Elementwise compressors: each rank sums its part, and all ranks gather the parts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tfdist.collectives import Group
 
 
 class BlockCompressor(Compressor):
-    """Compresses blocks of numbers, each by itself.
+    """Compresses blocks of numbers independently.
 
-    Every rank sends each other that rank's part of the gradient, compressed; adds up what it got of
-    its own part; compresses the mean, and sends it to all. So both ways are narrow, whatever the
-    number of ranks. What the second compression loses has a residual of its own, on the rank whose
-    part it is (Seide et al. 2014; Tang et al., arXiv:1905.05957).
+    Every rank sends each other rank that rank's part of the gradient, compressed; sums what it received
+    for its own part; compresses the mean, and sends it to all. So both exchanges are compressed, for any
+    number of ranks. The loss of the second compression has a separate residual, on the rank of the part
+    (Seide et al. 2014; Tang et al., arXiv:1905.05957).
 
     Args:
-        block: How many numbers have a scale in common.
+        block: The number of numbers that share a scale.
         start_step: As in `Compressor`.
         min_elements: As in `Compressor`.
     """
@@ -35,11 +35,11 @@ class BlockCompressor(Compressor):
 
     @abc.abstractmethod
     def encode(self, blocks: tf.Tensor, seed: tf.Tensor) -> dict[str, tf.Tensor]:
-        """What is sent of blocks.
+        """Compresses blocks.
 
         Args:
             blocks: Numbers of shape [..., block], float32.
-            seed: For what is drawn at random: int64 of shape [2].
+            seed: The seed of random numbers: int64 of shape [2].
 
         Returns:
             Tensors whose first dims are those of `blocks`.
@@ -47,7 +47,7 @@ class BlockCompressor(Compressor):
 
     @abc.abstractmethod
     def decode(self, payload: dict[str, tf.Tensor]) -> tf.Tensor:
-        """The blocks that stand for what was sent, of shape [..., block]."""
+        """The decompressed blocks, of shape [..., block]."""
 
     def compress(self, tensor: tf.Tensor, state: State, step: tf.Tensor) -> Any:
         """The encoded blocks of one part."""
@@ -60,7 +60,7 @@ class BlockCompressor(Compressor):
         return tf.reshape(flat[: math.prod(shape)], shape)
 
     def initial_state(self, shape: tuple[int, ...], num_ranks: int) -> dict[str, np.ndarray]:
-        """The residual of the means: of this rank's part, as blocks."""
+        """The residual of the means of this rank's part, as blocks."""
         blocks = -(-math.prod(shape) // (num_ranks * self.block))
         return {"mean_residual": np.zeros((blocks, self.block), "float32")}
 
@@ -75,7 +75,7 @@ class BlockCompressor(Compressor):
         """See `Compressor.exchange`."""
         shapes = [tuple(tensor.shape) for tensor in tensors]
         parts = [self._parts(tensor, group.size) for tensor in tensors]
-        # Other numbers are drawn for each rank, step and gradient.
+        # The random numbers differ between ranks, steps and gradients.
         draws = [
             tf.stack([step, tf.constant(place * group.size + group.rank, tf.int64)])
             for place in range(len(tensors))
@@ -97,7 +97,7 @@ class BlockCompressor(Compressor):
         return reduced, own
 
     def _parts(self, tensor: tf.Tensor, count: int) -> tf.Tensor:
-        """The numbers, with zeros behind them, as blocks of `count` parts: [count, blocks, block]."""
+        """The numbers, padded with zeros, as blocks of `count` parts: [count, blocks, block]."""
         flat = tf.reshape(tensor, [-1])
         size = math.prod(tensor.shape)
         padded = tf.pad(flat, [[0, -size % (count * self.block)]])

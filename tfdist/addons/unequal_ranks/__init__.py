@@ -1,4 +1,4 @@
-"""Ranks that are not equally fast: measured shares, data that is handed out, batches that grow."""
+"""Ranks of unequal speed: measured shares, dynamic sharding of data, and adaptive batches."""
 
 from tfdist.addons.unequal_ranks import balancing as balancing
 from tfdist.addons.unequal_ranks.adaptive_batch import AdaptiveBatch

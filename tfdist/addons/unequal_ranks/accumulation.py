@@ -1,9 +1,9 @@
-"""Updates of fewer micro-steps than an optimizer accumulates, whose number changes while it trains.
+"""Updates of fewer micro-steps than an optimizer accumulates, in a number that changes during training.
 
-Keras makes a constant of `gradient_accumulation_steps`, M, when it traces a step: an update comes when
-the number of micro-steps divides by M, of the sum of gradients over M. For an update of k of them, its
-number is moved on by M - k behind each update, and gradients are multiplied by M / k. Keras still
-counts an update as one, so that Adam's corrections stay right.
+Keras makes `gradient_accumulation_steps`, M, a constant when it traces a step: an update is made when
+the number of micro-steps is a multiple of M, from the sum of gradients over M. For an update of k
+micro-steps, the number is increased by M - k after each update, and gradients are multiplied by M / k.
+Keras still counts one update, so that Adam's bias corrections are correct.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from tfdist.gradients.stage import GradientContext, GradientItem, GradientStage,
 
 
 class Accumulation(GradientStage):
-    """How many micro-steps the updates of an optimizer have.
+    """The number of micro-steps of an optimizer's updates.
 
     Args:
         optimizer: A built optimizer that accumulates gradients.
-        steps: How many, at first.
+        steps: The initial number.
     """
 
     position = Position.UPDATE
@@ -35,7 +35,7 @@ class Accumulation(GradientStage):
 
     @property
     def steps(self) -> int:
-        """How many now."""
+        """The current number."""
         return int(self._steps.numpy())
 
     @property
@@ -44,7 +44,7 @@ class Accumulation(GradientStage):
         return self._done() % self.most == (self.most - self.steps) % self.most
 
     def begin(self) -> None:
-        """Lets the first update of an optimizer have as many; where it has begun, nothing changes."""
+        """Sets the micro-steps of an optimizer's first update; later calls have no effect."""
         counted = micro_steps(self.optimizer)
         if self._done() == 0:
             counted.assign(self.most - self.steps)
@@ -54,14 +54,14 @@ class Accumulation(GradientStage):
 
         Args:
             steps: From 1 to `most`.
-            restored: Whether the optimizer's own count is of so many already, as from a checkpoint.
+            restored: Whether the optimizer's count already includes them, as from a checkpoint.
         """
         if not restored:
             micro_steps(self.optimizer).assign_add(self.steps - steps)
         self._steps.assign(steps)
 
     def __call__(self, items: Sequence[GradientItem], context: GradientContext) -> list:
-        """The mean over the micro-steps of an update, of Keras' sum over `most`."""
+        """Scales Keras' sum over `most` to the mean over the micro-steps of an update."""
         if context.optimizer is not self.optimizer:
             return [item.gradient for item in items]
         factor = self.most / tf.cast(self._steps.read_value(), tf.float32)
@@ -77,7 +77,7 @@ class Accumulation(GradientStage):
         return [scale(item.gradient) for item in items]
 
     def end_step(self) -> None:
-        """Called after each micro-step, in its graph."""
+        """Adjusts the count after each micro-step, in its graph."""
         counted = micro_steps(self.optimizer)
         done = tf.convert_to_tensor(counted.value)
         is_over = tf.equal(done % self.most, 0)

@@ -1,4 +1,4 @@
-"""Batches that grow with the noise of the gradients."""
+"""Batches that grow with the gradient noise."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _logger = logging.getLogger("tfdist")
 
 
 def adascale_gain(noise: Noise, rows: float, scale: float) -> float:
-    """By how much the rate grows where a batch is `scale` times as large: from 1 to `scale`.
+    """The factor of the learning rate for a batch that is `scale` times as large: from 1 to `scale`.
 
     Args:
-        noise: What was measured.
-        rows: The samples of the batch that the rate was chosen for.
-        scale: How many times as many there are now.
+        noise: The measured noise.
+        rows: The samples of the batch for which the rate was chosen.
+        scale: The ratio of the current number of samples to `rows`.
 
     Source: Johnson et al. 2020, "AdaScale SGD", arXiv:2007.05105, equation 4.
     """
@@ -46,23 +46,23 @@ class AdaptiveBatch(GradientNoise, KeptState):
     model.fit(data, callbacks=[tfdist.addons.unequal_ranks.AdaptiveBatch()])
     ```
 
-    Begins with `start` micro-steps to an update, and doubles them, up to the optimizer's
-    `gradient_accumulation_steps`, when the noise scale says that an update of twice the samples is
-    still not more than the noise is. It never goes back. This changes what is trained, as a larger
-    batch size would.
+    It begins with `start` micro-steps per update, and doubles them, up to the optimizer's
+    `gradient_accumulation_steps`, when the noise scale is at least an update of twice the samples. It
+    never decreases them. This changes the training, as a larger batch size would.
 
-    The logs of an epoch get what `GradientNoise` adds, and `batch_rows`, `accumulation` and `rate_gain`.
+    It adds to the logs of an epoch those of `GradientNoise`, and `batch_rows`, `accumulation` and
+    `rate_gain`.
 
     Args:
-        start: Micro-steps of an update at the beginning.
-        every: After how many updates to look again.
+        start: The micro-steps of an update at the beginning.
+        every: The number of updates between two decisions.
         rate: How the rate grows with the batch: "adascale" by AdaScale's gain, for SGD; "sqrt" by the
-            square root, for Adam and its kin; "constant" not at all.
+            square root, for Adam and similar optimizers; "constant" not at all.
         decay: As in `GradientNoise`.
 
     Raises:
-        ValueError: An argument is out of its range; by `fit`, where the optimizer accumulates nothing, or
-            fewer micro-steps than `start`, or where its rate is a schedule that cannot be scaled.
+        ValueError: An argument is out of range; by `fit`, if the optimizer accumulates no gradients, or
+            fewer micro-steps than `start`, or if its rate is a schedule, which cannot be scaled.
 
     Source: McCandlish et al. 2018, arXiv:1812.06162; Johnson et al. 2020, arXiv:2007.05105; Qiao et al.
     2020, arXiv:2008.12260.
@@ -93,26 +93,26 @@ class AdaptiveBatch(GradientNoise, KeptState):
         most = optimizer.gradient_accumulation_steps
         if not most or most < max(2, self._start):
             raise ValueError(
-                "AdaptiveBatch accumulates gradients of up to as many micro-steps as the optimizer's "
-                f"`gradient_accumulation_steps` says, from `start` on. Received: {most}, "
-                f"start={self._start}. As in keras.optimizers.SGD(0.1, gradient_accumulation_steps=16)."
+                "AdaptiveBatch requires `gradient_accumulation_steps` of the optimizer of at least 2 and at "
+                f"least `start`. Received: {most}, start={self._start}. Set it as in "
+                "keras.optimizers.SGD(0.1, gradient_accumulation_steps=16)."
             )
         if self._rate != "constant" and not _has_plain_rate(optimizer):
             raise ValueError(
-                "AdaptiveBatch scales a learning rate that is a number. Received: a schedule. Change the "
-                'rate by a keras.callbacks.LearningRateScheduler, or take rate="constant".'
+                "AdaptiveBatch requires a learning rate that is a number. Received: a schedule. Change the "
+                'rate by a keras.callbacks.LearningRateScheduler, or use rate="constant".'
             )
         super().prepare(model)
         strategy = strategy_of(model)
         if strategy is None:
-            raise RuntimeError("A model is measured that has no strategy.")
+            raise RuntimeError("AdaptiveBatch requires a model with a strategy of tfdist.")
         if self._accumulation is None or self._accumulation.optimizer is not optimizer:
             self._accumulation = Accumulation(optimizer, self._now)
         if self._meter is not None:
             self.gradient_stages = [*self._meter.stages, self._accumulation]
 
     def on_epoch_begin(self, epoch, logs=None):
-        """The first update of an optimizer has as many micro-steps as all others."""
+        """Sets the micro-steps of an optimizer's first update."""
         self._looked = 0
         if self._accumulation is not None:
             self._accumulation.begin()
@@ -125,7 +125,7 @@ class AdaptiveBatch(GradientNoise, KeptState):
             self._accumulation.end_step()
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Looks at the noise, where it is time, and changes the batch between two updates."""
+        """Checks the noise at intervals, and changes the batch between two updates."""
         if self._wanted == self._now and batch - self._looked >= self._every * self._now:
             self._looked = batch
             self._look()
@@ -141,14 +141,14 @@ class AdaptiveBatch(GradientNoise, KeptState):
         return [self]
 
     def values(self, *, in_epoch: bool) -> dict[str, Any] | None:
-        """What a checkpoint keeps."""
+        """The state for a checkpoint."""
         del in_epoch
         if self._meter is None:
             return None
         return {"accumulation": self._now, "gain": self._gain, "noise": self._meter.values()}
 
     def restore(self, values: dict[str, Any] | None) -> None:
-        """Goes on from what `values` has returned; the rate is the optimizer's, which has it already.
+        """Restores the state of `values`; the optimizer's state includes the rate.
 
         Raises:
             ValueError: The optimizer accumulates fewer micro-steps now.
@@ -158,8 +158,8 @@ class AdaptiveBatch(GradientNoise, KeptState):
         found = checks.integer("accumulation", values["accumulation"], minimum=1)
         if found > self._accumulation.most:
             raise ValueError(
-                f"The checkpoint's updates are of {found} micro-steps, and the optimizer's "
-                f"`gradient_accumulation_steps` allows {self._accumulation.most}. Give it as many as before."
+                f"The checkpoint requires updates of {found} micro-steps. Received: an optimizer with "
+                f"gradient_accumulation_steps={self._accumulation.most}. Use the same number as before."
             )
         self._wanted = self._now = found
         self._gain = self._next_gain = checks.number("gain", values["gain"], above=0)
@@ -169,7 +169,7 @@ class AdaptiveBatch(GradientNoise, KeptState):
     def _look(self) -> None:
         noise, strategy = self.noise, strategy_of(self.model)
         if noise is None or strategy is None or self._accumulation is None:
-            return  # On all ranks alike: they have counted the same updates.
+            return  # On all ranks, because they have counted the same updates.
         wanted = self._now
         if 2 * wanted <= self._accumulation.most and noise.scale >= 2 * wanted * noise.rows:
             wanted = 2 * wanted
@@ -187,14 +187,14 @@ class AdaptiveBatch(GradientNoise, KeptState):
         strategy = strategy_of(self.model)
         if strategy is not None and strategy.is_chief:
             _logger.info(
-                "An update is of %d micro-steps from now on, and the learning rate %.3g times that of %d.",
+                "Each update has %d micro-steps from now on, with %.3g times the learning rate of %d.",
                 self._now,
                 self._gain,
                 self._start,
             )
 
     def _set_gain(self, gain: float) -> None:
-        """Scales the rate as it is now: other callbacks may have changed it."""
+        """Scales the current rate, which other callbacks may have changed."""
         if gain != self._gain:
             optimizer = accumulating_optimizer(self.model)
             rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate))

@@ -1,4 +1,4 @@
-"""Rows that follow the measured speed of the ranks: when shares change, and to what."""
+"""Shares of rows by the measured speed of the ranks: when they change, and to which values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.addons.unequal_ranks.work import Worked, WorkMeter
+from tfdist.addons.unequal_ranks.work import BusyTime, WorkMeter
 from tfdist.collectives import all_gather
 from tfdist.collectives.objects import all_gather_object
 from tfdist.runtime.process_memory import available_bytes, resident_bytes
@@ -26,13 +26,13 @@ from tfdist.step.shares import balanced_rows, parts_of
 
 _logger = logging.getLogger("tfdist")
 
-#: How many calls of the training function pass between two looks, at least and at most.
+#: The minimum and maximum number of calls of the training function between two checks.
 _LEAST_CALLS, _MOST_CALLS = 8, 64
-#: The part of the time that looks may take, where that allows for more than the least.
+#: The fraction of the time that checks may use, unless the minimum requires more.
 _LOOK_SHARE = 0.002
-#: Of fewer steps no speed is told.
+#: The minimum number of steps for a measured speed.
 _LEAST_STEPS = 3
-#: The part of the free memory of a host that ranks may fill.
+#: The fraction of the free memory of a host that ranks may fill.
 _MEMORY_SHARE = 0.8
 _MOST_SHOWN = 8
 
@@ -57,19 +57,19 @@ class Balancing(keras.callbacks.Callback, FitHook):
 
     @contextlib.contextmanager
     def around(self, fit: FitContext) -> Iterator[None]:
-        """See `FitHook.around`: it is one of the callbacks of each `fit`."""
+        """See `FitHook.around`: adds itself to the callbacks of each `fit`."""
         if fit.kind == "fit":
             fit.arguments["callbacks"] = [self, *fit.callbacks]
         yield
 
     def around_step(self, step: KerasStep) -> contextlib.AbstractContextManager:
-        """See `FitHook.around_step`: training steps are timed."""
+        """See `FitHook.around_step`: measures training steps."""
         if step.kind != "train":
             return contextlib.nullcontext()
         return self._meter.measuring(step.rows, step.arguments)
 
     def on_train_begin(self, logs=None):
-        """Learns how many ranks share the memory of this host."""
+        """Counts the ranks that share the memory of this host."""
         hosts = all_gather_object(
             socket.gethostname(), self._strategy.group(), name="balance/hosts"
         )
@@ -77,11 +77,11 @@ class Balancing(keras.callbacks.Callback, FitHook):
         self._begin(_LEAST_CALLS)
 
     def on_epoch_begin(self, epoch, logs=None):
-        """What lies between two epochs is no step."""
+        """Discards the time between two epochs, which is not part of a step."""
         self._meter.restart()
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Looks whether other shares are better, where it is time."""
+        """Checks at intervals whether other shares are better."""
         if self._left == 0:
             self._look()
         self._left -= 1
@@ -97,14 +97,14 @@ class Balancing(keras.callbacks.Callback, FitHook):
         mine = self._told(self._meter.take(), call_seconds)
         every = all_gather(mine[None], self._strategy.group(), name="balance/work").numpy()
         self._decide(every)
-        # The chief's clock says for all when the next look is due.
+        # The chief's clock determines for all ranks when the next check is due.
         seconds, cost = every[0, 4], every[0, 5]
         due = math.ceil(cost / (_LOOK_SHARE * seconds)) if seconds > 0 else _MOST_CALLS
         self._begin(min(max(due, _LEAST_CALLS), _MOST_CALLS))
         self._cost = time.monotonic() - begun
 
-    def _told(self, worked: Sequence[Worked], call_seconds: float) -> tf.Tensor:
-        """What this rank tells the others: place, rows, seconds, most rows, and two times."""
+    def _told(self, worked: Sequence[BusyTime], call_seconds: float) -> tf.Tensor:
+        """The figures that this rank sends: place, rows, seconds, most rows, and two times."""
         known = [each for each in worked if each.rows > 0 and each.seconds > 0]
         rows = seconds = most = 0.0
         if len(known) >= _LEAST_STEPS:
@@ -115,9 +115,9 @@ class Balancing(keras.callbacks.Callback, FitHook):
         return tf.constant([place, rows, seconds, most, call_seconds, self._cost], tf.float64)
 
     def _room(self) -> float:
-        """How many times its rows this rank's memory has room for.
+        """The ratio of the rows that fit in this rank's memory to its current rows.
 
-        All that the process holds is taken to grow with the rows, so that it is rather too little.
+        It assumes that all memory of the process grows with the rows, so it is rather too small.
         """
         measured: Any = self._shares.measured
         if measured.max_rows is not None or tf.config.list_logical_devices("GPU"):
@@ -126,7 +126,7 @@ class Balancing(keras.callbacks.Callback, FitHook):
         return 1 + free / max(resident_bytes(), 1)
 
     def _decide(self, every: np.ndarray) -> None:
-        """Sets new shares where they pay; every rank comes to the same."""
+        """Sets new shares if they are faster; all ranks come to the same result."""
         measured: Any = self._shares.measured
         size = self._strategy.row_group.size
         rows, seconds = np.zeros(size), np.zeros(size)
@@ -134,7 +134,7 @@ class Balancing(keras.callbacks.Callback, FitHook):
         for place, own_rows, own_seconds, own_most, *_ in every:
             if not own_rows:
                 return
-            # Ranks that compute the same rows are as fast as the slowest of them.
+            # Ranks that compute the same rows have the speed of the slowest of them.
             rows[int(place)] = max(rows[int(place)], own_rows)
             seconds[int(place)] = max(seconds[int(place)], own_seconds)
             most[int(place)] = min(most[int(place)], own_most)

@@ -1,4 +1,4 @@
-"""Data of each rank's own that is not divided before: whoever is free takes the next file."""
+"""Dynamic sharding of data: each rank requests the next file when it has finished one."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tfdist.sharding.kept import KeptState
 from tfdist.step.context import DistributedStrategy
 from tfdist.utils import checks
 
-#: The first rank holds the order of an epoch.
+#: The first rank holds the order of an epoch in memory.
 _MOST_ITEMS = 10_000_000
-#: Whether the others have another batch.
+#: Whether other ranks have another batch.
 _NOT_KNOWN, _ENDS, _GOES_ON = -1, 0, 1
-#: A rank whose items are used up asks again after a pause, which doubles.
+#: A rank without further items asks again after a pause, which doubles.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.1
 
 
 class DynamicSharding(KeptState):
-    """Files, or ranges of rows, of which each rank takes the next when it is through with the last.
+    """Shards files, or ranges of rows, dynamically: each rank requests the next when it is free.
 
     ```python
     files = sorted(glob.glob("train-*.tfrecord"))
@@ -38,22 +38,23 @@ class DynamicSharding(KeptState):
     model.fit(shards.distribute(own), epochs=3)
     ```
 
-    In each epoch every item goes to one rank: none is lost, none comes twice. Ranks whose items are
-    used up go on with empty batches until all are through. Ranks that compute the same rows, as those of
-    a tensor axis, get the same items. All ranks make the object at the same time.
+    In each epoch every item is assigned to exactly one rank. Ranks without further items continue with
+    empty batches until all have finished. Ranks that compute the same rows, such as those of a tensor
+    axis, get the same items. All ranks must create the object at the same time.
 
-    A `Checkpointer` keeps which rank had which items, so that an epoch goes on with the others; that
-    takes as many ranks as before, and a `dataset()` that is not repeated.
+    A `Checkpointer` saves the items that each rank had, so that an epoch continues with the others; that
+    requires the same number of ranks, and a `dataset()` that is not repeated.
 
     Args:
-        items: The paths, or anything else in texts; or a number of rows, in ranges of `chunk`.
+        items: Paths, or other strings; or a number of rows, in ranges of `chunk`.
         strategy: A strategy of ranks.
-        chunk: How many rows a range has; the last one may have fewer.
-        shuffle_seed: Of the order of items, another one in each epoch; None for their own.
+        chunk: The number of rows of a range; the last one may have fewer.
+        shuffle_seed: The seed of the order of items, which differs between epochs; None to keep the
+            order.
 
     Raises:
-        ValueError: An argument is out of its range.
-        OSError: The first rank, which hands items out, cannot be reached.
+        ValueError: An argument is out of range.
+        OSError: The first rank, which assigns the items, cannot be reached.
     """
 
     name = "dynamic_sharding"
@@ -84,16 +85,16 @@ class DynamicSharding(KeptState):
         strategy.keep(self)
 
     def dataset(self) -> tf.data.Dataset:
-        """What this rank takes in an epoch, one item after the other.
+        """The items of this rank in an epoch.
 
         Returns:
-            A data set of scalar texts, or of ranges [begin, end): int64 of shape [2]. Each iterator is
-            an epoch; one at a time is drawn from.
+            A dataset of scalar strings, or of ranges [begin, end): int64 of shape [2]. Each iterator is
+            an epoch; only one may be read at a time.
         """
         return tf.data.Dataset.from_generator(self._items, output_signature=self._spec)
 
     def distribute(self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset]):
-        """Returns a distributed data set, for `fit`, `evaluate`, and loops of one's own.
+        """Returns a distributed dataset, for `fit`, `evaluate`, and custom loops.
 
         Args:
             dataset_fn: Makes this rank's batches of `dataset()`, as for
@@ -108,10 +109,10 @@ class DynamicSharding(KeptState):
         )
 
     def values(self, *, in_epoch: bool) -> dict[str, Any] | None:
-        """What a checkpoint keeps, of the first rank.
+        """The state for a checkpoint, on the first rank.
 
         Args:
-            in_epoch: Whether the epoch goes on.
+            in_epoch: Whether the epoch is to be continued.
         """
         if self._desk is None or self._epoch < 0:
             return None
@@ -119,10 +120,10 @@ class DynamicSharding(KeptState):
         return {"epoch": self._epoch if in_epoch else self._epoch + 1, "taken": taken}
 
     def restore(self, values: dict[str, Any] | None) -> None:
-        """Goes on from what `values` has returned.
+        """Restores the state of `values`.
 
         Raises:
-            ValueError: It was for another number of ranks, or of items.
+            ValueError: It was saved with another number of ranks, or of items.
         """
         if values is None:
             return
@@ -135,10 +136,10 @@ class DynamicSharding(KeptState):
             )
             if not fits:
                 raise ValueError(
-                    "In the middle of an epoch, items of a DynamicSharding go on on as many ranks. "
+                    "DynamicSharding can only resume mid-epoch on the same number of ranks. "
                     f"Received: {takers} rank(s) with other rows and {len(self._values)} items, and a "
-                    f"checkpoint of {len(taken)} rank(s). Start with as many ranks and the same items, or "
-                    "from a checkpoint at the end of an epoch."
+                    f"checkpoint of {len(taken)} rank(s). Use the same number of ranks and the same items, "
+                    "or a checkpoint at the end of an epoch."
                 )
         self._epoch = epoch - 1
         if taken is not None and self._desk is not None:
@@ -152,7 +153,7 @@ class DynamicSharding(KeptState):
             number += 1
 
     def _until_all_end(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """The batches, and then empty ones until no rank has another."""
+        """The batches, followed by empty ones until no rank has another."""
         dataset = with_unknown_rows(dataset)
         is_tuple = type(dataset.element_spec) is tuple
         own = dataset.map(lambda *batch: (batch if is_tuple else batch[0], True))
@@ -160,7 +161,7 @@ class DynamicSharding(KeptState):
         steps = own.concatenate(empty.repeat()).enumerate()
 
         def goes_on(step, element):
-            # Asked again and again: an iterator that is thrown away ends a loop, but waits for a call.
+            # A loop of calls: an iterator that is discarded ends the loop, but waits for a single call.
             _, found = tf.while_loop(
                 lambda _, found: found == _NOT_KNOWN,
                 lambda asked, _: (asked + 1, self._ask(step, element[1], asked)),
@@ -187,7 +188,7 @@ class DynamicSharding(KeptState):
 
 
 def _values_of(items: Any, chunk: int) -> tuple[Sequence, tf.TensorSpec]:
-    """The items as they are handed out, and what they are in a data set."""
+    """The items, and their spec in a dataset."""
     if isinstance(items, int | np.integer) and not isinstance(items, bool):
         rows = checks.integer("items", items, minimum=1)
         if -(-rows // chunk) > _MOST_ITEMS:
@@ -197,17 +198,17 @@ def _values_of(items: Any, chunk: int) -> tuple[Sequence, tf.TensorSpec]:
         begins = np.arange(0, rows, chunk, dtype=np.int64)
         bounds = np.stack([begins, np.minimum(begins + chunk, rows)], axis=1)
         return bounds, tf.TensorSpec([2], tf.int64)  # type: ignore[return-value]
-    texts = list(checks.sequence("items", items, "texts, or a number of rows"))
+    texts = list(checks.sequence("items", items, "strings, or a number of rows"))
     is_right = 0 < len(texts) <= _MOST_ITEMS and all(isinstance(text, str) for text in texts)
     if not is_right:
         raise checks.refuse(
-            "items", items, "a list or tuple of texts, not empty, or a number of rows"
+            "items", items, "a non-empty list or tuple of strings, or a number of rows"
         )
     return texts, tf.TensorSpec([], tf.string)
 
 
 def _ranks_by_rows(strategy: DistributedStrategy) -> Iterator[tuple[int, int]]:
-    """Of each rank its place among those with other rows, and itself."""
+    """For each rank its place among those with other rows, and its number."""
     mesh = strategy.mesh
     for group in mesh.groups(*mesh.row_axes):
         yield from enumerate(group)

@@ -18,19 +18,19 @@ class GradientNoise(keras.callbacks.Callback, FitHook):
     """Adds the noise scale of gradients to the logs of each epoch.
 
     - `noise_scale`: the trace of the covariance of a sample's gradient, over the squared norm of the
-      gradient of all data: a batch of so many samples has as much noise as gradient. Far smaller batches
-      take as many samples to a loss, far larger ones as many steps.
+      gradient of all data: the batch size at which noise and gradient are equal. Far smaller batches
+      need the same number of samples to reach a loss, far larger ones the same number of steps.
     - `gradient_variance`, `gradient_square`: the two.
 
     They are measured from the gradients of the ranks, or of the micro-steps of an accumulation, and of
-    all of them together: it takes two of either.
+    all of them together: at least two of either are required.
 
     Args:
-        decay: Of the moving averages over updates, between 0 and 1.
+        decay: The decay of the moving averages over updates, between 0 and 1.
 
     Raises:
-        ValueError: An argument is out of its range; by `fit`, where the model was not made under a
-            strategy of tfdist's ranks, where gradients have no parts to compare, or where ranks share
+        ValueError: An argument is out of range; by `fit`, if the model was not created under a
+            strategy of tfdist's ranks, if gradients have no parts to compare, or if ranks share
             sequences.
 
     Source: McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", arXiv:1812.06162.
@@ -46,7 +46,7 @@ class GradientNoise(keras.callbacks.Callback, FitHook):
 
     @property
     def noise(self) -> Noise | None:
-        """What was measured so far; None before the first update."""
+        """The measurements so far; None before the first update."""
         return None if self._meter is None else self._meter.read()
 
     @contextlib.contextmanager
@@ -57,7 +57,11 @@ class GradientNoise(keras.callbacks.Callback, FitHook):
         yield
 
     def prepare(self, model: keras.Model) -> None:
-        """Has the steps of a model measured."""
+        """Begins to measure the steps of a model.
+
+        Raises:
+            ValueError: The noise cannot be measured: see the class.
+        """
         strategy = strategy_of(model)
         if strategy is None:
             raise self._no_strategy(model)
@@ -67,20 +71,20 @@ class GradientNoise(keras.callbacks.Callback, FitHook):
             self.gradient_stages = list(self._meter.stages)
 
     def on_train_begin(self, logs=None):
-        """Refuses a `fit` that has not called `prepare`, as there is no strategy of tfdist."""
+        """Checks that `fit` has called `prepare`, which requires a strategy of tfdist."""
         if self._measured is not self.model:
             raise self._no_strategy(self.model)
 
     def on_epoch_end(self, epoch, logs=None):
-        """Adds to the logs."""
+        """Adds the measurements to the logs."""
         if logs is not None:
             logs |= self._logs()
 
     def _no_strategy(self, model: keras.Model) -> ValueError:
         return ValueError(
-            f"{type(self).__name__} works with a model that was made in the scope of a strategy of "
+            f"{type(self).__name__} requires a model that was created in the scope of a strategy of "
             f"tfdist. Received: a model under {type(model.distribute_strategy).__name__}. For one "
-            "process there is `tfdist.strategies.LocalStrategy`."
+            "process use `tfdist.strategies.LocalStrategy`."
         )
 
     def _logs(self) -> dict[str, float]:
@@ -96,19 +100,19 @@ class GradientNoise(keras.callbacks.Callback, FitHook):
     def _check(self, strategy: DistributedStrategy, model: keras.Model) -> None:
         if strategy.token_group.size > 1:
             raise ValueError(
-                "The noise of gradients is that of samples, of which ranks of a context axis have parts. "
-                f"Received: {strategy.mesh!r}. Leave {type(self).__name__} out."
+                "Gradient noise cannot be measured with a context axis: its ranks have parts of samples. "
+                f"Received: {strategy.mesh!r}. Remove {type(self).__name__}."
             )
         if strategy.zero_stage == 3:
             raise ValueError(
-                "ZeRO-3 sums gradients layer by layer, so that no rank has its own. Received: "
-                f"zero_stage=3. Take zero_stage=2, or leave {type(self).__name__} out."
+                "Gradient noise is not supported with ZeRO-3, which sums gradients layer by layer. Received: "
+                f"zero_stage=3. Use zero_stage=2, or remove {type(self).__name__}."
             )
         optimizer = accumulating_optimizer(model)
         if strategy.row_group.size == 1 and not optimizer.gradient_accumulation_steps:
             raise ValueError(
-                "The noise of gradients is told from several parts of a batch. Received: one rank, and an "
-                "optimizer without `gradient_accumulation_steps`. Give it some, or start more ranks."
+                "Gradient noise requires at least two parts of a batch. Received: one rank, and an "
+                "optimizer without `gradient_accumulation_steps`. Set it, or start more ranks."
             )
 
 

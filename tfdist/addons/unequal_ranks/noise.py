@@ -1,13 +1,13 @@
-"""How noisy gradients are: their covariance over samples, from those of parts of a batch and of all of it.
+"""Gradient noise: the covariance of gradients over samples, from those of parts of a batch and of all of it.
 
 With G the gradient of the loss over all data and tr(S) the trace of the covariance of one sample's
-gradient, the mean gradient of b samples has E|g_b|^2 = |G|^2 + tr(S) / b. A step of B samples that n
-parts compute (ranks, and the micro-steps of an accumulation), of w_i B samples each, knows the
+gradient, the mean gradient of b samples has E|g_b|^2 = |G|^2 + tr(S) / b. A step of B samples in n
+parts (ranks, and the micro-steps of an accumulation), of w_i B samples each, yields the
 gradients g_i of the parts and their mean g = sum(w_i g_i):
 
     tr(S) = B / (n - 1) (sum(w_i |g_i|^2) - |g|^2)       |G|^2 = |g|^2 - tr(S) / B
 
-Both are right on average. Their quotient tr(S) / |G|^2 is the noise scale, of moving averages of either.
+Both estimates are unbiased. The noise scale is the quotient tr(S) / |G|^2 of their moving averages.
 
 Source: McCandlish et al. 2018, arXiv:1812.06162, appendix A.1, for parts of one size; Qiao et al. 2020
 (Pollux), arXiv:2008.12260, section 3.1.
@@ -32,13 +32,13 @@ from tfdist.step.keras_step import KerasStep
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """What was measured, as a moving average.
+    """Measured noise, as a moving average.
 
     Attributes:
         variance: The trace of the covariance of a sample's gradient.
-        square: The squared norm of the gradient without noise; 0 or below where noise hides it.
+        square: The squared norm of the gradient without noise; 0 or below where noise dominates.
         rows: The samples of a micro-step, of all ranks.
-        updates: How many updates were measured.
+        updates: The number of measured updates.
     """
 
     variance: float
@@ -48,24 +48,24 @@ class Noise:
 
     @property
     def scale(self) -> float:
-        """The noise scale, in samples: a batch of so many has as much noise as gradient."""
+        """The noise scale: the batch size, in samples, at which noise and gradient are equal."""
         return self.variance / self.square if self.square > 0 else math.inf
 
 
 class NoiseMeter:
     """Measures the gradients on their path (`GradientPath`), in every update.
 
-    Costs a pass over this rank's gradients and one over the global ones, and the sum of a few numbers.
-    Variables count that every rank has, or a part of, and whose gradient is a mean over rows: not
-    experts, not parameters under ZeRO-3, not those of whose gradient each rank of a tensor axis has a
-    part.
+    It costs a pass over this rank's gradients and one over the global ones, and the sum of a few numbers.
+    It includes variables of which every rank has a copy or a part, and whose gradient is a mean over
+    rows: not experts, not parameters under ZeRO-3, and not those of whose gradient each rank of a tensor
+    axis has a part.
 
     Args:
         strategy: The strategy.
-        decay: Of the moving averages.
+        decay: The decay of the moving averages.
 
     Attributes:
-        stages: What measures on the path.
+        stages: The stages that measure on the path.
     """
 
     def __init__(self, strategy: DistributedStrategy, decay: float):
@@ -74,38 +74,38 @@ class NoiseMeter:
             # Of this rank since the last update: weighted squares, samples, parts with samples, and
             # micro-steps.
             self._own = tf.Variable(tf.zeros([4], tf.float64), trainable=False, name="noise_own")
-            # Moving averages of the variance, the square, the samples of a micro-step and of one; how
-            # many updates there were.
+            # Moving averages of the variance, the square, the samples of a micro-step and of one; the
+            # number of updates.
             self._means = tf.Variable(tf.zeros([5], tf.float64), trainable=False, name="noise")
 
         self.stages: tuple[GradientStage, ...] = (_Own(self), _Global(self))
 
     def read(self) -> Noise | None:
-        """What was measured; None before the first update of several parts."""
+        """The measurements; None before the first update of several parts."""
         variance, square, rows, weight, updates = self._means.numpy().tolist()
         if not weight:
             return None
         return Noise(variance / weight, square / weight, rows / weight, int(updates))
 
     def values(self) -> list[float]:
-        """All of it, for a checkpoint."""
+        """The state, for a checkpoint."""
         return self._means.numpy().tolist()
 
     def set_values(self, values: Sequence[float]) -> None:
-        """Takes over what `values` has returned."""
+        """Restores the state of `values`."""
         self._means.assign(values)
 
     def add(self, items: Sequence[GradientItem], step: KerasStep | None) -> None:
-        """Counts the gradients of a micro-step of this rank, after they were weighted.
+        """Adds the gradients of a micro-step of this rank, after they were weighted.
 
         Args:
             items: Gradients that are share * ranks times the mean over this rank's rows.
-            step: The Keras step under way; other functions are not measured.
+            step: The current Keras step; other functions are not measured.
         """
         if any(item.is_global for item in items):
             raise ValueError(
-                "GradientNoise compares the ranks' own gradients with the global one, so a training "
-                "step must hand gradients to the optimizer as the tape returns them. Received: a "
+                "GradientNoise requires that a training step passes gradients to the optimizer as the tape "
+                "returns them, because it compares the ranks' gradients with the global one. Received: a "
                 "train_step that reads them before."
             )
         if step is None:
@@ -130,11 +130,11 @@ class NoiseMeter:
         self._own.assign_add(tf.stack([part, rows / peers, has_rows / peers, one]))
 
     def update(self, items: Sequence[GradientItem], step: KerasStep | None) -> None:
-        """Counts an update.
+        """Adds an update.
 
         Args:
             items: The global gradients.
-            step: The Keras step under way.
+            step: The current Keras step.
         """
         if step is None:
             return

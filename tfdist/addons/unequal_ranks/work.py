@@ -1,4 +1,4 @@
-"""How long this rank works in its steps, without what it waits for other ranks."""
+"""The time that this rank works in its steps, without waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tfdist.mesh import Mesh
 
 
 @dataclasses.dataclass(frozen=True)
-class Worked:
-    """What a rank did from one reduction of gradients to the next.
+class BusyTime:
+    """The work of a rank from one reduction of gradients to the next.
 
     Attributes:
-        rows: How many samples it computed.
-        seconds: How long it took, without what it waited for ranks with other rows.
+        rows: The number of samples.
+        seconds: The time without waiting for ranks with other rows.
     """
 
     rows: float
@@ -31,9 +31,9 @@ class Worked:
 class WorkMeter:
     """Stamps the training steps of this rank.
 
-    From the moment a rank has its gradients to the moment it has the next, it waits in two places: for
-    the gradients of the others, and in collectives of the forward and backward pass with ranks that
-    have other rows. The rest is work, whatever it is: the optimizer, callbacks, input, the model.
+    Between two times at which a rank has its gradients, it waits in two places: for the gradients of the
+    others, and in collectives of the forward and backward pass with ranks that have other rows. The
+    rest is work: the optimizer, callbacks, input, and the model.
 
     Args:
         mesh: The mesh.
@@ -41,21 +41,21 @@ class WorkMeter:
 
     def __init__(self, mesh: Mesh):
         same_rows = [axis for axis in mesh.shape if axis not in mesh.row_axes]
-        #: Ranks that wait for each other while they compute the same rows: that is their work.
+        #: Ranks that compute the same rows: waiting for them counts as work.
         self._peers = frozenset(mesh.group(*same_rows))
         self._buffers: list[RowBuffer] = []
         self._eager_rows: list[Row] = []
 
     @contextlib.contextmanager
     def measuring(self, rows, arguments) -> Iterator[None]:
-        """Inside, a training step is stamped while it is traced or runs eagerly.
+        """Stamps a training step in its context, while it is traced or runs eagerly.
 
         Args:
-            rows: How many samples this rank has in it.
-            arguments: What the step needs.
+            rows: The number of samples of this rank in the step.
+            arguments: The inputs of the step.
         """
         watched = current_stamps()
-        # Where somebody watches the step already, the same stamps do.
+        # If the step is stamped already, the same stamps are used.
         stamps = Stamps() if watched is None else watched
         begin = time_after(tf.nest.flatten(arguments, expand_composites=True))
         with stamping(stamps):
@@ -73,20 +73,20 @@ class WorkMeter:
         self._buffers[-1].write(row)
 
     def restart(self) -> None:
-        """Forgets what was not taken."""
+        """Discards the stamps that were not taken."""
         self._eager_rows = []
         for buffer in self._buffers:
             buffer.take()
 
-    def take(self) -> list[Worked]:
-        """What was done since the last call, from the first reduction of gradients on."""
+    def take(self) -> list[BusyTime]:
+        """The work since the last call, from the first reduction of gradients on."""
         rows = self._eager_rows + [row for buffer in self._buffers for row in buffer.take()]
         rows.sort(key=lambda row: row.first("work"))
         self._eager_rows = []
         found, before, waits, samples = [], math.nan, [], 0.0
         for row in rows:
             begin = row.first("work")
-            # What a branch did not reach has the stamp of an earlier step.
+            # A branch that did not run has the stamp of an earlier step.
             gradients = [stamp for stamp in row.all_of("gradients") if stamp >= begin]
             reduced = [stamp for stamp in row.all_of("reduced") if stamp >= begin]
             samples += row.first("samples")
@@ -97,13 +97,13 @@ class WorkMeter:
             now = gradients[0]
             if not math.isnan(before):
                 waited = common(union(waits), [(before, now)])
-                found.append(Worked(samples, now - before - length(waited)))
+                found.append(BusyTime(samples, now - before - length(waited)))
             waits = [wait for wait in waits if wait[1] > now]
             before, samples = now, 0.0
         return found
 
     def _waits(self, row: Row, begin: float) -> list[tuple[float, float]]:
-        """The collectives that the step stands still for, with ranks that have other rows."""
+        """The collectives that block the step, with ranks that have other rows."""
         found = []
         for places in row.columns.calls:
             start, end = row.numbers[places.begin], row.numbers[places.end]

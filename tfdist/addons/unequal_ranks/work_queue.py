@@ -1,8 +1,8 @@
-"""Work that is handed out while ranks ask for it: who gets which item, and when all are through.
+"""A queue of items that ranks request during an epoch, and the detection of its end.
 
-One rank keeps the books. What a rank asks for has a number (the third item of this epoch, the seventh
-batch), so that ranks which compute the same rows get the same, and a training that goes on from a
-checkpoint gets what it had.
+The queue is on one rank. Each request has a number (the third item of this epoch, the seventh batch),
+so that ranks which compute the same rows get the same items, and a training that is resumed from a
+checkpoint gets those that it had.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tfdist.runtime import Channel, Listener, bind, connect
 _logger = logging.getLogger("tfdist")
 _PURPOSE = "handing out of data"
 _SECONDS = 60.0
-#: After how long the listener hangs up on strangers, at the latest.
+#: The longest interval after which the listener closes connections of unknown processes.
 _TICK_SECONDS = 1.0
-#: How many epochs are remembered: ranks are at most one apart.
+#: The number of epochs that are kept: ranks are at most one apart.
 _KEPT_EPOCHS = 3
 
 
 class Books:
-    """Who has which item of an epoch, and how many batches each has made of them.
+    """The items of each taker in an epoch, and the number of batches that each has made.
 
     Args:
-        num_items: How many items an epoch has.
-        num_takers: How many ranks, or groups of ranks with the same rows, take them.
-        seed: Of the order of items, another one in each epoch; None for their own order.
+        num_items: The number of items of an epoch.
+        num_takers: The number of ranks, or groups of ranks with the same rows, that take items.
+        seed: The seed of the order of items, which differs between epochs; None to keep the order.
     """
 
     def __init__(self, num_items: int, num_takers: int, seed: int | None):
@@ -44,7 +44,7 @@ class Books:
         self._dry: dict[int, set[int]] = {}
 
     def take(self, epoch: int, taker: int, number: int) -> int | None:
-        """The item of this number of a taker: what it had before, or the next; None if none is left."""
+        """The item of this number of a taker: an assigned one, or the next; None at the end."""
         had = self._of(epoch)[taker]
         if number < len(had):
             return had[number]
@@ -55,26 +55,26 @@ class Books:
         return had[-1]
 
     def made(self, epoch: int, taker: int, count: int) -> None:
-        """Notes that a taker has made so many batches."""
+        """Records the number of batches that a taker has made."""
         made = self._made.setdefault(epoch, {})
         made[taker] = max(made.get(taker, 0), count)
 
     def ended(self, epoch: int, taker: int) -> None:
-        """Notes that a taker is through with its items."""
+        """Records that a taker has no further items."""
         self._dry.setdefault(epoch, set()).add(taker)
 
     def goes_on(self, epoch: int, count: int) -> bool | None:
-        """Whether anybody makes more than `count` batches; None while that is not known."""
+        """Whether any taker makes more than `count` batches; None while that is not known."""
         if max(self._made.get(epoch, {}).values(), default=0) > count:
             return True
         return False if len(self._dry.get(epoch, ())) == self._num_takers else None
 
     def state(self, epoch: int) -> list[list[int]]:
-        """By taker the items of an epoch."""
+        """The items of an epoch by taker."""
         return [list(items) for items in self._of(epoch)]
 
     def restore(self, epoch: int, taken: list[list[int]]) -> None:
-        """Lets an epoch go on from what `state` has returned."""
+        """Resumes an epoch from the result of `state`."""
         self._begin(epoch)
         self._taken[epoch] = [list(items) for items in taken]
         gone = {item for items in taken for item in items}
@@ -97,12 +97,12 @@ class Books:
 
 
 class Desk:
-    """Answers the ranks, in a thread of its own on the first one.
+    """Answers requests of ranks, in a separate thread on the first rank.
 
     Args:
-        books: The books.
-        engine: The engine whose ranks ask. They call from two threads each.
-        taker_of: By rank which taker it is.
+        books: The state of the queue.
+        engine: The engine of the ranks. Each calls from two threads.
+        taker_of: The taker of each rank.
     """
 
     def __init__(self, books: Books, engine: Engine, taker_of: list[int]):
@@ -138,8 +138,8 @@ class Desk:
                         while (message := channel.receive_now()) is not None:
                             self._hear(channel, takers[channel], message)
                     except (OSError, KeyError, TypeError) as error:
-                        # A rank that ends hangs up; what is wrong with it the watchdog says.
-                        _logger.debug("A rank asks for no more data: %s", error)
+                        # A rank that ends closes its connection; the watchdog reports its error.
+                        _logger.debug("A rank has closed its connection to the queue: %s", error)
                         selector.unregister(channel)
                         channel.close()
                 for identity, sock in self._listener.poll():
@@ -160,10 +160,10 @@ class Desk:
 
 
 class Clerk:
-    """Asks the desk, for one rank.
+    """Sends the requests of one rank.
 
     Args:
-        engine: The engine; all its ranks make a clerk at the same time.
+        engine: The engine; all its ranks create a clerk at the same time.
         desk: The desk, on the first rank.
     """
 
@@ -175,18 +175,18 @@ class Clerk:
             identity = 2 * engine.rank + line
             return Channel(connect((host, port), key, _PURPOSE, identity, timeout=_SECONDS))
 
-        # One thread of a rank may ask for the end of the epoch while another takes items.
+        # One thread of a rank may query the end of the epoch while another takes items.
         self._items, self._steps = call(0), call(1)
         self._taking, self._stepping = threading.Lock(), threading.Lock()
 
     def take(self, epoch: int, number: int) -> int | None:
-        """The next item; None if none is left."""
+        """The next item; None at the end."""
         with self._taking:
             self._items.send({"kind": "take", "epoch": epoch, "number": number}, _SECONDS)
             return self._items.receive(_SECONDS)["item"]
 
     def made(self, epoch: int, count: int) -> None:
-        """Tells how many batches this rank has made."""
+        """Sends the number of batches that this rank has made."""
         with self._stepping:
             self._steps.send({"kind": "made", "epoch": epoch, "number": count}, _SECONDS)
 

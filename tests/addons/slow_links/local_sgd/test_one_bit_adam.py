@@ -53,8 +53,8 @@ def refusals() -> list[str]:
 @on_ranks(("horovod", 2))
 def test_what_it_does_not_go_with_is_said(pool):
     early, zero = pool.run(refusals, timeout=120)[0]
-    assert "freeze_step=5, OneBit(" in early and "Give both the same number." in early
-    assert "zero_stage=1" in zero and "take AdamW" in zero
+    assert "freeze_step=5, OneBit(" in early and "Use the same number for both." in early
+    assert "zero_stage=1" in zero and "use AdamW" in zero
 
 
 def test_until_then_it_is_adamw():

@@ -66,7 +66,7 @@ def test_bad_arguments_are_named(arguments, words):
 def test_wrappers_stand_in_the_right_order():
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
     for inner in (scaled, slow_links.LocalSGD("adam", 2)):
-        with pytest.raises(ValueError, match="goes around this one"):
+        with pytest.raises(ValueError, match="must wrap this one"):
             slow_links.DiLoCo(inner, 4)
     with pytest.raises(ValueError, match="use_ema"):
         slow_links.DiLoCo(keras.optimizers.Adam(use_ema=True), 4)

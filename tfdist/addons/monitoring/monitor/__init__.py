@@ -1,1 +1,1 @@
-"""What a training does with its time, and how well it uses its machines: the `Monitor`."""
+"""The `Monitor`: how a training spends its time, and how well it uses its machines."""

@@ -1,4 +1,4 @@
-"""What ranks tell each other of a block of steps: numbers of one order, gathered in one collective."""
+"""The figures of a block of steps that ranks exchange: numbers in one order, for one collective."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import numpy as np
 from tfdist.addons.monitoring.monitor.sections import SECTIONS, Step
 
 MOST_TIMERS = 8
-#: Of how many steps of a block ranks compare when their gradients were ready.
+#: The number of steps of a block for which ranks compare when their gradients were ready.
 MOST_STEPS = 48
 
 _TIMERS = [f"timer/{number}" for number in range(MOST_TIMERS)]
 _FIELDS = (
     *("unknown_names", "steps", "seconds", "squares", "shortest", "longest"),
-    *("hidden", "travelling", "sent", "rows", "tokens", "model_flops", "again_flops"),
+    *("hidden", "communicating", "sent", "rows", "tokens", "model_flops", "again_flops"),
     *("memory", "peak_memory", "parameters", "norm", "loss", "losses", "loss_scale", "cost"),
     "work",
     *(f"total/{name}" for name in (*SECTIONS, *_TIMERS)),
     *(f"median/{name}" for name in (*SECTIONS, *_TIMERS)),
 )
 _PLACES = {name: place for place, name in enumerate(_FIELDS)}
-#: Sections in which a rank waits for others, or does what others do not.
+#: Sections in which a rank waits for others, or performs work that others do not.
 _NO_WORK = ("communication", "monitor", "checkpoint")
 
 
 class Block:
-    """The numbers of one rank.
+    """The figures of one rank.
 
     Args:
-        vector: Where they come from another rank; else they are zeros.
+        vector: The numbers, if they come from another rank; else they are zeros.
     """
 
     def __init__(self, vector: np.ndarray | None = None):
@@ -46,16 +46,16 @@ class Block:
 
     @property
     def gradients(self) -> np.ndarray:
-        """When the gradients of each step were ready, by the chief's clock; 0 where nothing says."""
+        """When the gradients of each step were ready, by the chief's clock; 0 where not recorded."""
         return self.vector[len(_FIELDS) :]
 
     def take(self, steps: Sequence[Step], timers: Mapping[str, int], offset: float) -> None:
-        """Takes the times of steps in.
+        """Adds the times of steps.
 
         Args:
-            steps: The steps, of which those in which graphs were made are left out.
+            steps: The steps, without those in which graphs were traced.
             timers: The places of sections that timers measure.
-            offset: What makes of this rank's time the chief's.
+            offset: The seconds to add to this rank's time to get the chief's.
         """
         lengths = [step.end - step.begin for step in steps]
         if not lengths:
@@ -63,11 +63,11 @@ class Block:
         self["steps"], self["seconds"] = len(steps), sum(lengths)
         self["squares"] = sum(length * length for length in lengths)
         self["shortest"], self["longest"] = min(lengths), max(lengths)
-        for name in ("hidden", "travelling", "sent", "rows", "tokens"):
+        for name in ("hidden", "communicating", "sent", "rows", "tokens"):
             self[name] = sum(getattr(step, name) for step in steps)
         by_field: dict[str, np.ndarray] = {}
         for section in {name for step in steps for name in step.seconds}:
-            # More timers than there are fields for count where they would without a timer.
+            # Timers beyond the number of fields count as callbacks, as their time would without them.
             known = section if section in SECTIONS else "callbacks"
             name = f"timer/{timers[section]}" if section in timers else known
             each = np.array([step.seconds.get(section, 0.0) for step in steps])

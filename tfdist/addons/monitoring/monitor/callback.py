@@ -1,4 +1,4 @@
-"""The callback that watches a training."""
+"""The callback that monitors a training."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ from tfdist.step.keras_step import KerasStep
 from tfdist.utils import checks
 from tfdist.utils.untested import say_untested
 
-#: A trace of more steps would not be looked at, and stands in memory until it is written.
+#: A trace is kept in memory until it is written, and more steps would hardly be read.
 _MOST_TRACED = 1000
 
 
 class Monitor(keras.callbacks.Callback, FitHook):
-    """Says what a training does: how fast, how well used, where the time goes, who holds it up.
+    """Reports the speed of a training, its efficiency, its time by section, and slow ranks.
 
     ```python
     model.fit(data, callbacks=[tfdist.callbacks.Monitor(peak="peak.json", trace="trace.json")])
     ```
 
-    Works with any Keras model, alone or under a strategy of tfdist; every rank has the callback. Each
-    report has the samples and tokens of a second, the time of a step and its spread, the sections that
-    add up to the step, FLOPs and their share of the peak (MFU), communication, memory, the norm of the
-    gradients, the loss scale and the time that is left. Logs of epochs get the first few of them.
-    docs/monitoring.md says how each is measured.
+    It works with any Keras model, with or without a strategy of tfdist; every rank has the callback. Each
+    report has the samples and tokens per second, the time of a step and its spread, the sections that
+    add up to the step, FLOPs and their fraction of the peak (MFU), communication, memory, the norm of the
+    gradients, the loss scale and the remaining time. Logs of epochs have the most important of them.
+    docs/monitoring.md describes how each is measured.
 
     Args:
-        every: After how many steps a report is due; it comes when the ranks have next told each other
-            their figures, every 16 to 24 steps, and less often where steps take less than 5 ms.
-        peak: The most floating-point operations that a rank does in a second, for MFU: a number, or the
-            file that `tfdist-bench peak --output` wrote, which has the bandwidth too.
-        show: Whether the chief shows reports: as a table that is drawn anew in a terminal, else as lines.
-        json: A file that reports are added to, each as a line of JSON.
-        tensorboard: A directory that gets scalars for TensorBoard.
-        prometheus_port: The port of this machine's local address at which the last report is to be had
-            in Prometheus' text format; 0 for any that is free. None: no port is opened.
-        opentelemetry: Whether gauges of OpenTelemetry are set; its package has to be installed.
+        every: The number of steps after which a report is due. It is written when the ranks next
+            exchange their figures: every 16 to 24 steps, and less often where steps take less than 5 ms.
+        peak: The peak floating-point operations per second of a rank, for MFU: a number, or the file
+            that `tfdist-bench peak --output` wrote, which includes the bandwidth.
+        show: Whether the chief shows reports: as a table that is updated in a terminal, else as lines.
+        json: A file to which reports are appended, each as a line of JSON.
+        tensorboard: A directory for scalars for TensorBoard.
+        prometheus_port: The port of this machine's local address that serves the last report in
+            Prometheus' text format; 0 for any free port. None: no port is opened.
+        opentelemetry: Whether to set gauges of OpenTelemetry, which requires its package.
         gradient_norm: Whether one step of each block computes the norm of its gradients.
-        slow_above: A rank is named when the work of its steps is longer than that of the others by more
-            than this share of a step.
+        slow_above: A rank is reported as slow when the work of its steps is longer than that of the
+            others by more than this fraction of a step.
         trace: A file for one trace of all ranks, which Perfetto and Chrome's tracing open.
-        steps: Which steps are traced, as in `range`: the first, and the one behind the last.
+        steps: The steps that are traced, as in `range`: the first, and the one after the last.
 
     Raises:
-        ValueError: An argument is out of its range.
-        ImportError: By `fit`, where `opentelemetry=True` and its package is not installed.
+        ValueError: An argument is out of range.
+        ImportError: By `fit`, if `opentelemetry=True` and its package is not installed.
     """
 
-    # It has no methods for batches: what it does between two steps the training function calls.
+    # It has no methods for batches: the training function calls its work between two steps.
     async_safe = True
 
     def __init__(
@@ -104,12 +104,12 @@ class Monitor(keras.callbacks.Callback, FitHook):
 
     @property
     def prometheus_port(self) -> int | None:
-        """The port that was opened."""
+        """The port that was opened, or None."""
         return None if self._session is None else self._session.prometheus_port
 
     @contextlib.contextmanager
     def around(self, fit: FitContext) -> Iterator[None]:
-        """See `FitHook.around`: of a `fit` that fails no callback is told."""
+        """See `FitHook.around`: Keras calls no callback for a `fit` that fails."""
         if fit.kind == "fit" and (self._watch is None or self._watch.model is not fit.model):
             self._watch = Watch(fit.model)
         try:
@@ -121,7 +121,7 @@ class Monitor(keras.callbacks.Callback, FitHook):
 
     @contextlib.contextmanager
     def around_step(self, step: KerasStep) -> Iterator[None]:
-        """See `FitHook.around_step`: training steps are stamped."""
+        """See `FitHook.around_step`: stamps training steps."""
         watch = self._watch
         if step.kind != "train" or watch is None or step.model is not watch.model:
             yield
@@ -131,7 +131,7 @@ class Monitor(keras.callbacks.Callback, FitHook):
             finish(step.outputs)
 
     def on_train_begin(self, logs=None):
-        """Puts the stamps into the training step, and opens what reports go to."""
+        """Puts the stamps into the training step, and opens the outputs of reports."""
         if self._session is not None:
             self._session.close()  # Of a `fit` that failed.
         if tf.config.list_physical_devices("GPU"):
@@ -146,7 +146,7 @@ class Monitor(keras.callbacks.Callback, FitHook):
             self._session.begin_epoch(epoch)
 
     def on_test_begin(self, logs=None):
-        """What is validated is no step."""
+        """Ends the time of the last step: validation is not part of it."""
         if self._watch is not None:
             self._watch.close(time.time())
 
@@ -156,7 +156,7 @@ class Monitor(keras.callbacks.Callback, FitHook):
             self._session.end_epoch({} if logs is None else logs)
 
     def on_train_end(self, logs=None):
-        """Takes the stamps out, and closes what reports go to."""
+        """Removes the stamps, and closes the outputs of reports."""
         if self._session is not None:
             self._session.end()
 
@@ -167,6 +167,6 @@ def _checked_steps(steps: Any) -> tuple[int, int]:
         raise checks.refuse(
             "steps",
             steps,
-            f"the first step that is traced and the one behind the last, {_MOST_TRACED} steps at most",
+            f"the first traced step and the one after the last, at most {_MOST_TRACED} steps",
         )
     return found[0], found[1]

@@ -1,4 +1,4 @@
-"""How far the clocks of the ranks are apart."""
+"""The differences between the clocks of the ranks."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from tfdist.runtime import Channel, Listener, bind, connect
 
 _PURPOSE = "clocks of the ranks"
 _SECONDS = 60.0
-#: The answer that came back the soonest says the most: it is off by half its way at most.
+#: The fastest answer is the most accurate: its error is at most half its round trip.
 _QUESTIONS = 40
 
 
 def clock_offsets(engine: Engine) -> list[float]:
-    """What is to be added to the time of each rank's clock to get that of the chief's.
+    """The seconds to add to the time of each rank's clock to get that of the chief's.
 
-    Each rank asks the chief for the time, and takes the answer for the middle of the time that it
-    waited, as NTP does (Mills 1991, "Internet Time Synchronization"). All ranks call this.
+    Each rank requests the chief's time, and assumes that the answer is of the middle of its round
+    trip, as NTP does (Mills 1991, "Internet Time Synchronization"). It is a collective.
 
     Args:
-        engine: What carries collectives among the ranks.
+        engine: The engine of collectives among the ranks.
 
     Returns:
-        Seconds, by rank; the chief's is 0.
+        The seconds by rank; the chief's are 0.
 
     Raises:
-        OSError: The chief cannot be reached, or a rank does not answer within a minute.
+        OSError: The chief cannot be reached, or a rank does not respond within a minute.
     """
     if engine.size == 1:
         return [0.0]
@@ -68,15 +68,15 @@ def _ask(channel: Channel) -> float:
 
 
 def _answer(listener: Listener, callers: int) -> None:
-    """Tells the time until all callers have heard it often enough."""
+    """Sends the time to all callers until each has ended its requests."""
     deadline = time.monotonic() + _SECONDS
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         while callers:
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"{callers} ranks did not ask for the chief's time within {_SECONDS:g} s. Look "
-                    "whether they can reach its host."
+                    f"{callers} ranks did not request the chief's time within {_SECONDS:g} s. Check "
+                    "that they can reach its host."
                 )
             for key, _ in selector.select(1.0):
                 channel = key.fileobj

@@ -1,9 +1,9 @@
 """The floating-point operations of a training step, counted in its graph.
 
-Counted are products of matrices and convolutions, a multiplication and an addition as two, forward
-and backward, as in the published figures of model FLOPs utilization (Chowdhery et al. 2022, "PaLM",
-appendix B). What is computed for each entry by itself is not: it is bound by memory. What recompute
-makes again is told apart: it is work of the machine, not of the model.
+The count includes matrix products and convolutions, a multiplication and an addition as two
+operations, forward and backward, as in the published figures of model FLOPs utilization (Chowdhery et
+al. 2022, "PaLM", appendix B). Elementwise operations are not counted: they are bound by memory.
+Operations that recompute repeats are counted separately: they are work of the machine, not of the model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdist.backend.keras.functional import called_graphs
 
-#: How `tfdist.backend.graph.rematerialize` names what runs again.
+#: The prefix that `tfdist.backend.graph.rematerialize` gives to operations that run again.
 _AGAIN = "again/"
 
 
@@ -26,9 +26,9 @@ class Flops:
 
     Attributes:
         model: Those of the model.
-        again: Those of recompute beside them.
-        is_whole: Whether all products were counted; not where sizes are unknown, or a loop runs as often as
-            only the run knows.
+        again: The additional ones of recompute.
+        is_whole: Whether all products were counted. They are not where sizes are unknown, or the number of
+            iterations of a loop is only known at run time.
     """
 
     model: float = 0.0
@@ -42,15 +42,15 @@ class Flops:
 
 
 def count_flops(graph: tf.Graph, outputs: Iterable[tf.Tensor] = ()) -> Flops:
-    """Those of a graph, and of the functions that it calls.
+    """Counts the operations of a graph, and of the functions that it calls.
 
-    What nothing asks for does not count, since it does not run: TensorFlow's gradient of a convolution
-    also has the gradient of an input that nobody wants. Of a condition the branch with more counts. A
-    loop whose number of turns is not in the graph counts once.
+    Operations whose results are not used do not count, since they do not run: TensorFlow's gradient of
+    a convolution also has the gradient of an input that may not be needed. Of a condition, the branch
+    with the most operations counts. A loop whose number of iterations is not in the graph counts once.
 
     Args:
         graph: The graph.
-        outputs: What is taken from it, beside its own outputs where it is over.
+        outputs: The tensors that are fetched, in addition to the outputs of a finished graph.
     """
     total = Flops()
     for operation in _alive(graph, [*outputs, *getattr(graph, "outputs", ())]):
@@ -78,7 +78,7 @@ def count_flops(graph: tf.Graph, outputs: Iterable[tf.Tensor] = ()) -> Flops:
 
 
 def _alive(graph: tf.Graph, outputs: Iterable[tf.Tensor]) -> list[tf.Operation]:
-    """The operations that run: those with an effect, and all that they and the outputs take."""
+    """The operations that run: those with an effect, and all on which they and the outputs depend."""
     waiting = [operation for operation in graph.get_operations() if operation.op_def.is_stateful]
     waiting += [tensor.op for tensor in outputs if tf.is_symbolic_tensor(tensor)]
     found: dict[str, tf.Operation] = {}
@@ -94,7 +94,7 @@ def _alive(graph: tf.Graph, outputs: Iterable[tf.Tensor]) -> list[tf.Operation]:
 def _of_loop(operation: tf.Operation, once: Flops) -> Flops:
     if not once.model and not once.again:
         return Flops()
-    # Keras and TensorFlow give a loop its limit as the second thing that it carries.
+    # Keras and TensorFlow pass the limit of a loop as its second input.
     limit = tf.get_static_value(operation.inputs[1]) if len(operation.inputs) > 1 else None
     turns = None if limit is None or limit.ndim or limit.dtype.kind not in "iu" else int(limit)
     if turns is None or turns < 0:
@@ -140,7 +140,7 @@ def _einsum(operation: tf.Operation) -> float | None:
 
 
 def _convolution(filters: Callable, result: Callable, *, depthwise: bool = False) -> Callable:
-    """Of the result's entries each takes a product with as much as a filter has per output."""
+    """Each entry of the result is a product with the part of a filter for one output channel."""
 
     def count(operation: tf.Operation) -> float | None:
         shape = filters(operation).shape

@@ -1,4 +1,4 @@
-"""When a training step begins to wait for its data."""
+"""Records when a training step begins to wait for its data."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _waits: contextvars.ContextVar[Cell | None] = contextvars.ContextVar("waits", de
 
 
 def note_waits(begin: Cell | None) -> None:
-    """From now on iterators that a graph asks for data note when; with None they do not any more."""
+    """Makes iterators of graphs traced from now on record when they are read; None stops that."""
     _waits.set(begin)
 
 
 @functools.cache
 def watch_iterators() -> None:
-    """Has the iterators of data sets look whether somebody watches, from now on.
+    """Makes the iterators of datasets support `note_waits`.
 
-    Inside of a graph an iterator is another object than outside, so its class is what is changed.
+    The iterator inside a graph is a different object than outside, so its class is patched.
     """
     owner = type(iter(tf.data.Dataset.from_tensors(0)))
     for name in ("get_next", "get_next_as_optional"):

@@ -1,4 +1,4 @@
-"""The most that a rank can do, as `tfdist-bench peak` measures it and a `Monitor` compares with."""
+"""The peak performance of a rank, as `tfdist-bench peak` measures it for a `Monitor`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from tfdist.utils import checks
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """The most that a rank can do.
+    """The peak performance of a rank.
 
     Attributes:
-        flops: Floating-point operations in a second, in products of large matrices.
-        bytes_per_second: What a rank sends in a second, in a sum of large arrays over all ranks; None
-            where that was not measured.
+        flops: Floating-point operations per second, in products of large matrices.
+        bytes_per_second: The bytes that a rank sends per second, in a sum of large arrays over all
+            ranks; None where that was not measured.
     """
 
     flops: float
     bytes_per_second: float | None = None
 
     def write(self, path: str, **more: Any) -> None:
-        """Writes it as JSON.
+        """Writes the peak as JSON.
 
         Args:
             path: The file.
-            **more: What it was measured on, for people.
+            **more: Additional entries, such as a description of the machine.
 
         Raises:
             OSError: It cannot be written.
@@ -40,10 +40,10 @@ class Peak:
 
 
 def checked_peak(name: str, value: Any) -> Peak | None:
-    """A peak that is given as a number of FLOP/s, or as a file of `tfdist-bench peak`.
+    """A peak from a number of FLOP/s, or from a file of `tfdist-bench peak`.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: The value is neither.
     """
     if value is None:
         return None
@@ -56,7 +56,7 @@ def checked_peak(name: str, value: Any) -> Peak | None:
         peak = Peak(found["flops"], found.get("bytes_per_second"))
         sizes = (peak.flops, 1.0 if peak.bytes_per_second is None else peak.bytes_per_second)
         if not all(type(s) in (int, float) and math.isfinite(s) and s > 0 for s in sizes):
-            raise ValueError(f"it holds {checks.shown(found)}")
+            raise ValueError(f"expected positive numbers, received {checks.shown(found)}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise checks.refuse(
             name,

@@ -1,4 +1,4 @@
-"""From the stamps of a step to what its time went into: sections that add up to the step."""
+"""The time of a step, from its stamps, by sections that add up to the step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfdist.backend.clock.intervals import Interval, common, length, union, with
 from tfdist.backend.clock.rows import Row
 from tfdist.backend.clock.stamps import Timed
 
-#: What the time of a step is divided into; sections of timers come beside them.
+#: The sections of a step; those of timers are added to them.
 SECTIONS = (
     "input",
     "forward_backward",
@@ -31,11 +31,11 @@ class Call:
 
     Attributes:
         name: Its name, the same on all ranks that take part.
-        lane: What carried it.
-        begin: When this rank had what it gives, in seconds since the epoch.
+        lane: The transport.
+        begin: When this rank's input was ready, in seconds since the epoch.
         end: When this rank had the result.
-        sent: The bytes that this rank sends for it, as rings and direct exchanges do.
-        in_background: Whether the step went on meanwhile.
+        sent: The bytes that this rank sends for it, as in rings and direct exchanges.
+        in_background: Whether the step continued meanwhile.
         ranks: The ranks that take part.
     """
 
@@ -55,23 +55,23 @@ class Step:
     Attributes:
         begin: When it began, in seconds since the epoch.
         end: When the next one began.
-        seconds: By section how long; they add up to the step.
-        hidden: Seconds of communication beside the computation.
-        travelling: Seconds in which a collective was under way.
-        sent: Bytes that this rank sent.
-        rows: How many samples this rank had.
-        tokens: How many tokens; 0 where the data are none.
-        gradients: When this rank had its gradients; not a number where nothing says.
-        spans: What ran when, by (section, begin, end).
+        seconds: The seconds by section; they add up to the step.
+        hidden: The seconds of communication during computation.
+        communicating: The seconds in which a collective was in progress.
+        sent: The bytes that this rank sent.
+        rows: The number of samples of this rank.
+        tokens: The number of tokens; 0 where the data are not tokens.
+        gradients: When this rank had its gradients; NaN where that was not recorded.
+        spans: The intervals of sections, as (section, begin, end).
         calls: The collectives.
-        row: What its graph noted; None where it notes nothing.
+        row: The row that its graph recorded; None where there is none.
     """
 
     begin: float
     end: float
     seconds: dict[str, float]
     hidden: float = 0.0
-    travelling: float = 0.0
+    communicating: float = 0.0
     sent: float = 0.0
     rows: float = 0.0
     tokens: float = 0.0
@@ -82,14 +82,17 @@ class Step:
 
 
 def steps_of(execution: Execution, timers: Sequence[Timed]) -> list[Step]:
-    """The steps of a call of the training function that is closed.
+    """The steps of a closed call of the training function.
 
     Args:
         execution: The call.
-        timers: What timers have measured meanwhile in the thread that trains.
+        timers: The measurements of timers in the training thread.
+
+    Raises:
+        ValueError: The call is not closed.
     """
     if execution.close is None:
-        raise ValueError("The call is not over.")
+        raise ValueError("The call must be closed. Received: a call without an end.")
     rows: list[Row | None] = [*execution.rows] or [None]
     steps, begin = [], execution.begin
     for number, row in enumerate(rows):
@@ -112,9 +115,9 @@ def steps_of(execution: Execution, timers: Sequence[Timed]) -> list[Step]:
 
 
 def _read(step: Step, row: Row, waits_from: float, inside: float) -> None:
-    """Divides the part of a step that its graph ran."""
+    """Divides the part of a step that its graph ran into sections."""
     start = row.first("start")
-    # A cell of a graph that another step wrote, or that nothing has written.
+    # The cell of a graph may have been written by another step, or not at all.
     waits_from = waits_from if step.begin <= waits_from <= start else step.begin
     end = min(max(row.first("end"), start), inside)
     step.rows, step.tokens = row.first("rows", 0.0), row.first("tokens", 0.0)
@@ -149,14 +152,14 @@ def _read(step: Step, row: Row, waits_from: float, inside: float) -> None:
         ("other", end, inside),
     ]
     step.spans = [span for span in step.spans if span[2] > span[1]]
-    travelling = union((call.begin, call.end) for call in step.calls)
-    step.hidden = length(common(travelling, union([*updates, *rest])))
-    step.travelling = length(travelling)
+    communicating = union((call.begin, call.end) for call in step.calls)
+    step.hidden = length(common(communicating, union([*updates, *rest])))
+    step.communicating = length(communicating)
     step.sent = sum(call.sent for call in step.calls)
 
 
 def _in_step(stamps: Iterable[float], start: float) -> Iterable[float]:
-    """Those of this step: what a branch did not reach has the stamp of an earlier one."""
+    """The stamps of this step: a branch that did not run has the stamp of an earlier one."""
     return [stamp for stamp in stamps if stamp >= start]
 
 
@@ -165,7 +168,7 @@ def _calls(row: Row, start: float) -> list[Call]:
     for places in row.columns.calls:
         column, begin, end = places.column, numbers[places.begin], numbers[places.end]
         if not start <= begin <= end:
-            continue  # Of a branch that was not taken.
+            continue  # The call is in a branch that was not taken.
         sends = _sends(column.name.partition("/")[0], len(column.ranks))
         sent = places.bytes_in(numbers) * sends
         found.append(
@@ -176,7 +179,7 @@ def _calls(row: Row, start: float) -> list[Call]:
 
 @functools.cache
 def _sends(operation: str, size: int) -> float:
-    """How often a rank sends the bytes that it gives to an operation."""
+    """The number of times that a rank sends the bytes of its input in an operation."""
     if size < 2:
         return 0.0
     return {
@@ -188,9 +191,9 @@ def _sends(operation: str, size: int) -> float:
 
 
 def _add_host(step: Step, begin: float, end: float, timers: Sequence[Timed]) -> None:
-    """Divides what is between two calls of the training function."""
+    """Divides the time between two calls of the training function into sections."""
     taken: list[Interval] = []
-    # The innermost, which end first, take their time; what is around them gets the rest.
+    # Inner timers end first and get their own time; those around them get the rest.
     for timed in sorted(timers, key=lambda each: (each.end, -each.begin)):
         own = common([(timed.begin, timed.end)], [(begin, end)])
         for low, high in without(own, union(taken)):

@@ -1,4 +1,4 @@
-"""One `fit` that is watched: from stamps to figures, among the ranks, and to reports."""
+"""One monitored `fit`: from stamps to figures, to the exchange among ranks, and to reports."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from tfdist.step.context import strategy_of
 
 _logger = logging.getLogger("tfdist")
 
-#: The steps of a block: what ranks tell each other is gathered once in so many. At most so many that a
-#: slow rank is named within 50 steps, unless steps are short beside the gathering.
+#: The number of steps of a block, after which ranks exchange their figures. A slow rank is detected
+#: within 50 steps, unless steps are short compared with the exchange.
 _LEAST_BLOCK, _MOST_BLOCK, _LONGEST_BLOCK = 16, 24, 480
-#: Steps below which the gathering would take more than its share in blocks of that length.
+#: For shorter steps the exchange would exceed its fraction of the time in blocks of that length.
 _SHORT_SECONDS = 0.005
-#: Which share of the time telling each other may take.
+#: The fraction of the time that the exchange may use.
 _GATHER_SHARE = 0.005
 _MOST_REPORTS = 1000
 
@@ -69,7 +69,7 @@ class Options:
     traced: range
 
 
-#: What logs of epochs get: a line of output has room for few figures. Reports have all.
+#: The figures in logs of epochs: a line of output has room for few. Reports have all.
 _IN_LOGS = (
     "step_seconds",
     "samples_per_second",
@@ -81,12 +81,12 @@ _IN_LOGS = (
 
 
 class Session:
-    """One `fit`.
+    """The monitoring of one `fit`.
 
     Args:
-        options: What is wanted.
-        watch: The model's watch, which is installed.
-        params: What Keras tells callbacks of the `fit`.
+        options: The options of the monitor.
+        watch: The model's watch; the session installs it.
+        params: The parameters that Keras passes to callbacks.
 
     Attributes:
         reports: The last reports.
@@ -112,7 +112,7 @@ class Session:
         self._epoch_totals = Totals(mesh, flops, bandwidth)
         self._slow = SlowRanks(options.slow_above)
         self._timers: list[Timed] = []
-        #: The names of timers in the thread that trains, the same on all ranks, and those not yet told.
+        #: The names of timers in the training thread, the same on all ranks, and those not yet shared.
         self._sections: list[str] = []
         self._unknown: set[str] = set()
         self._traced = options.traced
@@ -125,12 +125,12 @@ class Session:
         self.reports: list[Report] = []
         self.prometheus_port: int | None = None
         self._open = contextlib.ExitStack()
-        with contextlib.ExitStack() as stack:  # What is open is closed where the rest fails.
+        with contextlib.ExitStack() as stack:  # Closes the open outputs if the rest fails.
             self._sinks = self._opened_sinks(stack) if self._rank == 0 else []
             stack.enter_context(listen(self._timers.append))
             watch.install(self._between)
             stack.callback(watch.remove)
-            self._ask_norm(2)  # Of the first, which makes the graph, no time counts.
+            self._ask_norm(2)  # The times of the first step, which is traced, do not count.
             self._open = stack.pop_all()
 
     def _opened_sinks(self, stack: contextlib.ExitStack) -> list[Sink]:
@@ -156,7 +156,7 @@ class Session:
         return sinks
 
     def close(self) -> None:
-        """Takes the stamps out, and closes what reports go to."""
+        """Removes the stamps, and closes the outputs of reports."""
         self._open.close()
 
     def begin_epoch(self, epoch: int) -> None:
@@ -177,10 +177,10 @@ class Session:
         logs |= {name: figures[name] for name in _IN_LOGS if name in figures and name not in logs}
 
     def end(self) -> None:
-        """The end of `fit`."""
+        """Writes the last report and closes the session, at the end of `fit`."""
         self._watch.close(time.time())
         self._exchange()
-        if self._totals.steps:  # Of fewer steps than a report is due after.
+        if self._totals.steps:  # Fewer steps than `every`.
             self._report("interval", self._totals, self._totals.logs())
         if self._traced:
             self._write_trace()
@@ -189,7 +189,7 @@ class Session:
     # -- between two steps ------------------------------------------------------------------------
 
     def _between(self) -> None:
-        """Called by the thread that trains, before each call of the training function."""
+        """Called by the training thread before each call of the training function."""
         if self._norms:
             self._norms -= 1
             if not self._norms:
@@ -203,7 +203,7 @@ class Session:
                     self._write_trace()
 
     def _exchange(self) -> None:
-        """Reads the stamps, and tells the other ranks the figures; all ranks come here at the same step."""
+        """Reads the stamps, and exchanges the figures; all ranks call this at the same step."""
         begun = time.perf_counter()
         steps = self._read()
         blocks = self._gathered(self._described(steps))
@@ -228,13 +228,13 @@ class Session:
         self._cost = time.perf_counter() - begun
 
     def _ask_norm(self, calls: int) -> None:
-        """Has so many calls from now on compute the norm of their gradients."""
+        """Makes the next `calls` calls compute the norm of their gradients."""
         if self._options.gradient_norm:
             self._norms = calls + 1
             self._watch.ask_norm(True)
 
     def _read(self) -> list[Step]:
-        """The steps since the last call in which no graph was made."""
+        """The steps since the last call in which no graph was traced."""
         found = []
         timers, self._timers[:] = list(self._timers), []
         for execution in self._watch.take():
@@ -253,13 +253,13 @@ class Session:
         known = {*SECTIONS, *self._sections}
         if len(self._sections) < MOST_TIMERS:
             self._unknown |= {n for step in found for n in step.seconds if n not in known}
-        # What is not over yet is read again with the next steps.
+        # Timers that have not ended are read again with the next steps.
         last = self._watch.executions[-1].begin if self._watch.executions else math.inf
         self._timers += [each for each in timers if each.end > last]
         return found
 
     def _described(self, steps: Sequence[Step]) -> Block:
-        """What this rank tells the others."""
+        """The figures that this rank sends to the others."""
         block = Block()
         places = {name: place for place, name in enumerate(self._sections)}
         block.take(steps, places, self._offsets[self._rank])
@@ -295,7 +295,7 @@ class Session:
         return [Block(vector) for vector in every]
 
     def _learn_names(self) -> None:
-        """All ranks call the sections of timers by the same numbers."""
+        """Assigns the same numbers to sections of timers on all ranks."""
         unknown = [sorted(self._unknown)]
         if self._group is not None:
             unknown = all_gather_object(unknown[0], self._group, name="monitor/timer names")
@@ -304,13 +304,13 @@ class Session:
                 self._sections.append(name)
         if len(self._sections) == MOST_TIMERS and not self._unknown <= set(self._sections):
             _logger.warning(
-                "Monitor keeps %d sections of timers apart; others count as `callbacks`.",
+                "Monitor supports %d sections of timers; others count as `callbacks`.",
                 MOST_TIMERS,
             )
         self._unknown = set()
 
     def _choose_block(self, blocks: Sequence[Block]) -> None:
-        """How many steps pass until the ranks tell each other again, by the chief's clock."""
+        """Sets the number of steps until the next exchange, by the chief's clock."""
         chief = blocks[0]
         if not chief["steps"]:
             return
@@ -350,7 +350,7 @@ class Session:
         return max((epochs - self._epoch) * steps - here, 0)
 
     def _write_trace(self) -> None:
-        """Puts the ranks' traces together; all ranks come here at the same step."""
+        """Merges the ranks' traces; all ranks call this at the same step."""
         first = self._traced.start
         if self._engine is not None:
             self._offsets = clock_offsets(self._engine)
@@ -387,5 +387,5 @@ def _last_norm(step: Step) -> float | None:
     """This rank's part of the squared norm, where the step computed it."""
     if step.row is None:
         return None
-    known = [each for each in step.row.all_of("norm") if not each < 0]  # Not a number is one.
+    known = [each for each in step.row.all_of("norm") if not each < 0]  # NaN is a norm.
     return sum(known) if known else None

@@ -1,4 +1,4 @@
-"""Where reports go: the terminal, files, and those who collect figures of many programs."""
+"""Outputs of reports: the terminal, files, and services that collect figures of many programs."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from tfdist.addons.monitoring.monitor.words import line_of, rows_of
 
 
 class Sink(abc.ABC):
-    """Takes reports. Only the chief has some."""
+    """An output of reports. Only the chief has outputs."""
 
     @abc.abstractmethod
     def take(self, report: Report) -> None:
-        """Takes one."""
+        """Writes a report."""
 
     def close(self) -> None:
         """Called when `fit` is over."""
 
 
 class Terminal(Sink):
-    """One table that is drawn anew in a terminal; elsewhere a line a report."""
+    """One table that is updated in a terminal; elsewhere a line per report."""
 
     def __init__(self) -> None:
         self._live: Any = None
         self._is_terminal = sys.stdout.isatty() and os.environ.get("TERM", "") != "dumb"
 
     def take(self, report: Report) -> None:
-        """Shows it."""
+        """Shows a report."""
         if not self._is_terminal:
             if report.kind == "interval":
                 print(line_of(report), flush=True)
@@ -50,7 +50,7 @@ class Terminal(Sink):
         self._live.update(_table(report), refresh=True)
 
     def close(self) -> None:
-        """Leaves the last table where it is."""
+        """Keeps the last table on the screen."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -71,11 +71,11 @@ def _table(report: Report):
 
 
 class JsonLines(Sink):
-    """A line of JSON a report, behind those that are there.
+    """A line of JSON per report, appended to a file.
 
     Args:
         path: The file.
-        begin: What the first line of this `fit` says.
+        begin: The contents of the first line of this `fit`.
 
     Raises:
         OSError: It cannot be written.
@@ -86,7 +86,7 @@ class JsonLines(Sink):
         self._write({"kind": "begin", **begin})
 
     def take(self, report: Report) -> None:
-        """Writes it."""
+        """Writes a report."""
         self._write(report.to_json())
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ class JsonLines(Sink):
         self._file.flush()
 
     def close(self) -> None:
-        """Ends the file."""
+        """Closes the file."""
         self._file.close()
 
 
@@ -102,14 +102,14 @@ class TensorBoard(Sink):
     """Scalars for TensorBoard.
 
     Args:
-        directory: Where event files lie.
+        directory: The directory of event files.
     """
 
     def __init__(self, directory: str):
         self._writer = tf.summary.create_file_writer(directory)
 
     def take(self, report: Report) -> None:
-        """Writes it."""
+        """Writes a report."""
         with self._writer.as_default(step=report.step):
             for name, value in _flat(report).items():
                 prefix = "monitor" if report.kind == "interval" else "monitor_epoch"
@@ -117,7 +117,7 @@ class TensorBoard(Sink):
         self._writer.flush()
 
     def close(self) -> None:
-        """Ends the file."""
+        """Closes the file."""
         self._writer.close()
 
 
@@ -127,13 +127,13 @@ def _flat(report: Report) -> dict[str, float]:
 
 
 class Prometheus(Sink):
-    """The figures of the last report, as text that Prometheus asks for, at this machine alone.
+    """The figures of the last report in Prometheus' text format, served to this machine only.
 
     Args:
-        port: The port; 0 for any that is free.
+        port: The port; 0 for any free port.
 
     Raises:
-        OSError: The port is taken.
+        OSError: The port is in use.
 
     Attributes:
         port: The port.
@@ -158,7 +158,7 @@ class Prometheus(Sink):
                 self.wfile.write(body)
 
             def log_message(self, *args):
-                """Says nothing: it would go to the terminal of the training."""
+                """Logs nothing: it would be written to the terminal of the training."""
 
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self._server.daemon_threads = True
@@ -168,7 +168,7 @@ class Prometheus(Sink):
         ).start()
 
     def take(self, report: Report) -> None:
-        """Keeps it."""
+        """Stores a report."""
         if report.kind != "interval":
             return
         lines = []
@@ -186,7 +186,7 @@ class Prometheus(Sink):
         self._text = "\n".join(lines) + "\n"
 
     def close(self) -> None:
-        """Answers no more."""
+        """Stops the server."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -211,7 +211,8 @@ class OpenTelemetry(Sink):
             from opentelemetry import metrics
         except ImportError as error:
             raise ImportError(
-                "Monitor(opentelemetry=True) wants a package that is not there: pip install opentelemetry-api"
+                "Monitor(opentelemetry=True) requires a package that is not installed. Run: pip install "
+                "opentelemetry-api"
             ) from error
         self._meter = metrics.get_meter("tfdist")
         self._gauges: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Who is slow: how long ranks work in a step, beside each other and beside what they once took."""
+"""Detection of slow ranks: the work of ranks per step, compared with each other and with the past."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 from tfdist.addons.monitoring.monitor.block import Block
 from tfdist.addons.monitoring.monitor.sections import SECTIONS
 
-#: Shorter delays are what a busy machine does to any rank.
+#: Shorter delays occur on any rank of a busy machine.
 _LEAST_SECONDS = 0.002
-#: So many times the limit is believed at once, less only when the next block says the same.
+#: An excess of so many limits is reported at once, a smaller one only if the next block confirms it.
 _PLAIN = 3.0
-#: Sections that a slow rank is named for: in the others ranks wait for each other.
+#: The sections that are reported for a slow rank: in the others ranks wait for each other.
 _NAMED = tuple(s for s in SECTIONS if s not in ("communication", "monitor", "checkpoint"))
 
 
@@ -26,8 +26,8 @@ class SlowRank:
 
     Attributes:
         rank: The rank.
-        section: Where its time goes.
-        excess: By how many seconds a step of its work is longer than the median of the others.
+        section: The section in which most of the excess is.
+        excess: The seconds by which its work in a step exceeds the median of the others.
         step: The time of a step, in seconds.
     """
 
@@ -37,7 +37,12 @@ class SlowRank:
     step: float
 
     def words(self, host: str, seen: str) -> str:
-        """What to tell the user."""
+        """A message for the user.
+
+        Args:
+            host: The host of the rank.
+            seen: A further observation, or "".
+        """
         section = self.section.replace("_", " ")
         return (
             f"Rank {self.rank} on {host} is slow: in each step of {1e3 * self.step:.0f} ms it works "
@@ -49,7 +54,7 @@ class SlowRanks:
     """Compares the ranks, block by block.
 
     Args:
-        limit: By which share of a step a rank's work may be longer than the median of the others.
+        limit: The fraction of a step by which a rank's work may exceed the median of the others.
     """
 
     def __init__(self, limit: float):
@@ -61,10 +66,10 @@ class SlowRanks:
         self.scores: dict[int, dict[str, Any]] = {}
 
     def look(self, blocks: Sequence[Block], timers: Sequence[str]) -> list[SlowRank]:
-        """Takes a block of each rank in.
+        """Adds a block of each rank.
 
         Returns:
-            The ranks to warn of: each once for a section, until it is as fast as the others again.
+            The ranks to report: each once per section, until it is as fast as the others again.
         """
         if len(blocks) < 2 or any(not block["steps"] for block in blocks):
             return []
@@ -97,7 +102,7 @@ class SlowRanks:
 
     @staticmethod
     def _section(blocks: Sequence[Block], rank: int, timers: Sequence[str]) -> str:
-        """The section that is the longest beside that of the other ranks."""
+        """The section with the largest excess over that of the other ranks."""
         names = {name: name for name in _NAMED}
         names |= {f"timer/{place}": name for place, name in enumerate(timers)}
 
@@ -109,7 +114,7 @@ class SlowRanks:
 
 
 def _came_last(blocks: Sequence[Block]) -> list[float]:
-    """Of each rank the share of steps in which it was the last to have its gradients."""
+    """For each rank, the fraction of steps in which it was the last to have its gradients."""
     stamps = np.stack([block.gradients for block in blocks])
     known = stamps[:, (stamps > 0).all(axis=0)]
     if not known.size:

@@ -1,4 +1,4 @@
-"""What a report says: the figures of all ranks together, over some steps."""
+"""The contents of a report: the figures of all ranks together, over some steps."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Report:
 
     Attributes:
         kind: "interval" or "epoch".
-        step: How many steps this `fit` has made.
+        step: The number of steps of this `fit` so far.
         epoch: The epoch, from 0.
-        batch: How many batches of the epoch are done.
-        logs: By name the figures; see docs/monitoring.md.
-        sections: By name the share of a step, averaged over ranks; they add up to 1.
-        ranks: Of each rank `work` (seconds of a step in which it waits for nobody), `score`, the steps
-            in which it `came_last`, and its `sections` in seconds.
+        batch: The number of batches of the epoch so far.
+        logs: The figures by name; see docs/monitoring.md.
+        sections: The fraction of a step by section, averaged over ranks; they add up to 1.
+        ranks: For each rank `work` (seconds of a step in which it does not wait for others), `score`, the
+            fraction of steps in which it `came_last`, and its `sections` in seconds.
     """
 
     kind: str
@@ -36,7 +36,7 @@ class Report:
     ranks: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """What a line of JSON says; what is no number is left out."""
+        """The report as a JSON object, without numbers that are not finite."""
         found = dataclasses.asdict(self)
         found["logs"] = {k: v for k, v in self.logs.items() if math.isfinite(v)}
         return found
@@ -47,9 +47,9 @@ class Totals:
 
     Args:
         mesh: The mesh; None for one process without one.
-        peak_flops: The most floating-point operations that a rank does in a second; None where that is
-            not known.
-        bandwidth: The most bytes that a rank sends in a second; likewise.
+        peak_flops: The peak floating-point operations per second of a rank; None where that is not
+            known.
+        bandwidth: The peak bytes per second that a rank sends; None where that is not known.
     """
 
     def __init__(self, mesh: Mesh | None, peak_flops: float | None, bandwidth: float | None):
@@ -58,15 +58,15 @@ class Totals:
 
     @property
     def steps(self) -> int:
-        """How many steps there were."""
+        """The number of steps."""
         return int(sum(blocks[0]["steps"] for blocks in self._blocks))
 
     def add(self, blocks: Sequence[Block]) -> None:
-        """Takes a block of each rank in."""
+        """Adds a block of each rank."""
         self._blocks.append(list(blocks))
 
     def clear(self) -> None:
-        """Begins anew."""
+        """Removes all blocks."""
         self._blocks = []
 
     def _sum(self, name: str, rank: int | None = None) -> float:
@@ -84,7 +84,7 @@ class Totals:
             return {}
         mean = seconds / steps
         spread = math.sqrt(max(self._sum("squares") / steps - mean * mean, 0.0))
-        # All ranks take as long: the time that passed is that of one of them.
+        # A step lasts equally long on all ranks: the time that passed is that of one of them.
         passed = seconds / size
         rows = 1 if self._mesh is None else self._ranks_of(self._mesh.row_axes)
         tokens = rows if self._mesh is None else rows * self._ranks_of(self._mesh.token_axes)
@@ -102,10 +102,10 @@ class Totals:
             if self._peak:
                 found["mfu"] = flops / (seconds * self._peak)
                 found["hfu"] = (flops + self._sum("again_flops")) / (seconds * self._peak)
-        travelling, hidden = self._sum("travelling"), self._sum("hidden")
-        if travelling:
-            found["communication_hidden"] = hidden / travelling
-            found["bytes_per_second"] = self._sum("sent") / travelling
+        communicating, hidden = self._sum("communicating"), self._sum("hidden")
+        if communicating:
+            found["communication_hidden"] = hidden / communicating
+            found["bytes_per_second"] = self._sum("sent") / communicating
             if self._bandwidth:
                 found["bandwidth_use"] = found["bytes_per_second"] / self._bandwidth
         found["compute_share"] = (
@@ -136,7 +136,7 @@ class Totals:
         return sum(block["work"] * block["steps"] for block in counted) / weight
 
     def sections(self, timers: Sequence[str], rank: int | None = None) -> dict[str, float]:
-        """By section its share of a step, of one rank or of all."""
+        """The fraction of a step by section, of one rank or of all."""
         seconds = self._sum("seconds", rank)
         if not seconds:
             return {}
@@ -146,7 +146,7 @@ class Totals:
         return found
 
     def ranks(self, timers: Sequence[str], scores: Mapping[int, dict]) -> list[dict[str, Any]]:
-        """Of each rank what it did with its time."""
+        """The work, sections and scores of each rank."""
         found = []
         for rank in range(len(self._blocks[0])):
             steps = max(self._sum("steps", rank), 1)

@@ -9,7 +9,7 @@ from typing import Any
 from tfdist.addons.monitoring.monitor.sections import Call, Step
 from tfdist.backend.clock.stamps import Timed
 
-#: What one rank did: plain data, since it travels.
+#: The trace of one rank: plain data, since it is sent.
 RankTrace = dict[str, Any]
 
 _LANES = ("step", "compute", "input", "callbacks", "checkpoint")
@@ -25,21 +25,21 @@ _MICRO = 1e6
 def trace_of(
     steps: Sequence[Step], timers: Sequence[Timed], first: int, offset: float, host: str
 ) -> RankTrace:
-    """What a rank tells of some steps.
+    """This rank's trace of some steps.
 
     Args:
         steps: The steps.
-        timers: What timers of other threads have measured meanwhile.
+        timers: The measurements of timers in other threads.
         first: The number of the first step.
-        offset: What makes of this rank's time the chief's.
-        host: The machine.
+        offset: The seconds to add to this rank's time to get the chief's.
+        host: The name of the machine.
     """
     slices: list[tuple[str, str, float, float, dict]] = []
     for number, step in enumerate(steps, first):
         slices.append(("step", f"step {number}", step.begin, step.end, {"step": number}))
         for section, begin, end in step.spans:
             if section in ("communication", "other"):
-                continue  # The lanes of the transports have the former.
+                continue  # Communication is on the lanes of the transports.
             lane = _LANE_OF.get(section, "callbacks")
             slices.append((lane, section, begin, end, {"step": number}))
         for call in step.calls:
@@ -63,12 +63,12 @@ def _of_call(call: Call, step: int) -> dict[str, Any]:
 def merged_trace(traces: Sequence[RankTrace], **more: Any) -> dict[str, Any]:
     """The traces of all ranks as one.
 
-    A process stands for a rank, a thread for a lane; what overlaps on a lane, as collectives that travel
-    at the same time, goes to lanes beside it. Arrows lead from a send to its receive.
+    A process represents a rank, a thread represents a lane. Slices that overlap on a lane, such as
+    concurrent collectives, are on additional lanes. Arrows lead from a send to its receive.
 
     Args:
-        traces: Of each rank, the first first.
-        **more: What stands in the file beside the events.
+        traces: The trace of each rank.
+        **more: Additional entries of the file, under "otherData".
     """
     zero = min((begin for each in traces for _, _, begin, _, _ in each["slices"]), default=0.0)
     events: list[dict[str, Any]] = []
@@ -108,7 +108,7 @@ def merged_trace(traces: Sequence[RankTrace], **more: Any) -> dict[str, Any]:
 
 
 def _end_of_message(name: str, rank: int) -> str | None:
-    """Which end of a message a slice is: names are those of `tfdist.collectives.run`."""
+    """The end of a message that a slice is; names are those of `tfdist.collectives.run`."""
     operation, _, rest = name.partition("/")
     if operation != "send":
         return None
@@ -117,7 +117,7 @@ def _end_of_message(name: str, rank: int) -> str | None:
 
 
 def _arrow(number: int, send: dict, receive: dict) -> list[dict[str, Any]]:
-    """An arrow; its ends lie inside of the slices that it leads from and to."""
+    """An arrow whose ends are inside the slices from and to which it leads."""
     common = {"name": "message", "cat": "message", "id": number}
     return [
         {"ph": "s", **common, "pid": send["pid"], "tid": send["tid"], "ts": send["ts"]},
@@ -133,7 +133,7 @@ def _arrow(number: int, send: dict, receive: dict) -> list[dict[str, Any]]:
 
 
 def _in_lanes(slices: Sequence[tuple]) -> list[tuple[str, list[tuple]]]:
-    """The slices by lane, none of which has slices that overlap."""
+    """The slices by lane, so that no lane has slices that overlap."""
     by_lane: dict[str, list[tuple]] = {}
     for each in slices:
         by_lane.setdefault(each[0], []).append(each)
@@ -153,13 +153,13 @@ def _in_lanes(slices: Sequence[tuple]) -> list[tuple[str, list[tuple]]]:
 
 
 def hidden_share(steps: Sequence[Step]) -> float:
-    """The share of the communication of some steps that the computation hides."""
-    travelling = sum(step.travelling for step in steps)
-    return sum(step.hidden for step in steps) / travelling if travelling else 0.0
+    """The fraction of the communication of some steps that is hidden by computation."""
+    communicating = sum(step.communicating for step in steps)
+    return sum(step.hidden for step in steps) / communicating if communicating else 0.0
 
 
 def write_trace(path: str, trace: dict[str, Any]) -> None:
-    """Writes a trace.
+    """Writes a trace to a file.
 
     Raises:
         OSError: It cannot be written.

@@ -1,8 +1,8 @@
-"""A model whose training steps are stamped while `fit` runs, and what the stamps say.
+"""A model whose training steps are stamped while `fit` runs, and the rows that the stamps yield.
 
 Under a strategy of tfdist the steps of a `fit` are stamped by a hook (`Monitor.around_step`). Elsewhere
-`Watch` replaces the model's `train_step` and its optimizers' `apply` for the time of a `fit`, each of which
-does what it did before, with stamps around.
+`Watch` replaces the model's `train_step` and its optimizers' `apply` during a `fit` by wrappers that
+call them and add stamps.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tfdist.step.context import strategy_of
 
 @dataclasses.dataclass
 class Execution:
-    """A call of the training function: one step, or as many as `steps_per_execution`.
+    """A call of the training function: `steps_per_execution` steps.
 
     Attributes:
         begin: When it was called, in seconds since the epoch.
         end: When it returned.
-        close: When the next one began; None where none has, or where an epoch ended in between.
-        traced: Whether a graph was made inside, which takes seconds.
-        rows: What its steps have noted, in their order.
+        close: When the next one began, or the epoch ended; None before that.
+        traced: Whether a graph was traced inside, which takes seconds.
+        rows: The rows that its steps have recorded, in order.
     """
 
     begin: float
@@ -47,12 +47,12 @@ class Execution:
     rows: list[Row] = dataclasses.field(default_factory=list)
 
 
-#: By model the watch that is in it.
+#: The installed watch of each model.
 _installed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 class _Program(RowBuffer):
-    """Where a graph of the training step leaves its rows, and how much it computes."""
+    """A graph of the training step: the buffer of its rows, and its number of operations."""
 
     def __init__(self, columns: Columns, flops: Flops | None):
         super().__init__(columns)
@@ -67,8 +67,8 @@ class Watch:
 
     Attributes:
         executions: The calls since the last `take`.
-        in_graph: Whether steps are stamped inside: not under XLA, nor under a strategy that is neither
-            TensorFlow's default nor one of tfdist's ranks.
+        in_graph: Whether steps are stamped inside. They are not under XLA, nor under a strategy that is
+            neither TensorFlow's default nor one of tfdist's ranks.
     """
 
     def __init__(self, model: keras.Model):
@@ -92,24 +92,24 @@ class Watch:
         self._removals: list[Callable[[], None]] = []
 
     def restart(self) -> None:
-        """Forgets what was not taken."""
+        """Discards the calls that were not taken."""
         self.executions = []
         self._eager_rows = []
         for program in self._programs:
             program.take()
 
-    # -- putting it in, and taking it out --------------------------------------------------------
+    # -- installing and removing -----------------------------------------------------------------
 
     def install(self, between: Callable[[], None]) -> None:
-        """Called when `fit` has made its training function.
+        """Installs the watch, when `fit` has made its training function.
 
         Args:
-            between: Called by the thread that trains, before each call of the training function.
+            between: Called by the training thread before each call of the training function.
         """
         model = self.model
         left = _installed.get(model)
         if left is not None:
-            left.remove()  # Of a `fit` that failed, and told no callback.
+            left.remove()  # Of a `fit` that failed without a call of its callbacks.
         _installed[model] = self
         self.restart()
         self._between = between
@@ -120,14 +120,14 @@ class Watch:
                 self._install_stamps()
 
     def _install_stamps(self) -> None:
-        """Puts stamps into a model of no strategy of tfdist's, of which no hook is called."""
+        """Puts stamps into a model without a strategy of tfdist, for which no hook is called."""
         model = self.model
         plain = model.train_function
         self._removals.append(_replaced(model, "train_step", self._stamped_step()))
         for optimizer in _optimizers(model):
             self._removals.append(_replaced(optimizer, "apply", _stamped_apply(optimizer)))
         if self._stamped is None or plain is not self._plain:
-            # A step that was traced before knows of no stamps.
+            # A step that was traced before has no stamps.
             model.make_train_function(force=True)
             self._stamped, self._plain = model.train_function, plain
         model.train_function = self._stamped
@@ -138,7 +138,7 @@ class Watch:
         self._removals.append(put_back)
 
     def remove(self) -> None:
-        """Makes the model what it was."""
+        """Restores the model."""
         note_waits(None)
         while self._removals:
             self._removals.pop()()
@@ -157,25 +157,25 @@ class Watch:
         self.executions.append(Execution(self._begun, time.time(), traced=traced))
 
     def close(self, now: float) -> None:
-        """Ends the time that counts for the last call."""
+        """Ends the time of the last call."""
         note_waits(None)
         if self.executions and self.executions[-1].close is None:
             self.executions[-1].close = now
 
     @property
     def num_closed(self) -> int:
-        """How many calls are over that were not taken."""
+        """The number of closed calls that were not taken."""
         is_open = bool(self.executions) and self.executions[-1].close is None
         return len(self.executions) - is_open
 
     def ask_norm(self, wanted: bool) -> None:
-        """Has the steps from now on compute the norm of their gradients, or not."""
+        """Sets whether the steps from now on compute the norm of their gradients."""
         tf.raw_ops.AssignVariableOp(
             resource=self._wants_norm.handle, value=tf.constant(float(wanted), tf.float64)
         )
 
     def take(self) -> list[Execution]:
-        """The calls that are over, with their rows."""
+        """The closed calls, with their rows."""
         done = [each for each in self.executions if each.close is not None]
         self.executions = [each for each in self.executions if each.close is None]
         rows = self._eager_rows + [row for program in self._programs for row in program.take()]
@@ -205,13 +205,13 @@ class Watch:
 
     @contextlib.contextmanager
     def stamped(self, data) -> Iterator[Callable]:
-        """Inside, a training step is stamped while it is traced or runs eagerly.
+        """Stamps a training step while it is traced or runs eagerly in the context.
 
         Args:
-            data: What it is given.
+            data: The arguments of the step.
 
-        Returns:
-            A context, whose value takes and returns what the step has returned.
+        Yields:
+            A function that is called with the logs of the step, and returns them.
         """
         if self._is_stamped or _counting.get() or not self.in_graph:
             yield lambda logs: logs
@@ -255,8 +255,8 @@ class Watch:
     def flops_of(self, row: Row) -> Flops:
         """The floating-point operations of a step on this rank.
 
-        Where its graph does not know the sizes of a batch, the step is traced once more with those of
-        the row; all ranks may do that at any time, since tracing sends nothing.
+        Where its graph does not determine the sizes of a batch, the step is traced again with those of
+        the row; all ranks may do that at any time, since tracing does not communicate.
         """
         for program in self._programs:
             if program.columns is row.columns and program.flops is not None:
@@ -288,7 +288,7 @@ _counting: contextvars.ContextVar[bool] = contextvars.ContextVar("counting", def
 
 
 def _replaced(owner, name: str, value) -> Callable[[], None]:
-    """Gives an object an attribute of its own; returns what takes it away again."""
+    """Sets an attribute of an object; returns a function that restores it."""
     attributes = vars(owner)
     before = attributes.get(name)
     attributes[name] = value
@@ -303,7 +303,7 @@ def _replaced(owner, name: str, value) -> Callable[[], None]:
 
 
 def _optimizers(model: keras.Model) -> list:
-    """The optimizers of a model, also those that a step of its own uses, and those inside of others."""
+    """The optimizers of a model, including those of a custom step, and those inside others."""
     found: list = []
     waiting = [model.optimizer, *vars(model).values()]
     while waiting:
@@ -327,7 +327,7 @@ def _stamped_apply(optimizer) -> Callable:
 
 
 def _note_sizes(stamps: Stamps, data) -> None:
-    """Rows, tokens, and the sizes that the graph does not know."""
+    """Records the rows, the tokens, and the sizes that the graph does not determine."""
     x = keras.utils.unpack_x_y_sample_weight(data)[0] if isinstance(data, tuple) else data
     parts = [part for part in tf.nest.flatten(x) if isinstance(part, tf.Tensor)]
     if parts and parts[0].shape.rank:

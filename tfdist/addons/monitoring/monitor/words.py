@@ -1,4 +1,4 @@
-"""Figures as people read them."""
+"""Figures as text for people."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def big(value: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """A time of a step."""
+    """The duration of a step."""
     return f"{1e3 * seconds:.1f} ms" if seconds < 10 else f"{seconds:.1f} s"
 
 
 def clock(seconds: float) -> str:
-    """A time to come: 1 h 03 min."""
+    """A remaining time: 1 h 03 min."""
     if not math.isfinite(seconds):
         return "unknown"
     seconds = round(seconds)
@@ -38,7 +38,7 @@ def clock(seconds: float) -> str:
 
 
 def rows_of(report) -> list[tuple[str, str]]:
-    """A report as pairs of what and how much."""
+    """A report as pairs of a name and a value."""
     logs = report.logs
     mean, spread = logs.get("step_seconds", 0.0), logs.get("step_seconds_std", 0.0)
     found = [
@@ -64,14 +64,14 @@ def rows_of(report) -> list[tuple[str, str]]:
     add("sent while communicating", "bytes_per_second", lambda value: f"{big(value)}B/s")
     add("of the measured bandwidth", "bandwidth_use", lambda value: f"{value:.0%}")
     add("memory", "memory", lambda value: f"{value / _MEBI:,.0f} MiB")
-    add("most memory", "peak_memory", lambda value: f"{value / _MEBI:,.0f} MiB")
+    add("peak memory", "peak_memory", lambda value: f"{value / _MEBI:,.0f} MiB")
     add("imbalance", "imbalance", lambda value: f"{value:.1%}")
     add("time left", "eta_seconds", clock)
     return found
 
 
 def line_of(report) -> str:
-    """A report in one line."""
+    """A report as one line."""
     logs = report.logs
     mean, spread = logs.get("step_seconds", 0.0), logs.get("step_seconds_std", 0.0)
     parts = [

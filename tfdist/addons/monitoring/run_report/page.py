@@ -1,4 +1,4 @@
-"""A report of a training as one page of HTML, which fetches nothing: pictures are SVG inside of it."""
+"""A report of a training as a self-contained HTML page with pictures in SVG."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COLORS = {
 }
 _MORE_COLORS = ("#54a24b", "#eeca3b", "#ff9da6", "#8c6bb1")
 _WIDTH, _LEFT, _BAR = 900, 170, 16
-#: Of a timeline with more slices nobody could tell one from the next.
+#: In a timeline with more slices they could not be distinguished.
 _MOST_SLICES = 20_000
 _MOST_POINTS = 2000
 
@@ -45,7 +45,7 @@ def html_page(run: Run) -> str:
         times = run.rank_times()
         names = section_names(times)
         colors = _colors(names)
-        parts.append("<h2>Where the traced steps went</h2>" + _breakdown(times, names, colors))
+        parts.append("<h2>Traced steps by section</h2>" + _breakdown(times, names, colors))
         parts.append(_table(*rank_rows(times)))
         parts.append("<h2>Overlap of communication and computation</h2>" + _overlap(times))
         if len(times) > 1:
@@ -134,7 +134,7 @@ def _overlap(times: Sequence[RankTimes]) -> str:
         ]
         for each in times
     ]
-    return _table(["rank", "communication", "of it hidden", "overlap"], rows)
+    return _table(["rank", "communication", "hidden", "overlap"], rows)
 
 
 def _timeline(slices: Sequence[Slice], names: dict[int, str], colors: dict[str, str]) -> str:

@@ -12,18 +12,18 @@ from typing import Any
 from tfdist.backend.clock.intervals import common, union
 from tfdist.utils.errors import TfdistError
 
-#: A trace of more bytes is none of a Monitor's.
+#: A trace with more bytes cannot be from a Monitor.
 _MOST_BYTES = 1 << 30
 _MICRO = 1e-6
 
 
 class UnreadableError(TfdistError, ValueError):
-    """A file is none of a Monitor's."""
+    """A file was not written by a Monitor."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """What ran on a lane of a rank: a name, when in seconds since the trace began, and for how long."""
+    """An interval on a lane of a rank: a name, and its times in seconds since the trace began."""
 
     rank: int
     lane: str
@@ -36,15 +36,15 @@ class Slice:
 
 @dataclasses.dataclass(frozen=True)
 class RankTimes:
-    """What a rank did with the steps of a trace, in seconds of all of them.
+    """The times of a rank in a trace, in seconds over all its steps.
 
     Attributes:
         rank: The rank.
-        name: What the trace calls it.
-        steps: How long the steps took.
-        sections: By name; communication is that which nothing was computed beside.
-        communication: How long some collective was under way.
-        hidden: How much of that something was computed beside.
+        name: Its name in the trace.
+        steps: The time of the steps.
+        sections: The times by section; communication is the part without computation at the same time.
+        communication: The time in which a collective was in progress.
+        hidden: The part of that time with computation at the same time.
     """
 
     rank: int
@@ -56,25 +56,25 @@ class RankTimes:
 
     @property
     def overlap(self) -> float:
-        """The share of communication that is hidden, as Holistic Trace Analysis defines it."""
+        """The fraction of communication that is hidden, as Holistic Trace Analysis defines it."""
         return self.hidden / self.communication if self.communication else 0.0
 
     @property
     def work(self) -> float:
-        """The time in which the rank waited for no other."""
+        """The time in which the rank did not wait for others."""
         return self.steps - self.sections.get("communication", 0.0)
 
 
 @dataclasses.dataclass
 class Run:
-    """A training as its files tell it.
+    """A training, as read from its files.
 
     Attributes:
-        title: Where the files were.
-        slices: Those of the traces.
-        names: Of ranks.
+        title: The name of the file or folder.
+        slices: The slices of the traces.
+        names: The names of ranks.
         intervals: The reports of intervals.
-        epochs: Those of epochs.
+        epochs: The reports of epochs.
     """
 
     title: str
@@ -84,7 +84,7 @@ class Run:
     epochs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def rank_times(self) -> list[RankTimes]:
-        """What each rank of the trace did."""
+        """The times of each rank of the trace."""
         by_rank: dict[int, list[Slice]] = collections.defaultdict(list)
         for each in self.slices:
             by_rank[each.rank].append(each)
@@ -98,9 +98,9 @@ class Run:
             lanes[kind].append((each.begin, each.end))
             if not each.is_communication and each.lane not in ("step", "other threads"):
                 sections[each.name] += each.end - each.begin
-        computing, travelling = union(lanes["compute"]), union(lanes["communication"])
-        hidden = sum(end - begin for begin, end in common(computing, travelling))
-        whole = sum(end - begin for begin, end in union(travelling))
+        computing, communicating = union(lanes["compute"]), union(lanes["communication"])
+        hidden = sum(end - begin for begin, end in common(computing, communicating))
+        whole = sum(end - begin for begin, end in union(communicating))
         steps = sum(end - begin for begin, end in lanes["step"])
         sections["communication"] = whole - hidden
         sections["other"] = max(steps - sum(sections.values()), 0.0)
@@ -113,7 +113,7 @@ def read_run(path: str | os.PathLike) -> Run:
     """Reads a trace, a file of reports, or a folder of such files.
 
     Raises:
-        UnreadableError: There is none, or one is damaged.
+        UnreadableError: There is none, or one is not valid.
         OSError: A file cannot be read.
     """
     path = os.fspath(path)
@@ -127,16 +127,16 @@ def read_run(path: str | os.PathLike) -> Run:
                 _read_file(inside, run, must=False)
     if not (run.slices or run.intervals or run.epochs):
         raise UnreadableError(
-            f"{path} has no trace and no reports of a Monitor, which `Monitor(trace=...)` and "
-            "`Monitor(json=...)` write."
+            f"A run requires a trace or reports of a Monitor. Received: {path}, which has none. Write "
+            "them with `Monitor(trace=...)` or `Monitor(json=...)`."
         )
     return run
 
 
 def _read_file(path: str, run: Run, *, must: bool) -> None:
-    """Adds a file to a run; in a folder other files of JSON are left out."""
+    """Adds a file to a run; other JSON files of a folder are ignored."""
     if os.path.getsize(path) > _MOST_BYTES:
-        raise UnreadableError(f"{path} has more than {_MOST_BYTES >> 20} MiB.")
+        raise UnreadableError(f"A file must not exceed {_MOST_BYTES >> 20} MiB. Received: {path}.")
     with open(path, encoding="utf-8", errors="replace") as file:
         text = file.read()
     try:
@@ -152,7 +152,7 @@ def _read_file(path: str, run: Run, *, must: bool) -> None:
         if report is not None:
             (run.epochs if report["kind"] == "epoch" else run.intervals).append(report)
     if must and count == len(run.intervals) + len(run.epochs):
-        raise UnreadableError(f"{path} is neither a trace nor a file of reports of a Monitor.")
+        raise UnreadableError(f"{path} is not a trace or a file of reports of a Monitor.")
 
 
 def _slices(events: Sequence[Any], names: dict[int, str]) -> Iterator[Slice]:
@@ -190,19 +190,19 @@ def _of(event: dict, key: str, kind: type) -> Any:
 def _whole(event: dict, key: str) -> int:
     value = event.get(key)
     if type(value) is not int:
-        raise UnreadableError(f"An event of the trace has no whole number as `{key}`.")
+        raise UnreadableError(f"`{key}` of an event of the trace must be an integer.")
     return value
 
 
 def _number(event: dict, key: str) -> float:
     value = event.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= 1e18:
-        raise UnreadableError(f"An event of the trace has no finite number as `{key}`.")
+        raise UnreadableError(f"`{key}` of an event of the trace must be a finite number.")
     return float(value)
 
 
 def _report(line: str) -> dict[str, Any] | None:
-    """A line of a file of reports, with what is none of a number left out."""
+    """A line of a file of reports, without entries that are not numbers; None for other lines."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):

@@ -11,20 +11,20 @@ from tfdist.addons.monitoring.run_report.reading import RankTimes, Run
 
 
 def section_names(times: Sequence[RankTimes]) -> list[str]:
-    """The sections of a trace, those that take the most time first."""
+    """The sections of a trace, sorted by their time, the longest first."""
     names = {name for each in times for name in each.sections}
     return sorted(names, key=lambda name: -sum(each.sections.get(name, 0.0) for each in times))
 
 
 def slowest(times: Sequence[RankTimes]) -> list[tuple[RankTimes, float]]:
-    """The ranks by their work, the longest first, each with its score beside the fastest."""
+    """The ranks by their work, the longest first, each with its score relative to the fastest."""
     least = min((each.work for each in times), default=0.0)
     found = sorted(times, key=lambda each: -each.work)
     return [(each, least / each.work if each.work else 1.0) for each in found]
 
 
 def rank_rows(times: Sequence[RankTimes]) -> tuple[list[str], list[list[str]]]:
-    """A head and a row a rank: what share of the steps went into what."""
+    """A head and a row per rank: the fraction of the steps in each section."""
     names = section_names(times)
     head = ["rank", "steps", *(name.replace("_", " ") for name in names), "overlap"]
     rows = []
@@ -65,7 +65,7 @@ def figures(run: Run) -> list[tuple[str, str]]:
 
 
 def text_report(run: Run) -> str:
-    """What a page would show, without its pictures."""
+    """The contents of a page without its pictures."""
     parts = [f"Training: {run.title}"]
     if found := figures(run):
         parts.append("Last report\n" + tabulate(found, tablefmt="plain", disable_numparse=True))

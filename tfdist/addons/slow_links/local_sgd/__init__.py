@@ -1,1 +1,1 @@
-"""Optimizers whose ranks train apart for some steps: LocalSGD, SlowMo and DiLoCo."""
+"""Optimizers with local steps between syncs of the ranks: LocalSGD, SlowMo and DiLoCo."""

@@ -1,4 +1,4 @@
-"""What an optimizer of local steps can be put around, and which models it can train."""
+"""Checks of the inner optimizer of local steps, and of the model that it trains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from tfdist.utils import checks
 
 
 def checked_inner(inner) -> keras.optimizers.Optimizer:
-    """The optimizer of the local steps; raises for what cannot be one."""
+    """The optimizer of the local steps.
+
+    Raises:
+        TypeError: `inner` is not an optimizer.
+        ValueError: It is not supported as an inner optimizer.
+    """
     if isinstance(inner, str):
         try:
             inner = keras.optimizers.get(inner)
@@ -22,30 +27,30 @@ def checked_inner(inner) -> keras.optimizers.Optimizer:
     checks.instance("inner", inner, keras.optimizers.Optimizer, "a Keras optimizer, or its name")
     if isinstance(inner, LocalSteps) or len(list(optimizers_in(inner))) > 1:
         raise checks.refuse(
-            "inner", inner, "an optimizer that wraps no other; a loss scale goes around this one"
+            "inner", inner, "an optimizer that wraps no other; a loss scale must wrap this one"
         )
     if inner.use_ema:
         raise ValueError(
-            "The weights that ranks agree on are an average over time already. Received: an `inner` "
-            f"{type(inner).__name__} with use_ema=True; leave that out."
+            "An `inner` optimizer with use_ema=True is not supported: parameters are averaged at syncs. "
+            f"Received: {type(inner).__name__} with use_ema=True. Remove use_ema."
         )
     return inner
 
 
 def check_layouts(strategy: DistributedStrategy, variables: Sequence) -> None:
-    """Refuses what ranks that step apart cannot share."""
+    """Checks that no state is sharded over ranks that have separate parameters between syncs."""
     if strategy.zero_stage:
         raise ValueError(
-            "ZeRO divides among the data parallel ranks what each of them has for itself between two "
-            f"syncs. Received: zero_stage={strategy.zero_stage}. Leave `zero_stage` out, and split "
-            "models that are too large over the tensor or the pipeline axis."
+            "ZeRO cannot shard state that differs between ranks: local optimizers require zero_stage=0. "
+            f"Received: zero_stage={strategy.zero_stage}. Remove `zero_stage`, and split models that are "
+            "too large over the tensor or the pipeline axis."
         )
     apart = set(strategy.mesh.replica_axes)
     for variable in variables:
         part = layout_of(variable).slice
         if part is not None and apart & set(part.group.axes):
             raise ValueError(
-                f"`{variable.path}` is split over the {'+'.join(part.group.axes)} axis, along which "
-                "each rank has a model of its own between two syncs. Split it over another axis, or "
-                "train with its optimizer alone."
+                f"`{variable.path}` cannot be split over the {'+'.join(part.group.axes)} axis: ranks along "
+                "it have separate parameters between two syncs. Split it over another axis, or "
+                "train without a local optimizer."
             )

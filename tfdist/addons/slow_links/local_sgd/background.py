@@ -1,4 +1,4 @@
-"""Work beside training, whose results are fetched some steps later."""
+"""Work in the background of training, whose results are fetched some steps later."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Background:
-    """Runs functions in threads of their own, each under a key."""
+    """Runs functions in separate threads, each under a key."""
 
     def __init__(self):
         self._running: dict[int, _Work] = {}
@@ -19,11 +19,11 @@ class Background:
         work.start()
 
     def is_running(self, key: int) -> bool:
-        """Whether there is a result to be fetched."""
+        """Whether a result can be fetched."""
         return key in self._running
 
     def result(self, key: int) -> Any:
-        """What the function has returned, once it has; raises what it raised."""
+        """Waits for the function, and returns its result or raises its exception."""
         work = self._running.pop(key)
         work.join()
         if work.error is not None:
@@ -31,7 +31,7 @@ class Background:
         return work.returned
 
     def discard(self) -> None:
-        """Waits for all, and forgets what they return."""
+        """Waits for all functions, and discards their results."""
         while self._running:
             self._running.popitem()[1].join()
 

@@ -1,4 +1,4 @@
-"""DiLoCo: many local steps, and an outer SGD with Nesterov momentum on what they have moved."""
+"""DiLoCo: many local steps, and an outer SGD with Nesterov momentum on their sum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfdist.addons.slow_links.local_sgd.local import LocalOptimizer
 from tfdist.addons.slow_links.local_sgd.local_state import when
 from tfdist.utils import checks
 
-#: This rank's pseudo-gradients that are under way.
+#: This rank's pseudo-gradients that are being averaged.
 _SENT = "sent"
 
 
@@ -22,7 +22,7 @@ _SENT = "sent"
 class DiLoCo(LocalOptimizer):
     """Distributed low-communication training.
 
-    With global parameters x, and the average d of what ranks have moved away from them:
+    With global parameters x, and the average d over ranks of their differences from the local parameters:
 
         m = outer_momentum * m + d
         x = x - outer_learning_rate * (d + outer_momentum * m)      nesterov=True
@@ -37,10 +37,10 @@ class DiLoCo(LocalOptimizer):
     model.fit(...)
     ```
 
-    Streaming: with `fragments` parameters are cut into so many parts, which take turns: each has its
-    sync every `sync_every` steps, and no sync moves more than one part. With `overlap` training goes
-    on while a part travels: so many steps later the outer step is made, and a rank's parameters become
-    `mixing` times its own plus `1 - mixing` times the global ones.
+    Streaming: with `fragments` parameters are split into that number of parts, which are synchronized in
+    turn: each every `sync_every` steps, and no sync includes more than one part. With `overlap` training
+    continues while a part is sent: the outer step is applied `overlap` steps later, and a rank's
+    parameters become `mixing` times its own plus `1 - mixing` times the global ones.
 
     Sources: Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language
     Models", arXiv:2311.08105; Douillard et al. 2025, "Streaming DiLoCo with overlapping
@@ -50,18 +50,18 @@ class DiLoCo(LocalOptimizer):
         inner: The optimizer of the local steps, or its name; AdamW in the paper.
         sync_every: The number of steps from one sync to the next; 500 in the paper.
         outer_learning_rate: The learning rate of the outer step.
-        outer_momentum: Its momentum.
-        nesterov: Whether it is Nesterov's.
-        fragments: Into how many parts the parameters are cut; divides `sync_every`.
-        overlap: After how many steps the result of a sync is applied; fewer than there are between the
-            syncs of two parts. 0: training waits for it.
-        mixing: Where results are applied later, the weight of a rank's own parameters.
+        outer_momentum: The momentum of the outer step.
+        nesterov: Whether the momentum is Nesterov's.
+        fragments: The number of parts of the parameters; `sync_every` must be a multiple of it.
+        overlap: The number of steps after which the result of a sync is applied; smaller than the number
+            of steps between the syncs of two parts. 0: training waits for the result.
+        mixing: With `overlap`, the weight of a rank's own parameters.
         within: As in `LocalSGD`.
         name: The optimizer's name.
 
     Raises:
-        TypeError: `inner` is no optimizer.
-        ValueError: An argument is out of its range, or `inner` cannot be used so.
+        TypeError: `inner` is not an optimizer.
+        ValueError: An argument is out of range, or `inner` is not supported.
     """
 
     outer_slots = ("outer_momentum",)
@@ -89,13 +89,13 @@ class DiLoCo(LocalOptimizer):
         checks.number("mixing", mixing, minimum=0, below=1)
         if sync_every % fragments:
             raise ValueError(
-                "`fragments` take turns at equal distances: their number divides `sync_every`. Received: "
+                "`sync_every` must be a multiple of `fragments`. Received: "
                 f"fragments={fragments}, sync_every={sync_every}."
             )
         if overlap and overlap >= sync_every // fragments:
             raise ValueError(
-                "`overlap` is less than the steps between the syncs of two fragments, sync_every / "
-                f"fragments = {sync_every // fragments}. Received: overlap={overlap}."
+                "`overlap` must be less than the number of steps between the syncs of two fragments, "
+                f"sync_every / fragments = {sync_every // fragments}. Received: overlap={overlap}."
             )
         super().__init__(inner, sync_every, within=within, name=name)
         self.outer_learning_rate, self.outer_momentum = outer_learning_rate, outer_momentum
@@ -125,7 +125,7 @@ class DiLoCo(LocalOptimizer):
         return (_SENT,) if self.overlap else ()
 
     def end_step(self) -> None:
-        """Counts the step; a sync of those fragments whose turn it is."""
+        """Counts the step, and synchronizes the fragments that are due."""
         if not self._streams:
             super().end_step()
             return
@@ -159,12 +159,12 @@ class DiLoCo(LocalOptimizer):
         tf.py_function(begin, deltas, [])
 
     def _receive(self, number: int, places: Sequence[int]) -> None:
-        """An outer step, once the fragment's average is there."""
+        """Applies an outer step with the fragment's average, once it is available."""
 
         def fetch(*own):
             if self._background.is_running(number):
                 return self._background.result(number)
-            # Training was resumed in between.
+            # Training was resumed in between, so no average was started.
             return self.averaged(own)[0]
 
         sent = [tf.convert_to_tensor(self.slot(_SENT, place).value) for place in places]
@@ -182,7 +182,7 @@ class DiLoCo(LocalOptimizer):
             self.average_layer_states()
 
     def synchronize(self) -> None:
-        """Brings ranks together now, with all fragments; all ranks call this. Eager only."""
+        """Synchronizes ranks now, with all fragments; all ranks call this. Eager only."""
         if self.overlap and self.is_apart:
             steps = int(self.steps_since_start)
             for number, places in enumerate(self._cut()):
@@ -197,7 +197,7 @@ class DiLoCo(LocalOptimizer):
         super().restart()
 
     def _cut(self) -> list[list[int]]:
-        """The places of the parameters of each fragment: runs of about as many numbers each."""
+        """The places of the parameters of each fragment: consecutive, of about equal size."""
         sizes = [int(np.prod(variable.shape)) for variable, _ in self.global_variables]
         total, passed = sum(sizes), 0
         found: list[list[int]] = [[] for _ in range(self.fragments)]

@@ -1,4 +1,4 @@
-"""The callbacks around those of the user: at the end of an epoch, and in validation, parameters are global."""
+"""Callbacks around the user's: at the end of an epoch and in validation, parameters are global."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tfdist.step.local_steps import LocalSteps
 
 
 class ShowGlobal(keras.callbacks.Callback):
-    """Before the others: the parameters that ranks have agreed on last.
+    """Sets the model to the global parameters before the other callbacks run.
 
     Args:
         optimizer: The optimizer that trains them.
 
     Attributes:
-        shown: Closed, it gives the model back what this rank trains.
+        shown: Closing it restores this rank's own parameters.
     """
 
     async_safe = True
@@ -27,16 +27,16 @@ class ShowGlobal(keras.callbacks.Callback):
         self.shown = contextlib.ExitStack()
 
     def on_test_begin(self, logs=None):
-        """Validation is of the global parameters."""
+        """Sets the global parameters, which validation uses."""
         self.shown.enter_context(self._optimizer.global_parameters())
 
     def on_epoch_end(self, epoch, logs=None):
-        """So is what callbacks look at."""
+        """Sets the global parameters, which other callbacks see."""
         self.shown.enter_context(self._optimizer.global_parameters())
 
 
 class ShowOwn(keras.callbacks.Callback):
-    """After the others: this rank's own parameters again."""
+    """Restores this rank's own parameters after the other callbacks have run."""
 
     async_safe = True
 
@@ -45,9 +45,9 @@ class ShowOwn(keras.callbacks.Callback):
         self._first = first
 
     def on_test_end(self, logs=None):
-        """Validation is over."""
+        """Restores the own parameters after validation."""
         self._first.shown.close()
 
     def on_epoch_end(self, epoch, logs=None):
-        """The epoch is over."""
+        """Restores the own parameters after the callbacks of an epoch."""
         self._first.shown.close()

@@ -1,9 +1,9 @@
-"""What local SGD, SlowMo and DiLoCo have in common: local steps, and a sync every so many of them.
+"""The common base of local SGD, SlowMo and DiLoCo: local steps, and a sync every `sync_every` steps.
 
-Each rank of the data axis holds parameters x_i, and all hold the same global parameters x, those of the
+Each rank of the data axis has parameters x_i, and all have the same global parameters x, those of the
 last sync. A step updates x_i by the rank's own gradient and its own state of the inner optimizer. At a
 sync the pseudo-gradients x - x_i are averaged, an outer step makes new global parameters of x and the
-average d, and all ranks go on from these:
+average d, and all ranks continue from these:
 
     d = mean over ranks of (x - x_i)        global minus local: it points uphill, as a gradient does
     x = outer step of (x, d)
@@ -44,14 +44,14 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps, FitHook):
     Args:
         inner: The optimizer of the local steps, or its name.
         sync_every: The number of steps from one sync to the next.
-        within: Which ranks still reduce gradients at every step, and train as one: None for those
-            alone that share a model (over the tensor, pipeline, expert and context axes), "host" for
-            all whose models lie on the same hosts, or the name of an axis of one's own.
+        within: The ranks that still reduce gradients at every step, and train as one: None for only
+            those that share a model (over the tensor, pipeline, expert and context axes), "host" for
+            all whose models are on the same hosts, or the name of a custom axis.
         name: The optimizer's name.
 
     Raises:
-        TypeError: `inner` is no optimizer.
-        ValueError: An argument is out of its range, or `inner` cannot be used so.
+        TypeError: `inner` is not an optimizer.
+        ValueError: An argument is out of range, or `inner` is not supported.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps, FitHook):
         self.sync_every, self.within = int(sync_every), within
         self._held = LocalState()
 
-    # -- what subclasses say ------------------------------------------------------------------------
+    # -- for subclasses -----------------------------------------------------------------------------
 
-    #: Whether an outer step looks at each number by itself, so that it can be that of a slice.
+    #: Whether an outer step is elementwise, so that it can be that of a slice.
     elementwise = True
     #: The names of the outer optimizer's variables, one for each parameter.
     outer_slots: tuple[str, ...] = ()
@@ -86,9 +86,9 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps, FitHook):
 
         Args:
             values: The global parameters of the last sync: a tensor.
-            delta: The average over ranks of those minus the local ones.
+            delta: The average over ranks of the global minus the local parameters.
             slots: The outer optimizer's variables for it, which this method updates.
-            shared: The means over ranks of what `shared_scalars` returned.
+            shared: The means over ranks of the scalars of `shared_scalars`.
         """
 
     def shared_scalars(self) -> list:
@@ -120,11 +120,11 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps, FitHook):
         self.mark_local([v for slot in self.own_slots() for v in self._held.slots[slot]])
 
     def own_slots(self) -> tuple[str, ...]:
-        """Slots of what is this rank's alone."""
+        """Names of slots whose values belong to this rank only."""
         return ()
 
     def mark_local(self, variables: Sequence) -> None:
-        """Notes that other variables, as those of a loss scale, are this rank's alone."""
+        """Marks other variables, such as those of a loss scale, as local to this rank."""
         strategy = self._held.strategy
         axes = Mesh().replica_axes if strategy is None else strategy.mesh.replica_axes
         for variable in variables:
@@ -137,7 +137,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps, FitHook):
 
     @property
     def global_variables(self) -> list[tuple[Any, Any]]:
-        """Each trained variable with that of the global parameters, once they are made."""
+        """Each trained variable with that of its global parameters, once they are created."""
         return list(zip(self._held.trained, self._held.slots.get("global", ()), strict=True))
 
     # -- steps --------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps, FitHook):
 
     @property
     def is_apart(self) -> bool:
-        """Whether ranks have stepped since they last met. Eager only."""
+        """Whether ranks have made steps since the last sync. Eager only."""
         return self.built and int(self._held.steps) > 0
 
     def begin_scaled_step(self) -> None:
@@ -160,7 +160,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps, FitHook):
         self._at_end(self.end_step)
 
     def _at_end(self, function: Callable[[], None]) -> None:
-        """Calls a function when this rank's step is over, or now where nobody says when that is."""
+        """Calls a function when this rank's step is over, or now outside of a replica's step."""
         replica = current_replica()
         if replica is None:
             function()
@@ -168,11 +168,14 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps, FitHook):
             replica.at_end.append(function)
 
     def apply(self, grads, trainable_variables=None) -> None:
-        """A local step, and a sync where it is time.
+        """Applies a local step, and a sync if one is due.
 
         Args:
             grads: This rank's gradients, in the order of the variables.
-            trainable_variables: The variables; those that it was built with by default.
+            trainable_variables: The variables; by default those with which it was built.
+
+        Raises:
+            ValueError: The variables are required and missing, or the model does not track the optimizer.
         """
         grads = list(grads)
         if not grads:
@@ -192,13 +195,13 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps, FitHook):
         if replica is None or replica.step is None:
             self.end_step()
         else:
-            # What layers keep of the rows that are not there is taken back before.
+            # Layer states of rows without samples are restored before.
             self._at_end(self.end_step)
 
     def _given(self, trainable_variables) -> list:
         if trainable_variables is None:
             raise ValueError(
-                "An optimizer that is not built is given the variables of its gradients: "
+                "`trainable_variables` is required for an optimizer that is not built. Use "
                 "`optimizer.apply(gradients, variables)`."
             )
         return list(trainable_variables)
@@ -212,8 +215,8 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps, FitHook):
         step = replica.step
         if step is not None and step.in_step != ranks:
             raise ValueError(
-                "A model holds its optimizers as attributes, so that its losses are those of the rows "
-                f"that they step with. Received: `{step.model.name}`, which does not hold "
+                "A model must hold its optimizers as attributes, because its losses depend on the ranks "
+                f"with which they step. Received: `{step.model.name}`, which does not hold "
                 f"`{self.name}`."
             )
         before, replica.in_step = replica.in_step, ranks
@@ -242,7 +245,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps, FitHook):
 
     @property
     def steps_since_start(self) -> tf.Tensor:
-        """The steps since the last sync; where parameters take turns, since all had one together."""
+        """The steps since the last sync; with fragments, since the last sync of all together."""
         return tf.convert_to_tensor(self._held.steps.value)
 
     def slot(self, name: str, place: int):
@@ -250,14 +253,14 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps, FitHook):
         return self._held.slots[name][place]
 
     def end_step(self) -> None:
-        """Counts the step; a sync where it is time."""
+        """Counts the step, and synchronizes if a sync is due."""
         self.count_step()
         when(tf.equal(self._held.steps.value, self.sync_every), self._sync)
 
     def synchronize(self) -> None:
-        """Brings ranks together now, if they are apart; all ranks call this. Eager only.
+        """Synchronizes ranks now, if they have made local steps; all ranks call this. Eager only.
 
-        `fit` does so in the end.
+        `fit` calls it at the end.
         """
         if self.is_apart:
             self._sync()
@@ -305,7 +308,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps, FitHook):
 
     @contextlib.contextmanager
     def around(self, fit: FitContext) -> Iterator[None]:
-        """See `FitHook`: a `fit` begins from the global parameters, which all else sees, too."""
+        """See `FitHook`: `fit` begins from the global parameters, and other calls use them."""
         local_optimizer(fit.model)
         if fit.kind != "fit":
             with self.global_parameters():
@@ -320,7 +323,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps, FitHook):
     # -- syncs --------------------------------------------------------------------------------------
 
     def _sync(self) -> None:
-        """Averages pseudo-gradients, and makes an outer step."""
+        """Averages pseudo-gradients, and applies an outer step."""
         places = range(len(self._held.trained))
         means, shared = self.averaged(self.deltas(places))
         self.outer(places, means, shared)
@@ -348,13 +351,13 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps, FitHook):
         shared: Sequence,
         local: Callable = lambda own, new: new,
     ) -> None:
-        """An outer step of some parameters; what `local` makes of its result ranks go on from."""
+        """Applies an outer step to some parameters. Ranks continue from `local(own, result)`."""
         pairs = self.global_variables
         for place, delta in zip(places, means, strict=True):
             variable, kept = pairs[place]
             slots = [self._held.slots[name][place] for name in self.outer_slots]
             if getattr(variable, "overwrite_with_gradient", False):
-                # A scale that its layer sets, as in float8: nothing to go downhill on.
+                # A scale that its layer sets, as in float8, has no gradient to descend.
                 new = value_of(kept) - delta
             else:
                 new = self.outer_step(value_of(kept), delta, slots, shared)
@@ -364,7 +367,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps, FitHook):
             variable.assign(local(value_of(variable), new))
 
     def average_layer_states(self) -> None:
-        """Averages what layers keep of the rows that they saw, in a step of a Keras model."""
+        """Averages the states that layers compute from their rows, in a step of a Keras model."""
         replica = current_replica()
         if replica is not None and replica.step is not None:
             states = layer_states(replica.step.model)
@@ -374,7 +377,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps, FitHook):
 
     @property
     def learning_rate(self):
-        """The inner optimizer's."""
+        """The inner optimizer's learning rate."""
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
@@ -383,15 +386,15 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps, FitHook):
 
     @property
     def iterations(self):
-        """The inner optimizer's: the steps that this rank has made."""
+        """The inner optimizer's iterations: the steps that this rank has made."""
         return self.inner_optimizer.iterations
 
     def scale_loss(self, loss):
-        """The inner optimizer's."""
+        """Scales the loss as the inner optimizer does."""
         return self.inner_optimizer.scale_loss(loss)
 
     def finalize_variable_values(self, var_list) -> None:
-        """Called by `fit` in the end: brings ranks together."""
+        """Called by `fit` at the end: synchronizes ranks."""
         self.synchronize()
         self.inner_optimizer.finalize_variable_values(var_list)
 
@@ -406,7 +409,7 @@ class LocalOptimizer(keras.optimizers.Optimizer, LocalSteps, FitHook):
 
     @classmethod
     def from_config(cls, config, custom_objects=None):
-        """Makes an optimizer of what `get_config` returned."""
+        """Makes an optimizer from the result of `get_config`."""
         config = dict(config)
         inner = keras.saving.deserialize_keras_object(
             config.pop("inner"), custom_objects=custom_objects

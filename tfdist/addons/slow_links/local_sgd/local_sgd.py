@@ -1,4 +1,4 @@
-"""Local SGD: parameters are averaged every so many steps."""
+"""Local SGD: parameters are averaged every `sync_every` steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tfdist.addons.slow_links.local_sgd.local import LocalOptimizer
 
 @keras.saving.register_keras_serializable(package="tfdist")
 class LocalSGD(LocalOptimizer):
-    """Local SGD, with any inner optimizer: every `sync_every` steps parameters are averaged.
+    """Local SGD with any inner optimizer: parameters are averaged every `sync_every` steps.
 
     ```python
     with strategy.scope():
@@ -17,22 +17,22 @@ class LocalSGD(LocalOptimizer):
     model.fit(...)
     ```
 
-    Between two syncs no gradient leaves a rank: see docs/local_sgd.md. Batches count, also those of
-    which the inner optimizer accumulates the gradients.
+    Between two syncs no gradients are sent: see tfdist/addons/slow_links/README.md. Steps are counted in batches, also
+    if the inner optimizer accumulates gradients.
 
     Source: Stich 2018, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767.
 
     Args:
-        inner: The optimizer of the local steps, or its name. Its state is each rank's own.
+        inner: The optimizer of the local steps, or its name. Each rank has its own state of it.
         sync_every: The number of steps from one sync to the next.
-        within: Which ranks still reduce gradients at every step, and train as one: None for those
-            alone that share a model (over the tensor, pipeline, expert and context axes), "host" for
-            all whose models lie on the same hosts, or the name of an axis of one's own.
+        within: The ranks that still reduce gradients at every step, and train as one: None for only
+            those that share a model (over the tensor, pipeline, expert and context axes), "host" for
+            all whose models are on the same hosts, or the name of a custom axis.
         name: The optimizer's name.
 
     Raises:
-        TypeError: `inner` is no optimizer.
-        ValueError: An argument is out of its range, or `inner` cannot be used so.
+        TypeError: `inner` is not an optimizer.
+        ValueError: An argument is out of range, or `inner` is not supported.
     """
 
     def outer_step(self, values, delta, slots, shared):

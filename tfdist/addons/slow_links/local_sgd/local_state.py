@@ -1,4 +1,4 @@
-"""What an optimizer of local steps keeps, and how it reads and decides in a graph."""
+"""The state of an optimizer of local steps, and helpers for values and conditions in graphs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tfdist.step.context import DistributedStrategy
 
 @dataclasses.dataclass
 class LocalState:
-    """What an optimizer keeps; in an object of its own, since Keras and TensorFlow wrap attributes.
+    """The state of an optimizer, in a separate object, since Keras and TensorFlow wrap attributes.
 
     Attributes:
         steps: The number of steps since the last sync.
         slots: By name, a variable for each trained one.
-        strategy: The strategy that it works under.
-        ranks: An engine, and what `in_step` returns for it.
+        strategy: The strategy of the optimizer.
+        ranks: An engine, and the result of `in_step` for it.
         trained: The variables that it trains.
         is_scaled: Whether a loss scale around it begins and ends steps.
-        is_resumed: Whether a checkpoint has given this rank what is its own.
+        is_resumed: Whether a checkpoint has restored this rank's own state.
         shows_global: Whether variables have the global parameters now.
     """
 
@@ -43,7 +43,7 @@ def value_of(variable) -> tf.Tensor:
 
 
 def when(condition: tf.Tensor, function: Callable[[], None]) -> None:
-    """Calls a function if a condition holds, also one that only the run knows."""
+    """Calls a function if a condition holds, which may be known only at run time."""
 
     def call():
         function()

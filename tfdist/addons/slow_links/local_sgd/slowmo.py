@@ -13,10 +13,10 @@ from tfdist.utils import checks
 
 @keras.saving.register_keras_serializable(package="tfdist")
 class SlowMo(LocalOptimizer):
-    """Local SGD with slow momentum: the average of parameters is not taken over, but stepped towards.
+    """Local SGD with slow momentum: an outer step towards the average of parameters replaces it.
 
-    With the learning rate r of the inner optimizer, global parameters x, and the average d of
-    what ranks have moved away from them:
+    With the learning rate r of the inner optimizer, global parameters x, and the average d over ranks of
+    their differences from the local parameters:
 
         u = slow_momentum * u + d / r
         x = x - slow_learning_rate * r * u
@@ -24,8 +24,8 @@ class SlowMo(LocalOptimizer):
     `slow_momentum=0` and `slow_learning_rate=1` is `LocalSGD`.
 
     Source: Wang, Tantia, Ballas and Rabbat 2019, "SlowMo: Improving Communication-Efficient
-    Distributed SGD with Slow Momentum", arXiv:1910.00643. The state of the inner optimizer stays
-    each rank's own, as in its section 2 under "maintain".
+    Distributed SGD with Slow Momentum", arXiv:1910.00643. Each rank keeps its own state of the inner
+    optimizer, as in section 2 under "maintain".
 
     Args:
         inner: The optimizer of the local steps, or its name.
@@ -36,8 +36,8 @@ class SlowMo(LocalOptimizer):
         name: The optimizer's name.
 
     Raises:
-        TypeError: `inner` is no optimizer.
-        ValueError: An argument is out of its range, or `inner` cannot be used so.
+        TypeError: `inner` is not an optimizer.
+        ValueError: An argument is out of range, or `inner` is not supported.
     """
 
     outer_slots = ("slow_momentum",)
@@ -58,7 +58,7 @@ class SlowMo(LocalOptimizer):
         self.slow_momentum, self.slow_learning_rate = slow_momentum, slow_learning_rate
 
     def shared_scalars(self):
-        """The inner learning rate; where a rank has left out a step, its schedule may lag behind."""
+        """The inner learning rate; on a rank that has skipped a step, its schedule may lag behind."""
         return [tf.cast(tf.convert_to_tensor(self.learning_rate), tf.float32)]
 
     def outer_step(self, values, delta, slots, shared):
