@@ -11,6 +11,7 @@ import pytest
 
 from tests import covering, durations
 from tfdist.testing import RankPool
+from tfdist.utils.lazy import find_addon
 
 _pools: dict[tuple[str, int], RankPool] = {}
 
@@ -79,6 +80,11 @@ def skip_without(engine: str) -> None:
     """Skips a test whose engine is not there."""
     if engine == "horovod" and importlib.util.find_spec("horovod") is None:
         pytest.skip("Horovod is not installed: `tfdist-install-horovod` builds it.")
+
+
+def needs_addon(name: str):
+    """Skips a test where the add-on `tfdist.addons.<name>` was left out."""
+    return pytest.mark.skipif(find_addon(name) is None, reason=f"no tfdist.addons.{name}")
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 
 from tests.checkpoint.programs import arrays_of, state_of
 from tests.conftest import skip_without
+from tfdist.utils.lazy import find_addon
 
 ROOT = Path(__file__).parents[2]
 STEPS = 60
@@ -28,6 +29,8 @@ LAYOUTS = {
     "tables": ("recommender", 2, {}),
     "context": ("gpt", 2, {"data": 1, "context": 2}),
 }
+if find_addon("recommenders") is None:
+    del LAYOUTS["tables"]
 
 
 def command(engine: str, folder: Path, layout: str, kills, *flags: str) -> list[str]:

@@ -9,7 +9,6 @@ import math
 import numpy as np
 import pytest
 
-from tfdist.addons.compat.checkpoint_format1 import model_names
 from tfdist.checkpoint.shards import boxes, shards_of
 from tfdist.sharding.layout import global_shape, update_layout
 from tfdist.sharding.parts import FlatShard, Slice
@@ -104,17 +103,6 @@ def test_shards_of_all_ranks_are_the_array(shape, num_tensor, num_data):
                 shard.put(read, array[shard.box])
             np.testing.assert_array_equal(read, value)
         np.testing.assert_array_equal(written, array)
-
-
-def test_names_of_format_1_do_not_count_other_models():
-    paths = ["dense_7/kernel", "dense_7/bias", "block_3/dense_8/kernel", "dense_9/kernel", "seed"]
-    assert model_names([Variable((1,), path) for path in paths]) == [
-        "dense/kernel",
-        "dense/bias",
-        "block/dense/kernel",
-        "dense_1/kernel",
-        "seed",
-    ]
 
 
 def several_optimizers(folder: str):

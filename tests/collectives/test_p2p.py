@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.conftest import on_ranks
+from tests.conftest import needs_addon, on_ranks
 from tfdist.collectives.horovod import _cycle_ms
 from tfdist.testing import RankPool
 
@@ -120,6 +120,7 @@ def mebibytes_of_shares(count: int) -> float:
     return min(held)
 
 
+@needs_addon("monitoring")
 @on_ranks(("horovod", 2))
 def test_a_share_does_not_keep_the_whole(pool):
     assert max(pool.run(mebibytes_of_shares, 16, timeout=120)) < 1.2 * 16 * 4 / 2

@@ -183,18 +183,6 @@ def test_a_permutation_there_and_back():
     np.testing.assert_array_equal(combine(rows, gates, permutation), np.zeros((12, 4)))
 
 
-def test_load_logs():
-    from tfdist.addons.monitoring.expert_load import load_logs
-
-    counts = {
-        "one": np.array([6.0, 2.0, 0.0, 0.0, 1.0]),
-        "two": np.array([2.0, 2.0, 2.0, 2.0, 0.0]),
-    }
-    logs = load_logs(counts)
-    assert logs == {"expert_load": 2.0, "expert_max_violation": 2.0, "expert_dropped": 1 / 16}
-    assert load_logs({}) == {}
-
-
 def test_the_bias_by_hand():
     """Wang et al. 2024, algorithm 1: a rate's step towards the experts that were chosen seldom."""
     import keras
@@ -215,18 +203,3 @@ def test_the_bias_by_hand():
     # What was counted before is over.
     np.testing.assert_allclose(bias_after(second, 1, 1, 1, 1), [-0.1, -0.1, 0.1, 0.1])
     np.testing.assert_allclose(bias_after(second, 0, 0, 0, 4), [0.0, 0.0, 0.2, 0.0], atol=1e-7)
-
-
-def test_parameter_counts():
-    from tfdist import models
-    from tfdist.addons.monitoring import parameter_counts
-
-    options = {"num_layers": 2, "width": 8, "num_heads": 2, "hidden_dim": 16, "max_length": 4}
-    model = models.gpt(32, num_experts=4, top_k=1, **options)
-    found = parameter_counts(model)
-    assert found["total"] == sum(int(np.prod(w.shape)) for w in model.trainable_variables)
-    # A token meets one of four experts in each of two blocks: two products of 8 x 16, and their biases.
-    expert = 2 * 8 * 16 + 16 + 8
-    assert found["total"] - found["active"] == 2 * 3 * expert
-    dense = parameter_counts(models.gpt(32, **options))
-    assert dense["total"] == dense["active"]

@@ -1,4 +1,4 @@
-"""The table of floors in `docs/architecture.md`, from `pyproject.toml` and the docstrings of the rooms.
+"""The table of floors in `docs/code_tour.md`, from `pyproject.toml` and the docstrings of the rooms.
 
 `python -m tests.house.floors` renews it.
 """
@@ -13,7 +13,7 @@ from tests.house.sources import PACKAGE, ROOT, rooms, tree_of
 
 __all__ = ["DOCUMENT", "MARK", "levels", "table"]
 
-DOCUMENT = ROOT / "docs" / "architecture.md"
+DOCUMENT = ROOT / "docs" / "code_tour.md"
 MARK = "floors"
 
 

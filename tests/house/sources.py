@@ -59,8 +59,9 @@ def python_files(room: str) -> list[Path]:
 
 
 def documents() -> list[Path]:
-    """README and the pages of the site."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    """README, the pages of `docs/`, and those of the add-ons."""
+    pages = [*sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("tfdist/addons/*/README.md"))]
+    return [ROOT / "README.md", *pages]
 
 
 @functools.cache

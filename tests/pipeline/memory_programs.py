@@ -6,8 +6,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.addons.monitoring.memory import PeakMemory
-
 #: Rows of a micro-batch, and width of a layer: an activation of 4 MiB.
 ROWS, WIDTH = 1024, 1024
 MIB = 1 << 20
@@ -16,6 +14,7 @@ MIB = 1 << 20
 def peak_of_a_step(mesh: dict, schedule: str, microbatches: int) -> float:
     """MiB above what the rank holds between steps; the least of some steps."""
     from tests.models.gpt_programs import scope
+    from tfdist.addons.monitoring.memory import PeakMemory
     from tfdist.pipeline import PipelineModel
 
     keras.backend.clear_session()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from tests.conftest import needs_addon
 from tests.pipeline.memory_programs import peak_of_a_step
 from tfdist.testing import RankPool
 
 #: What is freed goes back to the system at once, so that the resident size follows what is held.
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+pytestmark = needs_addon("monitoring")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.conftest import on_ranks, slow_but
+from tests.conftest import needs_addon, on_ranks, slow_but
 from tfdist.pipeline.simulation import needs
 
 
@@ -36,6 +36,7 @@ def timed_run(schedule: str, path: str):
     return run
 
 
+@needs_addon("monitoring")
 @on_ranks(("horovod", 2))
 @pytest.mark.parametrize(
     "schedule", slow_but(["zero-bubble"], ["1f1b", "interleaved", "zero-bubble"])

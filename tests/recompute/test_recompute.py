@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.conftest import on_ranks, slow_but
+from tests.conftest import needs_addon, on_ranks, slow_but
 from tfdist import models
-from tfdist.addons.monitoring.memory import PeakMemory
 from tfdist.recompute import recompute
 from tfdist.recompute.policies import Costs, cheapest_within, smallest
 from tfdist.testing import RankPool
@@ -125,6 +124,8 @@ def activation_mebibytes(length: int, policy: str | None) -> float:
         for weight, gradient in zip(weights, tape.gradient(loss, weights), strict=True):
             weight.assign_sub(1e-3 * gradient)
 
+    from tfdist.addons.monitoring.memory import PeakMemory
+
     x = tf.random.normal([rows, width])
     found = []
     for _ in range(6):
@@ -148,6 +149,7 @@ def curves():
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@needs_addon("monitoring")
 def test_activations_follow_the_square_root(curves):
     # Each layer of the plain model keeps its output, 1 MiB.
     assert curves[None, 64] > 60

@@ -15,6 +15,7 @@ import numpy as np
 
 import tfdist
 from tfdist import strategies
+from tfdist.utils.lazy import find_addon
 
 _HERE = Path(__file__).resolve()
 
@@ -32,9 +33,7 @@ def main() -> None:
     stacks = _stacks_of(strategy.engine)
     callbacks: list = [Checkpointer(sys.argv[2])]
     if with_callbacks:
-        from tfdist.callbacks import Monitor, TerminateOnNonFinite
-
-        callbacks += [Monitor(), TerminateOnNonFinite()]
+        callbacks += _callbacks_of_addons()
     model.fit(rows, rows[:, :1], batch_size=8, verbose=0, callbacks=callbacks)
     imported = sorted(name for name in sys.modules if name.split(".")[0] == "tfdist")
     gradient = _frames(next(s for s in stacks if any(f.name == "fit" for f in s)))
@@ -44,6 +43,15 @@ def main() -> None:
     if strategy.is_chief:
         found = {"imported": imported, "gradient": gradient, "collective": collective}
         print(json.dumps(found), flush=True)
+
+
+def _callbacks_of_addons() -> list:
+    """Those that add to a step, where their add-on is installed."""
+    if find_addon("monitoring") is None:
+        return []
+    from tfdist.callbacks import Monitor, TerminateOnNonFinite
+
+    return [Monitor(), TerminateOnNonFinite()]
 
 
 def _stacks_of(engine) -> list:
