@@ -5,7 +5,7 @@
     python -m benchmarks.planning --only=limits --machine=machine.json
     python -m benchmarks.planning --only=schedules
     sudo python -m tests.hosts.planning
-    python -m benchmarks.planning --only=report --machine=machine.json --table=docs/planning.md
+    python -m benchmarks.planning --only=report --machine=machine.json --table=tfdist/addons/planner/README.md
 
 Each part adds what it measures to a file, planning.json by default, so that they may run one by one; without
 `--only` all run but that of several hosts. "layouts" trains each layout in processes of their own, none of

@@ -29,6 +29,10 @@ ELSEWHERE = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "report.md",
     "examples/README.md": "examples.md",
+    **{
+        f"tfdist/addons/{name}/README.md": f"{name}.md"
+        for name in ("asynchronous", "planner", "recommenders", "slow_links", "unequal_ranks")
+    },
 }
 #: What else documents link to in the repository, and the page that says the same.
 STANDS_FOR = {
@@ -117,9 +121,11 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
     def replaced(found: re.Match[str]) -> str:
         title = (ROOT / found[0]).read_text().partition("\n")[0].removeprefix("# ")
-        return f'<a href="../{found[1]}.html">{title}</a>'
+        page = ELSEWHERE.get(found[0]) or found[0].removeprefix("docs/")
+        return f'<a href="../{page.removesuffix(".md")}.html">{title}</a>'
 
-    return re.sub(r"\bdocs/(\w+)\.md\b", replaced, html)
+    elsewhere = "|".join(map(re.escape, ELSEWHERE))
+    return re.sub(rf"\bdocs/\w+\.md\b|\b(?:{elsewhere})\b", replaced, html)
 
 
 def _site_link(uri: str) -> Callable[[re.Match[str]], str]:

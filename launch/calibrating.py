@@ -58,7 +58,7 @@ _BUSY_MODEL, _BUSY_ROWS = (4, 128), 16
 #: More than elsewhere: what messages take is a small difference of long times.
 _BUSY_STEPS = 12
 _SIZES = [4096, 1 << 20, 1 << 22]
-#: By how much the bytes of a layout may be off: more than any in docs/planning.md.
+#: By how much the bytes of a layout may be off: more than any in tfdist/addons/planner/README.md.
 _MEMORY_MARGIN = 0.25
 
 

@@ -67,12 +67,12 @@ class ParallelStrategy(DistributedStrategy):
         communication_dtype: "bfloat16" or "float16", for gradients of wider dtypes to travel in: half
             the bytes, and a rounding of each. None for their own, which is as exact as one process.
         compression: What compresses gradients between the data parallel ranks, as
-            `tfdist.addons.slow_links.PowerSGD(rank=4)`, where the link is slow. See docs/slow_links.md.
+            `tfdist.addons.slow_links.PowerSGD(rank=4)`, where the link is slow. See tfdist/addons/slow_links/README.md.
         gradient_stages: What changes, measures or reduces gradients, in this order, before `compression`:
             see `tfdist.extend.GradientStage`.
         batch_shares: Where ranks are not equally fast: a number for each rank that holds other rows, as
             [3, 1], or "measured" for shares that follow the measured speeds, or a `MeasuredShares`.
-            Batches and results stay those of one process. See docs/unequal_ranks.md.
+            Batches and results stay those of one process. See tfdist/addons/unequal_ranks/README.md.
         watchdog_seconds: After how long a rank that is missing at a collective, or frozen, ends
             the job; 0 for never. A rank that dies ends it at once.
         deterministic: Whether the same program on the same mesh and as many hosts gives the same

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.house.sources import documents
 from tests.public import is_addon, public_objects
 
 ROOT = Path(__file__).parents[1]
 #: Documents for those who work on tfdist itself.
-INSIDE = {"architecture.md"}
+INSIDE = {"code_tour.md"}
 #: Modules that are not public, of which the documents say so, a file, and a group of entry points.
 ROOMS = {"tfdist.collectives.mappings", "tfdist.lock", "tfdist.plugins"}
 
@@ -41,7 +42,7 @@ def test_documents_use_public_names():
     public = set(public_objects())
     rooms = ROOMS | {"tfdist.addons"} | {name.rpartition(".")[0] for name in public}
     wrong = []
-    for document in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for document in documents():
         if document.name in INSIDE:
             continue
         text = document.read_text()
@@ -51,5 +52,5 @@ def test_documents_use_public_names():
             parts = found.split(".")
             prefixes = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
             if not prefixes & public and found not in rooms:
-                wrong.append(f"{document.name}: {found}")
+                wrong.append(f"{document.relative_to(ROOT)}: {found}")
     assert not wrong, "\n".join(sorted(set(wrong)))

@@ -68,7 +68,9 @@ class Block:
 def documents() -> list[Path]:
     """The documents whose blocks are run."""
     found = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-    return found + sorted((ROOT / "docs").glob("*.md")) + sorted((ROOT / "examples").glob("*.md"))
+    for pattern in ("docs/*.md", "examples/*.md", "tfdist/addons/*/README.md"):
+        found += sorted(ROOT.glob(pattern))
+    return found
 
 
 def blocks() -> list[Block]:

@@ -19,9 +19,9 @@ from tests.docs.prelude import run_block, smaller
 
 BLOCKS = blocks()
 #: Pages of which others of `make test` train the same with tests of their own.
-LONG = tuple(
-    f"docs/{name}.md"
-    for name in ("embeddings", "experts", "local_sgd", "pipeline", "semantics", "slow_links")
+LONG = (
+    *(f"docs/{name}.md" for name in ("experts", "pipeline", "semantics")),
+    *(f"tfdist/addons/{name}/README.md" for name in ("recommenders", "slow_links")),
 )
 RUNNABLE = [block for block in BLOCKS if block.language in RUN and block.reason is None]
 

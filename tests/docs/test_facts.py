@@ -118,16 +118,16 @@ def sentences() -> list[tuple[str, str]]:
         ("README.md", versions),
         ("docs/index.md", versions),
         ("docs/performance.md", f"sets the size of a bucket, {mib} MiB by default"),
-        ("docs/architecture.md", f"buckets of {mib} MiB"),
-        ("docs/architecture.md", f"a socket to each rank in groups of up to {most}"),
-        ("docs/architecture.md", f"no more than {sharded} are in flight"),
+        ("docs/code_tour.md", f"buckets of {mib} MiB"),
+        ("docs/code_tour.md", f"a socket to each rank in groups of up to {most}"),
+        ("docs/code_tour.md", f"no more than {sharded} are in flight"),
         ("docs/performance.md", f"up to {most} ranks a host and {most} hosts"),
         (
             "docs/performance.md",
             f"Up to {flight} buckets of gradients are computed or under way at a time ({sharded}",
         ),
         ("docs/memory.md", f"take {sharded} buckets more, in stage 0 {flight}"),
-        ("docs/slow_links.md", f"The first `start_step` steps ({start_step}) travel whole"),
+        ("tfdist/addons/slow_links/README.md", f"The first `start_step` steps ({start_step}) travel whole"),
         ("docs/troubleshooting.md", f"sets the time ({WATCHDOG_SECONDS:g} by default"),
         ("docs/fault_tolerance.md", f"a file that is renewed every {_RENEW_SECONDS:g} s"),
         ("docs/fault_tolerance.md", f"elsewhere after {STALE_SECONDS:g} s without renewal"),
@@ -136,8 +136,8 @@ def sentences() -> list[tuple[str, str]]:
             f"After {english[int(restarts._HEALTHY_SECONDS // 60)]} minutes without a failure",
         ),
         ("docs/fault_tolerance.md", f"after {restarts._FIRST_DELAY:g} s, then 2, 4"),
-        ("docs/unequal_ranks.md", f"| `smoothing` | {MeasuredShares.smoothing} |"),
-        ("docs/unequal_ranks.md", f"| `hysteresis` | {MeasuredShares.hysteresis} |"),
+        ("tfdist/addons/unequal_ranks/README.md", f"| `smoothing` | {MeasuredShares.smoothing} |"),
+        ("tfdist/addons/unequal_ranks/README.md", f"| `hysteresis` | {MeasuredShares.hysteresis} |"),
     ]
 
 

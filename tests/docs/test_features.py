@@ -1,4 +1,4 @@
-"""The page of features: each name can be imported, each script is there, each flag is one of its program."""
+"""The table of features in examples/README.md: each name can be imported, each script is there, each flag is one of its program."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+_, _, _TABLE = (EXAMPLES / "README.md").read_text().partition("\n## Features\n")
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
-    for line in (ROOT / "docs" / "features.md").read_text().splitlines()
+    for line in _TABLE.partition("\n## ")[0].splitlines()
     if line.startswith("| ") and not line.startswith("| Feature")
 ]
-SCRIPTS = {path.name for path in (ROOT / "examples").glob("*.py")}
+SCRIPTS = {path.name for path in EXAMPLES.glob("*.py")}
 
 
 def quoted(column: int) -> list[str]:
@@ -63,5 +65,5 @@ def test_every_script_is_named():
 
 def test_links():
     for row in ROWS:
-        page = re.fullmatch(r"\[.+\]\((\w+\.md)\)", row[3])
-        assert page and (ROOT / "docs" / page[1]).exists(), row
+        page = re.fullmatch(r"\[.+\]\(([\w./]+\.md)\)", row[3])
+        assert page and (EXAMPLES / page[1]).exists(), row

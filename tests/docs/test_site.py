@@ -168,6 +168,7 @@ def test_the_repositorys_links_are_not_dead():
         *ROOT.glob("*.md"),
         *(ROOT / "docs").rglob("*.md"),
         *(ROOT / "examples").glob("*.md"),
+        *ROOT.glob("tfdist/addons/*/README.md"),
     ]:
         prose = re.sub(r"^ *```.*?^ *```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
         for link in re.findall(r"\]\(([^)\s]+)\)", prose):

@@ -16,6 +16,7 @@ __all__ = [
     "documents",
     "imported_from",
     "lines_of_code",
+    "pages",
     "python_files",
     "rooms",
     "source_files",
@@ -58,10 +59,14 @@ def python_files(room: str) -> list[Path]:
     return [path for path in source_files(room) if path.suffix == ".py"]
 
 
+def pages() -> list[Path]:
+    """README and the pages of `docs/`."""
+    return [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+
+
 def documents() -> list[Path]:
-    """README, the pages of `docs/`, and those of the add-ons."""
-    pages = [*sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("tfdist/addons/*/README.md"))]
-    return [ROOT / "README.md", *pages]
+    """The pages, and those of the add-ons."""
+    return [*pages(), *sorted(ROOT.glob("tfdist/addons/*/README.md"))]
 
 
 @functools.cache

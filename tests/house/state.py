@@ -17,9 +17,9 @@ from tests.house.floors import levels
 from tests.house.runs import collective_frames, gradient_frames, imported_lines
 from tests.house.sources import (
     ROOT,
-    documents,
     imported_from,
     lines_of_code,
+    pages,
     python_files,
     rooms,
     source_files,
@@ -146,9 +146,9 @@ FIGURES = (
     Figure("words of the list", 0, lambda: len(bad_words())),
     Figure("messages in another form", 20, lambda: len(messages_in_form()[1])),
     Figure("files of more than 400 lines", 0, files_too_long),
-    Figure("pages", 20, lambda: len(documents()) - 1),
+    Figure("pages", 20, lambda: len(pages()) - 1),
     Figure(
-        "words of the pages", 32_000, lambda: sum(len(p.read_text().split()) for p in documents())
+        "words of the pages", 32_000, lambda: sum(len(p.read_text().split()) for p in pages())
     ),
 )
 

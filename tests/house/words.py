@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.house.sources import documents, python_files, rooms, tree_of
+from tests.house.sources import ROOT, documents, python_files, rooms, tree_of
 
 __all__ = ["bad_words", "messages_in_form", "texts"]
 
@@ -63,7 +63,7 @@ def texts() -> Iterator[tuple[str, str]]:
     """What users read: a place and a text."""
     for path in documents():
         for number, line in enumerate(_without_code(path.read_text()).splitlines(), 1):
-            yield f"{path.name}:{number}", line
+            yield f"{path.relative_to(ROOT)}:{number}", line
     for room in rooms():
         for path in python_files(room):
             yield from _texts_of(path)

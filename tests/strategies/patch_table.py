@@ -1,4 +1,4 @@
-"""The table of `docs/architecture.md` that lists what of Keras is wrapped, from `PATCHES`.
+"""The table of `docs/code_tour.md` that lists what of Keras is wrapped, from `PATCHES`.
 
 `python -m tests.strategies.patch_table` renews it.
 """
@@ -14,7 +14,7 @@ from tfdist.strategies import keras_patches
 
 __all__ = ["DOCUMENT", "MARK", "table", "wrapping_modules"]
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "architecture.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "code_tour.md"
 MARK = "what of Keras is wrapped"
 
 

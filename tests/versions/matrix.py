@@ -1,6 +1,6 @@
 """`make matrix`: quick conformance and parity on Pythons and on pairs of TensorFlow and Keras.
 
-Each cell has an environment of its own, which is kept; the table goes to `docs/versions.md`.
+Each cell has an environment of its own, which is kept; the table goes to `docs/stability.md`.
 
     python -m tests.versions.matrix --folder=.matrix --only=py3.12-tf2.20
 """
@@ -31,7 +31,7 @@ _TABLE = flags.DEFINE_boolean(
 )
 
 ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs" / "versions.md"
+DOCUMENT = ROOT / "docs" / "stability.md"
 PYTHONS = ("3.11", "3.12", "3.13")
 #: The newest minor of each, and those before; a TensorFlow with a Keras of its time.
 PAIRS = (

@@ -29,7 +29,7 @@ class MeasuredShares:
     ```
 
     `fit` measures how long each rank works in a step, without what it waits for others, and every so
-    many steps all ranks agree on new shares. docs/unequal_ranks.md has the formulas.
+    many steps all ranks agree on new shares. tfdist/addons/unequal_ranks/README.md has the formulas.
 
     Args:
         smoothing: The weight of the newest measurement in a rank's speed, from above 0 to 1; 1 forgets
