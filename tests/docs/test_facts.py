@@ -121,10 +121,10 @@ def sentences() -> list[tuple[str, str]]:
         ("docs/code_tour.md", f"buckets of {mib} MiB"),
         ("docs/code_tour.md", f"a socket to each rank in groups of up to {most}"),
         ("docs/code_tour.md", f"no more than {sharded} are in flight"),
-        ("docs/performance.md", f"up to {most} ranks a host and {most} hosts"),
+        ("docs/performance.md", f"up to {most} ranks per host and {most} hosts"),
         (
             "docs/performance.md",
-            f"Up to {flight} buckets of gradients are computed or under way at a time ({sharded}",
+            f"Up to {flight} buckets of gradients are computed or in flight at a time ({sharded}",
         ),
         ("docs/memory.md", f"take {sharded} buckets more, in stage 0 {flight}"),
         ("tfdist/addons/slow_links/README.md", f"The first `start_step` steps ({start_step}) travel whole"),
