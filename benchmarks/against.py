@@ -157,7 +157,9 @@ def measure(
         )
         for tree, running in zip(trees, jobs, strict=True):
             if running.packages != {str(tree.folder / "tfdist" / "__init__.py")}:
-                raise JobError(f"Ranks of {tree.folder} have imported {running.packages}.")
+                raise JobError(
+                    f"Ranks of {tree.folder} must import its packages. Received: {running.packages}."
+                )
         own, other = (blocks[trees.index(tree)][1:] for tree in (new, old))
         pairs += zip(own, other, strict=True)
     return Row(

@@ -113,7 +113,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", choices=list(TASKS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--ways", help="Which, with commas, beside float32 [all].")
+    parser.add_argument("--ways", help="Ways in addition to float32, with commas [all].")
     parser.add_argument("--engine", default="horovod", choices=["horovod", "tensorflow"])
     options = parser.parse_args()
     ways = options.ways.split(",") if options.ways else list(LIMITS)

@@ -19,7 +19,7 @@ from tfdist.runtime.sessions import exit_on_signals, run_in_session
 
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
-_PEERS = _define.string("peers", ".peers", "Where they go")
+_PEERS = _define.string("peers", ".peers", "The folder for the environments")
 
 #: A file in an environment that was made to the end: what it was asked for, and what came.
 MADE = ".made"
@@ -65,7 +65,7 @@ def _check(_: list[str]) -> None:
 def _main(_) -> int:
     if not _PEERS.value.strip():
         raise command.UsageError(
-            "--peers is the folder for the environments. Received: --peers= without a folder."
+            "--peers must be the folder for the environments. Received: --peers= without a folder."
         )
     try:
         with exit_on_signals():

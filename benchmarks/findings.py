@@ -136,7 +136,7 @@ def read(path: Path) -> dict[str, Finding]:
         found = json.loads(path.read_text())["findings"]
         return {line["name"]: _from_json(line) for line in found}
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} holds no findings of this program.") from error
+        raise ValueError(f"{path} is not a file of findings of this program.") from error
 
 
 def write(path: Path, findings: Sequence[Finding]) -> None:

@@ -132,10 +132,12 @@ def main() -> int:
     """Prints the tables; exit code 1 where a ratio is above its limit or a job fails."""
     flags = parser(__doc__, NAMES)
     flags.set_defaults(rounds=7)
-    flags.add_argument("--steps", type=int, default=2, help="Of each turn.")
-    flags.add_argument("--sizes", choices=["full", "tiny"], default="full", help="Of the model.")
-    flags.add_argument("--peers", default=".peers", help="What `make peers` made.")
-    flags.add_argument("--document", help="A document to put the tables into.")
+    flags.add_argument("--steps", type=int, default=2, help="The steps of each turn.")
+    flags.add_argument(
+        "--sizes", choices=["full", "tiny"], default="full", help="The sizes of the model."
+    )
+    flags.add_argument("--peers", default=".peers", help="The folder of `make peers`.")
+    flags.add_argument("--document", help="A document for the tables.")
     options = flags.parse_args()
     found: list[Finding] = []
     failed = False

@@ -186,7 +186,7 @@ class RunningJob:
                 if not ready:
                     late = sorted(key.data for key in selector.get_map().values())
                     raise JobError(
-                        f"{self._job.title}: ranks {late} did not answer within {self._timeout:g} s."
+                        f"Ranks {late} of {self._job.title} did not respond within {self._timeout:g} s."
                     )
                 for key, _ in ready:
                     read = os.read(key.fd, 1 << 16)
@@ -222,7 +222,7 @@ def interpreter(job: Job, peers: Path) -> str:
     python = peers / job.environment / "bin" / "python"
     if not (peers / job.environment / MADE).exists():
         raise JobError(
-            f"{job.title} has no environment in {peers / job.environment}: `make peers` makes it."
+            f"The environment of {job.title} is missing in {peers / job.environment}. Run `make peers`."
         )
     return str(python.absolute())
 

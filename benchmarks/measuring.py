@@ -162,7 +162,7 @@ def parser(description: str | None, only: Iterable[str]) -> argparse.ArgumentPar
     found.add_argument("--engine", choices=["horovod", "tensorflow"], default="horovod")
     found.add_argument("--rounds", type=int, default=15)
     found.add_argument("--only", choices=list(only))
-    found.add_argument("--json", help="Where to write the measurements.")
+    found.add_argument("--json", help="A file for the measurements.")
     return found
 
 
@@ -201,6 +201,6 @@ def write_between(path: str | os.PathLike[str], mark: str, text: str) -> None:
     """
     before, begin, _, end, after = _cut(path, mark)
     if not begin or not end:
-        raise ValueError(f"{path} has no place for it: <!-- {mark} --> ... {_END}.")
+        raise ValueError(f"A place is missing in {path}: <!-- {mark} --> ... {_END}.")
     with open(path, "w", encoding="utf-8") as file:
         file.write(f"{before}{begin}\n{text}\n{end}{after}")

@@ -153,8 +153,10 @@ def measure_idle_shares(engine: str, *files: str | None) -> dict[str, list[float
 def main() -> int:
     """Prints the tables; exit code 1 where a figure is above its limit."""
     flags = parser(__doc__, ["steps", "idle"])
-    flags.add_argument("--trace", help="Where to write a step of 1f1b with 8 micro-batches.")
-    flags.add_argument("--picture", help="Where to draw it.")
+    flags.add_argument(
+        "--trace", help="A file for the trace of a step of 1f1b with 8 micro-batches."
+    )
+    flags.add_argument("--picture", help="A file for a picture of that step.")
     options = flags.parse_args()
     ratios: list[Ratio] = []
     shares: dict[str, list[float]] = {}

@@ -173,17 +173,17 @@ def main() -> int:
     """The command line; see the module."""
     flags = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     flags.add_argument("--only", choices=PARTS)
-    flags.add_argument("--machine", help="File of `tfdist-plan calibrate`.")
+    flags.add_argument("--machine", help="The file of `tfdist-plan calibrate`.")
     flags.add_argument("--engine", choices=["horovod", "tensorflow"], default="horovod")
     flags.add_argument("--ranks", default="2,4,8", help="Numbers of ranks or stages, with commas.")
-    flags.add_argument("--models", default="small,large,experts", help="Which, with commas.")
+    flags.add_argument("--models", default="small,large,experts", help="The models, with commas.")
     flags.add_argument("--steps", type=int, default=10)
-    flags.add_argument("--json", default="planning.json", help="Where measurements are kept.")
-    flags.add_argument("--table", help="A document to write the tables to.")
+    flags.add_argument("--json", default="planning.json", help="A file for the measurements.")
+    flags.add_argument("--table", help="A document for the tables.")
     options = flags.parse_args()
     parts = PARTS if options.only is None else (options.only,)
     if {"limits", "report"} & set(parts) and not options.machine:
-        flags.error("--machine=FILE of `tfdist-plan calibrate` is needed")
+        flags.error("--machine=FILE of `tfdist-plan calibrate` is required")
     sizes = [int(each) for each in options.ranks.split(",")]
     if "layouts" in parts:
         for ranks in sizes:

@@ -118,8 +118,10 @@ def measure(size: int) -> tuple[float, float, float]:
 
 def main() -> int:
     flags = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    flags.add_argument("--members", default="250,500,1000,2000", help="How many, with commas.")
-    flags.add_argument("--table", help="A document to write the table to.")
+    flags.add_argument(
+        "--members", default="250,500,1000,2000", help="Numbers of members, with commas."
+    )
+    flags.add_argument("--table", help="A document for the table.")
     options = flags.parse_args()
     rows, good = [], True
     for size in map(int, options.members.split(",")):

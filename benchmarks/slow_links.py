@@ -28,8 +28,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--ways", default="float32,bfloat16,powersgd:4")
     parser.add_argument("--size", default="large", choices=list(SIZES))
-    parser.add_argument("--rows", type=int, default=2, help="Of each rank")
-    parser.add_argument("--steps", type=int, default=4, help="Of each way in a round")
+    parser.add_argument("--rows", type=int, default=2, help="The rows of each rank")
+    parser.add_argument("--steps", type=int, default=4, help="The steps of each way in a round")
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
 

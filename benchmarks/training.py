@@ -45,24 +45,32 @@ from tfdist.runtime.sessions import exit_on_signals
 
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
-_ONLY = _define.list("only", None, "Some comparisons, by name")
-_AGAINST = _define.string("against", None, "A commit: compares this checkout with it alone")
+_ONLY = _define.list("only", None, "Names of comparisons to run, with commas")
+_AGAINST = _define.string("against", None, "A commit: compares this checkout only with it")
 _ROUNDS = _define.integer(
-    "rounds", None, "Turns [9; --against: 15]", lower_bound=1, upper_bound=10_000
+    "rounds", None, "The number of turns [9; --against: 15]", lower_bound=1, upper_bound=10_000
 )
 _STEPS = _define.integer(
-    "steps", None, "Of each turn [8; --against: 2 s]", lower_bound=1, upper_bound=1_000_000
+    "steps",
+    None,
+    "The steps of each turn [8; --against: 2 s]",
+    lower_bound=1,
+    upper_bound=1_000_000,
 )
-_PEERS = _define.string("peers", ".peers", "What `make peers` made")
-_SIZES = _define.enum("sizes", "full", list(SIZES), "Of the models")
-_ALLOCATOR = _define.string("allocator", None, "A library of malloc that all take: libtcmalloc")
-_JSON = _define.string("json", None, "A file for the findings; others in it stay")
-_DOCUMENT = _define.string("document", None, "Whose tables to renew: docs/performance.md")
-_PICTURE = _define.string("picture", None, "Draw the ratios into this file (.png, .svg, .pdf)")
+_PEERS = _define.string("peers", ".peers", "The folder of `make peers`")
+_SIZES = _define.enum("sizes", "full", list(SIZES), "The sizes of the models")
+_ALLOCATOR = _define.string(
+    "allocator", None, "A malloc library for all processes, such as libtcmalloc"
+)
+_JSON = _define.string("json", None, "A file for the findings; it keeps its other findings")
+_DOCUMENT = _define.string(
+    "document", None, "A document whose tables are updated: docs/performance.md"
+)
+_PICTURE = _define.string("picture", None, "A file for a picture of the ratios (.png, .svg, .pdf)")
 _TIMEOUT = _define.float(
     "timeout",
     300.0,
-    "Seconds that a start or a turn may take",
+    "The time-out of a start or a turn, in seconds",
     lower_bound=1.0,
     upper_bound=YEAR,
 )
@@ -250,7 +258,9 @@ def _names(known: Iterable[str], where: str = "") -> list[str]:
     names = list(known) if _ONLY.value is None else _ONLY.value
     for name in names:
         if name not in known:
-            raise command.UsageError(f"--only{where} is of {', '.join(known)}. Received: {name!r}.")
+            raise command.UsageError(
+                f"--only{where} must be of {', '.join(known)}. Received: {name!r}."
+            )
     return names
 
 
@@ -288,7 +298,7 @@ def _known() -> dict[str, Finding]:
     try:
         return findings.read(Path(_JSON.value))
     except (OSError, ValueError) as error:
-        raise command.UsageError(f"--json: {error}") from None
+        raise command.UsageError(f"The file of --json is not usable: {error}") from None
 
 
 def _keep(found: list[Finding]) -> None:

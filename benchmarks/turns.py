@@ -52,8 +52,8 @@ def take_turns(
             own.append(jobs[-1].block(_WARM_UP))
         if jobs[0].parameters != jobs[1].parameters:
             raise JobError(
-                f"The models differ: {sides[0].title} has {jobs[0].parameters:,} parameters, "
-                f"{sides[1].title} {jobs[1].parameters:,}."
+                f"The models must have the same size. Received: {sides[0].title} with {jobs[0].parameters:,} "
+                f"parameters, and {sides[1].title} with {jobs[1].parameters:,}."
             )
         if steps is None:
             slower = max(own[0].seconds for own in blocks)

@@ -167,7 +167,7 @@ def write_table(path: str, held: list[dict]) -> None:
 def main() -> int:
     """Prints the tables; exit code 1 where a figure is above its limit."""
     flags = parser(__doc__, ["steps", "bytes"])
-    flags.add_argument("--table", help="A document to put the table of bytes into.")
+    flags.add_argument("--table", help="A document for the table of bytes.")
     options = flags.parse_args()
     ratios: list[Ratio] = []
     held: list[dict] = []

@@ -1,7 +1,7 @@
-"""Reference models and the transformer block: what the launchers train and the benchmarks measure."""
+"""Reference models and the transformer block, which launchers train and benchmarks measure."""
 
 if __name__ != "tfdist.models":
-    raise ImportError("This package is imported as `tfdist.models`, not as `models`.")
+    raise ImportError("This package must be imported as `tfdist.models`, not as `models`.")
 
 
 from tfdist.models.convnet import convnet

@@ -1,4 +1,4 @@
-"""A small convolutional network for images of digits and their kind."""
+"""A small convolutional network for small images, such as those of digits."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def convnet(
     dropout: float = 0.25,
     name: str = "convnet",
 ) -> keras.Model:
-    """Returns blocks of two convolutions and a pooling, a hidden layer, and logits.
+    """Returns a model of blocks of two convolutions and a pooling, a hidden layer, and logits.
 
     Batch statistics are those of the global batch (`synchronized=True`), so the network trains
-    alike on any number of ranks.
+    identically on any number of ranks.
 
     Args:
         input_shape: Height, width and channels of an image.
         num_classes: The number of logits.
         filters: The number of filters of each block; the image halves after each.
         width: The width of the hidden layer.
-        dropout: The share of its activations that is dropped.
+        dropout: The fraction of its activations that are dropped.
         name: The model's name.
 
     Raises:
-        ValueError: A size is not positive, a share is none, or the image is too small.
+        ValueError: A size is not positive, `dropout` is not a fraction, or the image is too small.
     """
     input_shape = checks.integers("input_shape", input_shape, minimum=1)
     num_classes = checks.integer("num_classes", num_classes, minimum=1)
@@ -44,7 +44,7 @@ def convnet(
         raise checks.refuse(
             "input_shape",
             input_shape,
-            f"height, width and channels, the first two at least {2 ** len(filters)}, for each of "
+            f"height, width and channels, the first two at least {2 ** len(filters)}, because each of "
             f"the {len(filters)} blocks halves them",
         )
     layers = keras.layers
@@ -52,9 +52,9 @@ def convnet(
     for block, count in enumerate(filters):
         for half in ("a", "b"):
             tag = f"{block}{half}"
-            # The normalization that follows shifts by itself.
+            # The normalization that follows includes an offset.
             x = layers.Conv2D(count, 3, padding="same", use_bias=False, name=f"conv_{tag}")(x)
-            # Moving averages that follow within tens of steps: small data sets have no more.
+            # Moving averages that converge within tens of steps, which small datasets have.
             x = layers.BatchNormalization(momentum=0.9, synchronized=True, name=f"norm_{tag}")(x)
             x = layers.ReLU(name=f"relu_{tag}")(x)
         x = layers.MaxPooling2D(name=f"pool_{block}")(x)

@@ -1,4 +1,4 @@
-"""Generation: a language model writes on, one token at a time."""
+"""Text generation by a language model, one token at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def generate(
     seed: int = 0,
     max_length: int | None = None,
 ) -> np.ndarray:
-    """Continues a prompt, or several of one length, token by token.
+    """Continues a prompt, or several of the same length, token by token.
 
     ```python
     tokens = tfdist.models.generate(model, list(b"The assert statement"), 100, temperature=0.8)
@@ -30,27 +30,27 @@ def generate(
     ```
 
     Each token is drawn from softmax(logits / temperature) of the window before it, which the
-    model computes anew: there is no cache of keys and values. On a mesh every rank calls this,
-    with the same arguments, and gets the same tokens.
+    model computes again for each token: there is no cache of keys and values. On a mesh every rank
+    calls this with the same arguments, and gets the same tokens.
 
     Args:
         model: A causal functional model from int32 ids [batch, time] to logits
             [batch, time, vocabulary], such as `tfdist.models.gpt`.
         prompt_tokens: Integers of shape [time] or [batch, time], with at least one token each.
-        num_tokens: How many tokens to add.
-        temperature: Below 1 prefers likely tokens more than the model does; 0 takes the most
-            likely one each time.
-        top_k: How many of the most likely tokens are drawn from; None for all.
-        seed: Of the draws.
-        max_length: The longest window that the model is given; the last tokens of a text that
-            is longer. None for what the model has positions for, or the whole text.
+        num_tokens: The number of tokens to add.
+        temperature: Below 1 prefers likely tokens more than the model does; 0 always chooses the most
+            likely one.
+        top_k: The number of the most likely tokens from which one is drawn; None for all.
+        seed: The seed of the draws.
+        max_length: The longest window for the model: the last tokens of a longer text. None for the
+            number of the model's positions, or the whole text.
 
     Returns:
         The prompt and the new tokens, int32 of shape [time + num_tokens], or
         [batch, time + num_tokens].
 
     Raises:
-        ValueError: An argument is out of its range, or a token is not in the vocabulary.
+        ValueError: An argument is out of range, or a token is not in the vocabulary.
 
     Source: Fan et al. 2018, "Hierarchical Neural Story Generation" (top-k sampling).
     """
@@ -63,7 +63,7 @@ def generate(
     _check_model(model)
     prompts = _check_prompts(prompt_tokens, model.outputs[0].shape[-1])
     length = prompts.shape[1]
-    fixed = model.inputs[0].shape[1]  # Known where a model splits its sequence.
+    fixed = model.inputs[0].shape[1]  # Known if a model splits its sequence.
     limits = [length + num_tokens, fixed, max_length, _num_positions(model)]
     seen = min(limit for limit in limits if limit is not None)
     window = fixed or seen
@@ -73,8 +73,8 @@ def generate(
         logits = model(tokens, training=False)
         return tf.cast(tf.gather(logits, last, axis=1), tf.float32)
 
-    # The window keeps its size, so that there is one graph. What is still to come is zeros,
-    # which a causal model does not look at.
+    # The window has a fixed size, so that there is one graph. Later tokens are zeros, which a
+    # causal model ignores.
     texts = np.zeros((len(prompts), length + num_tokens + window), np.int32)
     texts[:, :length] = prompts
     random = np.random.default_rng(seed)
@@ -91,7 +91,7 @@ def _draw(logits, random: np.random.Generator, temperature: float, top_k: int | 
     """A token for each row of logits [batch, vocabulary]."""
     if temperature == 0.0:
         return np.argmax(logits, axis=-1)
-    # In float64, so that the draws hang on the logits' rounding as little as may be.
+    # In float64, so that the draws depend as little as possible on the logits' rounding.
     logits = logits.astype(np.float64) / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         others = np.argpartition(logits, -top_k, axis=-1)[:, :-top_k]
@@ -103,7 +103,7 @@ def _draw(logits, random: np.random.Generator, temperature: float, top_k: int | 
 
 
 def _num_positions(model: keras.Model) -> int | None:
-    """How long a sequence may be; None where the model sets no limit."""
+    """The longest sequence of the model; None if it has no limit."""
     lengths = [
         layer.max_length for layer in model.layers if isinstance(layer, layers.PositionEmbedding)
     ]
@@ -115,7 +115,7 @@ def _check_model(model: keras.Model) -> None:
     ranks = [len(tensor.shape) for tensor in (*inputs, *outputs)]
     if ranks != [2, 3]:
         raise ValueError(
-            "`model` is a functional model from ids [batch, time] to logits [batch, time, "
+            "`model` must be a functional model from ids [batch, time] to logits [batch, time, "
             f"vocabulary]. Received: {model.name!r}, with "
             f"{[tuple(t.shape) for t in inputs]} to {[tuple(t.shape) for t in outputs]}."
         )
@@ -124,16 +124,18 @@ def _check_model(model: keras.Model) -> None:
 def _check_prompts(prompt_tokens, vocabulary_size: int) -> np.ndarray:
     """The prompts as an array of shape [batch, time]."""
     given = f"Received: prompt_tokens={checks.shown(prompt_tokens)}"
-    meaning = "`prompt_tokens` are integers of shape [time] or [batch, time], at least one token"
+    meaning = "integers of shape [time] or [batch, time], with at least one token"
     try:
         prompts = np.atleast_2d(np.asarray(prompt_tokens))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{meaning}. {given}.") from error
+        raise ValueError(f"`prompt_tokens` must be {meaning}. {given}.") from error
     if prompts.ndim != 2 or not prompts.size or not np.issubdtype(prompts.dtype, np.integer):
-        raise ValueError(f"{meaning}. {given}, {prompts.dtype} of shape {prompts.shape}.")
+        raise ValueError(
+            f"`prompt_tokens` must be {meaning}. {given}, {prompts.dtype} of shape {prompts.shape}."
+        )
     if prompts.min() < 0 or prompts.max() >= vocabulary_size:
         raise ValueError(
-            f"`prompt_tokens` lie in the vocabulary, [0, {vocabulary_size}). {given}, tokens from "
+            f"`prompt_tokens` must be in the vocabulary, [0, {vocabulary_size}). {given}, tokens from "
             f"{prompts.min()} to {prompts.max()}."
         )
     return prompts

@@ -38,9 +38,9 @@ def gpt(
     context_attention: str = "ring",
     name: str = "gpt",
 ) -> keras.Model:
-    """Returns a decoder in the manner of GPT-2: token ids to logits of the next token.
+    """Returns a decoder like GPT-2: from token ids to logits of the next token.
 
-    Pre-norm blocks, weights drawn with a standard deviation of 0.02, those that add to the
+    It has pre-norm blocks. Weights are drawn with a standard deviation of 0.02, those that add to the
     residual stream with 0.02 / sqrt(2 * num_layers). Under a strategy with a tensor axis every
     block splits its heads and hidden units over it, and embedding and head split the vocabulary.
 
@@ -53,19 +53,19 @@ def gpt(
         head_dim: The size of a head; None for width / num_heads.
         hidden_dim: The number of hidden units of a block; None for 4 * width.
         max_length: The longest sequence, in tokens.
-        activation: Of the feed-forward parts: "gelu" or "swiglu".
+        activation: The activation of the feed-forward parts: "gelu" or "swiglu".
         positions: "learned" or "rotary".
         tied_head: Whether the head is the embedding, transposed.
-        dropout: The share of activations that is dropped.
-        attention_dropout: The share of attention weights that is; None for `dropout`.
+        dropout: The fraction of activations that are dropped.
+        attention_dropout: The fraction of attention weights that are dropped; None for `dropout`.
         use_bias: Whether products have a bias.
         normalization: "layer" or "rms".
         sequence_parallel: Whether normalizations and dropout run on a slice of the sequence on
-            each tensor rank, which then divides by the tensor axis.
+            each tensor rank; the sequence must be divisible by the size of the tensor axis.
         num_experts: The number of networks in each feed-forward part, split over the expert axis: see
-            `tfdist.experts.MixtureOfExperts`. None for one that all tokens go through.
-        top_k: How many of them a token goes through.
-        experts: What else that layer takes, as `{"balance_over": "sequence"}`.
+            `tfdist.experts.MixtureOfExperts`. None for a single one for all tokens.
+        top_k: The number of experts that process a token.
+        experts: Other arguments of that layer, such as `{"balance_over": "sequence"}`.
         context_attention: How attention spans the ranks of a context axis: "ring", "all_gather" or
             "ulysses"; see `tfdist.layers.ParallelMultiHeadAttention`.
         name: The model's name.
@@ -74,7 +74,7 @@ def gpt(
         A model from int32 ids of shape [batch, time] to logits [batch, time, vocabulary_size].
 
     Raises:
-        ValueError: Sizes that do not fit, or do not divide by the tensor axis.
+        ValueError: Sizes do not match, or are not divisible by the size of the tensor axis.
 
     Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners".
     """

@@ -17,17 +17,17 @@ def mlp(
     dropout: float = 0.0,
     name: str = "mlp",
 ) -> keras.Model:
-    """Returns fully connected layers with ReLU, and logits.
+    """Returns a model of fully connected layers with ReLU, and logits.
 
     Args:
         input_shape: The shape of one sample, flattened by the model.
         num_classes: The number of logits.
         widths: The width of each hidden layer.
-        dropout: The share of activations dropped after each hidden layer.
+        dropout: The fraction of activations that are dropped after each hidden layer.
         name: The model's name.
 
     Raises:
-        ValueError: A size is not positive, or a share is none.
+        ValueError: A size is not positive, or `dropout` is not a fraction.
     """
     input_shape = checks.integers("input_shape", input_shape, minimum=1)
     num_classes = checks.integer("num_classes", num_classes, minimum=1)

@@ -25,8 +25,8 @@ NORMALIZATIONS: dict[str, type[keras.layers.Layer]] = {
 class TransformerDecoderBlock(keras.layers.Layer):
     """A pre-norm decoder block: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    Per tensor group it takes two sums forward and two backward, as in Megatron-LM; with
-    `sequence_parallel` a gather and a reduce-scatter in the place of each.
+    Forward and backward each need two all-reduces per tensor group, as in Megatron-LM; with
+    `sequence_parallel` each of them is replaced by an all-gather and a reduce-scatter.
 
     Args:
         num_heads: The global number of query heads.
@@ -34,19 +34,19 @@ class TransformerDecoderBlock(keras.layers.Layer):
         num_key_value_heads: The global number of key/value heads; None for `num_heads`.
         head_dim: The size of a head; None for the width / `num_heads`.
         activation: "gelu" or "swiglu".
-        dropout: The share of activations that is dropped, in the attention and after each part.
-        attention_dropout: The share in the attention; None for `dropout`.
+        dropout: The fraction of activations that are dropped, in the attention and after each part.
+        attention_dropout: The fraction in the attention; None for `dropout`.
         use_bias: Whether products have a bias.
         rotary_base: None, or the base of rotary position embeddings.
         normalization: "layer" or "rms".
-        epsilon: Of the normalizations.
+        epsilon: The epsilon of the normalizations.
         sequence_parallel: Whether input and output are this tensor rank's slice of dim 1.
         context_attention: As for `ParallelMultiHeadAttention`.
-        initializer_stddev: Kernels are drawn from a normal distribution of this width.
-        output_stddev: Those that add to the residual stream from one of this; None for the same.
-        num_experts: The number of networks of the feed-forward part, of which a token goes through
-            some: see `MixtureOfExperts`. None for one that all tokens go through.
-        experts: What else that layer takes, as `top_k`.
+        initializer_stddev: The standard deviation of the normal distribution of kernels.
+        output_stddev: That of kernels that add to the residual stream; None for the same.
+        num_experts: The number of networks of the feed-forward part, of which some process a token:
+            see `MixtureOfExperts`. None for a single one for all tokens.
+        experts: Other arguments of that layer, such as `top_k`.
         **kwargs: As for `keras.layers.Layer`.
     """
 
@@ -78,7 +78,7 @@ class TransformerDecoderBlock(keras.layers.Layer):
         checks.instance("experts", experts, Mapping, "a dict of arguments", optional=True)
         if experts and num_experts is None:
             raise ValueError(
-                "`experts` says what a number of experts is like. Received: "
+                "`experts` requires `num_experts`. Received: "
                 f"experts={dict(experts)!r}, num_experts=None."
             )
         self._config: dict[str, Any] = {
@@ -110,7 +110,7 @@ class TransformerDecoderBlock(keras.layers.Layer):
         }
 
     def build(self, input_shape):
-        """Builds the parts."""
+        """Builds the layers of the block."""
         config = self._config
         width = input_shape[-1]
         if config["head_dim"] is None and width % config["num_heads"]:
@@ -177,7 +177,7 @@ class TransformerDecoderBlock(keras.layers.Layer):
         self.built = True
 
     def call(self, inputs, training=None):
-        """[batch, time, width] to the same shape."""
+        """Maps [batch, time, width] to the same shape."""
         x = self.attention(self.attention_norm(inputs), training=training)
         x = inputs + self.dropout(x, training=training)
         x_norm = self.mlp_norm(x)
@@ -186,11 +186,11 @@ class TransformerDecoderBlock(keras.layers.Layer):
         return x + self.dropout(y, training=training)
 
     def compute_output_shape(self, input_shape):
-        """That of the input."""
+        """The shape of the input."""
         return input_shape
 
     def get_config(self):
-        """The configuration, the same on any mesh."""
+        """The configuration, which is the same on any mesh."""
         experts = self._config["experts"]
         config = {**self._config, "experts": None if experts is None else dict(experts)}
         return {**super().get_config(), **config}

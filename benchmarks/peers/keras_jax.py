@@ -24,7 +24,7 @@ def prepare(settings: Settings) -> Training:
     if kind is not None:
         devices = keras.distribution.list_devices()
         if len(devices) != 2:
-            raise RuntimeError(f"Two devices are compared with two ranks. Received: {devices}.")
+            raise RuntimeError(f"The comparison requires two devices. Received: {devices}.")
         keras.distribution.set_distribution(_DISTRIBUTIONS[kind](devices))
     model = make_model(settings)
     if kind == "model":
@@ -58,7 +58,9 @@ def _check_layouts(model: keras.Model) -> None:
     }
     for path in _LAYOUTS:
         if not any(re.fullmatch(f".*/{path}", each) for each in paths):
-            raise RuntimeError(f"Nothing is split by the layout of {path!r}. Split are: {paths}.")
+            raise RuntimeError(
+                f"The layout of {path!r} does not split anything. The split variables are: {paths}."
+            )
 
 
 #: Of paths, without what comes before.

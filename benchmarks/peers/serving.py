@@ -128,7 +128,7 @@ def memory(field: str) -> int:
         for line in file:
             if line.startswith(f"{field}:"):
                 return int(line.split()[1]) * 1024
-    raise ValueError(f"This system does not tell {field}.")
+    raise ValueError(f"This system does not report {field}.")
 
 
 class FitTraining:

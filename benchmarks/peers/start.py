@@ -58,7 +58,7 @@ def _make_package() -> None:
         _PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
     if spec is None or spec.loader is None:
-        raise ImportError(f"{folder} is no package.")
+        raise ImportError(f"{folder} is not a package.")
     sys.modules[_PACKAGE] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
 

@@ -98,7 +98,7 @@ def prepare(settings: Settings) -> Training:
     meet(settings)
     model, inputs, labels = make_model(settings)
     if not isinstance(model, GPT):
-        raise ValueError(f"Experts are of a GPT. Received: {settings.model!r}.")
+        raise ValueError(f"Experts require a GPT. Received: {settings.model!r}.")
     sizes, options = settings.sizes, settings.options
     deviation = 0.02 / math.sqrt(2 * sizes["layers"])
     for block in model.blocks:

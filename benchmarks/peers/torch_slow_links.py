@@ -32,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("sizes", type=json.loads)
     parser.add_argument("ways")
-    parser.add_argument("--rows", type=int, default=2, help="Of each rank")
+    parser.add_argument("--rows", type=int, default=2, help="The rows of each rank")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()

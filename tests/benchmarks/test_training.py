@@ -209,7 +209,7 @@ def test_json_holds_the_findings(tmp_path):
     assert line["ratio"] == pytest.approx(1.5) and line["spread"] == pytest.approx([1.5, 1.5])
     for other in ("[]", "{", '{"findings": [{"name": "x"}]}'):
         path.write_text(other)
-        with pytest.raises(ValueError, match="holds no findings"):
+        with pytest.raises(ValueError, match="is not a file of findings"):
             findings.read(path)
 
 
@@ -228,7 +228,7 @@ def test_the_table_goes_between_the_marks(tmp_path):
     for text in ("new", "newer"):
         write_between(path, "here", text)
         assert path.read_text() == f"before\n<!-- here -->\n{text}\n<!-- end -->\nafter\n"
-    with pytest.raises(ValueError, match="no place"):
+    with pytest.raises(ValueError, match="A place is missing"):
         write_between(path, "there", "new")
 
 

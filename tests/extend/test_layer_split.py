@@ -322,11 +322,13 @@ def test_plans_name_the_kinds_of_the_layers_class():
     register()
     with pytest.raises(ValueError, match=r"'gated'.*Received: 'gate' for the pattern"):
         tfdist.parallelize(glu(), {"glu/.*": "gate"})
-    with pytest.raises(ValueError, match=r"GLU a plan says 'gated' or .* Received: 'block'"):
+    with pytest.raises(ValueError, match=r"GLU must use 'gated' or .* Received: 'block'"):
         tfdist.parallelize(glu(), {"glu/.*": "block"})
-    with pytest.raises(ValueError, match=r"Dense a plan says .* Received: 'gated' for `head`"):
+    with pytest.raises(ValueError, match=r"Dense must use .* Received: 'gated' for `head`"):
         tfdist.parallelize(glu(), {"head/.*": "gated"})
-    with pytest.raises(ValueError, match=r"one thing of a layer.*'gated' for `glu/gate`"):
+    with pytest.raises(
+        ValueError, match=r"the same word for all variables of a layer.*'gated' for `glu/gate`"
+    ):
         tfdist.parallelize(glu(), {"glu/gate": "gated", "glu/up": "replicate"})
     with pytest.raises(ValueError, match="register_split"):
         tfdist.parallelize(model_of(keras.layers.UnitNormalization(), Other()), {".*w": "column"})

@@ -88,7 +88,7 @@ def test_the_adapter_is_one_of_plain_keras_hub(preset, text, tmp_path, axis):
     assert after < 0.98 * before and f"{axis} 2" in where
     assert "Zwölf" in job.stdout
     # Biases stay: an adapter without them is the whole of what was trained.
-    assert "plain KerasHub will not" not in job.stdout
+    assert "plain KerasHub does not" not in job.stdout
     with h5py.File(output / "adapter.lora.h5") as file:
         assert list(file) == ["lora"]
     model = keras_hub.models.CausalLM.from_preset(preset)
@@ -111,7 +111,7 @@ def test_biases_train_where_that_is_asked_for(preset, text, tmp_path):
     job = run([*RUN, "--", *program(preset, text), *flags])
     perplexities(job)
     # `tfdist-run` prints what its ranks say on its own stdout.
-    told = [line for line in job.stdout.splitlines() if "plain KerasHub will not" in line]
+    told = [line for line in job.stdout.splitlines() if "plain KerasHub does not" in line]
     assert len(told) == 1 and told[0].startswith("[0]") and "/bias`" in told[0], job.stdout
     with h5py.File(tmp_path / "adapter.lora.h5") as file:
         assert set(file) == {"lora", "tfdist"}

@@ -116,9 +116,13 @@ def _as_a_vocabulary():
 _MODES = (
     "int8 or int4",
     "`transformer_layer_0/",
-    "Say 'replicate' of it, or quantize it otherwise",
+    "Use 'replicate' for it, or another quantization",
 )
-_DIVIDES = ("divides by the tensor axis", "with tensor=2", "Take a smaller tensor axis, or a plan")
+_DIVIDES = (
+    "must be divisible by the size of the tensor axis",
+    "with tensor=2",
+    "Use a smaller tensor axis, or a plan",
+)
 _IN_LAYER = "in `transformer_layer_0/"
 
 #: By name: what is done on ranks of tensor=2, and what the message holds: the layer, and the way out.
@@ -153,7 +157,7 @@ REFUSED: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
     ),
     "an odd number of columns": (
         _quantized("int4", block_size=-1, intermediate_dim=9),
-        ("9 outputs", "an odd number", f"{_IN_LAYER}feedforward", "quantize it to int8"),
+        ("Received: 9", "an even number", f"{_IN_LAYER}feedforward", "quantize it to int8"),
     ),
     "an odd number of columns on a rank": (
         _quantized("int4", block_size=-1, intermediate_dim=10),
@@ -175,10 +179,14 @@ REFUSED: dict[str, tuple[Callable[[], None], tuple[str, ...]]] = {
         _as_a_vocabulary,
         ("'column' for `", "norm/scale`", "Dense, EinsumDense and Embedding layers"),
     ),
-    "split twice": (_twice, ("/kernel` is split already", "a plan that says")),
+    "split twice": (_twice, ("/kernel` cannot be split twice", "a plan with")),
     "LoRA twice": (
         _adapted(2, 3),
-        ("LoRA once", "rank=3 for `transformer_layer_0/self_attention/", "LoRA of rank 2"),
+        (
+            "cannot get LoRA twice",
+            "rank=3 for `transformer_layer_0/self_attention/",
+            "LoRA of rank 2",
+        ),
     ),
     "a rank of 0": (_adapted(0), ("`rank`", "Received: rank=0")),
     "a rank that is no number": (_adapted(2.5), ("`rank`", "Received: rank=2.5")),

@@ -70,17 +70,17 @@ REFUSED: dict[str, tuple[dict, dict, tuple[str, ...]]] = {
     "a rule that matches nothing": (
         TENSOR,
         {"upp/kernel": (None, "model")},
-        ("'upp/kernel' matches no variable", "'up/kernel'"),
+        ("'upp/kernel' does not match any variable", "'up/kernel'"),
     ),
     "a part of a path": (
         TENSOR,
         {"p/kernel": (None, None)},
-        ("'p/kernel' matches no variable", "whole paths", "'up/kernel'"),
+        ("'p/kernel' does not match any variable", "whole paths", "'up/kernel'"),
     ),
-    "a large variable that no rule meets": (
+    "a large variable without a rule": (
         TENSOR,
         {"down/kernel": None},
-        ("No rule", "`down/kernel` of shape (16, 6)", "Give the map a rule"),
+        ("A rule", "is missing", "`down/kernel` of shape (16, 6)", "Add a rule for it to the map"),
     ),
     "another axis": (
         TENSOR,
@@ -95,7 +95,7 @@ REFUSED: dict[str, tuple[dict, dict, tuple[str, ...]]] = {
     "the data axis without ZeRO-3": (
         DATA,
         {"head/kernel": ("batch", None)},
-        ("`head/kernel` over the data axis", "zero_stage=0", "Make it with zero_stage=3"),
+        ("`head/kernel` over the data axis", "zero_stage=0", "Create it with zero_stage=3"),
     ),
 }
 

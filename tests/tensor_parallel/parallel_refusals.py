@@ -73,7 +73,9 @@ UP_DOWN = {"up/kernel": "column", "down/kernel": "row"}
 #: On one device as well as on ranks.
 ANYWHERE = {
     "no match": Case(
-        programs.mlp, {"upp/kernel": "column"}, ("'upp/kernel'", "matches no variable", "up/kernel")
+        programs.mlp,
+        {"upp/kernel": "column"},
+        ("'upp/kernel'", "does not match any variable", "up/kernel"),
     ),
     "a part of a path": Case(
         programs.mlp, {"kernel": "column"}, ("whole paths", "'up/kernel'", "'.*kernel.*'")
@@ -109,7 +111,7 @@ ANYWHERE = {
     "a whole bias of columns": Case(
         programs.mlp, {"up/kernel": "column", "up/bias": "replicate"}, ("'replicate'", "`up/bias`")
     ),
-    "a built optimizer": Case(fitted, programs.MLP, ("optimizer", "before it is first fitted")),
+    "a built optimizer": Case(fitted, programs.MLP, ("optimizer", "before its first `fit`")),
     "not built": Case(programs.Subclassed, {".*": "replicate"}, ("`subclassed`", "sample")),
 }
 
@@ -172,7 +174,7 @@ ON_RANKS = {
     "row before column": Case(
         lambda: stack(dense(8, "up"), dense(6, "down")),
         {"down/kernel": "row"},
-        ("`down` is split by rows", "of its 8 inputs", "4", "'column'"),
+        ("`down` is split by rows", "of 8 in all", "4 units", "'column'"),
     ),
     "column after column": Case(
         lambda: stack(dense(8, "up"), dense(6, "down")),
@@ -180,12 +182,12 @@ ON_RANKS = {
         ("does not run", "'down'"),
     ),
     "a normalization of the slice": Case(
-        normalized, UP_DOWN, ("computes something else", "output 0 differs", "unit_length")
+        normalized, UP_DOWN, ("does not compute the same", "output 0 differs", "unit_length")
     ),
     "a weight inside and outside": Case(
         scaled_inside_and_outside,
         UP_DOWN,
-        ("computes something else", "gradients differ, those of `scale/rate`"),
+        ("does not compute the same", "gradients differ, those of `scale/rate`"),
     ),
     "queries alone": Case(
         programs.transformer, {"attention/query/kernel": "column"}, ("does not run",)
@@ -193,9 +195,9 @@ ON_RANKS = {
     "no sample": Case(
         lambda: built(programs.Subclassed()), programs.SUBCLASSED, ("sample=...", "`subclassed`")
     ),
-    "split already": Case(split_before, programs.MLP, ("`up/kernel` is split already",)),
+    "split already": Case(split_before, programs.MLP, ("`up/kernel` cannot be split twice",)),
     "no number": Case(not_a_number, UP_DOWN, ("NaN",)),
-    "made outside of the scope": Case(programs.mlp, programs.MLP, ("one `strategy.scope()`",)),
+    "made outside of the scope": Case(programs.mlp, programs.MLP, ("the same `strategy.scope()`",)),
 }
 
 

@@ -210,5 +210,7 @@ def test_a_plan_that_is_found():
         "attention/attention_output/kernel": "row",
         "head/kernel": "vocabulary",
     }
-    with pytest.raises(ValueError, match="No attention, feed-forward block or table"):
+    with pytest.raises(
+        ValueError, match="attention layer, feed-forward block or table of tokens was not found"
+    ):
         find_plan(keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)]))

@@ -190,7 +190,7 @@ def test_the_report_says_what_is_held(pool, stage):
         # Of all gradients together, a third: they are reduced in buckets.
         assert rows["gradients"]["planned"] == (1478 if stage else 4 * elements)
         # At least what the hidden layer gives for this rank's rows.
-        assert rows["peak of a step beside"]["measured"] > ROWS_OF_A_RANK * 16 * 4
+        assert rows["additional peak of a step"]["measured"] > ROWS_OF_A_RANK * 16 * 4
 
 
 def reduced_layers() -> set[str]:

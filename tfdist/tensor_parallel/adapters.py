@@ -1,8 +1,8 @@
 """Stock Keras layers, split over the tensor axis in place.
 
-A layer keeps its identity, its class and its configuration, so a graph, a subclassed model and a
-file see the layer that they know. What changes is what the instance holds and does: its variables
-become this rank's slices, and `call` is overridden on the instance.
+A layer keeps its identity, its class and its configuration, so graphs, subclassed models and files
+still refer to the same layer. Only its state and computation change: its variables become this
+rank's slices, and `call` is overridden on the instance.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tfdist.utils import checks
 
 
 def override(thing, name: str, value) -> None:
-    """Overrides a method or an attribute of one object, past what Keras does at assignments."""
+    """Overrides a method or an attribute of one object, bypassing Keras' tracking of assignments."""
     vars(thing)[name] = value
 
 
 @contextlib.contextmanager
 def local_attributes(thing, attributes: dict[str, Any]) -> Iterator[None]:
-    """Inside, attributes of an object have this rank's values: its configuration keeps the global."""
+    """Sets attributes of an object to this rank's values in its context; its configuration stays global."""
     own = vars(thing)
     before = {name: own[name] for name in attributes if name in own}
     own.update(attributes)
@@ -47,9 +47,9 @@ def local_attributes(thing, attributes: dict[str, Any]) -> Iterator[None]:
 
 
 class LayerView:
-    """A layer with other values of some attributes, for methods of Keras' that are called on it.
+    """A layer with other values of some attributes, on which Keras' methods can be called.
 
-    What such a method leaves behind for the backward pass sees these values too.
+    Functions that such a method returns for the backward pass use these values too.
 
     Args:
         layer: The layer.
@@ -74,8 +74,8 @@ class Part:
     Attributes:
         variable: The variable.
         axis: The dim that is split.
-        what: What that dim counts, for messages; None where it may be padded.
-        where: The path of the layer that the user knows it by.
+        what: The name of the size of that dim, for messages; None if it may be padded.
+        where: The path of the layer that the user specified.
     """
 
     variable: keras.Variable
@@ -84,25 +84,25 @@ class Part:
     where: str
 
     def check(self, group: Group) -> None:
-        """Raises where the dim does not divide by the group.
+        """Checks that the dim is divisible by the size of the group.
 
         Raises:
-            ValueError: It does not.
+            ValueError: It is not.
         """
         size = self.variable.shape[self.axis]
         if self.what is not None and size % group.size:
             received = f"{self.what}={size}" if self.what.isidentifier() else f"{size}"
             raise ValueError(
-                f"{self.what} divides by the tensor axis. Received: {received} in "
-                f"`{self.where}` with tensor={group.size}. Take a smaller tensor axis, or a plan that "
-                "leaves this layer whole."
+                f"{self.what} must be divisible by the size of the tensor axis. Received: {received} in "
+                f"`{self.where}` with tensor={group.size}. Use a smaller tensor axis, or a plan that "
+                "replicates this layer."
             )
 
 
-class Entrance:
-    """Where inputs enter the part of a model that is split: once for all layers that take them.
+class SharedInput:
+    """The input of the split part of a model, shared by all layers that have the same input.
 
-    The gradients of a tensor that several layers of a block take, as query, key and value do, are
+    The gradients of a tensor that several layers of a block use, such as query, key and value, are
     then summed over the ranks in one collective.
     """
 
@@ -111,7 +111,7 @@ class Entrance:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Inside, a tensor enters once."""
+        """Shares each tensor that enters in its context."""
         before, self._entered = self._entered, {}
         try:
             yield
@@ -120,11 +120,11 @@ class Entrance:
 
     @property
     def is_open(self) -> bool:
-        """Whether several layers share what enters."""
+        """Whether several layers share their inputs."""
         return self._entered is not None
 
     def enter(self, tensor, group: Group, name: str):
-        """`copy_to_region`, or what it gave for this tensor before."""
+        """`copy_to_region`, or its earlier result for this tensor."""
         if self._entered is None:
             return copy_to_region(tensor, group, name=name)
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -136,21 +136,21 @@ class Entrance:
 
 
 def computes_as(layer: keras.layers.Layer, stock: Any) -> bool:
-    """Whether what a layer computes is what a class of Keras does."""
+    """Whether a layer computes the same function as a class of Keras."""
     return type(layer).call is stock.call
 
 
 class Adapter:
-    """How one layer is split.
+    """The split of one layer.
 
     Attributes:
         layer: The layer.
-        kind: What the plan says of it.
+        kind: The kind that the plan has for it.
         parts: The variables that are split; its others stay whole.
         partial: Whole variables of which each rank computes a part of the gradient.
-        entrance: Where its inputs enter; blocks share one among their layers.
-        counted: What the dims that are split count, where the layer's block knows, as "num_heads".
-        where: The path of the layer that the user knows it by.
+        entrance: The input of the layer; the layers of a block share one.
+        counted: The name of the size of the split dims, if the layer's block has one, as "num_heads".
+        where: The path of the layer that the user specified.
     """
 
     stock: ClassVar[type]
@@ -160,19 +160,19 @@ class Adapter:
         name = type(layer).__name__
         if kind not in self.kinds:
             raise ValueError(
-                f"Of layers of class {name} a plan says "
+                f"A plan for layers of class {name} must use "
                 f"{' or '.join(map(repr, (*self.kinds, 'replicate')))}. Received: {kind!r} for "
                 f"`{layer.path}`."
             )
         if not computes_as(layer, self.stock):
             raise ValueError(
-                f"What `{name}` computes with its weights is its own, so it cannot be split. "
-                f"Received: {kind!r} for `{layer.path}`. Split the layers inside it, or say "
+                f"`{name}` has its own `call`, so it cannot be split as {self.stock.__name__}. "
+                f"Received: {kind!r} for `{layer.path}`. Split the layers inside it, or use "
                 "'replicate'."
             )
         self.layer = layer
         self.kind = kind
-        self.entrance = Entrance()
+        self.entrance = SharedInput()
         self.counted: str | None = None
         self.where = layer.path
         self.parts: list[Part] = []
@@ -184,35 +184,35 @@ class Adapter:
 
     @staticmethod
     def main(layer) -> list:
-        """The variables by which a plan says what becomes of the layer."""
+        """The variables for which a plan specifies the kind of the layer."""
         raise NotImplementedError
 
     def describe(self) -> None:
-        """Says which variables, as the layer has them now, are split and how: `parts`, `partial`.
+        """Determines the split of the layer's current variables: sets `parts` and `partial`.
 
         Raises:
-            ValueError: One cannot be.
+            ValueError: A variable cannot be split.
         """
         raise NotImplementedError
 
     def check(self, group: Group) -> None:
-        """Raises where a dim does not divide by the group.
+        """Checks that the split dims are divisible by the size of the group.
 
         Raises:
-            ValueError: It does not.
+            ValueError: One is not.
         """
         for part in self.parts:
             part.check(group)
 
     def check_compared(self) -> None:
-        """Raises where the comparison with the whole model has found what the adapter denies.
+        """Checks the results of the comparison with the whole model against those of the adapter.
 
         Raises:
-            ValueError: It has.
+            ValueError: They contradict each other.
         """
 
     def apply(self, group: Group) -> None:
-        """Cuts the variables, and overrides what the layer computes."""
+        """Splits the variables, and overrides the layer's computation."""
         self._cut(group)
         override(self.layer, "call", self._call(group))
         override(self.layer, "quantized_call", self._quantized_call(group))
@@ -228,7 +228,7 @@ class Adapter:
             update_layout(variable, partial_over=group)
 
     def _on_the_whole(self, method: Callable, group: Group) -> Callable:
-        """A method of Keras' that makes variables out of whole ones; every rank calls it."""
+        """A method of Keras' that creates variables from whole ones; every rank must call it."""
 
         def call(*args, **kwargs):
             known = {id(variable) for variable in variables_of_layer(self.layer)}
@@ -241,7 +241,7 @@ class Adapter:
             finally:
                 for variable in variables_of_layer(self.layer):
                     if id(variable) not in known and not without_values(variable):
-                        # Ranks may have drawn other numbers.
+                        # Ranks may have drawn different values.
                         variable.assign(broadcast(variable.value, group, name="parallelize/values"))
                 self.describe()
                 self.check(group)
@@ -250,21 +250,21 @@ class Adapter:
         return call
 
     def _checking_the_rank(self, stock: Callable) -> Callable:
-        """Refuses before anything has changed."""
+        """Checks the arguments before anything has changed."""
 
         def enable_lora(rank, *args, **kwargs):
             rank = checks.integer("rank", rank, minimum=1)
             if self.layer.lora_enabled:
                 raise ValueError(
-                    f"A layer gets LoRA once. Received: rank={rank} for `{self.layer.path}`, which has "
-                    f"LoRA of rank {self.layer.lora_rank}. Make the model anew for another rank."
+                    f"A layer cannot get LoRA twice. Received: rank={rank} for `{self.layer.path}`, which "
+                    f"has LoRA of rank {self.layer.lora_rank}. Create the model again for another rank."
                 )
             return stock(rank, *args, **kwargs)
 
         return enable_lora
 
     def _checking_the_mode(self, stock: Callable) -> Callable:
-        """Refuses before anything has changed."""
+        """Checks the arguments before anything has changed."""
 
         def quantize(mode=None, *args, **kwargs):
             check_mode(self.layer, mode or getattr(kwargs.get("config"), "mode", None))

@@ -31,9 +31,9 @@ from tfdist.tensor_parallel.quantized import (
 
 
 class _ProductAdapter(Adapter):
-    """What Dense and EinsumDense have in common: a kernel, maybe quantized, maybe with LoRA."""
+    """The common base for Dense and EinsumDense: a kernel, optionally quantized or with LoRA."""
 
-    #: The kernel's dim that is split, of those that it has before it is quantized.
+    #: The dim of the kernel that is split, among those that it has before quantization.
     kernel_axis: int
     kernel_dims: int
 
@@ -85,7 +85,7 @@ class _ProductAdapter(Adapter):
         raise NotImplementedError
 
     def _joined(self, outputs, group: Group):
-        """The outputs of a vocabulary: of all units, or split where the loss takes that."""
+        """The outputs of a vocabulary: of all units, or split if the loss supports that."""
         layer = self.layer
         plain = layer.activation in (None, keras.activations.linear)
         if plain and stays_split(layer):
@@ -99,9 +99,9 @@ class _ProductAdapter(Adapter):
 class DenseAdapter(_ProductAdapter):
     """Y = X W + b.
 
-    By columns a rank computes its share of Y's last dim from the whole of X. By rows it takes its
+    By columns a rank computes its share of Y's last dim from the whole of X. By rows it uses its
     share of X's last dim, and the ranks' products are summed. As a vocabulary it computes its
-    columns, and the shares are joined.
+    columns, and the shares are concatenated.
     """
 
     stock = keras.layers.Dense
@@ -109,7 +109,7 @@ class DenseAdapter(_ProductAdapter):
     kernel_dims = 2
 
     def describe(self) -> None:
-        """The kernel, the bias of columns, and what LoRA and quantization add."""
+        """The kernel, the bias of columns, and the variables of LoRA and quantization."""
         layer = self.layer
         self.parts, self.partial = [], []
         if self.kind == "row":
@@ -124,11 +124,11 @@ class DenseAdapter(_ProductAdapter):
             self.parts.append(self._part(layer.bias, 0, what))
 
     def apply(self, group: Group) -> None:
-        """Cuts the variables, and overrides what the layer computes."""
+        """Splits the variables, and overrides the layer's computation."""
         super().apply(group)
         layer = self.layer
         if self.kind == "row":
-            # The layer itself says what is wrong with another input, in words of the plan.
+            # The layer checks its input itself, with a message in terms of the plan.
             layer.input_spec = keras.layers.InputSpec(min_ndim=2)
         if self.kind == "column":
             override(layer, "compute_output_shape", _divided(layer.compute_output_shape, -1, group))
@@ -165,7 +165,7 @@ class DenseAdapter(_ProductAdapter):
 
 
 class EinsumDenseAdapter(_ProductAdapter):
-    """Y = einsum(X, W) + b, as the projections of attention.
+    """Y = einsum(X, W) + b, as in the projections of attention.
 
     By columns the first dim of the kernel is split that Y has and X has not; by rows the first
     that X has and Y has not. For attention both are the heads.
@@ -175,7 +175,7 @@ class EinsumDenseAdapter(_ProductAdapter):
     kinds = ("column", "row")
 
     def describe(self) -> None:
-        """The kernel, the bias of columns, and what LoRA and quantization add."""
+        """The kernel, the bias of columns, and the variables of LoRA and quantization."""
         layer = self.layer
         self.parts, self.partial = [], []
         inputs, kernel, outputs = terms(layer.equation)
@@ -184,7 +184,7 @@ class EinsumDenseAdapter(_ProductAdapter):
         if not labels:
             side = "output" if self.kind == "column" else "input"
             raise ValueError(
-                f"A kernel is split {self.kind}-wise along a dim that only its layer's {side} "
+                f"A {self.kind}-wise split requires a dim of the kernel that only the layer's {side} "
                 f"has. Received: the equation {layer.equation!r} of `{layer.path}`."
             )
         self.label = labels[0]
@@ -194,13 +194,13 @@ class EinsumDenseAdapter(_ProductAdapter):
             _refuse_whole_activation(layer, self.kind)
         self._describe_product(what)
         if self.kind == "column" and layer.bias is not None and self.label in layer.bias_axes:
-            # A bias has the output's dims from the first that it is named for.
+            # A bias has the output's dims from its first label on.
             names = outputs.replace("...", "")
             first = min(names.index(label) for label in layer.bias_axes)
             self.parts.append(self._part(layer.bias, names.index(self.label) - first, what))
 
     def apply(self, group: Group) -> None:
-        """Cuts the variables, and overrides what the layer computes."""
+        """Splits the variables, and overrides the layer's computation."""
         super().apply(group)
         if self.kind == "column":
             axis = position(terms(self.layer.equation)[2], self.label)
@@ -213,7 +213,7 @@ class EinsumDenseAdapter(_ProductAdapter):
 
         def product(inputs):
             if through_a is None:
-                # A's rank takes the place of a dim that is summed over: only the kernel will do.
+                # A's rank would replace a dim that is summed over, so only the whole kernel works.
                 return einsum(layer.equation, inputs, layer.kernel)
             outputs = einsum(layer.equation, inputs, value_tensor(kernel_of(layer)))
             return add_lora(layer, outputs, lambda a: einsum(through_a, inputs, a))
@@ -230,20 +230,20 @@ class EinsumDenseAdapter(_ProductAdapter):
     def _check_share(self, inputs, group: Group) -> None:
         part = self.parts[0]
         if self.layer.quantization_mode == "int4":
-            return  # A packed kernel has other dims; the product itself says what does not fit.
+            return  # A packed kernel has other dims; the product itself reports a mismatch.
         share = part.variable.shape[self.kernel_axis]
         size = inputs.shape[position(terms(self.layer.equation)[0], self.label)]
         _check_share(self.layer, size, share, group)
 
 
 def columns(inputs, kernel, group: Group, name: str):
-    """`ops.matmul(inputs, kernel)` with this rank's columns, in the dtype that Keras takes."""
+    """`ops.matmul(inputs, kernel)` with this rank's columns, in the dtype of Keras."""
     inputs, kernel = same_dtype(inputs, kernel)
     return column_parallel_matmul(inputs, kernel, group, name=name)
 
 
 def _finish(layer, outputs):
-    """Bias and activation, as `Dense` and `EinsumDense` have them."""
+    """Adds the bias and applies the activation, as `Dense` and `EinsumDense` do."""
     if layer.bias is not None:
         outputs = ops.add(outputs, layer.bias)
     activation = activation_of(layer)
@@ -253,9 +253,8 @@ def _finish(layer, outputs):
 def _check_share(layer, size: int | None, share: int, group: Group) -> None:
     if size is not None and size != share:
         raise ValueError(
-            f"`{layer.path}` is split by rows: of its {share * group.size} inputs a rank takes the "
-            f"{share} that a 'column' layer before it leaves to the rank. Received: {size}. Say "
-            "'column' of the layer that feeds it."
+            f"`{layer.path}` is split by rows, so it requires an input of {share} units on each rank, of "
+            f"{share * group.size} in all. Received: {size}. Use 'column' for the layer before it."
         )
 
 
@@ -263,8 +262,8 @@ def _refuse_whole_activation(layer, kind: str) -> None:
     whole = (keras.activations.softmax, keras.activations.log_softmax)
     if kind == "column" and layer.activation in whole:
         raise ValueError(
-            f"`{layer.activation.__name__}` looks at all units, of which a rank has a part. "
-            f"Received: 'column' for `{layer.path}`; 'vocabulary' joins the units first."
+            f"`{layer.activation.__name__}` requires all units, but a rank has only a part of them. "
+            f"Received: 'column' for `{layer.path}`. Use 'vocabulary', which joins the units first."
         )
 
 

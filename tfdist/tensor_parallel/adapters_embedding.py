@@ -21,9 +21,9 @@ from tfdist.tensor_parallel.products import same_dtype
 
 
 class EmbeddingAdapter(Adapter):
-    """Rows of a table by ids: a rank looks up those of its range, and the ranks' are summed.
+    """Rows of a table by ids: a rank looks up those of its range, and the ranks' results are summed.
 
-    A vocabulary that does not divide is padded with rows that no id reaches.
+    If the size of the vocabulary is not divisible by the group, it is padded with unused rows.
     """
 
     stock = keras.layers.Embedding
@@ -35,7 +35,7 @@ class EmbeddingAdapter(Adapter):
         return [table_of(layer)]
 
     def describe(self) -> None:
-        """The table, and what LoRA and quantization add."""
+        """The table, and the variables of LoRA and quantization."""
         layer = self.layer
         self.partial = []
         split = [table_of(layer)]
@@ -79,17 +79,17 @@ class EmbeddingAdapter(Adapter):
 
 
 class ReversibleEmbeddingAdapter(EmbeddingAdapter):
-    """The same, and in reverse the logits of all ids: a rank computes its range, and they are joined."""
+    """An embedding that also computes logits: a rank computes its range, and the ranges are joined."""
 
     stock = keras.layers.ReversibleEmbedding
 
     @staticmethod
     def main(layer) -> list:
-        """The table, and that of the way back where it has one of its own."""
+        """The table, and that of the logits if it is separate."""
         return [table_of(layer)] + ([] if layer.tie_weights else [layer.reverse_embeddings])
 
     def describe(self) -> None:
-        """The table, that of the way back, and what LoRA and quantization add."""
+        """The table, that of the logits, and the variables of LoRA and quantization."""
         super().describe()
         layer = self.layer
         if layer.tie_weights:
@@ -166,7 +166,7 @@ def _masked(layer, inputs, found):
 
 
 def _fill_padding(scale) -> None:
-    """Makes the scales of rows that are padding ones: quantized values are divided by them."""
+    """Sets the scales of padding rows to one, because quantized values are divided by them."""
     if scale is None or layout_of(scale).slice is None:
         return
     value = tf.convert_to_tensor(scale.value)

@@ -1,4 +1,4 @@
-"""The banks of experts that KerasHub has: which weights they hold, and what they make of rows."""
+"""KerasHub's banks of experts: their weights and their computation."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tfdist.sharding.weights import value_tensor
 class Bank:
     """A bank of experts.
 
-    Called with rows in the order of experts, and the number of rows of each, it returns as many rows.
+    It is called with rows in the order of experts and the number of rows of each, and returns a row each.
 
     Args:
         layer: KerasHub's layer.
 
     Attributes:
-        weights: By attribute of the layer, what is split along its dim 0.
+        weights: The attributes of the layer's variables, which are split along dim 0.
     """
 
     weights: tuple[str, ...]
@@ -39,7 +39,7 @@ class Bank:
         return [tf.cast(value_tensor(v), self.layer.compute_dtype) for v in self.variables]
 
     def __call__(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-        """Runs the experts that this rank holds."""
+        """Runs the experts of this rank."""
         raise NotImplementedError
 
 
@@ -102,7 +102,7 @@ def _in_float32(function: Callable, x: tf.Tensor) -> tf.Tensor:
     return tf.cast(function(tf.cast(x, tf.float32)), x.dtype)
 
 
-#: By the class of KerasHub's bank.
+#: By the class of KerasHub's bank, the class that computes it.
 BANKS: dict[str, type[Bank]] = {
     "MixtralMoeExperts": _Mixtral,
     "QwenMoeExperts": _Qwen,

@@ -1,8 +1,8 @@
-"""Blocks of split layers: attention, whose heads are split, and layers that take the same input.
+"""Blocks of split layers: attention, whose heads are split, and layers that have the same input.
 
-The layers of a block share what enters the part that is split, so the gradient of their input is
-summed over the ranks once. An attention layer computes with the number of its heads that this rank
-has; what it says of itself stays global.
+The layers of a block share the input of the part that is split, so the gradient of their input is
+summed over the ranks once. An attention layer computes with this rank's number of heads; its
+configuration stays global.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tfdist.collectives import Group
 from tfdist.layers.dropout import drawing_apart
 from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.sharding.weights import split_variable
-from tfdist.tensor_parallel.adapters import Adapter, Entrance, Part, local_attributes, override
+from tfdist.tensor_parallel.adapters import Adapter, Part, SharedInput, local_attributes, override
 from tfdist.tensor_parallel.blockwise import use_blockwise
 from tfdist.tensor_parallel.quantized import check_mode
 
-#: By what attribute an attention layer knows its projections.
+#: The names of attributes with the projections of an attention layer.
 _ROLES = {
     "query": r"_*(query|q)(_dense|_proj|_projector|_projection)?",
     "key": r"_*(key|k)(_dense|_proj|_projector|_projection)?",
@@ -32,7 +32,7 @@ _ROLES = {
     "output": r"_*(attention_)?(output|out|o)(_dense|_proj|_projector|_projection)?",
 }
 _PRODUCTS = (keras.layers.Dense, keras.layers.EinsumDense)
-#: Attributes that count heads, and that are as wide as all heads together.
+#: Attributes with a number of heads, and with the width of all heads together.
 _QUERY_HEADS = re.compile(r"_*num_(query_|attention_)?heads")
 _KEY_HEADS = re.compile(r"_*num_key_value_heads")
 _GROUPS = re.compile(r"_*(num_key_value_groups|num_repeats)")
@@ -40,7 +40,7 @@ _WIDTH = "inner_dim"
 
 
 def projections(layer) -> dict[str, keras.layers.Layer]:
-    """The projections of an attention layer by their roles; none of another layer."""
+    """The projections of an attention layer by their roles; empty for other layers."""
     found = {}
     for name, value in vars(layer).items():
         if isinstance(value, _PRODUCTS):
@@ -63,7 +63,7 @@ class InsideAdapter(Adapter):
         super().__init__(layer, "inside")
 
     def describe(self) -> None:
-        """All that is trained."""
+        """All trainable variables are partial."""
         check_mode(self.layer, self.layer.quantization_mode)
         self.partial = [variable for variable in own_trainable(self.layer) if variable.trainable]
 
@@ -85,8 +85,8 @@ class Block:
 
     Args:
         layer: The layer.
-        adapters: Those inside it.
-        parents: The layers that the layer is inside of.
+        adapters: The adapters of layers, by a layer's id.
+        parents: The layers that directly contain the layer.
     """
 
     def __init__(self, layer, adapters: Mapping[int, Adapter], parents: list):
@@ -106,7 +106,7 @@ class Block:
         if self._shares:
             for each in entering:
                 each.entrance = entering[0].entrance
-        self._entrance = entering[0].entrance if entering else Entrance()
+        self._entrance = entering[0].entrance if entering else SharedInput()
 
     def _describe_heads(self, roles, adapters: Mapping[int, Adapter]) -> None:
         layer = self.layer
@@ -128,20 +128,20 @@ class Block:
         self._cached_heads = own[key_heads] if key_heads and self._splits_keys else None
         for variable in variables_of_layer(layer):
             dims = [dim for dim, size in enumerate(variable.shape) if size == number]
-            if dims:  # As a bias of relative positions for each head.
+            if dims:  # Such as a bias of relative positions for each head.
                 self._parts.append(Part(variable, dims[-1], str(heads).lstrip("_"), layer.path))
 
     def check(self, group: Group) -> None:
-        """Raises where the heads do not divide by the group.
+        """Checks that the numbers of heads are divisible by the size of the group.
 
         Raises:
-            ValueError: They do not.
+            ValueError: One is not.
         """
         for part in self._parts:
             part.check(group)
 
     def apply(self, group: Group) -> None:
-        """Cuts what the layer itself holds, and overrides its call."""
+        """Splits the layer's own variables, and overrides its call."""
         for part in self._parts:
             split_variable(self.layer, part.variable, part.axis, group)
         for adapter in self.inside:
@@ -154,7 +154,7 @@ class Block:
             use_blockwise(self.layer)
 
     def mark_inside(self, group: Group) -> None:
-        """Marks what a comparison would: weights of heads, and dropout that differs by rank."""
+        """Marks weights of heads, and dropout that differs by rank, without a comparison."""
         if not self._is_attention:
             return
         for layer in sublayers(self.layer):
@@ -193,25 +193,25 @@ class Block:
             ):
                 found[name] = value // group.size
         if own.get("query_head_dim_normalize") is False:
-            # The scale of such attention is that of the width of a head, hidden_dim / heads.
+            # The scale of such attention uses the width of a head, hidden_dim / heads.
             found["hidden_dim"] = own["hidden_dim"] // group.size
         return found
 
     def _slice_slopes(self, group: Group) -> None:
-        """ALiBi's slopes are those of this rank's heads, of all that there are."""
+        """Slices ALiBi's slopes of all heads to this rank's."""
         for owner in (self.layer, *sublayers(self.layer), *self._parents):
             for name, axis in _SLOPES.items():
                 if hasattr(owner, name) and name not in vars(owner):
                     override(owner, name, _of_own_heads(getattr(owner, name), axis, group, owner))
 
 
-#: Methods that make a bias of (number of heads, ...), and the bias' dim of heads.
+#: Methods that return a bias of (number of heads, ...), and its dim of heads.
 _SLOPES = {"_get_alibi_bias": 1, "_build_alibi_tensor": 1}
 
 
 def _of_own_heads(stock: Callable, axis: int, group: Group, owner) -> Callable:
     def bias(num_heads, *args, **kwargs):
-        # What is inside of the attention layer is told this rank's number.
+        # Layers inside the attention layer are called with this rank's number of heads.
         told_own = _named(owner, _QUERY_HEADS) is None
         every = num_heads * group.size if told_own else num_heads
         share = every // group.size
@@ -239,7 +239,7 @@ def _of_own_cache(cache, heads: int, group: Group):
 
 
 def _named(layer, pattern: re.Pattern) -> str | None:
-    """The first attribute of a layer that a pattern fits."""
+    """The first attribute of a layer whose name matches a pattern."""
     return next((name for name in vars(layer) if pattern.fullmatch(name)), None)
 
 
@@ -248,7 +248,7 @@ def split_blocks(layers: list, adapters: Mapping[int, Adapter]) -> Iterator[Bloc
 
     Args:
         layers: All layers of a model.
-        adapters: By a layer's id, how it is split.
+        adapters: The adapters, by a layer's id.
     """
     parents: dict[int, list] = {}
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Stock attention layers that attend block by block, without all scores at once."""
+"""Stock attention layers that compute attention block by block, without all scores at once."""
 
 from __future__ import annotations
 
@@ -14,25 +14,24 @@ from tfdist.context_parallel.blockwise import blockwise_attention
 from tfdist.tensor_parallel.adapters import override
 from tfdist.utils import checks
 
-#: Fewer scores of a head than these the stock way computes as fast.
+#: With fewer scores per head, the stock computation is as fast.
 _FEW = 256 * 256
 
 
 def use_blockwise(layer: keras.layers.Layer) -> bool:
-    """Has a stock attention layer attend block by block, in place.
+    """Makes a stock attention layer compute attention block by block, in place.
 
-    Its scale, its cap of scores, its grouping of heads, masks and sliding windows stay. What it is
-    asked for that blocks do not give it computes as before: dropout of attention weights in training,
-    scores as an output, inputs of other than four dims. So it does for short sequences.
+    Its scale, soft cap of scores, grouping of heads, masks and sliding windows are kept. It computes as
+    before what blocks do not support: dropout of attention weights in training, scores as an output, and
+    inputs of other than four dims. The same holds for short sequences.
 
     Args:
         layer: Any layer.
 
     Returns:
-        Whether this is a layer that is known: `keras.layers.MultiHeadAttention`,
-        `GroupQueryAttention`, layers derived from them, or the attention of KerasHub's Gemma, Gemma 3,
-        GPT-NeoX, Llama, Mistral, Mixtral, Phi-3, Qwen and what is derived from these. Others are left
-        as they are.
+        Whether the layer is supported: `keras.layers.MultiHeadAttention`, `GroupQueryAttention`, layers
+        derived from them, or the attention of KerasHub's Gemma, Gemma 3, GPT-NeoX, Llama, Mistral,
+        Mixtral, Phi-3, Qwen and classes derived from these. Others are not changed.
     """
     checks.instance("layer", layer, keras.layers.Layer, "a Keras layer")
     core = core_of(layer)
@@ -70,7 +69,7 @@ def _in_blocks(layer, core: AttentionCore) -> Callable:
 
 
 def _attend(layer, core: AttentionCore, query, key, value, mask, causal: bool):
-    """From tensors of shape [batch, time, heads, size] to one of that shape."""
+    """Computes attention of tensors of shape [batch, time, heads, size]."""
     query, key, value = (tf.transpose(x, [0, 2, 1, 3]) for x in (query, key, value))
     out, lse = blockwise_attention(
         query,
@@ -95,7 +94,7 @@ def _wants_scores(layer, asked) -> bool:
 
 
 def _is_long(query, key) -> bool:
-    """Whether there are many scores, or it is not known how many."""
+    """Whether there are many scores, or an unknown number of them."""
     if query.shape.rank != 4 or None in (query.shape[2], query.shape[3], key.shape[2]):
         return False
     lengths = (query.shape[1], key.shape[1])

@@ -1,8 +1,8 @@
-"""Whether a split model computes what it did before: it is run on a sample before and after.
+"""Compares the results of a model before and after it is split, on a sample.
 
-A plan can be wrong in ways that raise nothing: a layer that normalizes its features, given a slice
-of them, normalizes the slice. No rule over layers finds that in a model of any make, and numbers
-do: outputs and the gradients of all weights are compared.
+A plan can be wrong without raising an error: a layer that normalizes its features, given a slice of
+them, normalizes the slice. No rule over layers detects that in an arbitrary model, but numbers do:
+outputs and the gradients of all weights are compared.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from tfdist.layers.dropout import drawing_apart
 from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.tensor_parallel.adapters import override
 
-#: The sizes that a made-up sample has where the model leaves them open.
+#: The sizes of a generated sample that the model does not specify.
 _BATCH, _OPEN = 2, 4
-#: By which part two computations of the same may differ, rounding alone. Weights of 16 bits
-#: round so much that small mistakes pass; all others are compared in float32.
+#: The relative difference of two equal computations that rounding may cause. Weights of 16 bits
+#: round so much that small errors pass; all others are compared in float32.
 _CLOSE, _CLOSE_IN_HALF = 1e-3, 1e-1
 #: A gradient this much below the model's largest is a rounding error of zero.
 _NEGLIGIBLE = 1e-3
-#: Outputs beyond stand for minus infinity, as masked logits do.
+#: Outputs beyond this represent minus infinity, such as masked logits.
 _STANDS_FOR_INFINITY = 1e6
 
 _ADVICE = (
-    "A 'column' layer leaves each rank its part of the units, which a 'row' layer takes up; "
-    "between the two stand only layers that treat each unit, or each head, by itself."
+    "A 'column' layer leaves each rank its part of the units for a 'row' layer; "
+    "between the two, only layers that treat each unit, or each head, independently are supported."
 )
 
 
 @dataclasses.dataclass
 class _Run:
-    """What one run of the model showed.
+    """The results of one run of the model.
 
     Attributes:
         outputs: The model's outputs, flat.
-        gradients: By place in the weights; None where there is none.
-        shapes: By a layer's id, the shapes of its inputs in each call.
+        gradients: The gradient of each weight; None where there is none.
+        shapes: The shapes of a layer's inputs in each call, by the layer's id.
     """
 
     outputs: list[tf.Tensor]
@@ -60,12 +60,12 @@ class Check:
 
     Args:
         model: The model, whole, with the same values on every rank of the group.
-        sample: What `model(sample)` takes, the same on every rank; None to make it up.
+        sample: An argument of `model(sample)`, the same on every rank; None to generate it.
         group: The tensor ranks.
 
     Raises:
-        ValueError: The sample is to be made up, and the model does not say of what shape; or it
-            does not run on it.
+        ValueError: A sample must be generated, but the model does not specify its shape, or does not
+            run on it.
     """
 
     def __init__(self, model: keras.Model, sample, group: Group):
@@ -83,27 +83,27 @@ class Check:
             if not made_up:
                 raise
             raise ValueError(
-                "The split model is compared with the model on a made-up sample, and the model "
-                f"does not run on it. Give one: parallelize(..., sample=...). Raised: {error}"
+                "The split model could not be compared with the model on a generated sample, on which "
+                f"the model does not run. Pass one: parallelize(..., sample=...). Raised: {error}"
             ) from error
         if any(bool(tf.reduce_any(x != x)) for x in self._before.outputs):
             raise ValueError(
-                "The split model is compared with the model on a sample, for which the model's "
-                f"output is a number. Received: NaN from `{model.name}`. Give another: "
+                "The comparison with the split model requires a sample for which the model's output is "
+                f"not NaN. Received: NaN from `{model.name}`. Pass another sample: "
                 "parallelize(..., sample=...)."
             )
 
     def compare(self, planned) -> None:
-        """Runs the model again, now that it is split, and notes what only such a run shows.
+        """Runs the split model, compares it, and marks its layers and weights by the result.
 
-        Layers between 'column' and 'row' draw other numbers on each rank from then on, and whole
-        weights there have their gradients summed over the ranks.
+        Layers between 'column' and 'row' draw different random numbers on each rank from then on, and
+        gradients of whole weights there are summed over the ranks.
 
         Args:
             planned: The layers that the plan splits.
 
         Raises:
-            ValueError: It does not run, or computes something else.
+            ValueError: The model does not run, or computes different results.
         """
         try:
             after = self._run()
@@ -116,7 +116,9 @@ class Check:
             others = [x for x in sliced if id(x) not in ids and not sublayers(x)]
             paths = [layer.path or layer.name for layer in others[:8]]
             seen = f" Other layers that got a slice: {', '.join(paths)}." if paths else ""
-            raise ValueError(f"The split model computes something else: {problem}. {_ADVICE}{seen}")
+            raise ValueError(
+                f"The split model does not compute the same as before: {problem}. {_ADVICE}{seen}"
+            )
         self._draw_apart(sliced)
 
     def _run(self) -> _Run:
@@ -132,7 +134,7 @@ class Check:
         return _Run(outputs, gradients, shapes)
 
     def _sliced(self, after: _Run) -> list[keras.layers.Layer]:
-        """The layers that got another shape in each of their calls."""
+        """The layers whose input shapes differ in each of their calls."""
         found = []
         for layer in self._layers:
             calls = self._before.shapes.get(id(layer), []), after.shapes.get(id(layer), [])
@@ -154,7 +156,7 @@ class Check:
         return None
 
     def _gradients_differ(self, gradients) -> str | None:
-        """Compares with the gradients before; marks weights of which each rank sees a part."""
+        """Compares the gradients; marks weights of which each rank computes a part."""
         before = self._before.gradients
         norms = [float(tf.norm(tf.cast(g, tf.float32))) for g in before if g is not None]
         least = _NEGLIGIBLE * max(norms, default=0.0)
@@ -167,7 +169,7 @@ class Check:
             place
             for place, size in enumerate(off(gradients))
             if (size > self._close and layout_of(self._weights[place]).slice is None)
-            # What an adapter says is partial must be: such gradients are summed in any case.
+            # Weights that an adapter marks as partial are summed in any case.
             or (before[place] is not None and self._is_partial(self._weights[place]))
         ]
         for place in parts:
@@ -188,12 +190,12 @@ class Check:
         return layout_of(weight).partial_over is self._group
 
     def _highest(self, values: list[float]) -> np.ndarray:
-        """The ranks' maxima, so that all come to one verdict."""
+        """The ranks' maxima, so that all ranks come to the same result."""
         here = tf.constant([0.0, *values], tf.float32)
         return all_reduce(here, self._group, "max", name="parallelize/differences").numpy()[1:]
 
     def _draw_apart(self, sliced) -> None:
-        """Ranks that hold different units drop different ones."""
+        """Makes ranks with different units drop different ones."""
         own = {id(layer) for layer in sliced}
         generators: dict[int, tuple[Any, list[bool]]] = {}
         for layer in self._layers:
@@ -202,14 +204,14 @@ class Check:
                     _, where = generators.setdefault(id(value), (value, []))
                     where.append(id(layer) in own)
         for generator, where in generators.values():
-            # What draws for a whole activation too must draw alike.
+            # A generator that is also used for a whole activation must draw the same on all ranks.
             if all(where):
                 override(generator, "next", drawing_apart(generator.next, self._group))
 
 
 @contextlib.contextmanager
 def _recorded(layers) -> Iterator[dict[int, list]]:
-    """Notes the shapes that each layer is called with."""
+    """Records the input shapes of each call of the layers."""
     shapes: dict[int, list] = {}
 
     def recording(layer, stock):
@@ -235,7 +237,7 @@ def _recorded(layers) -> Iterator[dict[int, list]]:
 
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Errors say what is wrong, without the call's arguments that Keras adds."""
+    """Raises errors without the call's arguments that Keras adds."""
     filtering = keras.config.is_traceback_filtering_enabled()
     keras.config.disable_traceback_filtering()
     try:
@@ -247,7 +249,7 @@ def _plain_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _precisely(layers) -> Iterator[None]:
-    """Computes in float32 what has weights in float32: less would hide small differences."""
+    """Computes layers with float32 weights in float32: less would hide small differences."""
     float32 = keras.DTypePolicy("float32")
     before = [(layer, layer.dtype_policy) for layer in layers]
     tensor_float = tf.config.experimental.tensor_float_32_execution_enabled()
@@ -264,7 +266,7 @@ def _precisely(layers) -> Iterator[None]:
 
 
 def _objective(number: int, output) -> tf.Tensor:
-    """A scalar that each entry of an output moves by another rate."""
+    """A scalar to which each entry of an output contributes with a different factor."""
     if not output.dtype.is_floating:
         return tf.zeros([])
     rates = tf.random.stateless_normal(tf.shape(output), seed=[number, 7])
@@ -285,9 +287,9 @@ def _off(weight, found, expected, least: float) -> float:
 
 
 def _difference(found, expected, least: float, below: float = math.inf) -> float:
-    """The norm of the difference, as a part of what is expected, or of `least` if that is more.
+    """The norm of the difference, relative to what is expected, or to `least` if that is larger.
 
-    Entries as large as `below` do not count, nor those that are no numbers in both.
+    Entries of `below` or more do not count, nor those that are NaN in both.
     """
     if not expected.dtype.is_floating:
         return float(tf.reduce_any(found != expected))
@@ -300,13 +302,13 @@ def _difference(found, expected, least: float, below: float = math.inf) -> float
 
 
 def _made_up_sample(model: keras.Model):
-    """Random numbers of the shapes that a functional model names, the same on all ranks."""
+    """Random numbers of the input shapes of a functional model, the same on all ranks."""
     inputs: Any = getattr(model, "inputs", None)
     if not inputs:
         raise ValueError(
-            "The split model is compared with the model on a sample. A functional model says what "
-            f"it takes; for others give one: parallelize(..., sample=...). Received: `{model.name}` "
-            f"of type {type(model).__name__}, sample=None."
+            "Comparing the split model requires a sample, except for functional models. Received: "
+            f"`{model.name}` of type {type(model).__name__}, sample=None. Pass one: "
+            "parallelize(..., sample=...)."
         )
     random = np.random.default_rng(0)
     tables = [x.input_dim for x in all_layers(model) if isinstance(x, keras.layers.Embedding)]
@@ -323,10 +325,10 @@ def _made_up_sample(model: keras.Model):
         if dtype.is_integer:
             return tf.constant(random.integers(0, min(tables, default=2), shape), dtype)
         raise ValueError(
-            f"No sample of dtype {dtype.name} can be made up. Give one: "
-            f"parallelize(..., sample=...). Received: the input `{spec.name}`."
+            f"A sample of dtype {dtype.name} cannot be generated. Received: the input `{spec.name}`. "
+            "Pass a sample: parallelize(..., sample=...)."
         )
 
-    # A Sequential takes one tensor, and keeps no structure of it.
+    # A Sequential is called with one tensor, without a structure.
     taken = inputs[0] if isinstance(model, keras.Sequential) else model.input
     return keras.tree.map_structure(make, taken)

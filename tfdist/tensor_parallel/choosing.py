@@ -1,4 +1,4 @@
-"""Which adapter splits a layer."""
+"""The choice of the adapter for a layer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tfdist.tensor_parallel.adapters_dense import DenseAdapter, EinsumDenseAdapt
 from tfdist.tensor_parallel.adapters_embedding import EmbeddingAdapter, ReversibleEmbeddingAdapter
 from tfdist.tensor_parallel.registered import RegisteredAdapter
 
-#: The more special before the more general.
+#: Specific adapters come before general ones.
 _ADAPTERS: tuple[type[Adapter], ...] = (
     DenseAdapter,
     EinsumDenseAdapter,
@@ -18,9 +18,9 @@ _ADAPTERS: tuple[type[Adapter], ...] = (
 
 
 def adapter_class(layer) -> type[Adapter] | None:
-    """The kind of adapter for a layer; None where there is none.
+    """The class of the adapter for a layer; None if there is none.
 
-    What is registered for a class comes before what is built in.
+    A registered split has precedence over built-in ones.
     """
     if split_of(layer) is not None:
         return RegisteredAdapter

@@ -11,10 +11,10 @@ def terms(equation: str) -> tuple[str, str, str]:
 
 
 def equation_of_a(equation: str) -> str | None:
-    """From inputs and LoRA's A to what B is multiplied with; None where no equation says that.
+    """The equation of inputs and LoRA's A; None if the kernel's last dim is not the last output.
 
-    A's last dim is the rank in place of the kernel's last, and B makes the latter of it: so that is
-    the last of the outputs.
+    A's last dim is the rank in place of the kernel's last, and B maps the rank to the latter. So that
+    dim must be the last of the outputs.
     """
     inputs, kernel, outputs = terms(equation)
     if not outputs.endswith(kernel[-1]):
@@ -24,7 +24,7 @@ def equation_of_a(equation: str) -> str | None:
 
 
 def position(term: str, label: str) -> int:
-    """Where a label stands, counted from the end that no ellipsis stands at."""
+    """The position of a label, counted from the end without an ellipsis."""
     if term.endswith("..."):
         return term.index(label)
     return term.index(label) - len(term)

@@ -1,8 +1,8 @@
 """KerasHub's blocks of experts: computed sparsely, and spread over the expert axis, in place.
 
-KerasHub computes every expert for every token and multiplies most results by zero. Here a token goes
-through the experts that its router chose, on the rank that holds them. Layers, weights and
-configuration stay KerasHub's, so what is saved loads into plain KerasHub.
+KerasHub computes every expert for every token and multiplies most results by zero. Here only the
+experts chosen by the router process a token, on the rank that has them. Layers, weights and
+configuration stay KerasHub's, so saved files load into plain KerasHub.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tfdist.tensor_parallel.adapters import override
 from tfdist.tensor_parallel.banks import BANKS, Bank
 from tfdist.zero.sharded_variable import ShardedVariable, shard_variable, unshard_variable
 
-#: By the class of a block, the attributes of its router and its bank, and of what else it has.
+#: By the class of a block, the attributes of its router, its bank, and its shared expert and gate.
 _BLOCKS = {
     "MixtralSparseMoeBlock": ("_sparse_feedforward_gate_dense", "expert_bank", None),
     "QwenSparseMoeBlock": (
@@ -46,7 +46,7 @@ _BLOCKS = {
     "GptOssSparseMoeBlock": ("router", "experts", None),
     "Gemma4TextDecoderBlock": ("moe_router", "moe_expert_bank", None),
 }
-#: How blocks name the weight of their balance loss.
+#: The names of the weight of the balance loss in blocks.
 _COEFFICIENTS = ("router_aux_loss_coef", "router_aux_loss_coefficient")
 
 
@@ -57,8 +57,8 @@ class ExpertBlock:
     Attributes:
         layer: The layer.
         router: Its router.
-        bank: Its experts, and what they make of rows.
-        shared: What all tokens go through, and its gate, or None.
+        bank: Its experts, and their computation.
+        shared: The expert for all tokens and its gate, or None.
     """
 
     layer: keras.layers.Layer
@@ -67,15 +67,15 @@ class ExpertBlock:
     shared: tuple[keras.layers.Layer, keras.layers.Layer] | None
 
     def check(self, group: Group | None) -> None:
-        """Raises where the experts do not divide by the expert axis.
+        """Checks that the number of experts is divisible by the size of the expert axis.
 
         Raises:
-            ValueError: They do not.
+            ValueError: It is not.
         """
         check_experts(self.bank.num_experts, group, self.bank.layer)
 
     def apply(self, group: Group | None) -> None:
-        """Cuts the experts' weights, and overrides what the layer computes."""
+        """Splits the experts' weights, and overrides the layer's computation."""
         if group is not None:
             for variable in self.bank.variables:
                 self._cut(variable, group)
@@ -87,7 +87,7 @@ class ExpertBlock:
             override(self.layer, "call", self._routed(group))
 
     def _cut(self, variable: keras.Variable, group: Group) -> None:
-        """Cuts a variable to this rank's experts, which under ZeRO-3 fewer ranks share then."""
+        """Splits a variable by experts; under ZeRO-3, fewer ranks then share it."""
         was_sharded = isinstance(variable, ShardedVariable)
         unshard_variable(variable)
         cut_variable(self.bank.layer, variable, Slice(group, 0, tuple(variable.shape)))
@@ -105,7 +105,7 @@ class ExpertBlock:
         return through_experts(tokens, gates, permutation, bank, group, bank.layer.path)
 
     def _routed(self, group: Group | None) -> Callable:
-        """As Mixtral's and Qwen's blocks compute it."""
+        """The computation of Mixtral's and Qwen's blocks."""
         layer, top_k = self.layer, self.layer.top_k
         module = sys.modules[type(layer).__module__]
         normalize = getattr(layer, "norm_top_k_prob", True)
@@ -122,7 +122,7 @@ class ExpertBlock:
                 shared, gate = self.shared
                 y += shared(tokens) * keras.ops.sigmoid(gate(tokens))
             if training:
-                # KerasHub's own, which is made one of all ranks' tokens.
+                # KerasHub's function, which is patched to use all ranks' tokens.
                 balance = module.compute_load_balancing_loss(
                     router_logits=logits,
                     num_experts=self.bank.num_experts,
@@ -135,7 +135,7 @@ class ExpertBlock:
         return call
 
     def _scored(self, group: Group | None) -> Callable:
-        """As GPT-OSS, whose router gives scores that are zero but for the experts chosen."""
+        """The computation of GPT-OSS, whose router's scores are zero except for the chosen experts."""
         top_k = self.layer.top_k
 
         def call(hidden_states):
@@ -148,7 +148,7 @@ class ExpertBlock:
         return call
 
     def _weighed(self, group: Group | None) -> Callable:
-        """As the bank of Gemma 4, which gets such scores."""
+        """The computation of Gemma 4's bank, which gets such scores."""
         top_k = self.router.num_experts_per_token
 
         def call(x, dispatch_weights):
@@ -159,7 +159,7 @@ class ExpertBlock:
 
 
 def find_experts(model: keras.Model) -> list[ExpertBlock]:
-    """The blocks of experts of a model that compute as KerasHub's do, those that are sparse left out."""
+    """KerasHub's blocks of experts in a model, except for those that are sparse already."""
     found = []
     for layer in all_layers(model):
         names = _BLOCKS.get(type(layer).__name__)
@@ -170,7 +170,7 @@ def find_experts(model: keras.Model) -> list[ExpertBlock]:
         if experts is None or "call" in vars(layer) or "call" in vars(experts):
             continue
         if getattr(layer, "router_jitter_noise", 0):
-            continue  # It draws numbers of its own, for a router that then is another one.
+            continue  # It draws random numbers for the router, which differ in a sparse computation.
         kind = BANKS[type(experts).__name__]
         both = None if shared is None else tuple(getattr(layer, name) for name in shared)
         found.append(ExpertBlock(layer, getattr(layer, router), kind(experts), both))
@@ -178,12 +178,12 @@ def find_experts(model: keras.Model) -> list[ExpertBlock]:
 
 
 def spread_experts(blocks: Sequence[ExpertBlock]) -> None:
-    """Makes blocks sparse, each rank of the expert axis with its experts; every rank calls this.
+    """Makes blocks sparse and splits experts over the expert axis; every rank must call this.
 
-    Each is then compared with what it was, on a few made-up tokens.
+    Each is then compared with its earlier computation, on a few generated tokens.
 
     Raises:
-        ValueError: One computes something else than before.
+        ValueError: A block computes different results than before.
     """
     group = expert_group()
     for block in blocks:
@@ -201,7 +201,7 @@ def spread_experts(blocks: Sequence[ExpertBlock]) -> None:
         off = float(tf.norm(_outputs(block, tokens) - before))
         if not off <= 1e-3 * float(tf.norm(before)):
             raise ValueError(
-                f"The sparse `{block.layer.path}` computes something else than KerasHub's. Received: "
+                f"The sparse `{block.layer.path}` does not compute the same as KerasHub's. Received: "
                 f"outputs that differ by {off:.2e} of {float(tf.norm(before)):.2e}."
             )
 

@@ -1,6 +1,6 @@
 """Finds a plan by a model's structure: attention, feed-forward blocks, embeddings.
 
-What is looked for is what transformers of any make have: a layer with projections of query, key,
+The search uses structures that all transformers have: a layer with projections of query, key,
 value and output; layers inside one block of which some widen and one narrows again; a table of
 tokens. A plan that is found is compared with the whole model like any other.
 """
@@ -32,29 +32,29 @@ from tfdist.tensor_parallel.equations import terms
 from tfdist.tensor_parallel.registered import only_kind, parts_of_registered
 from tfdist.utils import checks
 
-#: A variable that no rule meets is an error if it is this part of the model or more.
+#: A variable without a rule is an error if it is at least this fraction of the model.
 _LARGE = 0.1
 #: Layers that stay whole: convolutions, as of patches, tables of positions, and banks of experts.
 _WHOLE = re.compile(r".*(Conv|Position|Expert|Moe|MoE).*")
 
 
 def find_plan(model: keras.Model) -> dict[str, str]:
-    """A plan for a model's transformer blocks, embeddings and head.
+    """Finds a plan for a model's transformer blocks, embeddings and head.
 
-    Layers with a registered split are split too, where it has one kind that leaves no output split.
+    Layers with a registered split are split too, if it has a single kind, whose output is not split.
 
     Args:
         model: A built model.
 
     Returns:
-        From patterns of paths to words, as `parallelize` takes it.
+        A dict from patterns of paths to words, for `parallelize`.
 
     Raises:
-        ValueError: Nothing can be split, or a large variable is met by no rule.
+        ValueError: Nothing can be split, or there is no rule for a large variable.
     """
     checks.instance("model", model, keras.Model, "a Keras model")
     if not model.built:
-        raise ValueError(f"A plan is found for a built model. Received: `{model.name}`, not built.")
+        raise ValueError(f"A plan requires a built model. Received: `{model.name}`, not built.")
     kinds: dict[int, tuple[keras.layers.Layer, str]] = {}
     layers = all_layers(model)
     inside = parts_of_registered(layers)
@@ -77,10 +77,10 @@ def find_plan(model: keras.Model) -> dict[str, str]:
             kinds.setdefault(id(layer), (layer, "vocabulary"))
     if not any(kind != "replicate" for _, kind in kinds.values()):
         raise ValueError(
-            f"No attention, feed-forward block or table of tokens was found in `{model.name}`. Give "
-            "a plan: parallelize(model, {'.*/kernel': 'column', ...})."
+            f"An attention layer, feed-forward block or table of tokens was not found in `{model.name}`. "
+            "Pass a plan: parallelize(model, {'.*/kernel': 'column', ...})."
         )
-    check_large(model, kinds, "Give a plan that names it, if only as 'replicate'.")
+    check_large(model, kinds, "Pass a plan that includes it, if only as 'replicate'.")
     return {
         re.escape(variable.path): kind
         for layer, kind in kinds.values()
@@ -95,7 +95,7 @@ def _main(layer) -> list:
 
 
 def attention_kinds(layer, roles) -> Iterator[tuple]:
-    """The projections of an attention layer, each with the word that splits its heads.
+    """The projections of an attention layer, each with the word by which its heads are split.
 
     Args:
         layer: The attention layer.
@@ -110,13 +110,13 @@ def attention_kinds(layer, roles) -> Iterator[tuple]:
         if role == "output":
             yield part, "row"
         elif role in ("key", "value") and key_heads == [1]:
-            yield part, "replicate"  # One head that all queries share: each rank has it.
+            yield part, "replicate"  # All queries share one head: each rank has it.
         else:
             yield part, "column"
 
 
 def _feed_forward(layer) -> Iterator[tuple]:
-    """Of the products directly inside a layer: those that widen by columns, what narrows by rows."""
+    """Products directly inside a layer: those that widen, by columns, and one that narrows, by rows."""
     parts = [x for x in sublayers(layer) if _is_product(x)]
     sizes = [_sizes(part) for part in parts]
     for place, (inputs, outputs) in enumerate(sizes):
@@ -125,7 +125,7 @@ def _feed_forward(layer) -> Iterator[tuple]:
         ]
         if ups and (inputs, outputs) not in sizes[place + 1 :]:
             if inputs != outputs and sizes.count((inputs, outputs)) > 1:
-                continue  # Which of them narrows what was widened cannot be told.
+                continue  # It is ambiguous which of them narrows the widened units.
             yield parts[place], "row"
             for up in ups:
                 yield up, "column"
@@ -135,14 +135,14 @@ def _is_product(layer) -> bool:
     adapter = adapter_class(layer)
     if adapter not in (DenseAdapter, EinsumDenseAdapter):
         return False
-    # Keras before 3.14 packs int4 by inputs, which is not split.
+    # Keras before 3.14 packs int4 by inputs, which cannot be split.
     if layer.quantization_mode == "int4" and not int4_outputs.is_known:
         return False
     return layer.built and computes_as(layer, adapter.stock)
 
 
 def _sizes(layer) -> tuple[int, int]:
-    """How many inputs and outputs a product has."""
+    """The numbers of inputs and outputs of a product."""
     if isinstance(layer, keras.layers.Dense):
         if layer.quantization_mode == "int4":
             return int4_inputs(layer), int4_outputs(layer)
@@ -157,7 +157,7 @@ def _sizes(layer) -> tuple[int, int]:
 
 
 def _tables(model: keras.Model) -> Iterator[keras.layers.Layer]:
-    """Tables of tokens, and a last layer that makes logits of as many classes."""
+    """Tables of tokens, and a last layer whose logits have the size of a vocabulary."""
     vocabularies = set()
     least = _LARGE * _size_of(model)
     for layer in all_layers(model):
@@ -178,15 +178,15 @@ def _size_of(model) -> int:
 
 
 def check_large(model: keras.Model, met: Container[int], advice: str) -> None:
-    """Raises for a large variable that no rule meets.
+    """Checks that every large variable has a rule.
 
     Args:
         model: The model.
-        met: The ids of layers that a rule meets.
-        advice: What to do about such a variable, a sentence.
+        met: The ids of layers that have a rule.
+        advice: The remedy for such a variable, as a sentence.
 
     Raises:
-        ValueError: There is one.
+        ValueError: One has none.
     """
     whole = _size_of(model)
     for layer in all_layers(model):
@@ -195,7 +195,7 @@ def check_large(model: keras.Model, met: Container[int], advice: str) -> None:
         for variable in variables_of_layer(layer):
             if math.prod(variable.shape) > _LARGE * whole and len(variable.shape) > 1:
                 raise ValueError(
-                    "No rule says how a large variable is split. Received: "
+                    "A rule for the split of a large variable is missing. Received: "
                     f"`{variable.path}` of shape {tuple(variable.shape)} in a "
                     f"{type(layer).__name__}, {math.prod(variable.shape) / whole:.0%} of "
                     f"`{model.name}`. {advice}"

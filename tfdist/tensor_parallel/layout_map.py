@@ -1,4 +1,4 @@
-"""Plans out of `keras.distribution.LayoutMap`, as KerasHub's `get_layout_map` returns them."""
+"""Plans from `keras.distribution.LayoutMap`, as KerasHub's `get_layout_map` returns them."""
 
 from __future__ import annotations
 
@@ -15,33 +15,36 @@ from tfdist.tensor_parallel.equations import terms
 from tfdist.tensor_parallel.finding import attention_kinds, check_large
 from tfdist.tensor_parallel.plan import paths_matched
 
-#: What meshes of Keras call the axis that weights are split over, and the one that rows are.
+#: The axes of Keras' meshes over which weights are split, and those over which rows are.
 _KERAS_AXES = {"model": "weights", "tensor": "weights", "batch": "rows", "data": "rows"}
 
 
 def is_layout_map(plan) -> bool:
-    """Whether a plan is one of Keras'."""
+    """Whether a plan is a `LayoutMap` of Keras."""
     return isinstance(plan, keras.distribution.LayoutMap)
 
 
 def plan_of_layout_map(model: keras.Model, layout_map) -> dict[str, str]:
-    """What a `LayoutMap` says of a model's variables, in the words of a plan.
+    """Converts a `LayoutMap` for a model's variables to a plan.
 
-    A dim on the axis "model" is split over the tensor axis. A dim on the axis "batch" or "data" says
+    A dim on the axis "model" is split over the tensor axis. A dim on the axis "batch" or "data" means
     that the variable is split over the data ranks too, which is ZeRO stage 3. The sizes of the map's
-    device mesh do not count; those of the strategy's mesh do.
+    device mesh are ignored; those of the strategy's mesh are used.
 
-    To Keras a layout is where values lie, and whatever it says, the results are the same. Here
-    queries, keys and values are split by heads along whichever dim the map has on the model axis:
-    KerasHub's maps of Llama and Qwen name the dim of the inputs.
+    In Keras a layout only determines where values are stored, and does not change the results. Here
+    queries, keys and values are split by heads along any dim that the map has on the model axis:
+    KerasHub's maps of Llama and Qwen use the dim of the inputs.
 
     Args:
         model: The model.
         layout_map: The map; its patterns match whole paths, as since Keras 3.14.
 
+    Returns:
+        The plan.
+
     Raises:
-        ValueError: It names another axis or a dim that cannot be split, or the data axis where the
-            strategy's `zero_stage` is not 3; a rule matches nothing, or none a large variable.
+        ValueError: The map has an unknown axis or a dim that cannot be split, or the data axis while the
+            strategy's `zero_stage` is not 3; a rule matches nothing, or a large variable has none.
     """
     paths = [weight.path for weight in model.weights]
     for pattern in layout_map:
@@ -71,7 +74,7 @@ def plan_of_layout_map(model: keras.Model, layout_map) -> dict[str, str]:
                 kind = _kind(layer, variable, dims["weights"], heads)
                 if kind is not None:
                     plan[re.escape(variable.path)] = kind
-    check_large(model, met, "Give the map a rule for it, if only one of None for each dim.")
+    check_large(model, met, "Add a rule for it to the map, if only with None for each dim.")
     return plan
 
 
@@ -79,7 +82,7 @@ def _meaning(axis: str, path: str) -> str:
     if axis in _KERAS_AXES:
         return _KERAS_AXES[axis]
     raise ValueError(
-        f"A LayoutMap's axes are {_called('weights')}, over which weights are split, and "
+        f"The axes of a LayoutMap must be {_called('weights')}, over which weights are split, or "
         f"{_called('rows')}. Received: {axis!r} for `{path}`."
     )
 
@@ -90,14 +93,14 @@ def _called(meaning: str) -> str:
 
 def _check_zero(path: str) -> None:
     strategy = current_strategy()
-    # On one data rank there is nothing to split, and a strategy has no stage.
+    # A strategy with one data rank has no ZeRO stage.
     if strategy is None or strategy.gradient_group.size == 1:
         return
     if strategy.zero_stage != 3:
         raise ValueError(
-            f"The LayoutMap splits `{path}` over the data axis as well, which is ZeRO stage 3. "
-            f"Received: a strategy with zero_stage={strategy.zero_stage}. Make it with zero_stage=3, "
-            "or leave the axis out of the map."
+            f"A LayoutMap that splits `{path}` over the data axis requires zero_stage=3. "
+            f"Received: a strategy with zero_stage={strategy.zero_stage}. Create it with zero_stage=3, "
+            "or remove the axis from the map."
         )
 
 
@@ -121,6 +124,6 @@ def _kind(layer, variable, dim: int, heads: Mapping[int, str]) -> str | None:
         if kernel[dim] in inputs and kernel[dim] not in outputs:
             return "row"
     raise ValueError(
-        f"A LayoutMap splits heads, units and vocabularies over the model axis. Received: dim {dim} "
+        f"A LayoutMap can only split heads, units and vocabularies over the model axis. Received: dim {dim} "
         f"of `{variable.path}`, of shape {tuple(variable.shape)}, in a {type(layer).__name__}."
     )

@@ -1,9 +1,9 @@
 """LoRA on split layers: Y = X W + s (X A) B, of which A or B is split as the kernel is.
 
-Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models". Keras gives a kernel of shape
-[..., n] an A of shape [..., rank] and a B of shape [rank, n]. Where the kernel's last dim is split,
-so is B's, and A is whole; else A is split along the kernel's dim, and B is whole. Of the one that is
-whole each rank computes a part of the gradient.
+Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models". For a kernel of shape [..., n],
+Keras adds an A of shape [..., rank] and a B of shape [rank, n]. If the kernel's last dim is split,
+so is B's, and A is whole; otherwise A is split along the kernel's dim, and B is whole. Each rank
+computes a part of the gradient of the whole one.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from tfdist.sharding.weights import value_tensor
 
 
 def lora_axes(layer, axis: int, dims: int) -> tuple[list[tuple], list]:
-    """How A and B are split.
+    """The split of A and B.
 
     Args:
         layer: A Dense or EinsumDense.
         axis: The kernel's dim that is split.
-        dims: How many dims the kernel has.
+        dims: The number of dims of the kernel.
 
     Returns:
-        The variables that are split, each with the dim; and those that are whole.
+        The split variables, each with its dim; and the whole ones.
     """
     if not layer.lora_enabled:
         return [], []
@@ -35,9 +35,9 @@ def add_lora(layer, outputs, through_a):
     """Adds the term of LoRA, without the product of A and B, which is as large as the kernel.
 
     Args:
-        layer: The layer; where it has no LoRA, the outputs are returned as they are.
+        layer: The layer; without LoRA, the outputs are returned unchanged.
         outputs: X W.
-        through_a: From A to X A.
+        through_a: A function from A to X A.
     """
     if not layer.lora_enabled:
         return outputs

@@ -1,4 +1,4 @@
-"""`parallelize`: any Keras model, split over the tensor axis by a plan, and its experts over theirs."""
+"""`parallelize`: splits any Keras model over the tensor axis by a plan, and experts over theirs."""
 
 from __future__ import annotations
 
@@ -48,56 +48,57 @@ def parallelize(
         print(report(model))
     ```
 
-    Without a plan one is found: attention by heads, feed-forward blocks, tables of tokens.
+    Without a plan, one is found: attention by heads, feed-forward blocks, tables of tokens.
 
-    The model stays what it is to Keras: the same objects, paths and configuration. It trains,
-    evaluates and predicts as on one device, and what is saved from it loads there with plain
-    Keras. Each split variable starts from the slice of the value that it has, on the first rank.
+    To Keras the model stays the same: the same objects, paths and configuration. It trains,
+    evaluates and predicts as on one device, and files saved from it can be loaded there with plain
+    Keras. Each split variable starts from the slice of its value on the first rank.
 
-    A plan says of the variables' paths:
+    A plan maps patterns of the variables' paths to words:
 
     - "column": a rank computes its share of the layer's units or heads, from the whole input. The
       output stays split, for a "row" layer.
-    - "row": a rank takes its share of the inputs, and the ranks' products are summed.
-    - "vocabulary": of an Embedding, each rank holds a range of ids. Of a Dense, each computes its
-      range of the units, and they are joined; with `VocabParallelCrossEntropy` and as a model's
-      last layer they stay split. The size need not divide.
-    - "replicate": the variable stays whole, as those do that no pattern matches.
+    - "row": a rank uses its share of the inputs, and the ranks' products are summed.
+    - "vocabulary": for an Embedding, each rank has a range of ids. For a Dense, each rank computes its
+      range of the units, and the ranges are joined; with `VocabParallelCrossEntropy` and in a model's
+      last layer they stay split. The size need not be divisible by the tensor axis.
+    - "replicate": the variable stays whole, as do those that no pattern matches.
     - The kinds of a split that is registered for the layer's class
-      (`tfdist.extend.register_split`): the split decides about all weights of the layer.
+      (`tfdist.extend.register_split`): the split determines all weights of the layer.
 
-    A pattern that matches a kernel decides for its layer: the bias follows. After splitting, the
-    model is run on a sample and compared with what it was, in its outputs and in the gradients of
-    its weights, so a plan that computes something else is an error here and not a bad loss later.
-    Until then each rank holds the model whole, and for the comparison its gradients too. A model
-    whose weights are deferred (`tfdist.pipeline.deferred_weights`) has no values to compare by.
+    A pattern that matches a kernel determines its layer: the bias follows. After splitting, the
+    model is run on a sample, and its outputs and the gradients of its weights are compared with those
+    before, so a wrong plan raises an error instead of training to a bad loss. Until then each rank has
+    the whole model, and during the comparison its gradients too. A model whose weights are deferred
+    (`tfdist.pipeline.deferred_weights`) has no values to compare.
 
     The experts of KerasHub's models (Mixtral, Qwen-MoE, Qwen3-MoE, Qwen3.5-MoE, GPT-OSS, Gemma 4) are
-    computed sparsely then, each token by the experts that were chosen for it, which KerasHub does
-    not. That is so on one rank too; with an expert axis each of its ranks holds a part of them. No
-    plan speaks of them.
+    computed sparsely then: only the chosen experts of each token, while KerasHub computes all. This
+    applies to a single rank too; with an expert axis each of its ranks has a part of the experts. Plans
+    do not include them.
 
-    Layers with LoRA, and such as are quantized to int8 or int4, are split with what that adds to
-    them. `enable_lora` and `quantize` work on a split layer too; then every rank calls them.
+    Layers with LoRA, or quantized to int8 or int4, are split with the additional variables.
+    `enable_lora` and `quantize` work on a split layer too; then every rank must call them.
 
     Without a strategy in scope, or with a tensor axis of 1, the plan is checked and nothing
-    changes but experts; nor is a model split twice without a plan.
+    changes but experts. A model that is split already is not split again without a plan.
 
     Args:
         model: A built model whose optimizer has not been built.
-        plan: From regular expressions over whole variable paths (`re.fullmatch`) to these words; or
-            a `keras.distribution.LayoutMap`, as KerasHub's `get_layout_map` returns it, whose data
-            axis means ZeRO stage 3. None: it is found.
-        sample: What `model(sample)` takes, to compare by; the same on every rank. It builds a
+        plan: A dict from regular expressions of whole variable paths (`re.fullmatch`) to these words; or
+            a `keras.distribution.LayoutMap`, such as KerasHub's `get_layout_map` returns, whose data
+            axis means ZeRO stage 3. None: a plan is found.
+        sample: An argument of `model(sample)` for the comparison; the same on every rank. It builds a
             model that is not built. A functional model needs none.
 
     Returns:
-        The model. `report(model)` says what became of each variable.
+        The model. `report(model)` describes the split of each variable.
 
     Raises:
         ValueError: No plan is found, a pattern matches nothing, two match one variable, a layer
-            cannot be split so, a size does not divide, the split model computes something else, or
-            the model is not built, split already or under training. The model is then as it was.
+            cannot be split, a size is not divisible by the axis, the split model computes different
+            results, or the model is not built, split already or in training. The model is then not
+            changed.
     """
     checks.instance("model", model, keras.Model, "a Keras model")
     group = tensor_group()
@@ -145,12 +146,12 @@ def parallelize(
     return model
 
 
-#: What `parallelize` did to the models that there are.
+#: The report of `parallelize` for each model.
 _reports: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def report(model: keras.Model) -> ParallelizeReport:
-    """What `parallelize` did to each variable of a model; `print` shows a table.
+    """The split of each variable of a model by `parallelize`; `print` shows a table.
 
     Raises:
         ValueError: The model was not given to `parallelize`.
@@ -158,7 +159,7 @@ def report(model: keras.Model) -> ParallelizeReport:
     checks.instance("model", model, keras.Model, "a Keras model")
     if model not in _reports:
         raise ValueError(
-            f"Reports are of models that `parallelize` was called on. Received: `{model.name}`."
+            f"A report requires a model that was passed to `parallelize`. Received: `{model.name}`."
         )
     return _reports[model]
 
@@ -182,7 +183,7 @@ def _check_scope(model: keras.Model) -> None:
     ours = [strategy for strategy in (own, current) if hasattr(strategy, "engine")]
     if ours and own is not current:
         raise ValueError(
-            "A model is made and split in one `strategy.scope()`. Received: a model made "
+            "A model must be created and split in the same `strategy.scope()`. Received: a model created "
             f"{'outside of any' if own is None else f'under {own!r}'}, split under {current!r}."
         )
 
@@ -191,9 +192,9 @@ def _build(model: keras.Model, sample) -> None:
     try:
         model(sample)
     except Exception as error:
-        # Whatever the model's own code raises; its words stand in the cause.
+        # The model's own code may raise any exception, which is the cause of this one.
         raise ValueError(
-            f"`sample` is what `{model.name}` takes. Received: {checks.shown(sample)}, for which "
+            f"`sample` must be an input of `{model.name}`. Received: {checks.shown(sample)}, for which "
             f"the model raised {type(error).__name__}."
         ) from error
 
@@ -201,19 +202,19 @@ def _build(model: keras.Model, sample) -> None:
 def _check_state(model: keras.Model) -> None:
     if not model.built or not model.weights:
         raise ValueError(
-            f"`{model.name}` has no variables yet. Build it first, or give a sample: "
-            "parallelize(..., sample=...)."
+            f"`{model.name}` must have variables. Received: a model that is not built. Build it first, "
+            "or pass a sample: parallelize(..., sample=...)."
         )
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and optimizer.built:
         raise ValueError(
-            f"The optimizer of `{model.name}` holds moments of whole variables. Split the model "
-            "before it is first fitted."
+            f"`{model.name}` must be split before its optimizer is built. Received: an optimizer that "
+            "has variables for whole weights. Split the model before its first `fit`."
         )
 
 
 def _adapters(model: keras.Model, kinds: Mapping[str, str]) -> list[Adapter]:
-    """How each layer is split of which the plan speaks."""
+    """The adapters of the layers that the plan includes."""
     adapters = []
     layers = all_layers(model)
     inside = parts_of_registered(layers)
@@ -227,28 +228,28 @@ def _adapters(model: keras.Model, kinds: Mapping[str, str]) -> list[Adapter]:
         for variable in own:
             if layout_of(variable).slice is not None:
                 raise ValueError(
-                    f"`{variable.path}` is split already. Received: a plan that says "
-                    f"{said.get(variable.path)!r} of it."
+                    f"`{variable.path}` cannot be split twice. Received: a plan with "
+                    f"{said.get(variable.path)!r} for it."
                 )
         adapters.append(_adapter(layer, said))
     return adapters
 
 
 def _variables(layer) -> list:
-    """Those that one adapter decides about: a registered split speaks for layers inside, too."""
+    """The variables of one adapter; a registered split includes those of layers inside, too."""
     parts = [layer] if split_of(layer) is None else all_layers(layer)
     return [variable for part in parts for variable in variables_of_layer(part)]
 
 
 def _adapter(layer, said: Mapping[str, str]) -> Adapter:
-    """How one layer is split, with all that the plan says of its variables."""
+    """The adapter of one layer, from the words of the plan for its variables."""
     kind_of_adapter = adapter_class(layer)
     if kind_of_adapter is None:
         path, kind = next((path, kind) for path, kind in said.items() if kind != "replicate")
         raise ValueError(
             "A plan can only split Dense, EinsumDense and Embedding layers, attention through those "
             f"inside it, and layers with a registered split. Received: {kind!r} for `{path}` of a "
-            f"{type(layer).__name__}. Register one by `tfdist.extend.register_split`, or say "
+            f"{type(layer).__name__}. Register one by `tfdist.extend.register_split`, or use "
             "'replicate'."
         )
     _refuse_activity_regularizer(layer)
@@ -258,15 +259,15 @@ def _adapter(layer, said: Mapping[str, str]) -> Adapter:
     kind = said.get(main, "replicate")
     if kind == "replicate":
         raise ValueError(
-            f"A layer is split by what a plan says of `{main}`. Received: {dict(said)}."
+            f"A layer cannot be split unless the plan includes `{main}`. Received: {dict(said)}."
         )
     adapter = kind_of_adapter(layer, kind)
     split = {part.variable.path for part in adapter.parts}
     for path, word in said.items():
         if word != kind and not (word == "replicate" and path not in split):
             raise ValueError(
-                f"A plan says one thing of a layer. Received: {kind!r} for `{main}` and "
-                f"{word!r} for `{path}`."
+                f"A plan must use the same word for all variables of a layer. Received: {kind!r} for "
+                f"`{main}` and {word!r} for `{path}`."
             )
     return adapter
 
@@ -274,22 +275,22 @@ def _adapter(layer, said: Mapping[str, str]) -> Adapter:
 def _refuse_activity_regularizer(layer) -> None:
     if layer.activity_regularizer is not None:
         raise ValueError(
-            "An activity regularizer works on outputs that one rank holds whole. Received: "
-            f"{layer.activity_regularizer!r} in `{layer.path}`. Say 'replicate' of it."
+            "An activity regularizer is not supported on a layer that is split. Received: "
+            f"{layer.activity_regularizer!r} in `{layer.path}`. Use 'replicate' for it."
         )
 
 
 def _start_alike(model: keras.Model, group: Group) -> None:
-    """Gives all tensor ranks the values of the first, as `fit` does at its start."""
+    """Sets the variables of all tensor ranks to those of the first, as `fit` does at its start."""
     for variable in model.variables:
         variable.assign(broadcast(variable.value, group, name="parallelize/values"))
 
 
 @contextlib.contextmanager
 def _constants_moved(model: keras.Model) -> Iterator[None]:
-    """Inside, variables of one value everywhere have several: zeros would hide differences.
+    """Adds noise to constant variables in its context, because zeros would hide differences.
 
-    States that a run moves, as those of seeds, are put back at the end too.
+    States that a run changes, such as those of seeds, are restored at the end too.
     """
     weights = {id(weight) for weight in model.weights}
     before = []
@@ -313,14 +314,14 @@ def _constants_moved(model: keras.Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _all_or_nothing(model: keras.Model) -> Iterator[None]:
-    """Puts layers and variables back as they were where what is inside raises."""
+    """Restores layers and variables if an exception is raised in its context."""
     things: Sequence[Any] = [*all_layers(model), *model.variables]
     before = [(thing, type(thing), dict(vars(thing))) for thing in things]
     try:
         yield
     except BaseException:
         for thing, kind, then in before:
-            if type(thing) is not kind:  # A variable that ZeRO-3 shards is one of another class.
+            if type(thing) is not kind:  # ZeRO-3 changes the class of a variable that it shards.
                 thing.__class__ = kind
             vars(thing).clear()
             vars(thing).update(then)
@@ -328,7 +329,7 @@ def _all_or_nothing(model: keras.Model) -> Iterator[None]:
 
 
 def _forget_traces(model: keras.Model) -> None:
-    """Functions that were traced before hold the whole variables."""
+    """Removes traced functions, which use the whole variables."""
     for name in ("train_function", "test_function", "predict_function", "generate_function"):
         if getattr(model, name, None) is not None:
             setattr(model, name, None)

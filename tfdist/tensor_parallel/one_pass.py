@@ -1,7 +1,7 @@
 """Stock layers of a split model that the compiled library computes in one pass.
 
-All tensor ranks repeat layer normalizations, and an activation takes as many passes over memory on a rank's
-units as on all: what they take is not divided by the ranks.
+All tensor ranks repeat layer normalizations, and an activation needs the same number of passes over memory
+for a rank's units as for all: their time does not decrease with the number of ranks.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from tfdist.layers.activations import gelu
 from tfdist.layers.normalization import normalized_in_one_pass
 from tfdist.tensor_parallel.adapters import override
 
-#: As Keras registers it: KerasHub's GELU by tanh, a function of its own.
+#: The registered name of KerasHub's GELU by tanh, which is a separate function.
 _TANH_GELU = "keras_hub>gelu_approximate"
 
 
 def activation_of(layer: keras.layers.Layer) -> Callable | None:
-    """What a layer applies to its products; the GELU of KerasHub in few passes."""
+    """The activation of a layer; KerasHub's GELU is replaced by one in fewer passes."""
     activation = layer.activation
-    # Of other objects, as layers, Keras knows no name.
+    # Other objects, such as layers, have no registered name.
     if (
         inspect.isfunction(activation)
         and keras.saving.get_registered_name(activation) == _TANH_GELU
@@ -33,9 +33,9 @@ def activation_of(layer: keras.layers.Layer) -> Callable | None:
 
 
 def normalize_in_one_pass(model: keras.Model) -> None:
-    """Has Keras' layer normalizations over the last dim take the library's kernel in steps on CPUs."""
+    """Makes Keras' layer normalizations over the last dim use the library's kernel in steps on CPUs."""
     for layer in all_layers(model):
-        # Of a subclass nobody knows what it computes.
+        # A subclass may compute something else.
         is_stock = type(layer) is keras.layers.LayerNormalization
         if is_stock and layer.axis in (-1, [-1]) and not layer.rms_scaling:
             override(layer, "call", _in_one_pass(layer, layer.call))

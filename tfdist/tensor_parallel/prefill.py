@@ -1,8 +1,8 @@
 """The prefill of generation: a prompt's keys and values, without the logits of its tokens.
 
 A causal model of KerasHub fills its cache by a call whose logits it drops. In one process TensorFlow
-then computes none. On ranks they would be computed and joined: a collective is run whether or not
-anything takes its result.
+then does not compute them. On ranks they would be computed and joined: a collective runs even if
+its result is not used.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def drops_logits() -> bool:
 
 
 def dropped_logits(logits, vocabulary_size: int):
-    """What stands for joined logits that are dropped: whoever did take them would see NaN.
+    """A placeholder for joined logits that are dropped, filled with NaN.
 
     Args:
-        logits: This rank's, of shape [..., any].
-        vocabulary_size: The last dim of joined ones.
+        logits: This rank's logits, of shape [..., any].
+        vocabulary_size: The last dim of joined logits.
     """
     shape = tf.concat([tf.shape(logits)[:-1], [vocabulary_size]], axis=0)
     nothing = tf.fill(shape, tf.constant(float("nan"), logits.dtype))
@@ -46,10 +46,10 @@ def dropped_logits(logits, vocabulary_size: int):
 
 
 def drop_logits_of_prefill(model: keras.Model) -> None:
-    """Has a split model of KerasHub fill its cache without joined logits; others stay as they are."""
+    """Makes a split model of KerasHub fill its cache without joined logits; others do not change."""
     stock = getattr(type(model), _FILLS_CACHE, None)
     if callable(stock):
-        # A method, which a copy of the model has of its own.
+        # A method, so that it is bound to a copy of the model, too.
         override(model, _FILLS_CACHE, types.MethodType(_without_logits(stock), model))
 
 

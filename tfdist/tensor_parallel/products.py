@@ -1,4 +1,4 @@
-"""What `keras.ops.matmul` and `keras.ops.einsum` give for a layer's kernel, as one product of two matrices."""
+"""`keras.ops.matmul` and `keras.ops.einsum` for a layer's kernel, as one product of two matrices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfdist.tensor_parallel.equations import terms
 
 
 def same_dtype(inputs, kernel) -> tuple:
-    """Both in the dtype that Keras multiplies them in."""
+    """Both in the dtype in which Keras multiplies them."""
     dtype = keras.backend.result_type(inputs.dtype, kernel.dtype)
     return tf.cast(inputs, dtype), tf.cast(kernel, dtype)
 
@@ -25,13 +25,13 @@ def matmul(inputs, kernel) -> tf.Tensor:
 
 
 def einsum(equation: str, inputs, kernel) -> tf.Tensor:
-    """`ops.einsum(equation, inputs, kernel)`, where it can be as one product of two matrices.
+    """`ops.einsum(equation, inputs, kernel)`, as one product of two matrices where possible.
 
     Keras multiplies inputs of more dims batch by batch, reading the kernel for each, and sums the
     kernel's gradient over batches afterwards.
 
     Args:
-        equation: Of an `EinsumDense`.
+        equation: The equation of an `EinsumDense`.
         inputs: A tensor.
         kernel: A tensor.
     """

@@ -1,4 +1,4 @@
-"""Quantized layers that are split: which dims of what Keras keeps, and the scale of a row's inputs.
+"""Quantized layers that are split: the dims of their variables, and the scale of a row's inputs.
 
 int8: a kernel of one byte an entry with a scale for each output; inputs are quantized by their
 largest entry. int4: two entries in a byte, packed along the outputs; with blocks each run of
@@ -30,24 +30,24 @@ _MODES = ("int8", "int4")
 
 
 def check_mode(layer, mode: str | None) -> None:
-    """Raises where a layer that is split is quantized in a way that slices of it do not have.
+    """Checks that a quantization mode is supported for a layer that is split.
 
     Args:
         layer: The layer.
-        mode: Keras' word for it; None where the layer is not quantized.
+        mode: Keras' name of the mode; None for a layer that is not quantized.
 
     Raises:
-        ValueError: It is neither int8 nor int4, or int4 of a Keras that packs it by inputs.
+        ValueError: It is neither int8 nor int4, or int4 in a version of Keras that packs by inputs.
     """
     if mode == "int4" and not int4_outputs.is_known:
         raise ValueError(
-            "Layers of int4 are split with Keras 3.14 or later, which packs them by outputs. Received: "
-            f"`{layer.path}` with Keras {keras.__version__}. Say 'replicate' of it, or quantize it to int8."
+            "Splitting an int4 layer requires Keras 3.14 or later, which packs it by outputs. Received: "
+            f"`{layer.path}` with Keras {keras.__version__}. Use 'replicate' for it, or quantize it to int8."
         )
     if mode is not None and mode not in _MODES:
         raise ValueError(
-            f"A layer that is split is quantized to int8 or int4. Received: {mode!r} in "
-            f"`{layer.path}`. Say 'replicate' of it, or quantize it otherwise."
+            f"The quantization of a layer that is split must be int8 or int4. Received: {mode!r} in "
+            f"`{layer.path}`. Use 'replicate' for it, or another quantization."
         )
 
 
@@ -59,10 +59,10 @@ def quantized_axes(layer, axis: int) -> Iterator[tuple[Any, int, str | None]]:
         axis: The dim of the float kernel that is split.
 
     Yields:
-        Each with its dim, and what that counts, for messages.
+        Each with its dim, and the name of its size, for messages.
 
     Raises:
-        ValueError: The layer cannot be split so.
+        ValueError: The layer cannot be split along the dim.
     """
     mode = layer.quantization_mode
     check_mode(layer, mode)
@@ -78,8 +78,8 @@ def quantized_axes(layer, axis: int) -> Iterator[tuple[Any, int, str | None]]:
     if flat_axis == 1:
         if size % 2:
             raise ValueError(
-                f"int4 packs two outputs into a byte. Received: {size} outputs in `{layer.path}`, "
-                "an odd number. Say 'replicate' of it, or quantize it to int8."
+                f"An int4 layer must have an even number of outputs, two to a byte. Received: {size} in "
+                f"`{layer.path}`. Use 'replicate' for it, or quantize it to int8."
             )
         yield kernel_of(layer), 1, "Half the number of outputs (int4 packs two into a byte)"
         for variable in (layer.kernel_scale, layer.kernel_zero if blocks else None):
@@ -90,8 +90,9 @@ def quantized_axes(layer, axis: int) -> Iterator[tuple[Any, int, str | None]]:
     if blocks:
         if size % block:
             raise ValueError(
-                f"A kernel that is split by rows holds whole blocks. Received: {size} inputs and "
-                f"block_size={block} in `{layer.path}`. Take a block_size that divides them, or -1."
+                f"The number of inputs of a kernel that is split by rows must be a multiple of block_size. "
+                f"Received: {size} inputs and block_size={block} in `{layer.path}`. Use a block_size "
+                "that divides the inputs, or -1."
             )
         what = f"The number of blocks (block_size={block})"
         yield layer.kernel_scale, 0, what
@@ -99,7 +100,7 @@ def quantized_axes(layer, axis: int) -> Iterator[tuple[Any, int, str | None]]:
 
 
 def quantized_sizes(layer, axis: int, group: Group) -> dict[str, Any]:
-    """The attributes by which Keras unpacks an int4 kernel, for this rank's slice."""
+    """The attributes with which Keras unpacks an int4 kernel, for this rank's slice."""
     if layer.quantization_mode != "int4":
         return {}
     flat_axis, _ = _flat_axis(layer, axis)
@@ -128,7 +129,7 @@ def quantized_row_attributes(layer, axis: int, group: Group) -> dict[str, Any]:
 
 
 def _own_blocks(layer, flat_axis: int, group: Group) -> dict[str, Any]:
-    """To which of this rank's blocks each of its inputs belongs."""
+    """The index of this rank's block of each of its inputs."""
     if flat_axis == 1 or int4_block_size(layer, None) in (None, -1):
         return {}
     rows, blocks = kernel_of(layer).shape[0], layer.kernel_scale.shape[0]
@@ -138,7 +139,7 @@ def _own_blocks(layer, flat_axis: int, group: Group) -> dict[str, Any]:
 
 
 def _scale_dim(layer, axis: int) -> int | None:
-    """The dim of an int8 kernel's scale that belongs to a dim of the kernel; None: it has none."""
+    """The dim of an int8 kernel's scale for a dim of the kernel; None if it has none."""
     if isinstance(layer, keras.layers.Dense):
         return 0 if axis == 1 else None
     _, kernel, outputs = terms(layer.equation)
@@ -152,7 +153,7 @@ def _flat_axis(layer, axis: int) -> tuple[int, int]:
     """The dim of int4's [inputs, outputs] that is split with a dim of the kernel, and its size.
 
     Raises:
-        ValueError: A slice along the dim is no slice of the flat array.
+        ValueError: A slice along the dim is not a slice of the flat array.
     """
     if isinstance(layer, keras.layers.Dense):
         return axis, (int4_inputs(layer) if axis == 0 else int4_outputs(layer))
@@ -163,8 +164,8 @@ def _flat_axis(layer, axis: int) -> tuple[int, int]:
     if math.prod(shape[:axis]) == rows:
         return 1, int4_columns(layer)
     raise ValueError(
-        f"A slice of an int4 kernel lies together in memory. Received: dim {axis} of the kernel of "
-        f"shape {tuple(shape)} in `{layer.path}`. Say 'replicate' of it, or quantize it to int8."
+        f"A slice of an int4 kernel must be contiguous in memory. Received: dim {axis} of the kernel of "
+        f"shape {tuple(shape)} in `{layer.path}`. Use 'replicate' for it, or quantize it to int8."
     )
 
 
@@ -174,8 +175,8 @@ class _AbsMaxOfAll:
     def __init__(self, layer, quantizer, group: Group):
         if type(quantizer) is not keras.quantizers.AbsMaxQuantizer:
             raise ValueError(
-                "Inputs of a layer that is split by rows are quantized by AbsMaxQuantizer. "
-                f"Received: {type(quantizer).__name__} in `{layer.path}`. Say 'replicate' of it."
+                "Inputs of a layer that is split by rows must be quantized by AbsMaxQuantizer. "
+                f"Received: {type(quantizer).__name__} in `{layer.path}`. Use 'replicate' for it."
             )
         self._quantizer, self._group, self._name = quantizer, group, layer.path
 

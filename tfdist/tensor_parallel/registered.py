@@ -1,4 +1,4 @@
-"""Layers of users' classes, split as the `LayerSplit` says that is registered for the class."""
+"""Layers of users' classes, split by the `LayerSplit` that is registered for the class."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tfdist.utils import checks
 
 
 class RegisteredAdapter(Adapter):
-    """A layer and the layers inside it, as the split says that is registered for its class."""
+    """A layer and the layers inside it, split by the registered split of its class."""
 
     split: LayerSplit
 
@@ -37,8 +37,8 @@ class RegisteredAdapter(Adapter):
             )
         if not computes_as(layer, stock):
             raise ValueError(
-                f"A split that is registered for a class does not hold for one derived from it that "
-                f"has another `call`. Received: `{layer.path}` of class {type(layer).__name__}, with "
+                f"A split that is registered for a class cannot be used for a derived class with "
+                f"another `call`. Received: `{layer.path}` of class {type(layer).__name__}, with "
                 f"the split of {stock.__name__}. Register one for {type(layer).__name__} too; it "
                 "may be the same."
             )
@@ -48,11 +48,11 @@ class RegisteredAdapter(Adapter):
 
     @staticmethod
     def main(layer) -> list:
-        """All weights: whichever a plan names, it says what becomes of the layer."""
+        """All weights: a plan may use any of them for the layer."""
         return list(_weights_by_path(layer).values())
 
     def describe(self) -> None:
-        """What the split says of the weights, each of which it must know."""
+        """Reads the rules of the split, which must cover all weights."""
         weights = _weights_by_path(self.layer)
         self._rules = self._checked(self.split.weights(self.layer, self.kind), weights)
         self._weights = weights
@@ -60,7 +60,7 @@ class RegisteredAdapter(Adapter):
         for path, rule in self._rules.items():
             variable = weights[path]
             if isinstance(rule, Split):
-                # What must be divisible is checked here, with the multiple.
+                # Divisibility is checked by `check`, with the multiple.
                 self.parts.append(self._part(variable, _dim(rule, variable), None))
             elif rule == "partial":
                 self.partial.append(variable)
@@ -103,10 +103,10 @@ class RegisteredAdapter(Adapter):
         return rules
 
     def check(self, group: Group) -> None:
-        """Raises where a dim is not divisible by the group, times what the split says.
+        """Checks that dims are divisible by the size of the group times the multiple of the split.
 
         Raises:
-            ValueError: It is not.
+            ValueError: One is not.
         """
         for path, rule in self._rules.items():
             if not isinstance(rule, Split):
@@ -119,14 +119,14 @@ class RegisteredAdapter(Adapter):
                     f"Dim {dim} of a weight that is split must be divisible by the size of the "
                     f"tensor axis{times}. Received: `{variable.path}` of shape "
                     f"{tuple(variable.shape)} with tensor={group.size}. Use a smaller tensor axis, "
-                    "or a plan that leaves this layer whole."
+                    "or a plan that replicates this layer."
                 )
 
     def check_compared(self) -> None:
-        """Raises where the comparison has found partial gradients of a "whole" weight.
+        """Checks that no weight that is "whole" has partial gradients.
 
         Raises:
-            ValueError: It has. Without values to compare by, such gradients would be wrong.
+            ValueError: One has. Without a comparison, such gradients would be wrong.
         """
         for path, rule in self._rules.items():
             variable = self._weights[path]
@@ -138,13 +138,13 @@ class RegisteredAdapter(Adapter):
                 )
 
     def apply(self, group: Group) -> None:
-        """Cuts the variables, and overrides what the layer computes."""
+        """Splits the variables, and overrides the layer's computation."""
         layer = self.layer
         output_dim = self.split.output_dim(layer, self.kind)
         call = self._call(group)
         self._cut(group)
         override(layer, "call", call)
-        # Keras' own, where the layer has none, traces `call`.
+        # Keras' default implementation traces `call`.
         has_own = type(layer).compute_output_shape is not keras.layers.Layer.compute_output_shape
         if output_dim is not None and has_own:
             shape = _divided(layer.compute_output_shape, output_dim, group)
@@ -168,7 +168,7 @@ class RegisteredAdapter(Adapter):
         return call
 
     def _attributes(self, group: Group) -> list[tuple[keras.layers.Layer, dict[str, Any]]]:
-        """The layers of which attributes have other values on this rank, with these."""
+        """The layers whose attributes have other values on this rank, with these values."""
         inside = _layers_by_path(self.layer)
         found: dict[str, dict[str, Any]] = {}
         for path, value in self.split.attributes(self.layer, self.kind, group).items():
@@ -184,7 +184,7 @@ class RegisteredAdapter(Adapter):
 
 
 def parts_of_registered(layers: Iterable[keras.layers.Layer]) -> set[int]:
-    """The ids of layers inside of those with a registered split, which speaks for them."""
+    """The ids of layers inside those with a registered split, which includes them."""
     return {
         id(part)
         for layer in layers
@@ -194,9 +194,9 @@ def parts_of_registered(layers: Iterable[keras.layers.Layer]) -> set[int]:
 
 
 def only_kind(layer) -> str | None:
-    """The one way in which a registered split can be used without a plan; None if there is none.
+    """The kind of a registered split that can be used without a plan; None if there is none.
 
-    A layer whose output stays split needs a layer behind it that takes it, which a plan must say.
+    A layer whose output stays split requires a next layer for it, which a plan must specify.
     """
     split = split_of(layer)
     if split is None or len(split.kinds) != 1:
@@ -218,7 +218,7 @@ def _weights_by_path(layer) -> dict[str, keras.Variable]:
     """The variables of a layer and of those inside it, each once, by path in the layer.
 
     Raises:
-        ValueError: Two have one path.
+        ValueError: Two have the same path.
     """
     found: dict[str, keras.Variable] = {}
     _add_weights(layer, "", found, set())
@@ -269,7 +269,7 @@ def _divided(stock: Callable, dim: int, group: Group) -> Callable:
             shape[dim] //= group.size
         return tuple(shape)
 
-    @functools.wraps(stock)  # Keras looks at the names of its arguments.
+    @functools.wraps(stock)  # Keras inspects the names of its arguments.
     def compute_output_shape(*args, **kwargs):
         return keras.tree.map_shape_structure(share, stock(*args, **kwargs))
 
@@ -277,10 +277,10 @@ def _divided(stock: Callable, dim: int, group: Group) -> Callable:
 
 
 def _refused(name: str, layer) -> Callable:
-    """A method of Keras' that adds weights of which the split knows nothing."""
+    """A replacement for a method of Keras' that adds weights that the split does not include."""
 
     def refuse(*args, **kwargs):
-        # The error by which Keras' `Model.quantize` leaves a layer as it is.
+        # Keras' `Model.quantize` skips a layer that raises this error.
         raise NotImplementedError(
             f"`{name}` is not supported for layers that a registered split has split. Received: "
             f"`{layer.path}`. Call it before `parallelize`, with a split whose `weights` name what "

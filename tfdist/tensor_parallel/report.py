@@ -1,4 +1,4 @@
-"""What `parallelize` did to each variable, as data and as a table."""
+"""A report of `parallelize` on each variable, as data and as a table."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class VariableReport:
 
     Attributes:
         path: The variable's path.
-        kind: What the plan says: "column", "row", "vocabulary" or "replicate"; None for a
+        kind: The word of the plan: "column", "row", "vocabulary" or "replicate"; None for a
             variable that no pattern matches, and whose layer is not split either.
         axis: The dim that is split, or None for a variable that stays whole.
         shape: The shape of the global array.
         local_shape: The shape of this rank's part.
-        bytes_per_rank: What one tensor rank holds, padding included.
-        replicated_bytes: How much of it every tensor rank holds again.
+        bytes_per_rank: The bytes on one tensor rank, padding included.
+        replicated_bytes: The bytes of it that are the same on every tensor rank.
     """
 
     path: str
@@ -45,12 +45,12 @@ class ParallelizeReport:
 
     @property
     def bytes_per_rank(self) -> int:
-        """What one tensor rank holds."""
+        """The bytes on one tensor rank."""
         return sum(row.bytes_per_rank for row in self.variables)
 
     @property
     def replicated_bytes(self) -> int:
-        """How much of that every tensor rank holds again."""
+        """The bytes of these that are the same on every tensor rank."""
         return sum(row.replicated_bytes for row in self.variables)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Real ranks for tests: runs a function on N processes and returns their results.
+"""Real ranks for tests: runs a function in N processes and returns their results.
 
 ```pycon
 >>> from tfdist.testing import run_ranks

@@ -17,17 +17,17 @@ from tfdist.collectives.engine import Engine
 from tfdist.utils import checks
 
 DTYPES = ("float32", "bfloat16", "bool", "float16", "int32", "int64")
-#: Scalars and empty inner dims take the same paths in every dtype, so one dtype has the last ones.
+#: Scalars and empty inner dims use the same code in every dtype, so the last ones test one dtype only.
 _SHAPES = ((0,), (1,), (7,), (3, 5), (20_011,), (), (2, 0, 3), (100_003,))
 _FEWER_SHAPES = _SHAPES[:5]
 
 
 class Difference(NamedTuple):
-    """What differs from NumPy.
+    """A difference from NumPy.
 
     Attributes:
         case: The operation, its dtype and how it ran: "all_reduce mean of float16 in a graph".
-        detail: The shape, the group, and what is wrong.
+        detail: The shape, the group, and the difference.
     """
 
     case: str
@@ -36,7 +36,7 @@ class Difference(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Case:
-    """One call of a collective on this rank, and what NumPy says that it returns."""
+    """One call of a collective on this rank, and its result by NumPy."""
 
     call: Callable
     argument: np.ndarray
@@ -46,18 +46,18 @@ class _Case:
 
 
 def differences(engine: Engine, operation: str, dtypes: Sequence[str] = DTYPES) -> list[Difference]:
-    """Runs one collective over all groups of an engine's mesh; all ranks call it together.
+    """Runs one collective over all groups of an engine's mesh; all ranks must call it.
 
     Args:
         engine: The engine of this rank.
-        operation: Which collective: one of `OPERATIONS`.
-        dtypes: For which dtypes: some of `DTYPES`.
+        operation: The collective: one of `OPERATIONS`.
+        dtypes: The dtypes: some of `DTYPES`.
 
     Returns:
-        What differs from NumPy on this rank.
+        The differences from NumPy on this rank.
 
     Raises:
-        RuntimeError: The engine raised; the message says in which call.
+        RuntimeError: The engine raised an error; the message names the call.
     """
     wrong: list[Difference] = []
     for axes in _axes_of(engine):
@@ -73,10 +73,10 @@ def differences(engine: Engine, operation: str, dtypes: Sequence[str] = DTYPES) 
 
 
 def sums_with_a_constant(engine: Engine) -> list[float]:
-    """Three sums in a graph to which rank 0 brings a constant and the others what they are given.
+    """Three sums in a graph of a constant on rank 0 and of the argument on the others.
 
-    A constant takes part in each run: on n ranks the sums are 1, n and 2n - 1. TensorFlow may take
-    the collective of a constant out of the graph, where the engine does not say that it has an effect.
+    A constant must be part of each run: on n ranks the sums are 1, n and 2n - 1. TensorFlow may remove
+    the collective of a constant from the graph, if the engine does not mark it as stateful.
 
     Args:
         engine: The engine of this rank.
@@ -91,7 +91,7 @@ def sums_with_a_constant(engine: Engine) -> list[float]:
 
 
 def _axes_of(engine: Engine) -> list[tuple[str, ...]]:
-    """Each axis that has several ranks, and all of them together."""
+    """Each axis with several ranks, and all of them together."""
     spread = tuple(axis for axis in engine.mesh.order if engine.mesh.shape[axis] > 1)
     return [(axis,) for axis in spread] + ([spread] if len(spread) > 1 else [])
 
@@ -106,7 +106,7 @@ def _run(cases: list[_Case], operation: str, dtype: str) -> list[Difference]:
 
     arguments = [tf.constant(case.argument) for case in cases]
     eager = outputs(arguments, "eagerly")
-    # All in one function: many collectives of one graph are then under way at a time.
+    # All in one function, so that many collectives of one graph run at the same time.
     graph = tf.function(partial(outputs, mode="in a graph"), autograph=False)
     with _Named(f"{operation} of {dtype} in a graph", "all shapes at a time"):
         in_graph = graph(arguments)
@@ -121,7 +121,7 @@ def _run(cases: list[_Case], operation: str, dtype: str) -> list[Difference]:
 
 
 class _Named:
-    """Has what is raised inside say in which call."""
+    """Adds the call to errors that are raised in the context."""
 
     def __init__(self, case: str, detail: str):
         self._case, self._detail = case, detail
@@ -130,7 +130,7 @@ class _Named:
         pass
 
     def __exit__(self, kind, error, trace) -> None:
-        # An inner one has said it already.
+        # An inner context may have added it already.
         if isinstance(error, Exception) and not isinstance(error, _EngineRaised):
             said = f"it raised {type(error).__name__}: {checks.one_line(error)}"
             message = f"{self._case}: {self._detail}: {said}"
@@ -138,7 +138,7 @@ class _Named:
 
 
 class _EngineRaised(RuntimeError):
-    """An engine's operation raised."""
+    """An engine's operation raised an error."""
 
 
 def _name(operation: str, case: _Case, dtype: str, mode: str) -> str:
@@ -146,7 +146,7 @@ def _name(operation: str, case: _Case, dtype: str, mode: str) -> str:
 
 
 def _compared(got: np.ndarray, right: np.ndarray) -> str:
-    """What is wrong with a result; "" where nothing is."""
+    """A description of the difference; "" if there is none."""
     expected = (right.dtype, np.shape(right))
     if (got.dtype, got.shape) != expected:
         return f"it is {got.dtype.name} {got.shape}, not {right.dtype.name} {np.shape(right)}"
@@ -165,7 +165,7 @@ def _value(rank: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     if dtype == "bool":
         return random.integers(0, 2, shape).astype(bool)
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
-    # Small whole numbers: their sums are exact in every dtype, in whatever order.
+    # Small integers: their sums are exact in every dtype, in any order.
     return random.integers(-8, 9, shape).astype(kind)
 
 
@@ -183,7 +183,7 @@ def _all_reduce(group: Group, dtype: str, shape) -> Iterator[_Case]:
     for reduction in ("sum", "mean", "max", "min"):
         if dtype == "bool" and reduction in ("sum", "mean"):
             continue
-        # Thirds are not exact; sums and halves show the same path.
+        # Thirds are not exact; sums and halves test the same code.
         if reduction == "mean" and (dtype.startswith("int") or group.size & (group.size - 1)):
             continue
         yield _Case(
@@ -204,7 +204,7 @@ def _all_gather(group: Group, dtype: str, shape) -> Iterator[_Case]:
 
 def _all_gather_uneven(group: Group, dtype: str, shape) -> Iterator[_Case]:
     if shape:
-        # Place p of the group brings p rows, so the first brings none.
+        # The rank at place p of the group has p rows, so the first has none.
         parts = [_value(r, dtype, (p, *shape[1:])) for p, r in enumerate(group.ranks)]
         call = partial(collectives.all_gather, group=group, uneven=True)
         yield _Case(call, parts[group.rank], np.concatenate(parts))
@@ -272,7 +272,7 @@ def _send_recv(group: Group, dtype: str, shape) -> Iterator[_Case]:
             yield _Case(call, np.zeros_like(own), right, detail=way)
 
 
-#: By name, what makes the calls of a collective.
+#: The generators of the calls of a collective, by its name.
 OPERATIONS: dict[str, Callable[[Group, str, tuple[int, ...]], Iterator[_Case]]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,

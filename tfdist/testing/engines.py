@@ -1,4 +1,4 @@
-"""`check_engine`: whether a new engine does what `tfdist.collectives` says, on real ranks."""
+"""`check_engine`: tests on real ranks whether an engine conforms to `tfdist.collectives`."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def check_engine(
 
     Args:
         make_engine: As the `engine` of a `RankPool`.
-        num_ranks: How many processes.
+        num_ranks: The number of processes.
         dtypes: Some of "float32", "bfloat16", "bool", "float16", "int32" and "int64"; None for all.
-        timeout: Seconds that one operation may take with one dtype.
+        timeout: The longest time, in seconds, of one operation with one dtype.
 
     Raises:
-        ValueError: The engine is wrong; the message lists which operations differ, with which dtypes,
-            and how. Where an operation raised, ended a process or did not return, it is the last of
+        ValueError: The engine is wrong; the message lists the operations that differ, with the dtypes
+            and differences. An operation that raised, ended a process or did not return is the last of
             the list, and the cause of this error has the tracebacks.
-        Exception: What `make_engine` raised.
+        Exception: The error of `make_engine`.
     """
     checks.function("make_engine", make_engine)
     checks.integer("num_ranks", num_ranks, minimum=2)
@@ -62,7 +62,7 @@ def check_engine(
                 said = checks.one_line(str(error).split("\n")[0])
                 if not said.startswith(what.split()[0]):
                     said = f"{what}: {type(error).__name__}: {said}"
-                # Whatever runs after this would run on new ranks, and may wait as long again.
+                # Later operations would run on new ranks, and may wait for the same time.
                 raise ValueError(_message(name, wrong, said)) from error
 
         for operation in OPERATIONS:

@@ -1,4 +1,4 @@
-"""Silent errors on purpose: a bit that one rank gets wrong."""
+"""Injection of silent errors: a flipped bit on one rank."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from tfdist.step.context import strategy_of
 from tfdist.utils import checks
 
 _WHAT = ("weights", "gradient")
-#: The integer that has as many bits.
+#: The integer with the same number of bits.
 _INTEGERS = {2: tf.int16, 4: tf.int32, 8: tf.int64}
 
 
 class FlipBit(keras.callbacks.Callback):
-    """Flips a bit on one rank while `fit` trains, as a broken chip does without telling.
+    """Flips a bit on one rank during `fit`, as a broken chip does silently.
 
-    For tests of what a training does about it: see `tfdist.callbacks.VerifyModelSync`.
+    For tests of how a training handles it: see `tfdist.callbacks.VerifyModelSync`.
 
     Args:
         rank: The rank.
-        step: Before which training step of this `fit`, counted from 0, a weight is changed; or in which
-            step a gradient is, counted by the optimizer.
-        what: "weights", or "gradient": as it goes to the optimizer, after all ranks' were summed.
+        step: The training step of this `fit`, counted from 0, before which a weight is changed; or the
+            step, as counted by the optimizer, in which a gradient is changed.
+        what: "weights", or "gradient": as passed to the optimizer, after the sum over ranks.
         variable: The variable is the first trainable one whose path contains this; None for the first.
-        bit: Which bit of its first entry, from the least significant one.
-        times: In how many runs of that step the gradient is changed. A step that is run again is
-            right after so many.
+        bit: The index of the bit in its first entry, from the least significant one.
+        times: The number of runs of that step in which the gradient is changed. Further runs of the step
+            are correct.
 
     Raises:
-        TypeError: An argument has another type.
-        ValueError: An argument is out of its range, or there is no such variable.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of range, or there is no such variable.
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class FlipBit(keras.callbacks.Callback):
         self._begun = 0
 
     def on_train_begin(self, logs=None):
-        """Finds the variable; has the step compute the wrong gradient."""
+        """Finds the variable, and makes the step compute the wrong gradient."""
         self._begun = 0
         strategy = strategy_of(self.model)
         self._is_here = self._rank == (0 if strategy is None else strategy.mesh.rank)
         found = [v for v in self.model.trainable_variables if self._part in v.path]
         self._variable = found[0] if found else None
         if self._variable is None:
-            if not self._is_here:  # As on the other stages of a pipeline.
+            if not self._is_here:  # As on other stages of a pipeline.
                 return
             raise ValueError(
-                "`variable` is a part of the path of a trainable variable. Received: "
-                f"variable={self._part!r}; there are "
+                "`variable` must be a part of the path of a trainable variable. Received: "
+                f"variable={self._part!r}. The paths are "
                 f"{', '.join(v.path for v in self.model.trainable_variables[:5])}."
             )
         size = tf.as_dtype(self._variable.dtype).size
@@ -76,18 +76,18 @@ class FlipBit(keras.callbacks.Callback):
             )
         if self._what == "gradient":
             self._spoil(self.model.optimizer, stored_value(self._variable))
-            # A step that was traced before is right.
+            # A step that was traced before is correct.
             self.model.make_train_function(force=True)
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Changes the weight, where it is time."""
+        """Changes the weight at its step."""
         if self._what == "weights" and self._is_here and self._begun == self._step:
             stored = stored_value(self._variable)
             stored.assign(_flipped(tf.convert_to_tensor(stored), self._bit))
         self._begun += 1
 
     def on_train_end(self, logs=None):
-        """Lets the optimizer be right again."""
+        """Restores the optimizer."""
         if self._what == "gradient" and self._variable is not None:
             del self.model.optimizer.update_step
             self.model.make_train_function(force=True)
@@ -97,7 +97,7 @@ class FlipBit(keras.callbacks.Callback):
         update = optimizer.update_step
 
         def update_step(gradient, variable, learning_rate):
-            # Under ZeRO it is a view of a shard.
+            # Under ZeRO the variable is a view of a shard.
             if getattr(variable, "variable", variable) is stored:
                 is_time = (optimizer.iterations.value == self._step) & (left > 0)
                 left.assign_sub(tf.cast(is_time, left.dtype))
@@ -118,7 +118,7 @@ class FlipBit(keras.callbacks.Callback):
 
 
 def _flipped(tensor: tf.Tensor, bit: int) -> tf.Tensor:
-    """The tensor with one bit of its first entry turned over."""
+    """The tensor with one bit of its first entry flipped."""
     integer = _INTEGERS[tensor.dtype.size]
     mask = np.array(1 << bit, "uint64").astype(f"uint{8 * integer.size}")
     mask = tf.constant(mask.view(integer.as_numpy_dtype))

@@ -1,4 +1,4 @@
-"""Processes that wait for functions to run: one pool serves many tests, since start-up is slow."""
+"""A pool of processes that run functions: one pool serves many tests, since start-up is slow."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from tfdist.utils import checks
 from tfdist.utils.errors import TfdistError
 
 _STARTUP_SECONDS = 120.0
-#: How long the other ranks may go on once one has failed: long enough to fail by themselves.
+#: The time that other ranks have after one has failed: long enough to fail on their own.
 _GRACE_SECONDS = 5.0
 _STACK_SECONDS = 2.0
-#: What one machine may be asked for without a doubt that it is meant.
+#: Larger numbers for one machine are probably a mistake.
 _MOST_RANKS = 1024
 _MOST_THREADS = 4096
 
 
 class RankError(TfdistError):
-    """A rank raised, died or did not answer in time.
+    """A rank raised an error, died or did not respond in time.
 
     Attributes:
         rank: The rank.
@@ -51,24 +51,24 @@ class RankError(TfdistError):
 
 
 class RankPool:
-    """N processes on this machine that have met through an engine, and wait for functions.
+    """N processes on this machine that are connected by an engine, and wait for functions.
 
     A function that raises on any rank, that kills its process, or that does not return in time,
     fails the call with that rank's traceback, and ends all processes; the next call starts new
-    ones. Nothing outlives the pool.
+    ones. No process outlives the pool.
 
     Args:
-        num_ranks: How many processes.
+        num_ranks: The number of processes.
         engine: "horovod", "tensorflow" or "local"; or a function that makes an Engine, which is called on
             each rank as `engine(mesh, address)`. `mesh` is resolved: it has `mesh.rank` and `mesh.size`,
-            and `Engine.__init__` takes it. `address` is "127.0.0.1:PORT", the same on all ranks, where
-            nothing listens yet. For another mesh it is called again, with another address. The
+            and is passed to `Engine.__init__`. `address` is "127.0.0.1:PORT", the same on all ranks, on
+            which no process listens yet. For another mesh it is called again, with another address. The
             function is sent by cloudpickle.
         threads: TensorFlow's intra-op threads of each rank.
-        environment: More variables for all ranks.
+        environment: Additional environment variables for all ranks.
 
     Raises:
-        ValueError: There is no rank to start, or a value is no text.
+        ValueError: `num_ranks` is not positive, or a value is not a string.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class RankPool:
         return [process.pid for process in self._processes]
 
     def run(self, function: Callable, *args, timeout: float = 120.0, **kwargs) -> list:
-        """Returns what `function(*args, **kwargs)` returned on each rank, by rank.
+        """Returns the results of `function(*args, **kwargs)` on the ranks, by rank.
 
         Raises:
-            Exception: What the first failing rank raised, with its traceback in the notes.
+            Exception: The error of the first failing rank, with its traceback in the notes.
             RankError: A rank died.
-            TimeoutError: A rank did not return within `timeout` seconds; the message holds the
+            TimeoutError: A rank did not return within `timeout` seconds; the message includes the
                 Python stacks of all ranks.
         """
         checks.function("function", function)
@@ -115,7 +115,7 @@ class RankPool:
         try:
             return self._answers(task, timeout)
         except BaseException:
-            # Ranks may still answer, as after Ctrl-C: the next run would take that for its own.
+            # Ranks may still respond, as after Ctrl-C, and the next run would use these responses.
             self.close(kill=True)
             raise
 
@@ -155,12 +155,12 @@ class RankPool:
             if failures:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if failures:
-            # A rank that died is the cause of what the others raised, whoever spoke first.
+            # The death of a rank causes the errors of others, so it has precedence.
             raise min(failures, key=lambda failure: not isinstance(failure[1], RankError))[1]
         return [results[rank] for rank in range(self.num_ranks)]
 
     def close(self, *, kill: bool = False) -> None:
-        """Ends all processes: by asking, then by SIGKILL."""
+        """Ends all processes: first by closing their connections, then by SIGKILL."""
         for channel in self._channels:
             with contextlib.suppress(OSError):
                 channel.close()
@@ -255,7 +255,7 @@ class RankPool:
 
     def _tail(self, rank: int, lines: int = 60) -> str:
         text = self._log(rank).read_text(errors="replace").splitlines()
-        # A crash prints the stacks of all threads, in any order: that of the one that crashed counts.
+        # A crash prints the stacks of all threads, in any order; that of the crashed one is shown.
         crash = [at for at, line in enumerate(text) if line.startswith("Current thread")]
         crash = crash or [at for at, line in enumerate(text) if "Fatal Python error" in line]
         first = crash[-1] if crash else max(len(text) - lines, 0)
@@ -289,7 +289,7 @@ def _check_environment(environment: Mapping[str, str] | None) -> dict[str, str]:
     for name, value in found.items():
         fits = isinstance(name, str) and isinstance(value, str)
         if not fits or not name or "=" in name or "\0" in name + value:
-            meaning = "a dict from names of variables to texts"
+            meaning = "a dict from names of variables to strings"
             raise checks.refuse("environment", environment, meaning)
     return found
 
@@ -304,9 +304,9 @@ def run_ranks(
     environment: Mapping[str, str] | None = None,
     **kwargs,
 ) -> list:
-    """Runs `function(*args, **kwargs)` on fresh ranks and returns what each returned, by rank.
+    """Runs `function(*args, **kwargs)` on fresh ranks, and returns the results by rank.
 
-    Takes the arguments of `RankPool` and of `RankPool.run`, and raises as that does.
+    It has the arguments of `RankPool` and of `RankPool.run`, and raises the same errors.
     """
     checks.function("function", function)
     checks.number("timeout", timeout, above=0, maximum=checks.YEAR_SECONDS)

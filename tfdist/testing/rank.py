@@ -1,4 +1,4 @@
-"""What a rank of a `RankPool` does: receive a function, run it, answer."""
+"""The program of a rank of a `RankPool`: it receives functions, runs them, and sends the results."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from tfdist.runtime import connect
 from tfdist.runtime.rendezvous import free_ports, local_environments
 from tfdist.utils import checks
 
-#: Takes a resolved mesh and an address; returns an Engine. TensorFlow, which an Engine needs, is
-#: imported by the ranks alone.
+#: A function of a resolved mesh and an address that returns an Engine. TensorFlow, which an Engine
+#: needs, is imported only by the ranks.
 MakeEngine = Callable[[Any, str], Any]
 
-#: What connections from a rank to its pool are for.
+#: The purpose of connections from a rank to its pool.
 PURPOSE = "pool of ranks"
 _PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
 _CONNECT_SECONDS = 60.0
 
-#: The meeting points that this rank holds open for the others, as long as it lives: a rank may still
-#: be taking its leave of one when the next opens.
+#: The rendezvous servers that this rank keeps open for the others, as long as it lives: a rank may still
+#: be disconnecting from one when the next opens.
 _opened = contextlib.ExitStack()
 _state: dict = {"engine_name": "local", "engines": {}, "strategies": {}}
 
 
 def engine(mesh=None):
-    """The engine of this rank for a mesh, made at the first call.
+    """The engine of this rank for a mesh, created at the first call.
 
-    Horovod runs one set of groups at a time, so another mesh restarts it.
+    Horovod supports one set of groups at a time, so another mesh restarts it.
     """
     from tfdist.mesh import Mesh
 
@@ -54,7 +54,7 @@ def engine(mesh=None):
         )
         if name == "horovod":
             for old in engines.values():
-                port = _open_another_meeting_point(old)
+                port = _open_another_rendezvous(old)
                 old.shutdown()
                 os.environ[_PORT] = port
             engines.clear()
@@ -63,7 +63,7 @@ def engine(mesh=None):
 
 
 def make_engines_by(make: MakeEngine, size: int, address: str) -> None:
-    """Has `engine` and `strategy` use engines that a function makes.
+    """Makes `engine` and `strategy` use engines of a function.
 
     Args:
         make: The function.
@@ -74,7 +74,7 @@ def make_engines_by(make: MakeEngine, size: int, address: str) -> None:
 
 
 def free_address() -> str:
-    """An address of this machine at which nothing listens, as "127.0.0.1:PORT"."""
+    """An address of this machine on which no process listens, as "127.0.0.1:PORT"."""
     return f"127.0.0.1:{free_ports(1)[0]}"
 
 
@@ -85,35 +85,35 @@ def _make_engine(mesh):
     resolved = mesh.resolve(size=_state["size"], rank=_state["rank"])
     address = _state["address"]
     for old in list(_state["engines"].values())[-1:]:
-        # At the address of the one before, its first rank still listens.
+        # On the previous address, the first rank of that engine still listens.
         found = free_address() if old.rank == 0 else None
         address = broadcast_object(found, old.group(), name="testing/address")
     made = _state["make"](resolved, address)
     checks.instance("engine", made, Engine, "a function that returns an Engine")
     if made.mesh != resolved:
         raise ValueError(
-            "The engine must have the mesh that `make_engine` got: pass it to `Engine.__init__`. "
-            f"Received: {made.mesh!r} instead of {resolved!r}."
+            "The engine must have the mesh that was passed to `make_engine`. Received: "
+            f"{made.mesh!r} instead of {resolved!r}. Pass the mesh to `Engine.__init__`."
         )
     return made
 
 
-def _open_another_meeting_point(old) -> str:
-    """Has the first rank open a meeting point, at which Horovod can start again; returns its port.
+def _open_another_rendezvous(old) -> str:
+    """Opens a rendezvous server on the first rank, for a restart of Horovod; returns its port.
 
-    The one before still has addresses from before: ranks that start again at it now and then
-    connect to where nobody listens any more. All ranks hear of it over the `old` engine.
+    The previous one still has old addresses: ranks that restart with it occasionally connect to one on
+    which no process listens any more. The port is broadcast by the `old` engine.
     """
     from tfdist.collectives.objects import broadcast_object
 
     port = None
     if old.rank == 0:
         port = _opened.enter_context(local_environments("horovod", old.size))[0][_PORT]
-    return broadcast_object(port, old.group(), name="testing/meeting point")
+    return broadcast_object(port, old.group(), name="testing/rendezvous")
 
 
 def strategy(mesh=None, **kwargs):
-    """A strategy over this rank's engine for a mesh; the same one for the same arguments."""
+    """A strategy with this rank's engine for a mesh; the same one for the same arguments."""
     from tfdist.mesh import Mesh
     from tfdist.strategies import HorovodStrategy, LocalStrategy, MultiWorkerStrategy
     from tfdist.strategies.parallel import ParallelStrategy
@@ -132,12 +132,12 @@ def strategy(mesh=None, **kwargs):
 
 
 def serve(address: str, rank: str, engine_name: str, threads: str) -> None:
-    """Connects to the pool and runs what it sends until it hangs up."""
+    """Connects to the pool, and runs the functions that it sends until the connection is closed."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     key = bytes.fromhex(sys.stdin.readline().strip())
     sock = connect(address, key, PURPOSE, int(rank), timeout=_CONNECT_SECONDS)
-    # Functions and results are pickles of any size, for which this class of Python's is made.
+    # Functions and results are pickles of any size, for which Python's class is designed.
     channel = Connection(sock.detach())
 
     import tensorflow as tf
@@ -146,7 +146,7 @@ def serve(address: str, rank: str, engine_name: str, threads: str) -> None:
     tf.config.threading.set_inter_op_parallelism_threads(max(int(threads), 2))
     _state.update(engine_name=engine_name, rank=int(rank))
     if engine_name == "tensorflow":
-        # Must come before the first operation of TensorFlow, whatever the tests do first.
+        # It must precede the first operation of TensorFlow.
         engine()
     while True:
         try:
@@ -164,7 +164,7 @@ def serve(address: str, rank: str, engine_name: str, threads: str) -> None:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error itself where it can travel, else one that says the same."""
+    """The error if it can be pickled, else a `RuntimeError` with its message."""
     try:
         cloudpickle.loads(cloudpickle.dumps(error))
     except Exception:

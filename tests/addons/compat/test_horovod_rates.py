@@ -79,8 +79,8 @@ def test_warmup_resumes_where_the_epoch_says():
 def test_warmup_says_when_it_is_over(capsys):
     fit_on_four(LearningRateWarmupCallback(0.4, warmup_epochs=2, verbose=1), epochs=3)
     printed = capsys.readouterr().out
-    assert printed.count("warm-up is over") == 1
-    assert "Epoch 2: the warm-up is over; the learning rate is 0.4." in printed
+    assert printed.count("finished the warm-up") == 1
+    assert "Epoch 2: finished the warm-up; the learning rate is 0.4." in printed
 
 
 def test_staircase_with_a_constant_is_exponential_decay():
@@ -132,7 +132,7 @@ def test_refuses_an_optimizer_of_several_rates():
     model = one_weight_model(keras.optimizers.MultiOptimizer(optimizers))
     callback = LearningRateWarmupCallback(0.1)
     callback.set_model(model)
-    with pytest.raises(ValueError, match="MultiOptimizer, which has one for each"):
+    with pytest.raises(ValueError, match="MultiOptimizer, which has several"):
         callback.on_train_begin()
 
 
@@ -142,7 +142,7 @@ def test_unknown_number_of_steps():
             yield np.ones([1, 1]), np.zeros([1, 1])
 
     model = one_weight_model(keras.optimizers.SGD(0.4))
-    with pytest.raises(ValueError, match="Pass steps_per_epoch to it"):
+    with pytest.raises(ValueError, match="Pass steps_per_epoch"):
         model.fit(batches(), callbacks=[LearningRateWarmupCallback(0.4)], verbose=0)
     with FourReplicas("/CPU:0").scope():
         model = one_weight_model(keras.optimizers.SGD(0.4))

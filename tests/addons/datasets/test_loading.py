@@ -292,7 +292,7 @@ def test_unknown_split(data_dir):
 
 @pytest.mark.parametrize("split", [None, ["train", "test"]])
 def test_one_split_at_a_time(data_dir, split):
-    with pytest.raises(ValueError, match="`split` is one split"):
+    with pytest.raises(ValueError, match="`split` must be one split"):
         load("digits", split, data_dir=data_dir)
 
 
@@ -335,7 +335,9 @@ def test_those_who_wait_for_a_failure_do_not_repeat_it(tmp_path, monkeypatch):
     first = threading.Thread(target=_ignoring_errors, args=(preparing.prepare_once, builder, fail))
     first.start()
     begun.wait(timeout=20)
-    with pytest.raises(RuntimeError, match="another process has tried: ConnectionError: no route"):
+    with pytest.raises(
+        RuntimeError, match="another process could not prepare it: ConnectionError: no route"
+    ):
         preparing.prepare_once(builder, fail)
     first.join(timeout=20)
     assert len(attempts) == 1

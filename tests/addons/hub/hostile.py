@@ -53,23 +53,27 @@ BROKEN: dict[str, tuple[bool, Callable[[Path], object], tuple[str, ...]]] = {
     "a missing part": (
         True,
         lambda folder: (folder / "model_00001.weights.h5").unlink(),
-        ("lacks 1 of 3", "no model_00001.weights.h5", "Copy the preset again"),
+        ("1 of 3 files", "no model_00001.weights.h5", "Copy the preset again"),
     ),
     "a part that is cut off": (
         True,
         _cut("model_00001.weights.h5"),
-        ("model_00001.weights.h5' is no whole file", "truncated", "Copy the preset again"),
+        ("model_00001.weights.h5' is not a complete file", "truncated", "Copy the preset again"),
     ),
     "weights that are cut off": (
         False,
         _cut("model.weights.h5"),
-        ("model.weights.h5' is no whole file", "truncated"),
+        ("model.weights.h5' is not a complete file", "truncated"),
     ),
-    "empty weights": (False, _written("model.weights.h5", ""), ("is no whole file of weights",)),
+    "empty weights": (
+        False,
+        _written("model.weights.h5", ""),
+        ("is not a complete file of weights",),
+    ),
     "a list of parts that is none": (
         True,
         _written("model.weights.json", "{}"),
-        ("model.weights.json' says no files", "`weight_map`"),
+        ("model.weights.json' does not list files", "`weight_map`"),
     ),
     "a configuration that is no JSON": (
         False,
@@ -79,18 +83,18 @@ BROKEN: dict[str, tuple[bool, Callable[[Path], object], tuple[str, ...]]] = {
     "a configuration of nothing": (
         False,
         _written("config.json", "[1]"),
-        ("config.json' describes no model",),
+        ("config.json' does not describe a model",),
     ),
     "an unknown class": (False, _of_another_class, ("cannot be loaded", "NoBackbone")),
     "a model of another width": (
         False,
         _configured(hidden_dim=16),
-        ("those of one model", "could not be loaded", "token_embedding"),
+        ("must belong to one model", "could not be loaded", "token_embedding"),
     ),
     "a model with more layers": (
         False,
         _configured(num_layers=3),
-        ("those of one model", "could not be loaded"),
+        ("must belong to one model", "could not be loaded"),
     ),
 }
 

@@ -254,8 +254,8 @@ def test_adapters_keep_biases_that_train(pool, one_process, tmp_path, layout):
     arguments = "Qwen", checkpoint
     ((right, said),) = one_process.run(exports.with_biases, *arguments, plain, {}, False)
     assert len(right) == 12 and any("bias" in path for path in right)
-    assert len(said) == 1 and "4 weights beside the adapter" in said[0]
-    assert "plain KerasHub will not" in said[0] and "/bias`" in said[0]
+    assert len(said) == 1 and "4 weights in addition to the adapter" in said[0]
+    assert "plain KerasHub does not" in said[0] and "/bias`" in said[0]
     pool.run(exports.with_biases, *arguments, ours, options, False, timeout=120)
     for path in (ours, plain):
         (read,) = one_process.run(exports.with_biases, *arguments, path, {}, True)

@@ -54,7 +54,7 @@ def test_names_are_there_once(names, tables):
         FeatureConfig(name, TableConfig(table, 4, 2))
         for name, table in zip(names, tables, strict=True)
     ]
-    with pytest.raises(ValueError, match="name of its own"):
+    with pytest.raises(ValueError, match="must have different names"):
         ShardedEmbedding(features)
 
 

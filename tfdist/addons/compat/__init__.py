@@ -1,4 +1,4 @@
-"""Other libraries' names for what tfdist does, and the checkpoint format of early versions."""
+"""Compatibility: Horovod's names, and the checkpoint format of early versions."""
 
 from typing import TYPE_CHECKING
 

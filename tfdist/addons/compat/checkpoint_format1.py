@@ -1,6 +1,6 @@
 """Checkpoints of format 1, which earlier versions wrote: their names, and how they are read.
 
-Their manifest does not bind files, so a file counts only where it is exactly what was written then.
+Their manifest has no checksums of files, so a file is accepted only if it equals what was written then.
 """
 
 from __future__ import annotations
@@ -24,15 +24,21 @@ _DESCRIPTION_BYTES = 1 << 20
 
 
 def check_description(storage: Storage, name: str, array: Array) -> None:
-    """Raises StorageError where an array's `zarr.json` is not as tfdist wrote it."""
+    """Checks that an array's `zarr.json` is as tfdist wrote it.
+
+    Raises:
+        StorageError: It is not.
+    """
     path = f"arrays/{name}/zarr.json"
     content = storage.read(path, _DESCRIPTION_BYTES)
     if content is None:
-        raise StorageError(f"{storage.path}: the array `{name}` is damaged: it has no zarr.json.")
+        raise StorageError(f"The array `{name}` in {storage.path} is not valid: zarr.json is missing.")
     try:
         found = json.loads(content.decode())
     except (ValueError, RecursionError) as error:
-        raise StorageError(f"{storage.path}/{path} is damaged: {error}.") from error
+        raise StorageError(
+            f"{storage.path}/{path} is corrupt and could not be read: {error}."
+        ) from error
     right: dict[str, Any] = {
         **metadata_of(*array, chunk_shape_of(*array)),
         "chunk_key_encoding": {"name": "default"},
@@ -45,7 +51,7 @@ def check_description(storage: Storage, name: str, array: Array) -> None:
     if fill != 0 or json.dumps(found, sort_keys=True) != json.dumps(right, sort_keys=True):
         shape, dtype = array
         raise StorageError(
-            f"{storage.path}: the array `{name}` is damaged: its zarr.json is not the one that "
+            f"The array `{name}` in {storage.path} is not valid: its zarr.json is not the one that "
             f"tfdist writes for {dtype}{list(shape)}."
         )
 
@@ -53,20 +59,26 @@ def check_description(storage: Storage, name: str, array: Array) -> None:
 def chunk_values(
     storage: Storage, name: str, key: str, chunk: Sequence[int], dtype: str
 ) -> np.ndarray:
-    """The numbers of a chunk; a `StorageError` if it is missing or damaged."""
+    """The numbers of a chunk.
+
+    Raises:
+        StorageError: The chunk is missing or corrupt.
+    """
     size = int(np.prod(chunk, dtype=object)) * item_bytes(dtype) + CRC_BYTES
     path = f"arrays/{name}/{key}"
     content = storage.read(path, size)
     if content is None:
-        raise StorageError(f"{storage.path}: the array `{name}` is damaged: {key} is missing.")
+        raise StorageError(f"The array `{name}` in {storage.path} is not valid: {key} is missing.")
     try:
         return decode(content, chunk, dtype, checks=True)
     except StorageError as error:
-        raise StorageError(f"{storage.path}/{path} is damaged: {error}.") from error
+        raise StorageError(
+            f"{storage.path}/{path} is corrupt and could not be read: {error}."
+        ) from error
 
 
 def model_names(variables: Sequence[keras.Variable]) -> list[str]:
-    """The name of each variable of a model: its path, all numbers in which count layers anew."""
+    """The name of each variable of a model: its path, with layers numbered from the first."""
     found: list[str] = []
     layers: dict[str, str] = {}
     used: set[str] = set()
@@ -83,7 +95,7 @@ def model_names(variables: Sequence[keras.Variable]) -> list[str]:
 def optimizer_names(
     optimizer: Any, parameters: Sequence[tuple[keras.Variable, str]]
 ) -> list[tuple[keras.Variable, str]]:
-    """The variables of an optimizer and a name for each, as in `names.optimizer_names`."""
+    """The variables of an optimizer, each with a name as in `names.optimizer_names`."""
     prefixes = sorted(
         ((variable.path.replace("/", "_") + "_", name) for variable, name in parameters),
         key=lambda pair: -len(pair[0]),

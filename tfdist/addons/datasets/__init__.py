@@ -1,7 +1,7 @@
-"""Data sets for training on a mesh: read whole, or each rank its share.
+"""Datasets for training on a mesh: read as a whole, or each rank its share.
 
 TensorFlow Datasets, for images, is imported by the first call that needs it:
-`pip install 'tfdist[data]'`. Text needs nothing.
+`pip install 'tfdist[data]'`. Text needs no other package.
 """
 
 from tfdist.addons.datasets.loading import load, load_for_rank

@@ -1,4 +1,4 @@
-"""The UCI handwritten digits as a TFDS data set: real images that need no download."""
+"""The UCI handwritten digits as a TFDS dataset: real images that need no download."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from absl import logging
 
 from tfdist.addons.datasets.preparing import import_tfds, prepare_once
 
-# A missing TFDS must say how to get it here too, since the class statement below needs it.
+# TFDS is needed by the class statement below; without it this raises an error with a remedy.
 import_tfds()
 
 import tensorflow_datasets as tfds  # noqa: E402
@@ -17,7 +17,7 @@ _TEST_EVERY = 5
 
 _DESCRIPTION = """\
 Handwritten digits of 13 people as 8x8 images: the test set of the UCI "Optical Recognition of
-Handwritten Digits", as scikit-learn carries it. Each pixel counts the black dots, 0 to 16, in a
+Handwritten Digits", as included in scikit-learn. Each pixel counts the black dots, 0 to 16, in a
 4x4 block of a 32x32 bitmap. 1437 images for training and 360 for testing, both with all ten
 classes and images of every writer.
 """
@@ -42,21 +42,20 @@ class Digits(tfds.core.GeneratorBasedBuilder):
     >>> train, test = builder.as_dataset(split=["train", "test"], as_supervised=True)
     ```
 
-    Importing this module registers the set with TFDS, so `tfds.load("digits")` works from then on.
+    Importing this module registers the dataset with TFDS, so that `tfds.load("digits")` works.
 
-    Features: `image`, uint8 of shape (8, 8, 1), with the values 0 to 16 of the original and not
-    stretched to 255 (`info.metadata["max_value"]` says 16; `tfdist.addons.datasets.load` divides by it), and
+    Features: `image`, uint8 of shape (8, 8, 1), with the original values 0 to 16, which are not scaled
+    to 255 (`info.metadata["max_value"]` is 16, by which `tfdist.addons.datasets.load` scales), and
     `label`, a class from 0 to 9.
 
-    Splits: the original comes writer after writer, so its last fifth would hold writers that
-    training has never seen (and part of one that it has), and its first would hold others. Here
-    every fifth image of each class in that order is for testing: both splits have each class and
-    each writer in the same proportions, without a random number that a library could change.
-    Accuracy on `test` is therefore that for known writers; for unknown ones expect a few percent
-    less. On disk TFDS shuffles the examples of each split by a hash of their index, so that
-    consecutive ranges, one per rank, are alike too.
+    Splits: the original is sorted by writers, so its last fifth would contain writers that are not in
+    the rest (and a part of one that is). Here every fifth image of each class in that order is for
+    testing: both splits have each class and each writer in the same proportions, without random numbers
+    that a library could change. Accuracy on `test` is therefore that for known writers; for unknown ones
+    expect a few percent less. On disk TFDS shuffles the examples of each split by a hash of their index,
+    so that consecutive ranges, one per rank, have similar distributions too.
 
-    Several processes may prepare the set in one `data_dir` at the same time.
+    Several processes may prepare the dataset in one `data_dir` at the same time.
     """
 
     VERSION = tfds.core.Version("1.0.0")
@@ -81,21 +80,21 @@ class Digits(tfds.core.GeneratorBasedBuilder):
         )
 
     def download_and_prepare(self, **kwargs) -> None:
-        """Writes the data set to `data_dir`, unless it is there.
+        """Writes the dataset to `data_dir`, unless it exists.
 
-        While one process writes, the others that ask for the same wait, and then read.
+        While one process writes, others that prepare the same dataset wait, and then read.
 
         Args:
             **kwargs: As for `tfds.core.DatasetBuilder.download_and_prepare`.
 
         Raises:
-            ImportError: scikit-learn, which carries the images, is not installed.
+            ImportError: scikit-learn, which includes the images, is not installed.
         """
         prepare = super().download_and_prepare
         prepare_once(self, lambda: prepare(**kwargs))
 
-    # TFDS prints that it downloads unknown sizes, and has no switch for it; here nothing is
-    # downloaded, and nothing takes long.
+    # TFDS logs downloads of unknown size and cannot be configured not to; here nothing is
+    # downloaded, and preparing is fast.
 
     def _log_download_bytes(self) -> None:
         pass
@@ -108,7 +107,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
             from sklearn.datasets import load_digits
         except ImportError as error:
             raise ImportError(
-                "The digits come with scikit-learn, which is not installed: pip install 'tfdist[data]'"
+                "The digits require scikit-learn, which is not installed. Run: pip install 'tfdist[data]'"
             ) from error
         digits = load_digits()
         images = digits.images.astype(np.uint8)[..., np.newaxis]

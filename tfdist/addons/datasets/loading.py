@@ -1,4 +1,4 @@
-"""Image classification sets for one process or for each rank of a mesh, through TFDS."""
+"""Image classification datasets for one process or for each rank of a mesh, through TFDS."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load(
     download: bool = True,
     read_config: tfds.ReadConfig | None = None,
 ) -> tuple[tf.data.Dataset, tfds.core.DatasetInfo]:
-    """Returns one split of an image classification set, example by example.
+    """Returns one split of an image classification dataset, example by example.
 
     ```pycon
     >>> train, info = load("digits", "train", data_dir="data")
@@ -36,32 +36,31 @@ def load(
     10
     ```
 
-    Several processes of one machine may load the same set at once: one prepares it, the others
+    Several processes of one machine may load the same dataset at once: one prepares it, the others
     wait. Hosts that share a `data_dir` without file locks may each prepare it, and the first to
-    finish wins. Preparing leaves Python's random state as it was, so that the ranks that prepare
-    and those that find the data ready draw the same seeds afterwards.
+    finish wins. Preparing preserves Python's random state, so that ranks that prepare and ranks that
+    find the data ready draw the same seeds afterwards.
 
     Args:
-        name: "digits" (`tfdist.addons.datasets.digits.Digits`, which needs no download) or any TFDS name of an image
-            classification set, such as "mnist", "cifar10" or "emnist/letters:3.1.0".
-        split: One split as TFDS writes it, such as "train", "train[:80%]" or "train+test", or what
-            `rank_split` returned. A split of `rank_split` that has no example gives an empty
-            data set.
-        data_dir: Where the prepared data lies or will lie. By default where TFDS keeps its sets.
-        download: Whether to prepare the set, downloading what it needs, if it is not there.
-        read_config: How to read; `read_config()` by default. Files are read in shuffled order if
-            it carries a seed.
+        name: "digits" (`tfdist.addons.datasets.digits.Digits`, which needs no download) or any TFDS name of
+            an image classification dataset, such as "mnist", "cifar10" or "emnist/letters:3.1.0".
+        split: One split in TFDS' notation, such as "train", "train[:80%]" or "train+test", or a result
+            of `rank_split`. A split of `rank_split` without examples gives an empty dataset.
+        data_dir: The folder of the prepared data. By default that of TFDS.
+        download: Whether to download and prepare the dataset if it does not exist.
+        read_config: The read configuration; `read_config()` by default. Files are read in shuffled order
+            if it has a seed.
 
     Returns:
-        The data set of (image, label) pairs, and the TFDS info of the whole set. The image is
-        float32 of the set's own shape (height, width, channels) with values in [0, 1], the label
+        The dataset of (image, label) pairs, and the TFDS info of the whole dataset. The image is
+        float32 of the dataset's own shape (height, width, channels) with values in [0, 1], the label
         an int64 scalar.
 
     Raises:
-        ValueError: The name or the split is unknown, the set is not one of integer images with
+        ValueError: The name or the split is unknown, the dataset is not one of integer images with
             one class each, or it is not prepared and `download` is false.
-        RuntimeError: The set cannot be downloaded or prepared. Without a network TFDS tries for
-            some minutes before it says so.
+        RuntimeError: The dataset cannot be downloaded or prepared. Without a network TFDS retries for
+            some minutes before the error.
         ImportError: TensorFlow Datasets is not installed.
     """
     _check_set(name, split, data_dir, download)
@@ -92,8 +91,8 @@ def load_for_rank(
 ) -> tuple[tf.data.Dataset, tfds.core.DatasetInfo]:
     """Returns this rank's share of a split, example by example.
 
-    The split is divided over the data axis only: ranks that differ in their pipeline or tensor
-    coordinate work on the same batch, and read the same examples in the same order.
+    The split is sharded over the data axis only: ranks that differ in their pipeline or tensor
+    coordinate read the same examples in the same order.
 
     ```pycon
     >>> train, info = load_for_rank("digits", "train", strategy)
@@ -101,28 +100,28 @@ def load_for_rank(
     ```
 
     The share is a consecutive range of the split, so the ranks' batches together are not the batch
-    that one process would read. Where results must equal those of one process, and to evaluate
-    every example, hand all ranks the same `load(...)`, batched to the global batch: the strategy
-    divides each batch. What this function returns is marked as divided already, also after
-    `map`, `shuffle`, `batch` and the like.
+    that one process would read. If results must equal those of one process, and to evaluate every
+    example, pass the same `load(...)`, batched to the global batch, on all ranks: the strategy shards
+    each batch. The result of this function is marked as sharded already, also after
+    `map`, `shuffle`, `batch` and similar methods.
 
     Args:
         name: As for `load`.
         split: As for `load`.
-        strategy: What carries the resolved mesh as `strategy.mesh`.
+        strategy: A strategy with the resolved mesh as `strategy.mesh`.
         data_dir: As for `load`. Each host reads its own, or all share one.
         download: As for `load`.
         seed: Reads the files in an order drawn from this seed; see `read_config`.
-        drop_remainder: Leaves out the last examples of a split that does not divide, so that all
-            ranks see equally many. If false, shares differ by one example and so, at times, by one
-            batch: then cut them to the same number with `.batch(...).take(...)`, since the ranks
+        drop_remainder: Whether to drop the last examples of a split that is not divisible, so that all
+            ranks have the same number. If false, shares differ by one example and so, at times, by one
+            batch: then truncate them to the same number with `.batch(...).take(...)`, since ranks
             wait for each other in every step.
 
     Returns:
         As `load` does.
 
     Raises:
-        ValueError: `strategy` carries no mesh, the split has fewer examples than there are shares
+        ValueError: `strategy` has no mesh, the split has fewer examples than there are shares
             and `drop_remainder` is true, or as for `load`.
         RuntimeError: The mesh is not resolved, or as for `load`.
         ImportError: TensorFlow Datasets is not installed.
@@ -133,8 +132,8 @@ def load_for_rank(
     mesh = getattr(strategy, "mesh", None)
     if not isinstance(mesh, Mesh):
         raise ValueError(
-            "`strategy` carries the mesh that says which share is this rank's. Received: "
-            f"{checks.shown(strategy)}, which has no mesh. Pass a strategy of `tfdist.strategies`, "
+            "`strategy` must have a mesh, which determines this rank's share. Received: "
+            f"{checks.shown(strategy)}, which has none. Pass a strategy of `tfdist.strategies`, "
             "or use `load` with `rank_split`."
         )
     ranks = mesh.group(*mesh.row_axes)
@@ -148,18 +147,18 @@ def load_for_rank(
     )
     if drop_remainder and info.splits[part].num_examples == 0:
         raise ValueError(
-            f"The split {split!r} of {name!r} has {info.splits[split].num_examples} examples, fewer "
-            f"than the data axis has ranks. Received: {mesh}. Use more data, or a shorter axis."
+            f"The split {split!r} of {name!r} must have an example for each rank of the data axis. "
+            f"Received: {info.splits[split].num_examples} examples, {mesh}. Use more data, or fewer ranks."
         )
     return mark_per_rank(dataset), info
 
 
 def rank_split(split: Any, num_shards: int, index: int, *, drop_remainder: bool = False) -> Any:
-    """Returns the part of a split that shard `index` of `num_shards` reads.
+    """Returns the part of a split for shard `index` of `num_shards`.
 
     The parts are consecutive ranges; every example is in exactly one, and their sizes differ by at
-    most one, the first being the larger (in a sum such as "train+test" that holds of each term).
-    `drop_remainder` makes all parts equal, and leaves out what remains.
+    most one, the first being the larger (in a sum such as "train+test" that applies to each term).
+    `drop_remainder` makes all parts equal, and drops the remainder.
 
     ```pycon
     >>> [len(list(load("digits", rank_split("test", 7, index))[0])) for index in range(7)]
@@ -178,7 +177,7 @@ def rank_split(split: Any, num_shards: int, index: int, *, drop_remainder: bool 
     checks.text("split", str(split))
     if index >= num_shards:
         raise ValueError(
-            f"The `index` of a part lies in [0, num_shards). Received: index={index}, "
+            f"The `index` of a part must be in [0, num_shards). Received: index={index}, "
             f"num_shards={num_shards}."
         )
     return tfds.even_splits(split, num_shards, drop_remainder=drop_remainder)[index]
@@ -190,13 +189,13 @@ def read_config(
     """Returns a TFDS read configuration under which the order of the examples is fixed.
 
     Args:
-        seed: `load` reads the set's files in an order drawn from this seed, another one each epoch
-            and the same in every run. None reads them in the order of their names. A set in one
-            file, such as digits or mnist, has but one order: shuffle the examples themselves with
+        seed: `load` reads the files in an order drawn from this seed, which differs between epochs
+            and is the same in every run. None reads them in the order of their names. A dataset in one
+            file, such as digits or mnist, has only one order: shuffle the examples with
             `dataset.shuffle(size, seed=seed)`.
-        input_context: Divides the files, not the examples, over the input pipelines of
-            `strategy.distribute_datasets_from_function`. Needs as many files as pipelines: for
-            smaller sets use `rank_split`.
+        input_context: Shards the files, not the examples, over the input pipelines of
+            `strategy.distribute_datasets_from_function`. Requires a file for each pipeline at least: for
+            smaller datasets use `rank_split`.
     """
     checks.integer("seed", seed, minimum=0, maximum=2**63 - 1, optional=True)
     checks.instance(
@@ -211,7 +210,7 @@ def read_config(
     return import_tfds().ReadConfig(options=options, shuffle_seed=seed, input_context=input_context)
 
 
-_SPLIT = "one split as TFDS writes it, such as 'train', or one of `rank_split`"
+_SPLIT = "one split in TFDS' notation, such as 'train', or one of `rank_split`"
 #: More than there are ranks anywhere.
 _MOST_SHARDS = 1 << 20
 
@@ -231,11 +230,11 @@ _default_read_config = read_config
 
 
 def open_builder(name: str, data_dir: str | os.PathLike | None) -> tfds.core.DatasetBuilder:
-    """The builder of a data set, whose files need not be there yet.
+    """The builder of a dataset, whose files need not exist yet.
 
     Raises:
         ImportError: TFDS is not installed.
-        ValueError: There is no such data set, or it cannot be opened.
+        ValueError: There is no such dataset, or it cannot be opened.
     """
     tfds = import_tfds()
     from tfdist.addons.datasets import digits  # noqa: F401  (registers "digits" with TFDS)
@@ -246,39 +245,39 @@ def open_builder(name: str, data_dir: str | os.PathLike | None) -> tfds.core.Dat
     except tfds.core.DatasetNotFoundError:
         near = difflib.get_close_matches(name, tfds.list_builders(), n=1)
         raise ValueError(
-            f"No data set is called {name!r}, neither in TFDS nor in data_dir={root!r}. "
+            f"Dataset {name!r} was not found in TFDS or in data_dir={root!r}. "
             + (f"Did you mean {near[0]!r}?" if near else "`tfds.list_builders()` lists the names.")
         ) from None
     except Exception as error:
         raise ValueError(
-            f"The data set {name!r} cannot be opened in data_dir={root!r}: {first_line(error)}."
+            f"The dataset {name!r} cannot be opened in data_dir={root!r}: {first_line(error)}."
         ) from error
 
 
 def prepare_builder(
     builder: tfds.core.DatasetBuilder, name: str, *, download: bool, instead: str
 ) -> None:
-    """Makes a data set's files where they are not there; of several processes one does.
+    """Writes a dataset's files if they do not exist; of several processes only one does.
 
     Args:
         builder: Its builder.
-        name: What the user calls it.
-        download: Whether its files may be made.
-        instead: What of the same kind needs no download, for the message.
+        name: The user's name of it.
+        download: Whether its files may be written.
+        instead: A similar dataset that needs no download, for the message.
 
     Raises:
-        ImportError: The data set needs a library that is not installed.
-        ValueError: They are not there, and are not to be made.
-        RuntimeError: They cannot be made.
+        ImportError: The dataset needs a library that is not installed.
+        ValueError: The files do not exist, and must not be written.
+        RuntimeError: The files cannot be written.
     """
-    # TFDS' check alone would log a warning where nothing is there yet.
+    # TFDS' check alone would log a warning if nothing exists yet.
     if builder.data_path.exists() and builder.is_prepared():
         return
     where = f"data_dir={os.fspath(builder.data_dir_root)!r}"
     if not download:
         raise ValueError(
-            f"The data set {name!r} is not prepared in {where}. Pass `download=True`, or the "
-            "data_dir that holds it."
+            f"The dataset {name!r} is not prepared in {where}. Pass `download=True`, or the "
+            "data_dir that contains it."
         )
     try:
         prepare(builder)
@@ -286,14 +285,14 @@ def prepare_builder(
         raise
     except Exception as error:
         raise RuntimeError(
-            f"The data set {name!r} cannot be prepared in {where}: {first_line(error)}. Prepare "
-            "it where the network is at hand and copy the folder, or take one that needs no "
+            f"The dataset {name!r} cannot be prepared in {where}: {first_line(error)}. Prepare "
+            "it on a machine with network access and copy the folder, or use one that needs no "
             f"download: {instead}."
         ) from error
 
 
 def _max_value(name: str, info: tfds.core.DatasetInfo) -> int:
-    """The pixel value that stands for 1.0; refuses what is not an image classification set."""
+    """The pixel value that represents 1.0; checks that this is an image classification dataset."""
     features = import_tfds().features
     keys = info.supervised_keys
     if keys and len(keys) == 2 and all(isinstance(key, str) for key in keys):
@@ -305,7 +304,7 @@ def _max_value(name: str, info: tfds.core.DatasetInfo) -> int:
         ):
             return int((info.metadata or {}).get("max_value", np.iinfo(image.np_dtype).max))
     raise ValueError(
-        f"`load` reads sets of integer images with one class each. Received: {name!r}, with the "
+        f"`load` requires a dataset of integer images with one class each. Received: {name!r}, with the "
         f"supervised keys {keys!r} and the features {list(info.features)!r}. Read it with "
         "`tfds.load`."
     )
@@ -325,13 +324,13 @@ def _read(
         )
 
     try:
-        # TFDS refuses to read nothing, but a rank may have no example where there are few.
+        # TFDS does not read an empty split, but a rank may have no example if there are few.
         if not isinstance(split, str) and builder.info.splits[split].num_examples == 0:
             whole = next(iter(builder.info.splits))
             return read(whole).take(0)
         return read(split)
     except Exception as error:
         raise ValueError(
-            f"The split {split!r} of the data set {name!r} in "
+            f"The split {split!r} of the dataset {name!r} in "
             f"data_dir={os.fspath(builder.data_dir_root)!r} cannot be read: {first_line(error)}."
         ) from error

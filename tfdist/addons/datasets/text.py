@@ -1,4 +1,4 @@
-"""Text as bytes, for language models: one that every Python carries, or a file of one's own."""
+"""Text as bytes, for language models: one that is included in Python, or a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfdist.utils import checks
 
 #: One token a byte.
 VOCABULARY_SIZE = 256
-#: How much of a text is for training; the rest is for validation.
+#: The fraction of a text for training; the rest is for validation.
 _TRAIN_SHARE = 0.9
 
 _FILE = "text:"
@@ -20,10 +20,10 @@ _FILE = "text:"
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A text in two parts that share no place, as tokens of one byte each.
+    """A text in two disjoint parts, as tokens of one byte each.
 
     Attributes:
-        name: As `load_text` was given it.
+        name: The argument of `load_text`.
         train: uint8 of shape [bytes].
         validation: uint8 of shape [bytes].
         vocabulary_size: 256.
@@ -44,7 +44,7 @@ def load_text(name: str) -> Text:
     b'The "assert" statement\n*******'
     ```
 
-    The split holds no chance, so all processes that read the same text have the same split.
+    The split is deterministic, so all processes that read the same text have the same split.
 
     Args:
         name: "pydoc" for the reference of the Python language, about 370 kB of English that comes
@@ -61,14 +61,14 @@ def load_text(name: str) -> Text:
     """
     checks.text("name", name)
     if name == "pydoc":
-        # The last tenth of each topic: both parts have something of all.
+        # The last tenth of each topic, so that both parts include all topics.
         parts = [_cut(topic.encode()) for topic in _pydoc_topics()]
         train, validation = (b"".join(halves) for halves in zip(*parts, strict=True))
     elif name.startswith(_FILE):
         train, validation = _cut(_read(Path(name.removeprefix(_FILE)).expanduser()))
     else:
         raise ValueError(
-            f"The `name` of a text is 'pydoc', or '{_FILE}' and the path of a file. Received: "
+            f"The `name` of a text must be 'pydoc', or '{_FILE}' and the path of a file. Received: "
             f"{checks.shown(name)}."
         )
     return Text(name, np.frombuffer(train, np.uint8), np.frombuffer(validation, np.uint8))
@@ -77,7 +77,7 @@ def load_text(name: str) -> Text:
 def language_model_windows(
     tokens: np.ndarray, length: int, *, shuffle_seed: int | None = None
 ) -> tf.data.Dataset:
-    """Cuts a text into windows, each with the tokens that follow those in it.
+    """Splits a text into windows, each with the tokens that follow those in it.
 
     ```pycon
     >>> windows = language_model_windows(np.arange(10), 4)
@@ -85,18 +85,18 @@ def language_model_windows(
     [([0, 1, 2, 3], [1, 2, 3, 4]), ([4, 5, 6, 7], [5, 6, 7, 8])]
     ```
 
-    The windows follow each other without overlap, and what does not fill one is left out.
+    The windows follow each other without overlap, and an incomplete last one is dropped.
 
     Args:
         tokens: Integers of shape [tokens].
-        length: How many tokens a window has.
-        shuffle_seed: Draws, anew for each pass over the data set, the order of the windows and
-            where the first begins, within its length. Passes are the same in all processes that
-            share this seed and TensorFlow's global one, as all ranks under a strategy do. None:
+        length: The number of tokens of a window.
+        shuffle_seed: The seed of the order of the windows and of the beginning of the first, within its
+            length, which are drawn for each pass over the dataset. Passes are the same in all processes
+            with the same seed and global seed of TensorFlow, as all ranks under a strategy have. None:
             from the beginning, in the order of the text.
 
     Returns:
-        Pairs (tokens, next tokens), both int32 of shape [length]; each pass has as many.
+        Pairs (tokens, next tokens), both int32 of shape [length]; each pass has the same number.
 
     Raises:
         ValueError: `length` is not positive, or the text is shorter than a window.
@@ -109,13 +109,13 @@ def language_model_windows(
     if found.ndim != 1 or not np.issubdtype(found.dtype, np.integer):
         raise checks.refuse("tokens", tokens, "integers of shape [tokens]")
     tokens = found
-    # A shuffled pass may begin up to a window later, and all have equally many windows.
+    # A shuffled pass may begin up to a window later, and all have the same number of windows.
     latest = 0 if shuffle_seed is None else length - 1
     num_windows = (len(tokens) - 1 - latest) // length
     if num_windows < 1:
         raise ValueError(
-            f"A text has at least {latest + length + 1} tokens for windows of {length}. Received: "
-            f"{checks.shown(tokens)}, {len(tokens)} tokens. Take a longer text, or shorter windows."
+            f"A text must have at least {latest + length + 1} tokens for windows of {length}. Received: "
+            f"{checks.shown(tokens)}, {len(tokens)} tokens. Use a longer text, or shorter windows."
         )
     text = tf.constant(tokens)
 
@@ -133,10 +133,10 @@ def language_model_windows(
 
 
 def _pydoc_topics() -> list[str]:
-    """The topics by name, without what an earlier one holds.
+    """The topics by name, without paragraphs that an earlier one includes.
 
-    Chapters repeat their sections, so a paragraph that is for validation in one topic would be
-    for training in another.
+    Chapters repeat their sections, so a validation paragraph of one topic would be a training paragraph
+    of another.
     """
     from pydoc_data.topics import topics
 
@@ -159,7 +159,7 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         raise ValueError(f"The text {str(path)!r} cannot be read: {error.strerror}.") from error
     if not text:
-        raise ValueError(f"A text has at least one byte. Received: {str(path)!r}, which is empty.")
+        raise ValueError(f"A text must not be empty. Received: {str(path)!r}, which has no bytes.")
     return text
 
 

@@ -1,6 +1,6 @@
-"""KerasHub: presets read into the parts that a rank keeps, files and exports of split models, generation.
+"""KerasHub: presets loaded in parts by ranks, files and exports of split models, and generation.
 
-The core imports it where a program has imported KerasHub.
+The core imports this module if a program has imported KerasHub.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,8 @@
-"""KerasHub's exports to the files of transformers: whole weights with what was trained, written once.
+"""KerasHub's exports to the files of transformers: whole weights of fine-tuned models, written once.
 
-KerasHub's exporters read the layers of a model. On a rank these hold parts, and of a fine-tuned model
-some are read without its adapters, or as codes without their scales. Here they read a plain model of
-the same weights.
+KerasHub's exporters read the layers of a model. On a rank these have parts, and some layers of a
+fine-tuned model are read without adapters, or as codes without scales. Here the exporters read a plain
+model of the same weights.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tfdist.strategies.keras_patches.local_steps import global_parameters
 from tfdist.strategies.keras_patches.saving import write_once
 from tfdist.utils import checks
 
-#: Where the functions are that KerasHub's public methods call, when they are called. A program may call
-#: the first one itself.
+#: The module of the functions that KerasHub's public methods call. A program may call the first one
+#: itself.
 _MODULE = "keras_hub.src.utils.transformers.export.hf_exporter"
-_INSTEAD = "Save it by `save_to_preset`, which keeps all of it."
+_INSTEAD = "Save it with `save_to_preset`, which keeps all of it."
 _CONFIG = "config.json"
 
-#: What KerasHub's exporters write nothing of, and would have to: by the backbone, values of its
-#: configuration for which the file is right all the same.
+#: Options that KerasHub's exporters ignore but must write: by the backbone, the values of its
+#: configuration with which the file is correct nevertheless.
 _NOT_WRITTEN: dict[str, dict[str, tuple]] = {
     "GemmaBackbone": {
         "num_key_value_heads": (1,),  # Only the first one is written.
@@ -50,7 +50,7 @@ _NOT_WRITTEN: dict[str, dict[str, tuple]] = {
         "use_sliding_window_attention": (False,),
     },
     "Gemma3Backbone": {
-        "layer_norm_epsilon": (1e-6,),  # Its blocks have this one, whatever the configuration says.
+        "layer_norm_epsilon": (1e-6,),  # Its blocks use this value, whatever the configuration.
         "use_query_key_norm": (True,),
         "use_post_ffw_norm": (True,),
         "use_post_attention_norm": (True,),
@@ -65,10 +65,10 @@ _NOT_WRITTEN: dict[str, dict[str, tuple]] = {
         "use_sliding_window_attention": (False,),
     },
 }
-#: Those whose heads together are as wide as the layer.
+#: Those whose heads together must be as wide as the layer.
 _NARROW_HEADS = ("GemmaBackbone", "MistralBackbone")
-#: Keys that KerasHub's exporters leave out of `config.json`: transformers does without them, while vLLM
-#: and KerasHub's own `from_preset` look for them.
+#: Keys that KerasHub's exporters do not write to `config.json`: transformers does not need them, but
+#: vLLM and KerasHub's own `from_preset` do.
 _COMPLETED: dict[str, dict[str, Any]] = {
     "GPT2Backbone": {"architectures": ["GPT2LMHeadModel"]},
     "GemmaBackbone": {"architectures": ["GemmaForCausalLM"]},
@@ -83,34 +83,34 @@ _exporting = threading.local()
 
 
 def exporting_patches(models) -> tuple[Patch, ...]:
-    """What is wrapped, where `models` is `keras_hub.models`."""
+    """The patches, where `models` is `keras_hub.models`."""
     if not hasattr(models.Backbone, "export_to_transformers"):
-        return ()  # Before 0.22 there is none.
+        return ()  # Before 0.22 it does not exist.
     functions = importlib.import_module(_MODULE)
     return (
         Patch(models.Backbone, "export_to_transformers", ("self", "path"), _export),
         Patch(models.CausalLM, "export_to_transformers", ("self", "path"), _export),
         Patch(functions, "export_to_safetensors", ("keras_model", "path"), _export),
         Patch(functions, "export_backbone", ("backbone", "path", "include_lm_head"), _export),
-        # That of a tokenizer and of a preprocessor call it.
+        # The exporters of a tokenizer and of a preprocessor call it.
         Patch(functions, "export_tokenizer", ("tokenizer", "path"), _export_tokenizer),
     )
 
 
 def _export(self, path, *args, dequantize: bool = False, original: Callable, **kwargs):
-    """Every rank calls it, and the chief writes what plain KerasHub would of a plain model.
+    """Exports a plain model; every rank calls it, and the chief writes the files.
 
     Args:
-        original: KerasHub's.
+        original: KerasHub's function.
         self: The task, or the backbone.
         path: The folder.
-        *args: For the original.
-        dequantize: Whether a quantized model is written as the floats that it stands for.
-        **kwargs: For the original.
+        *args: Arguments of the original.
+        dequantize: Whether to write a quantized model as floats.
+        **kwargs: Keyword arguments of the original.
 
     Raises:
-        ImportError: The package `safetensors` is missing.
-        ValueError: The model is quantized, and `dequantize` is not given; or the file would be that of
+        ImportError: The package `safetensors` is not installed.
+        ValueError: The model is quantized, and `dequantize` is not set; or the file would be that of
             another model.
     """
     if getattr(_exporting, "under_way", False):
@@ -119,7 +119,7 @@ def _export(self, path, *args, dequantize: bool = False, original: Callable, **k
     checks.boolean("dequantize", dequantize)
     modes = _check(self, dequantize)
     before = _outputs(self) if modes else None
-    # Of a backbone alone `include_lm_head` comes behind the path.
+    # For a backbone, `include_lm_head` comes after the path.
     has_head = hasattr(self, "backbone") or any(args[:1]) or kwargs.get("include_lm_head", False)
 
     def write(model):
@@ -134,15 +134,15 @@ def _export(self, path, *args, dequantize: bool = False, original: Callable, **k
         if modes:
             _tell_difference(modes, before, _outputs(plain))
 
-    # Errors and the watchdog show what ranks do together by its name.
+    # Errors and the watchdog show collective calls by this name.
     write.__name__ = getattr(original, "__name__", "export_to_transformers")
     return write_once(self, original=write)
 
 
 def _export_tokenizer(tokenizer, path, *, original: Callable):
-    """A tokenizer is no rank's, so each rank that calls it writes the same files.
+    """Exports a tokenizer, on each rank that calls it, to the same files.
 
-    KerasHub renames some of them, and two ranks would take them away from each other.
+    KerasHub renames some of them, so two ranks in the same folder would conflict.
     """
     if getattr(_exporting, "under_way", False):
         return original(tokenizer, path)
@@ -152,7 +152,7 @@ def _export_tokenizer(tokenizer, path, *, original: Callable):
 
 @contextlib.contextmanager
 def _whole_files(folder: Path) -> Iterator[Path]:
-    """A folder for new files, which are moved when all of them are there: those before stay whole."""
+    """A folder for new files, which replace the earlier ones only when all of them are complete."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=folder) as new:
         yield Path(new)
@@ -161,31 +161,31 @@ def _whole_files(folder: Path) -> Iterator[Path]:
 
 
 def _check(model, dequantize: bool) -> list[str]:
-    """Refuses what would be written wrongly; returns how the model is quantized."""
+    """Checks that the export would be correct; returns the model's quantization modes."""
     if importlib.util.find_spec("safetensors") is None:
         raise ImportError(
-            "`export_to_transformers` requires the package safetensors, which KerasHub does not install: "
-            "pip install safetensors."
+            "`export_to_transformers` requires the package safetensors, which KerasHub does not install. "
+            "Run: pip install safetensors."
         )
     backbone = getattr(model, "backbone", model)
     kind = type(backbone).__name__
     known = importlib.import_module(_MODULE).MODEL_EXPORTERS
     if kind not in known:
         raise ValueError(
-            f"KerasHub exports models with {', '.join(sorted(known))}. Received: `{model.name}` with "
+            f"KerasHub can only export models with {', '.join(sorted(known))}. Received: `{model.name}` with "
             f"{kind}. {_INSTEAD}"
         )
     for requires, received in _not_written(kind, backbone):
         raise ValueError(
-            f"KerasHub's export of {kind} requires {requires}, or the file would be that of another "
+            f"KerasHub's export of {kind} requires {requires}; otherwise the file would be that of another "
             f"model. Received: {received}. {_INSTEAD}"
         )
     modes = quantization_modes(model)
     if modes and not dequantize:
         raise ValueError(
-            "`export_to_transformers` writes weights of floats. Received: "
-            f"`{model.name}`, quantized to {' and '.join(modes)}. Pass dequantize=True, for the floats "
-            "that it stands for, or save it by `save_to_preset`."
+            "`export_to_transformers` requires weights of floats. Received: "
+            f"`{model.name}`, quantized to {' and '.join(modes)}. Pass dequantize=True to export "
+            "dequantized floats, or save it with `save_to_preset`."
         )
     if modes:
         check_mergeable(model)
@@ -193,18 +193,18 @@ def _check(model, dequantize: bool) -> list[str]:
 
 
 def _not_written(kind: str, backbone) -> Iterator[tuple[str, str]]:
-    """What the exporter of a backbone gets wrong of this one: what it requires, and what there is."""
+    """The options that the exporter of a backbone ignores: the required values and the actual ones."""
     for name, right in _NOT_WRITTEN.get(kind, {}).items():
         value = getattr(backbone, name, right[0])
         if value not in right:
             yield f"{name}={right[0]}", f"{name}={value}"
-    # Gemma's heads are written in another order where they are wider than the layer, and the
-    # configuration of Mistral has another width of them.
+    # Gemma's heads are written in a wrong order if they are wider than the layer, and the
+    # configuration of Mistral assumes another width.
     width = getattr(backbone, "head_dim", None) if kind in _NARROW_HEADS else None
     if width and backbone.num_query_heads * width != backbone.hidden_dim:
         found = f"{backbone.num_query_heads} * {width} and hidden_dim={backbone.hidden_dim}"
         yield "num_query_heads * head_dim = hidden_dim", found
-    # Whatever the configuration says, transformers takes it so.
+    # Transformers assumes this, whatever the configuration.
     if kind == "Gemma4Backbone" and backbone.layer_types[-1] != "full_attention":
         yield "a last layer of full_attention", backbone.layer_types[-1]
 
@@ -213,14 +213,14 @@ def _complete(plain, folder: Path, has_head: bool) -> None:
     backbone = getattr(plain, "backbone", plain)
     more = dict(_COMPLETED.get(type(backbone).__name__, {}))
     if not has_head:
-        more.pop("architectures", None)  # Transformers has another class for it.
+        more.pop("architectures", None)  # Transformers uses another class without a head.
     if more:
         file = folder / _CONFIG
         file.write_text(json.dumps(more | json.loads(file.read_text("utf-8")), indent=2), "utf-8")
 
 
 def _outputs(model) -> np.ndarray | None:
-    """The outputs for a row of tokens; None where the model cannot be called, as on a pipeline."""
+    """The outputs for a row of tokens; None if the model cannot be called, as on a pipeline."""
     inputs = model.input
     known = isinstance(inputs, dict) and set(inputs) == {"token_ids", "padding_mask"}
     if not known or any(layout_of(variable).stage is not None for variable in model.variables):
@@ -234,14 +234,14 @@ def _outputs(model) -> np.ndarray | None:
 
 
 def _tell_difference(modes: list[str], before, after) -> None:
-    """What a user of the export sees of the quantization: it also rounds the inputs of products."""
-    words = "outputs were not compared, for no rank can call the quantized model"
+    """Logs the effect of the quantization, which also rounds the inputs of products."""
+    words = "outputs were not compared, because no rank can call the quantized model"
     if before is not None and after is not None:
         apart, size = np.abs(after - before).max(), before.std()
         words = (
-            f"outputs for {before.shape[1]} tokens differ by {apart:.3g} at most from those of the "
-            f"quantized model, whose deviation is {size:.3g}"
+            f"outputs for {before.shape[1]} tokens differ by at most {apart:.3g} from those of the "
+            f"quantized model, whose standard deviation is {size:.3g}"
         )
     logging.warning(
-        "tfdist: exported the floats that %s stands for; %s.", " and ".join(modes), words
+        "tfdist: exported the dequantized floats of %s; %s.", " and ".join(modes), words
     )

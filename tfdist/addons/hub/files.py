@@ -1,4 +1,4 @@
-"""The files of a preset: whether they are there and whole, before a model is made of them."""
+"""Checks that the files of a preset exist and are complete, before a model is created."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ _REMEDY = "Copy the preset again, or save it again with `save_to_preset`."
 
 
 def check_files(config: Path, weights: Path) -> None:
-    """Raises where a file is missing, cut off or of another kind.
+    """Checks that no file is missing, truncated or of another kind.
 
     Args:
         config: The configuration.
-        weights: The file of weights, or that which says in which files they are.
+        weights: The file of weights, or the list of several files.
 
     Raises:
-        ValueError: A file is not there or not readable.
+        ValueError: A file is missing or not readable.
     """
     if not isinstance(_read_json(config), dict):
-        raise ValueError(f"{str(config)!r} describes no model: it holds no JSON object. {_REMEDY}")
+        raise ValueError(
+            f"{str(config)!r} does not describe a model: expected a JSON object. {_REMEDY}"
+        )
     for file in _parts(weights) if weights.suffix == ".json" else [weights]:
         _check_hdf5(file)
 
@@ -29,7 +31,7 @@ def _parts(weights: Path) -> list[Path]:
     places = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(places, dict) or not places:
         raise ValueError(
-            f"{str(weights)!r} says no files of weights: it has no `weight_map`. {_REMEDY}"
+            f"{str(weights)!r} does not list files of weights: `weight_map` is missing. {_REMEDY}"
         )
     names = {
         str(name)
@@ -40,8 +42,8 @@ def _parts(weights: Path) -> list[Path]:
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise ValueError(
-            f"The preset {str(weights.parent)!r} lacks {len(missing)} of {len(files)} files of "
-            f"weights. Received: no {', '.join(missing[:5])}. {_REMEDY}"
+            f"{len(missing)} of {len(files)} files of weights are missing in the preset "
+            f"{str(weights.parent)!r}. Received: no {', '.join(missing[:5])}. {_REMEDY}"
         )
     return files
 
@@ -57,10 +59,10 @@ def _check_hdf5(file: Path) -> None:
     import h5py
 
     try:
-        # HDF5 compares the length with that of the file when it was written.
+        # HDF5 compares the length of the file with its length when it was written.
         with h5py.File(file, "r"):
             pass
     except OSError as error:
         raise ValueError(
-            f"{str(file)!r} is no whole file of weights (HDF5): {error}. {_REMEDY}"
+            f"{str(file)!r} is not a complete file of weights (HDF5): {error}. {_REMEDY}"
         ) from error

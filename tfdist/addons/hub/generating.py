@@ -1,4 +1,4 @@
-"""Ranks that make a text together take the same prompts, and draw the same tokens."""
+"""Generation by several ranks: they use the same prompts and draw the same tokens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tfdist.step.context import strategy_of
 def generate_alike(self, inputs, *args, original, **kwargs):
     """Wraps `keras_hub.models.CausalLM.generate`.
 
-    Ranks that hold parts of one model compute each token together. A sampler without a seed starts
-    from another number in each process, so the ranks would go on from different tokens.
+    Ranks with parts of the same model compute each token together. A sampler without a seed starts
+    from a different number in each process, so the ranks would continue from different tokens.
     """
     strategy = strategy_of(self)
     if strategy is None:
@@ -29,7 +29,7 @@ def generate_alike(self, inputs, *args, original, **kwargs):
     group = strategy.group(*axes)
     if group.size > 1:
         _check_alike((inputs, args, kwargs), self, group)
-        # A model that was not compiled has no sampler; `generate` itself says so.
+        # A model that is not compiled has no sampler; `generate` itself raises the error.
         for variable in getattr(getattr(self, "sampler", None), "variables", ()):
             variable.assign(broadcast(variable.value, group, name="generate/seed"))
         with enabling_kernels():
@@ -41,9 +41,9 @@ def _check_alike(asked, model, group: Group) -> None:
     found = all_gather_object(_digest(asked), group, name="generate/inputs")
     if len(set(found)) > 1:
         raise ValueError(
-            "Ranks that hold parts of one model generate from the same prompts. Received: other "
-            f"arguments of `{model.name}.generate` on ranks {_others(found, group)} than on rank "
-            f"{group.ranks[0]}. Give all of them the same, prompts of all ranks in one batch."
+            "Ranks with parts of the same model must generate from the same prompts. Received: "
+            f"different arguments of `{model.name}.generate` on ranks {_others(found, group)} than on rank "
+            f"{group.ranks[0]}. Pass the same to all of them, with prompts of all ranks in one batch."
         )
 
 
@@ -53,14 +53,14 @@ def _others(found: list[str], group: Group) -> list[int]:
 
 
 def _digest(asked) -> str:
-    """A hash of texts, numbers and arrays; of a data set its structure alone counts."""
+    """A hash of strings, numbers and arrays; for a dataset, of its structure only."""
     total = hashlib.sha256()
     for leaf in keras.tree.flatten(asked):
         if isinstance(leaf, tf.data.Dataset):
             leaf = str(leaf.element_spec)
         array = np.asarray(leaf)
         total.update(f"{array.dtype.kind}{array.shape}".encode())
-        # Texts are objects in some arrays, whose bytes would be addresses.
+        # Strings in object arrays are hashed by value, because their bytes would be addresses.
         texts = array.dtype.kind in "OSU"
         total.update(repr(array.tolist()).encode() if texts else array.tobytes())
     return total.hexdigest()

@@ -1,4 +1,4 @@
-"""What a fine-tuned model of KerasHub computes, as a plain one: adapters added, quantized weights as floats."""
+"""Plain copies of fine-tuned KerasHub models: with adapters merged, and quantized weights as floats."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _MODES = ("int8", "int4")
 
 
 def quantization_modes(model: keras.Model) -> list[str]:
-    """How the layers of a model are quantized, each way once; none for a model of floats."""
+    """The quantization modes of the layers of a model; empty for a model of floats."""
     return sorted({layer.quantization_mode for layer in all_layers(model)} - {None})
 
 
 def check_mergeable(model: keras.Model) -> None:
-    """Raises where a layer is quantized otherwise than its floats can be had from.
+    """Checks that the floats of all quantized layers can be computed.
 
     Raises:
-        ValueError: It is neither int8 nor int4 of this Keras, or of another class.
+        ValueError: A layer is quantized to neither int8 nor int4 of this Keras, or has another class.
     """
     for layer in all_layers(model):
         mode = layer.quantization_mode
@@ -47,15 +47,15 @@ def check_mergeable(model: keras.Model) -> None:
         known = isinstance(layer, (*_PRODUCTS, _TABLES)) and mode in _MODES
         if not known or (mode == "int4" and not int4_outputs.is_known):
             raise ValueError(
-                "`dequantize=True` is for layers of Dense, EinsumDense and Embedding in int8, or in int4 "
+                "`dequantize=True` requires Dense, EinsumDense and Embedding layers in int8, or in int4 "
                 f"with Keras 3.14 or later. Received: {mode!r} in `{layer.path}`, a "
-                f"{type(layer).__name__}, with Keras {keras.__version__}. Save the model by "
+                f"{type(layer).__name__}, with Keras {keras.__version__}. Save the model with "
                 "`save_to_preset`."
             )
 
 
 def merged_model(model: keras.Model) -> keras.Model:
-    """A plain backbone or task of KerasHub, which computes what a fine-tuned one does.
+    """A plain backbone or task of KerasHub that computes the same as a fine-tuned one.
 
     It shares the memory of those weights that are the same in both.
 
@@ -63,13 +63,13 @@ def merged_model(model: keras.Model) -> keras.Model:
         model: A backbone, or a task, whose variables are global arrays.
 
     Returns:
-        One of the same class, without a strategy, adapters or quantized layers.
+        A model of the same class, without a strategy, adapters or quantized layers.
 
     Raises:
-        ValueError: The layers of the model are not those that its configuration makes.
+        ValueError: The layers of the model are not those of its configuration.
     """
     backbone: Any = getattr(model, "backbone", model)
-    # The widest of the weights': a policy of its own is one of computing, and of quantizing.
+    # The widest dtype of the weights: a layer's own policy is one of computing or of quantizing.
     dtypes = {layer.variable_dtype for layer in all_layers(backbone) if variables_of_layer(layer)}
     dtype = max(dtypes, key=lambda name: (tf.as_dtype(name).size, name))
     config = backbone.get_config()
@@ -86,13 +86,13 @@ def merged_model(model: keras.Model) -> keras.Model:
                 return plain
             return type(model)(backbone=plain, preprocessor=model.preprocessor, compile=False)
 
-    # A strategy is in scope in one thread, and would take a part of the new weights.
+    # The scope of a strategy belongs to one thread; in it, the new weights would be split.
     with ThreadPoolExecutor(1) as thread:
         plain = thread.submit(build).result()
     if quantization_modes(plain):
         raise ValueError(
-            "`dequantize=True` is for quantized layers of the backbone itself. Received: "
-            f"`{backbone.name}` with a part that is a model of its own, and quantized. Save it by "
+            "`dequantize=True` is not supported for a backbone with a quantized model inside it. Received: "
+            f"`{backbone.name}`. Save it with "
             "`save_to_preset`."
         )
     own, others = (
@@ -101,8 +101,8 @@ def merged_model(model: keras.Model) -> keras.Model:
     )
     if [type(layer) for layer in own] != [type(layer) for layer in others]:
         raise ValueError(
-            "A model is exported by its configuration. Received: layers of "
-            f"`{backbone.name}` that its `get_config()` does not make."
+            "An exported model must have the layers of its configuration. Received: "
+            f"`{backbone.name}`, with other layers than its `get_config()`."
         )
     for layer, other in zip(own, others, strict=True):
         values = {variable.name: stored_value(variable) for variable in variables_of_layer(layer)}
@@ -111,7 +111,7 @@ def merged_model(model: keras.Model) -> keras.Model:
             value = values.get(variable.name)
             if value is None or tuple(value.shape) != tuple(variable.shape):
                 raise ValueError(
-                    "A model is exported by its configuration. Received: "
+                    "An exported model must have the weights of its configuration. Received: "
                     f"`{layer.path}` without a `{variable.name}` of shape {tuple(variable.shape)}."
                 )
             same = value.dtype.name == tf.as_dtype(dtype).name
@@ -120,7 +120,7 @@ def merged_model(model: keras.Model) -> keras.Model:
 
 
 def _merged(layer: keras.Layer) -> dict[str, Any]:
-    """Those weights of a layer that adapters or quantization change, by name, in float32."""
+    """The weights of a layer that adapters or quantization change, by name, in float32."""
     mode = layer.quantization_mode
     if isinstance(layer, _PRODUCTS) and (mode or layer.lora_enabled):
         kernel = _floats_of_kernel(layer) if mode else _read(kernel_of(layer))
@@ -142,7 +142,7 @@ def _with_adapter(layer, weight, name: str):
 
 
 def _floats_of_kernel(layer):
-    """What the codes of a Dense or an EinsumDense stand for."""
+    """The dequantized kernel of a Dense or an EinsumDense."""
     scale = _read(layer.kernel_scale)
     if layer.quantization_mode == "int8":
         if isinstance(layer, keras.layers.EinsumDense):
@@ -156,13 +156,13 @@ def _floats_of_kernel(layer):
 
 
 def _floats_of_table(layer, name: str):
-    """The same of an Embedding; in reverse its dims are the other way round."""
+    """The dequantized table of an Embedding; the reverse table has its dims in reverse order."""
     reverse = name == "reverse_embeddings"
     codes = layer.reverse_embeddings if reverse else table_of(layer)
     scale = _read(getattr(layer, f"{name}_scale"))
     if layer.quantization_mode == "int8":
         return _read(codes) / (scale if reverse else scale[:, None])
-    if reverse:  # Packed along its inputs, which the dim of a row is.
+    if reverse:  # It is packed along its inputs, the dim of a row.
         return _unpacked(layer, codes, layer.output_dim, scale, f"{name}_zero", axis=0, groups=0)
     in_blocks = int4_block_size(layer, None) not in (None, -1)
     scale = scale if in_blocks else scale[:, None]
@@ -175,7 +175,7 @@ def _unpacked(layer, codes, size: int, scale, zero: str, *, axis: int, groups: i
     codes = tf.cast(codes, tf.float32)
     if int4_block_size(layer, None) in (None, -1):
         return codes / scale
-    # With blocks Keras multiplies by scales, and without it divides by them.
+    # With blocks, Keras stores codes to be multiplied by the scales; without, to be divided.
     block = tf.cast(stored_value(layer.g_idx), tf.int32)
     zeros = tf.gather(_read(getattr(layer, zero)), block, axis=groups)
     return (codes - zeros) * tf.gather(scale, block, axis=groups)

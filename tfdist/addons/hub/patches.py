@@ -1,7 +1,7 @@
-"""KerasHub: files of models whose variables are split, balance losses of experts, texts of ranks.
+"""Patches of KerasHub: files of split models, balance losses of experts, and generation on ranks.
 
 KerasHub need not be installed, and may be imported late: its methods are wrapped when the first
-weights of one of its models are made.
+weights of one of its models are created.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _WITH_BALANCE_LOSSES = (
 )
 
 
-#: The group of a file of adapters that holds what else was trained; KerasHub reads others alone.
+#: The group, in a file of adapters, of other trained weights; KerasHub ignores it.
 _BESIDE = "tfdist"
 
 
 def _save_adapter(self, filepath, *, original):
-    """The chief gathers the adapter alone, not the model that it is for.
+    """Gathers only the adapter on the chief, not the whole model.
 
-    KerasHub leaves out what is trained beside: the biases, which its `enable_lora` lets train, or
-    what a program says.
+    KerasHub does not save other trained weights: the biases, which its `enable_lora` keeps trainable,
+    or any that a program makes trainable.
     """
     trained = {id(variable) for variable in self.trainable_variables}
     beside = [
@@ -70,8 +70,8 @@ def _save_adapter(self, filepath, *, original):
                 value = value if value.dtype.kind == "f" else value.astype("float32")
                 file[f"{_BESIDE}/{place}/vars/{variable.name}"] = value
         logging.warning(
-            "tfdist: %s holds %d weights beside the adapter, as `%s`, since they were trained; tfdist "
-            "reads them, and plain KerasHub will not.",
+            "tfdist: %s includes %d weights in addition to the adapter, such as `%s`, because they were "
+            "trained. tfdist reads them, but plain KerasHub does not.",
             filepath,
             len(beside),
             beside[0][1].path,
@@ -81,12 +81,12 @@ def _save_adapter(self, filepath, *, original):
 
 
 def _layers_of_adapters(backbone) -> list:
-    """The layers by whose places KerasHub names adapters."""
+    """The layers whose places are the names of adapters in KerasHub's files."""
     return [layer for layer in all_layers(backbone, include_self=False) if layer.weights]
 
 
 def _read_beside(backbone, filepath) -> None:
-    """Assigns what a file of adapters holds beside them."""
+    """Assigns the additional weights of a file of adapters."""
     import h5py
 
     with h5py.File(filepath, "r") as file:
@@ -101,17 +101,17 @@ def _read_beside(backbone, filepath) -> None:
         for name in names:
             if name not in own:
                 raise ValueError(
-                    f"An adapter is one of the model that it was trained for. Received: {str(filepath)!r}, "
-                    f"which has a `{name}` of layer {place} that `{backbone.name}` has not."
+                    "An adapter must belong to the model that loads it. Received: "
+                    f"{str(filepath)!r}, with a `{name}` of layer {place} that `{backbone.name}` lacks."
                 )
             own[name].assign(store.get(f"{_BESIDE}/{place}")[name])
     store.close()
 
 
 def _load_adapter(self, filepath, *, original):
-    """Each rank reads its parts of an adapter; the layers that it is for have LoRA before."""
+    """Reads this rank's parts of an adapter, after its layers have been given LoRA."""
     if not getattr(self, "_lora_enabled_layers", None):
-        # What `load_lora_weights` would do itself, before its variables are known to be read.
+        # `load_lora_weights` would do this itself, but before its variables can be read in parts.
         import h5py
 
         with h5py.File(filepath, "r") as file:
@@ -122,16 +122,16 @@ def _load_adapter(self, filepath, *, original):
 
 
 def _balance(router_logits, num_experts, top_k, attention_mask=None, *, original):
-    """The balance loss of a layer of experts, of the tokens of all ranks.
+    """The balance loss of a layer of experts, over the tokens of all ranks.
 
-    It is a product of two means over tokens, so the mean of the ranks' losses would be another one.
+    It is a product of two means over tokens, so it differs from the mean of the ranks' losses.
     """
     replica = current_replica()
     if replica is None or replica.strategy.row_group.size == 1:
         return original(router_logits, num_experts, top_k, attention_mask)
     if attention_mask is not None:
         if len(attention_mask.shape) == 3:
-            # All that is asked is whether a token sees any other.
+            # Only whether a token attends to any other matters.
             attention_mask = tf.reduce_any(tf.cast(attention_mask, "bool"), axis=-1, keepdims=True)
         attention_mask = replica.all_gather(attention_mask, axis=0)
     router_logits = replica.all_gather(router_logits, axis=0)
@@ -139,7 +139,7 @@ def _balance(router_logits, num_experts, top_k, attention_mask=None, *, original
 
 
 def patches_of(models) -> tuple[Patch, ...]:
-    """What of KerasHub is wrapped, where `models` is `keras_hub.models`."""
+    """The patches of KerasHub, where `models` is `keras_hub.models`."""
     # The function is private, and each family of experts has its own.
     decoders = [
         sys.modules[cls.__module__.replace("_backbone", "_decoder")]
@@ -167,7 +167,7 @@ def patches_of(models) -> tuple[Patch, ...]:
 
 
 def install_hub() -> None:
-    """Wraps KerasHub's methods, where it is imported; a second call does nothing."""
+    """Patches KerasHub if it is imported; later calls have no effect."""
     models = getattr(sys.modules.get("keras_hub"), "models", None)
     if models is not None:
         _install(models)

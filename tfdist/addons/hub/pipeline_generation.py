@@ -1,9 +1,9 @@
-"""Text by stages: a language model of KerasHub generates where each rank has some of its blocks.
+"""Generation in a pipeline: a language model of KerasHub whose blocks are on several ranks.
 
-Every rank runs the task's own program, `generate_step`, on a view of the task that has this rank's
-blocks alone. So its cache of keys and values is of these blocks, and samplers are KerasHub's. What one
-stage makes goes to the next as in training, and the last one tells all ranks the logits of each token;
-from the same logits and seeds all ranks draw the same tokens.
+Every rank runs the task's own program, `generate_step`, on a view of the task with only this rank's
+blocks. So its cache of keys and values is that of these blocks, and samplers are KerasHub's. The output of
+a stage is sent to the next as in training, and the last stage broadcasts the logits of each token; from the
+same logits and seeds all ranks draw the same tokens.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.addons.hub.pipeline_relay import Block, Idle, Outer, Relay
+from tfdist.addons.hub.pipeline_relay import Block, Relay, ReplicatedLayer, SkippedLayer
 from tfdist.collectives import broadcast
 from tfdist.pipeline.runtime import PipelineRuntime
 
-#: What KerasHub's language models have, by which their program is run.
+#: The attributes of KerasHub's language models that generation uses.
 _PROGRAM = ("generate", "generate_step", "call_with_cache", "backbone")
 _INPUTS = {"token_ids", "padding_mask"}
 _WAY_OUT = (
     "Generate with the model on one device, or split over a tensor axis or by ZeRO stage 3: train it "
-    "there, or save it by `save_to_preset` and load that."
+    "there, or save it with `save_to_preset` and load that."
 )
 
 
 class TextGenerator:
-    """Has a task of KerasHub generate by stages.
+    """Generates with a task of KerasHub in a pipeline.
 
     Args:
-        runtime: What a rank knows of the pipeline.
+        runtime: The pipeline on this rank.
 
     Raises:
-        ValueError: The model is no such task, or its program is another.
+        ValueError: The model is not such a task, or its program is not supported.
     """
 
     def __init__(self, runtime: PipelineRuntime):
@@ -44,26 +44,26 @@ class TextGenerator:
         self._task: Any = runtime.chain.model
         _check_task(self._task)
         self._sampler: Any = None
-        #: What was traced, and for which sampler.
+        #: The sampler of the last trace, and the traced function.
         self._traced: tuple[Any, Callable | None] = (None, None)
 
     def use(self, sampler) -> None:
-        """Takes another sampler: a name, or one of KerasHub's objects."""
+        """Sets the sampler: a name, or one of KerasHub's objects."""
         self._sampler = _samplers().get(sampler)
 
     def generate(self, inputs, eager: bool, **options):
-        """As `generate` of the task, maybe without a graph; every rank calls it with the same."""
+        """Runs `generate` of the task, optionally without a graph; every rank calls it identically."""
         sampler = self._sampler or getattr(self._task, "sampler", None)
         if sampler is None:
             self.use(inspect.signature(self._task.compile).parameters["sampler"].default)
             sampler = self._sampler
         world = self._runtime.group.engine.group()
         for seed in sampler.variables:
-            # One that nobody has given is drawn, by each rank another.
+            # Without a given seed, each rank has drawn a different one.
             seed.assign(broadcast(seed.value, world, name="generate/seed"))
         view = self._view(sampler)
         view.run_eagerly = eager
-        # Past an attribute of the task itself, which may lead here.
+        # An attribute of the task itself may call this method, so that of its class is used.
         outputs = type(view).generate(view, inputs, **options)
         self._traced = (sampler, view.generate_function)
         return outputs
@@ -78,13 +78,13 @@ class TextGenerator:
             for block in task.backbone.transformer_layers
             if relay.is_here(relay.stage_of_block(block))
         ]
-        own = blocks or [Idle()]
+        own = blocks or [SkippedLayer()]
         vars(backbone).update(transformer_layers=own, num_layers=len(own))
         view = _copy(task)
         for owner in (backbone, view):
             for name, layer in list(vars(owner).items()):
                 if relay.is_outer(layer):
-                    vars(owner)[name] = Outer(relay, layer)
+                    vars(owner)[name] = ReplicatedLayer(relay, layer)
                 elif layer is task.backbone:
                     vars(owner)[name] = backbone
         traced_for, function = self._traced
@@ -96,7 +96,7 @@ class TextGenerator:
         return view
 
     def _step(self, view, relay: Relay):
-        """The task's program; what its passes through the layers return is alike on all ranks."""
+        """The task's program; the results of its passes through the layers are the same on all ranks."""
         group = self._runtime.group
         last = self._runtime.last_stage % group.size
         reads_hidden = isinstance(view.sampler, _samplers().ContrastiveSampler)
@@ -106,7 +106,7 @@ class TextGenerator:
             nonlocal fills_cache
             with relay.passing():
                 logits, hidden, cache = type(view).call_with_cache(view, *args, **kwargs)
-            # The first pass fills the cache: nobody reads the logits of the prompt, which are large.
+            # The first pass fills the cache: the logits of the prompt, which are large, are not used.
             if not fills_cache:
                 logits = broadcast(logits, group, last, name="generate/logits")
             if reads_hidden:
@@ -114,7 +114,7 @@ class TextGenerator:
             fills_cache = False
             return logits, hidden, cache
 
-        # KerasHub's programs need no conversion, and errors stay as they are without one.
+        # KerasHub's programs need no conversion, and errors are unchanged without it.
         @tf.autograph.experimental.do_not_convert
         def generate_step(inputs, stop_token_ids=None):
             nonlocal fills_cache
@@ -129,7 +129,7 @@ def _check_task(task) -> None:
     missing = [name for name in _PROGRAM if not hasattr(task, name)]
     if missing:
         raise ValueError(
-            "Pipelines generate with language models of KerasHub. Received: "
+            "Generation in a pipeline requires a language model of KerasHub. Received: "
             f"`{task.name}` of type {type(task).__name__}, which has no `{missing[0]}`. {_WAY_OUT}"
         )
     inputs = task.input
@@ -137,13 +137,13 @@ def _check_task(task) -> None:
     known = isinstance(inputs, dict) and set(inputs) == _INPUTS
     if not known or blocks is None or getattr(task.backbone, "num_layers", None) != len(blocks):
         raise ValueError(
-            "Pipelines generate with language models that take token_ids and padding_mask, and have "
-            f"one list of transformer_layers. Received: a {type(task).__name__}. {_WAY_OUT}"
+            "Generation in a pipeline requires a language model with the inputs token_ids and padding_mask, "
+            f"and one list of transformer_layers. Received: a {type(task).__name__}. {_WAY_OUT}"
         )
 
 
 def _copy(model: keras.Model):
-    """The same object to all that looks at it, with attributes of its own."""
+    """A shallow copy of a model, with its own attributes and bound methods."""
     new = object.__new__(type(model))
     for name, value in vars(model).items():
         if isinstance(value, types.MethodType) and value.__self__ is model:
@@ -153,7 +153,7 @@ def _copy(model: keras.Model):
 
 
 def _samplers():
-    # Whoever has a task of KerasHub has imported it.
+    # A program with a task of KerasHub has imported it.
     import keras_hub
 
     return keras_hub.samplers

@@ -1,8 +1,9 @@
-"""How layers that are called one by one, in the order of a chain, pass tensors from stage to stage.
+"""Passes tensors between stages when a program calls a model's layers one by one, in their order.
 
-A program that calls a model's layers itself, as KerasHub's with a cache do, knows nothing of stages.
-On each rank it runs whole, with stand-ins for the layers. One for a layer of another rank returns zeros
-of the right shape; before the first layer of a stage its tensor arrives from the stage before.
+A program that calls a model's layers itself, as KerasHub's generation with a cache does, has no notion
+of stages. On each rank it runs as a whole, with wrappers for the layers. The wrapper of a layer on another
+rank returns zeros of the right shape; before the first layer of a stage, its input is received from the
+previous stage.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from tfdist.pipeline.partition import Partition
 
 
 class Relay:
-    """Where a pass through the layers is, and what goes from stage to stage on the way.
+    """The position of a pass through the layers, and the communication between stages.
 
     Args:
-        chain: The chain.
-        partition: What lies on which stage.
+        chain: The chain of layers.
+        partition: The assignment of layers to stages.
         group: The pipeline axis.
-        way_out: What to do instead where a model cannot be run so, for messages.
+        way_out: The remedy for an unsupported model, for messages.
 
     Raises:
-        ValueError: More than one tensor leads from a stage to the next.
+        ValueError: More than one tensor is passed from a stage to the next.
     """
 
     def __init__(self, chain: Chain, partition: Partition, group: Group, way_out: str):
@@ -47,7 +48,7 @@ class Relay:
                 self._stages.setdefault(id(layer), []).append(stage)
         blocks = chain.model.backbone.transformer_layers
         self._blocks = {id(block) for block in blocks}
-        #: By stage the layer, no block, that makes what the next stage gets.
+        #: By stage, the layer other than a block whose output the next stage receives.
         self._makers: dict[int, int] = {}
         for stage, end in enumerate(partition.ends[:-1]):
             self._makers[stage] = self._maker(chain, end)
@@ -65,31 +66,31 @@ class Relay:
         return 0
 
     def refuse(self, what: str) -> ValueError:
-        """The error of a model that cannot be run so."""
+        """The error for a model that is not supported."""
         return ValueError(
             f"A pipeline cannot generate with {what}. Received: a {self.name}. {self.way_out}"
         )
 
     def is_here(self, stage: int) -> bool:
-        """Whether a stage lies on this rank."""
+        """Whether a stage is on this rank."""
         return stage % self.group.size == self.group.rank
 
     def is_outer(self, layer) -> bool:
-        """Whether something is a layer with weights of the chain, and no block."""
+        """Whether an object is a layer of the chain with weights, but not a block."""
         return id(layer) in self._layers and id(layer) not in self._blocks
 
     def stage_of_block(self, block: keras.Layer) -> int:
         """The stage of a block."""
         stages = self._stages.get(id(block), [])
         if not stages:
-            raise self.refuse(f"blocks such as `{block.name}` inside of a part that is not cut")
+            raise self.refuse(f"blocks such as `{block.name}` inside a layer that cannot be split")
         if len(stages) != 1:
             raise self.refuse(f"the block `{block.name}`, which is called on {len(stages)} stages")
         return stages[0]
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """One pass through all layers."""
+        """Runs one pass through all layers in its context."""
         self._at, self._called = 0, set()
         yield
         missing = [
@@ -98,22 +99,22 @@ class Relay:
             if key not in self._called and any(map(self.is_here, self._stages[key]))
         ]
         if self._at != self._num_stages - 1 or missing:
-            raise self.refuse(f"layers that its program leaves out: {missing or self._at}")
+            raise self.refuse(f"layers that its program skips: {missing or self._at}")
 
     def enter(self, layer: keras.Layer, x):
-        """A layer is called: its tensor as its stage gets it, and the stage."""
+        """The input of a layer on its stage, and the stage; called before the layer."""
         self._called.add(id(layer))
         stages = [stage for stage in self._stages[id(layer)] if stage >= self._at]
         if not stages:
-            raise self.refuse(f"`{layer.name}` called behind layers of later stages")
+            raise self.refuse(f"`{layer.name}` called after layers of later stages")
         return self._advance(x, stages[0]), stages[0]
 
     def leave(self, layer: keras.Layer, y, stage: int):
-        """What a layer has made, as what follows gets it."""
+        """The output of a layer for the layers after it."""
         return self._advance(y, stage + 1) if self._makers.get(stage) == id(layer) else y
 
     def _advance(self, x, to: int):
-        """What leads from the stage that the pass is in to another, on the ranks of both."""
+        """Passes a tensor from the current stage to a later one, on the ranks of both."""
         for stage in range(self._at, to):
             name = f"generate/stage{stage}"
             if self.is_here(stage) == self.is_here(stage + 1):
@@ -122,7 +123,7 @@ class Relay:
                 send_tensor(x, self.group, (stage + 1) % self.group.size, name=name)
             else:
                 source = stage % self.group.size
-                # A loop would ask for what later tokens send, before it knows this one.
+                # In a loop, a receive must not start before the tensor of an earlier token is known.
                 with tf.control_dependencies([x]):
                     x = receive_tensor(
                         shape_of(x), x.dtype, self.group, source, name=name, unused=True
@@ -132,7 +133,7 @@ class Relay:
 
 
 class Block:
-    """Stands for a block of this rank. A program can call it, and do nothing else."""
+    """A wrapper for a block of this rank. A program can only call it."""
 
     def __init__(self, relay: Relay, layer: keras.Layer):
         self._relay, self._layer = relay, layer
@@ -149,22 +150,22 @@ class Block:
         raise self._relay.refuse(f"blocks of which its program reads `{name}`")
 
 
-class Idle:
-    """Stands for the blocks of a rank that has none: it hands on what it gets."""
+class SkippedLayer:
+    """A wrapper in place of the blocks of a rank that has none: it returns its input."""
 
     def __call__(self, x, *args, **kwargs):
-        """The tensor and the cache, as they are."""
+        """The tensor and the cache, unchanged."""
         return x, next(value for name, value in kwargs.items() if name.endswith("cache"))
 
 
-class Outer:
-    """Stands for a layer beside the blocks, as the embedding, wherever it lies."""
+class ReplicatedLayer:
+    """A wrapper for a layer other than a block, such as the embedding, on any rank."""
 
     def __init__(self, relay: Relay, layer: keras.Layer):
         self._relay, self._layer = relay, layer
 
     def __call__(self, x, *args, **kwargs):
-        """Calls the layer, or makes zeros in place of what it would return."""
+        """Calls the layer, or returns zeros in place of its output."""
         x, stage = self._relay.enter(self._layer, x)
         if self._relay.is_here(stage):
             y = self._layer(x, *args, **kwargs)
@@ -177,7 +178,7 @@ class Outer:
 
 
 def _zeros_as_of(layer: keras.Layer, x: tf.Tensor, args: tuple, kwargs: dict) -> tf.Tensor:
-    """Zeros of the shape of what a layer returns, whose variables have no values here."""
+    """Zeros of the shape of a layer's output; the layer's variables have no values here."""
     flat = tf.nest.flatten((x, args, kwargs))
     places = [place for place, each in enumerate(flat) if tf.is_tensor(each)]
 
@@ -192,9 +193,9 @@ def _zeros_as_of(layer: keras.Layer, x: tf.Tensor, args: tuple, kwargs: dict) ->
 
     specs = [tf.TensorSpec(flat[place].shape, flat[place].dtype) for place in places]
     (y,) = trace_graph(forward, specs).outputs
-    # What is not known are rows and tokens.
+    # The unknown sizes are those of rows and tokens.
     known = shape_of(x)
     shape = [known[dim] if size is None else size for dim, size in enumerate(y.shape)]
-    # As the layer would, they wait for what it gets.
+    # Like the layer's output, they depend on its input.
     with tf.control_dependencies([x]):
         return tf.zeros(shape, y.dtype)

@@ -1,4 +1,4 @@
-"""KerasHub's presets, read into the parts that ranks keep."""
+"""KerasHub's presets, of which each rank reads its parts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tfdist.tensor_parallel.layout_map import is_layout_map
 from tfdist.tensor_parallel.plan import check_plan
 from tfdist.utils import checks
 
-#: How KerasHub calls the files of a preset: one file of weights, or a list of several.
+#: The files of a preset with weights: one file, or a list of several.
 _WEIGHTS = ("model.weights.h5", "model.weights.json")
 _TASK_WEIGHTS = "task.weights.h5"
 _CONFIG = "config.json"
-#: Of what Keras says of a model with other weights, this many letters are shown.
+#: The longest part of a message of Keras that is shown for a model with other weights.
 _LONGEST = 400
 
 
@@ -36,7 +36,7 @@ def load_preset(
     plan: Mapping[str, str] | Any | None = None,
     **kwargs: Any,
 ) -> keras.Model:
-    """Loads a preset of KerasHub, of which each rank reads what it keeps.
+    """Loads a preset of KerasHub; each rank reads only its parts.
 
     ```python
     with HorovodStrategy(Mesh(tensor=2), zero_stage=3).scope():
@@ -44,23 +44,26 @@ def load_preset(
         model.backbone.enable_lora(8)
     ```
 
-    `model.save_to_preset`, called by every rank, saves one that plain KerasHub loads.
+    `model.save_to_preset`, called by every rank, saves a preset that plain KerasHub can load.
 
     The model is that of `cls.from_preset(preset)`. On a tensor axis it is split by `parallelize`, and
-    so are experts on theirs; a rank reads its slices from the files, one weight at a time, and under
-    ZeRO stage 3 the rows that hold its shard. On a pipeline axis the model has no values yet:
+    experts are split over theirs; a rank reads its slices from the files, one weight at a time, and with
+    ZeRO stage 3 only the rows of its shard. On a pipeline axis the model has no values yet:
     `PipelineModel` reads those of this rank's stages. Without a strategy in scope this is `from_preset`.
 
     Args:
-        preset: The folder of a preset, as `save_to_preset` makes it.
+        preset: The folder of a preset, as `save_to_preset` writes it.
         cls: A task or backbone of KerasHub; None for `keras_hub.models.CausalLM`.
         plan: As for `parallelize`; None to find one.
-        **kwargs: For `from_preset`, as `dtype` or `preprocessor`.
+        **kwargs: Arguments of `from_preset`, such as `dtype` or `preprocessor`.
+
+    Returns:
+        The model.
 
     Raises:
         ImportError: KerasHub is not installed.
-        ValueError: The folder holds no preset, a file of it is missing or broken, its weights are
-            those of another model, or what `parallelize` raises.
+        ValueError: The folder is not a preset, a file of it is missing or broken, its weights belong to
+            another model, or `parallelize` fails.
     """
     folder = Path(checks.path("preset", preset))
     if cls is not None and not (inspect.isclass(cls) and hasattr(cls, "from_preset")):
@@ -70,9 +73,9 @@ def load_preset(
     weights = next((folder / name for name in _WEIGHTS if (folder / name).is_file()), None)
     if not (folder / _CONFIG).is_file() or weights is None:
         raise ValueError(
-            f"A `preset` is a folder with {_CONFIG} and {' or '.join(_WEIGHTS)}, as "
-            f"`save_to_preset` makes it. Received: {str(preset)!r}. Others are loaded by KerasHub's "
-            "`from_preset` and saved by `save_to_preset` once."
+            f"A `preset` must be a folder with {_CONFIG} and {' or '.join(_WEIGHTS)}, as "
+            f"`save_to_preset` writes it. Received: {str(preset)!r}. Load others with KerasHub's "
+            "`from_preset`, and save them with `save_to_preset` once."
         )
     check_files(folder / _CONFIG, weights)
     models = _hub().models
@@ -106,12 +109,12 @@ def load_preset(
 
 
 def _refuse_to_generate(name: str) -> Callable:
-    """In place of `generate`, until a `PipelineModel` is made of the model."""
+    """A replacement for `generate`, until a `PipelineModel` is made of the model."""
 
     def generate(*args, **kwargs):
         raise ValueError(
-            f"`generate` needs weights that have values. Received: `{name}`, loaded on a pipeline axis, "
-            "where a rank reads those of its stages when `tfdist.pipeline.PipelineModel` is made of the "
+            f"`generate` requires weights with values. Received: `{name}`, loaded on a pipeline axis, "
+            "where a rank reads those of its stages when a `tfdist.pipeline.PipelineModel` is made of the "
             "model. Make one, or load the preset without a pipeline axis."
         )
 
@@ -120,14 +123,14 @@ def _refuse_to_generate(name: str) -> Callable:
 
 @contextlib.contextmanager
 def _one_line_errors(folder: Path) -> Iterator[None]:
-    """Errors name the preset, and say in one line what Keras says in many."""
+    """Converts errors of Keras to one line that names the preset."""
     try:
         yield
     except (KeyError, OSError, ValueError) as error:
         words = " ".join(str(error).split())
         words = words if len(words) <= _LONGEST else f"{words[:_LONGEST]}..."
         raise ValueError(
-            f"The preset {str(folder)!r} cannot be loaded. Its files are those of one model, as "
+            f"The preset {str(folder)!r} cannot be loaded. Its files must belong to one model, as "
             f"`save_to_preset` writes them. Received: {words}"
         ) from error
 
@@ -137,6 +140,6 @@ def _hub():
         import keras_hub
     except ImportError as error:
         raise ImportError(
-            "Presets are those of KerasHub, which is not installed: pip install keras-hub."
+            "Presets require KerasHub, which is not installed. Run: pip install keras-hub."
         ) from error
     return keras_hub

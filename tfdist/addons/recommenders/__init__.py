@@ -1,4 +1,4 @@
-"""Recommender models: embedding tables in parts on the ranks, DLRM, and made-up clicks."""
+"""Recommender models: sharded embedding tables, DLRM, and synthetic clicks."""
 
 from tfdist.addons.recommenders.clicks import make_clicks
 from tfdist.addons.recommenders.dlrm import dlrm

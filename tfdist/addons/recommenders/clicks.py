@@ -1,4 +1,4 @@
-"""Clicks that are drawn by a known rule, so that nobody can predict them better than it."""
+"""Synthetic clicks drawn by a known rule, which is the best possible prediction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tfdist.utils import checks
 
 #: The width of the vectors of the rule.
 _WIDTH = 4
-#: How much more often the first ids come than others: the k-th in proportion to k ** -1.05.
+#: The exponent of the frequencies of ids: the k-th is drawn in proportion to k ** -1.05.
 _EXPONENT = 1.05
 
 
@@ -31,10 +31,10 @@ def make_clicks(
     Args:
         rows: The number of samples.
         num_dense: The number of dense features.
-        vocabulary_sizes: How many ids there are of each feature.
-        seed: Of the samples.
-        rule_seed: Of the rule: sets of one rule differ by `seed` alone.
-        strength: The standard deviation of the logits. The larger, the surer are clicks.
+        vocabulary_sizes: The number of ids of each feature.
+        seed: The seed of the samples.
+        rule_seed: The seed of the rule: sets of the same rule differ only by `seed`.
+        strength: The standard deviation of the logits. Larger values make clicks more predictable.
 
     Returns:
         The inputs: "dense" float32 [rows, num_dense], "id_0", ... int32 [rows, 1]; the clicks, 0.0 or
@@ -53,7 +53,7 @@ def make_clicks(
     vectors = [dense @ rule.normal(size=(num_dense, _WIDTH)) / num_dense**0.5]
     for number, size in enumerate(vocabulary_sizes):
         weights = np.arange(1, size + 1) ** -_EXPONENT
-        # Which id is frequent is no matter of its number.
+        # The frequency of an id is independent of its number.
         ids = rule.permutation(size)[chance.choice(size, rows, p=weights / weights.sum())]
         inputs[f"id_{number}"] = ids.astype("int32")[:, None]
         vectors.append(rule.normal(size=(size, _WIDTH))[ids])

@@ -29,13 +29,14 @@ def dlrm(
 ) -> keras.Model:
     """Returns a deep learning recommendation model, with one logit.
 
-    A bottom perceptron turns the dense features into one more vector as wide as the embeddings; the
-    dot products of all pairs of vectors go to the top perceptron, beside the first (Naumov et al.,
+    A bottom perceptron maps the dense features to a vector of the width of the embeddings; that vector and
+    the dot products of all pairs of vectors are the inputs of the top perceptron (Naumov et al.,
     "Deep Learning Recommendation Model for Personalization and Recommendation Systems", 2019). The
-    tables are those of a `tfdist.addons.recommenders.ShardedEmbedding`: under a strategy each rank holds a part.
+    tables are those of a `tfdist.addons.recommenders.ShardedEmbedding`: under a strategy each rank has a
+    part.
 
     Inputs: a dict with "dense" of shape [rows, num_dense], and "id_0", "id_1" and so on, int32 of
-    shape [rows, bag size]. Of bags of several ids -1 is none; their vectors are added up. Output: logits
+    shape [rows, bag size]. In bags of several ids -1 is padding; their vectors are summed. Output: logits
     of shape [rows, 1].
 
     Args:
@@ -44,12 +45,12 @@ def dlrm(
         embedding_dim: The width of all tables.
         bottom_widths: The widths of the hidden layers for dense features.
         top_widths: The widths of the hidden layers for the interactions.
-        bag_sizes: How many ids each feature has; None for one each.
-        placement: Where the tables lie: see `tfdist.addons.recommenders.TableConfig`.
+        bag_sizes: The number of ids of each feature; None for one each.
+        placement: The placement of the tables: see `tfdist.addons.recommenders.TableConfig`.
         name: The model's name.
 
     Raises:
-        ValueError: A size is not positive, or there are not as many bags as tables.
+        ValueError: A size is not positive, or the numbers of bags and tables differ.
     """
     num_dense = checks.integer("num_dense", num_dense, minimum=1)
     vocabulary_sizes = checks.integers("vocabulary_sizes", vocabulary_sizes, minimum=1)
@@ -94,7 +95,7 @@ class _DotInteraction(keras.layers.Layer):
     """The dot products of all pairs of several vectors [rows, width]: [rows, pairs]."""
 
     def call(self, inputs):
-        """Takes a list of vectors."""
+        """Computes the products of a list of vectors."""
         count = len(inputs)
         stacked = keras.ops.stack(inputs, axis=1)
         products = keras.ops.matmul(stacked, keras.ops.transpose(stacked, (0, 2, 1)))
@@ -103,6 +104,6 @@ class _DotInteraction(keras.layers.Layer):
         return keras.ops.take(flat, first * count + second, axis=1)
 
     def compute_output_shape(self, input_shape) -> tuple[Any, ...]:
-        """The number of pairs."""
+        """The number of rows and of pairs."""
         count = len(input_shape)
         return input_shape[0][0], count * (count - 1) // 2

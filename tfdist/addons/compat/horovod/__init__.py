@@ -1,12 +1,12 @@
-"""Horovod's Keras callbacks for Keras 3: same names, same arguments, no Horovod needed.
+"""Horovod's Keras callbacks for Keras 3: the same names and arguments, without Horovod.
 
-A script that comes from Horovod changes `hvd.callbacks` to `tfdist.addons.compat.horovod` and makes its model
-under a strategy, whose `num_replicas_in_sync` takes the place of `hvd.size()`. A script that is
-new needs none of these: a tfdist strategy starts all ranks from the same weights and hands global
-metrics to callbacks, and `tfdist.learning_rate.ScaledWarmup` warms the rate up.
+A script for Horovod changes `hvd.callbacks` to `tfdist.addons.compat.horovod` and creates its model under a
+strategy, whose `num_replicas_in_sync` replaces `hvd.size()`. New scripts need none of these: a tfdist
+strategy starts all ranks from the same weights and passes global metrics to callbacks, and
+`tfdist.learning_rate.ScaledWarmup` warms up the rate.
 
-Under a strategy of TensorFlow's own, `BroadcastGlobalVariablesCallback` and
-`MetricAverageCallback` do nothing, and the others work as everywhere.
+Under TensorFlow's own strategies, `BroadcastGlobalVariablesCallback` and `MetricAverageCallback` do
+nothing, and the others work as usual.
 """
 
 from typing import NoReturn
@@ -29,7 +29,7 @@ __all__ = [
     "MetricAverageCallback",
 ]
 
-#: What a script of Horovod's looks for here, and what takes its place.
+#: Names that scripts for Horovod use, and their replacements.
 _ELSEWHERE = {
     "init": "strategy = tfdist.strategies.HorovodStrategy()",
     "rank": "strategy.mesh.rank",
@@ -47,8 +47,9 @@ _ELSEWHERE = {
 
 
 def __getattr__(name: str) -> NoReturn:
-    instead = f" In the place of hvd.{name}: {_ELSEWHERE[name]}." if name in _ELSEWHERE else ""
+    instead = f" Replace hvd.{name} with {_ELSEWHERE[name]}." if name in _ELSEWHERE else ""
     raise AttributeError(
-        f"tfdist.addons.compat.horovod has Horovod's callbacks for Keras alone. Received: {name!r}.{instead} "
-        "docs/migrate_from_horovod.md lists Horovod's names, and what to write for each."
+        f"{name!r} was not found: tfdist.addons.compat.horovod has only Horovod's callbacks for "
+        f"Keras.{instead} "
+        "docs/migrate_from_horovod.md lists Horovod's names and their replacements."
     )

@@ -12,18 +12,18 @@ __all__ = ["BestModelCheckpoint"]
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """`keras.callbacks.ModelCheckpoint` that keeps only the best model.
 
-    Unlike Horovod's, whose estimators fill the path in later, it takes the path at once. Under a
-    tfdist strategy it goes into the list of callbacks on every rank, and the chief alone writes.
+    Horovod's estimators set the path later; here it is an argument. Under a tfdist strategy it goes into
+    the list of callbacks on every rank, and only the chief writes.
 
     Args:
-        filepath: Where to write: a path that ends in `.keras`, or in `.weights.h5` with
+        filepath: The path of the file, which ends in `.keras`, or in `.weights.h5` with
             `save_weights_only`.
-        monitor: The name of the log that says which model is best.
+        monitor: The name of the log by which models are compared.
         verbose: 1 prints a line at each save.
         save_weights_only: Whether to leave out the architecture and the optimizer.
         mode: "min", "max", or "auto" to guess from the name of the log.
         save_freq: "epoch", or a number of batches.
-        initial_value_threshold: What the first saved model has to beat, or None.
+        initial_value_threshold: The value that the first saved model must improve on, or None.
 
     Raises:
         ValueError: As for `keras.callbacks.ModelCheckpoint`.

@@ -1,4 +1,4 @@
-"""What ranks give each other: variables when training begins, and logs at the end of an epoch."""
+"""Callbacks that communicate: variables when training begins, and logs at the end of an epoch."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from tfdist.utils import checks
 
 __all__ = ["BroadcastGlobalVariablesCallback", "MetricAverageCallback", "engine_of"]
 
-#: For the dtypes of variables that the engines cannot move: one of the same width that they can.
+#: For dtypes of variables that the engines do not support: a supported one of the same width.
 _SAME_BITS = {tf.uint32: tf.int32, tf.uint64: tf.int64}
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Gives all ranks the weights and the optimizer state of one, when training first begins.
+    """Broadcasts the weights and the optimizer state of one rank, when training first begins.
 
-    For weights that one rank alone has loaded. In the list of callbacks it stands after those that
+    For weights that only one rank has loaded. In the list of callbacks it must come after those that
     restore, such as `keras.callbacks.BackupAndRestore`.
 
     Every variable of the model (seeds of dropout and counters included) and of its optimizer is
     broadcast, whatever its dtype, along the data axis of the mesh: with tensor or pipeline
-    parallelism the whole replica that `root_rank` belongs to is copied, each rank giving its own
-    slices to those that hold the same ones.
+    parallelism the whole replica of `root_rank` is copied, and each of its ranks sends its slices to
+    those that have the same ones.
 
     Horovod's `device` and `local_variables` have no counterpart.
 
     Args:
-        root_rank: The rank in the world whose variables all take.
+        root_rank: The rank in the world whose variables are broadcast.
 
     Raises:
         ValueError: When training begins: `root_rank` is not in the world, the model or the
-            optimizer has no variables yet, or ZeRO has split them over the data axis.
+            optimizer has no variables yet, or ZeRO has sharded them over the data axis.
     """
 
     def __init__(self, root_rank: int = 0):
@@ -45,20 +45,20 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._done: bool = False
 
     def on_train_begin(self, logs=None):
-        """Broadcasts, the first time."""
+        """Broadcasts the variables once."""
         engine = engine_of(self.model)
         if self._done or engine is None:
             return
         if not 0 <= self.root_rank < engine.size:
             raise ValueError(
-                f"`root_rank` is a rank of the world, in [0, {engine.size}). "
+                f"`root_rank` must be a rank of the world, in [0, {engine.size}). "
                 f"Received: root_rank={self.root_rank}."
             )
         stage = getattr(self.model.distribute_strategy, "zero_stage", 0)
         if stage:
             raise ValueError(
-                f"ZeRO stage {stage} keeps different slices on the ranks of the data axis, which "
-                "a broadcast would overwrite. Leave BroadcastGlobalVariablesCallback out: the "
+                "BroadcastGlobalVariablesCallback is not supported with ZeRO: a broadcast would overwrite "
+                f"the different shards of ranks. Received: zero_stage={stage}. Remove the callback: the "
                 "strategy starts all ranks from the same weights."
             )
         axes = engine.mesh.gradient_axes
@@ -77,9 +77,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 class MetricAverageCallback(keras.callbacks.Callback):
     """Averages the logs of an epoch over all ranks, for the callbacks after it in the list.
 
-    Floats are replaced by their mean over the world; other values stay. The logs of a
-    tfdist strategy are global already, and the mean of equal numbers is that number, so the
-    callback serves logs that a script's own callbacks add on each rank.
+    Floats are replaced by their mean over the world; other values are kept. The logs of a
+    tfdist strategy are global already, and averaging does not change them, so the callback is useful
+    for logs that a script's own callbacks add on each rank.
 
     Horovod's `device` has no counterpart.
 
@@ -95,7 +95,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         logs = {} if logs is None else logs
         keys = sorted(key for key, value in logs.items() if _is_float(value))
         group = engine.group()
-        # Without this check vectors of different keys would be added up, or never meet.
+        # Without this check vectors of different keys would be summed, or the ranks would deadlock.
         fingerprint = zlib.crc32("\n".join(keys).encode())
         found = all_gather(tf.constant([fingerprint], tf.int64), group, name="metric-average/keys")
         others = [
@@ -105,7 +105,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         ]
         if others:
             raise ValueError(
-                "MetricAverageCallback averages logs that all ranks have. Received on rank "
+                "MetricAverageCallback requires the same logs on all ranks. Received on rank "
                 f"{engine.rank}: {keys}; other keys on ranks {others}. Add the missing logs "
                 "there, or put the callback that adds them after this one."
             )
@@ -115,7 +115,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 def engine_of(model: keras.Model) -> Engine | None:
-    """The engine under a model, or None under a strategy of TensorFlow's own."""
+    """The engine of a model's strategy, or None under TensorFlow's own strategies."""
     return getattr(model.distribute_strategy, "engine", None)
 
 
@@ -127,7 +127,7 @@ def _variables_of(model: keras.Model) -> list[keras.Variable]:
         unbuilt = "optimizer"
     if unbuilt:
         raise ValueError(
-            f"The {unbuilt} has no variables to broadcast yet: it is not built. Make the model "
+            f"The {unbuilt} must be built before its variables are broadcast. Create the model "
             "under `strategy.scope()`, where `fit` builds it before training, or build it first."
         )
     variables = [*model.variables, *(optimizer.variables if optimizer is not None else [])]

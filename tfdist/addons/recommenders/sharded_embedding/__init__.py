@@ -1,4 +1,4 @@
-"""Embedding tables that lie in parts on the ranks that hold different rows of a batch."""
+"""Embedding tables that are sharded over the ranks with different rows of a batch."""
 
 from tfdist.addons.recommenders.sharded_embedding.config import FeatureConfig, TableConfig
 from tfdist.addons.recommenders.sharded_embedding.layer import ShardedEmbedding

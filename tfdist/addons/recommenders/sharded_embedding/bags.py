@@ -1,4 +1,4 @@
-"""The inputs of an embedding layer as bags of ids, and the vectors of ids as those of bags."""
+"""The inputs of an embedding layer as bags of ids, and the combination of vectors of ids in bags."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tfdist.utils import checks
 
 @dataclasses.dataclass(frozen=True)
 class Bags:
-    """The ids of a feature, and what their vectors are combined to.
+    """The ids of a feature in bags, and how their vectors are combined.
 
     Attributes:
         ids: The ids, of shape [ids].
         weights: The weight of each id, of the same shape, or None.
-        bags: The bag of each id, ascending, of the same shape. None where bags have equally many.
+        bags: The bag of each id, ascending, of the same shape. None if all bags have the same size.
         shape: The shape of the bags, an int32 vector: the output has a vector for each.
-        static: What is known of that shape.
+        static: The static shape of the bags.
         combiner: "sum", "mean", or None where a bag is an id.
-        is_absent: Whether these are the bags of a row that is not there, and have no ids: a bool
-            scalar. None where all rows are there.
+        is_absent: Whether these are the bags of an absent row, and have no ids: a bool
+            scalar. None if all rows are present.
     """
 
     ids: tf.Tensor
@@ -47,7 +47,7 @@ class Bags:
         if self.weights is not None or self.combiner is not None:
             wide = tf.float64 if dtype == tf.float64 else tf.float32
             vectors = tf.cast(vectors, wide)
-        # No ids, no vectors, but a row of zeros for each bag.
+        # Without ids there are no vectors, but a row of zeros for each bag.
         sums = self._in_segments if self.bags is not None else self._in_equal_bags
         if self.is_absent is None:
             found = sums(vectors)
@@ -94,31 +94,31 @@ def bags_of(feature: FeatureConfig, ids: Any, weights: Any, is_absent: tf.Tensor
         feature: The feature.
         ids: Dense, of shape [rows] or [rows, ..., ids]; ragged or sparse, of shape [rows, (ids)].
         weights: The weights of the ids, in the same form; or None.
-        is_absent: Whether the only row is one that is not there; None if it certainly is.
+        is_absent: Whether the only row is absent; None if it is known to be present.
 
     Raises:
-        ValueError: The input, or its weights, have another shape or form, or need a combiner.
-        TypeError: The ids are no integers.
+        ValueError: The input, or its weights, have another shape or form, or require a combiner.
+        TypeError: The ids are not integers.
     """
     if not isinstance(ids, tf.RaggedTensor | tf.SparseTensor):
         ids = tf.convert_to_tensor(ids)
     if not ids.dtype.is_integer:
         raise TypeError(
-            f"The ids of feature `{feature.name}` are integers. Received: ids of {ids.dtype.name}."
+            f"The ids of feature `{feature.name}` must be integers. Received: ids of {ids.dtype.name}."
         )
     _check_weights(feature, ids, weights)
     if isinstance(ids, tf.Tensor):
         return _dense(feature, ids, weights, is_absent)
     if feature.table.combiner is None:
         raise ValueError(
-            f"Bags of any size need a combiner: give table `{feature.table.name}` one, or feature "
-            f"`{feature.name}` dense ids. Received: combiner=None and a {type(ids).__name__}."
+            f"Bags of varying size require a combiner. Received: combiner=None and a {type(ids).__name__}. "
+            f"Set one for table `{feature.table.name}`, or use dense ids for feature `{feature.name}`."
         )
     is_ragged = isinstance(ids, tf.RaggedTensor)
     if ids.shape.rank != 2 or (is_ragged and ids.ragged_rank != 1):
         raise ValueError(
-            f"Ragged and sparse ids have shape [rows, (ids)]. Received: feature `{feature.name}` of "
-            f"shape {ids.shape}."
+            f"Ragged and sparse ids must have the shape [rows, (ids)]. Received: feature `{feature.name}` "
+            f"of shape {ids.shape}."
         )
     rows = ids.nrows(tf.int32) if is_ragged else tf.cast(ids.dense_shape[0], tf.int32)
     if is_absent is not None:
@@ -136,8 +136,8 @@ def bags_of(feature: FeatureConfig, ids: Any, weights: Any, is_absent: tf.Tensor
 def _dense(feature: FeatureConfig, ids: tf.Tensor, weights: Any, is_absent) -> Bags:
     if ids.shape.rank is None or ids.shape.rank < 1:
         raise ValueError(
-            f"Dense ids have shape [rows] or [rows, ..., ids]. Received: feature `{feature.name}` of "
-            f"shape {ids.shape}."
+            f"Dense ids must have the shape [rows] or [rows, ..., ids]. Received: feature "
+            f"`{feature.name}` of shape {ids.shape}."
         )
     combiner, sizes = feature.table.combiner, tf.shape(ids)
     if combiner is None or ids.shape.rank == 1:

@@ -1,4 +1,4 @@
-"""What tables there are, and which features look up in them."""
+"""The configuration of tables, and of the features that are looked up in them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class TableConfig:
     """An embedding table.
 
     Args:
-        name: Its name, which its weight has as well.
+        name: Its name, which is also that of its weight.
         vocabulary_size: The number of rows; ids are in [0, vocabulary_size).
         embedding_dim: The width of a row.
-        initializer: Of the table, of shape [vocabulary_size, embedding_dim].
-        combiner: What becomes of the vectors of a bag of ids: "sum" or "mean", by the weights if
-            there are some; None keeps a vector for each id.
-        placement: "rows" gives each rank a range of the rows, "columns" a range of the width, and
+        initializer: The initializer of the table, of shape [vocabulary_size, embedding_dim].
+        combiner: How the vectors of a bag of ids are combined: "sum" or "mean", by the weights if
+            there are any; None keeps a vector for each id.
+        placement: "rows" assigns each rank a range of the rows, "columns" a range of the width, and
             "table" the whole table to one rank. "auto" chooses by size: see `ShardedEmbedding`.
         regularizer: A sum over entries, as L1 and L2 are.
-        constraint: On entries one by one, as NonNeg is.
+        constraint: An elementwise constraint, such as NonNeg.
 
     Raises:
-        ValueError: An argument is out of its range.
+        ValueError: An argument is out of range.
     """
 
     name: str
@@ -47,7 +47,7 @@ class TableConfig:
     def __post_init__(self):
         checks.text("name", self.name)
         if "/" in self.name:
-            raise checks.refuse("name", self.name, "a text without `/`, as the weight has it")
+            raise checks.refuse("name", self.name, "a string without `/`, as a name of a weight")
         checks.integer("vocabulary_size", self.vocabulary_size, minimum=1)
         checks.integer("embedding_dim", self.embedding_dim, minimum=1)
         checks.one_of("combiner", self.combiner, COMBINERS, optional=True)
@@ -66,7 +66,7 @@ class TableConfig:
         return self.vocabulary_size, self.embedding_dim
 
     def get_config(self) -> dict[str, Any]:
-        """The configuration, of which `from_config` makes the same table."""
+        """The configuration, from which `from_config` makes the same table."""
         found = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return {
             **found,
@@ -77,7 +77,7 @@ class TableConfig:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> TableConfig:
-        """The table of a configuration."""
+        """Makes a table from a configuration."""
         return cls(**config)
 
 
@@ -86,14 +86,14 @@ class FeatureConfig:
     """A feature: an input of ids, which are looked up in a table.
 
     Args:
-        name: Its name, by which inputs and outputs are called.
+        name: Its name in inputs and outputs.
         table: The table; several features may share one.
-        padding_id: The id that fills up rows of dense inputs: it stands for no id. It may lie
-            outside of the vocabulary, as -1 does. None: each id counts.
+        padding_id: The id that pads rows of dense inputs and is ignored. It may be outside the
+            vocabulary, as -1 is. None: each id counts.
 
     Raises:
-        ValueError: An argument is out of its range.
-        TypeError: The table is none.
+        ValueError: An argument is out of range.
+        TypeError: `table` is not a `TableConfig`.
     """
 
     name: str
@@ -112,7 +112,7 @@ def tables_of(features: Sequence[FeatureConfig]) -> list[TableConfig]:
     """The tables of features, in the order of their first features.
 
     Raises:
-        ValueError: Two tables, or two features, have one name.
+        ValueError: Two tables, or two features, have the same name.
     """
     tables = list(dict.fromkeys(feature.table for feature in features))
     for what, names in (
@@ -121,5 +121,5 @@ def tables_of(features: Sequence[FeatureConfig]) -> list[TableConfig]:
     ):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"Each of the {what} has a name of its own. Received twice: {twice}.")
+            raise ValueError(f"The {what} must have different names. Received twice: {twice}.")
     return tables

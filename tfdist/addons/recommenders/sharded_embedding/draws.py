@@ -1,9 +1,9 @@
 """The initial values of a slice of an array, without the array.
 
-TensorFlow's Philox generator is a function of a key and a counter: the i-th block of four numbers comes
-of the counter plus i. So numbers in the middle of an array are drawn as such, and are bit for bit those
-that Keras' initializers draw when they draw all (Salmon et al., "Parallel random numbers: as easy as
-1, 2, 3", 2011).
+TensorFlow's Philox generator is a function of a key and a counter: the i-th block of four numbers is
+that of the counter plus i. So numbers in the middle of an array can be drawn directly, and are bitwise
+equal to those that Keras' initializers draw for the whole array (Salmon et al., "Parallel random numbers:
+as easy as 1, 2, 3", 2011).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import tensorflow as tf
 from tfdist.backend.keras.private import draw_seed
 from tfdist.sharding.parts import Slice, deep_copy
 
-#: Numbers of one block of Philox, as floats.
+#: The float numbers of one block of Philox.
 _BLOCK = 4
-#: By how many counters TensorFlow moves on for a block, where a number may take several draws.
+#: The counters that TensorFlow reserves for a block, where a number may take several draws.
 _TRUNCATED_BLOCK = 256
-#: How many numbers are drawn at once: what is drawn too much is gone after it.
+#: How many numbers are drawn at once: superfluous ones are discarded after each chunk.
 _CHUNK = 1 << 20
 
 _OPS = {
@@ -35,7 +35,7 @@ _PHILOX = 1
 
 
 class SliceDrawn(keras.initializers.Initializer):
-    """An initializer that makes no more than a slice of an array, where that can be done.
+    """An initializer that creates only a slice of an array, where that is possible.
 
     Args:
         whole: The initializer of the array.
@@ -49,19 +49,19 @@ class SliceDrawn(keras.initializers.Initializer):
         return self.whole(shape, dtype=dtype)
 
     def read_slice(self, part: Slice, dtype=None):
-        """The slice; padding is zeros. Initializers that are not known draw the array."""
+        """The slice, padded with zeros. Unknown initializers draw the whole array."""
         dtype = keras.backend.standardize_dtype(dtype)
         if not can_slice(self.whole, part.shape, dtype):
             return deep_copy(part.slice_of(self.whole(part.shape, dtype=dtype)))
         return tf.convert_to_tensor(_fill(self.whole, part, dtype))
 
     def get_config(self) -> dict[str, Any]:
-        """That of the array's."""
+        """The configuration, with the initializer of the array."""
         return {"whole": keras.initializers.serialize(self.whole)}
 
 
 def can_slice(initializer: Any, shape: tuple[int, ...], dtype: str = "float32") -> bool:
-    """Whether the values of a slice are drawn without the array's.
+    """Whether the values of a slice can be drawn without those of the whole array.
 
     That is so for Keras' `Constant`, `Zeros`, `Ones`, `RandomUniform`, `RandomNormal`,
     `TruncatedNormal` and those that scale by the variance (`GlorotUniform`, `HeNormal` and so on),
@@ -80,7 +80,7 @@ def can_slice(initializer: Any, shape: tuple[int, ...], dtype: str = "float32") 
 
 
 def _constant_of(initializer: Any) -> float | None:
-    """The number that an initializer fills arrays with, if it does."""
+    """The number with which an initializer fills arrays; None for other initializers."""
     kinds = keras.initializers
     for kind, value in ((kinds.Zeros, 0.0), (kinds.Ones, 1.0)):
         if type(initializer) is kind:
@@ -94,21 +94,21 @@ def _constant_of(initializer: Any) -> float | None:
 
 
 def _draw_of(initializer: Any, shape: tuple[int, ...]) -> Callable[[int, int], tf.Tensor]:
-    """What draws a run of the flattened array; a seed generator moves on by this, once."""
+    """A function that draws a range of the flattened array; it advances a seed generator once."""
     distribution = _distribution_of(initializer, shape)
     if distribution is None:
         raise ValueError(f"Slices of this initializer cannot be drawn. Received: {initializer!r}.")
     kind, scale, offset = distribution
     seed = draw_seed(initializer.seed)
     if seed.dtype != tf.int32:
-        # As Keras' `random` does for TensorFlow.
+        # As in Keras' `random` for TensorFlow.
         seed = tf.cast(tf.math.floormod(seed, tf.int32.max - 1), tf.int32)
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
 
     def draw(begin: int, size: int) -> tf.Tensor:
         block = begin // _BLOCK
         skip = block * (_TRUNCATED_BLOCK if kind == "truncated_normal" else 1)
-        # The first half of the counter is zero at first, so nothing is carried over.
+        # The first half of the counter starts at zero, so there is no carry.
         moved = tf.bitcast(counter, tf.int64) + tf.constant([skip, 0], tf.int64)
         drawn = _OPS[kind](
             shape=[size + begin - block * _BLOCK],
@@ -125,7 +125,7 @@ def _draw_of(initializer: Any, shape: tuple[int, ...]) -> Callable[[int, int], t
 def _distribution_of(
     initializer: Any, shape: tuple[int, ...]
 ) -> tuple[str, tf.Tensor, tf.Tensor] | None:
-    """The distribution, what numbers of it are multiplied by, and what is added."""
+    """The distribution, and the scale and offset of its numbers."""
     kinds = keras.initializers
     if type(initializer) is kinds.RandomUniform:
         return _uniform(initializer.minval, initializer.maxval)
@@ -141,7 +141,7 @@ def _distribution_of(
     fans = {"fan_in": shape[0], "fan_out": shape[1]}
     scale = initializer.scale / max(1.0, fans.get(initializer.mode, sum(shape) / 2.0))
     if initializer.distribution == "truncated_normal":
-        # The standard deviation of a normal distribution that is cut at two of its own, as in Keras.
+        # The standard deviation of a normal distribution that is truncated at two of them, as in Keras.
         stddev = math.sqrt(scale) / 0.87962566103423978
         return "truncated_normal", tf.constant(stddev), tf.constant(0.0)
     if initializer.distribution == "untruncated_normal":
@@ -164,7 +164,7 @@ def _fill(initializer: Any, part: Slice, dtype: str) -> np.ndarray:
         values[(slice(size),) if part.dim == 0 else (slice(None), slice(size))] = constant
         return values
     draw = _draw_of(initializer, part.shape)
-    # Of columns all numbers are drawn, and most of them dropped.
+    # For columns, all numbers are drawn and most of them discarded.
     first, last = (begin, begin + size) if part.dim == 0 else (0, rows)
     step = max(1, _CHUNK // width)
     for row in range(first, last, step):

@@ -1,4 +1,4 @@
-"""Ids outside of their vocabulary: an error that all ranks raise, and that names the feature."""
+"""Ids outside their vocabulary: an error that all ranks raise, with the name of the feature."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfdist.collectives import Group
 def error_of(
     features: Sequence[FeatureConfig], ids: Sequence[tf.Tensor]
 ) -> tuple[tf.Tensor, list[tf.Tensor]]:
-    """What is wrong with the ids of a rank, and ids that can be looked up.
+    """The error of a rank's ids, and valid ids to look up.
 
     Args:
         features: The features.
@@ -21,7 +21,7 @@ def error_of(
 
     Returns:
         An int32 vector: the number of the first feature with a bad id, counted from 1, and the two
-        halves of that id; zeros where all is right. And the ids, int32 where the vocabularies
+        halves of that id; zeros if all ids are valid. And the ids, int32 where the vocabularies
         allow, with 0 for bad ones.
     """
     codes, bad, good = [], [], []
@@ -45,11 +45,11 @@ def error_of(
 
 
 def raise_errors(layer, errors: tf.Tensor, group: Group | None) -> tf.Operation | None:
-    """Raises the errors of all ranks, the same one on each.
+    """Raises the same error on all ranks if any rank has one.
 
     Args:
         layer: The `ShardedEmbedding`.
-        errors: Of each rank what `error_of` has found: [ranks, 3].
+        errors: The result of `error_of` on each rank: [ranks, 3].
         group: The ranks; None for one.
 
     Raises:
@@ -65,7 +65,7 @@ def raise_errors(layer, errors: tf.Tensor, group: Group | None) -> tf.Operation 
     return tf.debugging.Assert(
         tf.reduce_all(codes == 0),
         [
-            "An id is outside of the vocabulary of its table, [0, size). Received: feature",
+            "An id must be in the vocabulary of its table, [0, size). Received: feature",
             names,
             "id",
             tf.bitcast(errors[rank, 1:], tf.int64),

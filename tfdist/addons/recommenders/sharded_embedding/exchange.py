@@ -1,8 +1,8 @@
-"""Lookups in tables that lie in parts on several ranks: ids out, vectors back, one exchange each.
+"""Lookups in sharded tables: one exchange of ids and one of vectors.
 
-What a rank sends to another is one message of integers: how many ids there are of each table, an
-error if it has one, and the ids, as places in the other's part of the table. What comes back is one
-vector: the rows, one table after the other. The gradients of the rows go the same way as the ids.
+The message from a rank to another is one vector of integers: the number of ids of each table, an error
+if it has one, and the ids, as places in the receiver's part of the table. The reply is one vector: the
+rows, one table after the other. The gradients of the rows are sent like the ids.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Lookup:
 
     Attributes:
         table: The variable: this rank's part of the table.
-        placement: How the table lies over the ranks.
+        placement: The placement of the table on the ranks.
         ids: Ids in the vocabulary, of shape [ids], int32 or int64.
         width: The width of the table.
     """
@@ -34,9 +34,9 @@ class Lookup:
     width: int
 
     def parts(self) -> tuple[list[tf.Tensor], tf.Tensor | None]:
-        """What each rank is asked for, and the places that ids have in all of it, one after the other.
+        """The ids for each rank, and the places of this lookup's ids among all of these.
 
-        None for the places if they are those of the ids.
+        The places are None if they are those of the ids.
         """
         size = self._part.group.size
         if self.placement.kind == "columns":
@@ -55,7 +55,7 @@ class Lookup:
         )
 
     def joined(self, pieces: Sequence[tf.Tensor], places: tf.Tensor | None) -> tf.Tensor:
-        """The vectors of the ids, of what has come from the ranks: [ids, width]."""
+        """The vectors of the ids, from those received from the ranks: [ids, width]."""
         rows = [tf.reshape(piece, [-1, self.local_width]) for piece in pieces]
         if self.placement.kind == "table":
             return rows[self.placement.owner]
@@ -65,13 +65,13 @@ class Lookup:
 
     @property
     def local_width(self) -> int:
-        """How many entries of a row lie on a rank."""
+        """The number of entries of a row on a rank."""
         return self._part.share if self.placement.kind == "columns" else self.width
 
     @property
     def _part(self) -> Slice:
         if self.placement.part is None:
-            raise ValueError("A table that lies whole on all ranks needs no exchange.")
+            raise ValueError("A table that is not sharded must not be exchanged.")
         return self.placement.part
 
 
@@ -89,19 +89,19 @@ def look_up(
 
     Args:
         lookups: The tables, and this rank's ids.
-        error: What is wrong with this rank's ids: int32 of a fixed shape, zeros where nothing is.
+        error: The error of this rank's ids: int32 of a fixed shape, zeros for none.
         group: The ranks.
-        dtype: In what the vectors travel.
-        name: What the lookup serves, for messages.
-        check: Called with the errors of all ranks, of shape [ranks, ...], raises them, or returns an
-            operation that does: no rank then waits for the vectors of another.
+        dtype: The dtype in which vectors are sent.
+        name: The name of the lookup, for messages.
+        check: Called with the errors of all ranks, of shape [ranks, ...]; raises them, or returns an
+            operation that does, so that no rank then waits for the vectors of another.
 
     Returns:
         The vectors of each lookup, of shape [ids, width].
     """
     ids_dtype = tf.int64 if any(each.ids.dtype == tf.int64 for each in lookups) else tf.int32
     asked, places = zip(*(each.parts() for each in lookups), strict=True)
-    # Of each rank, how many ids of each table it is asked for.
+    # The number of ids of each table for each rank.
     counts = tf.stack([tf.stack([tf.size(part) for part in parts]) for parts in asked], axis=1)
     error = tf.reshape(error, [-1])
     head = len(lookups) + error.shape[0]
@@ -139,7 +139,7 @@ def look_up(
 
 
 def _split(vector: tf.Tensor, sizes: tf.Tensor) -> list[list[tf.Tensor]]:
-    """Cuts a vector into pieces of sizes [rows, columns], row by row."""
+    """Splits a vector into pieces of sizes [rows, columns], row by row."""
     rows, columns = sizes.shape
     pieces = tf.split(vector, tf.reshape(sizes, [-1]), num=rows * columns)
     return [pieces[row * columns : (row + 1) * columns] for row in range(rows)]

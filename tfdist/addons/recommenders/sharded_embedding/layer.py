@@ -1,4 +1,4 @@
-"""`ShardedEmbedding`: the tables of a recommender, of which each rank holds a part."""
+"""`ShardedEmbedding`: the tables of a recommender, sharded over ranks."""
 
 from __future__ import annotations
 
@@ -29,21 +29,20 @@ from tfdist.utils import checks
 
 @keras.saving.register_keras_serializable(package="tfdist")
 class ShardedEmbedding(keras.layers.Layer):
-    """Embedding tables, in parts on the ranks that hold different rows of a batch.
+    """Embedding tables that are sharded over the ranks with different rows of a batch.
 
-    No rank ever holds a whole table, unless it is placed so. In a step each rank sends the ids of its
-    rows to the ranks that hold these rows of the tables, and gets the vectors back; gradients take
-    the way back. All tables and features travel together: one exchange of ids, one of vectors, one
-    of gradients. A rank updates its own part, and keeps the optimizer's state of that part alone. The
-    result is that of `keras.layers.Embedding` in one process.
+    No rank has a whole table, unless it is placed so. In a step each rank sends the ids of its rows to
+    the ranks that have these rows of the tables, and receives the vectors; gradients are sent in the
+    opposite direction. All tables and features share the communication: one exchange of ids, one of
+    vectors, one of gradients. A rank updates its own part, and has the optimizer's state of that part
+    only. The result is that of `keras.layers.Embedding` in one process.
 
-    Tables are placed by `TableConfig.placement`. With "auto" a table lies whole on one rank if it is at
-    most half of what a rank has to hold of all tables; larger ones are cut by rows, or by columns
-    where they have fewer rows than there are ranks. Without a strategy, and on one rank, all tables
-    lie whole here.
+    Tables are placed by `TableConfig.placement`. With "auto" a table is placed whole on one rank if it is
+    at most half of a rank's share of all tables; larger ones are split by rows, or by columns if they
+    have fewer rows than there are ranks. Without a strategy, and on one rank, all tables are whole.
 
-    An id outside of its vocabulary is an error on every rank (`tf.errors.InvalidArgumentError`),
-    which names the feature and the id.
+    An id outside its vocabulary is an error on every rank (`tf.errors.InvalidArgumentError`), which
+    names the feature and the id.
 
     ```python
     users = tfdist.addons.recommenders.TableConfig("users", 10_000_000, 64)
@@ -59,7 +58,7 @@ class ShardedEmbedding(keras.layers.Layer):
     ```
 
     Args:
-        features: The features, each of which names its table.
+        features: The features, with their tables.
         **kwargs: As for `keras.layers.Layer`.
 
     Call arguments:
@@ -68,19 +67,19 @@ class ShardedEmbedding(keras.layers.Layer):
         weights: A dict from names of features to the weights of their ids, in the form of the ids.
 
     Raises:
-        ValueError: Two features, or two tables, have one name.
-        TypeError: The features are no list of them.
+        ValueError: Two features, or two tables, have the same name.
+        TypeError: `features` is not a list of features.
     """
 
     def __init__(self, features: Sequence[FeatureConfig], **kwargs):
         super().__init__(**kwargs)
         # As in `keras.layers.Embedding`: vectors are cast, not tables.
         self.autocast = False
-        # XLA leaves assertions out.
+        # XLA ignores assertions.
         self.supports_jit = False
         is_list = isinstance(features, Sequence) and len(features) > 0
         if not is_list or not all(isinstance(each, FeatureConfig) for each in features):
-            meaning = "a list of tfdist.addons.recommenders.FeatureConfig, not empty"
+            meaning = "a non-empty list of tfdist.addons.recommenders.FeatureConfig"
             raise checks.refuse("features", features, meaning, TypeError)
         self.features = tuple(features)
         self._tables = tuple(tables_of(self.features))
@@ -112,18 +111,18 @@ class ShardedEmbedding(keras.layers.Layer):
 
     @property
     def tables(self) -> dict[str, keras.Variable]:
-        """By the names of the tables, this rank's parts of them."""
+        """This rank's parts of the tables, by their names."""
         if not self.built:
             self.build()
         return dict(self._weights_of)
 
     def report(self) -> str:
-        """A table: where each embedding table lies, and its MiB on the ranks."""
+        """A report of the placement of each embedding table, and its MiB on the ranks."""
         itemsize = tf.as_dtype(self.variable_dtype).size
         return placement_report(self._tables, self._placements, self._group, itemsize)
 
     def call(self, inputs, weights=None, training=None):
-        """Dicts of ids, and maybe of weights, to a dict of vectors [..., embedding_dim]."""
+        """Maps dicts of ids, and optionally of weights, to a dict of vectors [..., embedding_dim]."""
         self._check_inputs(inputs, weights)
         replica = current_replica()
         is_absent = None if replica is None else replica.has_padding
@@ -163,11 +162,11 @@ class ShardedEmbedding(keras.layers.Layer):
                 expand.append(index)
             variable = self._weights_of[table.name].value
             lookups.append(Lookup(variable, placement, joined, table.embedding_dim))
-        # Gradients must not lose digits on the way, of which one process keeps them all.
+        # Gradients are sent in the dtype of the variables: one process would not round them.
         is_trained = training is not False and (step is None or step.kind == "train")
         wire = tf.as_dtype(self.variable_dtype) if is_trained else dtype
         if step is not None and not step.is_even:
-            # No rank that ends for an error leaves another waiting in the collective behind it.
+            # A rank that ends for an error must not leave another waiting in the next collective.
             with tf.control_dependencies([step.share]):
                 error = tf.identity(error)
         found = look_up(
@@ -197,7 +196,7 @@ class ShardedEmbedding(keras.layers.Layer):
             found = set(given) if isinstance(given, Mapping) else None
             if found is None or not (names == found if what == "inputs" else found <= names):
                 raise ValueError(
-                    f"The `{what}` of `{self.name}` are a dict with the names of its features: "
+                    f"The `{what}` of `{self.name}` must be a dict with the names of its features: "
                     f"{sorted(names)}. Received: "
                     f"{sorted(found) if found is not None else checks.shown(given)}."
                 )
@@ -215,7 +214,7 @@ class ShardedEmbedding(keras.layers.Layer):
         return found
 
     def get_config(self) -> dict[str, Any]:
-        """The configuration, the same on any mesh."""
+        """The configuration, which is the same on any mesh."""
         return {
             **super().get_config(),
             "tables": [table.get_config() for table in self._tables],
@@ -231,7 +230,7 @@ class ShardedEmbedding(keras.layers.Layer):
 
     @classmethod
     def from_config(cls, config):
-        """The layer of a configuration."""
+        """Makes a layer from a configuration."""
         config = dict(config)
         tables = {table["name"]: TableConfig.from_config(table) for table in config.pop("tables")}
         features = [
@@ -242,15 +241,15 @@ class ShardedEmbedding(keras.layers.Layer):
 
 
 def _adds_up(step, training) -> bool:
-    """Whether an id that a rank looks up several times travels once.
+    """Whether an id that a rank looks up several times is sent once.
 
-    Its gradients then travel as their sum, so no update may look at the rows by themselves.
+    Its gradients are then sent as their sum, so an update must not use the rows separately.
     """
     if step is None:
         return training is False
     if step.kind != "train":
         return True
     model = step.model
-    # A step of the user's own may have other optimizers.
+    # A custom step may use other optimizers.
     is_keras = type(model).train_step is keras.Model.train_step
     return is_keras and model.optimizer is not None and not needs_rows(model.optimizer)

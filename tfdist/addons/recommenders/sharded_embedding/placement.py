@@ -1,4 +1,4 @@
-"""Where tables lie: which rank holds which part, chosen by size, and a table that says so."""
+"""The placement of tables on ranks, chosen by size, and a report of it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tfdist.sharding.parts import Slice
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """How a table lies over the ranks of a group.
+    """The placement of a table on the ranks of a group.
 
     Attributes:
         kind: "rows", "columns" or "table".
-        part: This rank's part. None where one rank holds everything.
+        part: This rank's part. None where one rank has everything.
         owner: The place in the group of the rank that has the whole table, for "table".
     """
 
@@ -27,7 +27,7 @@ class Placement:
     owner: int = 0
 
     def entries_of(self, rank: int, table: TableConfig) -> int:
-        """How many entries of the table the rank at a place of the group holds."""
+        """The number of entries of the table on the rank at a place of the group."""
         rows, width = table.shape
         if self.part is None:
             return rows * width
@@ -36,15 +36,15 @@ class Placement:
 
 
 def place_tables(tables: Sequence[TableConfig], group: Group | None) -> list[Placement]:
-    """Chooses where tables lie.
+    """Chooses the placement of tables.
 
-    A table that asks for nothing lies whole on one rank if it is at most half of what a rank has to
-    hold of all tables; the largest come first, each to the rank that holds least. Larger ones are cut
+    A table with the placement "auto" is placed whole on one rank if it is at most half of a rank's share
+    of all tables; the largest come first, each on the rank with the fewest entries. Larger ones are split
     by rows, or by columns if they have fewer rows than there are ranks.
 
     Args:
         tables: The tables.
-        group: The ranks that they lie on; None for one.
+        group: The ranks of the tables; None for one.
     """
     if group is None:
         return [Placement("table", None) for _ in tables]
@@ -82,12 +82,12 @@ def placement_report(
     group: Group | None,
     itemsize: int,
 ) -> str:
-    """A table: of each embedding table where it lies, its MiB, and those on each rank in the end.
+    """A report: the placement of each embedding table, its MiB, and the MiB on each rank.
 
     Args:
         tables: The tables.
-        placements: Where they lie.
-        group: The ranks that they lie on; None for one.
+        placements: Their placements.
+        group: The ranks of the tables; None for one.
         itemsize: The bytes of an entry.
     """
     ranks = range(1 if group is None else group.size)
@@ -104,7 +104,7 @@ def placement_report(
         rows.append((table.name, *table.shape, lies, sum(held), max(held)))
     rows.append(("all", "", "", "", sum(totals), max(totals)))
     mib = [(*row[:4], *(f"{size / 2**20:.3f}" for size in row[4:])) for row in rows]
-    titles = ("table", "rows", "width", "lies", "MiB", "MiB on the fullest rank")
+    titles = ("table", "rows", "width", "placement", "MiB", "MiB on the fullest rank")
     sides = ("left", "right", "right", "left", "right", "right")
     shown = tabulate.tabulate(
         mib, titles, disable_numparse=True, colalign=sides, headersalign=sides
