@@ -129,13 +129,13 @@ def sentences() -> list[tuple[str, str]]:
         ("docs/memory.md", f"take {sharded} buckets more, in stage 0 {flight}"),
         ("tfdist/addons/slow_links/README.md", f"The first `start_step` steps ({start_step}) travel whole"),
         ("docs/troubleshooting.md", f"sets the time ({WATCHDOG_SECONDS:g} by default"),
-        ("docs/fault_tolerance.md", f"a file that is renewed every {_RENEW_SECONDS:g} s"),
-        ("docs/fault_tolerance.md", f"elsewhere after {STALE_SECONDS:g} s without renewal"),
+        ("docs/checkpoints.md", f"a file that is renewed every {_RENEW_SECONDS:g} s"),
+        ("docs/checkpoints.md", f"elsewhere after {STALE_SECONDS:g} s without renewal"),
         (
-            "docs/fault_tolerance.md",
+            "docs/checkpoints.md",
             f"After {english[int(restarts._HEALTHY_SECONDS // 60)]} minutes without a failure",
         ),
-        ("docs/fault_tolerance.md", f"after {restarts._FIRST_DELAY:g} s, then 2, 4"),
+        ("docs/checkpoints.md", f"after {restarts._FIRST_DELAY:g} s, then 2, 4"),
         ("tfdist/addons/unequal_ranks/README.md", f"| `smoothing` | {MeasuredShares.smoothing} |"),
         ("tfdist/addons/unequal_ranks/README.md", f"| `hysteresis` | {MeasuredShares.hysteresis} |"),
     ]
