@@ -11,7 +11,7 @@ NP = 2
 DEMO_FLAGS = --model=convnet --dataset=digits --strategy=auto
 BENCHMARKS = data_parallel tensor_parallel pipeline_parallel zero recompute checkpoint blockwise_attention fine_tuning experts
 TESTS = tests
-TURN = 0
+CROSS = 1
 
 PY = $(VENV)/bin/python
 PIP = $(PY) -m pip --disable-pip-version-check
@@ -52,16 +52,10 @@ demo: $(HOROVOD) ## Trains the ConvNet on the digits, on two ranks
 	@$(VENV)/bin/tfdist-run -np $(NP) -- $(VENV)/bin/tfdist-train $(DEMO_FLAGS)
 
 test: setup ## The quick tests, some of each part
-	$(PY) -m pytest -q -m "not slow and not matrix" $(TESTS)
+	$(PY) -m pytest -q -m "not slow" $(TESTS)
 
-test-all: setup ## All tests; of long matrices a part, another one with TURN=1 and 2; hours on 2 cores
-	$(PY) -m pytest -q -m "not matrix" --turn=$(TURN) $(TESTS)
-
-test-pairs: setup ## Of long matrices each pair of values
-	$(PY) -m pytest -q -m "slow and not matrix" --strength=2 $(TESTS)
-
-test-matrix: setup ## All that test-all leaves out: a day on 2 cores
-	$(PY) -m pytest -q -m matrix $(TESTS)
+test-all: setup ## All tests; of long lists a third, another one with CROSS=2 and 3, all with CROSS=full (a day)
+	$(PY) -m pytest -q --cross=$(CROSS) $(TESTS)
 
 matrix: setup ## Quick tests on Pythons, TensorFlows and Kerases, in environments of their own
 	$(PY) -m tests.versions.matrix
@@ -99,5 +93,5 @@ clean: ## Removes what builds and tests leave; the environment stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
 	find . \( -path ./$(VENV) -o -path ./$(PEERS) \) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 
-.PHONY: help setup demo test test-all test-pairs test-matrix matrix lint format typecheck benchmark docs \
+.PHONY: help setup demo test test-all matrix lint format typecheck benchmark docs \
   release peers clean

@@ -21,27 +21,30 @@ def pool_ids(kind: tuple[str, int]) -> str:
 
 
 #: A test with no more slow cases than these runs all of them in `make test-all`.
-SMALL_MATRIX = 4
-#: Of a parameter with more values than this, as families of models and scripts are, a run takes one in
-#: `TURNS`, and the next function of the file begins with another one.
+SMALL_CROSS = 4
+#: Of a parameter with more values than this, as families of models and scripts are, a run takes a third, and
+#: the next function of the file begins with another one.
 LONG = 8
-TURNS = 3
+THIRDS = ("1", "2", "3")
+
+#: For a case that only `--cross=full` runs.
+full_cross = pytest.mark.slow(full=True)
+
+
+def every_case(function):
+    """Has all slow cases of a test run, though they are many."""
+    function.runs_every_case = True
+    return function
 
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--strength",
-        type=int,
-        choices=(1, 2),
-        default=1,
-        help="Of the slow cases of a matrix: each value of each parameter, or each pair of values [1]",
-    )
-    parser.addoption(
-        "--turn",
-        type=int,
-        choices=range(TURNS),
-        default=0,
-        help=f"Of a parameter with over {LONG} values, one in {TURNS}, from the value of this number [0]",
+        "--cross",
+        choices=(*THIRDS, "each", "full"),
+        default="1",
+        help="Which slow cases of a test with many are run: those that hold each value of each parameter, "
+        f"of parameters with over {LONG} values the first, second or third part of them (1, 2, 3) or "
+        "each; or all combinations (full) [1]",
     )
     parser.addoption(
         "--record-durations",
@@ -121,17 +124,12 @@ def _pool(engine: str, num_ranks: int) -> RankPool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Long matrices are thinned out; tests on the same ranks run one after the other."""
-    functions = collections.defaultdict(list)
-    for item in items:
-        if hasattr(item, "callspec") and item.get_closest_marker("matrix") is None:
-            functions[str(item.path), item.originalname].append(item)
-    seen: collections.Counter[str] = collections.Counter()
-    for (path, _), cases in functions.items():
-        if config.getoption("strength") == 1:
-            cases = _in_turn(cases, config.getoption("turn") + seen[path])
-        seen[path] += 1
-        _thin_out(cases, config.getoption("strength"))
+    """Of many slow cases of a test some are run; tests on the same ranks run one after the other."""
+    cross = config.getoption("cross")
+    if cross != "full":
+        left_out = _left_out(items, cross)
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     durations.mark_long(items)
 
     def kind(item):
@@ -142,37 +140,54 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=kind)
 
 
-def _in_turn(cases, turn: int) -> list:
-    """The cases whose turn it is, and the quick ones; the others become cases of the matrix alone."""
-    if cases[0].get_closest_marker("each"):
-        return cases
-    order = [_values(case) for case in cases]
-    taken = []
-    for case, values in zip(cases, order, strict=True):
-        for name, value in values.items():
-            every = list(dict.fromkeys(other[name] for other in order))
-            if len(every) > LONG and (every.index(value) - turn) % TURNS:
-                break
-        else:
-            taken.append(case)
-            continue
-        if case.get_closest_marker("slow") is None:
-            taken.append(case)
-        else:
-            case.add_marker(pytest.mark.matrix)
-    return taken
+def _left_out(items, cross: str) -> set:
+    left_out = {item for item in items if _is_of_full_cross(item)}
+    functions = collections.defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and item not in left_out:
+            functions[str(item.path), item.originalname].append(item)
+    seen: collections.Counter[str] = collections.Counter()
+    for (path, _), cases in functions.items():
+        slow = [case for case in cases if case.get_closest_marker("slow") is not None]
+        if not hasattr(cases[0].function, "runs_every_case"):
+            taken = cases
+            if cross in THIRDS:
+                taken = _third_of(cases, THIRDS.index(cross) + seen[path])
+            chosen = _chosen(taken)
+            left_out |= {case for case in slow if case not in chosen}
+        seen[path] += 1
+    return left_out
 
 
-def _thin_out(cases, strength: int) -> None:
-    """Of the slow cases of one test, those that add little become cases of the matrix alone."""
+def _is_of_full_cross(item) -> bool:
+    return any(mark.kwargs.get("full") for mark in item.iter_markers("slow"))
+
+
+def _third_of(cases, number: int) -> list:
+    """The cases whose values of long parameters are in this third, and the quick ones."""
+    values = [_values(case) for case in cases]
+    every = {name: list(dict.fromkeys(each[name] for each in values)) for name in values[0]}
+
+    def is_in(own: dict[str, str]) -> bool:
+        return not any(
+            len(every[name]) > LONG and (every[name].index(value) - number) % len(THIRDS)
+            for name, value in own.items()
+        )
+
+    return [
+        case
+        for case, own in zip(cases, values, strict=True)
+        if case.get_closest_marker("slow") is None or is_in(own)
+    ]
+
+
+def _chosen(cases) -> set:
+    """The slow cases of a test that together with its quick ones hold each value of each parameter."""
     slow = [case for case in cases if case.get_closest_marker("slow") is not None]
+    if len(slow) <= SMALL_CROSS:
+        return set(slow)
     quick = [_values(case) for case in cases if case not in slow]
-    if len(slow) <= SMALL_MATRIX:
-        return
-    chosen = covering.choose([_values(case) for case in slow], quick, strength)
-    for number, case in enumerate(slow):
-        if number not in chosen:
-            case.add_marker(pytest.mark.matrix)
+    return {slow[number] for number in covering.choose([_values(case) for case in slow], quick)}
 
 
 def _values(case) -> dict[str, str]:

@@ -13,8 +13,6 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["Recorder", "mark_long"]
-
 FILE = Path(__file__).with_name("durations.json")
 #: A case that takes longer is a slow one, unless its file has no other.
 LIMIT = 5.0
@@ -33,7 +31,7 @@ def mark_long(items: Sequence[pytest.Item], seconds: dict[str, float] | None = N
         seconds = json.loads(FILE.read_text())
     quick = collections.defaultdict(list)
     for item in items:
-        if not any(item.get_closest_marker(name) for name in ("slow", "matrix")):
+        if item.get_closest_marker("slow") is None:
             quick[item.path].append(item)
     for cases in quick.values():
         cases.sort(key=lambda case: seconds.get(case.nodeid, 0.0))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.bugs.comparing import check, outcome
-from tests.conftest import on_ranks
+from tests.conftest import every_case, on_ranks
 from tests.scripts.families import classifier, rows_for
 from tests.strategies.programs import cross_entropy, scope, start
 from tfdist.backend.keras.private import all_layers
@@ -43,7 +43,7 @@ def train(strategy, family: str, policy: str):
 
 
 @pytest.mark.slow
-@pytest.mark.each
+@every_case
 @on_ranks(("tensorflow", 2), ("horovod", 2))
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 @pytest.mark.parametrize("family", ["T5", "Whisper"])

@@ -12,7 +12,7 @@ import shlex
 
 import pytest
 
-from tests.conftest import pool_ids
+from tests.conftest import every_case, pool_ids
 from tests.docs import shell
 from tests.docs.blocks import DATA, RUN, Block, blocks, commands, is_shell
 from tests.docs.prelude import run_block, smaller
@@ -99,7 +99,7 @@ def test_commands_are_told_from_comments_quotations_and_output():
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.each
+@every_case
 @pytest.mark.parametrize(("pool", "block"), scripts(), indirect=["pool"])
 def test_python(pool, block, tmp_path):
     path = tmp_path / "block.py"
@@ -113,7 +113,7 @@ def test_python(pool, block, tmp_path):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.each
+@every_case
 @pytest.mark.parametrize(("words", "printed"), distinct_commands())
 def test_commands(words, printed, tmp_path):
     if "horovodrun" in words:

@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.house.floors import levels
 from tests.house.sources import ROOT
 
-_MARKS = "not slow and not matrix"
+_MARKS = "not slow"
 
 
 def copy(folder: Path) -> None:

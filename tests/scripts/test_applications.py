@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.conftest import pool_ids
+from tests.conftest import full_cross, pool_ids
 from tests.scripts.applications import APPLICATIONS, train_application
 from tests.scripts.comparing import allowed
 from tests.scripts.feeding import ORDERS, Feed
@@ -58,7 +58,7 @@ def keeps_to(apart, first: float, times: int, result, expected, others) -> None:
 
 @pytest.mark.parametrize(
     "pool",
-    [("horovod", 2), pytest.param(("tensorflow", 2), marks=pytest.mark.matrix)],
+    [("horovod", 2), pytest.param(("tensorflow", 2), marks=full_cross)],
     indirect=True,
     ids=pool_ids,
 )

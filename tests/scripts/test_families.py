@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from tests.conftest import pool_ids
+from tests.conftest import full_cross, pool_ids
 from tests.scripts.comparing import check
 from tests.scripts.families import FAMILIES, train_family
 from tests.scripts.feeding import Feed
@@ -23,7 +23,7 @@ def cases():
         for name in FAMILIES:
             for optimizer in ("sgd",) if name in BY_SGD else ("sgd", "adam"):
                 for feed in (EVEN, UNEVEN):
-                    marks = [pytest.mark.matrix]
+                    marks = [full_cross]
                     if kind[0] == "horovod" and (name, optimizer, feed) in QUICK:
                         marks = []
                     elif (kind[0], feed) == ("horovod", UNEVEN) and (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.conftest import full_cross
 from tests.scripts import (
     generative,
     loops,
@@ -62,7 +63,7 @@ def cases():
                 elif (kind, feed) == chosen(number, script):
                     marks = pytest.mark.slow
                 else:
-                    marks = pytest.mark.matrix
+                    marks = full_cross
                 name = f"{kind[0]}-{kind[1]}-{script.__name__}-{feed}"
                 yield pytest.param(kind, script, feed, marks=marks, id=name)
 

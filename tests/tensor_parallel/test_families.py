@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 
-from tests.conftest import on_ranks, slow_but
+from tests.conftest import full_cross, on_ranks, slow_but
 from tests.scripts.comparing import allowed
 from tests.scripts.feeding import ORDERS
 from tests.tensor_parallel import families
@@ -133,12 +133,12 @@ def test_lora_comes_after_the_split(pool, one_process, quantize):
 
 
 def sharded():
-    """All families on one engine with LoRA and on the other without; `matrix` has the rest."""
+    """All families on one engine with LoRA and on the other without; the full cross has the rest."""
     for engine in ("horovod", "tensorflow"):
         for name in EVERY:
             for lora in (None, "before") if name in families.DECODERS else (None,):
                 usual = (engine == "horovod") == (lora == "before" or name not in families.DECODERS)
-                marks = pytest.mark.slow if usual else pytest.mark.matrix
+                marks = pytest.mark.slow if usual else full_cross
                 case = f"{engine}-2-{name}-{lora or 'whole'}"
                 yield pytest.param((engine, 2), name, lora, marks=marks, id=case)
 

@@ -55,7 +55,7 @@ _TESTS = (
 #: Each collective on two ranks of TensorFlow's engine in all dtypes, each kind of model on two ranks with
 #: batches that do not divide, and the seam. Some of it is slow elsewhere, where other tests do the same.
 _CHOSEN = (
-    "keras_internals or (fewer_ranks and tensorflow-2)"
+    "test_calls or test_functional or test_stored or private_keras or (fewer_ranks and tensorflow-2)"
     " or (uneven_batches and tensorflow-2 and (convnet-adamw or two_in_two_out-sgd))"
 )
 _NO_WHEEL = "no wheel of TensorFlow"
@@ -176,7 +176,7 @@ def examine(cell: Cell, folder: Path, seconds: float) -> Result:
     seam = run([python, "-c", _SEAM], 180, **options)
     if seam.returncode:
         return Result(False, _last(seam), time.monotonic() - begin)
-    chosen = ["-q", "-m", "not matrix", "-k", _CHOSEN, "-p", "no:cacheprovider", "--tb=line"]
+    chosen = ["-q", "--cross=each", "-k", _CHOSEN, "-p", "no:cacheprovider", "--tb=line"]
     tests = run([python, "-m", "pytest", *chosen, *_TESTS], seconds, **options)
     (folder / f"{cell.name}.log").write_text(tests.stdout + tests.stderr)
     took = time.monotonic() - begin

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.addons.monitoring import silent_programs
-from tests.conftest import on_ranks
+from tests.conftest import full_cross, on_ranks
 
 MESHES = {
     "data": {"data": 4},
@@ -82,7 +82,7 @@ def test_no_false_alarm(pool):
     check_quiet(pool, 200)
 
 
-@pytest.mark.matrix
+@full_cross
 @pytest.mark.timeout(3600)
 @on_ranks(("horovod", 2))
 def test_no_false_alarm_for_long(pool):
