@@ -32,7 +32,7 @@ SIZES = {"layers": 2, "width": 64, "heads": 4, "vocabulary": 100, "length": 32}
     [
         ({"layers": 0}, "layers"),
         ({"width": -4}, "width"),
-        ({"heads": 5}, "divides `width`"),
+        ({"heads": 5}, "divisible by `heads`"),
         ({"kv_heads": 3}, "kv_heads"),
         ({"experts": 2, "top_k": 3}, "top_k"),
         ({"length": math.nan}, "length"),
@@ -81,7 +81,10 @@ def test_links_that_are_none():
         ({"data": 0}, "data"),
         ({"zero_stage": 4}, "zero_stage"),
         ({"chunks": 2}, "interleaved"),
-        ({"pipeline": 4, "schedule": "interleaved", "chunks": 2, "num_microbatches": 6}, "groups"),
+        (
+            {"pipeline": 4, "schedule": "interleaved", "chunks": 2, "num_microbatches": 6},
+            "multiple",
+        ),
         ({"num_microbatches": 4}, "accumulation"),
         ({"compression": 0.5}, "compression"),
         ({"dtype": "int3"}, "dtype"),
@@ -95,16 +98,16 @@ def test_layouts_that_are_none(changes, said):
 def test_a_layout_that_does_not_fit_is_refused():
     model = Transformer(**SIZES)
     for layout, batch, said in (
-        (Layout(tensor=3), 4, "heads do not divide"),
+        (Layout(tensor=3), 4, "heads are not divisible by 3"),
         (Layout(pipeline=4, num_microbatches=4), 4, "only 2 blocks"),
-        (Layout(data=3), 4, "does not divide"),
+        (Layout(data=3), 4, "is not divisible by 3"),
         (Layout(expert=2), 4, "no experts"),
         (Layout(context=32), 4, "chunks"),
     ):
         with pytest.raises(ValueError, match=said):
             estimate(model, machine("a100"), layout, global_batch=batch)
     no_link = machine("a100", between=None, ranks_per_host=2)
-    with pytest.raises(ValueError, match="`between` is the link"):
+    with pytest.raises(ValueError, match="must have a link `between` hosts"):
         estimate(model, no_link, Layout(data=4), global_batch=4)
 
 

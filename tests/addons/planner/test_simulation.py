@@ -156,7 +156,7 @@ def test_16384_ranks_in_seconds():
 
 
 def test_jobs_are_what_the_formula_says():
-    times = JobTimes(checkpoint=6e12, storage=2e11, write=1e9, start=120, roll_call=1e-3)
+    times = JobTimes(checkpoint=6e12, storage=2e11, write=1e9, start=120, rendezvous=1e-3)
     ranks = 16_384
     played = simulate_job(ranks, times, mtbf_hours=50_000, training_hours=24 * 200)
     expected = goodput.goodput(
@@ -169,13 +169,13 @@ def test_jobs_are_what_the_formula_says():
     assert played.failures == pytest.approx(played.seconds / expected.mtbf, rel=0.1)
     whole = played.goodput + played.saving + played.lost + played.restarting
     assert whole == pytest.approx(1)
-    with pytest.raises(ValueError, match="get from a save"):
+    with pytest.raises(ValueError, match="reach the next save"):
         simulate_job(ranks, times, mtbf_hours=1, training_hours=1, interval=3600)
 
 
 def test_what_becomes_the_bottleneck():
-    star = JobTimes(checkpoint=1e12, storage=1e11, write=1e9, roll_call=0.05)
+    star = JobTimes(checkpoint=1e12, storage=1e11, write=1e9, rendezvous=0.05)
     found = bottleneck(star, mtbf_hours=50_000)
     tree = bottleneck(dataclasses.replace(star, as_tree=True), mtbf_hours=50_000)
-    assert found["roll call"] is not None and tree["roll call"] is None
+    assert found["rendezvous"] is not None and tree["rendezvous"] is None
     assert star.meet(16_384) > 50 * dataclasses.replace(star, as_tree=True).meet(16_384)

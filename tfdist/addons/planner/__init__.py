@@ -1,6 +1,6 @@
-"""What a training costs before it runs: bytes, traffic and time of layouts, and the best of them.
+"""Cost models of training: memory, traffic and step time of layouts, and a search for the fastest.
 
-Nothing here needs TensorFlow, but the description of a built model and calibration.
+Only the description of a built model and calibration require TensorFlow.
 """
 
 from tfdist.addons.planner import goodput, laws

@@ -1,4 +1,4 @@
-"""What was measured of a machine, as a file."""
+"""Files of calibrated machines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FORMAT = "tfdist machine 1"
 
 
 def write_machine(path: str | os.PathLike[str], machine: Machine) -> None:
-    """Writes a machine as JSON, which `read_machine` reads.
+    """Write a machine as JSON, for `read_machine`.
 
     Raises:
         OSError: The file cannot be written.
@@ -30,11 +30,11 @@ def write_machine(path: str | os.PathLike[str], machine: Machine) -> None:
 
 
 def read_machine(path: str | os.PathLike[str]) -> Machine:
-    """The machine of a file that `write_machine` wrote.
+    """Read a machine from a file of `write_machine`.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It is no such file, or a figure in it is wrong.
+        ValueError: The file is not a machine, or a figure in it is invalid.
     """
     path = Path(checks.path("path", path))
     try:
@@ -43,21 +43,21 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
         found = None
     if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
         raise ValueError(
-            f"A machine is a JSON file of `tfdist-plan calibrate`. Received: {str(path)!r}."
+            f"A machine must be a JSON file of `tfdist-plan calibrate`. Received: {str(path)!r}."
         )
     return machine_of(found)
 
 
 def machine_of(found: dict[str, Any]) -> Machine:
-    """The machine of the figures that `dataclasses.asdict` made of one.
+    """Create a machine from the dict that `dataclasses.asdict` returns for one.
 
     Raises:
-        ValueError: A figure is unknown or wrong.
+        ValueError: A figure is unknown or invalid.
     """
     known = {field.name for field in dataclasses.fields(Machine)}
     if foreign := found.keys() - known:
         raise ValueError(
-            f"A machine has no figure of that name. Received: {', '.join(sorted(foreign))}."
+            f"A figure of the machine is unknown. Received: {', '.join(sorted(foreign))}."
         )
     links = {}
     for name in ("inside", "between", "bulk"):
@@ -69,4 +69,4 @@ def machine_of(found: dict[str, Any]) -> Machine:
     try:
         return Machine(**{**found, **links})
     except TypeError as error:
-        raise ValueError(f"A figure of the machine is wrong. Received: {error}") from None
+        raise ValueError(f"A figure of the machine is not valid. Received: {error}.") from None

@@ -1,4 +1,4 @@
-"""`plan`: the layouts to take, and why not others."""
+"""`plan`: the fastest layouts, and the reasons against others."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _MOST_RANKS = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Rejection:
-    """Why a kind of layout was not taken.
+    """The reason why a kind of layout was not chosen.
 
     Attributes:
-        kind: Its axes, in words.
-        reason: Which term binds.
-        estimate: The best of the kind; None where none divides or fits.
+        kind: The axes of the kind, as text.
+        reason: The limiting term, as text.
+        estimate: The best layout of the kind; None if none is valid and fits.
     """
 
     kind: str
@@ -33,14 +33,14 @@ class Rejection:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
         best: Estimates of the fastest layouts that fit, fastest first; empty if none fits.
-        rejected: The other kinds of layouts, and why.
-        considered: How many layouts there are.
-        estimated: How many of them bounds left over.
-        parameters: Of the model.
+        rejected: The other kinds of layouts, with the reasons.
+        considered: Number of layouts.
+        estimated: Number of layouts that bounds did not exclude.
+        parameters: Parameters of the model.
     """
 
     best: tuple[Estimate, ...]
@@ -50,7 +50,7 @@ class Plan:
     parameters: float
 
     def table(self) -> str:
-        """The best layouts, and why not others, as text."""
+        """The best layouts, and the reasons against others, as text."""
         rows = [
             (
                 each.layout.words() + (" *" if each.extrapolated else ""),
@@ -66,16 +66,16 @@ class Plan:
             "layout",
             "step",
             "MFU",
-            "memory of a rank",
+            "memory per rank",
             "bubble",
-            "what costs most beside compute",
+            "largest cost besides compute",
         )
         lines = [tabulate(rows, head, disable_numparse=True)] if rows else ["No layout fits."]
         marks = {mark for each in self.best for mark in each.extrapolated}
         lines += [f"* extrapolated: {mark}" for mark in sorted(marks)]
         if self.rejected:
             others = [(each.kind, each.reason) for each in self.rejected]
-            lines += ["", tabulate(others, ("not taken", "because"), disable_numparse=True)]
+            lines += ["", tabulate(others, ("not chosen", "reason"), disable_numparse=True)]
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -91,18 +91,18 @@ def plan(
     limits: Limits | None = None,
     best: int = 3,
 ) -> Plan:
-    """Finds the layouts that train a model fastest.
+    """Find the layouts that train a model fastest.
 
     Args:
         model: The model.
         machine: The machine.
         global_batch: Samples of an update, over all ranks.
-        ranks: How many ranks there are.
-        limits: What may be chosen; None for anything.
-        best: How many layouts to return.
+        ranks: Number of ranks.
+        limits: The options and limits; None for `Limits()`.
+        best: Number of layouts to return.
 
     Raises:
-        ValueError: A number is not positive, or the machine has no link that the ranks need.
+        ValueError: A number is not positive, or the ranks require a link that the machine lacks.
     """
     check_model(model)
     checks.instance("machine", machine, Machine, "a tfdist.addons.planner.Machine")
@@ -119,7 +119,7 @@ def plan(
         if found.best is not None and kind in winners:
             continue
         if found.why is not None:
-            reason = f"does not divide: {found.why}"
+            reason = f"cannot be split: {found.why}"
         elif found.best is not None and fastest is not None:
             reason = (
                 f"{found.best.step_seconds / fastest:.2f} times the time: {found.best.binding} "
@@ -133,14 +133,14 @@ def plan(
             )
         else:
             reason = (
-                f"too large: {as_bytes(found.least)} at least of {as_bytes(memory)}, most of it "
+                f"too large: at least {as_bytes(found.least)} of {as_bytes(memory)}, mostly "
                 f"{found.binds}"
             )
         rejected.append(Rejection(kind, reason, found.best))
     used = " ".join(search.kinds)
     for axis, why in search.refused.items():
         if axis not in used:
-            rejected.append(Rejection(axis, f"does not divide: {why}", None))
+            rejected.append(Rejection(axis, f"cannot be split: {why}", None))
     rejected.sort(key=lambda each: each.estimate.step_seconds if each.estimate else float("inf"))
     return Plan(
         tuple(search.best),
@@ -152,7 +152,7 @@ def plan(
 
 
 def summary(estimate: Estimate) -> str:
-    """Where the time, the bytes and the traffic of a layout go, as text."""
+    """Tables of the memory, time and traffic of a layout, as text."""
     times = [(kind, as_seconds(each)) for kind, each in estimate.seconds.items() if each > 0]
     memory = estimate.memory
     kinds = ("parameters", "copies", "gradients", "optimizer", "activations", "working", "buffers",
@@ -160,15 +160,13 @@ def summary(estimate: Estimate) -> str:
     held = [(kind, as_bytes(getattr(memory, kind))) for kind in kinds if getattr(memory, kind)]
     sent = [(axis, as_bytes(each)) for axis, each in estimate.traffic.items() if each]
     tables = [
-        tabulate(held, ("bytes of a rank", ""), disable_numparse=True, colalign=("left", "right")),
-        tabulate(
-            times, ("seconds of a step", ""), disable_numparse=True, colalign=("left", "right")
-        ),
+        tabulate(held, ("memory per rank", ""), disable_numparse=True, colalign=("left", "right")),
+        tabulate(times, ("time per step", ""), disable_numparse=True, colalign=("left", "right")),
     ]
     if sent:
-        head = ("sent by a rank in a step, axis", "")
+        head = ("traffic per rank and step, by axis", "")
         tables.append(tabulate(sent, head, disable_numparse=True, colalign=("left", "right")))
     return (
-        f"{estimate}\n{as_count(estimate.flops)} model FLOPs a step, exact; "
+        f"{estimate}\n{as_count(estimate.flops)} model FLOPs per step by layer; "
         f"{as_count(estimate.flops_6nd)} by 6ND of the active parameters\n\n" + "\n\n".join(tables)
     )

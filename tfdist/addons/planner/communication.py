@@ -1,7 +1,7 @@
-"""What collectives take: seconds from bytes, ranks and links.
+"""Cost models of collectives: seconds from bytes, ranks and links.
 
-With n ranks, S bytes, a latency of a seconds and B bytes a second. Thakur, Rabenseifner and Gropp 2005,
-"Optimization of Collective Communication Operations in MPICH", sections 3 and 4, unless said otherwise.
+With n ranks, S bytes, a latency of a seconds and B bytes per second. Thakur, Rabenseifner and Gropp 2005,
+"Optimization of Collective Communication Operations in MPICH", sections 3 and 4, unless noted otherwise.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Way:
     """The links of a group of ranks.
 
     Attributes:
-        ranks: Members of the group.
-        members: Members on one host.
-        inside: The link between members of a host.
-        between: The link from a host to the next, as this group has it; None on one host.
-        slowest: The link that a ring over all members is as fast as.
+        ranks: Size of the group.
+        members: Members of the group on one host.
+        inside: The link between members on a host.
+        between: The group's share of the link between hosts; None on one host.
+        slowest: The link that limits a ring over all members.
     """
 
     ranks: int
@@ -35,11 +35,11 @@ class Way:
 def way(layout: Layout, axes: tuple[str, ...], machine: Machine) -> Way:
     """The links of a group over some axes of a layout.
 
-    The groups of a host share its ports: one with m members of a host's r ranks has m / r of them,
-    where collectives use several ports at a time (`rails`), and else one, shared likewise.
+    The groups of a host share its ports: a group with m of a host's r ranks has m / r of the
+    bandwidth of all ports, limited to that of one port without `rails`.
 
     Raises:
-        ValueError: The ranks lie on several hosts, and the machine has no link between these.
+        ValueError: The ranks are on several hosts, and the machine has no link between hosts.
     """
     ranks = math.prod(getattr(layout, axis) for axis in axes)
     on_host = min(machine.ranks_per_host, layout.ranks)
@@ -48,8 +48,8 @@ def way(layout: Layout, axes: tuple[str, ...], machine: Machine) -> Way:
         return Way(ranks, ranks, machine.inside, None, machine.inside)
     if machine.between is None:
         raise ValueError(
-            f"`between` is the link between hosts of {machine.name}. Received: None, and "
-            f"{layout.ranks} ranks of which {machine.ranks_per_host} lie on a host."
+            f"{machine.name} must have a link `between` hosts for ranks on several hosts. Received: "
+            f"between=None, {layout.ranks} ranks, {machine.ranks_per_host} per host."
         )
     one = machine.between.bandwidth
     share = machine.host_ports * one * members / on_host
@@ -60,17 +60,17 @@ def way(layout: Layout, axes: tuple[str, ...], machine: Machine) -> Way:
 
 
 def ring_all_reduce(size: float, ranks: int, link: Link) -> float:
-    """Seconds of a ring: 2 (n - 1) a + 2 (n - 1) / n S / B (Patarasuk and Yuan 2009)."""
+    """Seconds of a ring all-reduce: 2 (n - 1) a + 2 (n - 1) / n S / B (Patarasuk and Yuan 2009)."""
     if ranks == 1:
         return 0.0
     return 2 * (ranks - 1) * (link.latency + size / ranks / link.bandwidth)
 
 
 def tree_all_reduce(size: float, ranks: int, link: Link) -> float:
-    """Seconds of two binary trees that share the work: 2 log2(n) a + 2 S / B.
+    """Seconds of an all-reduce over two binary trees: 2 log2(n) a + 2 S / B.
 
     Sanders, Speck and Traff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and
-    scan"; each tree moves half of the bytes up and down, in pieces that follow each other.
+    scan"; each tree moves half of the bytes up and down, in pipelined pieces.
     """
     if ranks == 1:
         return 0.0
@@ -78,9 +78,9 @@ def tree_all_reduce(size: float, ranks: int, link: Link) -> float:
 
 
 def two_level_all_reduce(size: float, group: Way) -> float:
-    """Seconds of a reduce-scatter inside of hosts, an all-reduce between them, and an all-gather.
+    """Seconds of a reduce-scatter within hosts, an all-reduce between them, and an all-gather.
 
-    Members of a host hand S / m bytes each to the other hosts; together they have `between`'s rate.
+    Each of a host's m members sends S / m bytes to other hosts; together they share `between`.
     """
     if group.between is None:
         return ring_all_reduce(size, group.ranks, group.inside)
@@ -92,7 +92,7 @@ def two_level_all_reduce(size: float, group: Way) -> float:
 
 
 def all_reduce(size: float, group: Way, algorithm: str = "best") -> float:
-    """Seconds of an all-reduce of so many bytes, by one way or the fastest of three."""
+    """Seconds of an all-reduce of S bytes, by one algorithm or the fastest of three."""
     found = {
         "ring": ring_all_reduce(size, group.ranks, group.slowest),
         "tree": tree_all_reduce(size, group.ranks, group.slowest),
@@ -102,7 +102,7 @@ def all_reduce(size: float, group: Way, algorithm: str = "best") -> float:
 
 
 def all_gather(size: float, group: Way) -> float:
-    """Seconds of an all-gather, or a reduce-scatter, of S bytes in all: (n - 1) (a + S / n / B)."""
+    """Seconds of an all-gather or reduce-scatter of S bytes in total: (n - 1) (a + S / n / B)."""
     ranks = group.ranks
     if ranks == 1:
         return 0.0
@@ -117,10 +117,10 @@ def all_gather(size: float, group: Way) -> float:
 
 
 def all_to_all(size: float, group: Way) -> float:
-    """Seconds in which each rank sends S bytes, as many to each: a + (n - 1) / n S / B.
+    """Seconds of an all-to-all in which each rank sends S bytes in total: a + (n - 1) / n S / B.
 
-    Messages to all leave at once, so that the latency counts once.
-    What leaves the host goes by its ports, of which each of the group's m members there has a part.
+    Messages to all ranks are sent concurrently, so that the latency counts once. Messages to other
+    hosts use the host's ports, which the group's m members on the host share.
     """
     ranks = group.ranks
     if ranks == 1:

@@ -1,4 +1,4 @@
-"""Transformers by a configuration that others have written down, and the sizes of well-known ones."""
+"""Transformers from configurations of other libraries, and the sizes of well-known models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tfdist.utils import checks
 
 _MOST = 10**9
 
-#: How configurations of KerasHub's backbones, and of others, call a size.
+#: The names of sizes in configurations of KerasHub's backbones and of other libraries.
 _NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("num_layers", "num_hidden_layers", "n_layer"),
     "width": ("hidden_dim", "hidden_size", "n_embd"),
@@ -24,17 +24,17 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "tied": ("tie_word_embeddings",),
 }
 _LENGTHS = ("max_sequence_length", "n_positions", "max_position_embeddings")
-#: Families whose feed-forward part has two matrices and whose norms and products have biases.
+#: Families without a gate in the feed-forward network, and with biases in norms and dense layers.
 _PLAIN = ("gpt2", "gptneox", "gpt_neox", "opt", "bloom", "bert", "roberta", "falcon", "phi")
 
 
 def from_config(config: Mapping[str, Any], *, length: int | None = None) -> Transformer:
-    """A transformer from the configuration of a KerasHub backbone, or of a `config.json`.
+    """Create a transformer from the configuration of a KerasHub backbone or a `config.json`.
 
     Args:
-        config: What `backbone.get_config()` returns, or a `config.json` has; a nested `config`, as
-            in files of presets, is looked into.
-        length: Tokens of a sample; None for the longest that the configuration names.
+        config: The result of `backbone.get_config()`, or the content of a `config.json`. A nested
+            `config`, as in files of presets, is used instead.
+        length: Tokens of a sample; None for the maximum of the configuration.
 
     Raises:
         ValueError: A size is missing; the message names it.
@@ -57,7 +57,7 @@ def from_config(config: Mapping[str, Any], *, length: int | None = None) -> Tran
     if missing or (length is None and longest is None):
         lacks = [_NAMES[name][0] for name in missing] or ["length="]
         raise ValueError(
-            f"A `config` of a transformer has {', '.join(lacks)}. Received: "
+            f"`config` of a transformer must have {', '.join(lacks)}. Received: "
             f"config={checks.shown(dict(config))}."
         )
     return Transformer(

@@ -1,4 +1,4 @@
-"""The description of a model that Keras has built. This alone of the planner needs TensorFlow."""
+"""The description of a built Keras model. No other part of the planner requires TensorFlow."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tfdist.utils import checks
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """A chain of the links of a built model, which rows and layers divide.
+    """A built model as a chain, which only the data and pipeline axes can split.
 
     Attributes:
-        parts: A part for each link.
-        tokens: Tokens of a sample; 1 where it has none.
-        shared_parameters: Parameters that two links share.
+        parts: One part for each segment of the chain.
+        tokens: Tokens of a sample; 1 for a model without tokens.
+        shared_parameters: Parameters that two segments share.
     """
 
     parts: tuple[Part, ...]
@@ -26,28 +26,28 @@ class Described:
     shared_parameters: float
 
     def divides(self, axis: str, ranks: int) -> str | None:
-        """Whether an axis of so many ranks can split it; see `Model`."""
+        """The reason why an axis of `ranks` ranks cannot split the model, or None; see `Model`."""
         if axis in ("tensor", "context", "expert") and ranks > 1:
-            return f"how its layers are split over the {axis} axis is not known of a built model"
+            return f"a built model cannot be planned on the {axis} axis"
         if axis == "pipeline" and ranks > len(self.parts):
-            return f"its chain has only {len(self.parts)} links"
+            return f"its chain has only {len(self.parts)} segments"
         return None
 
 
 def describe(model: Any, *, length: int | None = None) -> Model:
-    """Describes a model that Keras has built.
+    """Describe a built Keras model for the planner.
 
-    A `tfdist.models.gpt` becomes a `Transformer`, which all axes divide. Any other is cut into the links
-    that `PipelineModel` would make of it: FLOPs are those of the products in the graph of each, and
-    activations the tensors that its backward pass takes of its forward pass.
+    A `tfdist.models.gpt` becomes a `Transformer`, which all axes can split. Any other model is split
+    into the segments that `PipelineModel` uses: FLOPs are those of the products in the graph of each
+    segment, and activations the tensors that its backward pass reads from its forward pass.
 
     Args:
-        model: A Sequential or functional model; but for the number of rows, its shapes are known.
-        length: Tokens of a sample, for a `tfdist.models.gpt`; None for its longest.
+        model: A Sequential or functional model with known shapes, except for the batch size.
+        length: Tokens of a sample, for a `tfdist.models.gpt`; None for its maximum.
 
     Raises:
-        TypeError: It is no model of Keras.
-        ValueError: It is no chain, or a shape is open.
+        TypeError: `model` is not a Keras model.
+        ValueError: The model is not a chain of layers, or a shape is unknown.
     """
     import keras
 
@@ -57,7 +57,7 @@ def describe(model: Any, *, length: int | None = None) -> Model:
 
 
 def _transformer(model: Any, length: int | None) -> Transformer | None:
-    """What `tfdist.models.gpt` was made with, or None for another model."""
+    """The description of a `tfdist.models.gpt`, or None for another model."""
     import keras
 
     from tfdist import layers, models
@@ -79,7 +79,7 @@ def _transformer(model: Any, length: int | None) -> Transformer | None:
         layers.Dropout,
         keras.layers.InputLayer,
     )
-    # Of blocks that differ, or with layers between that nobody knows here, the chain says more.
+    # The chain is more accurate if blocks differ, or if there are other layers between them.
     if any(each != config[0] for each in config) or not all(
         isinstance(each, known) for each in model.layers
     ):
@@ -89,8 +89,7 @@ def _transformer(model: Any, length: int | None) -> Transformer | None:
         length = positions[0].get_config()["max_length"] if positions else model.inputs[0].shape[1]
     if length is None:
         raise ValueError(
-            "`length` says how many tokens a sample of a model with rotary positions has. Received: "
-            "length=None."
+            "`length` must be given for a model with rotary position embeddings. Received: length=None."
         )
     first, table = config[0], embeddings[0].get_config()
     return Transformer(
@@ -115,7 +114,7 @@ def _transformer(model: Any, length: int | None) -> Transformer | None:
 
 
 def _inactive(model: Any) -> float:
-    """The parameters of experts that a token is not sent to."""
+    """The number of parameters of the experts that a token is not routed to."""
     from tfdist.backend.keras.private import all_layers
     from tfdist.experts import MixtureOfExperts
 
@@ -140,7 +139,7 @@ def _chain(model: Any) -> Described:
                 whole_parameters=link.parameters,
                 inactive_parameters=_inactive(link.model),
                 flops=float(count),
-                # In elements of float32, as it was traced.
+                # In elements, because the graph is traced in float32.
                 kept_whole=kept_bytes(graph, forward) / 4,
                 output=sum(math.prod(specs[each].shape) for each in link.makes),
             )

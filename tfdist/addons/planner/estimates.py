@@ -1,4 +1,4 @@
-"""What a layout costs: bytes, traffic and time of a step."""
+"""The cost of a layout: memory, traffic and time of a step."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from tfdist.addons.planner.times import (
 from tfdist.utils import checks
 from tfdist.utils.quantities import as_bytes, as_count, as_seconds
 
-#: Figures so many times beyond what was calibrated are marked.
+#: Estimates more than this factor beyond the calibrated range are marked as extrapolated.
 EXTRAPOLATED = 4.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What a step of a layout costs.
+    """The cost of a step of a layout.
 
     Attributes:
         layout: The layout.
         global_batch: Samples of a step.
-        parameters: Of the model.
-        active_parameters: Of these, those that a token uses: of a mixture `top_k` experts.
-        flops: Model FLOPs of a step, exact by layer.
-        memory: Bytes of the rank that has most.
+        parameters: Parameters of the model.
+        active_parameters: Parameters that a token uses; of a mixture of experts those of `top_k`.
+        flops: Model FLOPs of a step, summed over layers.
+        memory: Bytes of the rank with the highest peak.
         memory_limit: Bytes that a rank may use.
         traffic: Bytes that a rank sends in a step, by axis.
-        seconds: Seconds of a step by kind: "compute"; "tensor", "expert", "context" and "gradients",
-            which are messages that show; "bubble"; "optimizer"; "other".
-        peak: FLOP/s of all ranks at their peak.
-        tokens: Tokens of a step; its samples where these have none.
+        seconds: Seconds of a step by kind: "compute"; "tensor", "expert", "context" and "gradients"
+            for exposed communication; "bubble"; "optimizer"; "other".
+        peak: Peak FLOP/s of all ranks.
+        tokens: Tokens of a step; its samples for models without tokens.
         memory_margin: As in `Machine`.
-        extrapolated: What lies more than 4 times beyond what was calibrated, in words.
+        extrapolated: Descriptions of the figures more than 4 times beyond the calibrated range.
     """
 
     layout: Layout
@@ -74,17 +74,17 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether the rank with most bytes has enough."""
+        """Whether the rank with the highest peak stays below the memory limit."""
         return self.memory.total * (1 + self.memory_margin) <= self.memory_limit
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over what all ranks could do at their peak (Chowdhery et al. 2022)."""
+        """Model FLOPs utilization: the share of all ranks' peak (Chowdhery et al. 2022)."""
         return self.flops / (self.step_seconds * self.peak)
 
     @property
     def bubble(self) -> float:
-        """The share of a step in which ranks wait for the pipeline."""
+        """The share of a step in which ranks wait in the pipeline."""
         return self.seconds["bubble"] / self.step_seconds
 
     @property
@@ -94,7 +94,7 @@ class Estimate:
 
     @property
     def binding(self) -> str:
-        """The term that binds: the kind of bytes where it does not fit, else of seconds."""
+        """The limiting term: the largest kind of memory if it does not fit, else of overhead."""
         if not self.fits:
             kind = self.memory.largest
             return f"memory, {kind} {as_bytes(getattr(self.memory, kind))}"
@@ -112,7 +112,7 @@ class Estimate:
 
 
 def misfit(model: Model, layout: Layout, global_batch: int) -> str | None:
-    """Why a layout cannot train a model, in words; None if it can."""
+    """The reason why a layout cannot train a model, as text; None if it can."""
     for axis in ("tensor", "pipeline", "expert", "context"):
         ranks = getattr(layout, axis)
         if axis == "pipeline":
@@ -121,7 +121,7 @@ def misfit(model: Model, layout: Layout, global_batch: int) -> str | None:
             return f"{axis}={getattr(layout, axis)}: {why}"
     parts = layout.data * layout.expert * layout.num_microbatches * layout.accumulation
     if global_batch % parts:
-        return f"global_batch={global_batch} does not divide into {parts} parts"
+        return f"global_batch={global_batch} is not divisible by {parts}"
     return None
 
 
@@ -133,17 +133,17 @@ def estimate(
     global_batch: int,
     memory: float | None = None,
 ) -> Estimate:
-    """What a training step costs.
+    """Estimate the cost of a training step.
 
     Args:
         model: The model.
         machine: The machine.
-        layout: How both are divided.
+        layout: The layout of the model over the machine's ranks.
         global_batch: Samples of an update, over all ranks.
         memory: Bytes that a rank may use; None for the machine's.
 
     Raises:
-        ValueError: The model or the batch does not divide as the layout says.
+        ValueError: The model or the batch is not divisible as the layout requires.
     """
     check_model(model)
     checks.instance("machine", machine, Machine, "a tfdist.addons.planner.Machine")
@@ -152,7 +152,7 @@ def estimate(
     checks.number("memory", memory, above=0, optional=True)
     why = misfit(model, layout, global_batch)
     if why is not None:
-        raise ValueError(f"The layout does not fit the model. Received: {why}.")
+        raise ValueError(f"`layout` cannot split the model or the batch. Received: {why}.")
     rows = layout.microbatch_rows(global_batch)
     ways = Ways(layout, machine)
     parts = [part_costs(part, layout, rows, machine, ways) for part in model.parts]
@@ -161,7 +161,7 @@ def estimate(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PartCosts:
-    """Seconds and bytes of a part, for a micro-batch."""
+    """Time and memory of a part, for a micro-batch."""
 
     count: int
     flops: float
@@ -170,7 +170,7 @@ class PartCosts:
 
 
 def part_costs(part: Part, layout: Layout, rows: int, machine: Machine, ways: Ways) -> PartCosts:
-    """What a part costs; of a layout only what has to do with tensor, expert and context axis."""
+    """The cost of a part; of the layout only the tensor, expert and context axes matter."""
     return PartCosts(
         part.count,
         rows * (part.flops + part.attention_flops) / (layout.tensor * layout.context),
@@ -180,7 +180,7 @@ def part_costs(part: Part, layout: Layout, rows: int, machine: Machine, ways: Wa
 
 
 def tied(model: Model, layout: Layout, parts: Sequence[PartCosts]) -> list[PartCosts]:
-    """The costs of parts where first and last part lie on one rank, which has one of what they share."""
+    """The costs of parts, with shared parameters counted once without a pipeline."""
     *others, last = parts
     if layout.pipeline == 1 and model.shared_parameters:
         dense = last.bytes.dense - model.shared_parameters / layout.tensor
@@ -198,13 +198,13 @@ def assemble(
     ways: Ways,
     parts: Sequence[PartCosts],
 ) -> Estimate:
-    """The estimate of a layout whose parts' costs are known; see `estimate`."""
+    """Combine the costs of parts into the estimate of a layout; see `estimate`."""
     p = layout.pipeline
     parts = tied(model, layout, parts)
     totals = [part.times.total for part in parts]
     stages = cut([part.count for part in parts], totals, p * layout.chunks)
     of_ranks = [of_rank(stages, place, p) for place in range(p)]
-    # Most ranks have equal stages.
+    # Most ranks have equal stages, whose sum is computed once.
     by_counts: dict[Stage, PassTimes] = {}
     counts = [tuple(map(sum, zip(*each, strict=True))) for each in of_ranks]
     for each in counts:
@@ -218,7 +218,7 @@ def assemble(
     shared = _sharing(layout, machine)
     dense, experts = _parameters(counts[slowest], parts)
     shown, sent = gradient_seconds(dense, experts, layout, machine, ways, busy.backward, shared)
-    # What first and last stage share they add up, when all micro-batches are through.
+    # First and last stage sum the gradients of shared parameters after the last micro-batch.
     tied_bytes = 0.0
     if p > 1 and model.shared_parameters:
         tied_bytes = model.shared_parameters / layout.tensor * layout.precision.sent
@@ -227,13 +227,13 @@ def assemble(
     update = _update_seconds(*_parameters(most, parts), layout, machine)
     passes = layout.accumulation * layout.num_microbatches
     if not layout.precision.master:
-        # Keras adds a pass's gradients to those before: two are read, one is written. What has a copy of
-        # its parameters has them added by the products themselves.
+        # Keras adds a pass's gradients to those before: two are read, one is written. With a master copy
+        # the products accumulate them.
         added = 3 * (passes - 1) * layout.precision.gradient * (dense + experts)
         update += added / (machine.memory_bandwidth * machine.memory_efficiency)
     compute, messages = passes * busy.arithmetic, passes * busy.messages
-    # Ranks that share a processor take turns, with the bytes of messages too. In their latency they
-    # leave it to others.
+    # Ranks that share a processor compute and move the bytes of messages in turn. During the latency of
+    # messages the processor is free.
     turns, crowded = 0.0, shared ** (1 + machine.crowding)
     if shared > 1:
         work = sum(each.total - each.latency for each in rank_times) / p
@@ -253,7 +253,7 @@ def assemble(
         "optimizer": crowded * update,
         "other": machine.step_seconds,
     }
-    # A rank sends each micro-batch on, and its gradient back; the first and the last of two only one of them.
+    # A rank sends the output and the gradient of each micro-batch; of two ranks each sends only one of them.
     hops = 0 if p == 1 else 1 if p == 2 and layout.chunks == 1 else 2
     traffic = {
         "data": sent,
@@ -289,7 +289,7 @@ def assemble(
 def _extrapolated(
     machine: Machine, layout: Layout, parts: Sequence[PartCosts], parameters: float
 ) -> tuple[str, ...]:
-    """What lies more than `EXTRAPOLATED` times beyond what was calibrated."""
+    """Descriptions of the figures more than `EXTRAPOLATED` times beyond the calibrated range."""
     here = {
         "ranks": float(layout.ranks),
         "layer FLOPs": max(part.flops for part in parts),
@@ -321,7 +321,7 @@ def _parameters(counts: Stage, parts: Sequence[PartCosts]) -> tuple[float, float
 def _hop(
     model: Model, layout: Layout, rows: int, machine: Machine, ways: Ways
 ) -> tuple[float, float]:
-    """Seconds and bytes of a message from a stage to the next."""
+    """Seconds and bytes of a message between stages."""
     if layout.pipeline == 1:
         return 0.0, 0.0
     part = max(model.parts, key=lambda each: each.output)
@@ -335,13 +335,13 @@ def _hop(
 
 
 def _sharing(layout: Layout, machine: Machine) -> float:
-    """How many ranks of a host compute for each that can at a time."""
+    """The number of a host's ranks per processor, at least 1."""
     on_host = min(machine.ranks_per_host, layout.ranks)
     return max(on_host / (machine.processors or on_host), 1.0)
 
 
 def _update_seconds(dense: float, experts: float, layout: Layout, machine: Machine) -> float:
-    """Seconds of the optimizer: it reads and writes its state and parameters, and reads gradients."""
+    """Seconds to read and write optimizer state and parameters, and to read gradients."""
     if layout.zero_stage:
         sharers = layout.data * layout.context
         dense, experts = dense / (sharers * layout.expert), experts / sharers

@@ -1,4 +1,4 @@
-"""Failures: how often to save, and how much of a job's time trains the model."""
+"""Failures: the checkpoint interval, and the share of a job's time that trains the model."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = [
 
 
 def save_interval(save_seconds: float, mtbf_seconds: float) -> float:
-    """Seconds of training between two saves that lose least to saving and failures together.
+    """Seconds of training between two saves that minimize the time lost to saving and failures.
 
     Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart dumps",
-    equation 37, which refines Young's sqrt(2 save mtbf) of 1974. It is what
-    `tfdist.callbacks.Checkpointer(every="auto")` takes.
+    equation 37, which refines Young's sqrt(2 save mtbf) of 1974. Also used by
+    `tfdist.callbacks.Checkpointer(every="auto")`.
 
     Args:
-        save_seconds: For how long a save holds training up.
-        mtbf_seconds: The mean time between failures of the whole job.
+        save_seconds: Seconds for which a save blocks training.
+        mtbf_seconds: Mean time between failures of the whole job, in seconds.
     """
     checks.number("save_seconds", save_seconds, above=0)
     checks.number("mtbf_seconds", mtbf_seconds, above=0)
@@ -39,15 +39,15 @@ def save_interval(save_seconds: float, mtbf_seconds: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """How much of a job's time trains the model.
+    """The share of a job's time that trains the model.
 
     Attributes:
-        share: Of the time that a job runs, the share of steps that are not done again.
+        share: The share of the job's time for steps that are not repeated.
         interval: Seconds of training between two saves.
-        mtbf: Seconds between failures of the job.
-        saving: The share of the time for saving.
-        lost: The share for steps that are done again.
-        restarting: The share for starting again.
+        mtbf: Mean time between failures of the job, in seconds.
+        saving: The share for saving.
+        lost: The share for steps that are repeated.
+        restarting: The share for restarting.
     """
 
     share: float
@@ -68,17 +68,17 @@ def goodput(
 ) -> Goodput:
     """The expected goodput of a job whose ranks fail independently.
 
-    With M between failures of the job, an interval t, a save d and a restart R, failures come as a
-    Poisson process, also while saving and starting again. A stretch of t + d takes
-    M exp(R / M) (exp((t + d) / M) - 1) on average until it is through (Daly 2006, equation 20), of
-    which t counts.
+    With a mean time between failures M of the job, an interval t, a save d and a restart R, failures
+    are a Poisson process, also during saves and restarts. A segment of t + d takes
+    M exp(R / M) (exp((t + d) / M) - 1) on average to complete (Daly 2006, equation 20), of which t
+    is useful.
 
     Args:
-        ranks: Ranks, any of which ends the job when it fails.
-        mtbf_hours: Hours between failures of one rank.
-        save_seconds: For how long a save holds training up.
-        restart_seconds: From a failure to the next step: to notice, to meet again, to read.
-        interval: Seconds between saves; None for those of `save_interval`.
+        ranks: Number of ranks; the failure of any ends the job.
+        mtbf_hours: Mean time between failures of one rank, in hours.
+        save_seconds: Seconds for which a save blocks training.
+        restart_seconds: Seconds from a failure to the next step: detection, rendezvous and restore.
+        interval: Seconds of training between saves; None for `save_interval`.
     """
     checks.integer("ranks", ranks, minimum=1)
     checks.number("mtbf_hours", mtbf_hours, above=0)
@@ -91,7 +91,7 @@ def goodput(
     if stretch / mtbf > 700 or restart_seconds / mtbf > 700:
         return Goodput(0.0, t, mtbf, 0.0, 0.0, 1.0)
     whole = mtbf * math.exp(restart_seconds / mtbf) * math.expm1(stretch / mtbf)
-    # Failures until a stretch is through, each with a restart that may itself be cut short.
+    # Failures until a segment is complete, each with a restart that may fail too.
     failures = math.expm1(stretch / mtbf)
     restarts = failures * mtbf * math.expm1(restart_seconds / mtbf)
     share, saving = t / whole, save_seconds / whole
@@ -100,7 +100,7 @@ def goodput(
 
 
 def checkpoint_bytes(estimate: Estimate) -> float:
-    """Bytes of a checkpoint: parameters in float32, or as they are stored, and the optimizer's state."""
+    """Bytes of a checkpoint: stored parameters, or their master copy, and the optimizer state."""
     checks.instance("estimate", estimate, Estimate, "an Estimate")
     layout = estimate.layout
     stored = layout.precision.parameter if not layout.precision.master else 0
@@ -108,16 +108,16 @@ def checkpoint_bytes(estimate: Estimate) -> float:
 
 
 def required_bandwidth(size: float, updates: float, ranks: int, compression: float = 1.0) -> float:
-    """Bytes a second that each rank's link carries for gradients: 2 (n - 1) / n S u / c.
+    """Bytes per second that each rank sends for gradients: 2 (n - 1) / n S u / c.
 
-    The all-reduce of n ranks on S bytes (Patarasuk and Yuan 2009), u times a second, of gradients that are
-    c times smaller on their way. Times 8 for bits.
+    An all-reduce of S bytes over n ranks (Patarasuk and Yuan 2009), u times per second, with gradients
+    compressed by a factor of c.
 
     Args:
         size: Bytes of the gradients.
-        updates: Updates a second.
-        ranks: Ranks that add up.
-        compression: By how much gradients shrink.
+        updates: Updates per second.
+        ranks: Ranks of the all-reduce.
+        compression: Compression ratio of the gradients.
     """
     checks.number("size", size, above=0)
     checks.number("updates", updates, above=0)
@@ -128,14 +128,14 @@ def required_bandwidth(size: float, updates: float, ranks: int, compression: flo
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a whole training takes.
+    """The cost of a whole training run.
 
     Attributes:
-        steps: Updates.
-        seconds: Time, with failures.
-        rank_hours: Hours of all ranks together.
-        kilowatt_hours: Energy of all ranks at full load; None if the machine does not say.
-        price: What the ranks cost; None if the machine does not say.
+        steps: Number of updates.
+        seconds: Duration, including failures.
+        rank_hours: Hours summed over ranks.
+        kilowatt_hours: Energy of all ranks at full load; None if the machine has no `watts`.
+        price: Price of the rank hours; None if the machine has no `price`.
     """
 
     steps: int
@@ -146,13 +146,13 @@ class Run:
 
 
 def run_cost(estimate: Estimate, machine: Machine, tokens: float, share: float = 1.0) -> Run:
-    """What a training on so many tokens takes, from the time of a step.
+    """Compute the cost of a training run from the time of a step.
 
     Args:
-        estimate: Of a step.
+        estimate: The estimate of a step.
         machine: The machine.
-        tokens: Tokens of the training; samples for models that have none.
-        share: The goodput.
+        tokens: Tokens to train on; samples for models without tokens.
+        share: The goodput, from 0 to 1.
     """
     checks.instance("estimate", estimate, Estimate, "an Estimate")
     checks.instance("machine", machine, Machine, "a tfdist.addons.planner.Machine")

@@ -1,4 +1,4 @@
-"""A whole job as events: steps, saves, failures and restarts, and what becomes the bottleneck."""
+"""Discrete-event simulation of a job: steps, saves, failures and restarts, and its bottlenecks."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ _MOST_EVENTS = 5_000_000
 
 @dataclasses.dataclass(frozen=True)
 class JobTimes:
-    """What a job does beside training, by the number of its ranks.
+    """Times of a job other than training, by the number of ranks.
 
     Attributes:
         checkpoint: Bytes of a checkpoint.
-        storage: Bytes a second that all ranks together write or read.
-        write: Bytes a second that a rank writes or reads at most.
-        start: Seconds until a process is there: interpreter, imports, first step.
-        roll_call: Seconds that the meeting of all ranks takes for each of them, where one listens to
-            all; what a tree takes is this times the logarithm.
-        notice: Seconds until a death is noticed.
-        as_tree: Whether ranks meet over a tree.
+        storage: Bytes per second that all ranks together can write or read.
+        write: Bytes per second that one rank can write or read.
+        start: Seconds to start a process: interpreter, imports, first step.
+        rendezvous: Seconds of the rendezvous per rank, if one rank connects to all others; over a
+            tree, per level.
+        notice: Seconds until a failure is detected.
+        as_tree: Whether ranks rendezvous over a tree.
     """
 
     checkpoint: float
     storage: float
     write: float
     start: float = 30.0
-    roll_call: float = 1e-3
+    rendezvous: float = 1e-3
     notice: float = 5.0
     as_tree: bool = False
 
     def __post_init__(self):
         for name in ("checkpoint", "storage", "write"):
             checks.number(name, getattr(self, name), above=0)
-        for name in ("start", "roll_call", "notice"):
+        for name in ("start", "rendezvous", "notice"):
             checks.number(name, getattr(self, name), minimum=0)
 
     def save(self, ranks: int) -> float:
-        """Seconds of a save: as fast as the storage and as all ranks together."""
+        """Seconds of a save, limited by the storage or by the ranks."""
         return self.checkpoint / min(self.storage, self.write * ranks)
 
     def meet(self, ranks: int) -> float:
-        """Seconds until all ranks have met."""
-        return self.roll_call * (max(ranks.bit_length(), 1) if self.as_tree else ranks)
+        """Seconds of the rendezvous of all ranks."""
+        return self.rendezvous * (max(ranks.bit_length(), 1) if self.as_tree else ranks)
 
     def restart(self, ranks: int) -> float:
         """Seconds from a failure to the next step."""
@@ -55,14 +55,14 @@ class JobTimes:
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedJob:
-    """A job that was played through.
+    """The result of a simulated job.
 
     Attributes:
-        goodput: The share of its time for steps that are not done again.
-        failures: How many there were.
-        seconds: How long it ran.
+        goodput: The share of time for steps that are not repeated.
+        failures: Number of failures.
+        seconds: Duration of the job.
         saving: The share of time for saves.
-        lost: The share for steps that are done again.
+        lost: The share for steps that are repeated.
         restarting: The share from failures to the next step.
     """
 
@@ -83,18 +83,18 @@ def simulate_job(
     interval: float | None = None,
     seed: int = 0,
 ) -> SimulatedJob:
-    """Plays a job whose ranks fail independently, each `mtbf_hours` on average.
+    """Simulate a job whose ranks fail independently, each every `mtbf_hours` on average.
 
     Args:
-        ranks: Its ranks, any of which ends it.
-        times: What it does beside training.
-        mtbf_hours: Hours between failures of a rank.
-        training_hours: Hours of steps that the training takes without failures.
+        ranks: Number of ranks; the failure of any ends the job.
+        times: Times other than training.
+        mtbf_hours: Mean time between failures of a rank, in hours.
+        training_hours: Hours of training without failures.
         interval: Seconds of training between saves; None for the best.
-        seed: Of the draws.
+        seed: Seed of the random failures.
 
     Raises:
-        ValueError: A number is not positive, or the job would not get on.
+        ValueError: A number is not positive, or the job would hardly make progress.
     """
     checks.integer("ranks", ranks, minimum=1, maximum=1 << 20)
     checks.instance("times", times, JobTimes, "JobTimes")
@@ -109,8 +109,8 @@ def simulate_job(
     wanted = training_hours * 3600
     if wanted / stretch > _MOST_EVENTS or (stretch + save) * rate > 12:
         raise ValueError(
-            f"A job saves at most {_MOST_EVENTS:,} times, and fails seldom enough to get from a save to "
-            f"the next. Received: interval={stretch:.3g} s, save={save:.3g} s, a failure every "
+            f"A simulated job must save at most {_MOST_EVENTS:,} times, and the time between failures must "
+            f"be long enough to reach the next save. Received: interval={stretch:.3g} s, save={save:.3g} s, a failure every "
             f"{1 / rate:.3g} s."
         )
     clock = kept = lost = saving = restarting = 0.0
@@ -124,12 +124,12 @@ def simulate_job(
             continue
         clock, lost = clock + until, lost + until
         failures += 1
-        # A rank may fail while the job starts again, which then begins anew.
+        # A failure during a restart starts the restart over.
         while (until := draw.expovariate(rate)) < restart:
             clock, restarting, failures = clock + until, restarting + until, failures + 1
             if failures > _MOST_EVENTS:
                 raise ValueError(
-                    "The job fails again before it has started. Received: "
+                    "The job cannot restart: it fails again during each restart. Received: "
                     f"restart={restart:.3g} s, a failure every {1 / rate:.3g} s."
                 )
         clock, restarting, until = clock + restart, restarting + restart, until - restart
@@ -141,32 +141,32 @@ def simulate_job(
 def bottleneck(
     times: JobTimes, *, mtbf_hours: float, share: float = 0.05, most: int = 1 << 17
 ) -> dict[str, int | None]:
-    """From how many ranks on something takes more than a share of a job's time.
+    """Find the number of ranks at which each overhead exceeds a share of a job's time.
 
-    For "checkpoint" it is what saves hold up at the best interval; for "roll call" and "start" what they
-    take of the time between two failures.
+    For "checkpoint" this is the time of saves at the best interval; for "rendezvous" and "start" their
+    share of the time between two failures.
 
     Args:
-        times: What the job does beside training.
-        mtbf_hours: Hours between failures of a rank.
-        share: The share.
-        most: The largest number of ranks that is tried.
+        times: Times other than training.
+        mtbf_hours: Mean time between failures of a rank, in hours.
+        share: The share to exceed.
+        most: The largest number of ranks to try.
 
     Returns:
-        By what it is, the number of ranks, by powers of two; None where it stays below.
+        By kind of overhead, the smallest power of two ranks; None if the overhead stays below.
     """
     checks.instance("times", times, JobTimes, "JobTimes")
     checks.number("mtbf_hours", mtbf_hours, above=0)
     checks.number("share", share, above=0, below=1)
     checks.integer("most", most, minimum=1, maximum=1 << 24)
-    found: dict[str, int | None] = dict.fromkeys(("checkpoint", "roll call", "start"))
+    found: dict[str, int | None] = dict.fromkeys(("checkpoint", "rendezvous", "start"))
     ranks = 1
     while ranks <= most:
         mtbf = mtbf_hours * 3600 / ranks
         save = times.save(ranks)
         taken = {
             "checkpoint": save / (save + save_interval(save, mtbf)),
-            "roll call": times.meet(ranks) / mtbf,
+            "rendezvous": times.meet(ranks) / mtbf,
             "start": times.start / mtbf,
         }
         for name, part in taken.items():

@@ -1,4 +1,4 @@
-"""Scaling laws: losses, the best size of a model and of its data, and what more ranks bring."""
+"""Scaling laws: losses, compute-optimal sizes of models and data, and speed-up by more ranks."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ __all__ = [
 #: Seconds of a day times 10^15: the unit of compute of Kaplan et al.
 PETAFLOP_DAY = 8.64e19
 _DRAWS = 4000
-#: A range holds 95% of what is drawn.
+#: Percentiles of a range, which contains 95% of the samples.
 _TAILS = (2.5, 97.5)
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """A figure that is not known exactly.
+    """An estimate with its 95% confidence interval.
 
     Attributes:
-        value: The figure.
-        low: 97.5% of what it may be lie above.
-        high: 97.5% of what it may be lie below.
+        value: The estimate.
+        low: The lower bound.
+        high: The upper bound.
     """
 
     value: float
@@ -52,12 +52,12 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Optimum:
-    """The best use of some compute.
+    """The compute-optimal size of a model and of its data.
 
     Attributes:
         parameters: N.
         tokens: D.
-        loss: In nats a token.
+        loss: The loss in nats per token.
     """
 
     parameters: Range
@@ -67,7 +67,7 @@ class Optimum:
 
 @dataclasses.dataclass(frozen=True)
 class Law:
-    """L(N, D) = E + A / N^alpha + B / D^beta, in nats a token.
+    """L(N, D) = E + A / N^alpha + B / D^beta, in nats per token.
 
     Hoffmann et al. 2022 (arXiv:2203.15556), equation 2. With C = 6 N D the loss is least at
     N = G (C / 6)^a, D = (C / 6)^b / G with a = beta / (alpha + beta), b = alpha / (alpha + beta) and
@@ -79,8 +79,8 @@ class Law:
         of_tokens: B.
         alpha: The exponent of N.
         beta: The exponent of D.
-        errors: Standard errors of E, ln A, ln B, alpha and beta, or their covariance: 25 numbers, row
-            by row. With errors alone they are taken as independent. Empty for exact figures.
+        errors: Standard errors of E, ln A, ln B, alpha and beta, which are then assumed independent,
+            or their covariance: 25 numbers, row by row. Empty for exact figures.
 
     Raises:
         ValueError: A figure is not positive, or there are not 5 or 25 errors.
@@ -101,13 +101,13 @@ class Law:
             raise checks.refuse("errors", self.errors, "5 standard errors, or 25 covariances")
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """The loss of a model of so many parameters after so many tokens."""
+        """The loss of a model of N parameters after D tokens."""
         checks.number("parameters", parameters, above=0)
         checks.number("tokens", tokens, above=0)
         return float(_loss(self._values(), parameters, tokens))
 
     def optimum(self, flops: float) -> Optimum:
-        """N and D that reach the least loss with some training FLOPs, with their ranges."""
+        """N and D that minimize the loss for a number of training FLOPs, with confidence intervals."""
         checks.number("flops", flops, above=0)
         draws = self._draws()
         best = _optimum(self._values()[None], flops)
@@ -115,7 +115,7 @@ class Law:
         return Optimum(*(_range(one[0], each) for one, each in zip(best, drawn, strict=True)))
 
     def tokens_for(self, parameters: float) -> float:
-        """D for which a model of so many parameters is the best use of the compute."""
+        """D for which a model of N parameters is compute-optimal."""
         checks.number("parameters", parameters, above=0)
         ratio = self.alpha * self.of_parameters / (self.beta * self.of_tokens)
         return float((parameters**self.alpha / ratio) ** (1 / self.beta))
@@ -171,34 +171,34 @@ def _chinchilla() -> Law:
 
 #: Besiroglu et al. 2024, "Chinchilla Scaling: A replication attempt" (arXiv:2404.10102), table 1: a fit to
 #: the runs of Hoffmann et al., whose own constants (1.69, 406.4, 410.7, 0.34, 0.28) do not agree with
-#: those. Its standard errors are those of A, B, E, alpha and beta: 124.58, 1293.23, 0.03, 0.02 and 0.02. It has
-#: no covariances. The factor of a power law and its exponent go together where all runs lie far from
-#: N = 1 and D = 1, so A and alpha, and B and beta, are taken as fully correlated.
+#: those. The standard errors of A, B, E, alpha and beta are 124.58, 1293.23, 0.03, 0.02 and 0.02. The table has
+#: no covariances. The factor and the exponent of a power law are correlated because all runs are far from
+#: N = 1 and D = 1, so A and alpha, and B and beta, are assumed fully correlated.
 CHINCHILLA = _chinchilla()
 
 
 def kaplan_loss(
     parameters: float | None = None, tokens: float | None = None, flops: float | None = None
 ) -> float:
-    """Loss in nats a token by the laws of Kaplan et al. 2020 (arXiv:2001.08361).
+    """Loss in nats per token by the laws of Kaplan et al. 2020 (arXiv:2001.08361).
 
     Of parameters N without embeddings: (8.8e13 / N)^0.076; of tokens D: (5.4e13 / D)^0.095; of both:
     ((6.4e13 / N)^(0.076 / 0.103) + 1.8e13 / D)^0.103 (equations 1.1, 1.2 and 1.5 with table 2); of
-    compute C, at its best use: (3.1e8 / C)^0.050 with C in petaFLOP days (equation 1.3).
+    compute C, if compute-optimal: (3.1e8 / C)^0.050 with C in petaFLOP days (equation 1.3).
 
     Args:
         parameters: N.
         tokens: D.
-        flops: C, alone.
+        flops: C in FLOPs, without the others.
 
     Raises:
-        ValueError: None of them, or compute and one of the others, is given.
+        ValueError: No argument is given, or `flops` and another one.
     """
     for name, value in (("parameters", parameters), ("tokens", tokens), ("flops", flops)):
         checks.number(name, value, above=0, optional=True)
     if (flops is None) == (parameters is None and tokens is None):
         raise ValueError(
-            "A loss follows from `parameters`, `tokens` or both, or else from `flops`. Received: "
+            "`kaplan_loss` requires `parameters`, `tokens` or both, or else `flops`. Received: "
             f"parameters={parameters}, tokens={tokens}, flops={flops}."
         )
     if flops is not None:
@@ -213,7 +213,8 @@ def kaplan_loss(
 def kaplan_optimum(flops: float) -> tuple[float, float]:
     """Parameters and tokens by Kaplan et al. 2020, table 6: N = 1.3e9 C^0.73, D = 2e10 C^0.27.
 
-    C is in petaFLOP days. Hoffmann et al. 2022 found that far more tokens are better: `CHINCHILLA`.
+    `flops` is converted to C in petaFLOP days. Hoffmann et al. 2022 recommend far more tokens: see
+    `CHINCHILLA`.
     """
     checks.number("flops", flops, above=0)
     days = flops / PETAFLOP_DAY
@@ -221,9 +222,9 @@ def kaplan_optimum(flops: float) -> tuple[float, float]:
 
 
 def training_flops(parameters: float, tokens: float) -> float:
-    """FLOPs of a training by 6 N D: 2 forward and 4 backward for each parameter and token.
+    """Training FLOPs by 6 N D: 2 forward and 4 backward for each parameter and token.
 
-    Kaplan et al. 2020, section 2.1. `tfdist.addons.planner.estimate` counts them exactly.
+    Kaplan et al. 2020, section 2.1. `tfdist.addons.planner.estimate` counts the FLOPs of each layer.
     """
     checks.number("parameters", parameters, above=0)
     checks.number("tokens", tokens, above=0)
@@ -231,7 +232,7 @@ def training_flops(parameters: float, tokens: float) -> float:
 
 
 def amdahl(parallel: float, ranks: float) -> float:
-    """Speed-up of fixed work on n ranks, if a share p of it is divided: 1 / (1 - p + p / n).
+    """Speed-up of fixed work on n ranks, of which a share p is parallel: 1 / (1 - p + p / n).
 
     Amdahl 1967, "Validity of the single processor approach to achieving large scale computing
     capabilities".
@@ -242,7 +243,7 @@ def amdahl(parallel: float, ranks: float) -> float:
 
 
 def gustafson(parallel: float, ranks: float) -> float:
-    """Speed-up of work that grows with the ranks, of whose time a share p is divided: 1 - p + p n.
+    """Speed-up of work that grows with n ranks, of which a share p is parallel: 1 - p + p n.
 
     Gustafson 1988, "Reevaluating Amdahl's law".
     """
@@ -252,14 +253,13 @@ def gustafson(parallel: float, ranks: float) -> float:
 
 
 def parallel_efficiency(one: float, many: float, ranks: int, *, weak: bool = False) -> float:
-    """The share of n ranks' time that is put to use.
+    """Parallel efficiency: T_1 / (n T_n), or T_1 / T_n with `weak`.
 
     Args:
-        one: Seconds of one rank.
-        many: Seconds of n ranks: for the same work, T_1 / (n T_n); with `weak`, for n times the
-            work, T_1 / T_n.
+        one: T_1, seconds of one rank.
+        many: T_n, seconds of n ranks for the same work; with `weak`, for n times the work.
         ranks: n.
-        weak: Whether each rank has as much work as the one.
+        weak: Whether the work grows with the number of ranks (weak scaling).
     """
     checks.number("one", one, above=0)
     checks.number("many", many, above=0)
@@ -269,16 +269,19 @@ def parallel_efficiency(one: float, many: float, ranks: int, *, weak: bool = Fal
 
 
 def serial_share(ranks: Sequence[int], seconds: Sequence[float], *, weak: bool = False) -> Range:
-    """The share of work that is not divided, by least squares, with its range.
+    """Estimate the serial share of work by least squares, with its confidence interval.
 
-    By Amdahl's law, T_n = T_1 (s + (1 - s) / n), which is a line in 1 / n. With `weak` by Gustafson's: the
-    speed-up S_n = n T_1 / T_n is n - s (n - 1). The range is that of Student's t at 95%, and infinite
-    for two measurements.
+    By Amdahl's law, T_n = T_1 (s + (1 - s) / n), which is linear in 1 / n. With `weak` by Gustafson's
+    law: the speed-up S_n = n T_1 / T_n is n - s (n - 1). The interval is that of Student's t at 95%,
+    and infinite for two measurements.
 
     Args:
-        ranks: Numbers of ranks, two different ones at least; one of them is 1 with `weak`.
-        seconds: Seconds of the same work on so many; with `weak`, of n times the work.
-        weak: Whether each rank has as much work as the one.
+        ranks: Numbers of ranks, at least two different ones; with `weak` they must include 1.
+        seconds: Seconds of the same work for each number of ranks; with `weak`, of n times the work.
+        weak: Whether the work grows with the number of ranks (weak scaling).
+
+    Raises:
+        ValueError: There are too few measurements, or not one of `seconds` for each of `ranks`.
     """
     from scipy import stats
 
@@ -287,8 +290,8 @@ def serial_share(ranks: Sequence[int], seconds: Sequence[float], *, weak: bool =
     checks.boolean("weak", weak)
     if len(ranks) != len(seconds) or len(set(ranks)) < 2 or (weak and 1 not in ranks):
         raise ValueError(
-            "`ranks` must be two different numbers at least, with a 1 for `weak`, and each has one of the "
-            f"`seconds`. Received: ranks={checks.shown(ranks)}, seconds={checks.shown(seconds)}."
+            "`ranks` must be at least two different numbers, including 1 with `weak`, and `seconds` must "
+            f"have the same length. Received: ranks={checks.shown(ranks)}, seconds={checks.shown(seconds)}."
         )
     if weak:
         share, error = _lost_share(np.array(ranks, float), np.array(seconds))
@@ -306,7 +309,7 @@ def _serial_intercept(inverse: np.ndarray, seconds: np.ndarray) -> tuple[float, 
 
     line = stats.linregress(inverse, seconds)
     whole = line.slope + line.intercept
-    # Of intercept / (slope + intercept), to first order; their covariance is -mean(x) var(slope).
+    # First-order error of intercept / (slope + intercept); their covariance is -mean(x) var(slope).
     cov = -inverse.mean() * line.stderr**2
     gradient = np.array([-line.intercept, line.slope]) / whole**2
     matrix = np.array([[line.stderr**2, cov], [cov, line.intercept_stderr**2]])
@@ -314,7 +317,7 @@ def _serial_intercept(inverse: np.ndarray, seconds: np.ndarray) -> tuple[float, 
 
 
 def _lost_share(ranks: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
-    """Gustafson's serial share and its standard error: of a line through the one rank."""
+    """Gustafson's serial share and its standard error, of a line through n = 1."""
     speed_up = ranks * seconds[ranks == 1].mean() / seconds
     more, lost = ranks - 1, ranks - speed_up
     share = float(more @ lost / (more @ more))
@@ -325,27 +328,26 @@ def _lost_share(ranks: np.ndarray, seconds: np.ndarray) -> tuple[float, float]:
 
 
 def fit_law(parameters: Sequence[float], tokens: Sequence[float], losses: Sequence[float]) -> Law:
-    """Fits L(N, D) to runs of one's own.
+    """Fit L(N, D) to measured runs.
 
-    As Hoffmann et al. 2022, section 3.3: Huber's loss (delta 1e-3) of the logarithm of the loss, from
-    a grid of beginnings. The covariance is that of 100 fits to runs drawn anew with repetition
-    (bootstrap, as Besiroglu et al. 2024), so ranges that follow from it know how constants depend on each
-    other.
+    As Hoffmann et al. 2022, section 3.3: Huber loss (delta 1e-3) of the logarithm of the loss, from
+    a grid of starting points. The covariance is that of 100 bootstrap fits (Besiroglu et al. 2024),
+    so confidence intervals include the correlations of the constants.
 
     Args:
-        parameters: N of each run, 6 runs at least.
+        parameters: N of each run, for at least 6 runs.
         tokens: D of each run.
-        losses: The loss of each run, in nats a token.
+        losses: The loss of each run, in nats per token.
 
     Raises:
-        ValueError: There are too few runs, or all have one size or one number of tokens.
+        ValueError: There are too few runs, or all have the same size or number of tokens.
     """
     n = np.array(checks.numbers_of("parameters", parameters, minimum=1), float)
     d = np.array(checks.numbers_of("tokens", tokens, minimum=1), float)
     y = np.array(checks.numbers_of("losses", losses, minimum=1e-9), float)
     if not len(n) == len(d) == len(y) or len(y) < 6 or len(set(n)) < 2 or len(set(d)) < 2:
         raise ValueError(
-            "A law is fitted to 6 runs at least, with two sizes and two numbers of tokens at least. "
+            "A fit requires at least 6 runs, with at least two sizes and two numbers of tokens. "
             f"Received: {len(y)} losses, {len(set(n))} sizes, {len(set(d))} numbers of tokens of "
             f"{len(n)} and {len(d)} runs."
         )

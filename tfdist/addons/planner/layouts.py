@@ -1,4 +1,4 @@
-"""Layouts: how a model and its batch are divided over ranks."""
+"""Layouts: how a model and its batch are split over ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tfdist.mesh import DEFAULT_ORDER, Mesh
 from tfdist.pipeline.schedules import SCHEDULES
 from tfdist.utils import checks
 
-#: Fastest axis first: neighbours on it are nearest.
+#: Fastest-varying axis first: its neighbors are closest in rank.
 AXES = tuple(reversed(DEFAULT_ORDER))
 
-#: In the order of words, code and flags.
+#: The order of axes in descriptions, code and flags.
 _SHOWN = ("data", "expert", "context", "pipeline", "tensor")
 
 RECOMPUTE = ("none", "selective", "sqrt", "every_layer")
@@ -20,17 +20,17 @@ RECOMPUTE = ("none", "selective", "sqrt", "every_layer")
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """How many bytes a parameter takes, in what.
+    """Bytes per parameter and activation under a dtype policy.
 
     Attributes:
-        compute: The dtype of products.
+        compute: The dtype of matrix products.
         activation: Bytes of an activation.
-        parameter: Bytes of a parameter as it is stored.
+        parameter: Bytes of a stored parameter.
         gradient: Bytes of its gradient.
-        master: Bytes of a copy that the optimizer has beside it, sharded with its state.
-        copy: Bytes of a copy for products, which is there from the forward to the backward pass.
-        sent: Bytes of a gradient on its way to other ranks.
-        state: Bytes of each number that the optimizer keeps.
+        master: Bytes of the optimizer's master copy, sharded with the optimizer state.
+        copy: Bytes of a cast copy for products, stored from the forward to the backward pass.
+        sent: Bytes of a gradient sent to other ranks.
+        state: Bytes of each number of the optimizer state.
     """
 
     compute: str
@@ -45,8 +45,8 @@ class Precision:
 
 #: By name: Keras' policies; and 16-bit parameters with a float32 copy in the optimizer, as in
 #: DeepSpeed (Rajbhandari et al. 2020, section 3.1: 2 + 2 + 4 bytes and the moments), and with
-#: gradients added up in float32, as in Megatron-LM. Keras' optimizers keep what they keep in the dtype of the
-#: parameter.
+#: gradients accumulated in float32, as in Megatron-LM. Keras' optimizers keep their state in the dtype of
+#: the parameter.
 PRECISIONS: dict[str, Precision] = {
     "float32": Precision("float32", 4, 4, 4, 0, 0, 4, 4),
     "mixed_bfloat16": Precision("bfloat16", 2, 4, 4, 0, 2, 4, 4),
@@ -57,11 +57,11 @@ PRECISIONS: dict[str, Precision] = {
     "megatron": Precision("bfloat16", 2, 2, 4, 4, 0, 4, 4),
 }
 
-#: Those of other systems, which tfdist plans and does not run.
+#: Precisions of other systems, which tfdist plans but does not run.
 FOREIGN = {"deepspeed": "DeepSpeed", "megatron": "Megatron-LM"}
 
-#: Numbers that an optimizer keeps for each parameter; what Adafactor has for a row and a column of a
-#: matrix is not counted.
+#: Numbers of optimizer state per parameter; Adafactor's factors for the rows and columns of a matrix are
+#: not counted.
 OPTIMIZERS = {
     "sgd": 0,
     "adafactor": 0,
@@ -75,12 +75,12 @@ OPTIMIZERS = {
 
 
 def state_bytes(optimizer: str, dtype: str, *, ema: bool = False) -> int:
-    """Bytes that an optimizer keeps for a parameter, with its copy of it.
+    """Bytes of optimizer state per parameter, including the master copy.
 
     Args:
         optimizer: A name of `OPTIMIZERS`.
         dtype: A name of `PRECISIONS`.
-        ema: Whether it keeps a moving average of the parameters.
+        ema: Whether the optimizer keeps a moving average of the parameters.
     """
     precision = PRECISIONS[dtype]
     return precision.state * (OPTIMIZERS[optimizer] + ema) + precision.master
@@ -88,36 +88,37 @@ def state_bytes(optimizer: str, dtype: str, *, ema: bool = False) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How ranks share a training.
+    """A combination of parallelism, ZeRO, recompute and precision.
 
     Attributes:
-        data: Ranks of the data axis; and so on for the other four.
-        expert: As in `tfdist.Mesh`.
-        context: As in `tfdist.Mesh`.
-        pipeline: As in `tfdist.Mesh`.
-        tensor: As in `tfdist.Mesh`.
-        zero_stage: What the ranks of the data axis share: see docs/memory.md.
-        recompute: "none"; "selective": the attention core; "sqrt": runs of sqrt(L) blocks;
+        data: Size of the data axis.
+        expert: Size of the expert axis.
+        context: Size of the context axis.
+        pipeline: Size of the pipeline axis.
+        tensor: Size of the tensor axis.
+        zero_stage: ZeRO stage, 0 to 3; see docs/memory.md.
+        recompute: "none"; "selective": the attention core; "sqrt": segments of sqrt(L) blocks;
             "every_layer": each block.
-        schedule: Of the pipeline; see `tfdist.pipeline.make_schedule`.
-        chunks: Stages of a rank, for the interleaved schedule.
-        num_microbatches: Into how many parts a rank's rows are cut.
-        accumulation: Steps whose gradients are added up before an update.
+        schedule: Pipeline schedule; see `tfdist.pipeline.make_schedule`.
+        chunks: Stages per rank, for the interleaved schedule.
+        num_microbatches: Micro-batches that a rank's batch is split into.
+        accumulation: Steps whose gradients are accumulated before an update.
         dtype: A name of `PRECISIONS`.
         optimizer: A name of `OPTIMIZERS`: "adam", "momentum", "sgd" and others.
         ema: Whether the optimizer keeps a moving average of the parameters.
-        sequence_parallel: Whether what tensor ranks do not split they split along the sequence.
-        compression: By how much gradients shrink on their way; 1 for not at all.
-        recompute_messages: Whether recompute sends again over the tensor axis what the forward pass
-            had from there. tfdist keeps it, and leaves out the product that leads to it; Megatron-LM does
-            the whole block again.
-        gathers_again: Whether the backward pass gathers the inputs of products again that sequence
-            parallelism splits. tfdist keeps what the forward pass has gathered; Megatron-LM does so.
-        split_messages: Whether a pipeline's message is divided over the tensor ranks and gathered by
-            the receivers (Narayanan et al. 2021, section 4.1: scatter/gather).
+        sequence_parallel: Whether activations that the tensor axis does not split are split along
+            the sequence.
+        compression: Compression ratio of gradients; 1 for no compression.
+        recompute_messages: Whether recompute repeats the collectives of the tensor axis. tfdist
+            stores their results and skips the product before them; Megatron-LM repeats the whole
+            block.
+        gathers_again: Whether the backward pass repeats the all-gather of inputs that sequence
+            parallelism splits, as Megatron-LM does. tfdist stores the gathered inputs.
+        split_messages: Whether a pipeline's messages are split over the tensor ranks and gathered
+            by the receivers (Narayanan et al. 2021, section 4.1: scatter/gather).
 
     Raises:
-        ValueError: A size is not positive, a name is unknown, or two do not go together.
+        ValueError: A size is not positive, a name is unknown, or two values are incompatible.
     """
 
     data: int = 1
@@ -161,29 +162,30 @@ class Layout:
         checks.number("compression", self.compression, minimum=1)
         if self.chunks > 1 and self.schedule != "interleaved":
             raise ValueError(
-                "Only the interleaved schedule has several `chunks`. Received: "
+                "`chunks` above 1 requires the interleaved schedule. Received: "
                 f"schedule={self.schedule!r}, chunks={self.chunks}."
             )
         if self.pipeline > 1 and self.schedule == "interleaved":
             if self.chunks < 2:
                 raise ValueError(
-                    "The interleaved schedule has 2 `chunks` at least. Received: "
+                    "The interleaved schedule requires at least 2 `chunks`. Received: "
                     f"chunks={self.chunks}."
                 )
             if self.num_microbatches % self.pipeline:
                 raise ValueError(
-                    "The interleaved schedule takes micro-batches in groups of the pipeline axis. "
-                    f"Received: num_microbatches={self.num_microbatches}, pipeline={self.pipeline}."
+                    "The interleaved schedule requires `num_microbatches` to be a multiple of the "
+                    f"pipeline size. Received: num_microbatches={self.num_microbatches}, "
+                    f"pipeline={self.pipeline}."
                 )
         if self.pipeline == 1 and self.num_microbatches > 1:
             raise ValueError(
-                "Without a pipeline `accumulation` cuts a batch into parts. Received: pipeline=1, "
-                f"num_microbatches={self.num_microbatches}."
+                "`num_microbatches` above 1 requires a pipeline. Received: pipeline=1, "
+                f"num_microbatches={self.num_microbatches}. Use `accumulation` instead."
             )
 
     @property
     def ranks(self) -> int:
-        """All ranks."""
+        """Number of ranks."""
         return self.data * self.expert * self.context * self.pipeline * self.tensor
 
     @property
@@ -193,17 +195,17 @@ class Layout:
 
     @property
     def precision(self) -> Precision:
-        """How many bytes a parameter takes."""
+        """Bytes per parameter and activation."""
         return PRECISIONS[self.dtype]
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that the optimizer keeps for a parameter, with its copy of it."""
+        """Bytes of optimizer state per parameter, including the master copy."""
         return state_bytes(self.optimizer, self.dtype, ema=self.ema)
 
     @property
     def kind(self) -> str:
-        """The axes that it uses, in words."""
+        """The axes with more than one rank, as text."""
         return " x ".join(self.used_axes) or "one rank"
 
     @property
@@ -216,24 +218,24 @@ class Layout:
         """Rows of a micro-batch on a rank.
 
         Raises:
-            ValueError: The batch does not divide.
+            ValueError: The batch is not divisible by the number of its parts.
         """
         parts = self.data * self.expert * self.num_microbatches * self.accumulation
         rows, left = divmod(global_batch, parts)
         if left or not rows:
             raise ValueError(
-                "`global_batch` divides by data x expert x num_microbatches x accumulation. "
+                "`global_batch` must be divisible by data x expert x num_microbatches x accumulation. "
                 f"Received: global_batch={global_batch}, {self.data} x {self.expert} x "
                 f"{self.num_microbatches} x {self.accumulation}."
             )
         return rows
 
     def stride(self, axis: str) -> int:
-        """How far apart in rank neighbours on an axis are."""
+        """Difference in rank between neighbors on an axis."""
         return math.prod(getattr(self, name) for name in AXES[: AXES.index(axis)])
 
     def members_per_host(self, axes: tuple[str, ...], ranks_per_host: int) -> int:
-        """How many ranks of a group over some axes lie on one host, at most."""
+        """The largest number of ranks of a group over some axes that share a host."""
         found = stride = 1
         for axis in AXES:
             size = getattr(self, axis)
@@ -243,7 +245,7 @@ class Layout:
         return found
 
     def words(self) -> str:
-        """The layout in a few words."""
+        """A short description of the layout."""
         axes = [f"{axis} {size}" for axis, size in self.used_axes.items()]
         more = []
         if self.pipeline > 1:

@@ -1,4 +1,4 @@
-"""Machines: what ranks compute and remember, and the links between them."""
+"""Machines: compute rate and memory of ranks, and the links between them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MOST_RANKS = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """The way from one rank to another.
+    """A network link between two ranks.
 
     Attributes:
-        latency: Seconds until a small message has arrived.
-        bandwidth: Bytes a second in one direction, of one rank.
+        latency: Seconds for a small message to arrive.
+        bandwidth: Bytes per second and rank, in one direction.
 
     Raises:
         ValueError: The latency is negative, or the bandwidth is not positive.
@@ -34,18 +34,18 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """An accelerator, as its maker describes it.
+    """An accelerator, by its data sheet.
 
     Attributes:
-        name: How it is called.
+        name: Name of the device.
         flops: Dense FLOP/s by dtype, without sparsity.
         memory: Bytes of memory.
-        bandwidth: Bytes a second from and to memory.
-        link: Bytes a second to devices of the same host, in one direction.
-        network: Bytes a second to other hosts per device, in one direction, as usually built.
-        per_host: Devices of a usual host.
-        watts: Power at full load; None where the maker does not say.
-        source: Where the figures are from.
+        bandwidth: Memory bandwidth, in bytes per second.
+        link: Bytes per second to devices of the same host, in one direction.
+        network: Bytes per second and device to other hosts, in one direction, of a typical host.
+        per_host: Devices of a typical host.
+        watts: Power at full load; None if the manufacturer does not publish it.
+        source: Source of the figures.
     """
 
     name: str
@@ -72,7 +72,7 @@ def _device(
     source: str,
     dtypes: tuple[str, ...],
 ) -> Device:
-    """TFLOP/s in half precision and float32, GB, GB/s to memory, link and network, and W."""
+    """A device in units of data sheets: TFLOP/s, GB, GB/s and W."""
     rates = {"float32": float32 * 1e12, **dict.fromkeys(dtypes, half * 1e12)}
     return Device(
         name, rates, int(gigabytes * 1e9), bandwidth * 1e9, link * 1e9, network * 1e9,
@@ -80,12 +80,12 @@ def _device(
     )  # fmt: skip
 
 
-#: Half-precision dtypes of NVIDIA's cards from Ampere on, and of AMD's.
+#: Half-precision dtypes of NVIDIA GPUs since Ampere, and of AMD GPUs.
 _BOTH = ("float16", "bfloat16")
 _FLOAT16, _BFLOAT16 = ("float16",), ("bfloat16",)
-#: By name. Memory is in decimal GB: what the makers call GB is GiB on most cards, as these report it
-#: themselves. float32 is what TensorFlow takes for products of float32: TF32 from Ampere on, bfloat16 on a
-#: TPU; neither is a sparse rate. Where a data sheet tells of no network, that of a usual host stands.
+#: By name. Memory is in decimal GB: a data sheet's GB is a GiB on most cards, as the driver reports.
+#: float32 is the precision that TensorFlow uses for products of float32: TF32 since Ampere, bfloat16 on a
+#: TPU. No rate is that of sparse products. If a data sheet names no network, that of a typical host is used.
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
@@ -125,7 +125,7 @@ DEVICES: dict[str, Device] = {
             "h200", 989.4, 494.7, 151.4, 4800, 450, 50, 8, 700, "NVIDIA H200 data sheet (SXM), half of "
             "the sparse rates; DGX H200: 8 x 400 Gb/s", _BOTH,
         ),
-        # 8 stacks hold 192 GB, of which the data sheet of the host gives 180: the others are spare.
+        # 8 stacks have 192 GB, of which the data sheet of the host lists 180; the others are spare.
         _device(
             "b200", 2250, 1125, 180, 8000, 900, 50, 8, 1000, "NVIDIA DGX B200 data sheet: 1,440 GB, "
             "64 TB/s, 14.4 TB/s of NVLink and 8 x 400 Gb/s for 8; half of the sparse rates", _BOTH,
@@ -138,7 +138,7 @@ DEVICES: dict[str, Device] = {
             "mi300x", 1307.4, 163.4, 206.2, 5300, 448, 50, 8, 750, "AMD Instinct MI300X data sheet, 7 "
             "links of 64 GB/s; 8 x 400 Gb/s", _BOTH,
         ),
-        # Links of a torus, of which a ring takes one in each direction; they also lead to other hosts.
+        # Links of a torus, of which a ring uses one in each direction; they also connect hosts.
         _device(
             "tpu-v4", 275, 275, 34.36, 1200, 50, 50, 4, 192, "Google Cloud TPU v4 documentation; power: "
             "Jouppi et al. 2023 (arXiv:2304.01433)", _BFLOAT16,
@@ -157,41 +157,41 @@ DEVICES: dict[str, Device] = {
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a rank has, and how ranks are joined.
+    """Compute rate, memory and network of the ranks of a cluster.
 
     Attributes:
-        flops: FLOP/s of a rank at its peak, by dtype.
+        flops: Peak FLOP/s of a rank, by dtype.
         memory: Bytes that a rank may use.
-        memory_bandwidth: Bytes a second from and to a rank's memory.
+        memory_bandwidth: Memory bandwidth of a rank, in bytes per second.
         inside: The link between ranks of a host.
-        between: The link between ranks of two hosts, of one port.
-        bulk: The link as gradients have it inside of a host, as `calibrate` measures it; None for
-            `inside`. Its latency is that of an all-reduce as a whole.
-        ranks_per_host: Ranks of a host.
-        ports: Ports of a host to other hosts; None for one a rank.
-        processors: How many ranks of a host compute at full speed at a time; None for all.
-        crowding: c, by which n ranks that share a processor take n^(1 + c) times as long as one of
-            them alone: 0 for turns that cost nothing.
+        between: The link between ranks of two hosts, for one port; None for a single host.
+        bulk: The link for gradients within a host, as `calibrate` measures it; None for `inside`.
+            Its latency is that of a whole all-reduce.
+        ranks_per_host: Ranks per host.
+        ports: Network ports of a host; None for one per rank.
+        processors: Ranks of a host that can compute at full speed at the same time; None for all.
+        crowding: The exponent c: n ranks that share a processor take n^(1 + c) times as long as one
+            alone. 0 for sharing without overhead.
         efficiency: The share of the peak that large matrix products reach.
-        memory_efficiency: The share of the memory's bandwidth that other operations reach.
-        overlap: The share of a gradient's way to other ranks that can go on behind the backward pass
+        memory_efficiency: The share of the memory bandwidth that other operations reach.
+        overlap: The share of the communication of gradients that can overlap with the backward pass
             without slowing it: 1 hides all of the shorter of both, 0 nothing.
         rails: Whether collectives of one group use all ports of a host.
-        algorithm: How an all-reduce goes: "ring", "tree", "two-level", or "best" of the three.
-        layer_seconds: What a layer takes in each direction beside its arithmetic.
-        step_seconds: What a step takes beside its layers and messages.
-        base_bytes: Bytes of a rank's process before there is a model.
-        fragmentation: Bytes that the allocator keeps, over those that are asked of it.
-        memory_margin: By which share of its bytes a layout must stay below the limit to fit.
-        watts: Power of a rank at full load; None if nobody knows.
-        price: Price of a rank and hour, in any currency; None if nobody knows.
-        calibrated: The largest that was measured of "ranks", "layer FLOPs" and "message bytes";
-            what lies more than 4 times beyond is marked as extrapolated. Empty for a data sheet.
-        name: How it is called.
-        source: Where the figures are from.
+        algorithm: All-reduce algorithm: "ring", "tree", "two-level", or "best" of the three.
+        layer_seconds: Overhead of a layer in each direction, in seconds.
+        step_seconds: Overhead of a step, in seconds.
+        base_bytes: Bytes of a rank's process before a model is built.
+        fragmentation: Bytes that the allocator reserves, relative to the bytes requested.
+        memory_margin: The share of its bytes by which a layout must stay below the limit to fit.
+        watts: Power of a rank at full load; None if unknown.
+        price: Price of a rank per hour, in any currency; None if unknown.
+        calibrated: The largest measured "ranks", "layer FLOPs" and "message bytes"; estimates more
+            than 4 times beyond are marked as extrapolated. Empty for a data sheet.
+        name: Name of the machine.
+        source: Source of the figures.
 
     Raises:
-        ValueError: A figure is negative, or zero where that makes no machine.
+        ValueError: A figure is negative, or is zero and must be positive.
     """
 
     flops: Mapping[str, float]
@@ -254,36 +254,37 @@ class Machine:
 
     @property
     def host_ports(self) -> int:
-        """Ports of a host to others."""
+        """Network ports of a host."""
         return self.ports or self.ranks_per_host
 
     def rate(self, dtype: str) -> float:
         """FLOP/s that large products reach in a dtype.
 
         Raises:
-            ValueError: The machine does not say how fast it is in that dtype.
+            ValueError: `flops` has no rate for the dtype.
         """
         if dtype not in self.flops:
             raise ValueError(
-                f"`flops` of {self.name} has no rate for {dtype}. Received: {', '.join(self.flops)}."
+                f"`flops` of {self.name} does not have a rate for {dtype}. Received: "
+                f"{', '.join(self.flops)}."
             )
         return self.flops[dtype] * self.efficiency
 
     def replace(self, **changes: Any) -> Machine:
-        """The same with other figures."""
+        """A copy with some figures replaced."""
         return dataclasses.replace(self, **changes)
 
 
 def machine(device: str, **changes: Any) -> Machine:
-    """Hosts of a known device.
+    """A machine of typical hosts of a known device.
 
     Args:
         device: A name of `DEVICES`.
-        **changes: Figures of the `Machine` that are other; `memory` may be a text, as "80GiB".
+        **changes: Attributes of `Machine` to replace; `memory` may be a string such as "80GiB".
 
     Raises:
-        ValueError: No such device is known, or a figure is wrong.
-        TypeError: A figure has no such name.
+        ValueError: The device is unknown, or a figure is invalid.
+        TypeError: `Machine` has no attribute of that name.
     """
     checks.one_of("device", device, DEVICES)
     found = DEVICES[device]
@@ -293,7 +294,7 @@ def machine(device: str, **changes: Any) -> Machine:
         "flops": dict(found.flops),
         "memory": float(found.memory),
         "memory_bandwidth": found.bandwidth,
-        # Latencies as NCCL's own tuning assumes for its ring over NVLink and over InfiniBand, rounded
+        # Rounded latencies that NCCL's tuning model assumes for its ring over NVLink and InfiniBand
         # (nccl/src/graph/tuning.cc: 3.4 us and 14 us with its simple protocol).
         "inside": Link(3.4e-6, found.link),
         "between": Link(14e-6, found.network),

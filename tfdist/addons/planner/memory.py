@@ -1,4 +1,4 @@
-"""Bytes of a rank, by kind."""
+"""Memory of a rank, by kind."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from tfdist.addons.planner.machines import Machine
 from tfdist.addons.planner.parts import Part
 from tfdist.addons.planner.stages import Stage
 
-#: Gradients that travel as one tensor; see `bucket_mib` of the strategies.
+#: Size of a gradient bucket; see `bucket_mib` of the strategies.
 BUCKET_BYTES = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes that a rank has at the peak of a step.
+    """Bytes of a rank at the peak of a step.
 
     Attributes:
-        parameters: Parameters as they are stored.
+        parameters: Stored parameters.
         copies: Their 16-bit copies for products.
-        gradients: Their gradients.
-        optimizer: What the optimizer keeps, with its copy of parameters.
-        activations: What the backward pass takes of forward passes.
-        working: What is under way beside: gradients of activations, and layers made again.
-        buffers: Gradients on their way, and parameters that are gathered for a layer.
-        allocator: What the allocator keeps beside what is asked of it.
-        process: The process before there is a model.
-        gradients_follow: Whether gradients come as activations go, so that of the two the larger
-            counts: where a step has one forward and one backward pass.
+        gradients: Gradients of parameters.
+        optimizer: Optimizer state, including the master copy of parameters.
+        activations: Activations stored for the backward pass.
+        working: Temporary tensors: gradients of activations, and recomputed activations.
+        buffers: Communication buffers of gradients, and parameters gathered for a layer.
+        allocator: Bytes that the allocator reserves beyond those requested.
+        process: Bytes of the process before a model is built.
+        gradients_follow: Whether gradients replace activations, so that only the larger of the two
+            counts: with one forward and one backward pass per step.
     """
 
     parameters: float
@@ -46,7 +46,7 @@ class Memory:
 
     @property
     def step(self) -> float:
-        """Bytes that come and go in a step."""
+        """Bytes allocated and released within a step."""
         passing = self.activations + self.working
         if self.gradients_follow:
             return max(passing, self.gradients) + self.buffers
@@ -54,13 +54,13 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All bytes."""
+        """Sum of all kinds."""
         stored = self.parameters + self.copies + self.optimizer
         return stored + self.step + self.allocator + self.process
 
     @property
     def largest(self) -> str:
-        """The kind that has most."""
+        """The largest kind, other than allocator and process."""
         kinds = (
             "parameters", "copies", "gradients", "optimizer", "activations", "working", "buffers",
         )  # fmt: skip
@@ -68,7 +68,7 @@ class Memory:
 
 
 def rank_parameters(part: Part, layout: Layout) -> tuple[float, float]:
-    """Parameters of a part on a rank, in units of the policy's: of dense layers, and of experts."""
+    """Parameters of dense layers and of experts on a rank, in parameters of the policy's dtype."""
     t, size = layout.tensor, layout.precision.parameter
     wider = 0.0 if layout.precision.master else part.float32_parameters * (4 / size - 1)
     dense = part.whole_parameters + wider + part.split_parameters / t
@@ -76,13 +76,13 @@ def rank_parameters(part: Part, layout: Layout) -> tuple[float, float]:
 
 
 def kept_bytes(part: Part, layout: Layout, rows: float, recompute: str = "none") -> float:
-    """Bytes that a part's forward pass leaves for its backward pass, for so many rows.
+    """Bytes of activations of a part that are stored for the backward pass, for `rows` rows.
 
-    Korthikanti et al. 2022, equations 1 to 6, for any dtype: of a block, without recompute
-    s b h (10 + 24 / t + 5 a s / (h t)), with sequence parallelism s b h / t (34 + 5 a s / h), with
-    the attention core recomputed without the term in a, and 2 s b h where a block is recomputed. With
-    sequence parallelism they gather the inputs of products again in the backward pass; tfdist keeps
-    them, s b h (4 + 30 / t + ...), which saves a message.
+    Korthikanti et al. 2022, equations 1 to 6, for any dtype: for a block without recompute
+    s b h (10 + 24 / t + 5 a s / (h t)), with sequence parallelism s b h / t (34 + 5 a s / h); without
+    the term in a if the attention core is recomputed, and 2 s b h if the block is recomputed. With
+    sequence parallelism they repeat the all-gather of the inputs of products in the backward pass;
+    tfdist stores them, s b h (4 + 30 / t + ...), which saves a collective.
     """
     width, t = layout.precision.activation, layout.tensor
     whole = t if layout.sequence_parallel else 1
@@ -100,15 +100,15 @@ def kept_bytes(part: Part, layout: Layout, rows: float, recompute: str = "none")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PartBytes:
-    """What a part has on a rank, for a micro-batch.
+    """Parameters and activations of a part on a rank, for a micro-batch.
 
     Attributes:
         dense: Parameters of dense layers.
         experts: Parameters of experts.
-        kept: Bytes that are kept under the layout's recompute.
-        full: Bytes that are kept without.
-        boundary: Bytes kept of a part that is recomputed as a whole.
-        gradient: Bytes of the largest gradient that the backward pass begins with.
+        kept: Bytes of activations stored with the layout's recompute.
+        full: Bytes of activations stored without recompute.
+        boundary: Bytes stored if the whole part is recomputed.
+        gradient: Bytes of the gradient at the start of the backward pass.
     """
 
     dense: float
@@ -120,7 +120,7 @@ class PartBytes:
 
 
 def part_bytes(part: Part, layout: Layout, rows: float) -> PartBytes:
-    """What a part has on a rank; blocks are recomputed, not the embedding and the head."""
+    """Parameters and activations of a part; recompute excludes the embedding and the head."""
     dense, experts = rank_parameters(part, layout)
     full = kept_bytes(part, layout, rows)
     policy = layout.recompute if part.output and part.kept_split + part.kept_whole else "none"
@@ -134,9 +134,10 @@ def part_bytes(part: Part, layout: Layout, rows: float) -> PartBytes:
 def activation_bytes(
     stage: Stage, parts: Sequence[PartBytes], recompute: str
 ) -> tuple[float, float]:
-    """Bytes that a stage keeps of a micro-batch, and the most that recompute has beside at a time.
+    """Bytes that a stage stores of a micro-batch, and the peak of recomputed activations.
 
-    "sqrt" keeps one of sqrt(L) blocks, and makes the activations of sqrt(L) again (Chen et al. 2016).
+    "sqrt" stores one of sqrt(L) blocks, and recomputes the activations of sqrt(L) blocks at a time
+    (Chen et al. 2016).
     """
     kept = again = 0.0
     for count, part in zip(stage, parts, strict=True):
@@ -151,10 +152,10 @@ def activation_bytes(
 
 
 def held(layout: Layout, place: int) -> float:
-    """The most micro-batches of which a place on the pipeline axis holds a stage's activations.
+    """The largest number of micro-batches whose activations a pipeline rank stores at a time.
 
-    In units of all stages of a rank: of the interleaved schedule a chunk counts 1 / v. Equal to
-    `tfdist.pipeline.simulation.held_microbatches` by chunks, which a test compares.
+    In units of all stages of a rank: a chunk of the interleaved schedule counts 1 / v. Equal to
+    `tfdist.pipeline.simulation.held_microbatches` per chunk, as a test checks.
     """
     p, m, v = layout.pipeline, layout.num_microbatches, layout.chunks
     if p == 1:
@@ -175,19 +176,19 @@ def rank_memory(
     layout: Layout,
     machine: Machine,
 ) -> Memory:
-    """Bytes of a rank at a place on the pipeline axis.
+    """Bytes of a rank at a position on the pipeline axis.
 
     States: Rajbhandari et al. 2020, "ZeRO", section 5. With P, G and S bytes of parameters, gradients
-    and optimizer on a rank, and N ranks that would have the same: stage 1 leaves S / N, stage 2 also
-    G / N, stage 3 also P / N. Where Keras holds float32 parameters and a step is one micro-step,
-    stage 1 has gradients in parts, too: they are reduced and scattered as they come.
+    and optimizer state, and N ranks to shard them: stage 1 reduces S to S / N, stage 2 also G to
+    G / N, stage 3 also P to P / N. Without a master copy, and with one micro-step per step, stage 1
+    shards gradients too, because they are reduce-scattered during the backward pass.
 
     Args:
-        stages: Those of the rank.
-        place: Its place on the axis.
-        parts: What each part has on it.
+        stages: Stages of the rank.
+        place: Position of the rank on the axis.
+        parts: Bytes and parameters of each part on the rank.
         layout: The layout.
-        machine: The machine, for its process and allocator.
+        machine: The machine, for `base_bytes` and `fragmentation`.
     """
     precision, sharers = layout.precision, layout.data * layout.context
     one_pass = layout.num_microbatches == 1 and layout.accumulation == 1
@@ -211,7 +212,7 @@ def rank_memory(
     gathers_all = zero == 3 and layout.pipeline > 1 and keras
     copies = 0.0
     if precision.copy:
-        # Gone when gradients are there; of the two the larger counts.
+        # Released as gradients are computed; only the larger of the two counts.
         copied = precision.copy * (2 * largest if zero == 3 and not gathers_all else whole)
         copies = max(copied - gradients, 0.0) if one_pass else copied
     buffers = 0.0
@@ -241,7 +242,7 @@ def rank_memory(
 
 
 def _gradient_bytes(part: Part, layout: Layout, rows: float) -> float:
-    """The gradient of the largest tensor that a part's backward pass begins with."""
+    """Bytes of the gradient at the start of a part's backward pass."""
     scale = rows / (layout.context if part.splits_tokens else 1)
     if part.float32_split:
         return scale * 4 * part.float32_split / layout.tensor

@@ -1,4 +1,4 @@
-"""Models by hand: a transformer, a ConvNet, a multi-layer perceptron."""
+"""Descriptions of models by their sizes: a transformer, a ConvNet, a multi-layer perceptron."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from tfdist.addons.planner.parts import Part
 from tfdist.utils import checks
 
-#: Above any model, and few enough that their product is a float.
+#: Above the sizes of any model, and small enough for their product to be a finite float.
 _MOST = 10**9
 
 
@@ -20,32 +20,33 @@ class Transformer:
     Parameters, FLOPs and activations are those of the formulas of Narayanan et al. 2021
     (arXiv:2104.04473, section 5.1 and appendix) and of Korthikanti et al. 2022 (arXiv:2205.05198,
     section 4), with the terms that they leave out: grouped key/value heads, gated feed-forward
-    parts, experts, untied heads, no dropout.
+    networks, experts, untied heads, no dropout.
 
     Attributes:
-        layers: Blocks.
+        layers: Number of blocks.
         width: Size of the residual stream.
         heads: Query heads.
-        kv_heads: Key/value heads; None for as many.
+        kv_heads: Key/value heads; None for the number of query heads.
         head_dim: Size of a head; None for width / heads.
-        hidden: Hidden units of a feed-forward part; None for 4 width.
-        vocabulary: Tokens of the vocabulary.
+        hidden: Hidden units of the feed-forward network; None for 4 x width.
+        vocabulary: Size of the vocabulary.
         length: Tokens of a sample.
-        gated: Whether the feed-forward part is gated (SwiGLU), with three matrices instead of two.
-        experts: Feed-forward networks in each block; None for one that all tokens take.
-        top_k: Of these, how many a token takes.
-        tied: Whether the head is the embedding, transposed.
-        learned_positions: Whether each position has an embedding.
-        use_bias: Whether products have a bias.
-        norm_bias: Whether normalizations have one; False for RMS normalization.
-        dropout: Whether dropout masks are kept.
-        blockwise: Whether attention is computed by blocks (Dao et al. 2022), so that no matrix of
-            length x length is kept.
-        causal_flops: Whether the half of the attention that is masked is not computed. The formulas
-            of both papers count it.
+        gated: Whether the feed-forward network is gated (SwiGLU), with three matrices instead of
+            two.
+        experts: Experts of each block; None for one dense feed-forward network.
+        top_k: Experts that a token is routed to.
+        tied: Whether the head shares the weights of the embedding.
+        learned_positions: Whether position embeddings are learned.
+        use_bias: Whether dense layers have a bias.
+        norm_bias: Whether normalization layers have a bias; False for RMS normalization.
+        dropout: Whether dropout masks are stored.
+        blockwise: Whether attention is computed in blocks (Dao et al. 2022), so that the matrix of
+            length x length is not stored.
+        causal_flops: Whether the masked half of the attention is skipped. The formulas of both
+            papers count it.
 
     Raises:
-        ValueError: A size is no positive integer, or does not divide.
+        ValueError: A size is not a positive integer, or is not divisible as required.
     """
 
     layers: int
@@ -77,27 +78,28 @@ class Transformer:
                 checks.boolean(field.name, getattr(self, field.name))
         if self.head_dim is None and self.width % self.heads:
             raise ValueError(
-                "`heads` divides `width`, or `head_dim` is given. Received: "
+                "`width` must be divisible by `heads`, unless `head_dim` is given. Received: "
                 f"width={self.width}, heads={self.heads}."
             )
         if self.heads % self.key_value_heads:
             raise ValueError(
-                f"`kv_heads` divides `heads`. Received: kv_heads={self.kv_heads}, heads={self.heads}."
+                "`heads` must be a multiple of `kv_heads`. Received: "
+                f"kv_heads={self.kv_heads}, heads={self.heads}."
             )
         if self.top_k > (self.experts or self.top_k):
             raise ValueError(
-                "`top_k` is at most `experts`. Received: "
+                "`top_k` must be at most `experts`. Received: "
                 f"top_k={self.top_k}, experts={self.experts}."
             )
 
     @property
     def key_value_heads(self) -> int:
-        """Key/value heads."""
+        """Number of key/value heads."""
         return self.kv_heads or self.heads
 
     @property
     def size_of_head(self) -> int:
-        """The size of a head."""
+        """Size of a head."""
         return self.head_dim or self.width // self.heads
 
     @property
@@ -112,28 +114,30 @@ class Transformer:
 
     @property
     def shared_parameters(self) -> float:
-        """The embedding, where the head is tied to it."""
+        """Parameters of the embedding if the head is tied to it, else 0."""
         return float(self.vocabulary * self.width) if self.tied else 0.0
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Embedding, blocks, and head with its normalization and loss."""
+        """The embedding, the blocks, and the head with its normalization and loss."""
         return (self._embedding(), self._block(), self._head())
 
     def divides(self, axis: str, ranks: int) -> str | None:
-        """Whether an axis of so many ranks can split it; see `Model`."""
+        """The reason why an axis of `ranks` ranks cannot split the model, or None; see `Model`."""
         if axis == "tensor" and self.heads % ranks:
-            return f"{self.heads} heads do not divide by {ranks}"
+            return f"{self.heads} heads are not divisible by {ranks}"
         if axis == "tensor" and self.key_value_heads % ranks:
-            return f"{self.key_value_heads} key/value heads do not divide by {ranks}"
+            return f"{self.key_value_heads} key/value heads are not divisible by {ranks}"
         if axis == "tensor" and self.hidden_units % ranks:
-            return f"{self.hidden_units} hidden units do not divide by {ranks}"
+            return f"{self.hidden_units} hidden units are not divisible by {ranks}"
         if axis == "pipeline" and ranks > self.layers:
             return f"there are only {self.layers} blocks"
         if axis == "expert" and ranks > 1 and (self.experts is None or self.experts % ranks):
-            return f"{self.experts or 'no'} experts do not divide by {ranks}"
+            if self.experts is None:
+                return "the model has no experts"
+            return f"{self.experts} experts are not divisible by {ranks}"
         if axis == "context" and ranks > 1 and self.length % (2 * ranks):
-            return f"{self.length} tokens do not divide into {2 * ranks} chunks"
+            return f"{self.length} tokens are not divisible into {2 * ranks} chunks"
         return None
 
     def _norm_parameters(self) -> int:
@@ -162,18 +166,20 @@ class Transformer:
         hidden_biases = (matrices - 1) * f if self.use_bias else 0
         output_biases = h if self.use_bias else 0
         used = self.top_k if self.experts else 1
-        # Inputs of two norms and of two products are whole; Korthikanti et al.: 10 s b h with masks.
+        # The inputs of two norms and of two products are not split; with masks they are the 10 s b h
+        # of Korthikanti et al.
         whole = 4 * s * h
-        # Query, key, value and what the projection reads; what the hidden units are made of, and they.
-        # What a gate keeps: both products, the activated gate, and their product.
+        # Stored: query, key, value and the input of the projection, see `kept_split` below.
+        # The hidden units before and after the activation; with a gate both products, the activated
+        # gate, and the product of the gate and the other.
         network_kept = s * f * (4 if self.gated else 2)
-        # Each of a token's experts keeps its inputs and hidden units.
+        # The inputs and outputs of each of a token's experts are stored.
         extra = s * h * used * 2 if self.experts else 0
         scores = self.heads * s * s
         core = 4.0 * self.heads * d * s * s * (0.5 if self.causal_flops else 1.0)
         router = h * self.experts if self.experts else 0
-        # By blocks a row of scores leaves its log-sum-exp. A matrix of all scores leaves the softmax and,
-        # dropped, once more; it reads a key and a value for each query head.
+        # Blockwise attention stores the log-sum-exp of each row of scores. Otherwise the softmax is
+        # stored, with dropout also its dropped copy, and a key and a value for each query head.
         by_blocks = 2 * self.heads * s
         matrix = scores * (2 if self.dropout else 1) + 2 * s * (queries - keys)
         common = self._norm_parameters() * 2 + output_biases
@@ -192,7 +198,7 @@ class Transformer:
             kept_gathered=2 * s * h,
             kept_split=s * (2 * queries + 2 * keys) + used * network_kept,
             kept_attention=by_blocks if self.blockwise else matrix,
-            # The ring keeps its output as it is by heads, beside what the projection reads.
+            # Ring attention stores its output by heads in addition to the input of the projection.
             kept_ring=by_blocks + s * queries,
             mask_whole=2 * s * h if self.dropout else 0,
             mask_attention=scores if self.dropout and not self.blockwise else 0,
@@ -212,7 +218,7 @@ class Transformer:
             whole_parameters=self._norm_parameters(),
             split_parameters=self.vocabulary * h,
             flops=2.0 * s * h * self.vocabulary,
-            # The last norm's input and the product's: Korthikanti et al., section 4.3.
+            # The inputs of the last norm and of the product: Korthikanti et al., section 4.3.
             kept_whole=2 * s * h,
             kept_gathered=s * h,
             float32_split=s * self.vocabulary,
@@ -224,15 +230,15 @@ class Transformer:
 
 @dataclasses.dataclass(frozen=True)
 class MLP:
-    """Dense layers one after the other, each with a bias and an activation.
+    """A stack of dense layers, each with a bias and an activation.
 
-    A layer of `in` and `out` units takes 2 in out FLOPs forward for a sample, and 6 in a step.
+    A layer of `in` and `out` units costs 2 in out FLOPs forward for a sample, and 6 in a step.
 
     Attributes:
-        widths: Units: of the input, of each hidden layer, of the output.
+        widths: Units of the input, of each hidden layer, and of the output.
 
     Raises:
-        ValueError: There are not two of them at least, or one is no positive integer.
+        ValueError: There are fewer than two widths, or one is not a positive integer.
     """
 
     widths: Sequence[int]
@@ -242,12 +248,12 @@ class MLP:
     def __post_init__(self):
         widths = checks.integers("widths", self.widths, minimum=1)
         if len(widths) < 2:
-            raise checks.refuse("widths", self.widths, "two integers at least: input and output")
+            raise checks.refuse("widths", self.widths, "at least two integers: input and output")
         object.__setattr__(self, "widths", widths)
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
-        """A part for each layer."""
+        """One part for each layer."""
         return tuple(
             Part(
                 f"dense_{number}",
@@ -260,26 +266,27 @@ class MLP:
         )
 
     def divides(self, axis: str, ranks: int) -> str | None:
-        """Whether an axis of so many ranks can split it; see `Model`."""
+        """The reason why an axis of `ranks` ranks cannot split the model, or None; see `Model`."""
         return _plain_divides(self.parts, axis, ranks)
 
 
 @dataclasses.dataclass(frozen=True)
 class ConvNet:
-    """Square convolutions one after the other, and a dense head on their mean.
+    """A stack of square convolutions, global average pooling and a dense head.
 
-    A convolution with a kernel of k x k takes 2 k^2 in out FLOPs for each pixel that it makes.
+    A convolution with a kernel of k x k costs 2 k^2 in out FLOPs for each output pixel.
 
     Attributes:
         size: Height and width of the input.
         channels: Channels of the input.
         filters: Filters of each convolution.
-        strides: Stride of each; None for 1.
+        strides: Stride of each convolution; None for 1.
         kernel: Height and width of the kernels.
         classes: Units of the head.
 
     Raises:
-        ValueError: A size is no positive integer, or there is not a stride for each convolution.
+        ValueError: A size is not a positive integer, or the number of strides differs from that of
+            filters.
     """
 
     size: int
@@ -299,7 +306,7 @@ class ConvNet:
         strides = strides or (1,) * len(filters)
         if len(strides) != len(filters):
             raise ValueError(
-                "Each convolution has one of the `strides`. Received: "
+                "`strides` must have one entry for each of the `filters`. Received: "
                 f"filters={filters}, strides={strides}."
             )
         object.__setattr__(self, "filters", filters)
@@ -307,7 +314,7 @@ class ConvNet:
 
     @functools.cached_property
     def parts(self) -> tuple[Part, ...]:
-        """A part for each convolution with its normalization and activation, and the head."""
+        """One part for each convolution with its normalization and activation, and the head."""
         found, size, channels = [], self.size, self.channels
         for number, (filters, stride) in enumerate(
             zip(self.filters, self.strides or (), strict=True)
@@ -320,7 +327,7 @@ class ConvNet:
                     f"convolution_{number}",
                     whole_parameters=self.kernel**2 * channels * filters + 2 * filters,
                     flops=2.0 * self.kernel**2 * channels * outputs,
-                    # Of the convolution its input, of the normalization and the activation theirs.
+                    # The inputs of the convolution, of the normalization and of the activation.
                     kept_whole=inputs + 2 * outputs,
                     output=outputs,
                 )
@@ -335,12 +342,12 @@ class ConvNet:
         return (*found, head)
 
     def divides(self, axis: str, ranks: int) -> str | None:
-        """Whether an axis of so many ranks can split it; see `Model`."""
+        """The reason why an axis of `ranks` ranks cannot split the model, or None; see `Model`."""
         return _plain_divides(self.parts, axis, ranks)
 
 
 def _plain_divides(parts: Sequence[Part], axis: str, ranks: int) -> str | None:
-    """For models that only rows and layers divide."""
+    """`Model.divides` of models that only the data and pipeline axes can split."""
     if axis in ("tensor", "context", "expert") and ranks > 1:
         return f"its layers are not split over the {axis} axis"
     layers = sum(part.count for part in parts)

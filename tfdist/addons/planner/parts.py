@@ -1,4 +1,4 @@
-"""What a model is to the planner: a chain of parts with their sizes and work for one sample."""
+"""The planner's description of a model: a chain of parts with sizes and FLOPs per sample."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from tfdist.utils import checks
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """A layer, or a block of layers that is not cut, `count` times in a row.
+    """A layer, or an indivisible block of layers, repeated `count` times.
 
-    All sizes are of one of them and of one sample. What the tensor axis splits is "split", what each
-    of its ranks has as a whole is "whole". FLOPs are those of matrix products, 2 for a
-    multiplication and an addition; a backward pass takes twice those of the forward pass.
+    All sizes are for one repetition and one sample. "split" means sharded over the tensor axis,
+    "whole" replicated on it. FLOPs are those of matrix products, 2 for a multiplication and an
+    addition; a backward pass requires twice those of the forward pass.
 
     Attributes:
-        name: What it is.
-        count: How many equal ones follow each other.
-        whole_parameters: Parameters that each tensor rank has.
-        float32_parameters: Of these, those that are float32 whatever the policy, as routers are.
-        split_parameters: Parameters that tensor ranks split.
-        expert_parameters: Those of all experts; split over expert and tensor axis.
-        inactive_parameters: Of all these, those of experts that a token is not sent to.
-        flops: FLOPs of a forward pass, split over the tensor axis, without the attention core.
-        attention_flops: Those of the attention core, which selective recompute does again.
-        kept_whole: Elements kept for the backward pass, not split.
+        name: Name of the part.
+        count: Number of consecutive repetitions.
+        whole_parameters: Replicated parameters.
+        float32_parameters: Of these, parameters that are float32 under any policy, such as routers.
+        split_parameters: Parameters sharded over the tensor axis.
+        expert_parameters: Parameters of all experts, sharded over the expert and tensor axes.
+        inactive_parameters: Of `expert_parameters`, those of experts that a token is not routed to.
+        flops: FLOPs of a forward pass without the attention core; split.
+        attention_flops: FLOPs of the attention core, which selective recompute repeats.
+        kept_whole: Elements stored for the backward pass, not split.
         kept_gathered: Of these, inputs of products that sequence parallelism gathers.
-        kept_split: Elements kept that tensor ranks split.
-        kept_attention: Elements of the attention core that are kept, split.
-        kept_ring: Those on a context axis, where attention goes by blocks.
+        kept_split: Elements stored for the backward pass, split.
+        kept_attention: Elements of the attention core that are stored, split.
+        kept_ring: The same on a context axis, where attention is blockwise.
         mask_whole: Bytes of dropout masks, not split.
-        mask_attention: Bytes of those of the attention core, split.
-        float32_split: Elements kept in float32 whatever the dtype, as logits; split.
-        output: Elements of the tensor that leads to the next part.
+        mask_attention: Bytes of dropout masks of the attention core, split.
+        float32_split: Elements stored in float32 under any policy, such as logits; split.
+        output: Elements of the input of the next part.
         tensor_sums: All-reduces of `output` over the tensor axis, in each direction.
-        exchanged: Elements sent to experts, and as many back.
-        keys_values: Elements of keys and values, which travel on a context axis.
-        last_flops: FLOPs of the product at its end, whose result no gradient needs; split.
-        splits_tokens: Whether a context axis divides its work and activations.
-        attention_backward: FLOPs of the core's backward pass over those of its forward pass.
+        exchanged: Elements sent to experts; the same number is returned.
+        keys_values: Elements of keys and values, which the context axis exchanges.
+        last_flops: FLOPs of the last product, whose result no gradient requires; split.
+        splits_tokens: Whether a context axis splits the FLOPs and activations.
+        attention_backward: FLOPs of the core's backward pass relative to its forward pass.
     """
 
     name: str
@@ -70,51 +70,51 @@ class Part:
 
     @property
     def parameters(self) -> float:
-        """Parameters of one of them."""
+        """Parameters of one repetition."""
         return self.whole_parameters + self.split_parameters + self.expert_parameters
 
 
 class Model(Protocol):
-    """A model as the planner takes it."""
+    """The interface of a model's description."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The chain, first to last."""
+        """The parts of the chain, in order."""
         ...
 
     @property
     def tokens(self) -> int:
-        """Tokens of a sample; 1 where a sample has none."""
+        """Tokens of a sample; 1 for models without tokens."""
         ...
 
     @property
     def shared_parameters(self) -> float:
-        """Parameters that the last part shares with the first, as a tied head does."""
+        """Parameters that the first and last part share, such as those of a tied head."""
         ...
 
     def divides(self, axis: str, ranks: int) -> str | None:
-        """None if ranks of an axis can divide the model, else why not, in words."""
+        """The reason why an axis of `ranks` ranks cannot split the model, as text, or None."""
         ...
 
 
 def check_model(model: Any) -> None:
-    """Raises a TypeError unless a value describes a model."""
+    """Raise a TypeError unless a value describes a model."""
     if not all(hasattr(model, name) for name in ("parts", "tokens", "divides")):
         raise checks.refuse(
             "model",
             model,
-            "a description of a model, as tfdist.addons.planner.Transformer",
+            "a description of a model, such as a tfdist.addons.planner.Transformer",
             TypeError,
         )
 
 
 def count_parameters(model: Model) -> float:
-    """All parameters, those that two parts share counted once."""
+    """Number of parameters; shared ones count once."""
     return sum(part.count * part.parameters for part in model.parts) - model.shared_parameters
 
 
 def count_active_parameters(model: Model) -> float:
-    """The parameters that a token uses: of a mixture those of `top_k` experts, not of all."""
+    """Number of parameters that a token uses; of a mixture of experts those of `top_k`."""
     return count_parameters(model) - sum(
         part.count * part.inactive_parameters for part in model.parts
     )
@@ -126,9 +126,9 @@ def forward_flops(model: Model) -> float:
 
 
 def training_flops(model: Model) -> float:
-    """FLOPs of a training step over a sample: forward once, and twice as much backward.
+    """Model FLOPs of a training step over a sample: three times those of the forward pass.
 
-    What recompute or blockwise attention does again is not counted: these are "model FLOPs"
-    (Chowdhery et al. 2022, "PaLM", appendix B).
+    Repeated work of recompute or blockwise attention is not counted (Chowdhery et al. 2022, "PaLM",
+    appendix B).
     """
     return 3.0 * forward_flops(model)

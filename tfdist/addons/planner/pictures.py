@@ -1,4 +1,4 @@
-"""Pictures of plans, by matplotlib."""
+"""Plots of plans, with matplotlib."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ _MOST_BARS = 8
 
 
 def save_picture(plan: Plan, path: str | Path) -> None:
-    """Draws memory and time by kind of the best layouts, and time against memory of all kinds.
+    """Plot memory and time by kind of the best layouts, and time against memory of all kinds.
 
     Args:
-        plan: With one layout that fits at least.
-        path: The file; its suffix says in which format.
+        plan: A plan with at least one layout that fits.
+        path: The file; its suffix determines the format.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: No layout fits, or matplotlib does not know the format.
+        ValueError: No layout fits, or matplotlib does not support the format.
     """
     from matplotlib.figure import Figure
 
     if not plan.best:
-        raise ValueError("A picture shows layouts that fit. Received: a plan without any.")
+        raise ValueError(
+            "A plot requires a plan with at least one layout that fits. Received: a plan without one."
+        )
     shown = list(plan.best)
     shown += [each.estimate for each in plan.rejected if each.estimate is not None]
     bars = shown[:_MOST_BARS]
@@ -43,18 +45,18 @@ def save_picture(plan: Plan, path: str | Path) -> None:
         memory,
         names,
         [{k: getattr(e.memory, k) / 2**30 for k in _MEMORY} for e in bars],
-        "GiB a rank",
+        "GiB per rank",
     )
     memory.axvline(bars[0].memory_limit / 2**30, color="black", linestyle=":")
     _bars(
-        seconds, [""] * len(bars), [{k: e.seconds[k] for k in _SECONDS} for e in bars], "s a step"
+        seconds, [""] * len(bars), [{k: e.seconds[k] for k in _SECONDS} for e in bars], "s per step"
     )
     _frontier(frontier, shown)
     figure.savefig(path)
 
 
 def _bars(axes, names: Sequence[str], rows: Sequence[dict[str, float]], unit: str) -> None:
-    """A stacked bar for each row."""
+    """Plot a stacked bar for each row."""
     places = range(len(rows), 0, -1)
     left = [0.0] * len(rows)
     for kind in rows[0]:
@@ -68,7 +70,7 @@ def _bars(axes, names: Sequence[str], rows: Sequence[dict[str, float]], unit: st
 
 
 def _frontier(axes, estimates: Sequence[Estimate]) -> None:
-    """Time against memory; what no other layout beats in both is joined."""
+    """Plot time against memory, and a line through the Pareto-optimal layouts."""
     points = sorted((e.memory.total / 2**30, e.step_seconds, e.layout.kind) for e in estimates)
     axes.scatter([each[0] for each in points], [each[1] for each in points], s=16)
     best: list[tuple[float, float]] = []
@@ -77,6 +79,6 @@ def _frontier(axes, estimates: Sequence[Estimate]) -> None:
         if not best or time < best[-1][1]:
             best.append((size, time))
     axes.plot([each[0] for each in best], [each[1] for each in best], drawstyle="steps-post")
-    axes.set_xlabel("GiB a rank")
-    axes.set_ylabel("s a step")
+    axes.set_xlabel("GiB per rank")
+    axes.set_ylabel("s per step")
     axes.set_yscale("log")

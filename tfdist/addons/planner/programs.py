@@ -1,4 +1,4 @@
-"""The program, and the command, that train a model by a layout."""
+"""The program and the command that train a model with a layout."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tfdist.addons.planner.models import Transformer
 from tfdist.addons.planner.parts import Model
 from tfdist.utils import checks
 
-#: A call is broken where it is longer.
+#: Longer calls are split over several lines.
 _LINE = 92
-#: By name of the planner, the class of `keras.optimizers` and its arguments.
+#: The class of `keras.optimizers` and its arguments, by the planner's name.
 _OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {}),
     "adafactor": ("Adafactor", {}),
@@ -28,18 +28,18 @@ _OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def refusal(layout: Layout) -> str | None:
-    """Why there is no program of tfdist for a layout, in words; None where there is one."""
+    """The reason why tfdist cannot run a layout, as text; None if it can."""
     if layout.dtype in FOREIGN:
         return (
-            f"No program: --dtype={layout.dtype} is the mixed precision of {FOREIGN[layout.dtype]}, with a "
-            "float32 copy of the weights in its optimizer. tfdist trains in float32, mixed_bfloat16, "
-            "mixed_float16, bfloat16 or float16."
+            f"--dtype={layout.dtype} is not supported for training: it is the mixed precision of "
+            f"{FOREIGN[layout.dtype]}, with a float32 copy of the weights in the optimizer. tfdist trains in "
+            "float32, mixed_bfloat16, mixed_float16, bfloat16 or float16."
         )
     return None
 
 
 def gpt_arguments(model: Transformer) -> dict[str, Any]:
-    """What `tfdist.models.gpt` takes beside the size of the vocabulary, to be a model of these sizes."""
+    """The arguments of `tfdist.models.gpt` for a model of these sizes, except the vocabulary size."""
     arguments: dict[str, Any] = {
         "num_layers": model.layers,
         "width": model.width,
@@ -63,23 +63,23 @@ def gpt_arguments(model: Transformer) -> dict[str, Any]:
 
 
 def code(model: Model, layout: Layout, *, global_batch: int, preset: str | None = None) -> str:
-    """The lines of a program that trains a model by a layout.
+    """Generate a program that trains a model with a layout.
 
-    Of a `Transformer` they build it; another model comes from a `build` of the user's own. The data
-    are the user's, too: `x` and `y`.
+    The program builds a `Transformer`; for other models it calls the user's function `build`. The
+    data are the user's variables `x` and `y`.
 
     Args:
         model: The model.
         layout: The layout.
         global_batch: Samples of an update, over all ranks.
-        preset: Folder of a KerasHub preset, whose model and weights are taken; None for a new model.
+        preset: Folder of a KerasHub preset to load the model from; None for a new model.
 
     Raises:
-        ValueError: The layout has the dtypes of another system, which tfdist does not run.
+        ValueError: The layout has the mixed precision of another system.
     """
     checks.integer("global_batch", global_batch, minimum=1)
     if why := refusal(layout):
-        raise ValueError(f"{why} Received: dtype={layout.dtype!r}.")
+        raise ValueError(f"`layout` must have a dtype of tfdist: {why} Received: {layout.dtype!r}.")
     lines = ["import keras", "import tfdist", ""]
     if layout.dtype != "float32":
         lines.append(f'keras.config.set_dtype_policy("{layout.dtype}")')
@@ -105,7 +105,7 @@ def _build(model: Model, layout: Layout, preset: str | None) -> list[str]:
         if layout.sequence_parallel and layout.tensor > 1:
             arguments["sequence_parallel"] = True
         if model.experts:
-            # Of each sequence, so that neither micro-batches nor ranks change it.
+            # Balancing over a sequence does not depend on micro-batches and ranks.
             arguments["experts"] = {"balance_over": "sequence"}
         lines = [_call("model = tfdist.models.gpt", [f"{model.vocabulary}"], arguments)]
         loss = f"tfdist.layers.VocabParallelCrossEntropy({model.vocabulary})"
@@ -127,16 +127,16 @@ def _build(model: Model, layout: Layout, preset: str | None) -> list[str]:
         arguments = {**arguments, "gradient_accumulation_steps": layout.accumulation}
     lines.append(_call(f"optimizer = keras.optimizers.{name}", [], arguments))
     if layout.dtype == "float16":
-        # Keras scales the loss by itself under mixed_float16 only.
+        # Keras scales the loss automatically under mixed_float16 only.
         lines.append("optimizer = keras.optimizers.LossScaleOptimizer(optimizer)")
-    # A task's own metric takes whole logits.
+    # The default metric of a task requires unsharded logits.
     more = ", weighted_metrics=None" if preset is not None and layout.pipeline == 1 else ""
     lines.append(f"model.compile(optimizer, {loss}{more})")
     return lines
 
 
 def _call(function: str, positional: list[str], arguments: dict[str, Any]) -> str:
-    """A call, on lines of its own where it is long."""
+    """The source of a call, split over lines if it is long."""
     given = [*positional, *(f"{name}={_literal(value)}" for name, value in arguments.items())]
     short = f"{function}({', '.join(given)})"
     if len(short) <= _LINE:
@@ -145,12 +145,12 @@ def _call(function: str, positional: list[str], arguments: dict[str, Any]) -> st
 
 
 def _literal(value: Any) -> str:
-    """A value as Python has it, with double quotes."""
+    """The Python literal of a value, with double quotes."""
     return repr(value).replace("'", '"')
 
 
 def layout_flags(layout: Layout) -> list[str]:
-    """The flags of `tfdist-train` and `tfdist-finetune` that lay out the ranks."""
+    """The flags of `tfdist-train` and `tfdist-finetune` for a layout."""
     found = [f"--{axis}={size}" for axis, size in layout.used_axes.items()]
     if layout.pipeline > 1:
         found += [f"--num_microbatches={layout.num_microbatches}", f"--schedule={layout.schedule}"]
@@ -165,18 +165,18 @@ def layout_flags(layout: Layout) -> list[str]:
 
 
 def command_line(model_flags: list[str], layout: Layout, *, global_batch: int) -> str:
-    """The command that trains a model by a layout.
+    """Generate the command that trains a model with a layout.
 
     Args:
-        model_flags: The program, and the flags of its model: `tfdist-train`, `--model=gpt`, ...
+        model_flags: The program and the flags of its model: `tfdist-train`, `--model=gpt`, ...
         layout: The layout.
         global_batch: Samples of an update, over all ranks.
 
     Raises:
-        ValueError: The layout has the dtypes of another system, which tfdist does not run.
+        ValueError: The layout has the mixed precision of another system.
     """
     if why := refusal(layout):
-        raise ValueError(f"{why} Received: dtype={layout.dtype!r}.")
+        raise ValueError(f"`layout` must have a dtype of tfdist: {why} Received: {layout.dtype!r}.")
     kind, arguments = _OPTIMIZERS[layout.optimizer]
     words = [
         *("tfdist-run", "-np", str(layout.ranks), "--"),

@@ -1,4 +1,4 @@
-"""What a job asks of its links, beside what they give, and what helps where that is not enough."""
+"""The bandwidth and latency that a job requires of its links, and remedies for slow links."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from tfdist.addons.planner.memory import BUCKET_BYTES
 from tfdist.utils import checks
 from tfdist.utils.quantities import as_seconds
 
-#: Of a step, what the latency of its messages may take.
+#: The share of a step that the latency of its messages may cost.
 LATENCY_SHARE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Requirement:
-    """What gradients ask of the slowest link that they take.
+    """The link that the communication of gradients requires.
 
     Attributes:
-        bandwidth: Bytes a second and rank, in one direction, for all gradients to be summed in the time of a
+        bandwidth: Bytes per second and rank, in one direction, to sum all gradients in the time of a
             step's arithmetic.
-        given_bandwidth: What the link has.
-        latency: The most seconds of a hop.
-        given_latency: What the link has.
-        accumulation: Steps whose gradients would have to be added up for the bandwidth to do. None under
-            ZeRO-2 and 3, which reduce those of each step.
-        compression: By how much gradients would have to shrink for it; 1.0 if it does.
+        given_bandwidth: Bandwidth of the slowest link, in bytes per second.
+        latency: The largest acceptable latency of a hop, in seconds.
+        given_latency: Latency of the slowest link, in seconds.
+        accumulation: Steps of accumulation for which the bandwidth suffices. None under ZeRO-2 and 3,
+            which reduce the gradients of each step.
+        compression: Compression ratio for which the bandwidth suffices.
     """
 
     bandwidth: float
@@ -43,36 +43,36 @@ class Requirement:
 
     @property
     def is_met(self) -> bool:
-        """Whether the link does."""
+        """Whether the link suffices."""
         return self.bandwidth <= self.given_bandwidth and self.given_latency <= self.latency
 
     @property
     def remedy(self) -> str:
-        """What helps where it does not, in words; "" where it does."""
+        """Remedies for an insufficient link, as text; "" if it suffices."""
         found = []
         if self.bandwidth > self.given_bandwidth:
             steps = ""
             if self.accumulation is not None:
                 steps = f"accumulate {self.accumulation} steps (--accumulate), "
             found.append(
-                f"the bandwidth falls short: {steps}compress gradients {self.compression:.2g}-fold "
-                "(--compression), or train apart (--sync_every)"
+                f"the bandwidth is too low: {steps}compress gradients {self.compression:.2g}-fold "
+                "(--compression), or use local steps (--sync_every)"
             )
         if self.given_latency > self.latency:
             found.append(
-                "the latency is too large: larger buckets (bucket_mib), fewer ranks on the data axis, or more "
-                "rows a rank"
+                "the latency is too high: use larger buckets (bucket_mib), fewer ranks on the data axis, or "
+                "more rows per rank"
             )
         return "; ".join(found)
 
 
 def largest_latency(step_seconds: float, messages: int, share: float = LATENCY_SHARE) -> float:
-    """The most seconds that one hop may take for the hops of a step to take a share of it.
+    """The largest latency of a hop, in seconds, so that a step's hops cost at most a share of it.
 
     Args:
         step_seconds: Seconds of a step.
-        messages: Hops of a step that follow each other.
-        share: Of the step, what they may take.
+        messages: Number of sequential hops of a step.
+        share: The share of the step.
     """
     checks.number("step_seconds", step_seconds, above=0)
     checks.integer("messages", messages, minimum=1, maximum=2**62)
@@ -81,17 +81,17 @@ def largest_latency(step_seconds: float, messages: int, share: float = LATENCY_S
 
 
 def requirement(estimate: Estimate, machine: Machine) -> Requirement | None:
-    """What the gradients of a layout ask of the machine's links; None where no rank sends any.
+    """The link that the gradients of a layout require; None if no rank sends gradients.
 
-    A ring over n ranks sends 2 (n - 1) / n of the gradients' bytes each update, in 2 (n - 1) hops a
+    A ring over n ranks sends 2 (n - 1) / n of the gradients' bytes per update, in 2 (n - 1) hops per
     bucket (Patarasuk and Yuan 2009).
 
     Args:
-        estimate: Of a step of the layout.
+        estimate: The estimate of a step of the layout.
         machine: The machine.
 
     Raises:
-        ValueError: The ranks lie on several hosts, and the machine has no link between these.
+        ValueError: The ranks are on several hosts, and the machine has no link between hosts.
     """
     checks.instance("estimate", estimate, Estimate, "an Estimate")
     checks.instance("machine", machine, Machine, "a tfdist.addons.planner.Machine")
@@ -100,7 +100,7 @@ def requirement(estimate: Estimate, machine: Machine) -> Requirement | None:
     if ranks == 1:
         return None
     link = way(layout, ("context", "expert", "data"), machine).slowest
-    # Of the bytes that the layout sends, those of one sum: ZeRO-3 sends one and a half, in micro-steps more.
+    # The bytes of one sum: ZeRO-3 sends one and a half times those, ZeRO-2 and 3 in each micro-step.
     share = 2 * (ranks - 1) / ranks
     sums = 1.5 if layout.zero_stage == 3 and layout.pipeline == 1 else 1.0
     passes = layout.accumulation if layout.zero_stage >= 2 else 1
@@ -123,12 +123,12 @@ def requirement(estimate: Estimate, machine: Machine) -> Requirement | None:
 def asked_of_link(
     size: float, buckets: int, ranks: int, link: Link, busy_seconds: float, step_seconds: float
 ) -> Requirement:
-    """What gradients that are neither accumulated nor compressed ask of a link.
+    """The link that gradients require without accumulation and compression.
 
     Args:
         size: Bytes that are summed in a step.
-        buckets: In how many messages.
-        ranks: Ranks that add up, two at least.
+        buckets: Number of buckets.
+        ranks: Ranks of the all-reduce, at least two.
         link: The link.
         busy_seconds: Seconds of a step's arithmetic.
         step_seconds: Seconds of a step.
@@ -148,14 +148,14 @@ def asked_of_link(
 def table(found: Requirement) -> str:
     """A requirement as text."""
     rows = [
-        ("bandwidth of a rank", _rate(found.bandwidth), _rate(found.given_bandwidth)),
-        ("latency of a hop", as_seconds(found.latency), as_seconds(found.given_latency)),
+        ("bandwidth per rank, at least", _rate(found.bandwidth), _rate(found.given_bandwidth)),
+        ("latency per hop, at most", as_seconds(found.latency), as_seconds(found.given_latency)),
     ]
-    head = ("gradients ask of the link", "at least, at most", "it has")
+    head = ("link for gradients", "required", "available")
     lines = [tabulate(rows, head, disable_numparse=True, colalign=("left", "right", "right"))]
     return "\n".join([*lines, found.remedy] if found.remedy else lines)
 
 
 def _rate(value: float) -> str:
-    """Bytes a second in bits, as links are sold."""
+    """A bandwidth in bytes per second as text in Gbit/s."""
     return f"{8 * value / 1e9:,.3g} Gbit/s"

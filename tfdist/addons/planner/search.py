@@ -1,9 +1,9 @@
-"""The choice of a layout: all that divide, those that fit, ranked by the time of a step.
+"""Search for the fastest layouts that are valid for the model and fit into memory.
 
-A layout is not looked at any closer once a bound says that it cannot be among the best, of all and of its
-kind: its arithmetic and its messages over tensor, expert and context axis alone, divided evenly over
-the stages, with the bubble that its schedule has at least; or bytes of states and of activations of one
-micro-batch, divided likewise. Both lie below what an estimate says, so the result is that of trying all.
+A layout is pruned if a lower bound excludes it from the best of all layouts and of its kind. The bound of time
+is its arithmetic and its messages over the tensor, expert and context axes, split evenly over the stages, with
+the smallest bubble of its schedule. The bound of memory is the states, and the activations of one micro-batch,
+split likewise. Both are below the estimate, so the result equals that of an exhaustive search.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _AXES = ("data", "expert", "context", "pipeline", "tensor")
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a search may choose from.
+    """The options and limits of a search.
 
     Attributes:
         memory: Bytes that a rank may use; None for the machine's.
         axes: The axes that may have more than one rank.
         zero_stages: ZeRO stages.
-        recompute: Policies of recompute.
-        schedules: Schedules of pipelines.
-        chunks: Stages of a rank, for the interleaved schedule.
+        recompute: Recompute policies.
+        schedules: Pipeline schedules.
+        chunks: Stages per rank, for the interleaved schedule.
         dtype: As in `Layout`.
         optimizer: As in `Layout`.
         ema: As in `Layout`.
         compression: As in `Layout`.
-        sequence_parallel: Whether tensor ranks split sequences, too.
-        accumulation: Steps whose gradients make one update; None for any number.
-        most_tensor: The largest tensor axis; None for any.
-        most_rows: The most rows of a micro-batch; None for any.
+        sequence_parallel: Values of `Layout.sequence_parallel`.
+        accumulation: Steps whose gradients are accumulated before an update; None for any number.
+        most_tensor: The largest tensor axis; None for no limit.
+        most_rows: The largest number of rows of a micro-batch; None for no limit.
 
     Raises:
         ValueError: A name is unknown, or a list is empty.
@@ -86,20 +86,20 @@ class Limits:
 
 @dataclasses.dataclass(slots=True)
 class Group:
-    """Layouts that differ in schedule and ZeRO stage alone.
+    """Layouts that differ only in schedule and ZeRO stage.
 
     Attributes:
-        sizes: Ranks of the axes, in the order of `tfdist.Mesh`.
+        sizes: Sizes of the axes, in the order of `tfdist.Mesh`.
         rows: Rows of a micro-batch.
-        passes: Micro-batches of an update, one after the other.
-        recompute: Policy of recompute.
+        passes: Micro-batches of an update on a rank.
+        recompute: Recompute policy.
         sequence_parallel: As in `Layout`.
         kind: The axes in use.
-        dense: Parameters of dense layers on the ranks of all stages.
-        experts: Those of experts.
-        kept: Bytes that a micro-batch leaves in all stages, at least.
-        seconds: Arithmetic and messages of one micro-batch through all stages.
-        bound: No layout of the group takes less.
+        dense: Parameters of dense layers, summed over all stages.
+        experts: Parameters of experts, summed over all stages.
+        kept: Lower bound of the activations of a micro-batch in all stages, in bytes.
+        seconds: Arithmetic and messages of one micro-batch through all stages, in seconds.
+        bound: Lower bound of the seconds of a step.
     """
 
     sizes: tuple[int, ...]
@@ -125,14 +125,14 @@ class Group:
                 for chunks in (limits.chunks if schedule == "interleaved" else (1,))
                 if schedule != "interleaved" or self.passes // (limits.accumulation or 1) % p == 0
             ]
-        # Alone a rank has nobody to share states with.
+        # A single rank has no other to shard states over.
         is_alone = self.sizes[0] * self.sizes[1] * self.sizes[2] == 1
         for schedule, chunks in schedules:
             for zero in (0,) if is_alone else limits.zero_stages:
                 yield schedule, chunks, zero
 
     def layout(self, limits: Limits, schedule: str, chunks: int, zero: int) -> Layout:
-        """One of its layouts."""
+        """The layout of the group with a schedule and a ZeRO stage."""
         p, steps = self.sizes[3], limits.accumulation or 1
         return dataclasses.replace(
             _layout(self.sizes),
@@ -152,14 +152,14 @@ class Group:
 
 @dataclasses.dataclass
 class Found:
-    """The layouts of a kind.
+    """The result of a search for one kind of layouts.
 
     Attributes:
-        best: The fastest that fits, or None.
-        least: Bytes of the one that takes least, where none fits; at least so many.
-        binds: Of which kind most of these are.
-        closest: The estimate of the one that takes least, if one was made.
-        why: Why none divides, in words, where none does.
+        best: The estimate of the fastest layout that fits, or None.
+        least: Lower bound of the memory of the pruned layouts, in bytes.
+        binds: The largest kind of memory in `least`.
+        closest: The estimate of the layout with the least memory among those that do not fit.
+        why: The reason why no layout is valid for the model, as text; else None.
     """
 
     best: Estimate | None = None
@@ -170,22 +170,22 @@ class Found:
 
 
 class Search:
-    """A search over all layouts of some ranks.
+    """A search over all layouts of a number of ranks.
 
     Args:
         model: The model.
         machine: The machine.
         global_batch: Samples of an update.
-        ranks: Ranks.
-        limits: What may be chosen.
-        count: How many of the best are wanted.
+        ranks: Number of ranks.
+        limits: The options and limits.
+        count: Number of best layouts to keep.
 
     Attributes:
-        best: The fastest that fit, by time.
-        kinds: What was found of each kind.
-        refused: Axes that do not divide the model by some numbers of ranks, and the first such.
-        considered: How many layouts there are.
-        estimated: How many of them were looked at closely.
+        best: Estimates of the fastest layouts that fit, fastest first.
+        kinds: The result for each kind of layouts.
+        refused: By axis, the first reason why it cannot split the model.
+        considered: Number of layouts.
+        estimated: Number of layouts that were estimated instead of pruned.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Search:
         self.considered = self.estimated = 0
 
     def run(self) -> Search:
-        """Searches."""
+        """Run the search."""
         for group in sorted(self.groups(), key=lambda each: each.bound):
             found = self.kinds.setdefault(group.kind, Found())
             for schedule, chunks, zero in group.options(self._limits):
@@ -223,7 +223,7 @@ class Search:
         return self
 
     def every(self) -> Iterator[Layout]:
-        """All layouts that divide, for whoever wants to try all."""
+        """All layouts that are valid for the model and the batch, without pruning."""
         for group in self.groups():
             for schedule, chunks, zero in group.options(self._limits):
                 layout = group.layout(self._limits, schedule, chunks, zero)
@@ -231,7 +231,7 @@ class Search:
                     yield layout
 
     def groups(self) -> Iterator[Group]:
-        """All groups of layouts that divide the model and the batch."""
+        """All groups of layouts that are valid for the model and the batch."""
         refused: dict[str, str] = {}
         divided: set[str] = set()
         for sizes in self._sizes():
@@ -263,7 +263,7 @@ class Search:
         )
 
     def _sizes(self) -> Iterator[tuple[int, ...]]:
-        """Ranks of the axes that multiply to all ranks."""
+        """Sizes of the axes whose product is the number of ranks."""
         allowed = self._limits.axes
 
         def options(axis: str, left: int) -> Sequence[int]:
@@ -376,11 +376,11 @@ def _layout(sizes: tuple[int, ...]) -> Layout:
 
 
 def _key(estimate: Estimate) -> tuple[float, float, str]:
-    """By time; of equal ones that with least memory, and of those by name."""
+    """The sort key: time, then memory, then description."""
     return (estimate.step_seconds, estimate.memory.total, estimate.layout.words())
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, smallest first."""
+    """All divisors of a number, in ascending order."""
     low = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
     return low + [number // each for each in reversed(low) if each * each != number]

@@ -1,7 +1,6 @@
-"""A step played through as events: the real schedules, collectives hop by hop, slow ranks.
+"""Discrete-event simulation of a step: pipeline schedules, collectives by hop, and slow ranks.
 
-Where `tfdist.addons.planner.estimate` has formulas, this has events: what a rank waits for follows from what others
-have done. Tests compare both.
+`tfdist.addons.planner.estimate` uses formulas instead; tests compare both.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from tfdist.pipeline.schedules import Action, Schedule, make_schedule
 from tfdist.pipeline.simulation import needs
 from tfdist.utils import checks
 
-#: Forward passes of a schedule that is played: half a minute.
+#: The most forward passes of a simulated schedule, which take half a minute.
 _MOST_FORWARDS = 1 << 18
 _MOST_RANKS = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class SimulatedStep:
-    """A step that was played through.
+    """The result of a simulated step.
 
     Attributes:
-        seconds: Of the step.
-        passes: Seconds until the last rank of the pipeline has done its passes.
-        bubble: The share of these in which the mean rank waits.
-        gradients: Seconds of the all-reduce that follows, as events.
-        straggler: Seconds more than without slow ranks.
+        seconds: Duration of the step.
+        passes: Seconds until the last rank of the pipeline has completed its passes.
+        bubble: The share of `passes` in which ranks wait, averaged over ranks.
+        gradients: Exposed seconds of the gradients' communication, as in `estimate`.
+        straggler: Additional seconds by slow ranks and jitter.
     """
 
     seconds: float
@@ -50,17 +49,17 @@ def play(
     schedule: Schedule, forward: Sequence[float], backward: Sequence[float],
     weights: Sequence[float], hop: float,
 ) -> tuple[list[float], list[float]]:  # fmt: skip
-    """When each rank of a pipeline ends, and for how long it works.
+    """Simulate a pipeline: the time at which each rank ends, and its busy time, in seconds.
 
     Args:
         schedule: The schedule.
         forward: Seconds of each stage's forward pass.
-        backward: Of its backward pass, with gradients of weights.
-        weights: Of these alone, which the zero-bubble schedule does apart.
-        hop: Seconds of a message between ranks; nobody is busy with it.
+        backward: Seconds of each stage's backward pass, including gradients of weights.
+        weights: Seconds of the gradients of weights, which the zero-bubble schedule separates.
+        hop: Seconds of a message between ranks, during which ranks can compute.
 
     Raises:
-        ValueError: The schedule comes to a halt.
+        ValueError: The schedule deadlocks.
     """
     done: dict[Action, float] = {}
     at = [0] * schedule.num_ranks
@@ -94,20 +93,20 @@ def play(
                 at[rank] += 1
                 left -= 1
         if left == before:
-            raise ValueError(f"The schedule {schedule.name!r} comes to a halt.")
+            raise ValueError(f"Schedule {schedule.name!r} deadlocks and cannot be simulated.")
     return free, busy
 
 
 def ring_events(size: float, starts: np.ndarray, links: Sequence[Link] | Link) -> np.ndarray:
-    """When each rank of a ring has the sum, hop by hop.
+    """Simulate a ring all-reduce: the time at which each rank has the sum, in seconds.
 
-    In each of 2 (n - 1) rounds a rank sends S / n bytes to the next, once it has those of the round
-    before. A rank that starts late, or a slow link, holds up the others as it would.
+    In each of 2 (n - 1) rounds a rank sends S / n bytes to the next, after it has received those of
+    the previous round. A late rank or a slow link therefore delays the others.
 
     Args:
         size: Bytes of the tensor.
-        starts: When each rank begins, in seconds.
-        links: From each rank to the next; one for all.
+        starts: The time at which each rank starts, in seconds.
+        links: The link from each rank to the next, or one link for all.
     """
     ranks = len(starts)
     if ranks == 1:
@@ -118,22 +117,22 @@ def ring_events(size: float, starts: np.ndarray, links: Sequence[Link] | Link) -
     ready = np.array(starts, float)
     free = np.zeros(ranks)
     for _ in range(2 * (ranks - 1)):
-        # A rank sends once it has its piece and its link is free; the next has it once it came.
+        # A rank sends as soon as it has its piece and its link is free.
         free = np.maximum(ready, free) + carried
         ready = np.maximum(ready, np.roll(free + latency, 1))
     return ready
 
 
 def tree_events(size: float, starts: np.ndarray, link: Link, pieces: int = 64) -> np.ndarray:
-    """When each rank has the sum, up a binary tree and down again in pieces that follow each other.
+    """Simulate a pipelined tree all-reduce: the time at which each rank has the sum, in seconds.
 
     Two trees share the bytes (Sanders, Speck and Traff 2009), so each moves S / 2.
 
     Args:
         size: Bytes of the tensor.
-        starts: When each rank begins, in seconds.
-        link: Between any two ranks.
-        pieces: Into how many pieces the bytes are cut.
+        starts: The time at which each rank starts, in seconds.
+        link: The link between any two ranks.
+        pieces: Number of pieces that the bytes are split into.
     """
     ready = np.array(starts, float)
     ranks = len(ready)
@@ -142,7 +141,7 @@ def tree_events(size: float, starts: np.ndarray, link: Link, pieces: int = 64) -
     for child in range(ranks - 1, 0, -1):
         parent = parents[child - 1]
         ready[parent] = max(ready[parent], ready[child] + link.latency + piece)
-    # A parent takes in a piece of each of two children while it sends one on.
+    # A parent receives a piece from each of two children while it sends one.
     ready[0] += 2 * (pieces - 1) * piece
     for child in range(1, ranks):
         ready[child] = ready[parents[child - 1]] + link.latency + piece
@@ -150,7 +149,7 @@ def tree_events(size: float, starts: np.ndarray, link: Link, pieces: int = 64) -
 
 
 def two_level_events(size: float, starts: np.ndarray, group: Way) -> np.ndarray:
-    """When each rank has the sum: rings inside of hosts, between them, and inside again."""
+    """Simulate an all-reduce by rings within and between hosts: when each rank has the sum."""
     starts = np.asarray(starts, float)
     members, hosts = group.members, len(starts) // group.members
     if group.between is None or hosts < 2:
@@ -173,23 +172,23 @@ def simulate_step(
     slowness: float = 1.5,
     seed: int = 0,
 ) -> SimulatedStep:
-    """Plays a step: one pipeline of each distinct speed by its schedule, then the all-reduce of all.
+    """Simulate a step: a pipeline of each distinct speed, then the all-reduce over replicas.
 
-    Replicas differ by a random share of their time, and some hold a slow rank. A pipeline is as slow as
-    its slowest tensor rank, and the gradients' all-reduce as its last replica.
+    The time of each replica has random jitter, and some replicas have slow ranks. A pipeline is as
+    slow as its slowest tensor rank, and the all-reduce of gradients waits for the last replica.
 
     Args:
         model: The model.
         machine: The machine.
-        layout: The layout; up to a million ranks.
+        layout: The layout, of at most a million ranks.
         global_batch: Samples of an update.
-        jitter: Standard deviation of a replica's time, as a share of it.
-        slow_ranks: How many ranks are slow; each is drawn to a replica and a stage.
-        slowness: By what their time is multiplied.
-        seed: Of the draws.
+        jitter: Standard deviation of a replica's time, relative to it.
+        slow_ranks: Number of slow ranks, each assigned to a random replica and pipeline rank.
+        slowness: Factor of their time.
+        seed: Seed of the random numbers.
 
     Raises:
-        ValueError: As `estimate`, or the schedule is too long to play.
+        ValueError: As for `estimate`, or the schedule is too long to simulate.
     """
     found = estimate(model, machine, layout, global_batch=global_batch)
     checks.number("jitter", jitter, minimum=0, below=1)
@@ -199,7 +198,7 @@ def simulate_step(
     p, passes = layout.pipeline, layout.num_microbatches
     if p * passes * layout.chunks > _MOST_FORWARDS:
         raise ValueError(
-            f"A schedule of at most {_MOST_FORWARDS:,} forward passes is played. Received: "
+            f"A simulated schedule must have at most {_MOST_FORWARDS:,} forward passes. Received: "
             f"pipeline={p}, num_microbatches={passes}, chunks={layout.chunks}."
         )
     rows = layout.microbatch_rows(global_batch)
@@ -213,7 +212,7 @@ def simulate_step(
         for count, part in zip(stage, parts, strict=True):
             each = each.plus(part.times, count)
         times.append(each)
-    # Messages that hold a pass up belong to it, a third to the forward pass of a context axis.
+    # Exposed messages count for the pass that waits for them; of a context axis, the forward pass has one third.
     forward = [t.forward + t.tensor / 2 + t.expert / 2 + t.context / 3 for t in times]
     backward = [t.total - f for t, f in zip(times, forward, strict=True)]
     weights = [t.weights for t in times]
@@ -254,7 +253,7 @@ def simulate_step(
             known[key] = passes_of(key)[0]
         ends[replica] = known[key]
     ends *= np.maximum(1 + jitter * draw.standard_normal(replicas), 0.1)
-    # What shows of the gradients is what the estimate says; late replicas are on top.
+    # The exposed time of gradients is that of the estimate; the delay of late replicas is added to it.
     shown = found.seconds["gradients"]
     rest = shown + found.seconds["optimizer"] + found.seconds["other"]
     last = float(ends.max())

@@ -1,33 +1,33 @@
-"""A chain of parts, cut into the stages of a pipeline."""
+"""The partition of a chain of parts into the stages of a pipeline."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-#: How many repetitions of each part of the chain a stage has.
+#: The number of repetitions of each part of the chain in a stage.
 Stage = tuple[int, ...]
 
 _SLACK = 1e-9
 
 
 def cut(counts: Sequence[int], costs: Sequence[float], stages: int) -> list[Stage]:
-    """Cuts a chain so that the costliest stage costs as little as possible.
+    """Split a chain into stages so that the maximum cost of a stage is minimal.
 
-    A part of several repetitions is cut between these. A limit can be kept if filling stages one after
-    the other up to it takes no more of them than there are; the least such limit is found by bisection.
+    A part can be split between its repetitions. Bisection finds the smallest limit on the cost of a
+    stage for which greedy filling requires at most `stages` stages.
 
     Args:
         counts: Repetitions of each part of the chain.
-        costs: Of one repetition of each part, in any unit.
-        stages: How many stages.
+        costs: Cost of one repetition of each part, in any unit.
+        stages: Number of stages.
 
     Raises:
         ValueError: There are fewer layers than stages.
     """
     if sum(counts) < stages:
         raise ValueError(
-            f"A pipeline has at most as many stages as layers. Received: {stages} stages, "
+            f"The number of stages must be at most the number of layers. Received: {stages} stages, "
             f"{sum(counts)} layers."
         )
     if stages == 1:
@@ -44,7 +44,7 @@ def cut(counts: Sequence[int], costs: Sequence[float], stages: int) -> list[Stag
 
 
 def _stages_of(counts: Sequence[int], costs: Sequence[float], limit: float) -> int:
-    """How many stages of at most `limit` a chain takes."""
+    """The number of stages of cost at most `limit` that a chain requires."""
     found, room = 1, limit * (1 + _SLACK)
     for count, cost in zip(counts, costs, strict=True):
         if cost <= 0:
@@ -61,7 +61,7 @@ def _stages_of(counts: Sequence[int], costs: Sequence[float], limit: float) -> i
 
 
 def _fill(counts: Sequence[int], costs: Sequence[float], stages: int, limit: float) -> list[Stage]:
-    """Stages filled one after the other up to a limit; each behind gets a layer at least."""
+    """Fill stages greedily up to a limit, leaving at least one layer for each later stage."""
     found: list[list[int]] = [[0] * len(counts)]
     room = limit * (1 + _SLACK)
     ahead = sum(counts)
@@ -75,7 +75,7 @@ def _fill(counts: Sequence[int], costs: Sequence[float], stages: int, limit: flo
                 else min(int(room / cost), left, ahead - behind)
             )
             if not behind:
-                fits = left  # Rounding must not leave one over.
+                fits = left  # The last stage gets the remainder, despite rounding.
             if fits > 0:
                 found[-1][index] += fits
                 room -= fits * cost
@@ -88,5 +88,5 @@ def _fill(counts: Sequence[int], costs: Sequence[float], stages: int, limit: flo
 
 
 def of_rank(stages: Sequence[Stage], rank: int, ranks: int) -> list[Stage]:
-    """The stages of a rank, when stage s lies on rank s mod `ranks`."""
+    """The stages of a rank, where stage s is on rank s mod `ranks`."""
     return list(stages[rank::ranks])

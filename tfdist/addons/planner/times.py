@@ -1,4 +1,4 @@
-"""Seconds and bytes sent of a step, by what they are for."""
+"""Time and traffic of a step, by kind."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from tfdist.addons.planner.parts import Part
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassTimes:
-    """Seconds of a micro-batch in a stage, or in a part of it.
+    """Time and traffic of a micro-batch in a stage, or in a part of it.
+
+    Times are in seconds, traffic is in bytes that the rank sends.
 
     Attributes:
         forward: Arithmetic of the forward pass.
-        backward: That of the backward pass, with what is recomputed.
-        weights: What of it is for gradients of weights.
-        tensor: Messages over the tensor axis, both ways together.
-        expert: Messages to and from experts.
-        context: Messages of keys and values that nothing hides.
-        latency: What of these three is latency, in which the processor is free for other ranks.
-        tensor_bytes: Bytes that the rank sends over the tensor axis.
-        expert_bytes: Those over the expert axis.
-        context_bytes: Those over the context axis.
+        backward: Arithmetic of the backward pass, including recompute.
+        weights: The part of `backward` that computes gradients of weights.
+        tensor: Collectives over the tensor axis, forward and backward.
+        expert: All-to-alls over the expert axis, forward and backward.
+        context: Exposed messages of keys and values over the context axis.
+        latency: The latency in these three, during which the processor is free for other ranks.
+        tensor_bytes: Traffic over the tensor axis.
+        expert_bytes: Traffic over the expert axis.
+        context_bytes: Traffic over the context axis.
     """
 
     forward: float = 0.0
@@ -42,7 +44,7 @@ class PassTimes:
     context_bytes: float = 0.0
 
     def plus(self, other: PassTimes, count: int = 1) -> PassTimes:
-        """This and `count` times another."""
+        """The sum of this and `count` times another."""
         return PassTimes(
             self.forward + count * other.forward,
             self.backward + count * other.backward,
@@ -58,22 +60,22 @@ class PassTimes:
 
     @property
     def arithmetic(self) -> float:
-        """Seconds of arithmetic, both ways."""
+        """Seconds of arithmetic, forward and backward."""
         return self.forward + self.backward
 
     @property
     def messages(self) -> float:
-        """Seconds of messages that hold it up."""
+        """Seconds of exposed communication."""
         return self.tensor + self.expert + self.context
 
     @property
     def total(self) -> float:
-        """All seconds."""
+        """Seconds of arithmetic and communication."""
         return self.forward + self.backward + self.tensor + self.expert + self.context
 
 
 class Ways:
-    """The links of a layout's groups, each looked up when it is needed first."""
+    """The links of a layout's groups, computed on first use."""
 
     def __init__(self, layout: Layout, machine: Machine):
         self._layout, self._machine = layout, machine
@@ -86,16 +88,16 @@ class Ways:
 
 
 def part_times(part: Part, layout: Layout, rows: float, machine: Machine, ways: Ways) -> PassTimes:
-    """Seconds of one of a part for a micro-batch.
+    """Time and traffic of one repetition of a part, for a micro-batch.
 
-    Arithmetic is FLOPs over the rate that products reach, plus the bytes that other operations move
-    over the memory's bandwidth: twice what is kept forward (written once, read once), twice that
-    backward. Products of the backward pass take twice the FLOPs of the forward pass, one half for
-    inputs and one for weights. Over the tensor axis go two all-reduces of s b h elements a block
-    in each direction (Shoeybi et al. 2019, Megatron-LM); over the expert axis two all-to-alls in
-    each direction (Lepikhin et al. 2020, GShard); over the context axis, in a ring of c ranks,
-    keys and values c - 1 times forward, and with their gradients twice that backward (Liu et al.
-    2023, Ring Attention).
+    Arithmetic is FLOPs divided by the rate of products, plus the bytes that other operations move
+    divided by the memory bandwidth: twice the stored activations forward (one write, one read), and
+    twice that backward. Products of the backward pass require twice the FLOPs of the forward pass,
+    one half for inputs and one for weights. The tensor axis has two all-reduces of s b h elements
+    per block and direction (Shoeybi et al. 2019, Megatron-LM); the expert axis two all-to-alls per
+    direction (Lepikhin et al. 2020, GShard); the context axis, a ring of c ranks, sends keys and
+    values c - 1 times forward, and with their gradients twice that backward (Liu et al. 2023, Ring
+    Attention).
     """
     t, c = layout.tensor, layout.context
     tokens = rows / (c if part.splits_tokens else 1)
@@ -145,17 +147,17 @@ def part_times(part: Part, layout: Layout, rows: float, machine: Machine, ways: 
 def pipeline_seconds(layout: Layout, times: Sequence[PassTimes], hop: float) -> float:
     """Seconds of a step's passes through a pipeline.
 
-    With p ranks, m micro-batches, v chunks, and a rank's seconds F forward, B backward and W of that
-    for weights: 1F1B and GPipe take the sum over ranks of F + B for the first micro-batch, and then
-    the longest F + B for each that follows (Narayanan et al. 2021, section 2.2); interleaved, only
-    the v-th part of the sum (same); ZB-H1 hides (p - 1) W more (Qi et al. 2023, table 2). A hop takes
-    its time twice for each rank that the first micro-batch passes. In steady state a rank waits for
-    2 (p - 1) / p hops a micro-batch, as those under way are just as many as ranks.
-    `tfdist.addons.planner.simulation` plays the real schedules, and tests compare.
+    With p ranks, m micro-batches, v chunks, and a rank's seconds F forward, B backward and W of B
+    for weights: 1F1B and GPipe cost the sum over ranks of F + B for the first micro-batch, and then
+    the longest F + B for each that follows (Narayanan et al. 2021, section 2.2); the interleaved
+    schedule 1 / v of the sum (same); ZB-H1 hides (p - 1) W more (Qi et al. 2023, table 2). The first
+    micro-batch adds two hops for each rank after the first. In steady state a rank waits for
+    2 (p - 1) / p hops per micro-batch, because there are only p micro-batches in flight.
+    Tests compare the result with `tfdist.addons.planner.simulation`, which runs the schedules.
 
     Args:
         layout: The layout.
-        times: Of each rank of the axis, for a micro-batch and all its stages.
+        times: Times of each rank of the axis, for a micro-batch and all stages of the rank.
         hop: Seconds of a message to the next rank.
     """
     p, m, v = layout.pipeline, layout.num_microbatches, layout.chunks
@@ -167,13 +169,13 @@ def pipeline_seconds(layout: Layout, times: Sequence[PassTimes], hop: float) -> 
     if layout.schedule == "gpipe":
         span = sum(totals) + (m - 1) * longest + 2 * (p - 1) * hop
     elif layout.schedule == "interleaved":
-        # More chunks are under way than ranks, so that messages hide in the steady state.
+        # More chunks than ranks are in flight, so that messages overlap in steady state.
         span = m * longest + (p - 1) * (mean / v + 2 * hop)
     else:
         span = sum(totals) + (m - 1) * (longest + waits) + 2 * (p - 1) * hop
         if layout.schedule == "zero-bubble":
-            # Gradients of weights fill what 1F1B would wait: W of each rank but one, twice: once as
-            # nothing waits for them on the way back, once as ranks do them while they would wait.
+            # Gradients of weights fill the bubble of 1F1B with W of all ranks but one, twice: they are
+            # off the critical path of the backward pass, and ranks compute them instead of waiting.
             hidden = sum(each.weights for each in times) * (p - 1) / p
             span = max(span - 2 * hidden * min(m / p, 1.0), m * longest)
     return layout.accumulation * span
@@ -188,23 +190,23 @@ def gradient_seconds(
     window: float,
     shared: float = 1.0,
 ) -> tuple[float, float]:
-    """Seconds of gradients and parameters on their way that show, and bytes that a rank sends.
+    """Exposed seconds, and traffic in bytes, of gradients and parameters on the data axes.
 
-    An all-reduce moves 2 (n - 1) / n of the gradients' bytes; a reduce-scatter and an all-gather, as
-    ZeRO 1 and 2 have them, as much; ZeRO 3 gathers parameters twice and scatters gradients once
-    (Rajbhandari et al. 2020, section 7), in each micro-step anew. In a pipeline it gathers a rank's
-    stages once, before a step's schedule begins. What shows is not the longer of
-    the messages and the backward pass behind which they go: both slow each other, so that of the
-    shorter only the share `overlap` of the machine is hidden.
+    An all-reduce moves 2 (n - 1) / n of the gradients' bytes; so do the reduce-scatter and
+    all-gather of ZeRO 1 and 2; ZeRO 3 gathers parameters twice and scatters gradients once
+    (Rajbhandari et al. 2020, section 7), in each micro-step. In a pipeline it gathers a rank's
+    stages once, before a step's schedule begins. The overlap with the backward pass is not perfect,
+    because communication and compute slow each other: of the shorter of both only the machine's
+    share `overlap` is hidden.
 
     Args:
         dense: Parameters of dense layers on the rank.
-        experts: Those of experts.
+        experts: Parameters of experts on the rank.
         layout: The layout.
         machine: The machine.
         ways: The links.
         window: Seconds of the backward pass of the last micro-batch.
-        shared: How many ranks share a processor, which moves the bytes of each.
+        shared: Number of ranks that share a processor, which moves the bytes of each.
     """
     precision, micro = layout.precision, layout.accumulation
     seconds = shown = sent = 0.0
@@ -220,7 +222,7 @@ def gradient_seconds(
         if group.between is None:
             link = machine.inside
             if machine.bulk is not None:
-                # Measured for an all-reduce as a whole, however many hops that makes.
+                # The measured latency is that of a whole all-reduce, whatever the number of hops.
                 once, link = machine.bulk.latency / 2, Link(0.0, machine.bulk.bandwidth)
             link = Link(link.latency, link.bandwidth / shared)
             group = Way(group.ranks, group.members, link, None, link)
@@ -234,12 +236,12 @@ def gradient_seconds(
         scatter = once + communication.all_gather(gradients, group)
         gather = once + communication.all_gather(gathered, group)
         times = micro if layout.zero_stage >= 2 else 1
-        # Before a step's first layer nothing hides a gathering of stage 1 and 2; in stage 3 it is a
-        # layer ahead.
+        # The all-gather of stages 1 and 2 precedes a step's first layer, and nothing hides it; in
+        # stage 3 a layer is gathered while the previous one computes.
         seconds += times * scatter
         sent += times * share * gradients
         if layout.zero_stage == 3 and layout.pipeline > 1:
-            # All of a rank's stages, before the schedule begins: nothing hides it.
+            # All stages of a rank are gathered before the schedule begins, and nothing hides it.
             shown += micro * gather
             sent += micro * share * gathered
         elif layout.zero_stage == 3:
@@ -251,6 +253,6 @@ def gradient_seconds(
     if layout.zero_stage >= 2:
         window *= micro
     if layout.zero_stage == 3 and layout.pipeline == 1:
-        window *= 1.5  # Forward passes hide gatherings, too.
+        window *= 1.5  # Forward passes hide all-gathers, too.
     hidden = machine.overlap * min(seconds, window)
     return seconds - hidden + shown, sent
