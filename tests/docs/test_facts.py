@@ -127,7 +127,7 @@ def sentences() -> list[tuple[str, str]]:
             f"Up to {flight} buckets of gradients are computed or in flight at a time ({sharded}",
         ),
         ("docs/memory.md", f"take {sharded} buckets more, in stage 0 {flight}"),
-        ("tfdist/addons/slow_links/README.md", f"The first `start_step` steps ({start_step}) travel whole"),
+        ("tfdist/addons/slow_links/README.md", f"The first `start_step` steps ({start_step}) are not compressed"),
         ("docs/troubleshooting.md", f"sets the time ({WATCHDOG_SECONDS:g} by default"),
         ("docs/checkpoints.md", f"a file that is renewed every {_RENEW_SECONDS:g} s"),
         ("docs/checkpoints.md", f"elsewhere after {STALE_SECONDS:g} s without renewal"),
