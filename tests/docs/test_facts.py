@@ -127,7 +127,10 @@ def sentences() -> list[tuple[str, str]]:
             f"Up to {flight} buckets of gradients are computed or in flight at a time ({sharded}",
         ),
         ("docs/memory.md", f"take {sharded} buckets more, in stage 0 {flight}"),
-        ("tfdist/addons/slow_links/README.md", f"The first `start_step` steps ({start_step}) are not compressed"),
+        (
+            "tfdist/addons/slow_links/README.md",
+            f"The first `start_step` steps ({start_step}) are not compressed",
+        ),
         ("docs/troubleshooting.md", f"sets the time ({WATCHDOG_SECONDS:g} by default"),
         ("docs/checkpoints.md", f"a file that is renewed every {_RENEW_SECONDS:g} s"),
         ("docs/checkpoints.md", f"elsewhere after {STALE_SECONDS:g} s without renewal"),
@@ -137,7 +140,10 @@ def sentences() -> list[tuple[str, str]]:
         ),
         ("docs/checkpoints.md", f"after {restarts._FIRST_DELAY:g} s, then 2, 4"),
         ("tfdist/addons/unequal_ranks/README.md", f"| `smoothing` | {MeasuredShares.smoothing} |"),
-        ("tfdist/addons/unequal_ranks/README.md", f"| `hysteresis` | {MeasuredShares.hysteresis} |"),
+        (
+            "tfdist/addons/unequal_ranks/README.md",
+            f"| `hysteresis` | {MeasuredShares.hysteresis} |",
+        ),
     ]
 
 

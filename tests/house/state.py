@@ -147,9 +147,7 @@ FIGURES = (
     Figure("messages in another form", 20, lambda: len(messages_in_form()[1])),
     Figure("files of more than 400 lines", 0, files_too_long),
     Figure("pages", 20, lambda: len(pages()) - 1),
-    Figure(
-        "words of the pages", 32_000, lambda: sum(len(p.read_text().split()) for p in pages())
-    ),
+    Figure("words of the pages", 32_000, lambda: sum(len(p.read_text().split()) for p in pages())),
 )
 
 
