@@ -81,7 +81,7 @@ def test_a_backup_stands_for_a_rank_that_is_killed(tmp_path):
     folder.mkdir()
     code, output, found = run(folder, backup=0, **options)
     assert code != 0 and not found
-    assert "An update takes 3 gradients, and 2 workers are left." in output
+    assert "An update requires 3 gradients. Received: 2 workers left." in output
 
 
 @pytest.mark.slow

@@ -172,7 +172,7 @@ def test_a_worker_comes_back(tmp_path):
     finally:
         job.terminate()
     assert job.returncode == 0, output
-    assert "worker 1 has not been heard" in output and "worker 1 takes part again" in output
+    assert "worker 1 has sent no heartbeat" in output and "worker 1 takes part again" in output
     found = json.loads((tmp_path / "worker0.json").read_text())
     assert found["updates"] == [[360, 360]] and max(found["ahead"]) <= 1
 

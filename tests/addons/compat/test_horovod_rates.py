@@ -169,7 +169,7 @@ def test_unknown_number_of_steps():
         (lambda: LearningRateScheduleCallback(0.1, None), "Received: multiplier=None"),
         (
             lambda: LearningRateScheduleCallback(0.1, 0.5, start_epoch=3, end_epoch=3),
-            "Received: start_epoch=3, end_epoch=3, which holds none",
+            "must be greater than `start_epoch`. Received: start_epoch=3, end_epoch=3",
         ),
         (lambda: BroadcastGlobalVariablesCallback("0"), "Received: root_rank='0'"),
     ],

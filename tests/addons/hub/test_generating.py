@@ -90,8 +90,8 @@ def test_strings(pool, one_process, preset):
 
 
 REFUSALS = {
-    "model": "Pipelines generate with language models of KerasHub. Received: `functional",
-    "program": "have one list of transformer_layers. Received: a RWKV7CausalLM.",
+    "model": "Generation in a pipeline requires a language model of KerasHub. Received: `functional",
+    "program": "and one list of transformer_layers. Received: a RWKV7CausalLM.",
     "reads": "blocks of which its program reads `intermediate_dim`. Received: a Reading.",
 }
 

@@ -60,5 +60,5 @@ def test_names_are_there_once(names, tables):
 
 def test_inputs_are_called_by_the_names_of_features():
     layer = ShardedEmbedding([FeatureConfig("user", TableConfig("users", 4, 2))], name="tables")
-    with pytest.raises(ValueError, match=r"`inputs` of `tables` are a dict .* Received: "):
+    with pytest.raises(ValueError, match=r"`inputs` of `tables` must be a dict .* Received: "):
         layer({"item": np.array([1])})

@@ -131,7 +131,7 @@ class Membership:
         self._thread.start()
 
     def leave(self) -> None:
-        """Records that this worker has left for good."""
+        """Records that this worker has left permanently."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()

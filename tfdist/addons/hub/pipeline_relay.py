@@ -57,12 +57,12 @@ class Relay:
         leads = chain.before(end)
         name = chain.links[end - 1].name
         if len(leads) > 1:
-            raise self.refuse(f"stages that share tensors, as behind `{name}`")
+            raise self.refuse(f"stages that share tensors, as after `{name}`")
         maker, readers = chain.made_and_read(leads[0])
         if id(maker) in self._layers and id(maker) not in self._blocks:
             return id(maker)
         if readers > 1:
-            raise self.refuse(f"a cut behind `{name}`, where what it makes is read {readers} times")
+            raise self.refuse(f"a stage that ends with `{name}`, whose output is read {readers} times")
         return 0
 
     def refuse(self, what: str) -> ValueError:

@@ -19,7 +19,7 @@ from tfdist.utils import checks
 _MOST_ITEMS = 10_000_000
 #: Whether other ranks have another batch.
 _NOT_KNOWN, _ENDS, _GOES_ON = -1, 0, 1
-#: A rank without further items asks again after a pause, which doubles.
+#: A rank without further items repeats its request after a pause, which doubles.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.1
 
 
