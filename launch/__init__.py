@@ -1,4 +1,4 @@
-"""The programs, such as `tfdist-run`, `tfdist-train` and `tfdist-plan`; the one room that defines flags."""
+"""The command-line programs, such as `tfdist-run`, `tfdist-train` and `tfdist-plan`, and their flags."""
 
 if __name__ != "tfdist.launch":
-    raise ImportError("This package is imported as `tfdist.launch`, not as `launch`.")
+    raise ImportError("This package must be imported as `tfdist.launch`, not as `launch`.")

@@ -1,4 +1,4 @@
-"""`tfdist-train --plan=auto`: the layout that the planner finds for the model and the ranks."""
+"""`tfdist-train --plan=auto`: the layout that the planner chooses for the model and the ranks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tfdist.runtime.tf_config import read_tf_config
 if TYPE_CHECKING:
     from tfdist.addons import planner
 
-#: What `tfdist-plan calibrate` writes where no flag says otherwise.
+#: The default output of `tfdist-plan calibrate`.
 _FILE = "machine.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class Automatic:
-    """What was chosen.
+    """The choice of the planner.
 
     Attributes:
-        layout: As flags would say it.
-        recompute: The policy of recompute.
-        words: The layout, what it takes, and by which file.
+        layout: The layout, as of the flags of the mesh.
+        recompute: The recompute policy.
+        words: A description of the layout, its cost, and the file of the machine.
     """
 
     layout: Layout
@@ -36,10 +36,10 @@ class Automatic:
 
 
 def machine_file(value: str) -> Path:
-    """The file that `--plan=auto[:FILE]` names.
+    """The file of `--plan=auto[:FILE]`.
 
     Raises:
-        UsageError: It names none that can be read.
+        UsageError: The value is malformed, or the file cannot be read.
     """
     word, colon, name = value.partition(":")
     if word != "auto" or (colon and not name.strip()):
@@ -49,17 +49,17 @@ def machine_file(value: str) -> Path:
     path = Path(os.path.expanduser(name or _FILE))
     if not path.exists():
         raise UsageError(
-            f"--plan={value}: {path} does not exist; `tfdist-plan calibrate --output={path}` writes it."
+            f"--plan={value} requires {path}, which does not exist. Run `tfdist-plan calibrate --output={path}`."
         )
     input_file("plan", str(path), f"{word}:" if colon else "")
     return path
 
 
 def number_of_ranks() -> int:
-    """How many ranks the launcher has started, by the variables of this process.
+    """The number of ranks that the launcher has started, from environment variables.
 
     Raises:
-        UsageError: They are malformed.
+        UsageError: The variables are malformed.
     """
     try:
         if (started := started_by_horovod()) is not None:
@@ -77,19 +77,19 @@ def chosen(
     ranks: int,
     limits: Mapping[str, Any],
 ) -> Automatic:
-    """The fastest layout of a model that this program can run, of what its flags leave open.
+    """Choose the fastest layout of a model that the other flags allow.
 
     Args:
-        value: The flag's.
+        value: The value of the flag.
         transformer: The model.
         batch: Samples of an update.
-        ranks: Ranks that were started.
-        limits: What is not open, as `tfdist.addons.planner.Limits` has it.
+        ranks: Number of ranks.
+        limits: Arguments of `tfdist.addons.planner.Limits` from other flags.
 
     Raises:
-        UsageError: The file is no calibration, or no layout fits.
+        UsageError: The file is not a calibration, or no layout fits.
     """
-    # The planner takes a while to import, which only this flag needs.
+    # Imported only for this flag, because the import takes a while.
     from tfdist.addons import planner
     from tfdist.addons.planner.calibration import read_machine
 
@@ -97,7 +97,7 @@ def chosen(
     try:
         machine = read_machine(path)
     except (OSError, ValueError) as error:
-        raise UsageError(f"--plan={value}: {error}") from None
+        raise UsageError(f"--plan={value} cannot be used: {error}") from None
     try:
         found = planner.plan(
             transformer,
@@ -108,10 +108,10 @@ def chosen(
             best=1,
         )
     except ValueError as error:  # The machine has no rate for the dtype.
-        raise UsageError(f"--plan={value}: {error}") from None
+        raise UsageError(f"--plan={value} cannot be used: {error}") from None
     if not found.best:
         raise UsageError(
-            f"--plan={value}: no layout on {ranks} ranks divides an update of {batch} samples and fits."
+            f"--plan={value} did not find a layout that fits an update of {batch} samples on {ranks} ranks."
         )
     best = found.best[0]
     layout = best.layout

@@ -1,4 +1,4 @@
-"""`--batch_shares`: how many rows of a batch each rank gets."""
+"""`--batch_shares`: the number of rows of a batch for each rank."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from tfdist.step import shares
 
 _WORDS = {"equal": None, "measured": "measured"}
 _MEANING = (
-    "equal, measured, or a positive number for each rank that holds other rows, as 3,1, the largest at "
+    "equal, measured, or a positive number for each rank with different rows, such as 3,1, the largest at "
     f"most {shares.MOST_RATIO:,.0f} times the smallest"
 )
 
 
 def check_batch_shares(flag: str, value: str) -> None:
-    """Refuses what no ranks can have as their shares; how many ranks there are is not known yet."""
+    """Reject invalid shares; the number of ranks is not known yet."""
     if value in _WORDS:
         return
     try:
@@ -23,7 +23,7 @@ def check_batch_shares(flag: str, value: str) -> None:
 
 
 def make_batch_shares(value: str) -> str | list[float] | None:
-    """What a strategy takes for a checked value."""
+    """The argument of a strategy for a checked value."""
     if value in _WORDS:
         return _WORDS[value]
     return [float(each) for each in value.split(",")]

@@ -1,8 +1,8 @@
-"""`tfdist-plan calibrate`: what this machine takes, in a file that `tfdist-plan --machine=` reads.
+"""`tfdist-plan calibrate`: measure this machine, and write a file for `tfdist-plan --machine=`.
 
-Ranks of this machine train small models, each for itself and together, and add up tensors. From the
-times follow, by least squares, what a step and a layer take beside arithmetic, the rates of products and of
-memory, the links, and what gradients make a step longer; what of them the backward pass hides is in that.
+Ranks of this machine train small models, separately and together, and run all-reduces. Least squares yields
+the overheads of a step and of a layer, the rates of products and of memory, the links, and the exposed time
+of gradients, which includes their overlap with the backward pass.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from tfdist.utils.quantities import as_bytes
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
 _OUTPUT = _define.string("output", "machine.json", "File to write")
-_RANKS = _define.integer("ranks", 2, "Ranks that are started", lower_bound=2, upper_bound=64)
+_RANKS = _define.integer("ranks", 2, "Number of ranks to start", lower_bound=2, upper_bound=64)
 _ENGINE = _define.enum("engine", "auto", ["auto", "horovod", "tensorflow"], "Engine")
 _MEMORY_SHARE = 0.9
 
-#: What each rank trains by itself: layers, width, rows. Many small layers tell the seconds of a layer from
-#: those of a step.
+#: The models that each rank trains separately: layers, width, rows. Many small layers separate the overhead
+#: of a layer from that of a step.
 _ALONE = (
     (1, 128, 4),
     (2, 128, 16),
@@ -48,17 +48,17 @@ _ALONE = (
     (2, 512, 4),
     (12, 128, 1),
 )
-#: Those of them that ranks train together too, each with these rows.
+#: Indices of the models that ranks also train together, with the same rows per rank.
 _TOGETHER = (0, 5)
-#: What they train first of all in a process, for its memory.
+#: The models that are trained first in a process, to measure its memory.
 _FRESH = ((4, 128, 4), (4, 512, 8))
-#: Layouts whose messages say how long one takes while ranks compute: of two ranks, and of one model.
+#: Layouts of two ranks to measure the latency of messages while ranks compute, with one model.
 _BUSY = (Layout(tensor=2), Layout(context=2))
 _BUSY_MODEL, _BUSY_ROWS = (4, 128), 16
-#: More than elsewhere: what messages take is a small difference of long times.
+#: More steps than elsewhere, because the time of messages is a small difference of large times.
 _BUSY_STEPS = 12
 _SIZES = [4096, 1 << 20, 1 << 22]
-#: By how much the bytes of a layout may be off: more than any in tfdist/addons/planner/README.md.
+#: The relative error margin of memory, above all errors in tfdist/addons/planner/README.md.
 _MEMORY_MARGIN = 0.25
 
 
@@ -72,16 +72,19 @@ def fit_rates(
     seconds: Sequence[float],
     fastest: float = math.inf,
 ) -> tuple[float, float, float, float]:
-    """Seconds of a step and of a layer, seconds a FLOP, and seconds a byte, by least squares.
+    """Fit the seconds per step, layer, FLOP and byte by least squares.
 
     A step takes s + 2 l n + f F + b B, with n layers, F FLOPs, and B bytes that other operations and the
-    optimizer move; none of the four is negative. Deviations count relative to the step.
+    optimizer move; none of the four results is negative. Residuals are relative to the step.
 
     Args:
-        models: What was trained.
+        models: The trained models.
         rows: Rows of each batch.
-        seconds: Of each step.
-        fastest: How many bytes memory moves in a second at most.
+        seconds: Seconds of each step.
+        fastest: Upper bound of the memory bandwidth, in bytes per second.
+
+    Returns:
+        Seconds per step, per layer, per FLOP and per byte.
     """
     from scipy import optimize
 
@@ -89,7 +92,7 @@ def fit_rates(
     for model, batch in zip(models, rows, strict=True):
         layout = Layout()
         moved = 6 * sum(p.count * kept_bytes(p, layout, batch) for p in model.parts)
-        # As in the estimate of the optimizer: state and parameters both ways, gradients once.
+        # As in the estimate of the optimizer: state and parameters are read and written, gradients read.
         moved += count_parameters(model) * (2 * (layout.state_bytes + 4) + 4)
         layers = sum(part.count for part in model.parts)
         lines.append([1.0, 2.0 * layers, 3.0 * batch * forward_flops(model), moved])
@@ -103,9 +106,14 @@ def fit_rates(
 
 
 def measure_machine(ranks: int, engine: str) -> Machine:
-    """Measures this machine with so many ranks; see the module."""
+    """Measure this machine with a number of ranks; see the module.
+
+    Args:
+        ranks: Number of ranks, an even number.
+        engine: "horovod" or "tensorflow".
+    """
     processors = count_cores()
-    # Links and rates are measured without ranks that share a processor, where there are two.
+    # Links and rates are measured without sharing processors, if there are at least two.
     few = min(ranks, max(processors // 2 * 2, 2))
     share = max(few / processors, 1.0)
     models = [_model(layers, width) for layers, width, _ in _ALONE]
@@ -143,7 +151,7 @@ def measure_machine(ranks: int, engine: str) -> Machine:
             )
             fastest = min(pool.run(trials.moved_bytes_per_second, timeout=300))
     each_alone = [seconds / share for seconds in measured]
-    # Not times the share: the fastest of short additions has had a processor to itself.
+    # The bandwidth is not scaled by the share, because the fastest of short additions is not shared.
     step, layer, flop, byte = fit_rates(models, rows, each_alone, fastest)
     base, fragmentation = _memory(peaks)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -159,7 +167,7 @@ def measure_machine(ranks: int, engine: str) -> Machine:
         processors=processors,
         efficiency=1.0,
         memory_efficiency=1.0,
-        # What shows of the gradients is measured itself.
+        # The measured time of gradients is the exposed one.
         overlap=0.0,
         algorithm="ring",
         layer_seconds=layer,
@@ -188,10 +196,10 @@ def measure_machine(ranks: int, engine: str) -> Machine:
 
 
 def _crowding(machine: Machine, model: Transformer, seconds: float) -> float:
-    """What makes a step on ranks that share processors take what it took.
+    """The exponent `crowding` for which the estimated step of ranks that share processors is as measured.
 
-    A step of all ranks together, whose gradients keep them side by side: by themselves some would be
-    through while others begin, and would not share anything.
+    The step is one of all ranks together, because their gradients keep the ranks in step, so that they
+    really share the processors.
     """
     layout = Layout(data=machine.ranks_per_host)
     none, one = (
@@ -200,7 +208,7 @@ def _crowding(machine: Machine, model: Transformer, seconds: float) -> float:
         ).step_seconds
         for c in (0.0, 1.0)
     )
-    # What grows with n^(1 + c) is n times this in `none`, and n n times in `one`.
+    # The part that grows with n^(1 + c) is n times its single time in `none`, and n n times in `one`.
     turns = layout.data / min(machine.processors or layout.data, layout.data)
     alone = (one - none) / (turns * turns - turns)
     grown = turns + (seconds - none) / alone
@@ -210,17 +218,17 @@ def _crowding(machine: Machine, model: Transformer, seconds: float) -> float:
 def _busy_link(
     machine: Machine, model: Transformer, ranks: int, longer: float, share: float
 ) -> Link:
-    """The link as ranks have it that compute: its latency such that layouts take what they took.
+    """The link between computing ranks, with the latency for which estimates are as measured.
 
-    Whoever waits for a message shares the processor with what computes. What layouts take is compared
-    with the model alone, in estimates as in measurements, so that errors of the model's estimate cancel.
+    A rank that waits for a message shares the processor with computing ones. Both estimates and
+    measurements are differences from the model on one rank, so that errors of its estimate cancel.
 
     Args:
-        machine: The machine, with the link as idle ranks have it.
+        machine: The machine, with the link between idle ranks.
         model: The model.
-        ranks: How many ranks trained.
-        longer: By how many seconds the steps of all `_BUSY` took longer than those of the model alone.
-        share: How many ranks share a processor.
+        ranks: Number of ranks.
+        longer: Sum over `_BUSY` of the additional seconds of a step, compared with one rank.
+        share: Number of ranks per processor.
     """
     machine, link = machine.replace(ranks_per_host=ranks), machine.inside
     alone = share * estimate(model, machine, Layout(), global_batch=_BUSY_ROWS).step_seconds
@@ -243,7 +251,7 @@ def _slowest(found: Sequence[trials.Measured]) -> float:
 
 
 def _memory(peaks: Sequence[float]) -> tuple[float, float]:
-    """Bytes of a process without a model, and what its allocator keeps: a line through peaks."""
+    """Fit bytes of a process without a model, and the fragmentation of the allocator, to peaks."""
     plain = Machine({"float32": 1e9}, 1e15, 1e9, Link(0.0, 1e9))
     asked = [
         estimate(_model(layers, width), plain, Layout(), global_batch=rows).memory.total
@@ -256,14 +264,14 @@ def _memory(peaks: Sequence[float]) -> tuple[float, float]:
 def _gradient_link(
     sizes: Sequence[float], shown: Sequence[float], ranks: int, share: float
 ) -> Link:
-    """A link by which gradients take what they made steps longer: a line through two of these."""
+    """Fit the link of gradients to the additional seconds of steps."""
     carried = 2 * (ranks - 1) / ranks * share
     slope, start = np.polyfit(sizes, shown, 1)
     return Link(max(float(start), 1e-7), carried / max(float(slope), 1e-13))
 
 
 def link_of(sizes: Sequence[int], seconds: Sequence[Sequence[float]]) -> Link:
-    """A link by which a ring takes what all-reduces took: a line through their times."""
+    """Fit a link to the times of ring all-reduces."""
     ranks = len(seconds)
     times = np.array(seconds).max(axis=0)
     hops = 2 * (ranks - 1)
@@ -283,18 +291,18 @@ def _main(engine: str) -> int:
     if engine == "auto":
         engine = next(name for name in ("horovod", "tensorflow") if _is_there(name))
     if engine not in ENGINES or not _is_there(engine):
-        raise UsageError(f"--engine={engine} is not installed: tfdist-install-horovod builds it.")
+        raise UsageError(f"--engine={engine} is not installed. Run tfdist-install-horovod.")
     begin = time.perf_counter()
     machine = measure_machine(_RANKS.value, engine)
     write_machine(_OUTPUT.value, machine)
     print(
         f"{1e-9 * machine.flops['float32']:,.1f} GFLOP/s and "
-        f"{1e-9 * machine.memory_bandwidth:,.2f} GB/s a rank; {1e3 * machine.step_seconds:.1f} ms a step "
-        f"and {1e3 * machine.layer_seconds:.2f} ms a layer beside; messages "
+        f"{1e-9 * machine.memory_bandwidth:,.2f} GB/s per rank; overheads of {1e3 * machine.step_seconds:.1f} "
+        f"ms per step and {1e3 * machine.layer_seconds:.2f} ms per layer; messages "
         f"{1e6 * machine.inside.latency:.0f} us and {1e-9 * machine.inside.bandwidth:.2f} GB/s, gradients "
         f"{1e6 * machine.bulk.latency:.0f} us and {1e-9 * machine.bulk.bandwidth:.2f} GB/s; "  # type: ignore[union-attr]
-        f"a process takes {as_bytes(machine.base_bytes)}, its allocator {machine.fragmentation:.2f} times "
-        f"what it is asked for."
+        f"a process uses {as_bytes(machine.base_bytes)}, its allocator {machine.fragmentation:.2f} times "
+        f"the requested bytes."
     )
     print(
         f"Written to {_OUTPUT.value} in {time.perf_counter() - begin:.0f} s: "
@@ -314,6 +322,6 @@ CALIBRATE = command.Program(
     _main,
     _VALUES,
     usage="tfdist-plan calibrate [flags]",
-    summary="Measures this machine in two minutes, and writes what it takes to a file.",
+    summary="Measures this machine in two minutes, and writes the results to a file.",
     check=_check,
 )

@@ -1,4 +1,4 @@
-"""The flags of checkpoints: where, how often, how many."""
+"""The flags of checkpoints: folder, interval and number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfdist.runtime.directories import checked_directory, is_address
 from tfdist.runtime.tf_config import read_tf_config
 from tfdist.utils.checks import LARGEST
 
-#: Variables that tell a process its rank.
+#: Environment variables with the rank of a process.
 _RANKS = ("HOROVOD_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "JSM_NAMESPACE_RANK")
 
 
@@ -20,17 +20,17 @@ class CheckpointFlags:
     """The flags of a program that saves checkpoints.
 
     Args:
-        define: Defines them.
+        define: The definer of the program's flags.
 
     Attributes:
         save_every: The flag of the interval.
-        keep: The flag of how many are kept.
+        keep: The flag of the number of checkpoints to keep.
     """
 
     def __init__(self, define: FlagDefiner):
         self._values = define.values
         self._workdir = define.string(
-            "workdir", None, "Folder of the checkpoints; resumes from the last"
+            "workdir", None, "Folder of the checkpoints; resume from the last"
         )
         self.save_every = define.string(
             "save_every", "auto", "Save interval: 100 (steps), 60s, or auto"
@@ -39,19 +39,19 @@ class CheckpointFlags:
 
     @property
     def workdir(self) -> str | None:
-        """The folder; None where none is saved."""
+        """Folder of the checkpoints; None for no checkpoints."""
         return self._workdir.value
 
     def options(self, *, is_tpu: bool, has_servers: bool = False) -> dict[str, Any]:
-        """The interval and how many are kept, as arguments of `Checkpointer`.
+        """The arguments of `Checkpointer` for the interval and the number of checkpoints.
 
         Raises:
-            UsageError: A value is none, or the folder cannot be used.
+            UsageError: A value is invalid, or the folder cannot be used.
         """
         if has_servers:
             given = "with parameter servers"
             refuse_ignored(
-                self._values, (self.save_every, self.keep), "is for ranks in step", given
+                self._values, (self.save_every, self.keep), f"is not supported {given}", given
             )
         given = self.save_every.value
         found = re.fullmatch(r"(auto)|([1-9]\d*)|(\d+(?:\.\d+)?)s", given, re.ASCII)
@@ -68,7 +68,9 @@ class CheckpointFlags:
                 f"at most {LARGEST:,} steps, or more than 0 and at most {YEAR:,} seconds",
             )
         if self.workdir is None:
-            refuse_ignored(self._values, (self.save_every, self.keep), "needs --workdir", "alone")
+            refuse_ignored(
+                self._values, (self.save_every, self.keep), "requires --workdir", "alone"
+            )
         else:
             _check_workdir(self.workdir, is_tpu)
         options: dict[str, Any] = {"keep_last": self.keep.value}
@@ -78,7 +80,7 @@ class CheckpointFlags:
         return {**interval, **options}
 
     def callbacks(self, options: dict[str, Any], batch_size: int) -> list:
-        """The callback that saves and resumes; none without a folder."""
+        """The callback that saves and resumes; an empty list without a folder."""
         if self.workdir is None:
             return []
         from tfdist.callbacks import Checkpointer
@@ -86,7 +88,7 @@ class CheckpointFlags:
         return [Checkpointer(self.workdir, **options, batch_size=batch_size)]
 
     def backups(self) -> list:
-        """The callback for workers that are at different steps: it saves after each epoch."""
+        """The callback for asynchronous workers, which saves after each epoch."""
         if self.workdir is None:
             return []
         import keras
@@ -96,7 +98,7 @@ class CheckpointFlags:
 
 
 def _check_workdir(path: str, is_tpu: bool) -> None:
-    """Refuses what is no place for checkpoints, and a folder that another job saves into."""
+    """Reject invalid folders, and a folder that another job uses."""
     try:
         place = checked_directory(path, "--workdir")
     except ValueError as error:
@@ -104,20 +106,22 @@ def _check_workdir(path: str, is_tpu: bool) -> None:
     if not is_address(place):
         folder("workdir", place)
     if is_tpu:
-        raise UsageError(f"--workdir is not for a TPU. Received: --workdir={path} --strategy=tpu.")
+        raise UsageError(
+            f"--workdir is not supported on a TPU. Received: --workdir={path} --strategy=tpu."
+        )
     if not _may_be_chief():
         return
     owner = directory_lock.holder_of(place)
     if owner is not None:
-        raise UsageError(f"--workdir={path}: {directory_lock.in_use(place, owner)}")
+        raise UsageError(f"--workdir={path} cannot be used: {directory_lock.in_use(place, owner)}")
 
 
 def _may_be_chief() -> bool:
-    """Whether this is the process that will hold the lock; of others, the lock is its own job's."""
+    """Whether this process may acquire the lock, which other ranks' jobs already hold."""
     try:
         config = read_tf_config()
     except ValueError:
-        return False  # The strategy says what is wrong with it.
+        return False  # The strategy reports what is wrong with it.
     if config is not None:
         return config.job == "worker" and config.index == 0
     ranks = [os.environ[name] for name in _RANKS if name in os.environ]

@@ -1,4 +1,4 @@
-"""What the programs share: flags of their own, help that fits a screen, errors of one line."""
+"""The framework of the programs: separate flags, help that fits a screen, one-line errors."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _HELP = {"help", "h", "helpshort", "helpfull"}
 
 
 def say(program: str, text: str) -> None:
-    """Tells the user something, on stderr: stdout is for what the program is there to print."""
+    """Print a message on stderr; stdout is reserved for the program's results."""
     print(f"{program}: {text}", file=sys.stderr, flush=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program of the command line.
+    """A command-line program.
 
     Attributes:
-        main: Does the work. It gets what `check` returned, and returns the exit code or None for 0.
-        values: Its flags. They are its own, so that a library or a user's script that defines the
-            same names can be imported beside it.
-        usage: How it is called, for the help.
-        summary: What it does, for the help.
-        check: Checks the flags, as far as that takes no time and changes nothing: TensorFlow is not
-            imported for it. It gets the words behind the flags, and returns what `main` wants.
-        rest: Whether a command with flags of its own may follow: what comes from its first word
-            on is not looked at.
-        words: Whether words that are no flags may stand beside them, which `check` looks at.
-        folded: Groups of flags that the help only names, each under a title, so that it fits a
-            screen; `--helpfull` explains them all.
+        main: The main function. It receives the result of `check`, and returns the exit code or None
+            for 0.
+        values: The flags of the program, separate from absl's global ones, so that libraries and user
+            scripts can define the same names.
+        usage: The usage line of the help.
+        summary: The description in the help.
+        check: The check of the flags, which is fast, has no side effects and does not import
+            TensorFlow. It receives the positional arguments, and returns the argument of `main`.
+        rest: Whether a command with separate flags may follow; parsing stops at its first word.
+        words: Whether positional arguments are allowed, which `check` verifies.
+        folded: Groups of flags that the help lists only by name, each with a title, so that it fits a
+            screen; `--helpfull` explains them.
     """
 
     main: Callable[[Any], int | None]
@@ -59,15 +59,18 @@ class Program:
 
     @property
     def name(self) -> str:
-        """The program, as messages name it."""
+        """Name of the program."""
         return self.usage.split()[0]
 
     def parse(self, arguments: Sequence[str]) -> Any:
-        """Reads and checks a command line, program name first; returns what `check` returned.
+        """Parse and check a command line, starting with the program's name.
+
+        Returns:
+            The result of `check`.
 
         Raises:
-            UsageError: A flag is unknown, has a bad value, or does not go with another.
-            SystemExit: Help was asked for, and is printed.
+            UsageError: A flag is unknown, has an invalid value, or conflicts with another.
+            SystemExit: Help was requested and printed.
         """
         self.values.set_gnu_getopt(not self.rest)
         try:
@@ -80,42 +83,41 @@ class Program:
             sys.exit(0)
         except UnicodeDecodeError as error:
             raise UsageError(f"--flagfile must name a UTF-8 text file: {error}.") from error
-        except (flags.Error, ValueError) as error:  # The latter: a value where none is taken.
+        except (flags.Error, ValueError) as error:  # ValueError: a value for a flag without one.
             raise UsageError(str(error)) from error
         _check_flagfiles(arguments[1 : len(arguments) - len(left)])
         check_values(self.values)
         if left and not self.rest and not self.words:
             raise UsageError(
-                f"This program takes only flags, see --help. Received: {' '.join(left)}"
+                f"Positional arguments are not supported, see --help. Received: {' '.join(left)}"
             )
         return self.check(left)
 
     def run(self, arguments: Sequence[str] | None = None) -> NoReturn:
-        """Parses the command line, program name first, does the work, and exits.
+        """Parse the command line, starting with the program's name, run the program, and exit.
 
-        A bad flag or value, or a version of a library that tfdist does not work with, ends with one
-        line and exit code 2, what can be expected to fail (a disk that is full, a file that cannot be
-        written) with one line and code 1, and Ctrl-C with code 130. Other exceptions are mistakes of
-        the program's, and keep their tracebacks.
+        An invalid flag, or an unsupported version of a library, ends with one line and exit code 2, an
+        expected failure (such as a full disk or an unwritable file) with one line and code 1, and
+        Ctrl-C with code 130. Other exceptions are bugs, and keep their tracebacks.
         """
         arguments = list(sys.argv if arguments is None else arguments)
         if not flags.FLAGS.is_parsed():
-            flags.FLAGS(arguments[:1])  # absl's logging reads its flags from there.
+            flags.FLAGS(arguments[:1])  # absl's logging requires parsed flags.
         logging.use_absl_handler()
         sys.excepthook = self._tell
         try:
             sys.exit(self.main(self.parse(arguments)))
         except BrokenPipeError:
-            # Whoever read stdout has gone, as `| head` does. Python is not to write there once more.
+            # The reader of stdout has exited, as `| head` does; Python must not flush stdout at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(128 + signal.SIGPIPE)
         except (Exception, KeyboardInterrupt) as error:
-            uncaught.ends_by(error)  # A strategy's watchdog tells the other ranks.
+            uncaught.ends_by(error)  # A strategy's watchdog reports it to the other ranks.
             sys.excepthook(type(error), error, error.__traceback__)
             sys.exit(_code_of(error))
 
     def _tell(self, kind, error, trace) -> None:
-        """Says why the program ends: what can be expected in one line."""
+        """Report why the program ends; expected errors in one line."""
         if isinstance(error, UsageError | Failure | VersionError) or _is_of_the_machine(error):
             say(self.name, " ".join(str(error).split()))
         elif not isinstance(error, KeyboardInterrupt):
@@ -123,7 +125,7 @@ class Program:
 
 
 class Failure(TfdistError):
-    """Something failed that is no mistake of the user's or of the program's: one line says what."""
+    """An expected failure that is neither a usage error nor a bug, with a one-line message."""
 
 
 def _code_of(error: BaseException) -> int:
@@ -135,18 +137,18 @@ def _code_of(error: BaseException) -> int:
 
 
 def _is_of_the_machine(error: BaseException) -> bool:
-    """Whether a file, or what the machine has of something, made an operation fail."""
+    """Whether an operation failed because of a file or a resource limit of the machine."""
     return isinstance(error, OSError) and (
         error.filename is not None or error.errno in _OF_THE_MACHINE
     )
 
 
-#: Failures of the machine that are no mistake of the program, also where they name no file.
+#: Failures of the machine, which are not bugs even if they name no file.
 _OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.EAGAIN)
 
 
 def _check_flagfiles(arguments: Sequence[str]) -> None:
-    """Refuses `--flagfile=` without a name, which absl ignores."""
+    """Reject `--flagfile=` without a name, which absl ignores."""
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         name, equals, value = argument.lstrip("-").partition("=")
         given = value if equals else following
@@ -159,15 +161,15 @@ def _check_flagfiles(arguments: Sequence[str]) -> None:
 def run_without_choice(
     arguments: Sequence[str], what: str, names: str, *, usage: str, summary: str
 ) -> NoReturn:
-    """Ends a program that was not told which of its parts to run: by help, or by an error.
+    """Exit a program that was called without a subcommand, with the help or an error.
 
-    The error says that `what` comes first, and lists the `names` that there are.
+    The error names the missing subcommand by `what`, and lists the valid `names`.
     """
     program, *words = arguments
     received = words[0] if words else "nothing"
 
     def refuse(_) -> NoReturn:
-        raise UsageError(f"{what} comes first: {names}. Received: {received}.")
+        raise UsageError(f"{what} must be the first argument: {names}. Received: {received}.")
 
     asks_for_help = received.lstrip("-") in _HELP
     without = Program(refuse, flags.FlagValues(), usage, summary)
@@ -188,10 +190,10 @@ def _help(program: Program, *, full: bool) -> str:
     formatter.add_text(program.summary)
     formatter.add_text(f"Usage: {program.usage}")
     for left, text in rows:
-        # As a positional argument, of which argparse shows the name and the help alone.
+        # argparse shows only the name and the help of a positional argument.
         action = argparse.Action([], "", metavar=left, help=text.replace("%", "%%"))
         formatter.add_argument(action)
-    # A screen of 24 lines has none to spare.
+    # The help must fit a screen of 24 lines.
     text = formatter.format_help().rstrip().replace("\n\nUsage: ", "\nUsage: ", 1)
     if not folded or full:
         return text
@@ -210,15 +212,15 @@ def _help(program: Program, *, full: bool) -> str:
 _LAST = "--helpfull explains these flags too; --flagfile=FILE reads flags from a file"
 
 
-#: Where explanations begin.
+#: The column where explanations start.
 _COLUMN = 22
 
 
 def _row(flag: flags.Flag, room: int) -> tuple[str, str]:
-    """A flag and its explanation; values that are too long beside the name go there, where it has room."""
+    """A flag and its explanation; long lists of values are part of the explanation if they fit."""
     if not isinstance(flag, flags.EnumFlag):
         return _shown(flag), _explained(flag)
-    # absl puts an enumeration's values before the help.
+    # absl puts the values of an enumeration before the help text.
     text, values = flag.help.split(">: ", 1)[1].rstrip("."), flag.parser.enum_values
     beside = f"--{flag.name}={'|'.join(values)}"
     explained = f"{text}: {', '.join(values)}{_default(flag)}"
@@ -228,7 +230,7 @@ def _row(flag: flags.Flag, room: int) -> tuple[str, str]:
 
 
 def _shown(flag: flags.Flag) -> str:
-    # Only what is on by default is ever switched off.
+    # --noNAME is useful only for flags that are on by default.
     return f"--[no]{flag.name}" if flag.boolean and flag.default else f"--{flag.name}"
 
 

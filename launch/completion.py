@@ -1,7 +1,7 @@
 """Shell completion of the programs' flags and of their values, for bash and zsh.
 
-`eval "$(tfdist-run --completion=bash)"` switches it on. The shell then runs this module at each TAB:
-it knows the flags, also behind `--`, without TensorFlow.
+`eval "$(tfdist-run --completion=bash)"` enables it. The shell then runs this module at each TAB, without
+importing TensorFlow. Flags after `--` are completed too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SHELLS = ("bash", "zsh")
 
-#: What a program is found by: the installer's record of tfdist.
+#: The distribution whose entry points are the programs.
 _DISTRIBUTION = "tfdist"
 _BASH = """\
 _tfdist() {{
@@ -42,7 +42,7 @@ compdef _tfdist {programs}
 
 
 def script(shell: str) -> str:
-    """What a shell evaluates to complete the programs of tfdist."""
+    """The script that a shell evaluates to enable completion of the programs of tfdist."""
     form = {"bash": _BASH, "zsh": _ZSH}[shell]
     return form.format(
         python=shlex.quote(sys.executable), module=__name__, programs=" ".join(_scripts())
@@ -50,15 +50,15 @@ def script(shell: str) -> str:
 
 
 def candidates(shell: str, index: int, words: Sequence[str]) -> list[str]:
-    """What the word at `index` may become; none where it is a file or another program's word.
+    """The completions of the word at `index`; empty for files and for words of other programs.
 
     Args:
-        shell: "bash", which cuts words at "=", or "zsh".
-        index: Of the word that is to be completed.
-        words: The command line, program first.
+        shell: "bash", which splits words at "=", or "zsh".
+        index: Index of the word to complete.
+        words: The command line, starting with the program.
     """
     line, word = list(words[:index]), words[index] if index < len(words) else ""
-    while "--" in line:  # What comes behind is another program's.
+    while "--" in line:  # The words after it are another program's.
         line = line[line.index("--") + 1 :]
     if not line:
         return [name for name in _scripts() if name.startswith(word)] if word else []
@@ -80,7 +80,7 @@ def candidates(shell: str, index: int, words: Sequence[str]) -> list[str]:
 
 
 def _flag_of_value(shell: str, line: Sequence[str], word: str) -> tuple[str | None, str]:
-    """The flag whose value is to be completed, and what of the word stands before the value."""
+    """The flag whose value is to be completed, and the prefix of the word before the value."""
     if shell == "bash" and word == "=" and line[-1].startswith("-"):
         return line[-1].lstrip("-"), ""
     if shell == "bash" and line[-1] == "=" and len(line) > 2:
@@ -94,7 +94,7 @@ def _flag_of_value(shell: str, line: Sequence[str], word: str) -> tuple[str | No
 
 
 def _values(program: Program, flag: str) -> list[str]:
-    """The values that a flag can have, where they are few."""
+    """The possible values of a flag, if they can be listed."""
     if flag not in program.values:
         return []
     found = program.values[flag]
@@ -104,7 +104,7 @@ def _values(program: Program, flag: str) -> list[str]:
 
 
 def _program(line: Sequence[str]) -> tuple[Program | None, list[str]]:
-    """The program of a command line; where it has parts and none is named, their names."""
+    """The program of a command line; without a subcommand, the names of its subcommands."""
     script = _scripts().get(os.path.basename(line[0]))
     if script is None:
         return None, []
@@ -117,7 +117,7 @@ def _program(line: Sequence[str]) -> tuple[Program | None, list[str]]:
 
 
 def _scripts() -> dict[str, str]:
-    """The programs of tfdist by name, and the module of each."""
+    """The module of each program of tfdist, by name."""
     found = importlib.metadata.distribution(_DISTRIBUTION).entry_points
     return {each.name: each.module for each in found.select(group="console_scripts")}
 

@@ -1,4 +1,4 @@
-"""`--compression`: what compresses gradients, as `powersgd:4`."""
+"""`--compression`: the compressor of gradients, such as `powersgd:4`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from tfdist.launch.flag_values import refuse
 
-#: By name, the class of `tfdist.addons.slow_links`, and what may stand behind a colon: the name of its
-#: argument, and its type.
+#: By name, the class of `tfdist.addons.slow_links`, and the name and type of the optional argument after a
+#: colon.
 _KINDS: dict[str, tuple[str, tuple[str, type] | None]] = {
     "powersgd": ("PowerSGD", ("rank", int)),
     "topk": ("TopK", ("ratio", float)),
@@ -21,7 +21,7 @@ _MOST = 1 << 16
 
 
 def check_compression(flag: str, value: str) -> None:
-    """Refuses what no compressor is named by, or has no such argument; imports none of them."""
+    """Reject unknown compressors and invalid arguments, without importing the compressors."""
     if value == "none":
         return
     name, colon, given = value.partition(":")
@@ -40,7 +40,7 @@ def check_compression(flag: str, value: str) -> None:
 
 
 def make_compressor(value: str, **options: Any) -> Any:
-    """The compressor that a checked value names, with other arguments; None for none."""
+    """Create the compressor of a checked value with further arguments; None for "none"."""
     if value == "none":
         return None
     from tfdist.addons import slow_links

@@ -1,4 +1,4 @@
-"""The texts of `tfdist-finetune`, as tokens of a preset's tokenizer."""
+"""The texts of `tfdist-finetune`, tokenized by a preset's tokenizer."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 from tfdist.launch.flag_values import UsageError, input_file
 
 _FILE, _TFDS = "text:", "tfds:"
-#: How many characters go to the tokenizer at once: it holds copies of them.
+#: Characters per call of the tokenizer, which limits the memory of its copies.
 _CHARACTERS = 1 << 16
-#: Of a data set without a split for it, the share that is for validation.
+#: The percentage for validation of a dataset without a validation or test split.
 _VALIDATION = 10
 
 
 def check_source(source: str) -> None:
-    """Looks at the value of `--dataset`, as far as that reads no data.
+    """Check the value of `--dataset` without reading data.
 
     Raises:
-        UsageError: It names nothing that can be read.
+        UsageError: The value is malformed, or the file cannot be read.
     """
     if source.startswith(_FILE):
         input_file("dataset", source.removeprefix(_FILE), _FILE)
@@ -33,20 +33,20 @@ def check_source(source: str) -> None:
 
 
 def read_tokens(source: str, tokenizer: Any, data_dir: str | None) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of a text for training, and those for validation.
+    """Read the tokens of a text for training and for validation.
 
-    Documents of a TFDS data set follow each other with the tokenizer's end token in between.
+    Documents of a TFDS dataset are concatenated, each followed by the tokenizer's end token.
 
     Args:
         source: The value of `--dataset`.
-        tokenizer: One of KerasHub.
-        data_dir: Folder of the TFDS data sets.
+        tokenizer: A tokenizer of KerasHub.
+        data_dir: Folder of the TFDS datasets.
 
     Returns:
         Two arrays of int32, of shape [tokens].
 
     Raises:
-        UsageError: The data cannot be read, or is no text.
+        UsageError: The data cannot be read, or are not text.
     """
     if source.startswith(_TFDS):
         train, validation = _documents(source, data_dir)
@@ -56,26 +56,26 @@ def read_tokens(source: str, tokenizer: Any, data_dir: str | None) -> tuple[np.n
 
     try:
         text = load_text(source)
-        # A character that the cut goes through belongs to neither part.
+        # A character that is split between both parts is dropped.
         parts = [_decoded(bytes(part)) for part in (text.train, text.validation)]
     except (ValueError, ImportError) as error:
-        raise UsageError(f"--dataset={source}: {error}") from error
+        raise UsageError(f"--dataset={source} could not be read: {error}") from error
     first, second = (_tokens(_pieces(part), tokenizer, None) for part in parts)
     return first, second
 
 
 def _decoded(part: bytes) -> str:
-    """The text of bytes whose ends may be parts of a character."""
+    """Decode bytes that may begin and end within a character."""
     begin = next((i for i, byte in enumerate(part[:4]) if byte & 0xC0 != 0x80), 0)
     try:
-        # It waits for the rest of a character at the end.
+        # An incremental decoder ignores an incomplete character at the end.
         return codecs.getincrementaldecoder("utf-8")().decode(part[begin:])
     except UnicodeDecodeError as error:
-        raise ValueError(f"The file is no UTF-8 text: {error.reason}.") from error
+        raise ValueError(f"The file is not UTF-8 text: {error.reason}.") from error
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text in pieces that end where a line does, or where the longest piece does."""
+    """Split a text into pieces of limited length, at ends of lines if possible."""
     begin = 0
     while begin < len(text):
         end = begin + _CHARACTERS
@@ -96,10 +96,10 @@ def _documents(source: str, data_dir: str | None) -> tuple[Iterable[str], Iterab
         builder = open_builder(name, data_dir)
         prepare_builder(builder, name, download=True, instead="--dataset=pydoc or text:FILE")
     except (ValueError, ImportError, RuntimeError) as error:
-        raise UsageError(f"--dataset={source}: {error}") from error
+        raise UsageError(f"--dataset={source} could not be loaded: {error}") from error
     splits = builder.info.splits
     if "train" not in splits:
-        raise UsageError(f"--dataset={source}: it has no split `train`, only {list(splits)}.")
+        raise UsageError(f"--dataset={source} must have a split `train`. Received: {list(splits)}.")
     tested = next((split for split in ("validation", "test") if split in splits), None)
     names = ["train", tested]
     if tested is None:
@@ -109,7 +109,8 @@ def _documents(source: str, data_dir: str | None) -> tuple[Iterable[str], Iterab
     if feature not in found or str(found[feature].dtype) != "object":
         named = [key for key in found if str(found[key].dtype) == "object"]
         raise UsageError(
-            f"--dataset={source}: it has no text `{feature}`. Name one: tfds:{name}/FEATURE, of {named}."
+            f"--dataset={source} does not have a text feature `{feature}`. Use tfds:{name}/FEATURE with one "
+            f"of {named}."
         )
 
     def texts(data) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""How many ranks a machine has room for: one for each GPU, else its cores divided by their threads."""
+"""The number of ranks for a machine: one for each GPU, else its cores divided by threads per rank."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _THREADS = ("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS")
 def ranks_of_this_machine(
     words: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> tuple[int, str]:
-    """How many ranks `-np auto` starts, and why so many.
+    """The number of ranks of `-np auto`, and the reason as text.
 
     Args:
-        words: The command of a rank, of which `--threads` counts.
-        environment: The variables that ranks get.
+        words: The command of a rank, in which `--threads` is looked up.
+        environment: Environment variables of the ranks.
     """
     gpus = count_gpus(environment)
     if gpus:
         return gpus, "one for each GPU"
     cores, threads = count_cores(), _threads(words, environment)
-    each = f" divided by {threads} threads of a rank" if threads > 1 else ""
+    each = f" divided by {threads} threads per rank" if threads > 1 else ""
     return max(1, cores // threads), f"{cores} core{'s' * (cores > 1)}{each}"
 
 
 def count_gpus(environment: Mapping[str, str] = os.environ) -> int:
-    """NVIDIA's GPUs that processes with these variables see: by the driver's files, which cost nothing."""
+    """The number of NVIDIA GPUs visible to processes, from the driver's device files."""
     there = len([path for path in glob.glob(_DEVICES) if re.fullmatch(r"/dev/nvidia\d+", path)])
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not there:
@@ -39,13 +39,13 @@ def count_gpus(environment: Mapping[str, str] = os.environ) -> int:
     chosen = 0
     for name in filter(None, (part.strip() for part in visible.split(","))):
         if name.lstrip("-").isdigit() and not 0 <= int(name) < there:
-            break  # CUDA looks at none behind one that is not there.
+            break  # CUDA ignores all devices after an invalid one.
         chosen += 1
     return min(chosen, there)
 
 
 def count_cores(quota: Path = _QUOTA) -> int:
-    """The cores that this process may use: fewer than the machine's in a container with a quota."""
+    """The number of cores that this process may use, within the quota of a container."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -53,7 +53,7 @@ def count_cores(quota: Path = _QUOTA) -> int:
         most, period = quota.read_text().split()
         return min(cores, max(1, int(most) // int(period)))
     except (OSError, ValueError):
-        return cores  # No quota: there is no file, or it says "max".
+        return cores  # Without a quota there is no file, or it contains "max".
 
 
 def _threads(words: Sequence[str], environment: Mapping[str, str]) -> int:

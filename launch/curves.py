@@ -1,4 +1,4 @@
-"""`--plot`: a picture of what `fit` logged, epoch by epoch."""
+"""`--plot`: a plot of the logs of `fit` over epochs."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections.abc import Mapping, Sequence
 from tfdist.launch.flag_values import UsageError, output_file
 
 _ENDINGS = (".png", ".svg", ".pdf")
-#: What is no measure of how good the model is.
+#: Logs that do not measure the model's quality.
 _LEFT_OUT = ("skipped_steps",)
 
 
 def check_plot(flag: str, path: str | None) -> None:
-    """Refuses a file that cannot be written, and any where matplotlib is missing."""
+    """Reject a file that cannot be written, and any file if matplotlib is not installed."""
     if path is None:
         return
     output_file(flag, path, _ENDINGS)
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
-            f"--{flag}={path} needs matplotlib: pip install 'tfdist[plots]', or leave --{flag} out."
+            f"--{flag}={path} requires matplotlib. Run pip install 'tfdist[plots]', or omit --{flag}."
         )
 
 
 def draw(history: Mapping[str, Sequence[float]], path: str, title: str) -> None:
-    """Draws a panel for each value that was logged, with its validation in the same one.
+    """Plot a panel for each logged value, together with its validation value.
 
     Args:
-        history: By name, a number for each epoch; those of validation begin with "val_".
-        path: The file; its ending says the format.
-        title: What stands above.
+        history: By name, a number for each epoch; names of validation values begin with "val_".
+        path: The file; its suffix determines the format.
+        title: The title of the plot.
 
     Raises:
         OSError: The file cannot be written.
@@ -39,7 +39,7 @@ def draw(history: Mapping[str, Sequence[float]], path: str, title: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     names = [n for n in history if not n.startswith("val_") and n not in _LEFT_OUT]
-    # Not by pyplot, which would look for a display.
+    # pyplot would require a display.
     figure = Figure(figsize=(4.5 * len(names), 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)

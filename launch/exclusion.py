@@ -1,4 +1,4 @@
-"""Hosts that a job goes on without: they failed too often, or cannot be reached."""
+"""Exclusion of hosts that failed too often or cannot be reached."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tfdist.runtime import exit_codes
 
 
 class Exclusion:
-    """Counts the failures of hosts, and leaves some out.
+    """Counter of the failures of hosts, which excludes some.
 
     Args:
-        after: After how many failures a host is left out; None for never.
+        after: The number of failures after which a host is excluded; None for never.
     """
 
     def __init__(self, after: int | None):
@@ -24,34 +24,34 @@ class Exclusion:
 
     @property
     def is_on(self) -> bool:
-        """Whether hosts are left out at all."""
+        """Whether exclusion is enabled."""
         return self._after is not None
 
     def count(self, host: str, code: int) -> None:
-        """Counts a failure of the rank that failed first.
+        """Count a failure of the rank that failed first.
 
         Args:
-            host: Its host.
-            code: Its exit code. A persistent fault is enough by itself.
+            host: The host of the rank.
+            code: Its exit code. A single persistent fault excludes the host.
         """
         if self._after is None:
             return
         self._failures[host] += 1
         if code == exit_codes.PERSISTENT_FAULT:
-            self.leave_out(host, "its rank computed something wrong, and did so again")
+            self.leave_out(host, "its rank computed a wrong result repeatedly")
         elif self._failures[host] >= self._after:
             times = self._failures[host]
             self.leave_out(host, f"its ranks failed {times} time{'s' * (times > 1)}")
 
     def leave_out(self, host: str, why: str) -> None:
-        """Goes on without a host."""
+        """Exclude a host."""
         self._excluded.add(host)
-        say("tfdist-run", f"the host {host} is left out from now on: {why}.")
+        say("tfdist-run", f"the host {host} is excluded from now on: {why}.")
 
     def forgive(self) -> None:
-        """Forgets the failures of hosts that are still there: the job has run for long since."""
+        """Reset the failures of the remaining hosts after the job has run for a long time."""
         self._failures.clear()
 
     def left(self, hosts: Iterable[Host]) -> list[Host]:
-        """The hosts that are not left out."""
+        """The hosts that are not excluded."""
         return [host for host in hosts if host.name not in self._excluded]

@@ -1,10 +1,10 @@
-"""`tfdist-finetune`: fine-tunes a language model of KerasHub on text.
+"""`tfdist-finetune`: fine-tune a language model of KerasHub on text.
 
     tfdist-finetune --preset=gpt2-local/ --dataset=text:notes.txt --lora_rank=8
     tfdist-run -np 2 -- tfdist-finetune --preset=llama3-local/ --tensor=2 --lora_rank=8 \
         --quantize=int8 --output=tuned/
 
-The preset is a folder, as `save_to_preset` of KerasHub makes it; each rank reads what it keeps of it.
+The preset is a folder written by KerasHub's `save_to_preset`; each rank reads only its shards.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _ADAPTER = "adapter.lora.h5"
 
 _PRESET = _DEFINE.string("preset", None, "Folder of a KerasHub preset, with its tokenizer")
 _DATASET = _DEFINE.string("dataset", "pydoc", "text:FILE, tfds:NAME, tfds:NAME/FEATURE or pydoc")
-_DATA_DIR = _DEFINE.string("data_dir", None, "Folder of the TFDS data sets")
+_DATA_DIR = _DEFINE.string("data_dir", None, "Folder of the TFDS datasets")
 _LORA = _DEFINE.integer(
     "lora_rank", 0, "Rank of LoRA adapters; 0: all weights", lower_bound=0, upper_bound=_MOST
 )
 _BIASES = _DEFINE.boolean(
-    "train_biases", False, "Train the biases of layers with adapters too; plain KerasHub reads none"
+    "train_biases", False, "Train biases of layers with adapters too; KerasHub cannot load them"
 )
 _QUANTIZE = _DEFINE.enum(
     "quantize", "none", ["none", "int8", "int4"], "Quantization of the frozen weights"
@@ -49,7 +49,7 @@ _QUANTIZE = _DEFINE.enum(
 _BLOCK_SIZE = _DEFINE.integer(
     "block_size",
     128,
-    "Inputs that share a scale, of int4",
+    "Inputs that share a scale with int4",
     lower_bound=1,
     upper_bound=_MOST,
 )
@@ -66,11 +66,11 @@ _LEARNING_RATE = _DEFINE.float(
 _LOSS_CHUNK = _DEFINE.integer(
     "loss_chunk",
     1024,
-    "Tokens whose logits stand at once; 0: all",
+    "Tokens whose logits are in memory at a time; 0: all",
     lower_bound=0,
     upper_bound=_MOST,
 )
-_PROMPT = _DEFINE.string("prompt", None, "Text that the tuned model goes on from")
+_PROMPT = _DEFINE.string("prompt", None, "Prompt for a sample of the tuned model")
 _OUTPUT = _DEFINE.string("output", None, f"Folder of the result: {_ADAPTER}, or a preset")
 _SEED = _DEFINE.integer(
     "seed", 0, "Seed of adapters and data order", lower_bound=0, upper_bound=2**32 - 1
@@ -84,7 +84,7 @@ _VERBOSE = _DEFINE.integer(
 _RECOMPUTE = _DEFINE.string(
     "recompute",
     "none",
-    "none, selective, sqrt, every_layer, optimal, or bytes to keep: budget:2GiB",
+    "none, selective, sqrt, every_layer, optimal, or bytes to store: budget:2GiB",
 )
 _OPTIMIZER = OptimizerFlags(_DEFINE, "adamw", has_own_policy=True)
 _CHECKPOINTS = CheckpointFlags(_DEFINE)
@@ -94,7 +94,7 @@ _WORLD = WorldFlags(_DEFINE, _MESH)
 
 @dataclasses.dataclass(frozen=True)
 class _Windows:
-    """Global batches of windows: inputs of the task, and the tokens that follow."""
+    """Global batches of windows: inputs of the task, and the next tokens."""
 
     train: Any
     validation: Any
@@ -103,7 +103,7 @@ class _Windows:
 
 
 def run() -> None:
-    """The console script."""
+    """Run the console script."""
     PROGRAM.run()
 
 
@@ -112,41 +112,41 @@ def _check(_: list[str]) -> tuple[Layout, dict[str, Any]]:
         raise UsageError("--preset must be the folder of a KerasHub preset. Received: none.")
     place = Path(_PRESET.value).expanduser()
     if not (place / "config.json").is_file():
-        what = "a folder without config.json" if place.is_dir() else "no folder"
+        what = "a folder without config.json" if place.is_dir() else "not a folder"
         raise UsageError(
-            "--preset must be a folder that `save_to_preset` of KerasHub has made. Received: "
+            "--preset must be a folder written by KerasHub's `save_to_preset`. Received: "
             f"--preset={_PRESET.value}, which is {what}."
         )
     check_source(_DATASET.value)
     if not _DATASET.value.startswith("tfds:"):
         refuse_ignored(
-            _VALUES, (_DATA_DIR,), "is for --dataset=tfds:NAME", f"--dataset={_DATASET.value}"
+            _VALUES, (_DATA_DIR,), "requires --dataset=tfds:NAME", f"--dataset={_DATASET.value}"
         )
     elif _DATA_DIR.value is not None:
         folder("data_dir", _DATA_DIR.value)
     if _QUANTIZE.value != "none" and not _LORA.value:
         raise UsageError(
-            "--quantize leaves nothing to train without adapters: add --lora_rank. Received: "
+            "--quantize requires --lora_rank, because quantized weights are not trained. Received: "
             f"--quantize={_QUANTIZE.value} --lora_rank=0."
         )
     if not _LORA.value:
-        refuse_ignored(_VALUES, (_BIASES,), "is for --lora_rank", "--lora_rank=0")
+        refuse_ignored(_VALUES, (_BIASES,), "requires --lora_rank", "--lora_rank=0")
     if _QUANTIZE.value != "int4":
         refuse_ignored(
-            _VALUES, (_BLOCK_SIZE,), "is for --quantize=int4", f"--quantize={_QUANTIZE.value}"
+            _VALUES, (_BLOCK_SIZE,), "requires --quantize=int4", f"--quantize={_QUANTIZE.value}"
         )
     if _OUTPUT.value is not None:
         folder("output", _OUTPUT.value)
     if _WORLD.is_tpu:
-        raise UsageError("tfdist-finetune is for ranks. Received: --strategy=tpu.")
+        raise UsageError("tfdist-finetune is not supported on a TPU. Received: --strategy=tpu.")
     layout = _MESH.layout()
     _WORLD.check(layout)
     _OPTIMIZER.check(is_tpu=False, has_sync=False)
     read_recompute(_RECOMPUTE.name, _RECOMPUTE.value)
     if layout.context > 1:
         raise UsageError(
-            "The layers of KerasHub's models know no context axis: leave --context out, or train "
-            f"--model=gpt with tfdist-train. Received: --context={layout.context}."
+            "--context is not supported for models of KerasHub. Received: "
+            f"--context={layout.context}. Omit --context, or train --model=gpt with tfdist-train."
         )
     return layout, _CHECKPOINTS.options(is_tpu=False)
 
@@ -183,7 +183,7 @@ def _main(checked: tuple[Layout, dict[str, Any]]) -> None:
         loss = tfdist.layers.VocabParallelCrossEntropy(
             task.output.shape[-1], chunk_size=_LOSS_CHUNK.value or None
         )
-        # A task's own metric would take whole logits.
+        # The default metric of a task requires whole logits.
         options = {"weighted_metrics": None} if model is task else {}
         with _OPTIMIZER.expected_errors():
             optimizer = _OPTIMIZER.make("AdamW", rate, weight_decay=0.01, global_clipnorm=1.0)
@@ -221,7 +221,7 @@ def _main(checked: tuple[Layout, dict[str, Any]]) -> None:
     if _OUTPUT.value is not None:
         lines.append(f"Saved: {_save(task)}")
     loss = history.history["val_loss"][-1]
-    if _OPTIMIZER.averages:  # Which take the weights' place when `fit` ends.
+    if _OPTIMIZER.averages:  # They replace the weights at the end of `fit`.
         loss = model.evaluate(windows.validation, verbose=0)
     lines.append(
         f"Validation loss {loss:.4f}, perplexity {_perplexity(before)} before and "
@@ -237,17 +237,16 @@ def _preprocessor():
         import keras_hub
     except ImportError as error:
         raise UsageError(
-            "tfdist-finetune trains models of KerasHub, which is not installed: "
-            "pip install keras-hub."
+            "tfdist-finetune requires KerasHub, which is not installed: pip install keras-hub."
         ) from error
     try:
         return keras_hub.models.CausalLMPreprocessor.from_preset(
             _PRESET.value, sequence_length=_SEQ_LENGTH.value
         )
     except Exception as error:
-        # Whatever the classes that the files of a preset name raise.
+        # The classes that a preset names may raise any exception.
         raise UsageError(
-            f"--preset={_PRESET.value}: its tokenizer cannot be read: {one_line(error)}"
+            f"The tokenizer of --preset={_PRESET.value} cannot be read: {one_line(error)}"
         ) from error
 
 
@@ -264,7 +263,7 @@ def _windows(tokenizer, batch_size: int) -> _Windows:
             found = language_model_windows(tokens, length, shuffle_seed=seed)
         except ValueError as error:
             raise UsageError(
-                f"--seq_length={length}: the {name} part of {_DATASET.value}: {error}"
+                f"--seq_length={length} is not supported for the {name} part of {_DATASET.value}: {error}"
             ) from error
         mask = tf.ones([length], tf.int32)
         return found.map(lambda x, y: ({"token_ids": x, "padding_mask": mask}, y))
@@ -273,8 +272,8 @@ def _windows(tokenizer, batch_size: int) -> _Windows:
     steps = int(trained.cardinality()) // batch_size
     if not steps:
         raise UsageError(
-            f"--batch_size={batch_size} is more than the {int(trained.cardinality())} windows of "
-            f"{length} tokens that {_DATASET.value} has for training."
+            f"--batch_size must be at most the {int(trained.cardinality())} training windows of {length} "
+            f"tokens of {_DATASET.value}. Received: --batch_size={batch_size}."
         )
     return _Windows(
         trained.batch(batch_size, drop_remainder=True).prefetch(2),
@@ -285,7 +284,7 @@ def _windows(tokenizer, batch_size: int) -> _Windows:
 
 
 def _load():
-    """The task, with its base quantized and adapters in place where those are asked for."""
+    """Load the task, with a quantized base and adapters if requested."""
     import keras
 
     import tfdist
@@ -295,7 +294,7 @@ def _load():
         task = tfdist.load_preset(_PRESET.value, preprocessor=None, compile=False, **options)
         backbone = task.backbone
         if _QUANTIZE.value != "none":
-            # Not the embeddings: in reverse, quantized ones pass Keras' gradients on wrongly.
+            # Embeddings are excluded, because Keras' gradients of quantized reverse embeddings are wrong.
             products = (keras.layers.Dense, keras.layers.EinsumDense)
             config = None
             if _QUANTIZE.value == "int4":
@@ -306,20 +305,22 @@ def _load():
         if _LORA.value:
             backbone.enable_lora(_LORA.value)
             for variable in [] if _BIASES.value else backbone.trainable_variables:
-                # KerasHub lets biases train, and its files of adapters do not hold them.
+                # KerasHub trains biases, but does not save them in adapter files.
                 variable.trainable = variable.name.startswith("lora_")
     except (ValueError, TypeError, OSError) as error:
-        raise UsageError(f"--preset={_PRESET.value}: {one_line(error)}") from error
+        raise UsageError(
+            f"--preset={_PRESET.value} could not be loaded: {one_line(error)}"
+        ) from error
     inputs = task.input
     if not isinstance(inputs, dict) or set(inputs) != {"token_ids", "padding_mask"}:
         raise UsageError(
-            f"--preset={_PRESET.value}: tfdist-finetune is for models of token_ids and padding_mask. "
-            f"Received: a model of {sorted(inputs) if isinstance(inputs, dict) else inputs}."
+            f"--preset={_PRESET.value} must be a model with the inputs token_ids and padding_mask. "
+            f"Received: inputs {sorted(inputs) if isinstance(inputs, dict) else inputs}."
         )
     longest = getattr(backbone, "max_sequence_length", None)
     if longest is not None and _SEQ_LENGTH.value > longest:
         raise UsageError(
-            f"--seq_length must be at most the {longest} tokens that the model has positions for. "
+            f"--seq_length must be at most {longest}, the number of the model's position embeddings. "
             f"Received: --seq_length={_SEQ_LENGTH.value}."
         )
     return task
@@ -334,7 +335,7 @@ def _recompute(task, layout: Layout, rows: int) -> None:
     try:
         recompute(task, **counted_for(arguments, rows, (_SEQ_LENGTH.value,)))
     except ValueError as error:
-        raise UsageError(f"--recompute={_RECOMPUTE.value}: {error}") from error
+        raise UsageError(f"--recompute={_RECOMPUTE.value} is not supported: {error}") from error
 
 
 def _pipeline(task, layout: Layout, on: World):
@@ -350,7 +351,7 @@ def _pipeline(task, layout: Layout, on: World):
             input_shape=(_SEQ_LENGTH.value,),
         )
     except ValueError as error:
-        raise UsageError(f"--pipeline={layout.pipeline}: {error}") from error
+        raise UsageError(f"--pipeline={layout.pipeline} is not supported: {error}") from error
     if on.is_chief:
         print(model.partition.table())
     return model

@@ -1,4 +1,4 @@
-"""What the programs that train have in common around `fit`."""
+"""Helpers for `fit` that the training programs share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tfdist.utils.checks import one_line
 
 
 def warmup_cosine(rate: float, steps: int):
-    """Up from zero in a twentieth of the steps, then a cosine down to a tenth of the rate."""
+    """Linear warm-up over a twentieth of the steps, then cosine decay to a tenth of the rate."""
     import keras
 
     warmup = max(steps // 20, 1)
@@ -24,7 +24,7 @@ def warmup_cosine(rate: float, steps: int):
 
 @contextlib.contextmanager
 def expected_errors(workdir: str | None, dataset: str) -> Iterator[None]:
-    """Says in one line what can be expected to fail in `fit`: checkpoints, the loss, the data, servers."""
+    """Convert expected errors of `fit` into one-line errors: checkpoints, loss, data, servers."""
     import tensorflow as tf
 
     from tfdist.addons.asynchronous import ParameterServerError
@@ -33,29 +33,29 @@ def expected_errors(workdir: str | None, dataset: str) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        raise UsageError(f"--workdir={workdir}: {error}") from error
+        raise UsageError(f"--workdir={workdir} cannot be used: {error}") from error
     except ParameterServerError as error:
         raise Failure(str(error)) from error
     except FloatingPointError as error:
         raise Failure(str(error)) from error
     except tf.errors.DataLossError as error:
         raise UsageError(
-            f"--dataset={dataset}: a file is damaged: {_record_of(error.message)}."
+            f"--dataset={dataset} could not be read, a file is corrupt: {_record_of(error.message)}."
         ) from error
 
 
 def _record_of(message: str) -> str:
-    """Which record of a file TensorFlow found damaged, of all that it says of its graph."""
+    """The part of TensorFlow's message that names the corrupt record."""
     found = re.search(r"[\w ]*\b(corrupted|truncated) record[^\n\[]*", message)
     return found[0].strip() if found else one_line(message)
 
 
 def summary(history: Mapping[str, Sequence[float]], seconds: float) -> str:
-    """What a training came to, in a line: how long it took, its best epoch, and a rank's memory.
+    """A one-line summary of a training run: duration, best epoch, and peak memory of this rank.
 
     Args:
-        history: What `fit` logged, by name, a number for each epoch.
-        seconds: How long it took.
+        history: The logs of `fit`: by name, a number for each epoch.
+        seconds: Duration of the training.
     """
     minutes, rest = divmod(round(seconds), 60)
     took = f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
@@ -69,11 +69,11 @@ def summary(history: Mapping[str, Sequence[float]], seconds: float) -> str:
 
 
 def speed_callback(num_items: int):
-    """A callback that counts items of training per second, without the first epoch."""
+    """Create a callback that measures training items per second, without the first epoch."""
     import keras
 
     class Speed(keras.callbacks.Callback):
-        """Items of training per second, over the epochs after the first, which builds the graph."""
+        """Training items per second in the fastest epoch after the first, which builds the graph."""
 
         items_per_second = 0.0
 

@@ -1,7 +1,7 @@
-"""How flags are defined and checked: any flag by its kind, and those that name files and folders.
+"""Definition and checks of flags by their type, and of flags that name files and folders.
 
-absl has bounds for numbers, which NaN passes, and takes any text. Each check raises a `UsageError`
-of one line that names the flag and shows the value.
+absl accepts any text, and NaN despite bounds. Each check raises a `UsageError` of one line that names
+the flag and shows the value.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from absl import flags
 from tfdist.utils.checks import LARGEST, shown
 from tfdist.utils.errors import TfdistError
 
-#: More than any job that was ever run, and few enough to write down what each rank is told.
+#: More than in any known job, and small enough to list the settings of each rank.
 MOST_RANKS = 16_384
 MOST_RANKS_OF_A_HOST = 1024
-#: Seconds: longer than anything that a flag asks to wait for.
+#: In seconds; the upper bound of flags that are times.
 YEAR = 366 * 24 * 3600
 _MOST_CHARACTERS = 100_000
 
 
 class UsageError(TfdistError):
-    """What the user asked for cannot be done: one line says what, and what to do."""
+    """An invalid request of the user, with a one-line message and a remedy."""
 
 
 class FlagDefiner:
@@ -47,7 +47,7 @@ class FlagDefiner:
         self.string = functools.partial(flags.DEFINE_string, flag_values=values)
 
     def count_or_auto(self, name: str, text: str, most: int) -> flags.FlagHolder:
-        """Defines a count from 1 to `most`, or the word "auto"; the help explains both."""
+        """Define a count from 1 to `most`, or the word "auto"; the help explains both."""
         return flags.DEFINE(
             _CountParser(lower_bound=1, upper_bound=most),
             name,
@@ -58,21 +58,21 @@ class FlagDefiner:
         )
 
     def repeated(self, name: str, text: str) -> flags.FlagHolder:
-        """Defines a text that may be given more than once; the help says so in a few words."""
+        """Define a text flag that may be repeated; the help mentions it."""
         holder = flags.DEFINE_multi_string(name, None, text, flag_values=self.values)
         self.values[name].help = f"{text}; may be repeated"
         return holder
 
 
 class _CountParser(flags.IntegerParser):
-    """Reads a number in its bounds, or "auto"."""
+    """Parse a number within bounds, or "auto"."""
 
     def parse(self, argument: Any) -> Any:
         return argument if argument == "auto" else super().parse(argument)
 
 
 def refuse(flag: str, value: Any, meaning: str) -> UsageError:
-    """The error for a bad value of a flag; `meaning` goes on behind the flag's name."""
+    """Create the error for an invalid value of a flag; `meaning` follows "must be"."""
     plain = isinstance(value, str) and value.strip() and value.isprintable()
     text = value if plain else shown(value)
     if len(text) > 200:
@@ -82,10 +82,10 @@ def refuse(flag: str, value: Any, meaning: str) -> UsageError:
 
 
 def check_values(values: flags.FlagValues) -> None:
-    """Checks what the command line gave each flag, by the kind of the flag.
+    """Check the values of flags on the command line, by the type of the flag.
 
-    Numbers are finite and fit into 32 bits, unless the flag has bounds of its own; texts are not
-    empty, and have no control characters and no bytes that are no UTF-8; lists are not empty.
+    Numbers must be finite and fit into 32 bits, unless the flag has an upper bound; texts must be
+    non-empty UTF-8 without control characters; lists must not be empty.
     """
     for name in values:
         flag = values[name]
@@ -118,14 +118,14 @@ def _check_text(name: str, text: str) -> None:
 
 
 def as_given(values: flags.FlagValues, some: Iterable[flags.FlagHolder]) -> str:
-    """Those of some flags that the command line has, as it may have them."""
+    """Those of the given flags that are on the command line, as text."""
     return " ".join(values[flag.name].serialize() for flag in some if flag.present)
 
 
 def refuse_ignored(
     values: flags.FlagValues, some: Iterable[flags.FlagHolder], why: str, received: str
 ) -> None:
-    """Refuses flags that would be ignored where `received` is given; `why` says where they are not."""
+    """Reject flags that would be ignored with `received`; `why` is the predicate of the message."""
     for flag in some:
         if flag.present:
             raise UsageError(
@@ -134,10 +134,10 @@ def refuse_ignored(
 
 
 def folder(flag: str, path: str) -> None:
-    """Checks the path of a folder that is there, or that can be made; the root is none."""
+    """Check the path of a folder that exists or can be created, other than the root."""
     found = os.path.abspath(os.path.expanduser(path))
     if not found.strip("/"):
-        raise refuse(flag, path, "a folder, and not the root of the file system")
+        raise refuse(flag, path, "a folder other than the root of the file system")
     while (mode := _mode(flag, path, found)) is None and found != os.path.dirname(found):
         found = os.path.dirname(found)
     if mode != stat.S_IFDIR:
@@ -145,7 +145,7 @@ def folder(flag: str, path: str) -> None:
 
 
 def input_file(flag: str, path: str, prefix: str = "") -> None:
-    """Checks the path of a file that can be read; in the flag a prefix may stand before it."""
+    """Check the path of a readable file; the flag's value may have a prefix before the path."""
     given = f"--{flag}={prefix}{path}"
     found = os.path.expanduser(path)
     mode = _mode(flag, path, found)
@@ -158,7 +158,7 @@ def input_file(flag: str, path: str, prefix: str = "") -> None:
 
 
 def output_file(flag: str, path: str, endings: Sequence[str] = ()) -> None:
-    """Checks the path of a file that can be written, and its ending; nothing is written yet."""
+    """Check the path of a writable file, and its suffix, without writing to it."""
     if endings and not path.endswith(tuple(endings)):
         raise refuse(flag, path, f"a file that ends in {' or '.join(endings)}")
     found = os.path.expanduser(path)
@@ -176,7 +176,7 @@ def output_file(flag: str, path: str, endings: Sequence[str] = ()) -> None:
 
 
 def _mode(flag: str, path: str, found: str) -> int | None:
-    """What kind of file there is; None for none."""
+    """The type of the file; None if it does not exist."""
     try:
         return stat.S_IFMT(os.stat(found).st_mode)
     except (FileNotFoundError, NotADirectoryError):

@@ -1,9 +1,8 @@
-"""Builds Horovod for the TensorFlow that is installed, keeps the wheel, and proves it.
+"""Build Horovod for the installed TensorFlow, cache the wheel, and test it.
 
-Horovod's last release does not compile against today's TensorFlow as it comes: one of its files
-includes XLA headers that have moved since. The code that needs them is left out of every build
-without a GPU, so empty files under the old names are all that the compiler asks for. Nothing of
-Horovod is patched.
+Horovod's last release does not compile against current TensorFlow: one of its files includes XLA
+headers that have since moved. Builds without a GPU exclude the code that requires them, so empty files
+with the old names suffice. Horovod is not patched.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from tfdist.utils.errors import TfdistError
 
 HOROVOD_VERSION = "0.28.1"
 
-#: The extra `horovod-build` of this package: the build runs in the interpreter's own environment,
-#: where TensorFlow is, so pip does not fetch these for it.
+#: The extra `horovod-build` of this package: the build runs in the interpreter's environment, which has
+#: TensorFlow, so pip does not install build requirements.
 BUILD_REQUIREMENTS = (
     "cloudpickle>=3.0",
     "packaging>=23",
@@ -46,11 +45,11 @@ BUILD_REQUIREMENTS = (
     "wheel",
 )
 _LOG_LINES = 30
-#: A line of the log that is longer is a call of the compiler with its 100 flags.
+#: Longer lines of the log are calls of the compiler with its 100 flags.
 _CALL_LENGTH = 1000
 _PROOF_SECONDS = 120.0
 
-#: What horovod/tensorflow/xla_mpi_ops.cc includes, in its order, before it asks for a GPU.
+#: The headers that horovod/tensorflow/xla_mpi_ops.cc includes, in order, before it checks for a GPU.
 _XLA_HEADERS = (
     "tensorflow/compiler/tf2xla/xla_op_kernel.h",
     "tensorflow/compiler/tf2xla/xla_op_registry.h",
@@ -60,8 +59,8 @@ _XLA_HEADERS = (
     "tensorflow/compiler/xla/shape.h",
     "tensorflow/compiler/xla/xla_data.pb.h",
 )
-#: In a GPU build the first of them hides the GPU from the rest of that one file: the operations
-#: stay, their XLA variants are left out.
+#: In a GPU build the first of these headers hides the GPU from the rest of that file, which excludes the
+#: XLA variants of the operations.
 _HIDE_GPU = "#undef HAVE_GPU\n#undef HAVE_CUDA\n#undef HAVE_ROCM\n"
 #: horovod/tensorflow/mpi_ops.cc calls a function that TensorFlow no longer has.
 _STREAM_HEADER = "tensorflow/compiler/xla/stream_executor/stream.h"
@@ -76,8 +75,8 @@ inline GpuStreamHandle AsGpuStreamValue(Stream* stream) {
 }  // namespace gpu
 }  // namespace stream_executor
 """
-#: Horovod's variables that say where things lie. All others choose what is built, which is for
-#: `BuildOptions` to say, since the cache goes by them.
+#: Horovod's variables for paths. Its other variables select build options, which `BuildOptions` does
+#: instead, because the cache key depends on them.
 _PLACES = (
     "HOROVOD_BUILD_ARCH_FLAGS",
     "HOROVOD_BUILD_CUDA_CC_LIST",
@@ -92,7 +91,7 @@ _PLACES = (
 
 
 class BuildError(TfdistError, RuntimeError):
-    """The compiler, pip or the new build itself failed."""
+    """A failure of the compiler, of pip or of the new build."""
 
 
 def install(
@@ -101,19 +100,19 @@ def install(
     *,
     force: bool = False,
 ) -> None:
-    """Builds Horovod unless it was built before, installs it, and proves it on two ranks.
+    """Build Horovod unless a wheel is cached, install it, and test it on two ranks.
 
     Args:
-        options: What to build.
-        cache_dir: Where wheels are kept.
-        force: Whether to build even where a wheel is kept.
+        options: The build options.
+        cache_dir: Folder of cached wheels.
+        force: Whether to build even if a wheel is cached.
 
     Raises:
-        PrerequisiteError: Something is missing that the user has to install.
-        BuildError: The build, the installation or the proof failed.
+        PrerequisiteError: A prerequisite is missing, which the user has to install.
+        BuildError: The build, the installation or the test failed.
     """
     wheel = build(options, cache_dir, force=force)
-    # Not beside the wheel: a cache that others have filled may be read-only.
+    # Not next to the wheel, because a shared cache may be read-only.
     descriptor, log = tempfile.mkstemp(prefix="tfdist-install-horovod-", suffix=".log")
     os.close(descriptor)
     _pip("install", "--no-deps", "--force-reinstall", str(wheel), log=Path(log))
@@ -130,12 +129,22 @@ def build(
     *,
     force: bool = False,
 ) -> Path:
-    """Returns a wheel of Horovod for the installed TensorFlow; takes the arguments of `install`."""
+    """Return a wheel of Horovod for the installed TensorFlow.
+
+    Args:
+        options: As in `install`.
+        cache_dir: As in `install`.
+        force: As in `install`.
+
+    Raises:
+        PrerequisiteError: As in `install`.
+        BuildError: The build failed.
+    """
     tensorflow = check_interpreter()
     kept = cache_dir.expanduser().absolute() / cache_key(options, tensorflow)
     wheel = find_wheel(kept)
     if wheel and not force and not matches_digest(wheel):
-        _say(f"{wheel} does not match the digest of what was built: it is built again.")
+        _say(f"{wheel} does not match its digest: rebuilding it.")
         force = True
     if wheel and not force:
         _say(f"Horovod {HOROVOD_VERSION} for {' '.join(tensorflow)} was built before: {wheel}")
@@ -147,28 +156,28 @@ def build(
         log.write_bytes(b"")
     except OSError as error:
         raise PrerequisiteError(
-            f"The folder for wheels cannot be written: {error}. Name another with --cache_dir."
+            f"The folder for wheels cannot be written: {error}. Use another --cache_dir."
         ) from error
     _say(
         f"Building Horovod {HOROVOD_VERSION} for {' '.join(tensorflow)} with "
-        f"{', '.join(options.carriers)}: takes 3 to 5 minutes on 2 cores. Log: {log}"
+        f"{', '.join(options.carriers)}, which takes 3 to 5 minutes on 2 cores. Log: {log}"
     )
     start = time.monotonic()
     with (
-        # The compiler's flags are split at spaces, which the path of the cache may have.
+        # The compiler's flags are split at spaces, which the path of the cache may contain.
         tempfile.TemporaryDirectory(prefix="tfdist-headers-") as headers,
-        # Beside its place, so that the finished wheel is moved there in one step.
+        # In the same folder, so that the finished wheel is moved atomically.
         tempfile.TemporaryDirectory(prefix="build-", dir=kept) as wheels,
     ):
         write_headers(Path(headers), options)
         _pip("install", *BUILD_REQUIREMENTS, log=log)
         _pip(
             "wheel",
-            # Writes the compiler's output to the log while it comes.
+            # Writes the compiler's output to the log immediately.
             "--verbose",
             "--no-deps",
             "--no-build-isolation",
-            # pip keeps wheels by name and version: it would hand out one for another TensorFlow.
+            # pip caches wheels by name and version, and would use one for another TensorFlow.
             "--no-cache-dir",
             "--no-binary=horovod",
             f"--wheel-dir={wheels}",
@@ -178,7 +187,7 @@ def build(
         )
         built = find_wheel(Path(wheels))
         if built is None:
-            raise BuildError(f"pip left no wheel in {wheels}. The whole log: {log}")
+            raise BuildError(f"pip did not produce a wheel in {wheels}. Full log: {log}")
         for old in (*kept.glob("*.whl"), *kept.glob("*.whl.sha256")):
             old.unlink()
         wheel = built.replace(kept / built.name)
@@ -188,49 +197,50 @@ def build(
 
 
 def prove(options: BuildOptions | None = None) -> None:
-    """Runs an all-reduce of the installed Horovod on two ranks of this machine, on the CPU.
+    """Test the installed Horovod by an all-reduce on two ranks of this machine, on the CPU.
 
-    Where `options` are given, Horovod must have been built with them.
+    Args:
+        options: The options that Horovod must have been built with; None for any.
 
     Raises:
         PrerequisiteError: Horovod is not installed.
-        BuildError: A rank failed or hung, the sum is wrong, or something is not built in.
+        BuildError: A rank failed or hung, the sum is wrong, or a library is not built in.
     """
     with quiet_start():
         from tfdist.testing import RankError, run_ranks
 
     if not installed_version("horovod"):
         raise PrerequisiteError(
-            f"Horovod is not installed for {sys.executable}: run this without --check."
+            f"Horovod is not installed for {sys.executable}. Run this without --check."
         )
     start = time.monotonic()
     try:
         answers = run_ranks(_sum_over_ranks, num_ranks=2, engine="horovod", timeout=_PROOF_SECONDS)
     except (ImportError, RankError, TimeoutError) as error:
-        raise BuildError(f"Horovod is installed, but two ranks cannot use it: {error}") from error
+        raise BuildError(f"Two ranks cannot use the installed Horovod: {error}") from error
     expected = [3.0 * index for index in range(1000)]
     for rank, (total, carriers, _) in enumerate(answers):
         if total != expected:
             wrong = next(i for i, value in enumerate(expected) if total[i] != value)
             raise BuildError(
-                f"Horovod adds wrongly: element {wrong} of the sum is {expected[wrong]}. "
-                f"Received on rank {rank}: {total[wrong]}."
+                f"Horovod did not compute the right sum: element {wrong} must be {expected[wrong]}. "
+                f"Received: {total[wrong]} on rank {rank}."
             )
         lacking = sorted(set(options.carriers if options else ()) - set(carriers))
         if lacking:
             raise BuildError(
-                f"Horovod was built without {', '.join(lacking)}: build it again with --force. "
-                f"Received: {', '.join(carriers)}."
+                f"Horovod must be built with {', '.join(lacking)}. Received: a build with "
+                f"{', '.join(carriers)}. Rebuild it with --force."
             )
     _say(
-        f"Tested: 2 ranks on this CPU got the right sum ({time.monotonic() - start:.0f} s). "
-        f"Built with {', '.join(answers[0][1])}; latency-critical tensors go "
+        f"Tested: 2 ranks on this CPU computed the right sum ({time.monotonic() - start:.0f} s). "
+        f"Built with {', '.join(answers[0][1])}; latency-critical tensors are sent "
         f"{'peer to peer' if answers[0][2] else 'through Horovod'}."
     )
 
 
 def _sum_over_ranks() -> tuple[list[float], tuple[str, ...], bool]:
-    """A rank of the proof; returns the sum, what its Horovod has, and if messages go peer to peer."""
+    """Run a rank of the test: the sum, the built-in libraries, and whether messages are peer to peer."""
     import tensorflow as tf
 
     from tfdist.collectives.horovod import import_horovod
@@ -239,7 +249,7 @@ def _sum_over_ranks() -> tuple[list[float], tuple[str, ...], bool]:
 
     horovod = import_horovod()
     world = engine()
-    # Horovod itself, also where messages would go peer to peer.
+    # Horovod's engine, even if messages would be peer to peer.
     own = world.inner if isinstance(world, P2PEngine) else world
     total = own.all_reduce(tf.range(1000.0) * (world.rank + 1.0), world.group(), "sum", "proof")
     built = {"gloo": horovod.gloo_built, "mpi": horovod.mpi_built, "nccl": horovod.nccl_built}
@@ -251,7 +261,7 @@ def _sum_over_ranks() -> tuple[list[float], tuple[str, ...], bool]:
 
 
 def cache_key(options: BuildOptions, tensorflow: tuple[str, str]) -> str:
-    """The name of the folder that keeps the wheel of a build: all that the wheel depends on."""
+    """The name of the folder of a cached wheel, with everything that the wheel depends on."""
     return "_".join(
         [
             f"horovod-{HOROVOD_VERSION}",
@@ -264,12 +274,12 @@ def cache_key(options: BuildOptions, tensorflow: tuple[str, str]) -> str:
 
 
 def find_wheel(folder: Path) -> Path | None:
-    """Returns the wheel in a folder, if there is one."""
+    """The wheel in a folder, or None."""
     return next(iter(sorted(folder.glob(f"horovod-{HOROVOD_VERSION}-*.whl"))), None)
 
 
 def write_headers(folder: Path, options: BuildOptions) -> None:
-    """Writes the headers that stand in for those that TensorFlow has moved or changed."""
+    """Write the headers that replace those that TensorFlow has moved or changed."""
     contents = dict.fromkeys(_XLA_HEADERS, "")
     if options.gpu_operations == "nccl":
         contents[_XLA_HEADERS[0]] = _HIDE_GPU
@@ -283,13 +293,13 @@ def write_headers(folder: Path, options: BuildOptions) -> None:
 def build_environment(
     headers: Path, options: BuildOptions, environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """The variables for a build with the headers in a folder that `write_headers` filled."""
+    """The environment variables for a build with the headers of `write_headers`."""
     result = {
         name: value
         for name, value in with_scripts(environment).items()
         if name in _PLACES or not name.startswith("HOROVOD_")
     }
-    # Its mere presence adds Intel's oneCCL to the build.
+    # CCL_ROOT would add Intel's oneCCL to the build.
     result.pop("CCL_ROOT", None)
     result |= {
         "CXXFLAGS": f"-I{headers} {result.get('CXXFLAGS', '')}".strip(),
@@ -298,10 +308,10 @@ def build_environment(
         "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITH_MPI" if options.mpi else "HOROVOD_WITHOUT_MPI": "1",
-        # Horovod asks for eight jobs unless make is told otherwise.
+        # Horovod uses eight jobs by default.
         "CMAKE_GENERATOR": "Unix Makefiles",
         "MAKEFLAGS": f"-j{os.cpu_count() or 1}",
-        # The Gloo in the sdist names a version of CMake that CMake 4 no longer plays.
+        # Gloo in the sdist requires a policy version that CMake 4 no longer supports.
         "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
         "TF_CPP_MIN_LOG_LEVEL": "3",
     }
@@ -311,7 +321,7 @@ def build_environment(
 
 
 def _pip(*arguments: str, log: Path, environment: Mapping[str, str] = os.environ) -> None:
-    """Runs pip with its output at the end of the log; a `BuildError` holds the end of the log."""
+    """Run pip and append its output to the log; a `BuildError` contains the end of the log."""
     with open(log, "ab") as output:
         finished = run_in_session(
             [sys.executable, "-P", "-m", "pip", *arguments],
@@ -326,14 +336,14 @@ def _pip(*arguments: str, log: Path, environment: Mapping[str, str] = os.environ
     if finished.returncode:
         text = log.read_text(errors="replace")
         if "CalledProcessError" in text:
-            # Below what the compiler said stand the Python calls through which pip reached it.
+            # The compiler's output is followed by a traceback of pip, which is omitted.
             text = text.rpartition("Traceback (most recent call last)")[0] or text
         tail = [
             line if len(line) < _CALL_LENGTH else f"{line[:100]} [...]"
             for line in text.rstrip().splitlines()[-_LOG_LINES:]
         ]
         raise BuildError(
-            "\n".join([*tail, f"`pip {arguments[0]}` failed, see above. The whole log: {log}"])
+            "\n".join([*tail, f"`pip {arguments[0]}` failed, see above. Full log: {log}"])
         )
 
 

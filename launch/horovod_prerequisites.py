@@ -1,4 +1,4 @@
-"""What a build of Horovod asks of the machine: TensorFlow, a compiler, CMake, make."""
+"""Prerequisites of a build of Horovod: TensorFlow, a compiler, CMake, make."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _INCLUDES = ("/usr/local/cuda/include", "/usr/local/include", "/usr/include")
 
 
 class PrerequisiteError(TfdistError, RuntimeError):
-    """Something that the user has to install or to name is missing."""
+    """A missing prerequisite, which the user has to install or to name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BuildOptions:
-    """What a build carries besides Gloo, which is always in.
+    """The options of a build, which always includes Gloo.
 
     Attributes:
         mpi: Whether to build with the MPI that is installed.
@@ -43,83 +43,86 @@ class BuildOptions:
     def __post_init__(self):
         if self.gpu_operations not in ("none", "nccl"):
             raise ValueError(
-                f"gpu_operations is 'none' or 'nccl'. Received: {self.gpu_operations!r}."
+                f"`gpu_operations` must be 'none' or 'nccl'. Received: {self.gpu_operations!r}."
             )
 
     @property
     def carriers(self) -> tuple[str, ...]:
-        """The libraries that move the data, by name."""
+        """The names of the communication libraries."""
         nccl = self.gpu_operations == "nccl"
         return ("gloo", *(["mpi"] if self.mpi else []), *(["nccl"] if nccl else []))
 
 
-#: What is built unless more is asked for.
+#: The default options.
 GLOO_ONLY = BuildOptions()
 
 
 def check_interpreter() -> tuple[str, str]:
-    """Returns the name and version of the TensorFlow distribution that is installed.
+    """Return the name and version of the installed TensorFlow distribution.
 
     Raises:
         PrerequisiteError: The platform cannot run Horovod, or TensorFlow or pip is missing.
     """
     if sys.platform not in ("linux", "darwin"):
-        raise PrerequisiteError(f"Horovod runs on Linux and macOS. Received: {sys.platform}.")
-    # Asked of the installer's records: importing TensorFlow takes seconds.
+        raise PrerequisiteError(f"Horovod requires Linux or macOS. Received: {sys.platform}.")
+    # From the installer's records, because importing TensorFlow takes seconds.
     found = [name for name in _TENSORFLOWS if installed_version(name)]
     if not found:
         raise PrerequisiteError(
-            f"TensorFlow is not installed for {sys.executable}: `pip install tensorflow` first."
+            f"TensorFlow is not installed for {sys.executable}. Run `pip install tensorflow` first."
         )
     if importlib.util.find_spec("pip") is None:
         raise PrerequisiteError(
-            f"pip is not installed for {sys.executable}: `{sys.executable} -m ensurepip` first."
+            f"pip is not installed for {sys.executable}. Run `{sys.executable} -m ensurepip` first."
         )
     return found[0], str(installed_version(found[0]))
 
 
 def find_compiler(environment: Mapping[str, str]) -> list[str]:
-    """The command of the C++ compiler in CXX, or of the first on PATH; empty where there is none."""
+    """The command of the C++ compiler in CXX, or of the first on PATH; empty if there is none."""
     named = shlex.split(environment.get("CXX", ""))
     which = functools.partial(shutil.which, path=environment["PATH"])
     return named or [name for name in _COMPILERS if which(name)][:1]
 
 
 def check_toolchain(options: BuildOptions, environment: Mapping[str, str] = os.environ) -> None:
-    """Checks that the programs and headers of a build are there.
+    """Check that the programs and headers for a build are installed.
 
     Raises:
-        PrerequisiteError: One is missing; the message says how to install it.
+        PrerequisiteError: One is missing; the message explains how to install it.
     """
     environment = with_scripts(environment)
     which = functools.partial(shutil.which, path=environment["PATH"])
     named = shlex.split(environment.get("CXX", ""))
     if named and not which(named[0]):
         raise PrerequisiteError(
-            "The C++ compiler in the variable CXX was not found: correct it or leave it out. "
+            "The C++ compiler in the variable CXX could not be found: correct or unset it. "
             f"Received: CXX={environment['CXX']}."
         )
     if not find_compiler(environment):
         raise PrerequisiteError(
-            "No C++ compiler was found: `apt install g++`, `dnf install gcc-c++` or "
-            "`xcode-select --install`, or name yours in the variable CXX."
+            "Horovod requires a C++ compiler, which was not found: `apt install g++`, "
+            "`dnf install gcc-c++` or `xcode-select --install`, or name yours in the variable CXX."
         )
     cmake = which(environment.get("HOROVOD_CMAKE", "cmake"))
     if not cmake:
         raise PrerequisiteError(
-            "CMake was not found: `pip install cmake`, `apt install cmake` or `brew install cmake`."
+            "Horovod requires CMake, which was not found: `pip install cmake`, `apt install cmake` or "
+            "`brew install cmake`."
         )
     version = _cmake_version(cmake, environment)
     if version < _OLDEST_CMAKE:
         raise PrerequisiteError(
-            f"Horovod needs CMake {'.'.join(map(str, _OLDEST_CMAKE))}: `pip install cmake`. "
+            f"Horovod requires CMake {'.'.join(map(str, _OLDEST_CMAKE))}: `pip install cmake`. "
             f"Received: {'.'.join(map(str, version)) or 'no version'} from {cmake}."
         )
     if not which("make"):
-        raise PrerequisiteError("make was not found: `apt install make` or `dnf install make`.")
+        raise PrerequisiteError(
+            "Horovod requires make, which was not found: `apt install make` or `dnf install make`."
+        )
     if options.mpi and not (which("mpicxx") or which("mpic++")):
         raise PrerequisiteError(
-            "--mpi needs MPI's compiler, and mpicxx was not found: `apt install libopenmpi-dev`, "
+            "--mpi requires MPI's compiler, but mpicxx was not found: `apt install libopenmpi-dev`, "
             "or add the bin folder of your MPI to PATH."
         )
     if options.gpu_operations == "nccl":
@@ -128,7 +131,7 @@ def check_toolchain(options: BuildOptions, environment: Mapping[str, str] = os.e
 
 def _check_cuda(environment: Mapping[str, str]) -> None:
     home = environment.get("HOROVOD_CUDA_HOME")
-    # Where CMake looks.
+    # The folders in which CMake looks.
     nvcc = (
         shutil.which("nvcc", path=f"{home}/bin")
         if home
@@ -136,7 +139,7 @@ def _check_cuda(environment: Mapping[str, str]) -> None:
     )
     if not nvcc:
         raise PrerequisiteError(
-            "--gpu_operations=nccl needs CUDA's compiler, and nvcc was not found: install the "
+            "--gpu_operations=nccl requires CUDA's compiler, but nvcc was not found: install the "
             "CUDA toolkit, or name its folder in HOROVOD_CUDA_HOME."
         )
     folders = [
@@ -149,7 +152,7 @@ def _check_cuda(environment: Mapping[str, str]) -> None:
     ]
     if not any((Path(folder) / "nccl.h").exists() for folder in folders if folder):
         raise PrerequisiteError(
-            "--gpu_operations=nccl needs NCCL's headers, and nccl.h was not found: "
+            "--gpu_operations=nccl requires NCCL's headers, but nccl.h was not found: "
             "`apt install libnccl-dev`, or name NCCL's folder in HOROVOD_NCCL_HOME."
         )
 
@@ -163,13 +166,13 @@ def _cmake_version(cmake: str, environment: Mapping[str, str]) -> tuple[int, ...
 
 
 def with_scripts(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables with this interpreter's scripts on PATH, where `pip install cmake` puts it."""
+    """Add this interpreter's scripts, such as those of `pip install cmake`, to PATH."""
     path = environment.get("PATH", os.defpath)
     return {**environment, "PATH": f"{path}{os.pathsep}{sysconfig.get_path('scripts')}"}
 
 
 def installed_version(distribution: str) -> str | None:
-    """The version of a distribution, if the installer's records have it."""
+    """The version of a distribution, or None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

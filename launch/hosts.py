@@ -1,4 +1,4 @@
-"""Hosts and their slots: as they are written, and as a script discovers them."""
+"""Hosts and their slots, given by flags or discovered by a script."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfdist.launch.command import UsageError, say
 from tfdist.launch.flag_values import MOST_RANKS_OF_A_HOST
 from tfdist.utils.checks import one_line
 
-#: A name that begins with a hyphen would be an option of ssh.
+#: ssh would treat a name that begins with a hyphen as an option.
 _HOST = re.compile(r"([^:\s-][^:\s]*)(?::([1-9][0-9]*))?")
 _MOST_DIGITS = len(str(MOST_RANKS_OF_A_HOST))
 _LOOK_SECONDS = 1.0
@@ -23,14 +23,14 @@ _SCRIPT_SECONDS = 30.0
 
 
 class Host(NamedTuple):
-    """A machine, and how many ranks it has room for."""
+    """A machine and its number of slots for ranks."""
 
     name: str
     slots: int
 
 
 def parse_host(text: str) -> Host | None:
-    """Reads `name` (which has one slot) or `name:slots`; None for what is neither.
+    """Parse `name` (one slot) or `name:slots`; return None for other texts.
 
     A host has at most `MOST_RANKS_OF_A_HOST` slots.
     """
@@ -42,17 +42,17 @@ def parse_host(text: str) -> Host | None:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """The hosts of -H, which may be empty.
+    """Parse the value of -H, which may be empty.
 
     Raises:
-        UsageError: It is not host:slots,host:slots.
+        UsageError: It does not have the form host:slots,host:slots.
     """
     hosts = []
     for part in text.split(",") if text else []:
         host = parse_host(part)
         if host is None:
             raise UsageError(
-                f"-H is host:slots,host:slots with at most {MOST_RANKS_OF_A_HOST:,} slots each. "
+                f"-H must be host:slots,host:slots with at most {MOST_RANKS_OF_A_HOST:,} slots each. "
                 f"Received: {one_line(part, 80)!r} in -H {one_line(text, 200)!r}."
             )
         hosts.append(host)
@@ -60,12 +60,12 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def is_this_machine(name: str) -> bool:
-    """Whether a host's name is that of the machine that this runs on."""
+    """Whether a name is that of this machine."""
     return name in ("localhost", "127.0.0.1", socket.gethostname())
 
 
 def assign_hosts(hosts: Sequence[Host], num_ranks: int) -> list[str]:
-    """The host of each rank: the first are filled first, and no more than `num_ranks`."""
+    """The host of each rank, in the order of the hosts, for at most `num_ranks` ranks."""
     slots: dict[str, int] = {}
     for host in hosts:
         slots[host.name] = slots.get(host.name, 0) + host.slots
@@ -74,9 +74,9 @@ def assign_hosts(hosts: Sequence[Host], num_ranks: int) -> list[str]:
 
 
 def should_restart(before: Sequence[str], hosts: Sequence[Host], max_ranks: int) -> bool:
-    """Whether a job on some hosts is to move: one of its places is gone, or there is room for more.
+    """Whether to restart a job because a slot in use is gone, or more ranks can be started.
 
-    Where there is no room at all it goes on as long as it can.
+    Without any slots the job continues as long as it can.
     """
     room = sum(host.slots for host in hosts)
     gone = collections.Counter(before) - collections.Counter(assign_hosts(hosts, room))
@@ -84,9 +84,9 @@ def should_restart(before: Sequence[str], hosts: Sequence[Host], max_ranks: int)
 
 
 class HostDiscovery:
-    """Runs a script, again and again, that prints which hosts are there.
+    """Periodic host discovery by a script that prints the available hosts.
 
-    By Horovod's convention it prints a line for each: its name, or `name:slots`.
+    As in Horovod, it prints one line per host: its name, or `name:slots`.
     """
 
     def __init__(self, script: str):
@@ -96,7 +96,7 @@ class HostDiscovery:
 
     @property
     def hosts(self) -> list[Host]:
-        """The last answer."""
+        """The hosts of the last successful call."""
         return self._hosts
 
     def _keep_asking(self) -> None:
@@ -120,17 +120,17 @@ class HostDiscovery:
             )
         except UnicodeDecodeError as error:
             raise UsageError(
-                f"--host_discovery_script={self._script}: its output is not UTF-8 text, "
+                f"--host_discovery_script={self._script} must print UTF-8 text. Received: "
                 f"{error.object[:40]!r}."
             ) from error
         except (subprocess.SubprocessError, OSError) as error:
-            raise UsageError(f"--host_discovery_script={self._script}: {error}") from error
+            raise UsageError(f"--host_discovery_script={self._script} failed: {error}") from error
         hosts = []
         for line in answer.stdout.split():
             host = parse_host(line)
             if host is None:
                 raise UsageError(
-                    f"--host_discovery_script={self._script}: it must print one host per line, as name or "
+                    f"--host_discovery_script={self._script} must print one host per line, as name or "
                     f"name:slots with at most {MOST_RANKS_OF_A_HOST} slots. Received: {line[:80]!r}."
                 )
             hosts.append(host)

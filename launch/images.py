@@ -1,4 +1,4 @@
-"""The task of `tfdist-train` for images: which class is it?"""
+"""The task of `tfdist-train` for images: classification."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tfdist.launch.command import say
 from tfdist.launch.flag_values import UsageError, folder, refuse
 from tfdist.launch.tasks import Data, Settings, Task
 
-#: A name, a configuration and a version, as TFDS writes them.
+#: A name, a configuration and a version in TFDS syntax.
 _NAME = re.compile(r"[a-z][a-z0-9_]*(/[\w.+-]+)?(:[\w.*]+)?", re.ASCII)
 
 
@@ -23,50 +23,53 @@ class Images(Task):
     item = "samples"
 
     def check(self, settings: Settings) -> None:
-        """Refuses texts, and a mesh that these models make no use of."""
+        """Reject other datasets, and mesh axes that these models do not support."""
         if settings.dataset == "pydoc" or settings.dataset.startswith("text:"):
             raise UsageError(
-                f"--dataset={settings.dataset} is a text, which only --model=gpt learns from. "
+                f"--dataset={settings.dataset} requires --model=gpt. "
                 f"Received: --model={settings.model}."
             )
         if settings.dataset == "clicks":
             raise UsageError(
-                "--dataset=clicks is what --model=dlrm learns from. Received: "
-                f"--model={settings.model}."
+                f"--dataset=clicks requires --model=dlrm. Received: --model={settings.model}."
             )
         if _NAME.fullmatch(settings.dataset) is None:
             raise refuse(
-                "dataset", settings.dataset, "digits, or the name of a set of TensorFlow Datasets"
+                "dataset",
+                settings.dataset,
+                "digits, or the name of a dataset of TensorFlow Datasets",
             )
         if settings.data_dir is not None:
             folder("data_dir", settings.data_dir)
         if settings.layout.tensor > 1:
             raise UsageError(
-                f"--tensor={settings.layout.tensor}: --model={settings.model} has no layers that are "
-                "split over ranks. Take --model=gpt, or leave --tensor out."
+                f"--tensor is not supported for --model={settings.model}. Received: "
+                f"--tensor={settings.layout.tensor}. Use --model=gpt, or omit --tensor."
             )
 
         if settings.layout.context > 1:
             raise UsageError(
-                f"--context={settings.layout.context}: images are no sequences. Take --model=gpt, or "
-                "leave --context out."
+                f"--context is not supported for --model={settings.model}. Received: "
+                f"--context={settings.layout.context}. Use --model=gpt, or omit --context."
             )
 
     def load(self, settings: Settings) -> Data:
-        """Reads a data set of `tfdist.data`."""
+        """Load a dataset of `tfdist.addons.datasets`."""
         from tfdist.addons import datasets
 
         try:
             train, info = datasets.load(settings.dataset, "train", data_dir=settings.data_dir)
             test, _ = datasets.load(settings.dataset, "test", data_dir=settings.data_dir)
         except (ValueError, ImportError, RuntimeError) as error:
-            raise UsageError(f"--dataset={settings.dataset}: {error}") from error
+            raise UsageError(
+                f"--dataset={settings.dataset} could not be loaded: {error}"
+            ) from error
         self._info, self._name = info, settings.dataset
         size = info.splits["train"].num_examples
         if size < settings.batch_size:
             self._check_batch(settings, size)
         train = train.cache().shuffle(size, seed=settings.seed)
-        # A pipeline cuts each batch into equal parts; the shuffle leaves out others each time.
+        # A pipeline requires full batches; the dropped samples differ between epochs by the shuffle.
         whole = settings.layout.pipeline > 1 or settings.whole_batches
         steps = size // settings.batch_size if whole else -(-size // settings.batch_size)
         test = test.batch(settings.batch_size, drop_remainder=settings.whole_batches)
@@ -81,17 +84,17 @@ class Images(Task):
         )
 
     def _check_batch(self, settings: Settings, size: int) -> None:
-        """What follows from a batch that is larger than the data."""
+        """Report a batch that is larger than the dataset."""
         received = f"--batch_size={settings.batch_size}; {settings.dataset} has {size} samples"
         if settings.layout.pipeline > 1 or settings.whole_batches:
             raise UsageError(
-                f"Every batch must be full here, which takes more data. Received: {received}."
+                f"--batch_size must be at most the size of the dataset here. Received: {received}."
             )
         if settings.is_chief:
             say("tfdist-train", f"{received}: an epoch is one step.")
 
     def build(self, settings: Settings):
-        """Makes a model for the images that were loaded."""
+        """Build a model for the loaded images."""
         from tfdist import models
 
         features = self._info.features
@@ -99,7 +102,7 @@ class Images(Task):
         return make(features["image"].shape, features["label"].num_classes)
 
     def compile(self, model, rate, make_optimizer, **options) -> None:
-        """Adam, cross-entropy and accuracy."""
+        """Compile with Adam, cross-entropy and accuracy."""
         import keras
 
         model.compile(
@@ -110,7 +113,7 @@ class Images(Task):
         )
 
     def verdict(self, logs) -> str:
-        """Accuracy and loss."""
+        """The test accuracy and loss."""
         return (
             f"Test accuracy {logs['val_accuracy']:.2%} and loss {logs['val_loss']:.4f} on "
             f"{self._tested} {self._name} images"

@@ -1,4 +1,4 @@
-"""`tfdist-install-horovod`: builds Horovod for the TensorFlow that is installed, and proves it."""
+"""`tfdist-install-horovod`: build Horovod for the installed TensorFlow, and test it."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from tfdist.runtime.sessions import exit_on_signals
 
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
-_MPI = _define.boolean("mpi", False, "Builds with the installed MPI as well as Gloo")
+_MPI = _define.boolean("mpi", False, "Build with the installed MPI in addition to Gloo")
 _GPU_OPERATIONS = _define.enum(
     "gpu_operations", "none", ["none", "nccl"], "Library for collectives on NVIDIA GPUs; untested"
 )
-_CACHE_DIR = _define.string("cache_dir", "~/.cache/tfdist/wheels", "Folder that keeps built wheels")
-_FORCE = _define.boolean("force", False, "Builds even if a wheel is kept")
-_CHECK = _define.boolean("check", False, "Only tests the installed Horovod")
+_CACHE_DIR = _define.string("cache_dir", "~/.cache/tfdist/wheels", "Folder of cached wheels")
+_FORCE = _define.boolean("force", False, "Build even if a wheel is cached")
+_CHECK = _define.boolean("check", False, "Only test the installed Horovod")
 
 
 def run() -> None:
-    """The console script."""
+    """Run the console script."""
     PROGRAM.run()
 
 
 def _check(_: list[str]) -> None:
     if _CHECK.value:
         building = (_MPI, _GPU_OPERATIONS, _CACHE_DIR, _FORCE)
-        refuse_ignored(_VALUES, building, "is for a build, and --check builds nothing", "--check")
+        why = "cannot be combined with --check, which builds nothing"
+        refuse_ignored(_VALUES, building, why, "--check")
     folder("cache_dir", _CACHE_DIR.value)
 
 
@@ -48,7 +49,8 @@ def _main(_: None) -> int:
                 install(options, Path(_CACHE_DIR.value), force=_FORCE.value)
         return 0
     except PrerequisiteError as error:
-        raise command.UsageError(f"{error} (MultiWorkerStrategy trains without Horovod.)") from None
+        said = "MultiWorkerStrategy does not require Horovod."
+        raise command.UsageError(f"{error} ({said})") from None
     except BuildError as error:
         said, code = str(error), 1
     except KeyboardInterrupt:
@@ -63,8 +65,8 @@ PROGRAM = command.Program(
     _main,
     _VALUES,
     usage="tfdist-install-horovod [flags]",
-    summary=f"Builds Horovod {HOROVOD_VERSION} for the TensorFlow that is installed, installs it, "
-    "and tests it with an all-reduce on two ranks. Needs a C++ compiler, CMake and make.",
+    summary=f"Builds Horovod {HOROVOD_VERSION} for the installed TensorFlow, installs it, and tests it "
+    "with an all-reduce on two ranks. Requires a C++ compiler, CMake and make.",
     check=_check,
 )
 

@@ -1,8 +1,8 @@
-"""What ranks say only because their job was told to end: it is left out of the launcher's output.
+"""Filter of output that ranks print only because their job was interrupted.
 
-A rank that Ctrl-C reaches ends with a traceback to where it was, and those that wait for it with an error of
-a collective, warnings of TensorFlow or Horovod, and the watchdog's verdict. Whoever pressed the keys knows. What the
-program itself prints stays, and so do tracebacks of other errors, as of one in a `finally`.
+A rank that is interrupted by Ctrl-C prints a traceback, and ranks that wait for it print an error of a
+collective, warnings of TensorFlow or Horovod, and the watchdog's diagnosis. All of these are omitted. Output
+of the program, and tracebacks of other errors, such as one in a `finally`, are kept.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from tfdist.runtime.exit_codes import ENDED_BY_WATCHDOG
 
 _TRACEBACK = re.compile(rb"Traceback \(most recent call last\):$")
-#: What stands before a traceback that belongs to it: of an exception that Python could not raise, and of a
+#: Lines before a traceback that belong to it: of an exception that Python could not raise, and of a
 #: process of `multiprocessing`.
 _BEFORE = re.compile(rb"Exception ignored (?:in|on|while)\b.*:|Process [\w:-]+:$")
-#: What joins two tracebacks.
+#: The lines between chained tracebacks.
 _AND_THEN = (
     b"During handling of the above exception, another exception occurred:",
     b"The above exception was the direct cause of the following exception:",
 )
-#: An import from C loses the exception that ended it.
+#: An import from C loses the exception that interrupted it.
 _INTERRUPT = re.compile(
     rb"KeyboardInterrupt\b|.*REPLACED BY KeyboardInterrupt\b|.*PyCapsule_Import could not import module\b"
 )
@@ -32,24 +32,24 @@ _OF_LIBRARIES = re.compile(
 )
 _OF_WATCHDOG = re.compile(rb"tfdist watchdog\b")
 _END_OF_VERDICT = b"Ending this rank."
-#: How the message of an error in a graph begins and ends.
+#: The beginning and end of the message of an error in a graph.
 _OF_GRAPH, _END_OF_GRAPH = b"Graph execution error:", b"[Op:"
 #: The same of NumPy's advice about an import that failed.
 _OF_IMPORT, _END_OF_IMPORT = b"ImportError: ", b"Original error was: "
 
 
 class LastWords:
-    """Takes the lines of ranks from when the job was told to end.
+    """Filter of the lines of ranks after the job was interrupted.
 
-    What comes before the first sign of an end goes on at once. The rest is held until the rank has ended,
-    since its exit code tells why it did.
+    Lines before the first sign of an interruption are returned immediately. The rest is held until the
+    rank has ended, because its exit code determines which errors are kept.
     """
 
     def __init__(self) -> None:
         self._held: dict[int, list[bytes]] = {}
 
     def take(self, rank: int, lines: Sequence[bytes]) -> Sequence[bytes]:
-        """Returns the lines of a rank that are to be printed now."""
+        """Add lines of a rank, and return those to print now."""
         if rank in self._held:
             self._held[rank] += lines
             return []
@@ -60,11 +60,12 @@ class LastWords:
         return lines
 
     def end(self, rank: int, code: int) -> list[bytes]:
-        """Returns the lines of a rank that has ended that are to be printed still.
+        """Return the remaining lines to print of a rank that has ended.
 
         Args:
             rank: The rank.
-            code: Its exit code. The watchdog's says that its errors are of another rank's end.
+            code: Its exit code. With the watchdog's code, all errors are consequences of another
+                rank's end.
         """
         lines, found = self._held.pop(rank, []), []
         place = 0
@@ -72,7 +73,7 @@ class LastWords:
             begin = place
             if _is_traceback(lines, place):
                 place, error = _end_of_traceback(lines, place)
-                # One without an error was cut by SIGKILL.
+                # A traceback without an error was truncated by SIGKILL.
                 if error and code != ENDED_BY_WATCHDOG and not _INTERRUPT.match(error):
                     found += lines[begin:place]
             elif _OF_WATCHDOG.match(lines[place]):
@@ -94,10 +95,10 @@ def _is_traceback(lines: Sequence[bytes], place: int) -> bool:
 
 
 def _end_of_traceback(lines: Sequence[bytes], place: int) -> tuple[int, bytes]:
-    """The place after a traceback and those that are joined to it, and the last error's first line."""
+    """The index after a traceback and those chained to it, and the last error's first line."""
     while not _TRACEBACK.match(lines[place]):
         place += 1
-    # Python writes empty lines between where it has nothing to underline.
+    # Python prints empty lines for source lines without an underlined part.
     place = _indented(lines, place + 1, b" \t\n")
     error = lines[place] if place < len(lines) else b""
     end = _end_of_message(lines, place)
@@ -113,7 +114,7 @@ def _end_of_traceback(lines: Sequence[bytes], place: int) -> tuple[int, bytes]:
 
 
 def _end_of_message(lines: Sequence[bytes], place: int) -> int:
-    """The place after an error's message, of which TensorFlow and pybind11 write several lines."""
+    """The index after an error's message, which has several lines in TensorFlow and pybind11."""
     if place >= len(lines):
         return place
     for beginning, end in ((_OF_GRAPH, _END_OF_GRAPH), (_OF_IMPORT, _END_OF_IMPORT)):
@@ -128,7 +129,7 @@ def _end_of_message(lines: Sequence[bytes], place: int) -> int:
 
 
 def _indented(lines: Sequence[bytes], place: int, beginnings: bytes = b" \t") -> int:
-    """The place after lines that begin with one of some characters; that of an empty one is its end."""
+    """The index after lines that begin with one of the characters; an empty line counts as a newline."""
     while place < len(lines) and (lines[place][:1] or b"\n") in beginnings:
         place += 1
     return place

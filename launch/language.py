@@ -1,4 +1,4 @@
-"""The task of `tfdist-train` for text: which byte comes next?"""
+"""The task of `tfdist-train` for text: prediction of the next byte."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tfdist.addons.planner import Transformer
 
 _MOST = 1 << 20
-#: Of a model, and of a step: above anything that was ever trained.
+#: The most parameters of a model and tokens of a step, above those of any known training run.
 _MOST_PARAMETERS = 10**13
 _MOST_TOKENS = 1 << 26
 
@@ -40,37 +40,35 @@ _HIDDEN = DEFINE.integer(
     "hidden", None, "Hidden units of a block [4 width]", lower_bound=1, upper_bound=_MOST
 )
 _VOCABULARY = DEFINE.integer(
-    "vocabulary", _BYTES, "Tokens of the vocabulary", lower_bound=_BYTES, upper_bound=1 << 24
+    "vocabulary", _BYTES, "Size of the vocabulary", lower_bound=_BYTES, upper_bound=1 << 24
 )
 _SEQ_LENGTH = DEFINE.integer(
     "seq_length", 128, "Bytes per window of text", lower_bound=1, upper_bound=_MOST
 )
 _DROPOUT = DEFINE.float("dropout", 0.0, "Dropout rate", lower_bound=0.0, upper_bound=0.99)
 _SEQUENCE_PARALLEL = DEFINE.boolean(
-    "sequence_parallel", False, "Splits norms and dropout over --tensor too"
+    "sequence_parallel", False, "Split norms and dropout over --tensor too"
 )
 _EXPERTS = DEFINE.integer(
-    "experts", None, "Feed-forward networks per block", lower_bound=1, upper_bound=100_000
+    "experts", None, "Experts per block [dense]", lower_bound=1, upper_bound=100_000
 )
-_TOP_K = DEFINE.integer(
-    "top_k", 2, "Of these, how many a token goes through", lower_bound=1, upper_bound=1000
-)
+_TOP_K = DEFINE.integer("top_k", 2, "Experts per token", lower_bound=1, upper_bound=1000)
 _CONTEXT_ATTENTION = DEFINE.enum(
     "context_attention",
     "ring",
     ["ring", "all_gather", "ulysses"],
-    "How attention spans --context",
+    "Attention algorithm for --context",
 )
 _SAMPLE = DEFINE.integer(
     "sample", 0, "Bytes to generate after training", lower_bound=0, upper_bound=_MOST
 )
 
-#: What --config says instead.
+#: The flags that --config replaces.
 _SIZES = (_LAYERS, _WIDTH, _HEADS, _KV_HEADS, _HIDDEN, _VOCABULARY, _EXPERTS, _TOP_K)
 
-#: What a sample goes on from: the end of a paragraph.
+#: The prompt of a sample: the end of a paragraph.
 _PROMPT = b"\n\n"
-#: Below one: likely bytes more often than the model would, unlikely ones seldom.
+#: Below one, so that likely bytes are sampled more often than by the model's probabilities.
 _TEMPERATURE = 0.8
 
 
@@ -79,7 +77,7 @@ class Language(Task):
 
     models = ("gpt",)
     dataset = "pydoc"
-    # Small steps, for there is little text: a pass over it takes 657 of them.
+    # Small batches, because the text is small: an epoch has 657 steps.
     batch_size = 4
     epochs = 5
     learning_rate = 3e-3
@@ -95,20 +93,20 @@ class Language(Task):
     )
 
     def check(self, settings: Settings) -> None:
-        """Refuses what is no text, and sizes that do not divide."""
+        """Reject other datasets, and sizes that are not divisible."""
         if settings.dataset != "pydoc" and not settings.dataset.startswith("text:"):
             raise UsageError(
-                f"--model={settings.model} learns from --dataset=pydoc, or from a file with "
-                f"--dataset=text:FILE. Received: --dataset={settings.dataset}."
+                f"--model={settings.model} requires --dataset=pydoc, or --dataset=text:FILE for a file. "
+                f"Received: --dataset={settings.dataset}."
             )
         if _SAMPLE.value and settings.layout.pipeline > 1:
             raise UsageError(
-                "--sample needs the whole model, but a pipeline rank holds only its stages. "
+                "--sample is not supported in a pipeline, where a rank has only its stages. "
                 f"Received: --sample={_SAMPLE.value} --pipeline={settings.layout.pipeline}."
             )
         if settings.data_dir is not None:
             raise UsageError(
-                "--data_dir is for images, --model=convnet or --model=mlp. Received: "
+                "--data_dir requires --model=convnet or --model=mlp. Received: "
                 f"--data_dir={settings.data_dir} --model={settings.model}."
             )
         if settings.dataset.startswith("text:"):
@@ -120,29 +118,29 @@ class Language(Task):
         sizes = self._sizes()
         self._check_size(settings, sizes)
         for axis, ranks in settings.layout.mesh.shape.items():
-            # What a context axis asks of a sequence stands below; a pipeline is cut between any two layers.
+            # The context axis is checked below; a pipeline can be cut between any two layers.
             if axis not in (*_MESH.token_axes, *_MESH.stage_axes) and (
                 why := sizes.divides(axis, ranks)
             ):
-                raise UsageError(f"--{axis}={ranks} cannot divide the model: {why}.")
+                raise UsageError(f"--{axis}={ranks} cannot split the model: {why}.")
         if _SEQUENCE_PARALLEL.value:
             _check_divides("seq_length", _SEQ_LENGTH.value, "tensor", settings.layout.tensor)
         self._check_context(settings.layout, sizes)
 
     def _sizes(self) -> Transformer:
-        """The model of the flags."""
+        """The sizes of the model."""
         from tfdist.addons.planner import Transformer
 
         dropout, length = _DROPOUT.value > 0, _SEQ_LENGTH.value
         blockwise = length >= LONG and not dropout
         if _CONFIG.value is not None:
             given = f"--config={_CONFIG.value}"
-            refuse_ignored(DEFINE.values, _SIZES, "is what --config says", given)
+            refuse_ignored(DEFINE.values, _SIZES, "cannot be combined with --config", given)
             sizes = sizes_of("config", _CONFIG.value, length)
             if sizes.vocabulary < _BYTES:
                 raise UsageError(
-                    f"--config requires a vocabulary of {_BYTES} tokens at least, one for each byte. "
-                    f"Received: {given}, which has {sizes.vocabulary}."
+                    f"--config requires a vocabulary of at least {_BYTES} tokens, one for each byte. "
+                    f"Received: {given} with {sizes.vocabulary} tokens."
                 )
             return dataclasses.replace(sizes, dropout=dropout, blockwise=blockwise)
         try:
@@ -156,47 +154,50 @@ class Language(Task):
                 length=length,
                 experts=_EXPERTS.value,
                 top_k=_TOP_K.value,
-                # Small models learn with rotary ones in a fraction of the steps that learned ones take.
+                # Small models require far fewer steps with rotary than with learned position embeddings.
                 learned_positions=False,
                 dropout=dropout,
                 blockwise=blockwise,
             )
         except ValueError as error:
-            raise UsageError(f"{as_given(DEFINE.values, _SIZES)}: {error}") from None
+            raise UsageError(
+                f"{as_given(DEFINE.values, _SIZES)} is not supported: {error}"
+            ) from None
 
     def _check_context(self, layout: Layout, sizes: Transformer) -> None:
         context, length = layout.context, _SEQ_LENGTH.value
         given = f"--context={context}"
         if context == 1:
-            refuse_ignored(DEFINE.values, (_CONTEXT_ATTENTION,), "is for a context axis", given)
+            refuse_ignored(DEFINE.values, (_CONTEXT_ATTENTION,), "requires a context axis", given)
             return
         if _DROPOUT.value:
             raise UsageError(
-                "On a context axis no rank holds attention weights as a whole to drop some. Received: "
-                f"{given} --dropout={_DROPOUT.value}; leave --dropout out."
+                "--dropout is not supported with a context axis. Received: "
+                f"{given} --dropout={_DROPOUT.value}. Omit --dropout."
             )
         if _SEQUENCE_PARALLEL.value and layout.tensor > 1:
             raise UsageError(
-                "A context axis splits all activations already: leave --sequence_parallel out. "
-                f"Received: {given} --sequence_parallel --tensor={layout.tensor}."
+                "--sequence_parallel is not supported with a context axis, which splits all activations. "
+                f"Received: {given} --sequence_parallel --tensor={layout.tensor}. Omit "
+                "--sequence_parallel."
             )
         if layout.pipeline > 1 and length % (2 * context):
             raise UsageError(
-                "In a pipeline --seq_length must be a multiple of twice --context. Received: "
+                "--seq_length must be a multiple of twice --context in a pipeline. Received: "
                 f"--seq_length={length} {given} --pipeline={layout.pipeline}."
             )
         chunk = -(-length // (2 * context))
         if (context - 1) * chunk >= length:
             raise UsageError(
-                f"Each rank of the context axis has a token at least. Received: --seq_length={length} "
-                f"{given}."
+                "--seq_length must be large enough for a token on each rank of the context axis. "
+                f"Received: --seq_length={length} {given}."
             )
         heads = sizes.heads // layout.tensor
         if _CONTEXT_ATTENTION.value == "ulysses" and heads % context:
             raise UsageError(
-                "--context_attention=ulysses gives each rank of the context axis as many heads: --heads "
-                f"must be a multiple of --tensor times --context. Received: --heads={sizes.heads} "
-                f"--tensor={layout.tensor} {given}; or take ring."
+                "--heads must be a multiple of --tensor times --context with --context_attention=ulysses. "
+                f"Received: --heads={sizes.heads} --tensor={layout.tensor} {given}. Use other sizes, or "
+                "--context_attention=ring."
             )
 
     def _check_experts(self, settings: Settings) -> None:
@@ -204,15 +205,15 @@ class Language(Task):
         if experts is None:
             if expert > 1:
                 raise UsageError(
-                    "--expert divides the experts of a model. Received: "
-                    f"--expert={expert}, and no --experts."
+                    f"--expert requires --experts. Received: --expert={expert} without --experts."
                 )
-            refuse_ignored(DEFINE.values, (_TOP_K,), "is for --experts", "no --experts")
+            refuse_ignored(DEFINE.values, (_TOP_K,), "requires --experts", "without --experts")
             return
         _check_divides("experts", experts, "expert", expert)
         if _TOP_K.value > experts:
             raise UsageError(
-                f"--top_k is at most --experts. Received: --top_k={_TOP_K.value} --experts={experts}."
+                "--top_k must be at most --experts. Received: "
+                f"--top_k={_TOP_K.value} --experts={experts}."
             )
 
     def _check_size(self, settings: Settings, sizes: Transformer) -> None:
@@ -221,24 +222,24 @@ class Language(Task):
         parameters = count_parameters(sizes)
         if parameters > _MOST_PARAMETERS:
             raise UsageError(
-                f"A model has at most {_MOST_PARAMETERS:,} parameters. Received: "
-                f"{as_given(DEFINE.values, (_CONFIG, *_SIZES))}, which is {parameters:,.0f}."
+                f"A model must have at most {_MOST_PARAMETERS:,} parameters. Received: "
+                f"{as_given(DEFINE.values, (_CONFIG, *_SIZES))} with {parameters:,.0f}."
             )
         tokens = settings.batch_size * _SEQ_LENGTH.value
         if tokens > _MOST_TOKENS:
             raise UsageError(
-                f"A step has at most {_MOST_TOKENS:,} tokens. Received: "
+                f"A step must have at most {_MOST_TOKENS:,} tokens. Received: "
                 f"--batch_size={settings.batch_size} --seq_length={_SEQ_LENGTH.value}."
             )
 
     def planned(self, value: str, batch: int, ranks: int, limits: Mapping[str, Any]) -> Automatic:
-        """The layout that `--plan` chooses for the model of the flags.
+        """Choose the layout of `--plan` for the model of the flags.
 
         Args:
-            value: The flag's.
+            value: The value of the flag.
             batch: Samples of an update.
-            ranks: Ranks that were started.
-            limits: What other flags say, as `tfdist.addons.planner.Limits` has it.
+            ranks: Number of ranks.
+            limits: Arguments of `tfdist.addons.planner.Limits` from other flags.
         """
         split = _SEQUENCE_PARALLEL.value
         is_whole = split or _DROPOUT.value > 0
@@ -247,7 +248,7 @@ class Language(Task):
         return chosen(value, self._sizes(), batch, ranks, limits={**own, **limits})
 
     def load(self, settings: Settings) -> Data:
-        """Cuts the text into windows."""
+        """Split the text into windows."""
         from tfdist.addons import datasets
 
         self._seed = settings.seed
@@ -255,11 +256,13 @@ class Language(Task):
         try:
             self._text = datasets.load_text(settings.dataset)
         except (ValueError, ImportError) as error:
-            raise UsageError(f"--dataset={settings.dataset}: {error}") from error
+            raise UsageError(
+                f"--dataset={settings.dataset} could not be loaded: {error}"
+            ) from error
         train = self._windows("train", shuffle_seed=settings.seed)
         validation = self._windows("validation")
         windows = int(train.cardinality())
-        # The next epoch draws other windows, so the few that fill no batch are no loss.
+        # The next epoch uses other windows, so the last incomplete batch can be dropped.
         batch_size = min(settings.batch_size, windows)
         steps = windows // batch_size
         tested = int(validation.cardinality())
@@ -282,11 +285,11 @@ class Language(Task):
             return datasets.language_model_windows(getattr(self._text, part), length, **options)
         except ValueError as error:
             raise UsageError(
-                f"--seq_length={length}: the {part} part of {self._text.name}: {error}"
+                f"--seq_length={length} is not supported for the {part} part of {self._text.name}: {error}"
             ) from error
 
     def build(self, settings: Settings):
-        """Makes a GPT of the sizes in the flags."""
+        """Build a GPT of the sizes of the flags."""
         from tfdist import models
         from tfdist.addons.planner.programs import gpt_arguments
 
@@ -294,14 +297,14 @@ class Language(Task):
         arguments = gpt_arguments(sizes) | {
             "dropout": _DROPOUT.value,
             "sequence_parallel": _SEQUENCE_PARALLEL.value,
-            # Of each sequence, so that a pipeline's micro-batches change nothing.
+            # Balancing over a sequence does not depend on a pipeline's micro-batches.
             "experts": {"balance_over": "sequence"} if sizes.experts else None,
             "context_attention": _CONTEXT_ATTENTION.value,
         }
         return models.gpt(sizes.vocabulary, **arguments)
 
     def callbacks(self) -> list:
-        """How evenly experts are used, where there are some."""
+        """The report of the load of experts, for models with experts."""
         if self._sizes().experts is None:
             return []
         from tfdist.addons.monitoring import ExpertLoad
@@ -309,11 +312,11 @@ class Language(Task):
         return [ExpertLoad(verbose=True)]
 
     def schedule(self, rate: float, steps: int):
-        """Up from zero in a twentieth of the steps, then a cosine down to a tenth of the rate."""
+        """Linear warm-up over a twentieth of the steps, then cosine decay to a tenth of the rate."""
         return warmup_cosine(rate, steps)
 
     def compile(self, model, rate, make_optimizer, **options) -> None:
-        """AdamW and a loss that takes logits as they are split; no metric, which would not."""
+        """Compile with AdamW and a loss for split logits, and without metrics, which require whole ones."""
         from tfdist import layers
 
         optimizer = make_optimizer(
@@ -328,7 +331,7 @@ class Language(Task):
         model.compile(optimizer, loss, **options)
 
     def verdict(self, logs) -> str:
-        """Loss, and what it means."""
+        """The validation loss, perplexity, and bits per byte."""
         loss = logs["val_loss"]
         return (
             f"Validation loss {loss:.4f}, perplexity {math.exp(loss):.3f}, "
@@ -337,7 +340,7 @@ class Language(Task):
         )
 
     def show(self, model) -> str | None:
-        """What the model writes after the end of a paragraph."""
+        """A sample that the model generates after the end of a paragraph."""
         if not _SAMPLE.value:
             return None
         from tfdist import models

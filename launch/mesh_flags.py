@@ -1,4 +1,4 @@
-"""The flags that lay the ranks of a training out: the mesh, and the pipeline's schedule."""
+"""The flags of the mesh and of the pipeline's schedule."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tfdist.pipeline.schedules import SCHEDULES, check_arguments
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the ranks are laid out.
+    """The layout of a model over the ranks.
 
     Attributes:
         mesh: The mesh, not yet resolved.
-        num_microbatches: Into how many parts a rank's rows are cut; 1 without a pipeline.
-        schedule: The name of the pipeline's schedule.
-        chunks: How many stages a rank has, or None.
-        cut: Where the stages begin, as `PipelineModel` has it.
-        zero_stage: What the ranks of the data axis share.
+        num_microbatches: Micro-batches that a rank's batch is split into; 1 without a pipeline.
+        schedule: Name of the pipeline schedule.
+        chunks: Stages per rank, or None for the default.
+        cut: Partition into stages, as in `PipelineModel`.
+        zero_stage: ZeRO stage.
     """
 
     mesh: Mesh
@@ -38,28 +38,34 @@ class Layout:
 
     @property
     def pipeline(self) -> int:
-        """The size of the pipeline axis."""
+        """Size of the pipeline axis."""
         return self.mesh.shape["pipeline"]
 
     @property
     def expert(self) -> int:
-        """The size of the expert axis."""
+        """Size of the expert axis."""
         return self.mesh.shape["expert"]
 
     @property
     def tensor(self) -> int:
-        """The size of the tensor axis."""
+        """Size of the tensor axis."""
         return self.mesh.shape["tensor"]
 
     @property
     def context(self) -> int:
-        """The size of the context axis."""
+        """Size of the context axis."""
         return self.mesh.shape["context"]
 
     def batch_size(self, given: int | None, default: int, data: int) -> int:
-        """The samples of a step, over all ranks; in a pipeline they divide into micro-batches.
+        """The samples of a step over all ranks, which are a multiple of the micro-batches in a pipeline.
 
-        `default` is rounded up so that it divides; what the user has given is refused if it does not.
+        Args:
+            given: The user's value, or None.
+            default: The default value, which is rounded up to a multiple.
+            data: Size of the data axis.
+
+        Raises:
+            UsageError: `given` is not a multiple.
         """
         parts = data * self.num_microbatches if self.pipeline > 1 else 1
         if given is None:
@@ -73,14 +79,14 @@ class Layout:
 
 
 class MeshFlags:
-    """The flags of a program that say how its ranks are laid out.
+    """The flags of a program for its mesh and pipeline.
 
     Args:
-        define: Defines them.
+        define: The definer of the program's flags.
 
     Attributes:
         zero: The flag of the ZeRO stage.
-        mesh: The others.
+        mesh: The other flags.
     """
 
     def __init__(self, define: FlagDefiner):
@@ -88,14 +94,14 @@ class MeshFlags:
         self._data = define.integer(
             "data",
             -1,
-            "Ranks of the data axis; -1: all that remain",
+            "Ranks of the data axis; -1: inferred from the world size",
             lower_bound=-1,
             upper_bound=MOST_RANKS,
         )
         self._expert = define.integer(
             "expert",
             1,
-            "Ranks of the expert axis, which divide experts and rows",
+            "Ranks of the expert axis, which split experts and rows",
             lower_bound=1,
             upper_bound=MOST_RANKS,
         )
@@ -121,7 +127,7 @@ class MeshFlags:
             upper_bound=MOST_RANKS,
         )
         self._order = define.list(
-            "mesh_order", list(DEFAULT_ORDER), "Mesh axes, the one with the farthest ranks first"
+            "mesh_order", list(DEFAULT_ORDER), "Mesh axes, slowest-varying first"
         )
         self._microbatches = define.integer(
             "num_microbatches", None, "Micro-batches of a pipeline [4 per stage]", lower_bound=1
@@ -131,12 +137,12 @@ class MeshFlags:
             "chunks", None, "Stages per rank, for interleaved [2]", lower_bound=1
         )
         self._cut = define.string(
-            "cut", "even", "Pipeline stages: even, cyclic, or how many parts each has, 3,4"
+            "cut", "even", "Pipeline stages: even, cyclic, or layers per stage, 3,4"
         )
         self.zero = define.integer(
             "zero_stage",
             0,
-            "Shards: 1 optimizer state, 2 gradients, 3 parameters",
+            "Shard: 1 optimizer state, 2 gradients, 3 parameters",
             lower_bound=0,
             upper_bound=3,
         )
@@ -145,17 +151,17 @@ class MeshFlags:
         self.mesh = (*axes, self._order, *self._of_pipelines)
 
     def layout(self) -> Layout:
-        """What the flags say.
+        """The layout of the flags.
 
         Raises:
-            UsageError: They do not go together.
+            UsageError: Flags are incompatible.
         """
         data, pipeline = self._data.value, self._pipeline.value
         schedule, chunks = self._schedule.value, self._chunks.value
         if pipeline == 1:
-            refuse_ignored(self._values, self._of_pipelines, "is for a pipeline", "--pipeline=1")
+            refuse_ignored(self._values, self._of_pipelines, "requires a pipeline", "--pipeline=1")
         if data != -1 and data < 1:
-            raise refuse("data", data, "at least 1, or -1 for all that remain")
+            raise refuse("data", data, "at least 1, or -1 to infer it from the world size")
         microbatches = self._microbatches.value or (4 * pipeline if pipeline > 1 else 1)
         order = tuple(self._order.value)
         try:
@@ -169,7 +175,8 @@ class MeshFlags:
             )
             check_arguments(schedule, pipeline, microbatches, chunks)
         except ValueError as error:
-            raise UsageError(f"{as_given(self._values, self.mesh)}: {error}") from error
+            given = as_given(self._values, self.mesh)
+            raise UsageError(f"{given} is not supported: {error}") from error
         return Layout(
             mesh,
             num_microbatches=microbatches,
@@ -181,10 +188,12 @@ class MeshFlags:
 
 
 def _cut(text: str) -> str | tuple[int, ...]:
-    """The cut that --cut names."""
+    """Parse the value of --cut."""
     if text in ("even", "cyclic"):
         return text
     try:
         return tuple(int(each) for each in text.split(","))
     except ValueError:
-        raise refuse("cut", text, "even, cyclic, or the parts of each stage, as 3,4") from None
+        raise refuse(
+            "cut", text, "even, cyclic, or the layers of each stage, such as 3,4"
+        ) from None

@@ -1,4 +1,4 @@
-"""The sizes of a transformer by the name of a known model, or by a file that others have written."""
+"""The sizes of a transformer by the name of a known model, or from a configuration file."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tfdist.utils.checks import one_line
 if TYPE_CHECKING:
     from tfdist.addons.planner import Transformer
 
-#: From so many tokens on, the layers of tfdist compute attention by blocks.
+#: The number of tokens from which on the layers of tfdist use blockwise attention.
 LONG = 1024
 
 _CONFIG = "config.json"
 
 
 def file_or_name(flag: str, value: str, names: Any) -> Path | None:
-    """The file that a flag names, or None where it is one of some names."""
+    """The file that a flag names, or None if the value is one of `names`."""
     if value in names:
         return None
     path = Path(os.path.expanduser(value))
@@ -38,12 +38,12 @@ def sizes_of(flag: str, value: str, length: int | None) -> Transformer:
     """The model that a flag names: a known one, a config.json, or a folder with one.
 
     Args:
-        flag: The flag.
-        value: What it was given.
-        length: Tokens of a sample; None for the model's own.
+        flag: Name of the flag.
+        value: Value of the flag.
+        length: Tokens of a sample; None for the model's default.
 
     Raises:
-        UsageError: It is none of these, or a file is no configuration.
+        UsageError: The value is invalid, or a file is not a configuration.
     """
     from tfdist.addons.planner import Transformer, from_config
     from tfdist.addons.planner.configs import KNOWN
@@ -55,11 +55,11 @@ def sizes_of(flag: str, value: str, length: int | None) -> Transformer:
         known = dict(KNOWN[value])
         return Transformer(**known if length is None else {**known, "length": length})
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise UsageError(f"--{flag}={value}: {one_line(error)}") from None
+        raise UsageError(f"--{flag}={value} cannot be used: {one_line(error)}") from None
 
 
 def is_preset(value: str) -> bool:
-    """Whether a folder is a preset of KerasHub with its tokenizer, which tfdist-finetune trains."""
+    """Whether a folder is a preset of KerasHub with a tokenizer, as tfdist-finetune requires."""
     folder = Path(os.path.expanduser(value))
     try:
         config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The flags of what watches a training."""
+"""The flags of monitoring."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tfdist.launch.flag_values import (
 
 
 class MonitorFlags:
-    """The flags of a program whose training can be watched.
+    """The flags of monitoring a training run.
 
     Args:
-        define: Defines them.
+        define: The definer of the program's flags.
 
     Attributes:
-        every: The flags.
+        every: All of the flags.
     """
 
     def __init__(self, define: FlagDefiner):
@@ -30,23 +30,23 @@ class MonitorFlags:
         self._json = define.string("monitor_json", None, "File for the reports of --monitor")
         self._trace = define.string("trace", None, "File for a trace of steps 10 to 12, all ranks")
         self._peak = define.string(
-            "peak", None, "Most FLOP/s of a rank, or the file of tfdist-bench peak"
+            "peak", None, "Peak FLOP/s of a rank, or a file of tfdist-bench peak"
         )
         self.every = (self._monitor, self._json, self._trace, self._peak)
 
     def check(self, *, is_in_step: bool) -> None:
-        """Refuses flags that do not go together, and files that are none.
+        """Reject incompatible flags and invalid files.
 
         Args:
-            is_in_step: Whether the training runs on ranks in step.
+            is_in_step: Whether the training is synchronous, on ranks.
         """
         beside = (self._json, self._trace, self._peak)
         if not self._monitor.value:
-            refuse_ignored(self._values, beside, "is for --monitor", "without --monitor")
+            refuse_ignored(self._values, beside, "requires --monitor", "without --monitor")
             return
         if not is_in_step:
             raise UsageError(
-                "--monitor is for ranks in step, not for TPUs or parameter servers. Received: --monitor."
+                "--monitor is not supported on a TPU or with parameter servers. Received: --monitor."
             )
         for flag in (self._json, self._trace):
             if flag.value is not None:
@@ -62,10 +62,10 @@ class MonitorFlags:
         return number if math.isfinite(number) and number > 0 else None
 
     def callbacks(self) -> list[Any]:
-        """The Monitor, where it is asked for.
+        """The Monitor, if requested.
 
         Raises:
-            UsageError: The file of the peak is none.
+            UsageError: The file of --peak is not valid.
         """
         if not self._monitor.value:
             return []
@@ -75,4 +75,4 @@ class MonitorFlags:
         try:
             return [Monitor(peak=peak, json=self._json.value, trace=self._trace.value)]
         except ValueError as error:
-            raise UsageError(f"--peak={self._peak.value}: {error}") from error
+            raise UsageError(f"--peak={self._peak.value} is not valid: {error}") from error

@@ -1,4 +1,4 @@
-"""Builds the compiled libraries, and keeps them."""
+"""Build of the compiled libraries, with a cache."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from tfdist.utils.lazy import find_addon
 
 
 def install_native(cache_dir: Path, *, force: bool = False) -> str:
-    """Puts the libraries into the installed package, out of the cache or newly built.
+    """Install the libraries into the package, from the cache or by building them.
 
-    All works without them, if more slowly, so nothing here is an error: the lines that are returned,
-    one for each library, say what came of it.
+    They are optional, so failures are not errors.
+
+    Returns:
+        A line of text for each library that describes the result.
     """
     with quiet_start():
         from tfdist.backend.native import TRANSPORT
 
         kernels = find_addon("cpu_kernels")
     libraries = [TRANSPORT, *([] if kernels is None else [kernels.LIBRARY])]
-    # Each is compiled by a process of its own.
+    # Each library is compiled by a separate process.
     with ThreadPoolExecutor() as pool:
         return "\n".join(pool.map(lambda each: _install(each, cache_dir, force), libraries))
 
@@ -39,12 +41,12 @@ def _install(library, cache_dir: Path, force: bool) -> str:
         elif path.exists() and matches_digest(path):
             return f"The compiled library ({library.what}) was built before: {path}"
         elif kept.exists() and matches_digest(kept):
-            # In one step: another process finds the whole library or none.
+            # Atomically, so that other processes never find a partial library.
             copied = path.with_name(f"{path.name}.{os.getpid()}")
             shutil.copyfile(kept, copied)
             os.replace(copied, path)
             write_digest(path)
-            return f"Took the compiled library ({library.what}) from {kept}"
+            return f"Copied the compiled library ({library.what}) from {kept}"
         compiler = find_compiler(with_scripts(os.environ))
         if not compiler:
             return _without("No C++ compiler was found.", library.what)
@@ -62,6 +64,5 @@ def _install(library, cache_dir: Path, force: bool) -> str:
 
 def _without(why: str, what: str) -> str:
     return (
-        f"{why} Without the compiled library ({what}), all goes through the engine and TensorFlow, "
-        "more slowly."
+        f"{why} Without the compiled library ({what}), the slower engine and TensorFlow are used."
     )

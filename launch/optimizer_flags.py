@@ -1,4 +1,4 @@
-"""The flags that say how a model learns: the optimizer and what stands around its update, and dtypes."""
+"""The flags of the optimizer, of wrappers of its update, and of dtypes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tfdist.launch.flag_values import (
 )
 from tfdist.utils.quantities import read_bytes
 
-#: By flag, the class of `keras.optimizers`.
+#: The class of `keras.optimizers`, by the value of the flag.
 _OPTIMIZERS = {
     "sgd": "SGD",
     "adam": "Adam",
@@ -34,15 +34,15 @@ _RECOMPUTE = ("none", "selective", "sqrt", "every_layer", "optimal")
 
 
 class OptimizerFlags:
-    """The flags of the optimizer, and of the dtypes that a model computes in.
+    """The flags of the optimizer and of dtypes.
 
     Args:
-        define: Defines them.
-        own: What the program trains with by itself, in words.
-        has_own_policy: Whether a model brings dtypes of its own, which it keeps by default.
+        define: The definer of the program's flags.
+        own: The default optimizer of the program, as text.
+        has_own_policy: Whether models have their own dtype policy, which is the default.
 
     Attributes:
-        every: All of them.
+        every: All of the flags.
     """
 
     def __init__(self, define: FlagDefiner, own: str, *, has_own_policy: bool = False):
@@ -77,18 +77,18 @@ class OptimizerFlags:
         self._ema = define.float(
             "ema",
             None,
-            "Momentum of a moving average of weights, which is kept in the end",
+            "Momentum of a moving average of weights, which replaces them at the end",
             lower_bound=0.0,
             upper_bound=0.999999,
         )
         self._accumulate = define.integer(
             "accumulate",
             1,
-            "Steps whose gradients make one update",
+            "Steps whose gradients are accumulated per update",
             lower_bound=1,
             upper_bound=1 << 20,
         )
-        policies, words = list(_POLICIES), "Dtypes that the model computes in"
+        policies, words = list(_POLICIES), "Dtype policy of the model"
         if has_own_policy:
             policies, words = ["own", *policies], f"{words}; own: the preset's"
         self._policy = define.enum("dtype_policy", policies[0], policies, words)
@@ -108,41 +108,40 @@ class OptimizerFlags:
 
     @property
     def averages(self) -> bool:
-        """Whether a moving average takes the weights' place when training is over."""
+        """Whether a moving average replaces the weights at the end of training."""
         return self._ema.value is not None
 
     def check(self, *, is_tpu: bool, has_sync: bool) -> None:
-        """Looks at what can be known before the ranks meet.
+        """Check the flags before the rendezvous of the ranks.
 
         Args:
-            is_tpu: Whether a TPU is asked for.
-            has_sync: Whether ranks train apart from one sync to the next.
+            is_tpu: Whether a TPU is requested.
+            has_sync: Whether ranks train with local steps (`--sync_every`).
 
         Raises:
-            UsageError: Flags that do not go together.
+            UsageError: Flags are incompatible.
         """
         self._fixed_scale()
         if self._optimizer.value != "sgd":
             given = f"--optimizer={self._optimizer.value}"
-            refuse_ignored(self._values, (self._momentum,), "is for --optimizer=sgd", given)
+            refuse_ignored(self._values, (self._momentum,), "requires --optimizer=sgd", given)
         if is_tpu:
             of_dtypes = (self._policy, self._loss_scale)
-            refuse_ignored(
-                self._values, of_dtypes, "is for ranks: a TPU computes in mixed_bfloat16", "a TPU"
-            )
+            why = "is not supported on a TPU, which computes in mixed_bfloat16"
+            refuse_ignored(self._values, of_dtypes, why, "with a TPU")
         if has_sync and self.averages:
             raise UsageError(
-                "--ema averages weights at each step, and ranks that train apart have weights of their "
-                f"own. Received: {as_given(self._values, [self._ema])} with --sync_every."
+                "--ema is not supported with --sync_every, because weights differ between ranks. "
+                f"Received: {as_given(self._values, [self._ema])} with --sync_every."
             )
         if has_sync and self._fixed_scale() is not None:
             raise UsageError(
-                "Ranks that train apart have a dynamic loss scale or none. Received: "
+                "--sync_every requires a dynamic loss scale or none. Received: "
                 f"{as_given(self._values, [self._loss_scale])} with --sync_every."
             )
 
     def _fixed_scale(self) -> float | None:
-        """The number in --loss_scale; None for the words."""
+        """The number of --loss_scale; None for auto and none."""
         text = self._loss_scale.value
         if text in ("auto", "none"):
             return None
@@ -150,32 +149,32 @@ class OptimizerFlags:
             scale = float(text)
         except ValueError:
             scale = math.nan
-        if not 0 < scale <= _LARGEST_SCALE:  # Not so for NaN.
+        if not 0 < scale <= _LARGEST_SCALE:  # False for NaN too.
             meaning = f"auto, none, or a number above 0 and at most {_LARGEST_SCALE:g}"
             raise refuse(self._loss_scale.name, text, meaning)
         return scale
 
     @property
     def accumulation(self) -> int:
-        """Steps whose gradients make one update."""
+        """Steps whose gradients are accumulated per update."""
         return self._accumulate.value
 
     @property
     def policy(self) -> str | None:
-        """The dtypes of the layers; None for those that the model brings."""
+        """The dtype policy; None for that of the model."""
         return None if self._policy.value == "own" else self._policy.value
 
     def set_policy(self) -> None:
-        """Sets the dtypes of the layers that are made from now on."""
+        """Set the dtype policy of layers created afterwards."""
         import keras
 
         keras.config.set_dtype_policy(self._policy.value)
 
     def planned(self, own: str) -> dict[str, Any]:
-        """What the planner is told: fields of `tfdist.addons.planner.Limits`.
+        """The arguments of `tfdist.addons.planner.Limits` for these flags.
 
         Args:
-            own: The class of the task's optimizer, as `keras.optimizers` names it.
+            own: The class name of the task's optimizer in `keras.optimizers`.
         """
         optimizer = _OPTIMIZERS.get(self._optimizer.value, own).lower()
         return {
@@ -186,19 +185,19 @@ class OptimizerFlags:
         }
 
     def make(self, own: str, rate: Any, *, undecayed: Sequence[str] = (), **arguments: Any) -> Any:
-        """Makes an optimizer: that of a task, or what the flags say instead.
+        """Create the optimizer of a task, with the changes of the flags.
 
         Args:
-            own: The class of the task's optimizer, as `keras.optimizers` names it.
+            own: The class name of the task's optimizer in `keras.optimizers`.
             rate: The learning rate, or a schedule.
-            undecayed: Ends of the names of variables that no weight decay is for.
-            **arguments: The task's own arguments of the optimizer.
+            undecayed: Suffixes of the names of variables without weight decay.
+            **arguments: The task's arguments of the optimizer.
         """
         import keras
 
         name = _OPTIMIZERS.get(self._optimizer.value, own)
         if name != own:
-            # What all optimizers have stays; a beta of Adam's means nothing to others.
+            # Only arguments that all optimizers support are kept, unlike the betas of Adam.
             shared = ("weight_decay", "global_clipnorm")
             arguments = {key: arguments[key] for key in shared if key in arguments}
         for flag, argument in ((self._decay, "weight_decay"), (self._clip, "global_clipnorm")):
@@ -219,7 +218,7 @@ class OptimizerFlags:
         return optimizer
 
     def scaled(self, optimizer: Any) -> Any:
-        """An optimizer with the loss scale of float16; under mixed_float16 `compile` adds it."""
+        """Add loss scaling to an optimizer under float16; `compile` adds it under mixed_float16."""
         import keras
 
         if self._policy.value == "float16" and self._loss_scale.value == "auto":
@@ -228,26 +227,29 @@ class OptimizerFlags:
 
     @property
     def compile_options(self) -> dict[str, Any]:
-        """What `compile` is told beside the optimizer: whether it scales the loss by itself."""
+        """Further arguments of `compile`: whether it scales the loss automatically."""
         return {"auto_scale_loss": self._loss_scale.value == "auto"}
 
     @contextlib.contextmanager
     def expected_errors(self) -> Iterator[None]:
-        """Says in one line what a strategy or an optimizer does not do of what the flags ask for."""
+        """Convert errors of a strategy or an optimizer about these flags into a `UsageError`."""
         try:
             yield
         except (ValueError, NotImplementedError) as error:
             given = as_given(self._values, self.every)
             if not given:
                 raise
-            raise UsageError(f"{given}: {error}") from error
+            raise UsageError(f"{given} is not supported: {error}") from error
 
 
 def read_recompute(flag: str, value: str) -> dict[str, Any]:
-    """The arguments of `recompute` that a flag's value names: a policy, or budget:2GiB; none for none.
+    """Parse the value of a recompute flag: a policy, or a budget such as budget:2GiB.
+
+    Returns:
+        The arguments of `recompute`; empty for "none".
 
     Raises:
-        UsageError: It is neither.
+        UsageError: The value is neither.
     """
     if value in _RECOMPUTE:
         return {} if value == "none" else {"policy": value}
@@ -255,15 +257,15 @@ def read_recompute(flag: str, value: str) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
         if kind == "budget":
             return {"policy": "budget", "budget": float(read_bytes(size))}
-    raise refuse(flag, value, f"{', '.join(_RECOMPUTE)}, or budget:SIZE as in budget:2GiB")
+    raise refuse(flag, value, f"{', '.join(_RECOMPUTE)}, or budget:SIZE such as budget:2GiB")
 
 
 def counted_for(arguments: dict[str, Any], rows: int, input_shape: Any) -> dict[str, Any]:
-    """Arguments of `recompute`; for a policy that counts bytes, with what it counts them for.
+    """Add the input shape to the arguments of `recompute` for policies that count bytes.
 
     Args:
-        arguments: What `read_recompute` returned.
-        rows: Rows of a rank at a time.
+        arguments: The result of `read_recompute`.
+        rows: Rows of a micro-batch on a rank.
         input_shape: The shape of a row.
     """
     if arguments["policy"] not in ("budget", "optimal"):

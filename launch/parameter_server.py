@@ -1,4 +1,4 @@
-"""What `tfdist-run --ps` starts: a parameter server of TF_CONFIG, until its workers have ended."""
+"""The process of `tfdist-run --ps`: a parameter server of TF_CONFIG that ends with its workers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tfdist.launch.flag_values import YEAR
 from tfdist.runtime.exit_codes import FAILED, USAGE
 
 _STARTUP_SECONDS = 600.0
-#: `tfdist-run` ends servers when no rank runs. How long a worker may be silent is for the workers to say.
+#: `tfdist-run` ends servers when no rank runs, so servers do not detect silent workers.
 _SILENT_SECONDS = YEAR
 
 
 def run() -> None:
-    """Serves, and exits: with one line where it cannot."""
+    """Serve and exit, with a one-line error if that fails."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # Parameters are in the host's memory.
     from tfdist.addons.asynchronous import ParameterServerError
@@ -26,7 +26,7 @@ def run() -> None:
         cluster = cluster_from_environment()
         if cluster is None or cluster.job != "ps":
             raise ValueError(
-                "A parameter server is a `ps` task of TF_CONFIG: `tfdist-run --ps=1` sets it."
+                "A parameter server requires a `ps` task in TF_CONFIG. Start it by `tfdist-run --ps=1`."
             )
         serve(cluster, _STARTUP_SECONDS, _SILENT_SECONDS)
     except ValueError as error:

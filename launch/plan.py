@@ -1,4 +1,4 @@
-"""`tfdist-plan`: which layout trains a model fastest, and what it costs.
+"""`tfdist-plan`: the fastest layouts of a model, and their cost.
 
 tfdist-plan --preset=llama3-70b --machine=h100 --ranks=256 --dtype=mixed_bfloat16
 tfdist-plan --layers=24 --width=1024 --heads=16 --machine=this.json --ranks=8
@@ -29,24 +29,24 @@ _define = FlagDefiner(_VALUES)
 _MODEL = ModelFlags(_define)
 _MACHINE = MachineFlags(_define)
 _BATCH_SIZE = _define.integer(
-    "batch_size", None, "Samples of an update [4 a rank]", lower_bound=1, upper_bound=1 << 24
+    "batch_size", None, "Samples per update [4 per rank]", lower_bound=1, upper_bound=1 << 24
 )
 _DTYPE = _define.enum(
     "dtype",
     None,
     list(PRECISIONS),
-    "Dtypes of weights and products [16 bits, mixed, where the machine has them]",
+    "Dtype policy [mixed 16-bit, if the machine supports it]",
 )
 _OPTIMIZER = _define.enum("optimizer", "adam", list(OPTIMIZERS), "Optimizer")
-_BEST = _define.integer("best", 3, "How many to show", lower_bound=1, upper_bound=100)
-_PICTURE = _define.string("picture", None, "File to draw the layouts to (.png, .svg, .pdf)")
+_BEST = _define.integer("best", 3, "Number of layouts to show", lower_bound=1, upper_bound=100)
+_PICTURE = _define.string("picture", None, "File for a plot of the layouts (.png, .svg, .pdf)")
 _MESH = Mesh()
-#: What matplotlib is asked for; the file's ending says which.
+#: The supported formats of plots, by suffix.
 _PICTURES = (".png", ".svg", ".pdf")
 
 
 def run() -> None:
-    """The console script; its first word may name another program than the choice of a layout."""
+    """Run the console script, or the subcommand that its first word names."""
     program, *words = sys.argv
     if words and words[0] in PROGRAMS:
         PROGRAMS[words[0]].run([program, *words[1:]])
@@ -57,7 +57,7 @@ def _check(_: list[str]) -> tuple[Transformer, Machine, int, int, Limits]:
     found, ranks = _MACHINE.machine()
     limits = Limits(dtype=_DTYPE.value or _fastest(found), optimizer=_OPTIMIZER.value)
     if _MODEL.is_kerashub_preset:
-        # What tfdist-finetune does of KerasHub's layers.
+        # The options that tfdist-finetune supports for KerasHub's layers.
         limits = dataclasses.replace(
             limits,
             axes=(*_MESH.replica_axes, *_MESH.stage_axes, *_MESH.weight_axes),
@@ -66,7 +66,8 @@ def _check(_: list[str]) -> tuple[Transformer, Machine, int, int, Limits]:
         )
     if PRECISIONS[limits.dtype].compute not in found.flops:
         raise UsageError(
-            f"--dtype={limits.dtype}: {found.name} has rates for {', '.join(found.flops)}."
+            f"--dtype={limits.dtype} is not supported by {found.name}, which has rates for "
+            f"{', '.join(found.flops)}."
         )
     if _PICTURE.value is not None:
         output_file("picture", _PICTURE.value, _PICTURES)
@@ -74,7 +75,7 @@ def _check(_: list[str]) -> tuple[Transformer, Machine, int, int, Limits]:
 
 
 def _fastest(found: Machine) -> str:
-    """The policy that trains fastest on a machine, of those that keep weights in float32."""
+    """The fastest dtype policy on a machine, of those with float32 weights."""
     for dtype in ("bfloat16", "float16"):
         if dtype in found.flops:
             return f"mixed_{dtype}"
@@ -90,7 +91,7 @@ def _main(checked: tuple[Transformer, Machine, int, int, Limits]) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     print(
-        f"{found.name} ({found.source}), {ranks} ranks, {batch} samples an update, --dtype={limits.dtype}.\n"
+        f"{found.name} ({found.source}), {ranks} ranks, {batch} samples per update, --dtype={limits.dtype}.\n"
     )
     print(chosen)
     if not chosen.best:
@@ -106,7 +107,7 @@ def _main(checked: tuple[Transformer, Machine, int, int, Limits]) -> int:
         try:
             save_picture(chosen, _PICTURE.value)
         except (ValueError, ImportError) as error:
-            raise UsageError(f"--picture={_PICTURE.value}: {error}") from None
+            raise UsageError(f"--picture={_PICTURE.value} could not be written: {error}") from None
     return 0
 
 
@@ -122,9 +123,9 @@ _LAYOUT = command.Program(
     _main,
     _VALUES,
     usage="tfdist-plan [calibrate|fit|goodput|optimum] [flags]",
-    summary="Finds the layouts that train a transformer fastest, and says what each costs.",
+    summary="Finds the layouts that train a transformer fastest, and prints their cost.",
     check=_check,
-    folded={"for a model by hand": [flag.name for flag in _MODEL.sizes]},
+    folded={"for a model by sizes": [flag.name for flag in _MODEL.sizes]},
 )
 
 PROGRAMS = {

@@ -26,11 +26,11 @@ class ModelFlags:
     """The flags of a model.
 
     Args:
-        define: Defines them.
+        define: The definer of the program's flags.
 
     Attributes:
-        sizes: The flags of a model by hand.
-        preset: The flag of a known one, or of a file.
+        sizes: The flags of the model's sizes.
+        preset: The flag of a known model, or of a file.
     """
 
     def __init__(self, define: FlagDefiner):
@@ -49,40 +49,40 @@ class ModelFlags:
             size("heads", 12, "Attention heads of a block"),
             size("kv_heads", None, "Key/value heads [heads]"),
             size("hidden", None, "Hidden units of a block [4 width]"),
-            size("vocabulary", 50_257, "Tokens of the vocabulary"),
-            size("experts", None, "Feed-forward networks of a block"),
-            size("top_k", 2, "Of these, how many a token takes"),
+            size("vocabulary", 50_257, "Size of the vocabulary"),
+            size("experts", None, "Experts of a block [dense]"),
+            size("top_k", 2, "Experts per token"),
         )
 
     def model(self) -> Transformer:
-        """What they say.
+        """The model of the flags.
 
         Raises:
-            UsageError: They do not go together, or a file is no configuration.
+            UsageError: Flags are incompatible, or a file is not a configuration.
         """
         if self.preset.value is None:
             sizes = {flag.name: flag.value for flag in self.sizes}
             try:
-                # As `tfdist-train --model=gpt` makes it.
+                # As `tfdist-train --model=gpt` builds it.
                 length = self._length.value or 2048
                 return Transformer(
                     **sizes, length=length, learned_positions=False, blockwise=length >= LONG
                 )
             except ValueError as error:
-                raise UsageError(f"{as_given(self._values, self.sizes)}: {error}") from None
-        refuse_ignored(
-            self._values, self.sizes, "describes a model by hand", f"--preset={self.preset.value}"
-        )
+                given = as_given(self._values, self.sizes)
+                raise UsageError(f"{given} is not supported: {error}") from None
+        given = f"--preset={self.preset.value}"
+        refuse_ignored(self._values, self.sizes, "cannot be combined with --preset", given)
         sizes = sizes_of("preset", self.preset.value, self._length.value)
         return dataclasses.replace(sizes, blockwise=sizes.length >= LONG)
 
     @property
     def is_kerashub_preset(self) -> bool:
-        """Whether they name a preset of KerasHub, with its weights."""
+        """Whether the flags name a preset of KerasHub, with its weights."""
         return self.preset.value is not None and is_preset(self.preset.value)
 
     def command(self, model: Transformer) -> list[str]:
-        """The program that trains the model, and its flags for it."""
+        """The command that trains the model: the program and its flags of the model."""
         length = f"--seq_length={model.length}"
         if self.is_kerashub_preset:
             return ["tfdist-finetune", f"--preset={self.preset.value}", length]
@@ -98,10 +98,10 @@ class MachineFlags:
     """The flags of a machine.
 
     Args:
-        define: Defines them.
+        define: The definer of the program's flags.
 
     Attributes:
-        flags: All of them.
+        flags: All of the flags.
     """
 
     def __init__(self, define: FlagDefiner):
@@ -113,36 +113,36 @@ class MachineFlags:
             "ranks", None, "Ranks of the job", lower_bound=1, upper_bound=MOST_RANKS
         )
         self._hosts = define.integer(
-            "hosts", None, "Hosts that they lie on", lower_bound=1, upper_bound=MOST_RANKS
+            "hosts", None, "Hosts of the ranks", lower_bound=1, upper_bound=MOST_RANKS
         )
-        self._memory = define.string("memory", None, "Memory of a rank, as 80GiB [the machine's]")
+        self._memory = define.string("memory", None, "Memory per rank: 80GiB [the machine's]")
         self.flags = (self._machine, self.ranks, self._hosts, self._memory)
 
     def machine(self) -> tuple[Machine, int]:
-        """The machine, and how many ranks there are.
+        """The machine, and the number of ranks.
 
         Raises:
-            UsageError: They do not go together, or a file is no calibration.
+            UsageError: Flags are incompatible, or a file is not a calibration.
         """
         name = self._machine.value
         path = file_or_name("machine", name, DEVICES)
         try:
             found = machine(name) if path is None else read_machine(path)
         except (OSError, ValueError) as error:
-            raise UsageError(f"--machine={name}: {error}") from None
+            raise UsageError(f"--machine={name} cannot be used: {error}") from None
         changes: dict[str, Any] = {}
         if self._memory.value is not None:
             try:
                 changes["memory"] = float(read_bytes(self._memory.value))
             except ValueError:
-                raise refuse("memory", self._memory.value, "a size, as 80GiB or 24GB") from None
+                raise refuse("memory", self._memory.value, "a size such as 80GiB or 24GB") from None
         hosts, ranks = self._hosts.value, self.ranks.value
         if ranks is None:
             ranks = (hosts or 1) * found.ranks_per_host
         if hosts is not None:
             if ranks % hosts or ranks // hosts > MOST_RANKS_OF_A_HOST:
                 raise UsageError(
-                    f"--ranks must be a multiple of --hosts, with at most {MOST_RANKS_OF_A_HOST:,} a "
+                    f"--ranks must be a multiple of --hosts, with at most {MOST_RANKS_OF_A_HOST:,} per "
                     f"host. Received: --ranks={ranks} --hosts={hosts}."
                 )
             changes["ranks_per_host"] = ranks // hosts

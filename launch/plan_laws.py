@@ -34,14 +34,14 @@ def _shown(found: laws.Range, show=as_count) -> str:
 
 _FIT_VALUES = flags.FlagValues()
 _FIT_FLOPS = FlagDefiner(_FIT_VALUES).float(
-    "flops", None, "Training FLOPs to say the best use of", lower_bound=1.0, upper_bound=1e40
+    "flops", None, "Training FLOPs to find the optimum for", lower_bound=1.0, upper_bound=1e40
 )
 
 
 def _check_fit(words: list[str]) -> list[dict[str, float]]:
-    """The runs of some files."""
+    """Read the runs of the given files."""
     if not words:
-        raise UsageError("tfdist-plan fit reads runs from files: tfdist-plan fit runs.jsonl.")
+        raise UsageError("tfdist-plan fit requires files of runs: tfdist-plan fit runs.jsonl.")
     found: list[dict[str, float]] = []
     for word in words:
         input_file("fit", word)
@@ -52,11 +52,13 @@ def _check_fit(words: list[str]) -> list[dict[str, float]]:
         for number, line in enumerate(filter(str.strip, lines), 1):
             found.append(_run_of(line, f"{word}, line {number}"))
             if len(found) > _MOST_LINES:
-                raise UsageError(f"A fit takes at most {_MOST_LINES:,} runs. Received: {word}.")
+                raise UsageError(
+                    f"A fit is not supported for more than {_MOST_LINES:,} runs. Received: {word}."
+                )
     names = {frozenset(run) for run in found}
     if len(names) != 1:
         raise UsageError(
-            "All runs have the same figures, and there is one at least. Received: "
+            "All runs must have the same fields, and there must be at least one run. Received: "
             f"{'; '.join(', '.join(sorted(each)) for each in names) or 'none'}."
         )
     return found
@@ -74,7 +76,7 @@ def _run_of(line: str, place: str) -> dict[str, float]:
         ):
             return {name: run[name] for name in names}
     raise UsageError(
-        f"{place}: a run is a line of JSON with parameters, tokens and loss, or with ranks and seconds. "
+        f"{place} must be a line of JSON with parameters, tokens and loss, or with ranks and seconds. "
         f"Received: {line[:100]!r}."
     )
 
@@ -84,12 +86,8 @@ def _fit(runs: Sequence[dict[str, float]]) -> int:
     try:
         if "ranks" in columns:
             share = laws.serial_share([int(n) for n in columns["ranks"]], columns["seconds"])
-            print(
-                f"Share that is not divided: {_shown(share, '{:.2%}'.format)} of the work of a rank."
-            )
-            print(
-                f"No number of ranks speeds it up more than {1 / max(share.value, 1e-9):,.1f} times."
-            )
+            print(f"Serial share: {_shown(share, '{:.2%}'.format)} of the work of one rank.")
+            print(f"Upper bound of the speed-up: {1 / max(share.value, 1e-9):,.1f} times.")
             return 0
         law = laws.fit_law(columns["parameters"], columns["tokens"], columns["loss"])
     except ValueError as error:
@@ -111,7 +109,7 @@ def _fit(runs: Sequence[dict[str, float]]) -> int:
 def _print_optimum(law: laws.Law, flops: float) -> None:
     best = law.optimum(flops)
     print(
-        f"Best use of {as_count(flops)} FLOPs, with 95% ranges: {_shown(best.parameters)} parameters, "
+        f"Optimum for {as_count(flops)} FLOPs, with 95% intervals: {_shown(best.parameters)} parameters, "
         f"{_shown(best.tokens)} tokens, loss {_shown(best.loss, '{:.3f}'.format)}."
     )
 
@@ -135,14 +133,14 @@ _FLOPS = _define.float("flops", None, "Training FLOPs", lower_bound=1.0, upper_b
 _PARAMETERS = _define.float(
     "parameters",
     None,
-    "Parameters of a model; of a mixture the active ones",
+    "Parameters of a model; of a mixture of experts the active ones",
     lower_bound=1.0,
     upper_bound=1e18,
 )
 _TOKENS = _define.float(
     "tokens",
     None,
-    "Tokens that it learns from [the best number]",
+    "Training tokens [the optimal number]",
     lower_bound=1.0,
     upper_bound=1e18,
 )
@@ -151,11 +149,11 @@ _TOKENS = _define.float(
 def _check_optimum(_: list[str]) -> None:
     if (_FLOPS.value is None) == (_PARAMETERS.value is None):
         raise UsageError(
-            "Give --flops or --parameters, one of them. Received: "
+            "tfdist-plan optimum requires either --flops or --parameters. Received: "
             f"--flops={_FLOPS.value}, --parameters={_PARAMETERS.value}."
         )
     if _PARAMETERS.value is None:
-        refuse_ignored(_OPTIMUM_VALUES, (_TOKENS,), "is for --parameters", "--flops")
+        refuse_ignored(_OPTIMUM_VALUES, (_TOKENS,), "requires --parameters", "--flops")
 
 
 def _optimum(_: None) -> int:
@@ -166,7 +164,7 @@ def _optimum(_: None) -> int:
         tokens = laws.CHINCHILLA.tokens_for(_PARAMETERS.value)
         flops = laws.training_flops(_PARAMETERS.value, tokens)
         print(
-            f"{as_count(_PARAMETERS.value)} parameters are the best use of {as_count(flops)} FLOPs, for "
+            f"{as_count(_PARAMETERS.value)} parameters are optimal for {as_count(flops)} FLOPs, with "
             f"{as_count(tokens)} tokens."
         )
         _print_losses(_PARAMETERS.value, tokens)
@@ -183,7 +181,7 @@ def _optimum(_: None) -> int:
 
 
 def _print_losses(n: float, d: float) -> None:
-    """The losses of both laws for N parameters and D tokens, in nats a token."""
+    """Print the losses of both laws for N parameters and D tokens, in nats per token."""
     law = laws.CHINCHILLA
     chinchilla = (
         f"E + A/N^alpha + B/D^beta = {law.irreducible:g} + {law.of_parameters:g}/N^{law.alpha:g} + "
@@ -208,7 +206,7 @@ OPTIMUM = command.Program(
     _optimum,
     _OPTIMUM_VALUES,
     usage="tfdist-plan optimum [flags]",
-    summary="Says how large a model and how much data make the best of some training FLOPs.",
+    summary="Computes the optimal sizes of a model and its data for a number of training FLOPs.",
     check=_check_optimum,
 )
 
@@ -222,10 +220,14 @@ _MTBF = _of_failures.float(
     "mtbf_hours", 50_000.0, "Hours between failures of a rank", lower_bound=1e-3, upper_bound=1e9
 )
 _SAVE = _of_failures.float(
-    "save_seconds", 30.0, "What a save holds up", lower_bound=1e-3, upper_bound=1e6
+    "save_seconds", 30.0, "Seconds that a save blocks training", lower_bound=1e-3, upper_bound=1e6
 )
 _RESTART = _of_failures.float(
-    "restart_seconds", 300.0, "From a failure to the next step", lower_bound=0.0, upper_bound=1e6
+    "restart_seconds",
+    300.0,
+    "Seconds from a failure to the next step",
+    lower_bound=0.0,
+    upper_bound=1e6,
 )
 _INTERVAL = _of_failures.string("interval", None, "Seconds between saves [the best]")
 
@@ -251,12 +253,12 @@ def _goodput(interval: float | None) -> int:
         interval=interval,
     )
     rows = [
-        ("a failure of the job every", as_seconds(found.mtbf)),
-        ("seconds of training between saves", as_seconds(found.interval)),
+        ("time between failures of the job", as_seconds(found.mtbf)),
+        ("time of training between saves", as_seconds(found.interval)),
         ("goodput", f"{found.share:.2%}"),
         ("saving", f"{found.saving:.2%}"),
-        ("steps done again", f"{found.lost:.2%}"),
-        ("starting again", f"{found.restarting:.2%}"),
+        ("repeated steps", f"{found.lost:.2%}"),
+        ("restarting", f"{found.restarting:.2%}"),
     ]
     print(tabulate(rows, tablefmt="plain", disable_numparse=True))
     return 0
@@ -266,6 +268,6 @@ GOODPUT = command.Program(
     _goodput,
     _GOODPUT_VALUES,
     usage="tfdist-plan goodput [flags]",
-    summary="Says how often to save, and how much of a job's time is left for training.",
+    summary="Computes the best checkpoint interval, and the share of a job's time for training.",
     check=_check_goodput,
 )

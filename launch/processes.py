@@ -1,4 +1,4 @@
-"""The processes of a job's ranks, on this machine and on others, as its supervisor handles them."""
+"""The processes of a job's ranks, as used by the supervisor."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tfdist.runtime.sessions import kill_session
 
 
 class RankProcess:
-    """A rank: a session of its own, so that its children end with it.
+    """A rank in a separate session, so that its children end with it.
 
     Args:
-        process: The leader of the session; its output is a pipe.
+        process: The leader of the session, whose output is a pipe.
     """
 
     def __init__(self, process: subprocess.Popen[bytes]):
@@ -29,41 +29,41 @@ class RankProcess:
 
     @classmethod
     def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> RankProcess:
-        """Starts a rank on this machine, with variables beside those of this process."""
+        """Start a rank on this machine, with additional environment variables."""
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
         return cls(start_session(command, environment, stdin=subprocess.DEVNULL))
 
     @property
     def pid(self) -> int:
-        """The process here; of a rank elsewhere the one that leads there."""
+        """Process id; for a remote rank that of the local ssh or srun."""
         return self._process.pid
 
     @property
     def code(self) -> int | None:
-        """The exit code, minus the number of the signal that killed it; None while it runs."""
+        """The exit code, or minus the number of the signal that killed it; None while it runs."""
         return self._process.poll()
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the rank and to the children in its process group."""
+        """Send a signal to the rank and to the children in its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
     def kill(self) -> None:
-        """Ends the rank and all its children."""
+        """Kill the rank and all its children."""
         kill_session(self.pid)
 
     def wait(self) -> None:
-        """Returns when the process has ended."""
+        """Wait until the process has ended."""
         self._process.wait()
 
     def describe(self, code: int) -> str:
-        """How the rank failed, in words that follow its number."""
+        """A description of the failure, which follows the rank's number."""
         if code < 0:
             return f"was killed by {signal_name(-code)}"
         return f"failed first, with exit code {code}"
 
     def is_stopped(self) -> bool:
-        """Whether the rank is held still, by SIGSTOP."""
+        """Whether the rank is stopped by SIGSTOP."""
         if self.code is not None:
             return False
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -74,7 +74,7 @@ class RankProcess:
 def start_session(
     command: Sequence[str], environment: Mapping[str, str], stdin: int
 ) -> subprocess.Popen[bytes]:
-    """Starts a process as the leader of a session, with one pipe for all that it prints."""
+    """Start a process as the leader of a session, with one pipe for stdout and stderr."""
     try:
         return subprocess.Popen(
             list(command),
@@ -89,7 +89,7 @@ def start_session(
 
 
 def signal_name(number: int) -> str:
-    """What a signal is called."""
+    """The name of a signal."""
     try:
         return signal.Signals(number).name
     except ValueError:

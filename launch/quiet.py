@@ -1,4 +1,4 @@
-"""TensorFlow's start without its talk, in a program that no `tfdist-run` listens to."""
+"""Suppression of TensorFlow's startup messages in a program without `tfdist-run`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _STDERR = 2
 
 @contextlib.contextmanager
 def quiet_start() -> Iterator[None]:
-    """Inside, what `tfdist-run` leaves out of the ranks' output is left out of this program's stderr.
+    """Remove TensorFlow's startup messages from stderr, as `tfdist-run` does for ranks.
 
-    For the import of TensorFlow and its first look at the devices: it says so through the C library, past
-    `sys.stderr`. A process of its own reads it, so that the last words of a program that crashes are seen.
-    TF_CPP_MIN_LOG_LEVEL=0 asks for all that TensorFlow says.
+    For the import of TensorFlow and its first use of the devices, whose messages bypass `sys.stderr`. A
+    separate process filters them, so that the last output of a crashing program is kept.
+    TF_CPP_MIN_LOG_LEVEL=0 keeps all messages of TensorFlow.
     """
     asks_for_all = os.environ.get(_LEVEL) == "0"
     os.environ.setdefault(_LEVEL, "2")
@@ -46,7 +46,7 @@ def quiet_start() -> Iterator[None]:
         sys.stderr.flush()
         os.dup2(own, _STDERR)
         os.close(own)
-        os.waitpid(reader, 0)  # All that was said is there before the program goes on.
+        os.waitpid(reader, 0)  # All output is written before the program continues.
 
 
 def _has_stderr() -> bool:
@@ -58,8 +58,8 @@ def _has_stderr() -> bool:
 
 
 def _pass_on(source: int, target: int, has_gpu: bool) -> None:
-    """Copies lines but the noise until all writers are gone, and ends this process."""
-    # Ctrl-C is for the program, whose last words come through here.
+    """Copy lines except startup messages until all writers have closed, and exit the process."""
+    # Ctrl-C interrupts only the program, whose last output this process still forwards.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with open(source, "rb") as lines, open(target, "wb", buffering=0) as out:

@@ -1,4 +1,4 @@
-"""The task of `tfdist-train` for clicks: does a user click?"""
+"""The task of `tfdist-train` for clicks: prediction of a user's clicks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from tfdist.launch.flag_values import UsageError
 from tfdist.launch.tasks import Data, Settings, Task
 
 _DENSE = 8
-#: Of each table. The largest are cut by rows; the others lie whole on a rank.
+#: Rows of each table. The largest tables are split by rows; each of the others is on one rank.
 _VOCABULARIES = (20_000, 5_000, 2_000, 500, 100, 20)
 _TRAIN, _TEST = 400_000, 10_000
 
 
 class Recommendation(Task):
-    """The DLRM on clicks by a known rule; see `tfdist.addons.recommenders.make_clicks`."""
+    """The DLRM on synthetic clicks; see `tfdist.addons.recommenders.make_clicks`."""
 
     models = ("dlrm",)
     dataset = "clicks"
@@ -23,31 +23,31 @@ class Recommendation(Task):
     divides_tables = True
 
     def check(self, settings: Settings) -> None:
-        """Refuses other data sets, and a mesh that the model makes no use of."""
+        """Reject other datasets, and mesh axes that the model does not support."""
         if settings.dataset != self.dataset:
             raise UsageError(
-                f"--model=dlrm learns from --dataset=clicks. Received: --dataset={settings.dataset}."
+                f"--model=dlrm requires --dataset=clicks. Received: --dataset={settings.dataset}."
             )
         if settings.data_dir is not None:
             raise UsageError(
-                "--data_dir is for images, --model=convnet or --model=mlp. Received: "
+                "--data_dir requires --model=convnet or --model=mlp. Received: "
                 f"--data_dir={settings.data_dir} and --model=dlrm."
             )
         for axis in ("tensor", "pipeline"):
             if getattr(settings.layout, axis) > 1:
                 raise UsageError(
-                    f"--{axis}={getattr(settings.layout, axis)}: --model=dlrm splits its tables over "
-                    f"the ranks of --data. Leave --{axis} out."
+                    f"--{axis} is not supported for --model=dlrm, which splits its tables over --data. "
+                    f"Received: --{axis}={getattr(settings.layout, axis)}. Omit --{axis}."
                 )
 
     def load(self, settings: Settings) -> Data:
-        """Draws the clicks, the same ones on every rank."""
+        """Generate the clicks, which are the same on all ranks."""
         import tensorflow as tf
 
         from tfdist.addons.recommenders import make_clicks
 
         if settings.whole_batches:
-            raise UsageError("--strategy=tpu: --model=dlrm trains on CPUs and GPUs.")
+            raise UsageError("--model=dlrm is not supported on a TPU. Received: --strategy=tpu.")
         train, clicks, _ = make_clicks(_TRAIN, _DENSE, _VOCABULARIES, seed=1)
         test, test_clicks, self._floor = make_clicks(_TEST, _DENSE, _VOCABULARIES, seed=2)
         batch = min(settings.batch_size, _TRAIN)
@@ -60,7 +60,7 @@ class Recommendation(Task):
         )
 
     def build(self, settings: Settings):
-        """Makes the DLRM; the chief says where its tables lie."""
+        """Build the DLRM; the chief prints the placement of its tables."""
         from tfdist.addons.recommenders import dlrm
 
         model = dlrm(_DENSE, _VOCABULARIES)
@@ -69,7 +69,7 @@ class Recommendation(Task):
         return model
 
     def compile(self, model, rate, make_optimizer, **options) -> None:
-        """Adam, cross-entropy and accuracy."""
+        """Compile with Adam, cross-entropy and accuracy."""
         import keras
 
         model.compile(
@@ -80,7 +80,7 @@ class Recommendation(Task):
         )
 
     def verdict(self, logs) -> str:
-        """The loss, and the least that any model can have."""
+        """The test accuracy and loss, and the lowest loss of any model."""
         return (
             f"Test accuracy {logs['val_accuracy']:.2%} and loss {logs['val_loss']:.4f}, of at best "
             f"{self._floor:.4f}, on {_TEST} clicks"

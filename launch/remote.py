@@ -24,27 +24,27 @@ from tfdist.launch.remote_rank import INFO_PREFIX
 from tfdist.runtime.rendezvous import address_towards
 
 _REACH_SECONDS = 60.0
-#: What belongs to a host or to who is logged in there, and is no business of the others.
+#: Variables that are specific to a host or its user, and are not sent to others.
 _OF_THE_HOST = re.compile(
     r"BASH_FUNC.*|DBUS_.*|DISPLAY|GPG_.*|HOME|HOSTNAME|KRB5CCNAME|KUBECONFIG|KUBERNETES_.*|LOGNAME|MAIL|"
     r"OLDPWD|PWD|SHELL|SHLVL|SLURM.*|SSH_.*|SUDO_.*|TMPDIR|TERM|USER|XAUTHORITY|XDG_.*|_"
 )
-#: What looks like a secret by its name. Other users of a far host cannot read a rank's variables,
+#: Names of variables that look like secrets. Other users of a remote host cannot read a rank's variables,
 #: but its administrators, crash reports and logs can.
 _SECRET = re.compile(
     r".*(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY).*", re.I
 )
-#: Lists variables that go to other hosts whatever they are called.
+#: The variable that lists names to send to other hosts regardless of these patterns.
 PASS = "TFDIST_PASS"
-#: ssh's own exit code, where it does not get through or loses the connection.
+#: ssh's exit code if it cannot connect or loses the connection.
 _SSH_FAILED = 255
 
 
 class UnreachableError(UsageError):
-    """A host cannot be reached, or cannot run ranks.
+    """A host cannot be reached or cannot run ranks.
 
     Attributes:
-        host: Its name.
+        host: Name of the host.
     """
 
     def __init__(self, message: str, host: str):
@@ -54,11 +54,11 @@ class UnreachableError(UsageError):
 
 @dataclasses.dataclass(frozen=True)
 class HostInfo:
-    """What the far end of a rank says of its host.
+    """Information that the remote end of a rank reports about its host.
 
     Attributes:
-        caller: The address of this machine as it is seen from there.
-        address: The host's own address, by which it was reached.
+        caller: The address of this machine as seen from the host.
+        address: The address of the host, by which it was reached.
         port: A free port.
     """
 
@@ -68,13 +68,13 @@ class HostInfo:
 
 
 def ssh(host: str, command: Sequence[str]) -> list[str]:
-    """How a command is run on a host by ssh, which asks for no password."""
+    """The command line that runs a command on a host by ssh, without a password prompt."""
     options = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ConnectTimeout=20"]
     return ["ssh", *options, "--", host, shlex.join(command)]
 
 
 def srun(host: str, command: Sequence[str]) -> list[str]:
-    """How a command is run on a host of the Slurm allocation that this process is in."""
+    """The command line that runs a command on a host of the current Slurm allocation."""
     return [
         "srun",
         "--nodes=1",
@@ -89,7 +89,11 @@ def srun(host: str, command: Sequence[str]) -> list[str]:
 def reach(
     hosts: Sequence[str], shell: Callable[[str, Sequence[str]], list[str]]
 ) -> list[ReachedHost]:
-    """Reaches a host for each rank, or raises `UnreachableError`; hosts may come more than once."""
+    """Connect to a host for each rank; hosts may be repeated.
+
+    Raises:
+        UnreachableError: A host cannot be reached.
+    """
     far = [sys.executable, "-m", "tfdist.launch.remote_rank"]
     started: list[tuple[str, subprocess.Popen[bytes]]] = []
     try:
@@ -101,14 +105,14 @@ def reach(
             ReachedHost(host, process, _host_info(host, process, deadline))
             for host, process in started
         ]
-    except BaseException:  # Also where Ctrl-C ends the wait for a host.
+    except BaseException:  # Including Ctrl-C while waiting for a host.
         for _, process in started:
             kill_session(process.pid)
         raise
 
 
 def _host_info(host: str, process: subprocess.Popen[bytes], deadline: float) -> HostInfo:
-    """What the far end says of itself."""
+    """Read the information from the remote end."""
     output = cast(IO[bytes], process.stdout)
     os.set_blocking(output.fileno(), False)
     said = b""
@@ -117,7 +121,7 @@ def _host_info(host: str, process: subprocess.Popen[bytes], deadline: float) -> 
         while time.monotonic() < deadline:
             if not selector.select(deadline - time.monotonic()):
                 break
-            part = os.read(output.fileno(), 1)  # What comes after the line is the rank's.
+            part = os.read(output.fileno(), 1)  # Output after the line belongs to the rank.
             if not part:
                 break
             said += part
@@ -125,29 +129,31 @@ def _host_info(host: str, process: subprocess.Popen[bytes], deadline: float) -> 
             if said.endswith(b"\n") and line.startswith(INFO_PREFIX):
                 with contextlib.suppress(TypeError, ValueError):
                     return _complete(host, **json.loads(line.removeprefix(INFO_PREFIX)))
-    words = " ".join(said.decode(errors="replace").split()) or "it said nothing"
+    words = " ".join(said.decode(errors="replace").split()) or "no output"
     raise UnreachableError(f"The host {host} cannot be reached, or lacks tfdist: {words}.", host)
 
 
 def _complete(host: str, caller: str, address: str, port: int) -> HostInfo:
-    """The info, with the addresses that only ssh tells looked up where they are missing."""
+    """The information, with missing addresses looked up; only ssh reports them."""
     try:
         address = address or socket.gethostbyname(host)
         return HostInfo(caller or address_towards(address), address, port)
     except OSError as error:
-        raise UnreachableError(f"The host {host} has no address: {error}.", host) from error
+        raise UnreachableError(
+            f"The host {host} does not have an address: {error}.", host
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
 class ReachedHost:
-    """A host that waits for what it is to run; `process` is the ssh or srun that leads there."""
+    """A connected host that waits for a command; `process` is the local ssh or srun."""
 
     host: str
     process: subprocess.Popen[bytes]
     info: HostInfo
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> RemoteRank:
-        """Starts the rank, in a folder of the same path as the one here."""
+        """Start the rank, in a folder of the same path as the current one."""
         order = {
             "command": list(command),
             "environment": {**_passed(), "PYTHONUNBUFFERED": "1", **environment},
@@ -160,7 +166,7 @@ class ReachedHost:
 
 @functools.cache
 def _passed() -> dict[str, str]:
-    """The variables of this process that its ranks on other hosts get; says which secrets not."""
+    """The variables to send to ranks on other hosts; report the omitted secrets."""
     chosen = set(os.environ.get(PASS, "").split(","))
     passed, kept = {}, []
     for name, value in os.environ.items():
@@ -172,13 +178,13 @@ def _passed() -> dict[str, str]:
         say(
             "tfdist-run",
             f"{', '.join(sorted(kept))} look like secrets and are not sent to other hosts. "
-            f"List variables to send all the same in {PASS}=NAME,NAME.",
+            f"List variables to send anyway in {PASS}=NAME,NAME.",
         )
     return passed
 
 
 class RemoteRank(RankProcess):
-    """A rank on another host; `process` is the ssh or srun that leads there."""
+    """A rank on another host; the local process is ssh or srun."""
 
     def __init__(self, host: str, process: subprocess.Popen[bytes]):
         super().__init__(process)
@@ -186,36 +192,36 @@ class RemoteRank(RankProcess):
         self._input = cast(IO[bytes], process.stdin)
 
     def tell(self, line: str) -> None:
-        """Sends a line to the far end; one that is gone is seen by its exit code."""
+        """Send a line to the remote end; a closed connection is detected by the exit code."""
         with contextlib.suppress(BrokenPipeError, ValueError):
             self._input.write(f"{line}\n".encode())
             self._input.flush()
 
     @property
     def code(self) -> int | None:
-        """As of a rank here, as far as ssh tells."""
+        """As for a local rank, as far as ssh reports it."""
         code = super().code
         if code is not None and 128 < code < _SSH_FAILED:
             return 128 - code
         return code
 
     def signal(self, number: int) -> None:
-        """Has the far end pass on a signal."""
+        """Send a signal to the rank through the remote end."""
         self.tell(str(int(number)))
 
     def kill(self) -> None:
-        """Ends the rank there and what leads to it."""
+        """Kill the rank and the local ssh or srun."""
         self.tell(str(int(signal.SIGKILL)))
         with contextlib.suppress(BrokenPipeError):
             self._input.close()
         super().kill()
 
     def describe(self, code: int) -> str:
-        """As of a rank here; a lost connection is one of the ways to fail."""
+        """As for a local rank; a lost connection counts as a failure."""
         if code == _SSH_FAILED:
-            return f"is lost: the connection to {self.host} has ended"
+            return f"was lost: the connection to {self.host} was closed"
         return f"on {self.host} {super().describe(code)}"
 
     def is_stopped(self) -> bool:
-        """Not known of a rank elsewhere; the watchdog finds one that is frozen."""
+        """Always False, because the state is unknown; the watchdog detects frozen ranks."""
         return False

@@ -1,7 +1,7 @@
-"""The far end of a rank on another host: `python -m tfdist.launch.remote_rank`, over ssh or srun.
+"""The remote end of a rank on another host: `python -m tfdist.launch.remote_rank`, over ssh or srun.
 
-It says in one line where it is, reads one line with what to run, and from then on the numbers of
-signals to pass on. Its input ends when who started it is gone, and the rank ends with it.
+It prints one line with its addresses, reads one line with the command to run, and then the numbers of
+signals to forward. When its input ends, the launcher is gone, and the rank is killed.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from tfdist.runtime import exit_codes
 from tfdist.runtime.orphan_guard import OrphanGuard
 from tfdist.runtime.rendezvous import free_ports, with_interface
 
-#: What the line begins with that says where this is; a login shell may print others before it.
+#: The prefix of the line with the addresses; a login shell may print other lines before it.
 INFO_PREFIX = "tfdist-remote-rank: "
 
 
 def main() -> NoReturn:
-    """Runs what the other end asks for, and ends with its exit code."""
-    # By ssh: the caller's address, as it is seen from here, and this host's.
+    """Run the requested command, and exit with its exit code."""
+    # With ssh: the caller's address as seen from here, and the address of this host.
     connection = os.environ.get("SSH_CONNECTION", "").split()
     caller, _, own, _ = connection if len(connection) == 4 else ("", "", "", "")
     (port,) = free_ports(1)
     print(INFO_PREFIX + json.dumps({"caller": caller, "address": own, "port": port}), flush=True)
     line = sys.stdin.readline()
     if not line:
-        sys.exit(exit_codes.USAGE)  # The other end has given up.
+        sys.exit(exit_codes.USAGE)  # The launcher has given up.
     order = json.loads(line)
     environment = with_interface({**os.environ, **order["environment"]})
     try:
@@ -52,12 +52,12 @@ def main() -> NoReturn:
         code = process.wait()
         kill_session(process.pid)
     sys.stdout.flush()
-    # As a shell says it: an exit code is all that ssh passes on.
+    # As in a shell, because ssh forwards only an exit code.
     os._exit(128 - code if code < 0 else code)
 
 
 def _pass_on(pid: int) -> None:
-    """Passes on signals; when there is nobody left to send any, ends the rank."""
+    """Forward signals, and kill the rank when the input ends."""
     for line in sys.stdin:
         try:
             os.killpg(pid, int(line))
@@ -67,6 +67,6 @@ def _pass_on(pid: int) -> None:
 
 
 if __name__ == "__main__":
-    # Hang-ups are told by the end of the input.
+    # Hang-ups are detected by the end of the input.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     main()

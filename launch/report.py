@@ -1,4 +1,4 @@
-"""`tfdist-report`: what a training did, from the files that `tfdist.callbacks.Monitor` wrote.
+"""`tfdist-report`: a report of a training run, from files of `tfdist.callbacks.Monitor`.
 
 tfdist-report trace.json
 tfdist-report runs/7 --output=report.html
@@ -16,18 +16,18 @@ from tfdist.utils.checks import one_line
 
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
-_OUTPUT = _define.string("output", None, "File for the page of HTML [report.html]")
+_OUTPUT = _define.string("output", None, "File for the HTML page [report.html]")
 
 
 def run() -> None:
-    """The console script."""
+    """Run the console script."""
     PROGRAM.run()
 
 
 def _check(words: list[str]) -> tuple[str, str]:
     if len(words) != 1:
         raise command.UsageError(
-            "tfdist-report takes one trace, file of reports, or folder of them. Received: "
+            "tfdist-report requires one trace, file of reports, or folder of them. Received: "
             f"{one_line(' '.join(words), 200) or 'none'}."
         )
     path = words[0]
@@ -54,15 +54,15 @@ def _main(checked: tuple[str, str]) -> None:
     print(text_report(found))
     with open(os.path.expanduser(output), "w", encoding="utf-8") as file:
         file.write(html_page(found))
-    print(f"\nThe page is {output}.")
+    print(f"\nWrote the page to {output}.")
 
 
 PROGRAM = command.Program(
     _main,
     _VALUES,
     usage="tfdist-report PATH [flags]",
-    summary="Tells what a training did, from the trace or the reports that a Monitor wrote, or a folder "
-    "of them: as text, and as one page of HTML that fetches nothing.",
+    summary="Summarizes a training run from the trace or the reports of a Monitor, or a folder of them: as "
+    "text, and as one self-contained HTML page.",
     check=_check,
     words=True,
 )

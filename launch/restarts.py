@@ -1,4 +1,4 @@
-"""A job that is started again after a failure, on as many ranks as there is room for then."""
+"""Restarts of a job after failures, on the ranks that the available hosts have slots for."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tfdist.launch.supervisor import Supervisor
 from tfdist.runtime import exit_codes
 
 _FIRST_DELAY = 1.0
-#: A job that ran for so long has got over what made it fail before.
+#: After this time, earlier failures of a job no longer count.
 _HEALTHY_SECONDS = 600.0
 _LOOK_SECONDS = 1.0
 
-#: Runs a job on the hosts of its ranks; it is to end where the function says so. The last argument is
-#: when the run before failed, in seconds of the wall clock; None at the first start. Returns what ran
-#: it, and the exit code.
+#: Runs a job on the hosts of its ranks until it ends or the function returns True. The last argument is
+#: the time at which the previous run failed, in seconds since the epoch; None at the first start. Returns
+#: the supervisor and the exit code.
 Start = Callable[[Sequence[str], Callable[[], bool], float | None], tuple[Supervisor, int]]
 
 
@@ -35,23 +35,24 @@ def run_with_restarts(
     discovery: HostDiscovery | None,
     exclude_after: int | None = None,
 ) -> int:
-    """Runs a job until it ends well, is told to end, or has failed too often.
+    """Run a job until it succeeds, is interrupted, or has failed too often.
 
     Args:
-        start: Runs the job once.
-        hosts: The hosts, without a discovery.
-        min_ranks: The ranks that there must be room for.
-        max_ranks: The ranks that are started at most.
-        max_restarts: How many failures are followed by a restart. Changes of the hosts do not count.
-        longest_delay: Seconds. The first restart waits for 1, the next twice as long, up to this.
-        discovery: Who says which hosts there are.
-        exclude_after: After how many failures a host is left out; None for never.
+        start: Function that runs the job once.
+        hosts: The hosts, if there is no discovery.
+        min_ranks: The minimum number of ranks.
+        max_ranks: The maximum number of ranks.
+        max_restarts: The number of restarts after failures. Restarts after changes of the hosts do not
+            count.
+        longest_delay: The longest delay of a restart in seconds. The first is 1 s, and each doubles.
+        discovery: The discovery of hosts, or None.
+        exclude_after: The number of failures after which a host is excluded; None for never.
 
     Returns:
         The exit code of the last run.
 
     Raises:
-        UnreachableError: A host cannot be reached, at the first start or when no other is left.
+        UnreachableError: A host cannot be reached, at the first start or after the last restart.
     """
     failures, delay, has_run, failed_at = 0, _FIRST_DELAY, False, None
     excluded = Exclusion(exclude_after)
@@ -64,8 +65,8 @@ def run_with_restarts(
             if len(names) < min_ranks:
                 say(
                     "tfdist-run",
-                    f"the hosts that are left have {len(names)} slots, and {min_ranks} ranks are the "
-                    "least: --min_np starts fewer.",
+                    f"the remaining hosts have {len(names)} slots, and at least {min_ranks} ranks are "
+                    "required: --min_np lowers the minimum.",
                 )
                 return code
 
@@ -82,7 +83,7 @@ def run_with_restarts(
                 say("tfdist-run", str(error))
                 excluded.leave_out(error.host, "it cannot be reached")
                 continue
-            # A host that was never reached has a wrong name or lacks a key: a restart does not help.
+            # A host that was never reached has a wrong name or lacks a key, which a restart does not fix.
             if failures == max_restarts or not has_run:
                 raise
             say("tfdist-run", str(error))

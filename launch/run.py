@@ -1,4 +1,4 @@
-"""`tfdist-run`: starts ranks, on this machine or on several."""
+"""`tfdist-run`: start ranks on one or several machines."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ _ENGINE = _define.enum(
 _PS = _define.integer(
     "ps",
     0,
-    "Parameter servers to start beside the ranks, for asynchronous training",
+    "Parameter servers to start in addition, for asynchronous training",
     lower_bound=0,
     upper_bound=MOST_RANKS_OF_A_HOST,
 )
 _WATCHDOG = _define.float(
     "watchdog_seconds",
     600.0,
-    "Seconds a rank may be stopped before the job is ended; 0 for no limit",
+    "Seconds a rank may be stopped before the job ends; 0 for no limit",
     lower_bound=0.0,
     upper_bound=YEAR,
 )
@@ -72,7 +72,7 @@ _MAX_RESTARTS = _define.integer(
 _RESTART_SECONDS = _define.float(
     "restart_seconds",
     60.0,
-    "Longest wait before a restart; the first is 1 s, and each one doubles",
+    "Longest wait before a restart; starts at 1 s and doubles",
     lower_bound=0.0,
     upper_bound=YEAR,
 )
@@ -82,43 +82,41 @@ _DISCOVERY = _define.string(
     "Command that prints the available hosts, one name:slots per line",
 )
 _MIN_NP = _define.integer(
-    "min_np", None, "Ranks to wait for before a start [np]", lower_bound=1, upper_bound=MOST_RANKS
+    "min_np", None, "Minimum number of ranks to start [np]", lower_bound=1, upper_bound=MOST_RANKS
 )
 _MAX_NP = _define.integer(
-    "max_np", None, "Most ranks to start [np]", lower_bound=1, upper_bound=MOST_RANKS
+    "max_np", None, "Maximum number of ranks to start [np]", lower_bound=1, upper_bound=MOST_RANKS
 )
 _EXCLUDE_AFTER = _define.integer(
     "exclude_after",
     None,
-    "Failures after which a host is left out, as is one that cannot be reached [never]",
+    "Failures after which a host is excluded, as are unreachable hosts [never]",
     lower_bound=1,
 )
 _SAVE_SECONDS = _define.float(
     "save_seconds",
     30.0,
-    "Seconds that the ranks have to save after a SIGTERM",
+    "Seconds for the ranks to save after a SIGTERM",
     lower_bound=0.0,
     upper_bound=YEAR,
 )
-_COMPLETION = _define.enum(
-    "completion", None, SHELLS, "Prints what this shell evaluates to complete flags"
-)
+_COMPLETION = _define.enum("completion", None, SHELLS, "Print the completion script for this shell")
 
 #: The command of a parameter server.
 _SERVER = [sys.executable, "-m", "tfdist.launch.parameter_server"]
 
 
 def run() -> None:
-    """The console script."""
+    """Run the console script."""
     PROGRAM.run()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A checked command line: the command, the hosts, and how many ranks there may be."""
+    """A checked command line: the command, the hosts, and the range of the number of ranks."""
 
     words: list[str]
-    #: Made of -np alone where hosts are discovered.
+    #: Only a placeholder for -np if hosts are discovered.
     hosts: list[Host]
     size: int
     least: int
@@ -133,10 +131,10 @@ def _check(words: list[str]) -> _Job | str:
         return script(_COMPLETION.value)
     if not words:
         raise command.UsageError(
-            "Say what to run: tfdist-run -np N -- command. Received: no command."
+            "tfdist-run requires a command: tfdist-run -np N -- command. Received: no command."
         )
     if shutil.which(words[0]) is None:
-        raise command.UsageError(f"There is no command {words[0]!r} on the PATH.")
+        raise command.UsageError(f"The command {words[0]!r} was not found on the PATH.")
     in_slurm = not _HOSTS.value and _DISCOVERY.value is None and slurm.in_allocation()
     hosts = slurm.allocated_hosts() if in_slurm else parse_hosts(_HOSTS.value)
     size = sum(host.slots for host in hosts) if _NP.value in (None, "auto") else _NP.value
@@ -144,32 +142,35 @@ def _check(words: list[str]) -> _Job | str:
         size = _count(words)
     if not size:
         raise command.UsageError(
-            "Say how many ranks to start: -np N, or -np auto. Received: no -np."
+            "tfdist-run requires the number of ranks: -np N, or -np auto. Received: no -np."
         )
     if size > MOST_RANKS:
-        raise command.UsageError(f"A job has at most {MOST_RANKS:,} ranks. Received: {size:,}.")
+        raise command.UsageError(
+            f"The number of ranks must be at most {MOST_RANKS:,}. Received: {size:,}."
+        )
     if not hosts and _DISCOVERY.value is None and size > MOST_RANKS_OF_A_HOST:
         raise refuse("np", size, f"at most {MOST_RANKS_OF_A_HOST:,} on one machine; see -H")
     if hosts and (slots := len(assign_hosts(hosts, size))) < size:
         whose = "the Slurm allocation" if in_slurm else f"-H {_HOSTS.value}"
-        raise command.UsageError(f"-np {size} needs more slots than {whose} has: {slots}.")
+        raise command.UsageError(f"-np {size} requires more slots than {whose} has: {slots}.")
     if _DISCOVERY.value is None:
-        refuse_ignored(_VALUES, (_MAX_NP,), "needs --host_discovery_script", "alone")
+        refuse_ignored(_VALUES, (_MAX_NP,), "requires --host_discovery_script", "alone")
         if _EXCLUDE_AFTER.value is None:
-            needs = "needs --host_discovery_script or --exclude_after"
+            needs = "requires --host_discovery_script or --exclude_after"
             refuse_ignored(_VALUES, (_MIN_NP,), needs, "alone")
         if not hosts:
-            needs = "needs several hosts: -H, --host_discovery_script, or a Slurm allocation"
+            needs = "requires several hosts: -H, --host_discovery_script, or a Slurm allocation"
             refuse_ignored(_VALUES, (_EXCLUDE_AFTER,), needs, "alone")
     else:
-        refuse_ignored(_VALUES, (_HOSTS,), "is not for jobs that discover hosts", "and a script")
+        given = "and --host_discovery_script"
+        refuse_ignored(_VALUES, (_HOSTS,), "cannot be combined with --host_discovery_script", given)
     hosts = hosts or [Host("localhost", size)]
     if not _restarts():
         given = f"--max_restarts={_MAX_RESTARTS.value or 0}"
         ignored = (
             (_EXCLUDE_AFTER,) if _MAX_RESTARTS.value is None else (_RESTART_SECONDS, _EXCLUDE_AFTER)
         )
-        refuse_ignored(_VALUES, ignored, "is for jobs that are restarted", given)
+        refuse_ignored(_VALUES, ignored, "requires --max_restarts", given)
     least, most = _sizes(size)
     if _PS.value:
         _check_servers(in_slurm)
@@ -177,11 +178,11 @@ def _check(words: list[str]) -> _Job | str:
 
 
 def _count(words: list[str]) -> int:
-    """The ranks of -np auto on this machine."""
+    """The number of ranks of -np auto on this machine."""
     if _DISCOVERY.value is not None:
         raise command.UsageError(
-            "-np auto counts what this machine has, and --host_discovery_script names others. Received: "
-            f"-np auto --host_discovery_script={_DISCOVERY.value}. Give a number."
+            "-np auto cannot be combined with --host_discovery_script. Received: "
+            f"-np auto --host_discovery_script={_DISCOVERY.value}. Use a number."
         )
     size, why = ranks_of_this_machine(words)
     command.say("tfdist-run", f"-np auto starts {size} rank{'s' * (size > 1)}: {why}.")
@@ -189,19 +190,19 @@ def _count(words: list[str]) -> int:
 
 
 def _check_servers(in_slurm: bool) -> None:
-    """Refuses what does not go with parameter servers."""
+    """Reject flags that are not supported with parameter servers."""
     if _ENGINE.value == "horovod":
         raise command.UsageError(
-            f"--ps: TensorFlow has parameter servers, Horovod has none. Received: --ps={_PS.value} "
-            "--engine=horovod. Take --engine=tensorflow."
+            f"--ps is not supported with --engine=horovod. Received: --ps={_PS.value} "
+            "--engine=horovod. Use --engine=tensorflow."
         )
     refuse_ignored(
-        _VALUES, (_DISCOVERY,), "is for ranks without parameter servers", f"--ps={_PS.value}"
+        _VALUES, (_DISCOVERY,), "is not supported with parameter servers", f"--ps={_PS.value}"
     )
     if in_slurm:
         raise command.UsageError(
-            f"--ps starts servers on this machine or on those of -H. Received: --ps={_PS.value} in a "
-            "Slurm allocation. Name the hosts with -H."
+            f"--ps requires -H in a Slurm allocation. Received: --ps={_PS.value} without -H. Name the "
+            "hosts with -H."
         )
 
 
@@ -256,7 +257,7 @@ def _main(job: _Job | str) -> int:
                 exclude_after=_EXCLUDE_AFTER.value,
             )
     except (KeyboardInterrupt, SystemExit) as error:
-        # While a rank runs, its supervisor takes signals.
+        # While ranks run, the supervisor handles signals.
         code = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else int(error.code or 0)
         command.say("tfdist-run", f"ended by {signal_name(code - 128)}; no rank was running.")
         return code
@@ -269,7 +270,7 @@ def _restarts() -> int:
 
 
 def _reach(names: Sequence[str], shell) -> list[remote.ReachedHost | None]:
-    """For each rank what leads to its host; None for this machine."""
+    """The connection to the host of each rank; None for this machine."""
     far = [name for name in names if not is_this_machine(name)]
     reached = iter(remote.reach(far, shell))
     return [None if is_this_machine(name) else next(reached) for name in names]
@@ -278,11 +279,11 @@ def _reach(names: Sequence[str], shell) -> list[remote.ReachedHost | None]:
 def _endpoints(
     names: Sequence[str], reached: Sequence[remote.ReachedHost | None]
 ) -> list[Endpoint]:
-    """Where the ranks are to run, in each other's eyes."""
+    """The endpoints of the ranks, as the other ranks reach them."""
     infos = [far.info for far in reached if far is not None]
     if not infos:
         return [Endpoint()] * len(names)
-    # As the others see it.
+    # The address of this machine as seen from the other hosts.
     here = Endpoint(
         address=infos[0].caller,
         rendezvous_address=infos[0].caller,
@@ -297,7 +298,7 @@ def _endpoints(
 
 
 def _sizes(size: int) -> tuple[int, int]:
-    """How many ranks there are to be at least, and at most."""
+    """The minimum and maximum number of ranks."""
     least, most = _MIN_NP.value or size, _MAX_NP.value or size
     if not least <= size <= most:
         raise command.UsageError(
@@ -311,8 +312,8 @@ def _engine() -> str:
     has_horovod = importlib.util.find_spec("horovod") is not None
     if _ENGINE.value == "horovod" and not has_horovod:
         raise command.UsageError(
-            "--engine=horovod: Horovod is not installed. Run tfdist-install-horovod, or take "
-            "--engine=tensorflow."
+            "--engine=horovod requires Horovod, which is not installed. Run tfdist-install-horovod, or "
+            "use --engine=tensorflow."
         )
     if _PS.value:
         return "tensorflow"
@@ -321,7 +322,7 @@ def _engine() -> str:
     if not has_horovod:
         command.say(
             "tfdist-run",
-            "Horovod is not installed, so the ranks use TensorFlow's own collectives.",
+            "Horovod is not installed, so the ranks use TensorFlow's collectives.",
         )
     return "horovod" if has_horovod else "tensorflow"
 
@@ -330,7 +331,7 @@ PROGRAM = command.Program(
     _main,
     _VALUES,
     usage="tfdist-run -np N|auto [flags] -- command [arguments]",
-    summary="Starts a command on N ranks, prints their output behind [rank], and exits with "
+    summary="Starts a command on N ranks, prints their output prefixed by [rank], and exits with "
     "the code of the first rank that fails.",
     check=_check,
     rest=True,

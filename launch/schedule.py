@@ -1,4 +1,4 @@
-"""`tfdist-schedule`: prints a pipeline schedule as a clock, and what it costs.
+"""`tfdist-schedule`: print a pipeline schedule by clock ticks, and its cost.
 
 tfdist-schedule --schedule=1f1b --stages=4 --microbatches=8
 """
@@ -19,18 +19,18 @@ _SCHEDULE = _define.enum("schedule", "1f1b", list(SCHEDULES), "Schedule")
 _STAGES = _define.integer("stages", 4, "Ranks of the pipeline", lower_bound=1)
 _MICROBATCHES = _define.integer("microbatches", 8, "Micro-batches per batch", lower_bound=1)
 _CHUNKS = _define.integer("chunks", None, "Stages per rank, for interleaved [2]", lower_bound=1)
-_PICTURE = _define.string("picture", None, "File to draw the schedule to (.png, .svg, .pdf)")
-_TRACE = _define.string("trace", None, "File to write a Chrome or Perfetto trace to")
+_PICTURE = _define.string("picture", None, "File for a plot of the schedule (.png, .svg, .pdf)")
+_TRACE = _define.string("trace", None, "File for a Chrome or Perfetto trace")
 
 
-#: What matplotlib is asked for; the file's ending says which.
+#: The supported formats of plots, by suffix.
 _PICTURES = (".png", ".svg", ".pdf")
-#: Forward passes of a clock that is printed: those of 256 ranks with 400 micro-batches.
+#: The most forward passes of a printed schedule: those of 256 ranks with 400 micro-batches.
 _MOST_FORWARDS = 102_400
 
 
 def run() -> None:
-    """The console script."""
+    """Run the console script."""
     PROGRAM.run()
 
 
@@ -45,7 +45,7 @@ def _check(_: list[str]) -> None:
             most=_MOST_FORWARDS,
         )
     except ValueError as error:
-        raise command.UsageError(f"{as_given(_VALUES, chosen)}: {error}") from None
+        raise command.UsageError(f"{as_given(_VALUES, chosen)} is not supported: {error}") from None
     if _PICTURE.value is not None:
         output_file("picture", _PICTURE.value, _PICTURES)
     if _TRACE.value is not None:
@@ -62,17 +62,18 @@ def _main(_: None) -> int:
     print()
     print(f"{legend(kinds)}; . idle")
     print(
-        f"If a forward and each half of a backward take equal time, ranks are idle for "
-        f"{played.idle_share:.1%} of the step, {played.idle_over_ideal:.1%} of the time that they "
-        "compute."
+        f"If a forward pass and each half of a backward pass take equal time, ranks are idle for "
+        f"{played.idle_share:.1%} of the step, or {played.idle_over_ideal:.1%} of their compute time."
     )
     held = ", ".join(str(held_microbatches(schedule, rank)) for rank in range(schedule.num_ranks))
-    print(f"Micro-batches whose activations a rank holds at most, rank 0 first: {held}.")
+    print(f"Peak number of micro-batches whose activations a rank stores, by rank: {held}.")
     if _PICTURE.value is not None:
         try:
             save_picture(played, _PICTURE.value)
         except (ValueError, ImportError) as error:
-            raise command.UsageError(f"--picture={_PICTURE.value}: {error}.") from None
+            raise command.UsageError(
+                f"--picture={_PICTURE.value} could not be written: {error}."
+            ) from None
     if _TRACE.value is not None:
         write_chrome_trace(played, _TRACE.value)
     return 0
@@ -82,7 +83,7 @@ PROGRAM = command.Program(
     _main,
     _VALUES,
     usage="tfdist-schedule [flags]",
-    summary="Prints which rank works on which micro-batch when, and how long ranks are idle.",
+    summary="Prints the micro-batches of each rank by time, and the idle time of ranks.",
     check=_check,
 )
 

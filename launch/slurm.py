@@ -1,4 +1,4 @@
-"""A Slurm allocation, read from the environment: its hosts, and how many ranks each has room for."""
+"""The hosts and slots of a Slurm allocation, from the environment."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ _NODE_LISTS = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 
 def in_allocation(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the process with these variables belongs to a Slurm job."""
+    """Whether a process with these variables belongs to a Slurm job."""
     return any(environment.get(name) for name in _NODE_LISTS)
 
 
 def allocated_hosts(environment: Mapping[str, str] = os.environ) -> list[Host]:
-    """Returns the hosts of a Slurm job, in Slurm's order, with a slot for each of their tasks.
+    """The hosts of a Slurm job, in Slurm's order, with a slot for each of their tasks.
 
-    How many tasks a host has is told by the first of these that is set: SLURM_TASKS_PER_NODE,
-    SLURM_NTASKS_PER_NODE, SLURM_NTASKS (shared out evenly), SLURM_JOB_CPUS_PER_NODE and
-    SLURM_CPUS_ON_NODE (both divided by SLURM_CPUS_PER_TASK). Without any it has one.
+    The number of tasks of a host is determined by the first of these variables that is set:
+    SLURM_TASKS_PER_NODE, SLURM_NTASKS_PER_NODE, SLURM_NTASKS (distributed evenly),
+    SLURM_JOB_CPUS_PER_NODE and SLURM_CPUS_ON_NODE (both divided by SLURM_CPUS_PER_TASK). The default
+    is one.
 
     Raises:
-        UsageError: There is no allocation, or a variable cannot be read.
+        UsageError: There is no allocation, or a variable is malformed.
     """
     variable = next((name for name in _NODE_LISTS if environment.get(name)), None)
     if variable is None:
@@ -42,13 +43,13 @@ def allocated_hosts(environment: Mapping[str, str] = os.environ) -> list[Host]:
     try:
         nodes = expand_node_list(environment[variable])
     except ValueError as error:
-        raise UsageError(f"{variable}: {error}") from error
+        raise UsageError(f"{variable} is not valid: {error}") from error
     slots = _slots(environment, len(nodes))
     return [Host(node, count) for node, count in zip(nodes, slots, strict=True) if count]
 
 
 def _slots(environment: Mapping[str, str], num_nodes: int) -> list[int]:
-    """How many ranks each node has room for."""
+    """The number of slots of each node."""
     if counts := _counts(environment, "SLURM_TASKS_PER_NODE", num_nodes):
         return counts
     if each := _number(environment, "SLURM_NTASKS_PER_NODE"):
@@ -64,18 +65,19 @@ def _slots(environment: Mapping[str, str], num_nodes: int) -> list[int]:
 
 
 def _counts(environment: Mapping[str, str], name: str, num_nodes: int) -> list[int]:
-    """A number for each node; none where the variable is not set."""
+    """A number for each node; empty if the variable is not set."""
     text = environment.get(name)
     if not text:
         return []
     try:
         counts = expand_tasks_per_node(text)
     except ValueError as error:
-        raise UsageError(f"{name}: {error}") from error
+        raise UsageError(f"{name} is not valid: {error}") from error
     if len(counts) != num_nodes:
         raise UsageError(
-            f"{name}={text} has {len(counts)} nodes, the node list has {num_nodes}. Unset "
-            "what was set by hand, or name the hosts: -H host1:2,host2:2."
+            f"{name} must have one entry per node. Received: {name}={text} with {len(counts)} entries, "
+            f"and a node list of {num_nodes}. Unset variables set by hand, or name the hosts: "
+            "-H host1:2,host2:2."
         )
     return counts
 
@@ -86,6 +88,6 @@ def _number(environment: Mapping[str, str], name: str, default: int = 0) -> int:
         return default
     if re.fullmatch(r"[1-9][0-9]*", text) is None:
         raise UsageError(
-            f"{name} is a positive number. Received: {text!r}. Unset it or correct it."
+            f"{name} must be a positive number. Received: {text!r}. Unset it or correct it."
         )
     return int(text)

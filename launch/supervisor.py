@@ -1,4 +1,4 @@
-"""Ranks as one job: started together, heard together, ended together."""
+"""Supervision of the ranks of a job: start, output and end."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ from tfdist.launch.processes import RankProcess, signal_name
 from tfdist.runtime.exit_codes import ENDED_BY_WATCHDOG, PREEMPTED, USAGE
 from tfdist.runtime.orphan_guard import OrphanGuard
 
-#: How long ranks may go on after one has failed: the watchdog's verdict takes a few seconds, and
-#: its words are worth more than a quick end.
+#: How long ranks may run after one has failed: the watchdog's diagnosis takes a few seconds, and
+#: is worth more than a quick end.
 _GRACE_SECONDS = 8.0
-#: Where a rank is frozen the watchdog's time has passed already.
+#: If a rank is frozen, the watchdog's timeout has expired already.
 _GRACE_AFTER_FREEZE_SECONDS = 4.0
-#: A wrong setting is told by the rank itself, and the others have the same.
+#: The failed rank reports a wrong setting, which the others have too.
 _GRACE_AFTER_USAGE_SECONDS = 0.5
-#: Servers end by themselves when the ranks have said good-bye, which one that was killed has not.
+#: Servers end after all ranks have disconnected, which a killed rank does not do.
 _GRACE_OF_SERVERS_SECONDS = 1.5
 _TERMINATE_SECONDS = 3.0
 _LOOK_SECONDS = 0.2
-#: Read at a time, so that a rank that never stops talking does not keep the others from being
-#: heard. A pipe of Linux holds as much.
+#: Bytes per read, so that a rank with endless output does not starve the others; the size of a Linux
+#: pipe.
 _CHUNK = 1 << 16
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Supervisor:
-    """Runs the processes of several ranks, and answers for all of them.
+    """The supervisor of the processes of a job.
 
-    Output is passed on line by line behind `[rank]`. The job ends when every rank has ended; when
-    one fails the others get a few seconds to say why and are then ended too, by SIGTERM and by
+    Output is forwarded line by line with the prefix `[rank]`. The job ends when all ranks have ended;
+    after the first failure the others have a few seconds to report, and are then ended by SIGTERM and
     SIGKILL.
 
     Args:
-        starts: What starts each rank, and after these each parameter server.
-        servers: How many of them are parameter servers. A rank that fails then does not end the job:
-            the others go on. A server that ends before them does.
-        frozen_seconds: How long a rank may be stopped (SIGSTOP) before it counts as failed; 0 for
-            any time.
-        save_seconds: How long ranks have to save after a SIGTERM.
-        has_gpu: Whether ranks may have GPUs: then what CUDA says at the start is no noise.
-        should_end: Asked now and then; once it says yes the ranks get a SIGTERM.
-        newest_checkpoint: Returns the newest one that was saved, or None where none is known.
+        starts: Functions that start the ranks, followed by those that start the parameter servers.
+        servers: Number of parameter servers. With servers, the failure of a rank does not end the job,
+            but the end of a server before the ranks does.
+        frozen_seconds: Seconds that a rank may be stopped (SIGSTOP) before it counts as failed; 0 for
+            no limit.
+        save_seconds: Seconds for ranks to save after a SIGTERM.
+        has_gpu: Whether ranks may have GPUs, so that CUDA's startup errors are shown.
+        should_end: Called periodically; the ranks get a SIGTERM once it returns True.
+        newest_checkpoint: Returns the newest saved checkpoint, or None if none is known.
 
     Attributes:
-        was_asked: Whether `should_end` did.
-        failed: The rank that made the job fail, and its exit code; None where none did.
-        failed_at: When the job began to end, in seconds of the wall clock; None while it runs.
+        was_asked: Whether `should_end` returned True.
+        failed: The rank that made the job fail, and its exit code; None without a failure.
+        failed_at: The time at which the job began to end, in seconds since the epoch; None before.
     """
 
     was_asked = False
@@ -96,9 +96,9 @@ class Supervisor:
         self._last_words = LastWords()
 
     def run(self) -> int:
-        """Runs the job and returns its exit code: that of the rank that failed first, or 0.
+        """Run the job and return its exit code: that of the rank that failed first, or 0.
 
-        A rank that a signal killed counts as 128 plus the signal's number, as in a shell.
+        The code of a rank that was killed by a signal is 128 plus the signal's number, as in a shell.
 
         Raises:
             UsageError: The command cannot be run.
@@ -118,19 +118,19 @@ class Supervisor:
 
     @property
     def was_told(self) -> bool:
-        """Whether a signal to this process ended the job."""
+        """Whether the job was ended by a signal to this process."""
         return self._signal is not None
 
     def _start(self, rank: int, process: RankProcess) -> None:
         self._ranks.append(process)
         self._guard.watch(process.pid)
         if self._signal is not None:
-            self._forward(self._signal)  # It came while the rank was being started.
+            self._forward(self._signal)  # The signal arrived while the rank was started.
         self._outputs[rank] = process.output
         self._unfinished[rank] = bytearray()
         self._selector.register(process.output, selectors.EVENT_READ, rank)
 
-    # -- while it runs ----------------------------------------------------------------------
+    # -- Supervision ------------------------------------------------------------------------
 
     def _watch(self) -> None:
         ending_since: float | None = None
@@ -159,12 +159,12 @@ class Supervisor:
                 grace = self._grace()
                 steps = [(grace, signal.SIGTERM), (grace + _TERMINATE_SECONDS, signal.SIGKILL)]
             if all(rank in self._stopped_since for rank in self._running()):
-                self._end(signal.SIGKILL)  # Who is left is frozen, and has nothing to say.
+                self._end(signal.SIGKILL)  # All remaining ranks are frozen.
             while steps and time.monotonic() - ending_since > steps[0][0]:
                 self._end(steps.pop(0)[1])
 
     def _has_failed(self) -> bool:
-        """Whether something ended that the job cannot go on without."""
+        """Whether a process has failed that the job requires."""
         if not self._servers:
             return any(code for _, code in self._ends)
         ended = dict(self._ends)
@@ -175,7 +175,7 @@ class Supervisor:
         )
 
     def _running_ranks(self) -> int:
-        """How many ranks have not ended, servers left out."""
+        """The number of running ranks, without servers."""
         return self._size - sum(rank < self._size for rank, _ in self._ends)
 
     def _name(self, rank: int) -> str:
@@ -184,7 +184,7 @@ class Supervisor:
         return f"rank {rank}"
 
     def _grace(self) -> float:
-        """How long the ranks that still run may take to end by themselves."""
+        """Seconds for the remaining ranks to end without a signal."""
         if self._frozen is not None:
             return _GRACE_AFTER_FREEZE_SECONDS
         if self.was_asked or self._signal == signal.SIGTERM:
@@ -203,7 +203,7 @@ class Supervisor:
                 continue
             self._guard.forget(process.pid)
             process.kill()
-            # What it printed last comes before what is said about it.
+            # Forward the remaining output before the message about the end of the rank.
             for _ in range(16):
                 if not self._pass_on(rank):
                     break
@@ -217,7 +217,7 @@ class Supervisor:
             goes_on = self._servers and code not in (0, USAGE) and not is_ending
             if goes_on and rank < self._size and self._running_ranks():
                 said = process.describe(code).replace("failed first", "failed")
-                say("tfdist-run", f"rank {rank} {said}; the others go on.")
+                say("tfdist-run", f"rank {rank} {said}; the others continue.")
 
     def _look_for_frozen(self) -> None:
         now = time.monotonic()
@@ -235,7 +235,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _handle_signals(self) -> Iterator[None]:
-        """Inside, signals go to the ranks, and the end of a rank wakes the loop that waits."""
+        """Forward signals to the ranks, and wake the supervision loop when a rank ends."""
         self._woken, waker = socket.socketpair()
         with self._woken, waker:
             self._woken.setblocking(False)
@@ -256,7 +256,7 @@ class Supervisor:
                 self._selector.close()
 
     def _on_signal(self, number: int, _) -> None:
-        # Who presses Ctrl-C once more does not want to wait.
+        # A second Ctrl-C skips the waiting time.
         self._is_urgent |= self.was_told and number == signal.SIGINT
         if not self._is_urgent:
             self._signal = number
@@ -271,22 +271,22 @@ class Supervisor:
         return [rank for rank, process in enumerate(self._ranks) if process.code is None]
 
     def _end(self, number: int) -> None:
-        """Ends the ranks that still run, by SIGTERM or by SIGKILL."""
+        """End the running ranks by SIGTERM or SIGKILL."""
         running = self._running()
         self._ended_here.update(running)
         stopped = [rank for rank in running if rank in self._stopped_since]
         if stopped and self._frozen is None and not self._own_failures():
             self._frozen = min(stopped, key=lambda rank: self._stopped_since[rank])
         for rank in running:
-            # One that is stopped hears SIGKILL only.
+            # A stopped process handles only SIGKILL.
             if number == signal.SIGKILL or rank in stopped:
                 self._ranks[rank].kill()
         self._forward(number)
 
-    # -- what it says -----------------------------------------------------------------------
+    # -- Output -----------------------------------------------------------------------------
 
     def _pass_on(self, rank: int) -> bool:
-        """Passes on the lines in a chunk of a rank's output; returns whether there was any."""
+        """Forward the lines in a chunk of a rank's output; return whether there was any."""
         output = self._outputs.get(rank)
         if output is None:
             return False
@@ -298,7 +298,7 @@ class Supervisor:
             self._selector.unregister(self._outputs.pop(rank))
             output.close()
             return False
-        # A progress bar returns the carriage instead of feeding a line.
+        # Progress bars end lines with a carriage return.
         first, *others = data.replace(b"\r", b"\n").split(b"\n")
         unfinished = self._unfinished[rank]
         unfinished += first
@@ -319,20 +319,20 @@ class Supervisor:
     def _write(self, data: bytes) -> None:
         text = memoryview(data)
         try:
-            # Not through sys.stdout: under PYTHONUNBUFFERED it writes a part where a signal comes.
+            # sys.stdout may write only a part if a signal arrives under PYTHONUNBUFFERED.
             while text:
                 text = text[os.write(sys.stdout.fileno(), text) :]
         except BrokenPipeError:
-            # Nobody reads on, as behind `| head`: the ranks end as if they had been told so.
+            # The reader has exited, as `| head` does: end the ranks as if by a signal.
             with open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), sys.stdout.fileno())
             self._signal = self._signal or signal.SIGPIPE
             self._forward(signal.SIGTERM)
 
     def _own_failures(self) -> list[tuple[int, int]]:
-        """The ranks that failed by themselves, in order, and their exit codes.
+        """The ranks that failed on their own, in order, with their exit codes.
 
-        A rank that the watchdog ended tells of another's trouble, one ended here of none.
+        Ranks ended by the watchdog or by this supervisor are consequences of another failure.
         """
         return [
             (rank, code)
@@ -341,7 +341,7 @@ class Supervisor:
         ]
 
     def _decisive_failures(self) -> list[tuple[int, int]]:
-        """What a job with servers does not get over: a server, a wrong setting, the chief."""
+        """The failures that end a job with servers: of a server, a wrong setting, or the chief."""
         own = self._own_failures()
         servers = [(rank, code) for rank, code in own if rank in self._servers]
         return servers + [(rank, code) for rank, code in own if rank == 0 or code == USAGE]

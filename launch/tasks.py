@@ -1,4 +1,4 @@
-"""What `tfdist-train` asks of a task: data, a model, and a last word."""
+"""The interface of the tasks of `tfdist-train`: data, model and results."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
     from tfdist.launch.mesh_flags import Layout
 
-#: The flags of `tfdist-train`: its own, and those of the tasks.
+#: The flags of `tfdist-train` and of its tasks.
 VALUES = flags.FlagValues()
 DEFINE = FlagDefiner(VALUES)
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The flags that mean the same in every task.
+    """The settings that all tasks share.
 
-    `whole_batches` asks for batches of one size only: what fills none is left out. `is_chief` says
-    whether this rank talks to the user.
+    `whole_batches` requires batches of one size, so that incomplete batches are dropped. `is_chief` is
+    whether this rank prints results.
     """
 
     model: str
@@ -44,13 +44,13 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What is learned from, and what is tested on.
+    """The datasets for training and validation.
 
     Attributes:
-        train: Global batches, in an order that is another one in each epoch.
+        train: Global batches, shuffled in each epoch.
         validation: Global batches.
-        steps: How many batches `train` has.
-        items: How many items they hold: the unit of speed.
+        steps: Number of batches of `train`.
+        items: Number of items in these batches, the unit of speed.
     """
 
     train: tf.data.Dataset
@@ -60,20 +60,20 @@ class Data:
 
 
 class Task(abc.ABC):
-    """A kind of model and what it is trained for.
+    """A kind of model and its training task.
 
-    A task is asked from the top to the bottom. The modules of tasks import TensorFlow in the
-    methods that need it: `check` runs before it is there.
+    Methods are called in the order of their definition. Modules of tasks import TensorFlow only in the
+    methods that require it, because `check` runs before its import.
 
     Attributes:
         models: The values of `--model` that belong to the task.
-        dataset: The data set, where no flag names one.
-        batch_size: Samples a step, likewise.
-        epochs: Epochs, likewise.
-        learning_rate: The rate of one rank, likewise.
-        item: What speed is counted in.
-        flags: The flags that no other task has.
-        divides_tables: Whether parameters lie in parts on the ranks of the data axis.
+        dataset: The default dataset.
+        batch_size: The default number of samples per step.
+        epochs: The default number of epochs.
+        learning_rate: The default learning rate of one rank.
+        item: The unit of speed.
+        flags: The flags specific to the task.
+        divides_tables: Whether embedding tables are sharded over the data axis.
     """
 
     models: tuple[str, ...]
@@ -87,23 +87,23 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def check(self, settings: Settings) -> None:
-        """Looks at what can be known before the ranks meet.
+        """Check the settings before the rendezvous of the ranks.
 
         Raises:
-            UsageError: Flags that do not fit.
+            UsageError: Flags are not supported by the task.
         """
 
     @abc.abstractmethod
     def load(self, settings: Settings) -> Data:
-        """Reads the data, the same on every rank: the strategy keeps each rank's rows.
+        """Load the data, which are the same on all ranks; the strategy selects each rank's rows.
 
         Raises:
-            UsageError: There is no such data, or it does not fit.
+            UsageError: The data cannot be loaded, or do not match the settings.
         """
 
     @abc.abstractmethod
     def build(self, settings: Settings) -> keras.Model:
-        """Makes the model, under the strategy's scope."""
+        """Build the model, in the strategy's scope."""
 
     def schedule(self, rate: float, steps: int):
         """The learning rate of one rank over all steps: a number, or a Keras schedule."""
@@ -112,25 +112,25 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def compile(self, model: keras.Model, rate, make_optimizer: Callable, **options) -> None:
-        """Gives the model an optimizer of that rate, a loss, metrics, and other options.
+        """Compile the model with an optimizer, a loss and metrics.
 
         Args:
             model: The model.
             rate: The learning rate: a number, or a Keras schedule.
-            make_optimizer: Makes the optimizer that trains from the class and the arguments of the
-                task's own; see `OptimizerFlags.make`.
-            **options: For the model's `compile`.
+            make_optimizer: Function that creates the optimizer from the class and the arguments of the
+                task's default one; see `OptimizerFlags.make`.
+            **options: Further arguments of the model's `compile`.
         """
 
     def callbacks(self) -> list:
-        """Callbacks of the task's own."""
+        """Callbacks specific to the task."""
         return []
 
     @abc.abstractmethod
     def verdict(self, logs: Mapping[str, float]) -> str:
-        """Says how good the model is, from what `fit` logged in the last epoch."""
+        """A description of the model's quality, from the logs of the last epoch."""
 
     def show(self, model: keras.Model) -> str | None:
-        """Something that the model makes, or None; every rank calls this."""
+        """A sample of the model's output, or None; called on all ranks."""
         del model
         return None

@@ -1,11 +1,10 @@
-"""`tfdist-train`: trains a reference model on a data set, on as many ranks as were started.
+"""`tfdist-train`: train a reference model on a dataset, on the ranks that were started.
 
     tfdist-run -np 2 -- tfdist-train --model=convnet --dataset=digits --epochs=15
     tfdist-run -np 2 -- tfdist-train --model=gpt --tensor=2 --epochs=1
     tfdist-run -np 8 -- tfdist-train --model=gpt --pipeline=2 --tensor=2 --data=2
 
-What is particular to images, text or clicks stands in a module of its own; here is what all have in
-common.
+Images, text and clicks have separate modules; this module has the code that they share.
 """
 
 from __future__ import annotations
@@ -40,7 +39,9 @@ _TASKS: tuple[Task, ...] = (Images(), Language(), Recommendation())
 _MODEL = DEFINE.enum(
     "model", "convnet", [model for task in _TASKS for model in task.models], "Model to train"
 )
-_DATASET = DEFINE.string("dataset", None, "digits or of TFDS; gpt: pydoc, text:FILE; dlrm: clicks")
+_DATASET = DEFINE.string(
+    "dataset", None, "digits or from TFDS; gpt: pydoc, text:FILE; dlrm: clicks"
+)
 _BATCH_SIZE = DEFINE.integer(
     "batch_size",
     None,
@@ -52,7 +53,7 @@ _EPOCHS = DEFINE.integer("epochs", None, "Epochs to train [15; gpt: 5; dlrm: 1]"
 _LEARNING_RATE = DEFINE.float(
     "learning_rate",
     None,
-    "Learning rate of a rank [0.001; gpt: 0.003; dlrm: 0.002]",
+    "Learning rate per rank [0.001; gpt: 0.003; dlrm: 0.002]",
     lower_bound=1e-9,
     upper_bound=1000.0,
 )
@@ -69,12 +70,12 @@ _WARMUP = DEFINE.float(
 _RECOMPUTE = DEFINE.string(
     "recompute",
     "none",
-    "none, selective, sqrt, every_layer, optimal, or bytes to keep: budget:2GiB",
+    "none, selective, sqrt, every_layer, optimal, or bytes to store: budget:2GiB",
 )
 _SEED = DEFINE.integer(
     "seed", 0, "Seed of weights and data order", lower_bound=0, upper_bound=2**32 - 1
 )
-_DATA_DIR = DEFINE.string("data_dir", None, "Folder of the data sets")
+_DATA_DIR = DEFINE.string("data_dir", None, "Folder of the datasets")
 _CHECKPOINTS = CheckpointFlags(DEFINE)
 _ELASTIC = DEFINE.enum(
     "elastic", "keep", ["keep", "scale"], "Global batch and rate when the number of ranks changes"
@@ -85,11 +86,9 @@ _THREADS = DEFINE.integer(
 _VERBOSE = DEFINE.integer(
     "verbose", 2, "0: silent, 1: progress bar, 2: one line per epoch", lower_bound=0, upper_bound=2
 )
-_PLOT = DEFINE.string("plot", None, "Draws the curves of the training: curves.png")
+_PLOT = DEFINE.string("plot", None, "File for a plot of the learning curves: curves.png")
 _MESH = MeshFlags(DEFINE)
-_PLAN = DEFINE.string(
-    "plan", None, "auto[:FILE]: the mesh that is planned; see tfdist-plan calibrate"
-)
+_PLAN = DEFINE.string("plan", None, "auto[:FILE]: choose the mesh; see tfdist-plan calibrate")
 _WORLD = WorldFlags(DEFINE, _MESH)
 _LOCAL = LocalFlags(DEFINE)
 _OPTIMIZER = OptimizerFlags(DEFINE, "adam, and adamw for gpt")
@@ -97,7 +96,7 @@ _MONITOR = MonitorFlags(DEFINE)
 
 
 def run() -> None:
-    """The console script."""
+    """Run the console script."""
     PROGRAM.run()
 
 
@@ -110,7 +109,7 @@ def _check(_: list[str]) -> tuple[Task, Settings, dict[str, Any]]:
 
 def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
     task, settings, saving = checked
-    # TensorFlow takes seconds to import, which a bad flag need not wait for; and it is talkative.
+    # Imported only after the flags are checked, because the import takes seconds.
     with quiet_start():
         import keras
         import tensorflow as tf
@@ -155,7 +154,7 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
             task.compile(model, rate, _make_optimizer, **options, **_OPTIMIZER.compile_options)
 
     if on.is_tpu:
-        print(f"{steps} steps a call of Keras; its callbacks for batches are called after these.")
+        print(f"{steps} steps per call of Keras; batch callbacks are called once per call.")
     callbacks = [speed := speed_callback(data.items), *task.callbacks()]
     if on.is_tpu or _WORLD.has_servers:
         callbacks.append(keras.callbacks.TerminateOnNaN())
@@ -179,13 +178,13 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
         )
     last = {name: values[-1] for name, values in history.history.items()}
     if _OPTIMIZER.averages:
-        # `fit` has put the moving average in the weights' place, and its last logs are of before.
+        # `fit` has replaced the weights by their moving average after its last logs.
         after = model.evaluate(data.validation, verbose=0, return_dict=True)
         last |= {f"val_{name}": value for name, value in after.items()}
     shown = task.show(model)
     if on.is_chief:
         cost = None if on.is_tpu else tfdist.addons.slow_links.compression_statistics(model)
-        if cost is not None and cost.pays:  # Where it does not pay, `fit` has said so.
+        if cost is not None and cost.pays:  # Otherwise `fit` has logged that it does not pay.
             print(cost)
         print(summary(history.history, time.monotonic() - begun))
         if _PLOT.value is not None and history.history:
@@ -198,13 +197,13 @@ def _main(checked: tuple[Task, Settings, dict[str, Any]]) -> None:
 
 
 def _choose_task() -> tuple[Task, Settings]:
-    """The task of `--model`, and the flags that all tasks have; refuses what does not fit it."""
+    """The task of `--model`, and the flags that all tasks share; reject flags of other tasks."""
     task = next(task for task in _TASKS if _MODEL.value in task.models)
     for other in _TASKS:
         given = [flag.name for flag in other.flags if other is not task and flag.present]
         if given:
             raise command.UsageError(
-                f"--{given[0]} is for --model={'|'.join(other.models)}. "
+                f"--{given[0]} requires --model={'|'.join(other.models)}. "
                 f"Received: --model={_MODEL.value}."
             )
     layout = _MESH.layout() if _PLAN.value is None else _planned(task).layout
@@ -219,7 +218,7 @@ def _choose_task() -> tuple[Task, Settings]:
         data_dir=_DATA_DIR.value,
     )
     if _SCALING.value == "none":
-        refuse_ignored(VALUES, (_WARMUP,), "is for --lr_scaling", "--lr_scaling=none")
+        refuse_ignored(VALUES, (_WARMUP,), "requires --lr_scaling", "--lr_scaling=none")
     _WORLD.check(settings.layout)
     _LOCAL.check(
         settings.model,
@@ -237,22 +236,26 @@ def _choose_task() -> tuple[Task, Settings]:
 
 
 def _make_optimizer(own: str, rate, **arguments):
-    """The optimizer that trains: the task's or the flags', with what local steps put around it."""
+    """The optimizer of the task or the flags, wrapped for local steps and loss scaling."""
     return _OPTIMIZER.scaled(_LOCAL.around(_OPTIMIZER.make(own, rate, **arguments)))
 
 
 @functools.cache
 def _planned(task: Task) -> Automatic:
-    """What `--plan` chooses; refuses flags that say it by hand."""
+    """The layout that `--plan` chooses; reject flags that set it manually."""
     given = f"--plan={_PLAN.value}"
-    refuse_ignored(VALUES, (*_MESH.mesh, _MESH.zero, _RECOMPUTE), "is what --plan chooses", given)
+    chosen = (*_MESH.mesh, _MESH.zero, _RECOMPUTE)
+    refuse_ignored(VALUES, chosen, "cannot be combined with --plan, which chooses it", given)
     machine_file(_PLAN.value)
     if not isinstance(task, Language):
         raise command.UsageError(
-            f"--plan is for --model=gpt. Received: {given} --model={_MODEL.value}."
+            f"--plan requires --model=gpt. Received: {given} --model={_MODEL.value}."
         )
     if _WORLD.is_tpu or _WORLD.has_servers:
-        raise command.UsageError(f"--plan lays out ranks. Received: {given}, and none.")
+        raise command.UsageError(
+            "--plan is not supported on a TPU or with parameter servers. Received: "
+            f"{given} with one of them."
+        )
     ranks = number_of_ranks()
     batch = (_BATCH_SIZE.value or task.batch_size) * _OPTIMIZER.accumulation
     limits = _OPTIMIZER.planned("AdamW")
@@ -265,7 +268,7 @@ def _planned(task: Task) -> Automatic:
 def _replicas_and_batch(task: Task, layout: Layout, on: World) -> tuple[int, int]:
     """The replicas that the learning rate is scaled for, and the global batch.
 
-    An elastic job may run on more or fewer ranks than it was meant for, by `tfdist-run -np`.
+    An elastic job may run on more or fewer ranks than requested by `tfdist-run -np`.
     """
     data = on.data
     meant = int(os.environ.get(MEANT_RANKS, on.size)) * data // on.size
@@ -284,14 +287,14 @@ def _replicas_and_batch(task: Task, layout: Layout, on: World) -> tuple[int, int
     batch_size = layout.batch_size(_BATCH_SIZE.value, task.batch_size, meant)
     if batch_size * data % meant:
         raise command.UsageError(
-            f"--elastic=scale: --batch_size must be a multiple of the data axis of {meant} that it is meant "
-            f"for, so that each rank keeps its samples. Received: --batch_size={batch_size}."
+            f"--batch_size must be a multiple of the requested data axis of {meant} with --elastic=scale. "
+            f"Received: --batch_size={batch_size}."
         )
     return data, batch_size * data // meant
 
 
 def _build(task: Task, settings: Settings, data: Data, replicas: int):
-    """The model, with recompute and in a pipeline where those are asked for."""
+    """Build the model, with recompute and a pipeline if requested."""
     from tfdist.pipeline import PipelineModel, deferred_weights
     from tfdist.recompute import recompute
 
@@ -305,7 +308,7 @@ def _build(task: Task, settings: Settings, data: Data, replicas: int):
         try:
             recompute(model, **counted_for(arguments, rows, shape))
         except ValueError as error:
-            raise command.UsageError(f"--recompute={policy}: {error}") from error
+            raise command.UsageError(f"--recompute={policy} is not supported: {error}") from error
     if layout.pipeline == 1:
         return model
     try:
@@ -318,7 +321,9 @@ def _build(task: Task, settings: Settings, data: Data, replicas: int):
             input_shape=data.train.element_spec[0].shape[1:],
         )
     except ValueError as error:
-        raise command.UsageError(f"--pipeline={layout.pipeline}: {error}") from error
+        raise command.UsageError(
+            f"--pipeline={layout.pipeline} is not supported: {error}"
+        ) from error
     if model.distribute_strategy.is_chief:
         print(model.partition.table())
     return model

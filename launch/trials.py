@@ -1,6 +1,6 @@
-"""Steps of real layouts on the ranks of a pool: how long they take, and what they take of memory.
+"""Measurements of time and memory of layouts on the ranks of a pool.
 
-The functions run on ranks; `tfdist-plan calibrate` and the benchmark of the planner call them.
+The functions run on ranks, for `tfdist-plan calibrate` and the benchmark of the planner.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 from tfdist.addons.planner import Layout, Transformer
 from tfdist.runtime.process_memory import forget_peak, peak_bytes, resident_bytes
 
-#: How many are timed.
+#: Number of timed steps.
 STEPS = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A layout on a rank.
+    """The measurements of a layout on a rank.
 
     Attributes:
-        seconds: The median time of an update.
-        peak: Bytes of the process at the highest, above those before there was a model.
-        before: Bytes of the process before.
+        seconds: Median seconds of an update.
+        peak: Peak bytes of the process, minus `before`.
+        before: Bytes of the process before the model is built.
     """
 
     seconds: float
@@ -37,7 +37,7 @@ class Measured:
 
 
 def model_of(sizes: Transformer, **options: Any) -> Any:
-    """A GPT of tfdist of a transformer's sizes."""
+    """Build a `tfdist.models.gpt` of a transformer's sizes."""
     from tfdist import models
 
     return models.gpt(
@@ -55,13 +55,13 @@ def model_of(sizes: Transformer, **options: Any) -> Any:
 
 
 def trial(sizes: Transformer, layout: Layout, global_batch: int, steps: int = STEPS) -> Measured:
-    """Trains some steps by a layout on this rank and the others of its pool.
+    """Train some steps with a layout on all ranks of the pool.
 
     Args:
         sizes: The model.
         layout: The layout.
         global_batch: Samples of an update.
-        steps: How many are timed.
+        steps: Number of timed steps.
     """
     from tfdist.testing import strategy
 
@@ -71,7 +71,7 @@ def trial(sizes: Transformer, layout: Layout, global_batch: int, steps: int = ST
 
 
 def alone(sizes: Transformer, rows: int, steps: int = STEPS) -> Measured:
-    """Trains some steps on this rank, while the others of its pool do so, each for itself."""
+    """Train some steps on each rank of the pool separately, at the same time."""
     from tfdist import strategies
 
     return train(strategies.LocalStrategy(), sizes, Layout(), rows, steps)
@@ -80,14 +80,14 @@ def alone(sizes: Transformer, rows: int, steps: int = STEPS) -> Measured:
 def train(
     strategy: Any, sizes: Transformer, layout: Layout, global_batch: int, steps: int = STEPS
 ) -> Measured:
-    """Trains some steps under a strategy, over whose mesh the layout goes.
+    """Train some steps with a layout under a strategy with its mesh.
 
     Args:
         strategy: The strategy, with the layout's ZeRO stage.
         sizes: The model.
         layout: The layout.
         global_batch: Samples of an update.
-        steps: How many are timed; two more come before.
+        steps: Number of timed steps, which follow two others.
     """
     import contextlib
 
@@ -136,7 +136,7 @@ def train(
 
 
 def fit_begins(model: Any, data: Any, steps: int, callbacks: Sequence = ()) -> list[float]:
-    """When each step of a `fit` began on this rank, in seconds; what callbacks do comes after."""
+    """The start time of each step of a `fit` on this rank in seconds, before other callbacks."""
     import keras
 
     begins: list[float] = []
@@ -148,7 +148,7 @@ def fit_begins(model: Any, data: Any, steps: int, callbacks: Sequence = ()) -> l
 
 
 def median_interval(begins: Sequence[float]) -> float:
-    """The median time between beginnings, the first left out."""
+    """The median time between steps, without the first."""
     return statistics.median(b - a for a, b in itertools.pairwise(begins[1:]))
 
 
@@ -160,7 +160,7 @@ def collective_seconds(sizes: list[int], repeats: int = 12) -> list[float]:
 
 
 def all_reduce_seconds(group: Any, sizes: Sequence[int], repeats: int) -> list[float]:
-    """Median seconds of an all-reduce of each size over a group; two more come before."""
+    """Median seconds of an all-reduce of each size over a group, after two others."""
     import tensorflow as tf
 
     from tfdist import collectives
@@ -184,7 +184,7 @@ def all_reduce_seconds(group: Any, sizes: Sequence[int], repeats: int) -> list[f
 
 
 def moved_bytes_per_second(repeats: int = 20) -> float:
-    """How many bytes an addition to an array reads and writes in a second, at the fastest."""
+    """The highest rate at which an addition reads and writes an array, in bytes per second."""
     import tensorflow as tf
 
     array = tf.ones([1 << 21])
@@ -197,7 +197,7 @@ def moved_bytes_per_second(repeats: int = 20) -> float:
 
 
 def _trim() -> None:
-    """Gives back to the system what the C library keeps, so that the next model begins anew."""
+    """Return free memory of the C library to the system, so that it does not affect the next model."""
     gc.collect()
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):

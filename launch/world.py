@@ -1,4 +1,4 @@
-"""What a training of `tfdist-train` runs on: ranks and their strategy, or a TPU."""
+"""The devices of a training run: ranks and their strategy, or a TPU."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """What a training runs on.
+    """The devices of a training run.
 
     Attributes:
-        strategy: Its strategy.
-        size: How many ranks, or cores of a TPU.
-        data: How many of them see samples of their own.
-        is_chief: Whether this process talks to the user.
-        words: What it is, in words.
-        is_tpu: Whether it is a TPU: that wants batches of one size, and bfloat16.
-        steps_per_execution: How many steps run without a look from Keras.
+        strategy: The strategy.
+        size: Number of ranks, or of cores of a TPU.
+        data: Number of ranks or cores that receive different samples.
+        is_chief: Whether this process prints results.
+        words: A description.
+        is_tpu: Whether it is a TPU, which requires batches of one size and bfloat16.
+        steps_per_execution: Steps per call of Keras.
     """
 
     strategy: tf.distribute.Strategy
@@ -46,18 +46,18 @@ class World:
 
 
 class WorldFlags:
-    """The flags of a program that say what it runs on.
+    """The flags of a program for its devices and strategy.
 
     Args:
-        define: Defines them.
-        mesh: How the ranks are laid out.
+        define: The definer of the program's flags.
+        mesh: The flags of the mesh.
 
     Attributes:
-        steps_per_execution: The flag of the steps in one call.
-        communication_dtype: The flag of the dtype that gradients are sent in.
-        compression: The flag of what compresses them.
-        deterministic: The flag of runs that repeat bit for bit.
-        of_ranks: The others.
+        steps_per_execution: The flag for the steps per call.
+        communication_dtype: The flag for the dtype of communicated gradients.
+        compression: The flag for gradient compression.
+        deterministic: The flag for bitwise reproducible runs.
+        of_ranks: The other flags.
     """
 
     def __init__(self, define: FlagDefiner, mesh: MeshFlags):
@@ -66,7 +66,7 @@ class WorldFlags:
             "strategy",
             "auto",
             ["auto", "horovod", "multi_worker", "local", "tpu", "parameter_server"],
-            "Strategy; auto: by how the ranks were started",
+            "Strategy; auto: by the launcher of the ranks",
         )
         self._tpu = define.string(
             "tpu", "local", "Name or address of the TPU; local: this machine's"
@@ -89,18 +89,18 @@ class WorldFlags:
             "communication_dtype",
             "own",
             ["own", "bfloat16", "float16"],
-            "Dtype that gradients are sent in",
+            "Dtype of communicated gradients",
         )
         self.compression = define.string(
             "compression", "none", "powersgd[:RANK], topk[:RATIO], onebit, int8 or int4"
         )
         self.deterministic = define.boolean(
-            "deterministic", False, "The same numbers bit for bit in each run"
+            "deterministic", False, "Bitwise identical results in each run"
         )
         self._max_staleness = define.integer(
             "max_staleness",
             None,
-            "Steps that a worker of parameter servers may be ahead [no bound]",
+            "Steps that a worker of parameter servers may be ahead [no limit]",
             lower_bound=0,
             upper_bound=1 << 20,
         )
@@ -112,17 +112,17 @@ class WorldFlags:
             upper_bound=MOST_RANKS,
         )
         self._speculative = define.boolean(
-            "speculative", False, "Backup ranks redo the batches of slow workers"
+            "speculative", False, "Backup ranks repeat the batches of slow workers"
         )
         self._bucket_mib = define.integer(
             "bucket_mib",
             4,
-            "MiB of gradients that are sent at once",
+            "Size of a gradient bucket in MiB",
             lower_bound=1,
             upper_bound=1 << 20,
         )
         self._batch_shares = define.string(
-            "batch_shares", "equal", "Rows of a rank: equal, measured, or shares as 3,1"
+            "batch_shares", "equal", "Rows per rank: equal, measured, or shares such as 3,1"
         )
         self.of_ranks = (
             self._strategy,
@@ -145,22 +145,22 @@ class WorldFlags:
 
     @property
     def is_tpu(self) -> bool:
-        """Whether a TPU is asked for."""
+        """Whether a TPU is requested."""
         return self._strategy.value == "tpu"
 
     @property
     def has_servers(self) -> bool:
-        """Whether parameters are on servers, by the flag or by how this process was started."""
+        """Whether parameters are on servers, by the flag or by TF_CONFIG."""
         if self._strategy.value == "auto":
             try:
                 config = read_tf_config()
             except ValueError:
-                return False  # The strategy says what is wrong with it.
+                return False  # The strategy reports what is wrong with it.
             return config is not None and bool(config.servers)
         return self._strategy.value == "parameter_server"
 
     def planned(self, dtype: str) -> dict[str, Any]:
-        """What the planner is told: fields of `tfdist.addons.planner.Limits`, for a policy of dtypes."""
+        """The arguments of `tfdist.addons.planner.Limits` for these flags and a dtype policy."""
         found: dict[str, Any] = {}
         if self.compression.value != "none":
             found["zero_stages"] = (0, 1, 2)
@@ -169,12 +169,12 @@ class WorldFlags:
         return found
 
     def check(self, layout: Layout) -> None:
-        """Refuses flags that do not go together."""
+        """Reject flags that are incompatible."""
         check_compression(self.compression.name, self.compression.value)
         check_batch_shares(self._batch_shares.name, self._batch_shares.value)
         if self.compression.value != "none" and layout.zero_stage == 3:
             raise UsageError(
-                "--compression is for --zero_stage=0 to 2: ZeRO-3 sums gradients layer by layer. Received: "
+                "--compression is not supported with --zero_stage=3. Use --zero_stage=2. Received: "
                 f"--compression={self.compression.value} --zero_stage=3."
             )
         if self.has_servers:
@@ -182,35 +182,44 @@ class WorldFlags:
         else:
             received = f"--strategy={self._strategy.value}"
             refuse_ignored(
-                self._values, self._of_servers, "is for --strategy=parameter_server", received
+                self._values, self._of_servers, "requires --strategy=parameter_server", received
             )
         if not self.is_tpu:
             received = f"--strategy={self._strategy.value}"
-            refuse_ignored(self._values, (self._tpu,), "is for --strategy=tpu", received)
+            refuse_ignored(self._values, (self._tpu,), "requires --strategy=tpu", received)
             return
         for_ranks = (self._watchdog, *self._of_collectives)
-        refuse_ignored(self._values, for_ranks, "is for ranks", "--strategy=tpu")
+        refuse_ignored(self._values, for_ranks, "is not supported on a TPU", "--strategy=tpu")
         split = max(layout.tensor, layout.context, layout.pipeline) > 1
         if split or layout.zero_stage:
             given = as_given(self._values, (*self._mesh.mesh, self._mesh.zero))
-            raise UsageError(f"A TPU's cores are data-parallel. Received: --strategy=tpu {given}.")
+            raise UsageError(
+                "Model parallelism and ZeRO are not supported on a TPU. Received: --strategy=tpu "
+                f"{given}."
+            )
 
     def _check_servers(self, layout: Layout) -> None:
         received = "parameter servers"
-        refuse_ignored(self._values, self._of_collectives, "is for ranks", f"with {received}")
+        refuse_ignored(
+            self._values, self._of_collectives, f"is not supported with {received}", received
+        )
         if self._speculative.value and not self._backup_ranks.value:
             raise UsageError("--speculative requires --backup_ranks. Received: no --backup_ranks.")
         split = max(layout.tensor, layout.context, layout.pipeline, layout.expert) > 1
         if split or layout.zero_stage:
             given = as_given(self._values, (*self._mesh.mesh, self._mesh.zero))
             raise UsageError(
-                "Workers of parameter servers divide the data alone. Received: "
-                f"--strategy={self._strategy.value} {given}. Leave the latter out, or start the ranks "
-                "without --ps."
+                "Model parallelism and ZeRO are not supported with parameter servers. Received: "
+                f"--strategy={self._strategy.value} {given}. Omit the latter, or start the ranks without "
+                "--ps."
             )
 
     def make(self, layout: Layout) -> World:
-        """Meets the other ranks, or starts the TPU; a `UsageError` if the flags do not fit these."""
+        """Connect to the other ranks, or initialize the TPU.
+
+        Raises:
+            UsageError: The flags do not match the ranks or the TPU.
+        """
         if self.is_tpu:
             return self._make_tpu()
         if self.has_servers:
@@ -238,7 +247,7 @@ class WorldFlags:
             strategy = tpu(self._tpu.value)
         except NoTPUError as error:
             raise UsageError(
-                f"--strategy=tpu: {error} Leave --strategy out to train without one."
+                f"--strategy=tpu failed: {error} Omit --strategy to train without a TPU."
             ) from error
         cores = strategy.num_replicas_in_sync
         given = self.steps_per_execution
@@ -256,10 +265,10 @@ class WorldFlags:
                 watchdog_seconds=self._watchdog.value or YEAR,
             )
         except (ValueError, ParameterServerError) as error:
-            raise UsageError(f"--strategy={self._strategy.value}: {error}") from error
+            raise UsageError(f"--strategy={self._strategy.value} failed: {error}") from error
         size = strategy.num_workers
         words = f"{size} worker(s) of {type(strategy).__name__}"
-        # Each update has the batch of one worker, and its rate.
+        # Each update uses the batch of one worker, so the learning rate is not scaled.
         return World(
             strategy, size, 1, strategy.is_chief, words, False, self.steps_per_execution.value
         )
@@ -288,4 +297,4 @@ class WorldFlags:
         except (ValueError, ImportError) as error:
             shown = (self._strategy, *self._mesh.mesh, self._mesh.zero, self._batch_shares)
             given = as_given(self._values, shown) or f"--strategy={self._strategy.value}"
-            raise UsageError(f"{given}: {error}") from error
+            raise UsageError(f"{given} cannot be used: {error}") from error

@@ -1,1 +1,1 @@
-"""`tfdist-bench`: measures what this machine and its links do, and how a training scales on them."""
+"""`tfdist-bench`: benchmarks of this machine, its links, and the scaling of a training."""

@@ -1,18 +1,18 @@
-"""`tfdist-bench collectives`: time and bandwidth of collectives, beside the link and two cost models.
+"""`tfdist-bench collectives`: time and bandwidth of collectives, compared with the link and two models.
 
     tfdist-run -np 4 -- tfdist-bench collectives
     tfdist-run -np 2 -H host1:1,host2:1 -- tfdist-bench collectives --operations=all_reduce
 
-Bandwidths are those of nccl-tests (PERFORMANCE.md there). The algorithm's is the bytes of the
-operation by the time; for an all-gather and a reduce-scatter these are those of the whole. The bus
-bandwidth is that times what each rank has to send for a byte: 2 (n - 1) / n in an all-reduce, (n - 1) / n
-in the others that all take part in, 1 in a broadcast; no algorithm on n equal links has a higher one
-than the link. The link is measured first, from the first rank to the last: half of the time that a
-message of some bytes takes there and back is its latency, a message of 64 MiB tells its rate.
+Bandwidths are defined as in nccl-tests (PERFORMANCE.md there). The algorithm bandwidth is the bytes of the
+operation divided by its time; for an all-gather and a reduce-scatter these are the total bytes. The bus
+bandwidth is the algorithm bandwidth times the bytes that each rank has to send per byte: 2 (n - 1) / n in
+an all-reduce, 1 in a broadcast, (n - 1) / n in the others; on n equal links it cannot exceed that of the
+link. The link between the first and the last rank is measured first: its latency is half of the round-trip
+time of a small message, its rate is that of a message of 64 MiB.
 
-The models are those of Thakur, Rabenseifner and Gropp (2005), with the latency a and the seconds a
-byte b: a ring takes 2 (n - 1) a + 2 (n - 1) / n S b for an all-reduce of S bytes, a binary tree
-2 log2(n) (a + S b). What a rank spends on adding up is in neither.
+The models are those of Thakur, Rabenseifner and Gropp (2005), with the latency a and the seconds per
+byte b: a ring costs 2 (n - 1) a + 2 (n - 1) / n S b for an all-reduce of S bytes, a binary tree
+2 log2(n) (a + S b). Neither includes the time of summation.
 """
 
 from __future__ import annotations
@@ -34,40 +34,40 @@ from tfdist.launch.flag_values import FlagDefiner, output_file
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
 _OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-#: Of one tensor: what the memory of a machine holds some copies of.
+#: The largest tensor, of which several copies must fit into memory.
 _MOST_BYTES = 1 << 34
 
-_CHOSEN = _define.list("operations", list(_OPERATIONS), "Which, with commas between them")
+_CHOSEN = _define.list("operations", list(_OPERATIONS), "Operations, separated by commas")
 _SMALLEST = _define.integer(
     "min_bytes",
     4096,
-    "The smallest size",
+    "Smallest size",
     lower_bound=64,
     upper_bound=_MOST_BYTES,
 )
 _LARGEST = _define.integer(
     "max_bytes",
     64 << 20,
-    "The largest size",
+    "Largest size",
     lower_bound=64,
     upper_bound=_MOST_BYTES,
 )
 _FACTOR = _define.integer(
     "factor",
     16,
-    "From one size to the next",
+    "Factor between sizes",
     lower_bound=2,
     upper_bound=_MOST_BYTES,
 )
 _SECONDS = _define.float(
     "seconds",
     1.0,
-    "How long each is measured",
+    "Seconds per measurement",
     lower_bound=0.01,
     upper_bound=3600.0,
 )
-_BULK = _define.boolean("bulk", False, "Operations go through the engine, not peer to peer")
-_JSON = _define.string("json", None, "A file for the measurements")
+_BULK = _define.boolean("bulk", False, "Use the engine for all operations, not peer to peer")
+_JSON = _define.string("json", None, "File for the measurements")
 
 _LINK_BYTES = 64 << 20
 _WARM_UP = 3
@@ -78,8 +78,8 @@ class Link:
     """The link between two ranks.
 
     Attributes:
-        latency: Seconds until a small message has arrived.
-        rate: Bytes a second of a large one.
+        latency: Seconds for a small message to arrive.
+        rate: Bytes per second of a large message.
     """
 
     latency: float
@@ -91,10 +91,10 @@ class Line:
     """A measured operation.
 
     Attributes:
-        operation: Which.
-        bytes: Its size, as nccl-tests counts it.
-        ranks: How many took part.
-        seconds: The median time of one, on the slowest rank.
+        operation: Name of the operation.
+        bytes: Size, as defined by nccl-tests.
+        ranks: Number of ranks.
+        seconds: Median seconds on the slowest rank.
     """
 
     operation: str
@@ -104,32 +104,32 @@ class Line:
 
     @property
     def algorithm_rate(self) -> float:
-        """Bytes of the operation a second."""
+        """Algorithm bandwidth in bytes per second."""
         return self.bytes / self.seconds
 
     @property
     def bus_rate(self) -> float:
-        """Bytes a second that each rank's link has to carry at least."""
+        """Bus bandwidth in bytes per second: the minimum traffic of each rank's link."""
         return self.algorithm_rate * self.carried
 
     @property
     def carried(self) -> float:
-        """How much of the operation's bytes each rank's link has to carry at least.
+        """The minimum traffic of each rank's link, relative to the operation's bytes.
 
-        A broadcast is handed on in pieces, so that each link carries the whole once.
+        A pipelined broadcast sends all bytes once over each link.
         """
         n = self.ranks
         return {"all_reduce": 2 * (n - 1) / n, "broadcast": 1.0}.get(self.operation, (n - 1) / n)
 
 
 def ring_seconds(line: Line, link: Link) -> float:
-    """What a ring takes, by the model."""
+    """Seconds of a ring, by the model."""
     rounds = (line.ranks - 1) * (2 if line.operation == "all_reduce" else 1)
     return rounds * link.latency + line.carried * line.bytes / link.rate
 
 
 def tree_seconds(line: Line, link: Link) -> float | None:
-    """What a binary tree takes, by the model; None for what is not done with one."""
+    """Seconds of a binary tree, by the model; None for operations that do not use one."""
     levels = {"all_reduce": 2, "broadcast": 1}.get(line.operation)
     if levels is None:
         return None
@@ -137,7 +137,7 @@ def tree_seconds(line: Line, link: Link) -> float | None:
 
 
 def run(arguments: list[str] | None = None) -> None:
-    """Runs the program; its arguments begin with its name."""
+    """Run the program; `arguments` begins with the program's name."""
     PROGRAM.run(arguments)
 
 
@@ -145,11 +145,11 @@ def _check(_: list[str]) -> None:
     for name in _CHOSEN.value:
         if name not in _OPERATIONS:
             raise command.UsageError(
-                f"--operations are of {', '.join(_OPERATIONS)}. Received: {name!r}."
+                f"--operations must be some of {', '.join(_OPERATIONS)}. Received: {name!r}."
             )
     if _SMALLEST.value > _LARGEST.value:
         raise command.UsageError(
-            f"--min_bytes is at most --max_bytes. Received: --min_bytes={_SMALLEST.value} "
+            f"--min_bytes must be at most --max_bytes. Received: --min_bytes={_SMALLEST.value} "
             f"--max_bytes={_LARGEST.value}."
         )
     if _JSON.value is not None:
@@ -166,11 +166,11 @@ def _main(_) -> None:
     try:
         strategy = strategies.auto()
     except (ValueError, ImportError) as error:
-        raise command.UsageError(f"The ranks cannot meet: {error}") from error
+        raise command.UsageError(f"The rendezvous of the ranks failed: {error}") from error
     group = strategy.group()
     if group.size == 1:
         raise command.UsageError(
-            "A rank alone has nobody to talk to: tfdist-run -np 2 -- tfdist-bench collectives."
+            "Collectives require at least two ranks: tfdist-run -np 2 -- tfdist-bench collectives."
         )
     link = measure_link(group)
     if _BULK.value and isinstance(strategy.engine, P2PEngine):
@@ -189,10 +189,10 @@ def _main(_) -> None:
 
 
 def measure_link(group) -> Link:
-    """Latency and rate of the way from the group's first rank to its last.
+    """Measure latency and rate of the link from the group's first rank to its last.
 
-    Messages go as tensors of a pipeline do; an engine that cannot send from rank to rank makes a
-    group of these two of it.
+    Messages are sent like tensors of a pipeline; an engine without point-to-point messages uses a group
+    of these two ranks.
     """
     there_and_back = median_seconds(_ping(group, 64), group)
     large = median_seconds(_ping(group, _LINK_BYTES, back=64), group)
@@ -200,14 +200,14 @@ def measure_link(group) -> Link:
 
 
 def measure(operation: str, size: int, group) -> Line:
-    """One operation on tensors of float32."""
+    """Measure an operation on tensors of float32."""
     return Line(
         operation, size, group.size, median_seconds(_operation(operation, size, group), group)
     )
 
 
 def report(link: Link, lines: Sequence[Line]) -> str:
-    """A table, as nccl-tests prints one, with the models beside it."""
+    """A table as of nccl-tests, with additional columns for the models."""
     rows = []
     for line in lines:
         tree = tree_seconds(line, link)
@@ -226,25 +226,25 @@ def report(link: Link, lines: Sequence[Line]) -> str:
     head = ("operation", "bytes", "us", "alg GB/s", "bus GB/s", "of link", "ring us", "tree us")
     table = tabulate(rows, head, disable_numparse=True, colalign=("left",) + ("right",) * 7)
     return (
-        f"{lines[0].ranks} ranks; the link has {1e6 * link.latency:,.0f} us and "
-        f"{link.rate / 1e9:.3f} GB/s from rank to rank.\n{table}"
+        f"{lines[0].ranks} ranks; the link between ranks has {1e6 * link.latency:,.0f} us and "
+        f"{link.rate / 1e9:.3f} GB/s.\n{table}"
     )
 
 
 def _operation(name: str, size: int, group) -> Callable[[], Any]:
-    """A function of one operation, compiled and warm."""
+    """A compiled function that runs one operation."""
     import tensorflow as tf
 
     from tfdist import collectives
 
-    # An all-gather is counted by what comes out of it, the others by what goes in.
+    # The size is that of the output of an all-gather, and of the input of the others.
     elements = max(size // 4, group.size) // group.size * group.size
     own = tf.ones([elements // group.size if name == "all_gather" else elements])
     call = getattr(collectives, name)
 
     @tf.function
     def function(x):
-        # All that waits is one number, which is there when the whole is.
+        # Returns a single number, which is available when the whole result is.
         return call(x, group, name=f"bench/{name}/{size}")[0]
 
     return lambda: function(own).numpy()
@@ -276,7 +276,7 @@ def _ping(group, size: int, back: int | None = None) -> Callable[[], Any]:
 
 
 def median_seconds(function: Callable[[], Any], group) -> float:
-    """The median time of a call, on the slowest rank; all begin together, as often as the first says."""
+    """Median seconds of a call on the slowest rank; the first rank determines the number of calls."""
     import tensorflow as tf
 
     from tfdist import collectives
@@ -303,7 +303,7 @@ PROGRAM = command.Program(
     _main,
     _VALUES,
     usage="tfdist-bench collectives [flags]",
-    summary="Measures collectives on the ranks that tfdist-run, or another launcher, started.",
+    summary="Measures collectives on the ranks started by tfdist-run or another launcher.",
     check=_check,
 )
 

@@ -1,9 +1,9 @@
-"""`tfdist-bench peak`: the most that a rank does here, which a `Monitor` compares a training with.
+"""`tfdist-bench peak`: the peak compute rate and bandwidth of a rank, the reference of a `Monitor`.
 
     tfdist-run -np 2 -- tfdist-bench peak --output=peak.json
 
-All ranks multiply matrices at the same time, as in a training: ranks of one machine share it. What they
-send is measured by sums of 64 MiB, by the engine's own ring.
+All ranks multiply matrices at the same time, as in training, because ranks of a machine share it. The
+bandwidth is measured by all-reduces of 64 MiB.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SIZE = _define.integer(
     "size", 2048, "Rows and columns of a matrix", lower_bound=16, upper_bound=1 << 15
 )
 _SECONDS = _define.float(
-    "seconds", 5.0, "How long products are measured", lower_bound=0.1, upper_bound=3600.0
+    "seconds", 5.0, "Seconds to measure products", lower_bound=0.1, upper_bound=3600.0
 )
 _THREADS = _define.integer(
     "threads", 0, "Threads per rank; 0: TensorFlow's choice", lower_bound=0, upper_bound=4096
@@ -38,7 +38,7 @@ _SUMS = 9
 
 
 def run() -> None:
-    """The program."""
+    """Run the program."""
     PROGRAM.run()
 
 
@@ -62,7 +62,7 @@ def _main(_: None) -> None:
     try:
         strategy = strategies.auto()
     except (ValueError, ImportError) as error:
-        raise command.UsageError(f"The ranks cannot meet: {error}") from error
+        raise command.UsageError(f"The rendezvous of the ranks failed: {error}") from error
     world = strategy.group()
     own = measured_flops(_SIZE.value, _DTYPE.value, _SECONDS.value)
     flops = float(all_reduce(tf.constant(own, tf.float64), world, "mean", name="peak/flops"))
@@ -71,17 +71,17 @@ def _main(_: None) -> None:
         return
     peak = Peak(flops, rate)
     print(
-        f"peak={flops:.4g}: {big(flops)}FLOP/s of each of {world.size} ranks, in products of "
+        f"peak={flops:.4g}: {big(flops)}FLOP/s per rank on {world.size} ranks, in products of "
         f"{_SIZE.value} x {_SIZE.value} {_DTYPE.value}."
     )
     if rate is not None:
-        print(f"A rank sends {big(rate)}B/s in sums of 64 MiB over {world.size} ranks.")
+        print(f"{big(rate)}B/s per rank, in all-reduces of 64 MiB over {world.size} ranks.")
     if _OUTPUT.value is not None:
         peak.write(_OUTPUT.value, ranks=world.size, dtype=_DTYPE.value, size=_SIZE.value)
 
 
 def measured_flops(size: int, dtype: str, seconds: float) -> float:
-    """The floating-point operations of a second in products of square matrices: the median of turns."""
+    """Measure the median FLOP/s of products of square matrices."""
     import tensorflow as tf
 
     one, other = (tf.cast(tf.random.normal([size, size]), dtype) for _ in range(2))
@@ -101,7 +101,7 @@ def measured_flops(size: int, dtype: str, seconds: float) -> float:
 
 
 def measured_bandwidth(group) -> float:
-    """The bytes that a rank sends in a second, in a sum of a large array over the ranks."""
+    """Measure the bytes per second that a rank sends in an all-reduce of a large array."""
     import tensorflow as tf
 
     from tfdist.collectives import all_reduce
@@ -127,8 +127,8 @@ PROGRAM = command.Program(
     _main,
     _VALUES,
     usage="tfdist-bench peak [flags]",
-    summary="Measures the most floating-point operations a second of the ranks that tfdist-run, or "
-    "another launcher, started, and the most bytes that they send. Alone it measures one process.",
+    summary="Measures the peak FLOP/s and bandwidth of the ranks started by tfdist-run or another "
+    "launcher. Without a launcher it measures one process.",
     check=_check,
 )
 

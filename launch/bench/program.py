@@ -1,4 +1,4 @@
-"""`tfdist-bench`: measures collectives, buckets, the peak of a rank, and the scaling of a training."""
+"""`tfdist-bench`: measure collectives, buckets, the peak of a rank, and the scaling of a training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROGRAMS = {
 
 
 def run() -> None:
-    """The console script."""
+    """Run the console script."""
     program, *words = sys.argv
     if words and words[0] in PROGRAMS:
         PROGRAMS[words[0]].run([program, *words[1:]])
@@ -25,9 +25,9 @@ def run() -> None:
         "A program",
         ", ".join(PROGRAMS),
         usage="tfdist-bench PROGRAM [flags]",
-        summary="Measures. PROGRAM is buckets (the size of gradient buckets that suits a network), "
-        "collectives (time and bandwidth between ranks), peak (the most that a rank does) or scaling "
-        "(speed-up and efficiency of a training over its ranks); tfdist-bench PROGRAM --help tells more.",
+        summary="Runs a benchmark. PROGRAM is buckets (the best size of gradient buckets), collectives "
+        "(time and bandwidth between ranks), peak (the peak rate of a rank) or scaling (speed-up and "
+        "efficiency of a training over its ranks); see tfdist-bench PROGRAM --help.",
     )
 
 

@@ -1,6 +1,6 @@
-"""A script for `tfdist-bench scaling --model=`: trains a reference model on random data.
+"""The script of `tfdist-bench scaling --model=`: train a reference model on random data.
 
-`tfdist-run -np 2 -- python reference_training.py gpt 16`: the model, and the rows of an update.
+`tfdist-run -np 2 -- python reference_training.py gpt 16`, with the model and the rows of an update.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _IMAGE, _CLASSES = (28, 28, 1), 10
 
 
 def main(name: str, rows: int) -> None:
-    """Trains a model until it is stopped."""
+    """Train a model until the process is stopped."""
     random = np.random.default_rng(_SEED)
     strategy = tfdist.strategies.auto()
     keras.utils.set_random_seed(_SEED)

@@ -1,13 +1,13 @@
-"""`tfdist-bench scaling`: how a training scales with its ranks, measured and planned.
+"""`tfdist-bench scaling`: the measured and predicted scaling of a training with its ranks.
 
     tfdist-bench scaling --script=train.py --ranks=1,2,4
     tfdist-bench scaling --script="train.py --batch_size={batch}" --batch=64 --picture=scaling.png
 
 Runs the script under `tfdist-run` with each number of ranks, in turn, and times the steps of its `fit` after
-a warm-up; then the script is ended. With --batch it tells the script how many rows an update has, by
-`{batch}` in its arguments or the variable TFDIST_BENCH_BATCH: as many on all numbers of ranks for strong
-scaling, and as many times more as there are ranks for weak scaling. What the planner predicts stands beside:
-by the machine of --machine, or by the step of one rank and the all-reduce as the ranks measure it.
+a warm-up; then it ends the script. With --batch it passes the rows of an update to the script, by `{batch}` in
+its arguments or the variable TFDIST_BENCH_BATCH: the same number for strong scaling, and proportional to the
+ranks for weak scaling. The planner's prediction is based on the machine of --machine, or on the measured step
+of one rank and the measured all-reduce.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from tfdist.runtime.sessions import exit_on_signals, run_in_session
 from tfdist.utils.checks import one_line
 from tfdist.utils.errors import TfdistError
 
-#: The variable in which the script finds the batch of an update.
+#: The environment variable with the rows of an update.
 BATCH = "TFDIST_BENCH_BATCH"
-#: What the line of a rank begins with.
+#: The prefix of a rank's line of results.
 MARK = "tfdist-bench-scaling "
-#: Reference models, and rows of an update.
+#: Reference models, with the rows of an update.
 MODELS = {"convnet": 128, "gpt": 16}
 _REFERENCE = Path(__file__).with_name("reference_training.py")
 
@@ -57,60 +57,57 @@ _SCRIPT = _define.string(
     "script", None, "A Python script with its arguments, 'train.py --epochs=1'"
 )
 _MODEL = _define.enum("model", None, list(MODELS), "A reference model instead")
-_RANKS = _define.list("ranks", "1,2", "Numbers of ranks, the smallest to compare with")
+_RANKS = _define.list("ranks", "1,2", "Numbers of ranks; the smallest is the baseline")
 _BATCH = _define.integer(
     "batch",
     None,
-    "Rows of an update on the fewest ranks, for {batch} [the script's own]",
+    "Rows of an update on the fewest ranks, for {batch} [the script's default]",
     lower_bound=1,
     upper_bound=1 << 30,
 )
-_ENGINE = _define.enum("engine", "auto", ["auto", "horovod", "tensorflow"], "As of tfdist-run")
-_HOSTS = _define.string("H", None, "Hosts and their slots, as of tfdist-run [this machine]")
+_ENGINE = _define.enum("engine", "auto", ["auto", "horovod", "tensorflow"], "As for tfdist-run")
+_HOSTS = _define.string("H", None, "Hosts and their slots, as for tfdist-run [this machine]")
 _THREADS = _define.integer(
     "threads",
     None,
-    "Threads and cores of each rank, in all jobs [cores / most ranks]",
+    "Threads and cores per rank, in all jobs [cores / most ranks]",
     lower_bound=1,
     upper_bound=4096,
 )
-_STEPS = _define.integer(
-    "steps", 20, "Steps that are timed in a job", lower_bound=4, upper_bound=1_000_000
-)
+_STEPS = _define.integer("steps", 20, "Timed steps per job", lower_bound=4, upper_bound=1_000_000)
 _WARM_UP = _define.integer(
-    "warm_up", 5, "Steps that come before", lower_bound=1, upper_bound=1_000_000
+    "warm_up", 5, "Steps before the timed ones", lower_bound=1, upper_bound=1_000_000
 )
 _ROUNDS = _define.integer("rounds", 3, "Jobs of each kind", lower_bound=1, upper_bound=1000)
 _MACHINE = _define.string("machine", None, "A file of tfdist-plan calibrate, for the prediction")
-_JSON = _define.string("json", None, "A file for the findings")
-_PICTURE = _define.string("picture", None, "Draw the curves into this file (.png, .svg, .pdf)")
+_JSON = _define.string("json", None, "A file for the results")
+_PICTURE = _define.string("picture", None, "File for a plot of the curves (.png, .svg, .pdf)")
 _TIMEOUT = _define.float(
-    "timeout", 600.0, "Seconds that a job may take", lower_bound=1.0, upper_bound=YEAR
+    "timeout", 600.0, "Time limit of a job in seconds", lower_bound=1.0, upper_bound=YEAR
 )
 
-#: The line of a rank; before it tfdist-run writes which rank it is.
+#: The line of a rank, after the prefix of tfdist-run.
 _LINE = re.compile(rf"^(?:\[[^\]]*\] )?{MARK}(\{{.*\}})$", re.MULTILINE)
 _ERROR = re.compile(r"(?:\[[^\]]*\] )?[\w.]*(?:Error|Exception)\b.*|tfdist-run: .*")
-#: By how much the rows of a step may differ from what they should be: the last batch of an epoch may be
-#: a smaller one.
+#: The relative tolerance of the rows of a step, because the last batch of an epoch may be smaller.
 _ROWS_OFF = 0.1
 
 
 class ScalingError(TfdistError):
-    """The script cannot be measured, or has failed: one line says why."""
+    """The script cannot be measured, or has failed; with a one-line message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a rank is told.
+    """The settings of a rank.
 
     Attributes:
-        steps: How many are timed.
-        warm_up: How many come before.
-        batch: Rows of an update, for the script; None if it has its own.
-        machine: A calibrated machine, as JSON; None: `flops`, and the link as it is measured.
-        flops: FLOP/s that one rank was found to reach; None: this job finds it.
-        cores: How many of this machine's each rank computes on; None for all.
+        steps: Number of timed steps.
+        warm_up: Number of steps before them.
+        batch: Rows of an update, for the script; None for the script's default.
+        machine: A calibrated machine, as JSON; None to use `flops` and the measured link.
+        flops: FLOP/s of one rank; None if this job determines it.
+        cores: Cores of this machine per rank; None for all.
     """
 
     steps: int
@@ -131,11 +128,11 @@ class _Run(NamedTuple):
     machine: dict[str, Any] | None
 
     def has_devices(self) -> bool:
-        """Whether ranks compute elsewhere than on this machine's cores."""
+        """Whether ranks compute on GPUs or other hosts instead of this machine's cores."""
         return bool(_HOSTS.value or count_gpus())
 
     def crowded(self) -> frozenset[int]:
-        """Which numbers of ranks have more threads than there are cores."""
+        """The numbers of ranks that have more threads than there are cores."""
         if self.has_devices():
             return frozenset()
         return frozenset(each for each in self.ranks if each * self.threads > count_cores())
@@ -144,7 +141,7 @@ class _Run(NamedTuple):
 def _check(_: list[str]) -> _Run:
     if (_SCRIPT.value is None) == (_MODEL.value is None):
         raise UsageError(
-            "Say what to train: --script=train.py, or --model=convnet|gpt. Received: "
+            "tfdist-bench scaling requires either --script=train.py or --model=convnet|gpt. Received: "
             f"--script={_SCRIPT.value}, --model={_MODEL.value}."
         )
     if _JSON.value is not None:
@@ -159,10 +156,10 @@ def _check(_: list[str]) -> _Run:
         words = _words(_SCRIPT.value)
     if batch is None and any("{batch}" in word for word in words):
         raise UsageError(
-            "--script has {batch}, and nothing says how many rows. Received: no --batch. Give --batch=64."
+            "--script with {batch} requires --batch. Received: no --batch. Use, for example, --batch=64."
         )
     if _HOSTS.value is not None:
-        refuse_ignored(_VALUES, (_THREADS,), "is for ranks of this machine", "-H")
+        refuse_ignored(_VALUES, (_THREADS,), "cannot be combined with -H", "-H")
     threads = _THREADS.value or max(count_cores() // max(ranks), 1)
     return _Run(words, ranks, batch, threads, _machine())
 
@@ -173,7 +170,7 @@ def _numbers(texts: Sequence[str]) -> list[int]:
     except ValueError:
         found = []
     if len(found) < 2 or not 1 <= found[0] <= found[-1] <= MOST_RANKS:
-        raise refuse("ranks", ",".join(texts), "two or more numbers of ranks, as 1,2,4")
+        raise refuse("ranks", ",".join(texts), "two or more numbers of ranks, such as 1,2,4")
     return found
 
 
@@ -181,7 +178,7 @@ def _words(script: str) -> list[str]:
     try:
         words = shlex.split(script)
     except ValueError as error:
-        raise UsageError(f"--script: {error}. Received: {script!r}.") from None
+        raise UsageError(f"--script is not valid: {error}. Received: {script!r}.") from None
     if not words:
         raise refuse("script", script, "a Python script and its arguments")
     input_file("script", words[0])
@@ -195,7 +192,7 @@ def _machine() -> dict[str, Any] | None:
     try:
         return dataclasses.asdict(read_machine(os.path.expanduser(_MACHINE.value)))
     except (OSError, ValueError) as error:
-        raise UsageError(f"--machine: {error}") from None
+        raise UsageError(f"--machine cannot be used: {error}") from None
 
 
 def _main(run: _Run) -> int:
@@ -213,18 +210,18 @@ def _main(run: _Run) -> int:
         if _PICTURE.value:
             picture(Path(_PICTURE.value), curves)
     except (OSError, ImportError) as error:
-        raise UsageError(f"The findings cannot be written: {error}") from None
+        raise UsageError(f"The results cannot be written: {error}") from None
     return 0
 
 
 def _measure(run: _Run) -> list[Curve]:
-    """The curves of all rounds."""
+    """Measure the curves of all rounds."""
     base = run.ranks[0]
     strong: dict[int, list[Job]] = {ranks: [] for ranks in run.ranks}
     weak: dict[int, list[Job]] = {ranks: [] for ranks in run.ranks}
     takes_batch, flops = run.batch is not None, None
     for number in range(_ROUNDS.value):
-        # What the machine does slower and slower is not to look like a cost of ranks.
+        # The order alternates, so that a slowdown of the machine does not look like a cost of ranks.
         for ranks in run.ranks if number % 2 == 0 else run.ranks[::-1]:
             strong[ranks].append(_job(run, ranks, run.batch, flops))
             if ranks == base:
@@ -237,8 +234,8 @@ def _measure(run: _Run) -> list[Curve]:
     if run.batch is not None and not takes_batch:
         command.say(
             "tfdist-bench",
-            "--batch: a step has as many rows as without it, so only strong scaling is shown. The script "
-            "takes the batch from {batch} among its arguments or from TFDIST_BENCH_BATCH.",
+            "--batch does not change the rows of a step, so only strong scaling is measured. The script must "
+            "use {batch} in its arguments or TFDIST_BENCH_BATCH.",
         )
     crowded = run.crowded()
     curves = [_named(Curve(False, strong, crowded))]
@@ -252,10 +249,10 @@ def _is_near(one: float, other: float) -> bool:
 
 
 def _named(curve: Curve) -> Curve:
-    """The curve by what its steps had of rows: a script may give each rank a batch of its own.
+    """Classify the curve by the rows of its steps: a script may use a fixed batch per rank.
 
     Raises:
-        ScalingError: The rows are neither the same on all numbers of ranks nor the same of each rank.
+        ScalingError: Neither the rows of a step nor the rows per rank are constant.
     """
     base, one = curve.base, curve.rows(curve.base)
     if all(_is_near(curve.rows(n), one) or not one for n in curve.jobs):
@@ -263,21 +260,21 @@ def _named(curve: Curve) -> Curve:
     if all(_is_near(curve.rows(n), one * n / base) for n in curve.jobs):
         command.say(
             "tfdist-bench",
-            "The script gives each rank as many rows on any number of ranks: this is weak scaling.",
+            "The script uses a fixed number of rows per rank, so this is weak scaling.",
         )
         return dataclasses.replace(curve, weak=True)
     rows = ", ".join(f"{curve.rows(n)} on {n} ranks" for n in curve.jobs)
     raise ScalingError(
-        "Steps cannot be compared: their rows must be the same on all numbers of ranks, or as many times "
-        f"more as there are ranks. Received: {rows}."
+        "The rows of a step must be the same on all numbers of ranks, or proportional to the ranks. "
+        f"Received: {rows}."
     )
 
 
 def _job(run: _Run, ranks: int, batch: int | None, flops: float | None) -> Job:
-    """Runs the script on so many ranks.
+    """Run the script on a number of ranks.
 
     Raises:
-        ScalingError: It failed, or has too few steps of `fit`.
+        ScalingError: The script failed, or has too few steps of `fit`.
     """
     settings = Settings(
         steps=_STEPS.value,
@@ -304,7 +301,7 @@ def _job(run: _Run, ranks: int, batch: int | None, flops: float | None) -> Job:
         )
     except subprocess.TimeoutExpired:
         raise ScalingError(
-            f"{ranks} ranks took longer than --timeout={_TIMEOUT.value:g} seconds."
+            f"{ranks} ranks did not end within --timeout={_TIMEOUT.value:g} seconds."
         ) from None
     found = [json.loads(text) for text in _LINE.findall(done.stdout)]
     if len(found) == ranks:
@@ -314,10 +311,12 @@ def _job(run: _Run, ranks: int, batch: int | None, flops: float | None) -> Job:
     errors = [line for line in done.stdout.splitlines() if _ERROR.match(line)]
     if done.returncode:
         said = f": {one_line(errors[0])}" if errors else "."
-        raise ScalingError(f"{ranks} ranks: {script[0]} ended with code {done.returncode}{said}")
+        raise ScalingError(
+            f"{script[0]} failed on {ranks} ranks with exit code {done.returncode}{said}"
+        )
     raise ScalingError(
-        f"{ranks} ranks: {script[0]} ended before {_WARM_UP.value} + {_STEPS.value} steps of a Keras "
-        "`fit` were timed, the last batch of each epoch aside. Train more epochs, or lower --steps and --warm_up."
+        f"{script[0]} did not run {_WARM_UP.value} + {_STEPS.value} steps of a Keras `fit` on {ranks} ranks, "
+        "not counting the last batch of each epoch. Train more epochs, or lower --steps and --warm_up."
     )
 
 
@@ -337,7 +336,7 @@ PROGRAM = command.Program(
     _VALUES,
     usage="tfdist-bench scaling [flags]",
     summary="Times the steps of a training on several numbers of ranks, and prints speed-up and efficiency "
-    "of strong and weak scaling beside what the planner predicts.",
+    "of strong and weak scaling, with the planner's predictions.",
     check=_check,
 )
 

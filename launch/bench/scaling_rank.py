@@ -1,9 +1,9 @@
-"""A rank of `tfdist-bench scaling`: runs a script, and times steps of its `fit`.
+"""A rank of `tfdist-bench scaling`: run a script, and time the steps of its `fit`.
 
     python -m tfdist.launch.bench.scaling_rank SETTINGS train.py [arguments]
 
-SETTINGS is JSON of `Settings`. When enough steps are timed, more are run under a `Monitor` for the share of
-communication, the all-reduce is timed, a line of JSON goes to stdout, and the script ends.
+SETTINGS is JSON of `Settings`. After the timed steps, further steps run under a `Monitor` for the share of
+communication; then the all-reduce is timed, a line of JSON is printed on stdout, and the script is ended.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from tfdist.step.context import strategy_of
 
 _SIZES = (4096, 1 << 20, 1 << 22)
 _REPEATS = 8
-#: A fitted rate lies between these, in FLOP/s.
+#: Bounds of a fitted rate, in FLOP/s.
 _RATES = (1e3, 1e18)
 
 
 class StepClock(keras.callbacks.Callback):
-    """Times steps, then watches as many, then ends the script.
+    """Callback that times steps, monitors the same number of steps, and ends the script.
 
-    A step is what lies between the beginnings of two batches of an epoch: callbacks of batches and input
-    count, validation does not. The last batch of an epoch, which may be a smaller one, does not count
-    either, unless it is the only one.
+    A step is the time between the beginnings of two batches of an epoch, including batch callbacks and
+    input, but not validation. The last batch of an epoch, which may be smaller, does not count, unless it
+    is the only one.
 
     Args:
-        settings: How many steps.
+        settings: The number of steps.
     """
 
-    async_safe = True  # `fit` is to run as it does without this callback.
+    async_safe = True  # `fit` must run as it does without this callback.
 
     def __init__(self, settings: Settings):
         super().__init__()
@@ -65,39 +65,39 @@ class StepClock(keras.callbacks.Callback):
         self._watched = 0
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Begins to count the calls of an epoch."""
+        """Reset the count of calls."""
         self._calls = 0
 
     def on_train_batch_begin(self, batch, logs=None):
-        """The step before is over."""
+        """Record the previous step."""
         now = time.perf_counter()
         if self._calls:
             self._take(now - self._begin)
         self._begin, self._first = now, batch
 
     def on_train_batch_end(self, batch, logs=None):
-        """Counts the steps of a call; begins to watch, and ends the script, when it is time."""
+        """Count the steps of a call, and start monitoring or end the script after enough steps."""
         for value in list((logs or {}).values())[:1]:
-            np.asarray(value)  # A GPU is through with the step.
+            np.asarray(value)  # Waits for a GPU to complete the step.
         self._end = time.perf_counter()
         self._calls += 1
         self._steps = batch - self._first + 1
         self._seen += self._steps
         if self._monitor is not None:
             self._watched += self._steps
-            # The first call under the monitor traces its step, and is not in its figures.
+            # The first call under the monitor traces the step, and is not part of its results.
             if self._watched >= max(self._settings.steps, 2 * self._steps) + self._steps:
                 self._finish(self._monitor)
         elif len(self._seconds) * self._steps >= self._settings.steps:
             self._watch()
 
     def on_epoch_end(self, epoch, logs=None):
-        """The only call of an epoch counts."""
+        """Record the only call of an epoch."""
         if self._calls == 1:
             self._take(self._end - self._begin)
 
     def on_train_end(self, logs=None):
-        """A `fit` that ends while it is watched."""
+        """Report the results if `fit` ends while it is monitored."""
         if self._monitor is not None:
             self._finish(self._monitor)
 
@@ -129,7 +129,7 @@ class StepClock(keras.callbacks.Callback):
             "hidden": figures.get("communication_hidden"),
             **_predicted(self.model, self._settings, seconds, per_step),
         }
-        # One write: what other threads print goes before or after it.
+        # A single write, which output of other threads cannot split.
         os.write(1, f"\n{MARK}{json.dumps(found)}\n".encode())
         raise SystemExit(0)
 
@@ -137,7 +137,7 @@ class StepClock(keras.callbacks.Callback):
 def _predicted(
     model: keras.Model, settings: Settings, seconds: float, rows: float
 ) -> dict[str, Any]:
-    """What the planner says of this job, or why it says nothing; and the link as measured."""
+    """The planner's prediction for this job, or the reason why there is none, and the measured link."""
     found: dict[str, Any] = {}
     strategy = strategy_of(model)
     ranks = 1 if strategy is None else strategy.mesh.size
@@ -155,7 +155,7 @@ def _predicted(
             machine = machine_of(settings.machine)
         elif settings.flops is None:
             if ranks > 1:
-                raise ValueError("No step of one rank says how fast a rank is.")
+                raise ValueError("A prediction requires the step of one rank, which is not known.")
             machine = _fitted(described, layout, round(rows), seconds)
             found["flops"] = machine.flops[layout.precision.compute]
         else:
@@ -171,11 +171,11 @@ def _layout(model: keras.Model, strategy: Any) -> Layout:
     """The layout of a compiled model.
 
     Raises:
-        ValueError: The planner does not know what it would take.
+        ValueError: The planner does not support the layout.
     """
     axes = {} if strategy is None else strategy.mesh.shape
     if axes.get("pipeline", 1) > 1:
-        raise ValueError("A model that is cut into stages is not described.")
+        raise ValueError("Pipelined models are not supported by the prediction.")
     policy = model.dtype_policy.name
     optimizer: Any = model.optimizer
     inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -194,7 +194,7 @@ def _layout(model: keras.Model, strategy: Any) -> Layout:
 
 
 def _machine(flops: float, link: Link, ranks: int) -> Machine:
-    """A machine of ranks that reach so many FLOP/s; memory costs no time of its own."""
+    """A machine of ranks with the given FLOP/s, without a separate cost of memory."""
     return Machine(
         flops=dict.fromkeys(("float32", "bfloat16", "float16"), flops),
         memory=1e15,
@@ -203,13 +203,13 @@ def _machine(flops: float, link: Link, ranks: int) -> Machine:
         ranks_per_host=ranks,
         efficiency=1.0,
         memory_efficiency=1.0,
-        # Ranks of CPUs compute and send with the same processors.
+        # On CPUs, ranks compute and send with the same processors.
         overlap=0.8 if tf.config.list_physical_devices("GPU") else 0.0,
     )
 
 
 def _fitted(model: Any, layout: Layout, rows: int, seconds: float) -> Machine:
-    """The machine on which one rank's step takes what it took."""
+    """The machine on which the estimated step of one rank equals the measured one."""
     low, high = _RATES
     link = Link(1e-5, 1e9)
     while high / low > 1.001:
@@ -221,7 +221,7 @@ def _fitted(model: Any, layout: Layout, rows: int, seconds: float) -> Machine:
 
 
 def time_fits(clock: StepClock) -> None:
-    """Has each `fit` of a Keras model call a clock."""
+    """Patch `keras.Model.fit` to add a clock to its callbacks."""
     signature = inspect.signature(keras.Model.fit)
 
     def fit(model, *args, **kwargs):
@@ -232,14 +232,14 @@ def time_fits(clock: StepClock) -> None:
         else:
             single = isinstance(given, keras.callbacks.Callback)
             bound.arguments["callbacks"] = [*([given] if single else given or []), clock]
-        # Looked up now: a strategy has its own by then.
+        # Looked up on each call, because a strategy may override `fit`.
         return super(keras.Model, model).fit(*bound.args[1:], **bound.kwargs)
 
     keras.Model.fit = functools.wraps(keras.Model.fit)(fit)
 
 
 def keep_to_own_cores(count: int) -> None:
-    """Takes cores of its own for this rank, so that one rank alone has no more than one of many."""
+    """Pin this rank to separate cores, so that a single rank has no more cores than one of many."""
     config = read_tf_config()
     started = started_by_horovod() or (0 if config is None else config.index, 0)
     cores = sorted(os.sched_getaffinity(0))
@@ -248,7 +248,7 @@ def keep_to_own_cores(count: int) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Runs the script of the words, as `python` does."""
+    """Run the script of the command line, as `python` does."""
     settings = Settings(**json.loads(words[0]))
     if settings.cores is not None:
         keep_to_own_cores(settings.cores)

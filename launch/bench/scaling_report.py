@@ -1,8 +1,8 @@
-"""What `tfdist-bench scaling` found: efficiencies, the laws that fit, tables, JSON and a picture.
+"""Results of `tfdist-bench scaling`: efficiencies, fitted laws, tables, JSON and a plot.
 
-Strong scaling divides the same work among N ranks: the speed-up is T1 / TN, the efficiency T1 / (N TN) (Amdahl
+Strong scaling splits the same work over N ranks: the speed-up is T1 / TN, the efficiency T1 / (N TN) (Amdahl
 1967). Weak scaling gives each rank the same work: the speed-up is N T1 / TN, the efficiency T1 / TN
-(Gustafson 1988). Where the smallest job has several ranks, it stands in for one.
+(Gustafson 1988). The smallest job is the baseline, also if it has several ranks.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from tfdist.addons.planner import laws
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What the ranks of one job measured, the slowest of them.
+    """The measurements of the slowest rank of a job.
 
     Attributes:
-        seconds: The median time of a step.
-        rows: Rows of a step over all ranks; 0 where the steps do not say.
-        communication: The share of a step in which ranks wait for each other; None if it is not known.
-        predicted: Seconds of a step by the planner; None if it has no prediction.
-        unpredicted: Why it has none.
-        flops: FLOP/s that one rank was found to reach.
+        seconds: Median seconds of a step.
+        rows: Rows of a step over all ranks; 0 if unknown.
+        communication: The share of a step for exposed communication; None if unknown.
+        predicted: Seconds of a step predicted by the planner; None without a prediction.
+        unpredicted: The reason why there is no prediction.
+        flops: Fitted FLOP/s of one rank.
     """
 
     seconds: float
@@ -45,9 +45,9 @@ class Curve:
     """Strong or weak scaling.
 
     Attributes:
-        weak: Whether each rank has as much work as the one.
-        jobs: By number of ranks the jobs of all rounds; the smallest number comes first.
-        crowded: The numbers of ranks that share cores; they are not in fits.
+        weak: Whether the work grows with the number of ranks.
+        jobs: The jobs of all rounds by number of ranks, in ascending order.
+        crowded: The numbers of ranks that share cores, which are excluded from fits.
     """
 
     weak: bool
@@ -56,16 +56,16 @@ class Curve:
 
     @property
     def name(self) -> str:
-        """What it is called: `strong` or `weak`."""
+        """Name of the curve: `strong` or `weak`."""
         return "weak" if self.weak else "strong"
 
     @property
     def base(self) -> int:
-        """The smallest number of ranks."""
+        """Smallest number of ranks, the baseline."""
         return min(self.jobs)
 
     def seconds(self, ranks: int) -> float:
-        """The median time of a step over rounds."""
+        """Median seconds of a step over rounds."""
         return statistics.median(job.seconds for job in self.jobs[ranks])
 
     def rows(self, ranks: int) -> int:
@@ -73,22 +73,22 @@ class Curve:
         return self.jobs[ranks][0].rows
 
     def efficiencies(self, ranks: int) -> list[float]:
-        """By round, the efficiency beside the base of the same round."""
+        """The efficiency in each round, compared with the baseline of the same round."""
         pairs = zip(self.jobs[self.base], self.jobs[ranks], strict=True)
         return [self._efficiency(one.seconds, many.seconds, ranks) for one, many in pairs]
 
     def predicted(self, ranks: int) -> float | None:
-        """The efficiency by the planner's seconds."""
+        """The efficiency predicted by the planner."""
         one, many = (self.jobs[each][0].predicted for each in (self.base, ranks))
         return None if one is None or many is None else self._efficiency(one, many, ranks)
 
     def _efficiency(self, one: float, many: float, ranks: int) -> float:
-        # Ideal ranks take the base's seconds for its work a rank, however many make the base.
+        # Normalized to one rank, because the baseline may have several.
         whole = one if self.weak else one * self.base
         return laws.parallel_efficiency(whole, many, ranks, weak=self.weak)
 
     def serial(self) -> laws.Range | None:
-        """The serial share of the ranks that have cores of their own; None for fewer than two jobs."""
+        """The serial share, without crowded jobs; None for fewer than two jobs or without one rank."""
         ranks = [each for each in self.jobs if each not in self.crowded]
         if 1 not in ranks or len(ranks) < 2:
             return None
@@ -96,7 +96,7 @@ class Curve:
         return laws.serial_share(ranks, seconds, weak=self.weak)
 
     def law(self) -> str:
-        """What the law of this kind of scaling says, in a line; "" for too few jobs."""
+        """A one-line summary of the fitted law; "" for too few jobs."""
         share = self.serial()
         if share is None:
             return ""
@@ -110,15 +110,15 @@ class Curve:
                 f"(95%: {share.low:.1%} to {share.high:.1%})"
             )
         if share.value > 1:
-            return f"{text}: more than all of it, since more ranks do less in the same time."
+            return f"{text}: above 100%, because more ranks do less in the same time."
         if share.value < 0:
-            return f"{text}: less than nothing, since ranks do more together than each alone."
+            return f"{text}: below 0%, because the speed-up is superlinear."
         return f"{text}."
 
     def table(self) -> str:
-        """The table, and the law under it."""
+        """The table and the fitted law, as text."""
         base = "1 rank" if self.base == 1 else f"{self.base} ranks"
-        work = "the same rows a rank" if self.weak else "the same rows an update"
+        work = "the same rows per rank" if self.weak else "the same rows per update"
         lines = []
         for ranks, jobs in self.jobs.items():
             found = self.efficiencies(ranks)
@@ -143,21 +143,21 @@ class Curve:
             "step, ms",
             "speed-up",
             "efficiency",
-            "of the rounds",
+            "over rounds",
             "communication",
             "planned speed-up",
             "planned efficiency",
         )
         table = tabulate(lines, heads, disable_numparse=True, colalign=("right",) * len(heads))
-        parts = [f"{self.name.capitalize()} scaling: {work}, beside {base}", table]
+        parts = [f"{self.name.capitalize()} scaling: {work}, compared with {base}", table]
         if self.crowded & self.jobs.keys():
-            parts.append("* more threads than cores: not in fits.")
+            parts.append("* more threads than cores: excluded from fits.")
         reasons = {job.unpredicted for each in self.jobs.values() for job in each} - {""}
         parts += [f"No prediction: {reason}" for reason in sorted(reasons)]
         return "\n".join([*parts, *filter(None, [self.law()])])
 
     def as_json(self) -> dict[str, Any]:
-        """The same, with what each job measured."""
+        """The results as JSON, with the measurements of each job."""
         share = self.serial()
         return {
             "base": self.base,
@@ -178,7 +178,7 @@ class Curve:
 
 
 def picture(path: Path, curves: Sequence[Curve]) -> None:
-    """Draws speed-up and efficiency over ranks, measured, planned and ideal.
+    """Plot measured, predicted and ideal speed-up and efficiency over ranks.
 
     Raises:
         ImportError: matplotlib is not installed.

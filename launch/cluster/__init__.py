@@ -1,1 +1,1 @@
-"""`tfdist-launch`: what schedulers of clusters want to be told, written from flags."""
+"""`tfdist-launch`: job descriptions for the schedulers of clusters, written from flags."""

@@ -1,6 +1,6 @@
-"""A job as a Kubernetes Job: each rank a pod, which finds the others by name.
+"""A job as an indexed Kubernetes Job, in which each rank is a pod that connects to the others by name.
 
-The ranks use TensorFlow's own collectives, so the cluster needs no operator and the image no MPI.
+The ranks use TensorFlow's collectives, so that the cluster requires no operator and the image no MPI.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from tfdist.launch.cluster.pods import (
 from tfdist.launch.flag_values import UsageError
 from tfdist.runtime import exit_codes
 
-#: Where TensorFlow's server of each rank listens. Each pod has an address of its own.
+#: The port of each rank's TensorFlow server; pods have separate addresses.
 _PORT = 2222
 _INDEX = "JOB_COMPLETION_INDEX"
 
 
 def indexed_job(job: Job, pods: Pods) -> list[dict[str, Any]]:
-    """Returns the Service that gives the pods their names, and the Job."""
+    """The Service that gives the pods their names, and the Job."""
     for name in (_INDEX, "TF_CONFIG"):
         if name in job.environment:
             raise UsageError(
-                f"{name} tells each rank which it is, and is set for it. Received: --env={name}=..."
+                f"{name} cannot be set by --env, because the job sets it for each rank. Received: "
+                f"--env={name}=..."
             )
     check_names(job, f"{job.name}-{job.num_ranks - 1}")
     rank = container(
@@ -47,13 +48,13 @@ def indexed_job(job: Job, pods: Pods) -> list[dict[str, Any]]:
         directory=job.directory,
         resources=needs(job, pods, ranks=1),
     )
-    # A pod that failed is kept, for its log; the Job makes another.
+    # A failed pod is kept for its log, and the Job creates another.
     template = pod_template(job, pods, rank, restartPolicy="Never", subdomain=job.name)
     spec: dict[str, Any] = {
         "completions": job.num_ranks,
         "parallelism": job.num_ranks,
         "completionMode": "Indexed",
-        # A failure ends all ranks, and each of them counts.
+        # A failure ends all ranks, each of which counts.
         "backoffLimit": job.max_restarts * job.num_ranks,
         "podFailurePolicy": {"rules": _failure_rules()},
     }
@@ -71,7 +72,7 @@ def indexed_job(job: Job, pods: Pods) -> list[dict[str, Any]]:
 
 
 def _service(job: Job, pods: Pods) -> dict[str, Any]:
-    """A headless Service: it forwards nothing, and makes each pod's host name resolve."""
+    """The headless Service, which makes the pods' host names resolvable."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -79,7 +80,7 @@ def _service(job: Job, pods: Pods) -> dict[str, Any]:
         "spec": {
             "clusterIP": "None",
             "selector": {"batch.kubernetes.io/job-name": job.name},
-            # Ranks look for each other while they start.
+            # Ranks resolve each other's names before they are ready.
             "publishNotReadyAddresses": True,
             "ports": [{"name": "tensorflow", "port": _PORT}],
         },
@@ -87,13 +88,13 @@ def _service(job: Job, pods: Pods) -> dict[str, Any]:
 
 
 def _index() -> dict[str, Any]:
-    """The variable that the Job would add itself, at the end, where TF_CONFIG could not use it."""
+    """The variable of the index, defined before TF_CONFIG, which refers to it."""
     path = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     return {"name": _INDEX, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def _tf_config(job: Job) -> str:
-    """TF_CONFIG of every rank: Kubernetes puts each pod's index in the reference's place."""
+    """The TF_CONFIG of all ranks, with a reference that Kubernetes replaces by the pod's index."""
     hosts = [f"{job.name}-{rank}.{job.name}:{_PORT}" for rank in range(job.num_ranks)]
     index = f"$({_INDEX})"
     task = {"type": "worker", "index": index}
@@ -102,7 +103,7 @@ def _tf_config(job: Job) -> str:
 
 
 def _failure_rules() -> list[dict[str, Any]]:
-    """What is no failure of the program, and failures after which a restart would not help."""
+    """Rules that ignore disruptions, and fail the Job for errors that a restart would not fix."""
 
     def on(code: int) -> dict[str, Any]:
         return {"containerName": "rank", "operator": "In", "values": [code]}

@@ -1,4 +1,4 @@
-"""The objects of a job for Kubernetes, and the flags that only Kubernetes has."""
+"""The Kubernetes objects of a job, and the flags specific to Kubernetes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfdist.launch.flag_values import FlagDefiner, UsageError, refuse_ignored
 _VOLUME = re.compile(r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?):(/[^:\s]+)(:ro)?")
 
 SUMMARY = "Writes the Kubernetes objects that run a command on many ranks."
-#: The command that takes the objects.
+#: The command that submits the objects.
 SUBMIT = "kubectl apply -f"
 
 VALUES = flags.FlagValues()
@@ -53,17 +53,19 @@ FOLDED = {
 
 
 def from_flags(command: list[str]) -> str:
-    """Returns the objects that the flags ask for, as YAML."""
+    """The objects of the flags, as YAML."""
     job = JOB.read(command)
     if _IMAGE.value is None:
-        raise UsageError("Say what image the pods run: --image=registry/name:tag. Received: none.")
+        raise UsageError(
+            "tfdist-launch kubernetes requires an image: --image=registry/name:tag. Received: none."
+        )
     for flag in (_IMAGE, _NAMESPACE, _QUEUE, _GPU_RESOURCE):
         check_name(flag.name, flag.value)
     for name, path in (("chdir", job.directory), ("ssh_auth_mount_path", _SSH.value)):
         if path is not None:
             check_path(name, path)
     if not job.gpu:
-        refuse_ignored(VALUES, (_GPU_RESOURCE,), "is for --gpu", "alone")
+        refuse_ignored(VALUES, (_GPU_RESOURCE,), "requires --gpu", "alone")
     volumes = [_volume(text) for text in _VOLUMES.value or ()]
     check_mounts([path for _, path, _ in volumes])
     pods = Pods(
@@ -85,20 +87,20 @@ def from_flags(command: list[str]) -> str:
 
 
 def _check_is_for_a_job() -> None:
-    """Refuses flags that say nothing of a Job."""
+    """Reject flags that do not apply to a Job."""
     if JOB.places_ranks:
         raise UsageError(
-            "In a Job each rank is a pod, and Kubernetes chooses its node: set their number with -np, or "
-            f"use --kind=mpijob. Received: {JOB.places_ranks}."
+            "--nodes and --ranks_per_node require --kind=mpijob, because Kubernetes places the pods of a "
+            f"Job. Received: {JOB.places_ranks}. Use -np, or --kind=mpijob."
         )
-    refuse_ignored(VALUES, (_LAUNCHER, _SSH), "is for --kind=mpijob", "--kind=job")
+    refuse_ignored(VALUES, (_LAUNCHER, _SSH), "requires --kind=mpijob", "--kind=job")
 
 
 def _volume(text: str) -> tuple[str, str, bool]:
     found = _VOLUME.fullmatch(text)
     if found is None:
         raise UsageError(
-            "--volume is CLAIM:/path, or CLAIM:/path:ro for reading only. Received: "
+            "--volume must be CLAIM:/path, or CLAIM:/path:ro for read-only access. Received: "
             f"--volume={text}."
         )
     check_path("volume", found[3])

@@ -1,4 +1,4 @@
-"""What Kubernetes allows in names, labels, resources and paths, told before a cluster does.
+"""Checks of names, labels, resources and paths by the rules of Kubernetes.
 
 https://kubernetes.io/docs/concepts/overview/working-with-objects/labels/
 
@@ -16,17 +16,17 @@ from tfdist.launch.flag_values import UsageError, refuse
 
 _WORD = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
-#: With the slash behind it.
+#: Including the slash after it.
 _DOMAIN = r"(?=[^/]{1,253}/)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/"
 #: A host with a port, folders and a name, a tag, a digest; the length is that of OCI's registries.
 _IMAGE = (
     r"(?=[^@]{1,255}(@|$))([A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]+)?/)?[a-z0-9][a-z0-9._/-]*"
     r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@[a-z0-9]+:[0-9a-f]{32,})?"
 )
-_LABEL_MEANING = "small letters, digits and hyphens, at most 63 of them"
-#: By flag, what its value looks like, and how a message says so.
+_LABEL_MEANING = "lowercase letters, digits and hyphens, at most 63 characters"
+#: By flag, the pattern of its value, and its description in messages.
 _NAMES = {
-    "gpu_resource": (f"{_DOMAIN}{_WORD}", "a domain and a name, as nvidia.com/gpu"),
+    "gpu_resource": (f"{_DOMAIN}{_WORD}", "a domain and a name, such as nvidia.com/gpu"),
     "image": (_IMAGE, "the name of an image, registry/name:tag or registry/name@digest"),
     "namespace": (_LABEL, _LABEL_MEANING),
     "queue": (_LABEL, _LABEL_MEANING),
@@ -35,14 +35,14 @@ _SHARED_MEMORY = "/dev/shm"
 
 
 def check_name(flag: str, name: str | None) -> None:
-    """Checks a name by its flag; None is allowed."""
+    """Check a name by the pattern of its flag; None is allowed."""
     pattern, meaning = _NAMES[flag]
     if name is not None and re.fullmatch(pattern, name, re.ASCII) is None:
         raise refuse(flag, name, meaning)
 
 
 def labels_of(flag: str, texts: Sequence[str]) -> dict[str, str]:
-    """Reads labels, `KEY=VALUE`."""
+    """Parse labels of the form `KEY=VALUE`."""
     found = key_values(f"--{flag}", texts)
     for key, value in found.items():
         if not re.fullmatch(f"({_DOMAIN})?{_WORD}=({_WORD})?", f"{key}={value}", re.ASCII):
@@ -56,18 +56,17 @@ def labels_of(flag: str, texts: Sequence[str]) -> dict[str, str]:
 
 
 def check_path(flag: str, path: str) -> None:
-    """Checks a path in a container: absolute, not the root, without a colon or a `..`."""
+    """Check a path in a container: absolute, not the root, without a colon or `..`."""
     if not path.startswith("/") or ":" in path or ".." in path.split("/") or not path.strip("/"):
         raise refuse(flag, path, "an absolute path in the pods, without : and ..")
 
 
 def check_mounts(paths: Sequence[str]) -> None:
-    """Checks that no two volumes have the same path."""
+    """Check that all volumes have different paths."""
     seen = {_SHARED_MEMORY}
     for path in map(posixpath.normpath, paths):
         if path in seen:
             raise UsageError(
-                f"--volume: each has a path of its own, and {_SHARED_MEMORY} is taken. "
-                f"Received: {path}."
+                f"--volume must have a unique path other than {_SHARED_MEMORY}. Received: {path}."
             )
         seen.add(path)

@@ -1,4 +1,4 @@
-"""`tfdist-launch`: writes what Slurm or Kubernetes needs to run a command on many ranks.
+"""`tfdist-launch`: write a Slurm script or Kubernetes objects that run a command on many ranks.
 
 tfdist-launch slurm -np 8 --nodes=2 --time=12h -- python train.py > job.sh
 """
@@ -18,7 +18,7 @@ _SCHEDULERS = {"slurm": sbatch, "kubernetes": kubernetes}
 
 
 def run() -> None:
-    """The console script."""
+    """Run the console script."""
     program, *words = sys.argv
     if words and words[0] in PROGRAMS:
         PROGRAMS[words[0]].run([program, *words[1:]])
@@ -28,13 +28,13 @@ def run() -> None:
         "The scheduler",
         names,
         usage="tfdist-launch SCHEDULER [flags] -- command [arguments]",
-        summary="Writes what a scheduler needs to run a command on many ranks. SCHEDULER is "
-        f"{names}; tfdist-launch SCHEDULER --help tells more.",
+        summary="Writes a job for a scheduler that runs a command on many ranks. SCHEDULER is "
+        f"{names}; see tfdist-launch SCHEDULER --help.",
     )
 
 
 def _check(scheduler: ModuleType, words: list[str]) -> str:
-    """The text that is to be written."""
+    """The text to write."""
     for word in words:
         if not word.isascii() and not word.encode(errors="replace").decode() == word:
             raise command.UsageError(f"The command must be UTF-8 text. Received: {word!r}.")
@@ -50,11 +50,11 @@ def _main(scheduler: ModuleType, text: str) -> int:
         print(text, end="")
         return 0
     Path(output).write_text(text, encoding="utf-8")
-    command.say("tfdist-launch", f"to start it: {scheduler.SUBMIT} {output}")
+    command.say("tfdist-launch", f"start it with: {scheduler.SUBMIT} {output}")
     return 0
 
 
-#: By scheduler.
+#: The programs, by scheduler.
 PROGRAMS = {
     name: command.Program(
         functools.partial(_main, scheduler),

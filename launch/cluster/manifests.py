@@ -1,4 +1,4 @@
-"""Kubernetes objects as YAML that means the same to every parser."""
+"""Kubernetes objects as YAML that all parsers read identically."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import yaml
 
-#: What no version of YAML takes for anything but a string. All else is put in quotes: PyYAML
-#: leaves `1e3` as it is, and Kubernetes' parser reads a number.
+#: Texts that are strings in all versions of YAML. Others are quoted: PyYAML does not quote `1e3`, which
+#: Kubernetes' parser reads as a number.
 _PLAIN = re.compile(r"(-{0,2}[A-Za-z]|/)[A-Za-z0-9/._=-]*(:[A-Za-z0-9/._=-]+)*")
 _WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what may be misread, and writes the same part twice instead of pointing at it."""
+    """A dumper that quotes ambiguous strings, and repeats shared parts instead of using aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -34,7 +34,7 @@ _Dumper.add_representer(str, _represent_string)
 
 
 def to_yaml(comment: str, objects: Sequence[dict[str, Any]]) -> str:
-    """Writes objects as one stream of documents, behind a comment."""
+    """Format objects as one stream of documents, after a comment."""
     documents = yaml.dump_all(
         objects,
         Dumper=_Dumper,

@@ -1,6 +1,6 @@
-"""A job as an MPIJob of Kubeflow's mpi-operator: pods that wait, and a launcher that starts ranks.
+"""A job as an MPIJob of Kubeflow's mpi-operator: worker pods, and a launcher that starts ranks.
 
-The operator gives all pods a key for ssh, and the launcher a file with the hosts and their slots.
+The operator gives all pods an ssh key, and the launcher a file with the hosts and their slots.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tfdist.launch.flag_values import UsageError
 
 _HOSTFILE = "/etc/mpi/hostfile"
 _ROOT_SSH = "/root/.ssh"
-#: Of what starts the ranks, and is none.
+#: Resources of the launcher, which is not a rank.
 _LAUNCHER_RESOURCES = {"cpu": "1", "memory": "2Gi"}
 _WAIT = 'for host; do until getent hosts "$host" > /dev/null; do sleep 1; done; done'
 
@@ -32,20 +32,20 @@ _WAIT = 'for host; do until getent hosts "$host" > /dev/null; do sleep 1; done; 
 def mpi_job(
     job: Job, pods: Pods, *, launcher: str = "tfdist-run", ssh: str | None = None
 ) -> dict[str, Any]:
-    """Returns the MPIJob; what the job calls a node is a pod.
+    """The MPIJob, in which each node of the job is a pod.
 
     Args:
         job: The job.
-        pods: Its pods.
-        launcher: What starts the ranks: "tfdist-run", or "mpirun" of Open MPI.
-        ssh: Where the key is mounted: the folder .ssh of the user of the pods; root's by default.
+        pods: The settings of its pods.
+        launcher: The program that starts the ranks: "tfdist-run", or "mpirun" of Open MPI.
+        ssh: The path at which the key is mounted: the folder .ssh of the pods' user; root's by default.
     """
     check_names(job, f"{job.name}-worker-{job.nodes - 1}")
     if ssh is None:
         if pods.user:
             raise UsageError(
-                "Say where the key for ssh goes, --ssh_auth_mount_path=/home/NAME/.ssh of the user "
-                f"that the image has. Received: --run_as_user={pods.user} alone."
+                "--run_as_user requires --ssh_auth_mount_path=/home/NAME/.ssh of the image's user. "
+                f"Received: --run_as_user={pods.user} alone."
             )
         ssh = _ROOT_SSH
     as_root = ssh == _ROOT_SSH
@@ -61,7 +61,7 @@ def mpi_job(
             "slotsPerWorker": job.ranks_per_node,
             "mpiImplementation": "OpenMPI",
             "sshAuthMountPath": ssh,
-            # Before the workers are there it could only fail to reach them.
+            # Earlier, the launcher could not connect to the workers.
             "launcherCreationPolicy": "WaitForWorkersReady",
             "runPolicy": run_policy,
             "mpiReplicaSpecs": {
@@ -73,14 +73,14 @@ def mpi_job(
 
 
 def _hosts(job: Job) -> list[str]:
-    """The workers' names, as the operator gives them; ranks are put on them in this order."""
+    """The workers' host names, as assigned by the operator, in the order of ranks."""
     return [f"{job.name}-worker-{index}.{job.name}" for index in range(job.nodes)]
 
 
 def _worker(job: Job, pods: Pods, ssh: str) -> dict[str, Any]:
     command = ["/usr/sbin/sshd", "-De"]
     if ssh != _ROOT_SSH:
-        # A user other than root has settings of its own; the operator's images keep them here.
+        # Users other than root require separate settings, which the operator's images have here.
         command += ["-f", posixpath.join(posixpath.dirname(ssh), ".sshd_config")]
     room = needs(job, pods, job.ranks_per_node)
     worker = container(pods, "worker", command, resources=room)
@@ -99,7 +99,7 @@ def _launcher(
         directory=job.directory,
         resources=_LAUNCHER_RESOURCES,
     )
-    # ssh to a host that has no name yet fails at once.
+    # ssh fails immediately if a host name does not resolve yet.
     waiting = container(
         pods,
         "wait-for-workers",
@@ -107,24 +107,24 @@ def _launcher(
         resources=_LAUNCHER_RESOURCES,
     )
     template = pod_template(job, pods, launcher, first=[waiting])
-    # Each start is a pod with a log of its own.
+    # Each start is a new pod with a separate log.
     return {"replicas": 1, "restartPolicy": "Never", "template": template}
 
 
 def _by_tfdist_run(job: Job) -> tuple[list[str], dict[str, str]]:
-    """The beginning of the command that starts the ranks, and its variables, which they get."""
+    """The beginning of the command that starts the ranks, and its environment variables."""
     hosts = ",".join(f"{host}:{job.ranks_per_node}" for host in _hosts(job))
     words = ["tfdist-run", "-np", str(job.num_ranks), "-H", hosts]
     return [*words, f"--save_seconds={job.save_seconds}", "--"], job.variables
 
 
 def _by_mpirun(job: Job, as_root: bool) -> tuple[list[str], dict[str, str]]:
-    """The same with Open MPI's mpirun, which gives ranks no time to save after a SIGTERM."""
-    # Where ranks meet that have no MPI of their own: mpirun puts the first on the first host.
+    """The same for Open MPI's mpirun, which gives ranks no time to save after a SIGTERM."""
+    # The rendezvous address of ranks without MPI; mpirun starts the first rank on the first host.
     variables = {"MASTER_ADDR": _hosts(job)[0], **job.variables}
     words = ["mpirun", *(["--allow-run-as-root"] if as_root else [])]
     words += ["-np", str(job.num_ranks), "--hostfile", _HOSTFILE]
-    # A rank uses more than one core; what it prints comes behind its number.
+    # Ranks use several cores; their output is prefixed by their number.
     words += ["--map-by", "slot", "--bind-to", "none", "--tag-output"]
     for name in dict.fromkeys(["PATH", "LD_LIBRARY_PATH", *variables]):
         words += ["-x", name]

@@ -1,4 +1,4 @@
-"""The pods of a job in Kubernetes: what they are made of, and what they are called."""
+"""The pods of a job in Kubernetes: their names and specifications."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from tfdist.launch.cluster.job_flags import Job, in_units
 from tfdist.launch.flag_values import UsageError
 
-#: Beyond what saving takes: the ranks go, and their launcher after them.
+#: Seconds after saving for the ranks and then their launcher to end.
 _MARGIN_SECONDS = 30
 _HOST = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _MOST_CHARACTERS = 63
@@ -18,17 +18,17 @@ _MOST_CHARACTERS = 63
 
 @dataclasses.dataclass(frozen=True)
 class Pods:
-    """What only Kubernetes is told.
+    """The settings of pods.
 
     Attributes:
         image: The image of all containers.
-        namespace: Of all objects, or None for that of whoever applies them.
-        volumes: Names of claims, where they are mounted, and whether for reading only.
-        shared_memory: MiB that /dev/shm may hold.
-        gpu_resource: What the cluster calls a GPU.
-        node_selector: Labels of the nodes that pods run on.
-        queue: Of Kueue, or None.
-        user: The user id in the pods, or None for the image's.
+        namespace: Namespace of all objects, or None for the default of kubectl.
+        volumes: For each volume the name of its claim, its mount path, and whether it is read-only.
+        shared_memory: Size of /dev/shm in MiB.
+        gpu_resource: Resource name of a GPU.
+        node_selector: Labels that the nodes of pods must have.
+        queue: Queue of Kueue, or None.
+        user: User id in the pods, or None for that of the image.
     """
 
     image: str
@@ -42,21 +42,21 @@ class Pods:
 
 
 def check_names(job: Job, longest_host: str) -> None:
-    """Refuses names that Kubernetes would not take; the last pod has the longest host name."""
+    """Reject invalid names of the job, and host names that are too long."""
     if _HOST.fullmatch(job.name) is None:
         raise UsageError(
-            "--name is a host name in Kubernetes: small letters, digits and hyphens, a letter "
-            f"first. Received: --name={job.name}."
+            "--name must be a host name in Kubernetes: lowercase letters, digits and hyphens, beginning "
+            f"with a letter. Received: --name={job.name}."
         )
     if len(longest_host) > _MOST_CHARACTERS:
         raise UsageError(
-            f"--name is too long: hosts are named by it, {longest_host}, and a host has at most "
-            f"{_MOST_CHARACTERS} characters. Received: {len(longest_host)}."
+            f"--name must be shorter: the host name {longest_host} must have at most {_MOST_CHARACTERS} "
+            f"characters. Received: {len(longest_host)}."
         )
 
 
 def metadata(job: Job, pods: Pods) -> dict[str, Any]:
-    """Name, namespace and labels of an object of the job."""
+    """The name, namespace and labels of an object of the job."""
     labels = {"app.kubernetes.io/name": job.name, "app.kubernetes.io/managed-by": "tfdist-launch"}
     if pods.queue is not None:
         labels["kueue.x-k8s.io/queue-name"] = pods.queue
@@ -65,12 +65,12 @@ def metadata(job: Job, pods: Pods) -> dict[str, Any]:
 
 
 def literal(text: str) -> str:
-    """Keeps Kubernetes from reading `$(NAME)` in a command or a value as one of its references."""
+    """Escape a text, so that Kubernetes does not expand `$(NAME)` in it."""
     return text.replace("$", "$$")
 
 
 def environment(variables: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Variables of a container, which means just what they say."""
+    """Environment variables of a container, with literal values."""
     return [{"name": name, "value": literal(text)} for name, text in variables.items()]
 
 
@@ -85,8 +85,8 @@ def container(
 ) -> dict[str, Any]:
     """A container of the pods.
 
-    Kubernetes reads `$(NAME)` in the command and in the variables: see `literal`. Where no
-    directory is named, the image's counts.
+    Kubernetes expands `$(NAME)` in the command and in the variables: see `literal`. The default
+    directory is that of the image.
     """
     mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     for place, (_, path, _) in enumerate(pods.volumes):
@@ -97,14 +97,14 @@ def container(
         "command": list(command),
         **({} if directory is None else {"workingDir": directory}),
         **({"env": list(env)} if env else {}),
-        # As much as is asked for and no more: pods of which this is true are evicted last.
+        # Pods whose requests equal their limits are evicted last.
         "resources": {"requests": dict(resources), "limits": dict(resources)},
         "volumeMounts": mounts,
     }
 
 
 def needs(job: Job, pods: Pods, ranks: int) -> dict[str, str]:
-    """What a number of ranks need."""
+    """The resources of a number of ranks."""
     amounts = {"cpu": str(job.cpus * ranks)}
     if job.memory is not None:
         amounts["memory"] = f"{in_units(job.memory * ranks)}i"
@@ -121,14 +121,14 @@ def pod_template(
     first: Sequence[Mapping[str, Any]] = (),
     **fields: Any,
 ) -> dict[str, Any]:
-    """The template of a pod with one container, and with others that end `first`.
+    """The template of a pod with the container `only`, and the init containers `first`.
 
-    More fields of its specification have Kubernetes' names.
+    `fields` are further fields of the pod's specification, by their names in Kubernetes.
     """
     grace = job.save_seconds + _MARGIN_SECONDS
     spec = {**fields, "terminationGracePeriodSeconds": grace}
     if pods.user is not None:
-        # The group gets access to the volumes.
+        # fsGroup gives the user access to the volumes.
         spec["securityContext"] = {"runAsUser": pods.user, "fsGroup": pods.user}
     if pods.node_selector:
         spec["nodeSelector"] = dict(pods.node_selector)
@@ -137,7 +137,7 @@ def pod_template(
     for place, (claim, _, read_only) in enumerate(pods.volumes):
         source = {"claimName": claim, **({"readOnly": True} if read_only else {})}
         volumes.append({"name": f"volume-{place}", "persistentVolumeClaim": source})
-    # The proxy of a service mesh would stand between the ranks, and outlive them.
+    # The proxy of a service mesh would intercept messages between ranks, and outlive them.
     labels = {"app.kubernetes.io/name": job.name, "sidecar.istio.io/inject": "false"}
     return {
         "metadata": {"labels": labels},

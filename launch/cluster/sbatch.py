@@ -1,4 +1,4 @@
-"""The batch script of a job for Slurm, and the flags that only Slurm has."""
+"""The Slurm batch script of a job, and the flags specific to Slurm."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tfdist.launch.cluster.job_flags import Job, JobFlags, in_units, refuse_odd
 from tfdist.launch.flag_values import FlagDefiner, UsageError, refuse, refuse_ignored
 from tfdist.runtime import exit_codes
 
-#: From the end of saving to the end of the time: the ranks go, and the job returns to the queue.
-#: Slurm's clock is coarse, too.
+#: Seconds between saving and the time limit, for the ranks to end and the job to be requeued, and for the
+#: coarse resolution of Slurm's clock.
 _MARGIN_SECONDS = 60
 
-#: Options of sbatch that have another name as a flag.
+#: Options of sbatch whose flags have other names.
 _FLAGS = {"job-name": "name", "output": "log", "gpus-per-node": "gpu_type"}
 
-#: Options of sbatch that the script has by itself, and the flags that say what they are.
+#: Options of sbatch that the script always sets, and their flags.
 _TAKEN = {
     **dict.fromkeys(("--job-name", "-J"), "--name"),
     **dict.fromkeys(("--nodes", "-N"), "--nodes"),
@@ -39,14 +39,14 @@ _TAKEN = {
     **dict.fromkeys(("--signal",), "--save_seconds"),
 }
 _WORD = re.compile(r"\w[\w.,:@+%=-]*", re.ASCII)
-#: What file systems take as the name of a log, with a number and an ending.
+#: The name is part of the log's file name, whose length file systems limit.
 _MOST_OF_A_NAME = 128
 
 SUMMARY = (
     "Writes a Slurm batch script that runs a command on many ranks, lets them save before the time "
     "limit, and requeues the job."
 )
-#: The command that takes the script.
+#: The command that submits the script.
 SUBMIT = "sbatch"
 
 VALUES = flags.FlagValues()
@@ -57,7 +57,7 @@ _ACCOUNT = _define.string("account", None, "Account to charge")
 _SETUP = _define.repeated("setup", "Shell line to run first")
 _LOG = _define.string("log", "%x-%j.out", "Log file; %x is the job's name, %j its number")
 _REQUEUE = _define.boolean(
-    "requeue", True, "Requeues the job after it has saved, unless it was cancelled"
+    "requeue", True, "Requeue the job after it has saved, unless it was cancelled"
 )
 _ENGINE = _define.enum("engine", None, ["auto", "horovod", "tensorflow"], "As for tfdist-run")
 _GPU_TYPE = _define.string("gpu_type", None, "GPU type, as Slurm names it")
@@ -71,7 +71,7 @@ FOLDED = {
 
 @dataclasses.dataclass(frozen=True)
 class SlurmOptions:
-    """What only Slurm is told: see the flags of the same names; `options` are those of --sbatch."""
+    """The settings specific to Slurm: see the flags of the same names; `options` is --sbatch."""
 
     partition: str | None = None
     account: str | None = None
@@ -84,10 +84,10 @@ class SlurmOptions:
 
 
 def from_flags(command: list[str]) -> str:
-    """Returns the batch script that the flags ask for."""
+    """The batch script of the flags."""
     job = JOB.read(command)
     if not job.gpu:
-        refuse_ignored(VALUES, (_GPU_TYPE,), "is for --gpu", "alone")
+        refuse_ignored(VALUES, (_GPU_TYPE,), "requires --gpu", "alone")
     for option in _SBATCH.value or ():
         _check_option(option)
     if len(job.name) > _MOST_OF_A_NAME:
@@ -102,7 +102,9 @@ def from_flags(command: list[str]) -> str:
         if word is not None:
             refuse_odd(f"--{flag}", word)
             if _WORD.fullmatch(word) is None:
-                raise refuse(flag, word, "letters, digits and .,:@+%=- behind the first of them")
+                raise refuse(
+                    flag, word, "letters and digits, and .,:@+%=- after the first character"
+                )
     return batch_script(
         job,
         SlurmOptions(
@@ -119,7 +121,7 @@ def from_flags(command: list[str]) -> str:
 
 
 def _check_option(option: str) -> None:
-    """Refuses what is no option of sbatch, or one that the script has already."""
+    """Reject invalid options of sbatch, and those that the script sets."""
     found = re.fullmatch(r"(--[a-z][a-z-]*|-[A-Za-z])(?:[= ]?(.*))", option)
     if found is None:
         raise UsageError(
@@ -134,7 +136,11 @@ def _check_option(option: str) -> None:
 
 
 def batch_script(job: Job, options: SlurmOptions) -> str:
-    """Writes the script; refuses a time too short to save in, and values that would break it."""
+    """Write the batch script.
+
+    Raises:
+        UsageError: The time limit is too short to save, or a value would be misinterpreted.
+    """
     lines = ["#!/bin/bash", *_directives(job, options), ""]
     lines += [f"export {name}={shlex.quote(text)}" for name, text in job.variables.items()]
     lines += [*options.setup, "", *_start(job, options), *_SIGNALS.strip().splitlines()]
@@ -147,7 +153,7 @@ def _directives(job: Job, options: SlurmOptions) -> list[str]:
     lead = job.save_seconds + _MARGIN_SECONDS
     if job.seconds is not None and job.seconds <= lead:
         raise UsageError(
-            f"The ranks are told to save {lead} s before the time limit, so --time must be longer. "
+            f"--time must be longer than {lead} s, the time before the limit at which the ranks save. "
             f"Received: {job.seconds} s, --save_seconds={job.save_seconds}."
         )
     gpus = None
@@ -185,8 +191,8 @@ def _start(job: Job, options: SlurmOptions) -> list[str]:
     if job.max_restarts:
         words.append(f"--max_restarts={job.max_restarts}")
     return [
-        "# tfdist-run learns from Slurm which nodes there are. It runs beside this shell, which",
-        "# hears no signal while it waits for a command of its own.",
+        "# tfdist-run reads the nodes from Slurm's variables. It runs in the background, because the",
+        "# shell handles no signal while it waits for a foreground command.",
         f"{shlex.join([*words, '--', *job.command])} &",
     ]
 
@@ -197,26 +203,26 @@ def _clock(seconds: int) -> str:
     return f"{days}-{clock}" if days else clock
 
 
-#: A job that is cancelled gets the same SIGTERM as one whose time is up, and would come back if it
-#: were queued again; so Slurm is asked for another signal before the time is up.
+#: A cancelled job gets the same SIGTERM as one whose time is up, but must not be requeued; so Slurm sends
+#: another signal before the time limit.
 _SIGNALS = """
 ranks=$!
-told=
-trap 'heard=yes told=${told:-time}; kill -TERM "$ranks" 2> /dev/null' USR1  # Time is nearly up.
-trap 'heard=yes told=${told:-end}; kill -TERM "$ranks" 2> /dev/null' TERM   # Cancelled, preempted.
+cause=
+trap 'signaled=yes cause=${cause:-time}; kill -TERM "$ranks" 2> /dev/null' USR1  # Time is nearly up.
+trap 'signaled=yes cause=${cause:-end}; kill -TERM "$ranks" 2> /dev/null' TERM   # Cancelled, preempted.
 
-# A signal ends the waiting, not the ranks: they save, and are waited for again.
-heard=yes
-while [ -n "$heard" ]; do
-  heard=
+# A signal interrupts the wait while the ranks save, so wait again.
+signaled=yes
+while [ -n "$signaled" ]; do
+  signaled=
   wait "$ranks"
   code=$?
 done
 """
 
 _REQUEUE_LINES = f"""
-# Code {exit_codes.PREEMPTED}: the ranks have saved. Started again they go on from there.
-if [ "$code" -eq {exit_codes.PREEMPTED} ] && [ "$told" != end ]; then
+# Code {exit_codes.PREEMPTED}: the ranks have saved, and resume from there after a restart.
+if [ "$code" -eq {exit_codes.PREEMPTED} ] && [ "$cause" != end ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 """

@@ -1,1 +1,1 @@
-"""`tfdist-doctor`: one page on what is installed, what works, and what to do about the rest."""
+"""`tfdist-doctor`: a diagnosis of the installation, the machine and the network, with remedies."""

@@ -1,8 +1,8 @@
-"""The doctor on another host: `python -m tfdist.launch.doctor.far`, over ssh or srun.
+"""The doctor's process on another host: `python -m tfdist.launch.doctor.far`, over ssh or srun.
 
-It says in one line what is there, and then does what it reads: "clock" tells the time, "call HOST
-PORT TOKEN" calls back and reads until the other end hangs up, "listen TOKEN" waits for one call.
-It ends with its input.
+It prints one line about the host, and then runs the commands that it reads: "clock" returns the time,
+"folder PATH" checks a folder, "call HOST PORT TOKEN" connects and reads until the connection is closed,
+"listen TOKEN" waits for one connection. It ends with its input.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import psutil
 from tfdist import __version__
 from tfdist.launch.horovod_prerequisites import installed_version
 
-#: What the lines begin with that are meant; a login shell may print others before.
+#: The prefix of its lines; a login shell may print others before them.
 PREFIX = "tfdist-doctor: "
-#: How long a call may take.
+#: The timeout of a connection in seconds.
 SECONDS = 3.0
 _CHUNK = 1 << 16
 
 
 def versions() -> dict[str, str | None]:
-    """What must be the same on all hosts."""
+    """The versions that must be the same on all hosts."""
     return {
         "Python": platform.python_version(),
         "tfdist": __version__,
@@ -37,7 +37,7 @@ def versions() -> dict[str, str | None]:
 
 
 def receive_all(sock: socket.socket, token: bytes) -> int:
-    """Reads from a caller who first says the token; how many bytes came behind it, -1 without."""
+    """Receive a token and then data; return the number of bytes after it, or -1 for a wrong token."""
     sock.settimeout(SECONDS)
     said, count = b"", 0
     while len(said) < len(token):
@@ -67,7 +67,7 @@ def _answer(order: list[str]) -> dict[str, Any]:
             sock, _ = server.accept()
             with sock:
                 return {"received": receive_all(sock, order[1].encode())}
-    raise ValueError(f"an order is clock, folder, call or listen. Received: {order[0]!r}")
+    raise ValueError(f"A command must be clock, folder, call or listen. Received: {order[0]!r}.")
 
 
 def _say(message: dict[str, Any]) -> None:
@@ -75,7 +75,7 @@ def _say(message: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Says what is here, and does what is asked for."""
+    """Print information about the host, and run the commands of stdin."""
     connection = os.environ.get("SSH_CONNECTION", "").split()
     _say(
         {

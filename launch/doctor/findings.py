@@ -1,4 +1,4 @@
-"""What a check has found, and checks that run beside each other and cannot hold up the page."""
+"""Findings of checks, and the concurrent execution of checks with a time limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfdist.runtime.sessions import kill_session
 
 
 class State(enum.Enum):
-    """How bad a finding is: a note says what is missing or worth knowing, and all works without."""
+    """The severity of a finding; a note is information that does not prevent training."""
 
     OK = "ok"
     NOTE = "note"
@@ -26,10 +26,10 @@ class Finding:
     """A line of the page.
 
     Attributes:
-        state: How bad it is.
-        what: What was looked at, in a word or two.
-        text: What was found.
-        remedy: What to do about it; empty where nothing is to be done.
+        state: Severity.
+        what: Subject of the check, in one or two words.
+        text: Result of the check.
+        remedy: Remedy; empty if nothing has to be done.
     """
 
     state: State
@@ -39,17 +39,17 @@ class Finding:
 
 
 def ok(what: str, text: str) -> Finding:
-    """Something that is as it should be."""
+    """Create a finding without a problem."""
     return Finding(State.OK, what, text)
 
 
 def note(what: str, text: str, remedy: str = "") -> Finding:
-    """Something worth knowing, which keeps nothing from working."""
+    """Create a finding with information that does not prevent training."""
     return Finding(State.NOTE, what, text, remedy)
 
 
 def problem(what: str, text: str, remedy: str) -> Finding:
-    """Something that keeps a training from working, and its remedy."""
+    """Create a finding that prevents training, with its remedy."""
     return Finding(State.PROBLEM, what, text, remedy)
 
 
@@ -58,21 +58,21 @@ Check = Callable[[], list[Finding]]
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of the page: its title, and what was found, in the order of the checks."""
+    """A section of the page: its title, and the findings in the order of the checks."""
 
     title: str
     findings: tuple[Finding, ...]
 
 
 def run_checks(checks: Mapping[str, Sequence[tuple[str, Check]]], seconds: float) -> list[Section]:
-    """Runs all checks at the same time, each in a thread, and waits for none beyond a time limit.
+    """Run all checks concurrently in threads, with a common time limit.
 
-    A name server that does not answer, or a file system that hangs, holds a thread in the kernel:
-    the thread is left behind, and its check is reported as one that did not answer.
+    An unresponsive name server or file system blocks a thread in the kernel; such a thread is abandoned,
+    and its check is reported as not answering.
 
     Args:
-        checks: By the title of a section, its checks; each with the name of what it looks at.
-        seconds: How long all of them may take together.
+        checks: The checks of each section by its title, each with the name of its subject.
+        seconds: Time limit of all checks together.
 
     Returns:
         The sections in their order.
@@ -95,7 +95,7 @@ def run_checks(checks: Mapping[str, Sequence[tuple[str, Check]]], seconds: float
 
 
 class _Running:
-    """A check under way in a thread."""
+    """A check that runs in a thread."""
 
     def __init__(self, check: Check):
         self._check = check
@@ -111,14 +111,14 @@ class _Running:
             self._error = error
 
     def findings(self, what: str, limit: float, left: float) -> list[Finding]:
-        """What was found; waits for so many seconds."""
+        """Wait at most `left` seconds, and return the findings."""
         self._thread.join(max(left, 0.0))
         if self._error is not None:
             return [
                 problem(
                     what,
                     f"this check failed: {type(self._error).__name__}: {self._error}",
-                    "Report it, with this page, where tfdist's bugs are reported.",
+                    "Report it as a bug of tfdist, with this page.",
                 )
             ]
         if self._found is None:
@@ -126,8 +126,7 @@ class _Running:
                 problem(
                     what,
                     f"no answer within {limit:g} s",
-                    "Look at what hangs (name server, file system, driver), or give it more time "
-                    "with --seconds.",
+                    "Check the name server, the file system and the driver, or increase --seconds.",
                 )
             ]
         return self._found
@@ -136,12 +135,12 @@ class _Running:
 def answer_of(
     command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
 ) -> tuple[int | None, str, str]:
-    """Runs a command and returns its exit code and what it printed on stdout and on stderr.
+    """Run a command, and return its exit code, stdout and stderr.
 
-    The code is None where it did not end within `seconds`; it is then killed, with its children.
+    The code is None if the command did not end within `seconds`; it is then killed, with its children.
 
     Raises:
-        OSError: There is no such command.
+        OSError: The command does not exist.
     """
     with subprocess.Popen(
         list(command),
@@ -165,7 +164,7 @@ def answer_of(
 
 
 def ended_by(code: int) -> str:
-    """How a process ended, in words."""
+    """A description of how a process ended."""
     if code < 0:
         return f"it was killed by {signal.Signals(-code).name}"
     return f"it ended with exit code {code}"

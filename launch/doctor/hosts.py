@@ -1,4 +1,4 @@
-"""Other hosts: names, ssh, versions, clocks, and ports and links in both directions."""
+"""Checks of other hosts: names, ssh, versions, clocks, and ports and links in both directions."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ from tfdist.utils.quantities import as_seconds
 
 Shell = Callable[[str, Sequence[str]], list[str]]
 
-#: Of clocks: files that hosts share are compared by their times, and certificates have theirs.
+#: The largest acceptable difference of clocks in seconds, as shared files and certificates have times.
 _MOST_APART = 5.0
 _PINGS = 3
-#: How long a link is filled to measure it, and by how much at most.
+#: The most seconds and bytes of the measurement of a link.
 _FILL_SECONDS = 0.5
 _FILL_BYTES = 64 << 20
 _GIB = 1 << 30
 
-#: What ssh says, and what is then wrong and to be done; {host} stands for the host.
+#: Patterns of ssh's errors, with the problem and its remedy; {host} is replaced by the host.
 _SSH_FAILURES = (
     (
         r"Permission denied",
-        "ssh lets nobody in without a password: no key of this user is known there",
-        "ssh-copy-id {host} (ssh-keygen first, where there is no key)",
+        "ssh requires a password: no key of this user is authorized there",
+        "ssh-copy-id {host} (first ssh-keygen, if there is no key)",
     ),
     (
         r"Host key verification failed|REMOTE HOST IDENTIFICATION",
-        "ssh does not know the host, or its key has changed",
-        "ssh {host} once, and confirm the key; ssh-keygen -R {host} where it has changed",
+        "the host is unknown to ssh, or its key has changed",
+        "ssh {host} once, and confirm the key; ssh-keygen -R {host} if it has changed",
     ),
     (
         r"Could not resolve hostname",
@@ -61,34 +61,34 @@ _SSH_FAILURES = (
     (r"Connection refused", "no ssh server answers", "start sshd on {host}"),
     (
         r"Connection timed out|No route to host|Network is unreachable",
-        "ssh does not get through",
-        "start {host}; let TCP port 22 through the firewall",
+        "ssh cannot connect",
+        "start {host}; open TCP port 22 in the firewall",
     ),
     (
         r"No module named '?tfdist|ModuleNotFoundError",
-        "tfdist, or what it needs, is not installed there",
+        "tfdist, or a dependency of it, is not installed there",
         "install the same environment at the same path on {host}",
     ),
     (
         r"No such file or directory|not found",
-        f"there is no {sys.executable}",
+        f"{sys.executable} does not exist there",
         "install the same environment at the same path on {host}",
     ),
 )
 
 
 class _FarError(Exception):
-    """The other host did not answer as it should."""
+    """The other host did not answer as expected."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A data-parallel training, whose gradients the links are to carry.
+    """A data-parallel training, whose gradients are sent over the links.
 
     Attributes:
-        parameters: How many it trains, in float32.
-        step_seconds: What a step takes on a rank alone.
-        ranks: All ranks.
+        parameters: Number of parameters, in float32.
+        step_seconds: Seconds of a step on a single rank.
+        ranks: Number of ranks.
     """
 
     parameters: float
@@ -96,7 +96,7 @@ class Job:
     ranks: int
 
     def asks(self, bandwidth: float, latency: float) -> Requirement:
-        """What it asks of a link of so many bytes a second, and of so many seconds."""
+        """The requirement on a link with a bandwidth in bytes per second and a latency in seconds."""
         size, seconds = 4 * self.parameters, self.step_seconds
         buckets = math.ceil(size / BUCKET_BYTES)
         link = Link(latency, bandwidth)
@@ -106,14 +106,14 @@ class Job:
 def examine(
     host: Host, shell: Shell, work_folder: str, seconds: float, job: Job | None = None
 ) -> list[Finding]:
-    """What is to be said about a host that ranks are to run on.
+    """Check a host for ranks.
 
     Args:
-        host: The host, and how many ranks it is meant for.
-        shell: How a command is run there.
-        work_folder: The folder that ranks work in.
-        seconds: How long it may take to get there.
-        job: What the link to it is to carry.
+        host: The host, and its number of ranks.
+        shell: Function that returns the command line of a command on the host.
+        work_folder: The working folder of the ranks.
+        seconds: Time limit of an answer.
+        job: The training whose gradients the link must carry, or None.
     """
     name = host.name
     found = []
@@ -135,7 +135,7 @@ def examine(
 
 
 def _is_alias(name: str) -> bool:
-    """Whether ssh's configuration gives a name an address of its own."""
+    """Whether ssh's configuration maps a name to another host name."""
     try:
         done = subprocess.run(
             ["ssh", "-G", "--", name], capture_output=True, text=True, timeout=5, check=False
@@ -150,11 +150,11 @@ def _failure(host: str, said: str) -> Finding:
     for pattern, text, remedy in _SSH_FAILURES:
         if re.search(pattern, said):
             return problem(host, text, remedy.format(host=host))
-    return problem(host, f"it cannot be examined: {one_line(said)}", f"try: ssh {host} true")
+    return problem(host, f"it cannot be checked: {one_line(said)}", f"try: ssh {host} true")
 
 
 def _compare(host: Host, there: _Far) -> list[Finding]:
-    """Versions and memory."""
+    """Compare versions, and check the memory."""
     found = []
     here = far.versions()
     theirs = cast(Mapping[str, str | None], there.hello["versions"])
@@ -178,7 +178,7 @@ def _compare(host: Host, there: _Far) -> list[Finding]:
 
 
 def _compare_clocks(name: str, there: _Far) -> list[Finding]:
-    """How far the clocks are apart, as NTP measures it: of the fastest of some questions."""
+    """Measure the difference of the clocks as NTP does, from the fastest of several requests."""
     best: tuple[float, float] | None = None
     for _ in range(_PINGS):
         begin = time.time()
@@ -198,8 +198,8 @@ def _compare_clocks(name: str, there: _Far) -> list[Finding]:
 def _look_at_folder(name: str, there: _Far, folder: str) -> list[Finding]:
     answer = there.ask("folder", folder)
     if not answer["folder"]:
-        text = f"there is no folder {folder}, in which ranks work"
-        return [problem(name, text, "make it there, or share it")]
+        text = f"the working folder {folder} does not exist there"
+        return [problem(name, text, "create it there, or share it")]
     if not answer["writable"]:
         text = f"{folder} cannot be written there"
         return [problem(name, text, "make it writable there")]
@@ -207,7 +207,7 @@ def _look_at_folder(name: str, there: _Far, folder: str) -> list[Finding]:
 
 
 def _try_links(name: str, there: _Far, job: Job | None) -> list[Finding]:
-    """Calls in both directions, and measures the link."""
+    """Connect in both directions, and measure the link."""
     found = []
     address = next(iter(sorted(addresses_of(name.rpartition("@")[2]), key=len)), name)
     token = secrets.token_hex(16)
@@ -215,7 +215,8 @@ def _try_links(name: str, there: _Far, job: Job | None) -> list[Finding]:
         port = there.ask("listen", token)["port"]
         rate, latency = _send((address, port), token)
         there.hear()
-        found.append(ok(name, f"can be called from here; {rate / 1e6:,.0f} MB/s on one connection"))
+        text = f"accepts connections from here; {rate / 1e6:,.0f} MB/s on one connection"
+        found.append(ok(name, text))
         if job is not None:
             found.append(_compare_needs(name, job, rate, latency))
     except (OSError, _FarError) as error:
@@ -231,8 +232,8 @@ def _try_links(name: str, there: _Far, job: Job | None) -> list[Finding]:
         try:
             received = there.ask("call", str(own), str(server.getsockname()[1]), token)
             if received.get("received", -1) < 0:
-                raise _FarError("the call did not come through")
-            found.append(ok(name, "can call here"))
+                raise _FarError("the data did not arrive")
+            found.append(ok(name, "can connect to this machine"))
         except _FarError as error:
             text = f"TCP ports of this machine ({own}) are blocked from {name}: {error}"
             found.append(problem(name, text, _open_ports()))
@@ -240,38 +241,38 @@ def _try_links(name: str, there: _Far, job: Job | None) -> list[Finding]:
 
 
 def _compare_needs(name: str, job: Job, rate: float, latency: float) -> Finding:
-    """What a job asks of the link, beside what it was measured to give."""
+    """Compare the requirements of a job with the measured link."""
     asks = job.asks(rate, latency)
     text = (
-        f"gradients ask for {asks.bandwidth / 1e6:,.0f} MB/s and {as_seconds(asks.latency)} a hop at most; the "
-        f"link gives {rate / 1e6:,.0f} MB/s and {as_seconds(latency)}"
+        f"gradients require {asks.bandwidth / 1e6:,.0f} MB/s and at most {as_seconds(asks.latency)} per hop; "
+        f"the link has {rate / 1e6:,.0f} MB/s and {as_seconds(latency)}"
     )
     return ok(name, text) if asks.is_met else note(name, text, asks.remedy)
 
 
 def _open_ports() -> str:
     return (
-        "let TCP through between the hosts, ports 12000 to 32000 and those the system gives "
+        "open TCP between the hosts in the firewall, ports 12000 to 32000 and ephemeral ports "
         "(sysctl net.ipv4.ip_local_port_range)"
     )
 
 
 def _accept(server: socket.socket, token: str) -> None:
-    """Answers one call by the token."""
+    """Accept one connection, and send the token."""
     try:
         sock, _ = server.accept()
         with sock:
             sock.sendall(token.encode())
     except OSError:
-        return  # Whoever should have called says what is wrong.
+        return  # The other end reports the problem.
 
 
 def _send(address: tuple[str, int], token: str) -> tuple[float, float]:
-    """Calls, and fills the link for a moment; returns bytes per second, and seconds of one way."""
+    """Connect, and measure the link: bytes per second, and seconds of latency in one direction."""
     block = bytes(1 << 18)
     called = time.monotonic()
     with socket.create_connection(address, far.SECONDS) as sock:
-        # A connection is made by a packet there and one back.
+        # Connecting takes one round trip.
         latency = (time.monotonic() - called) / 2
         sock.settimeout(far.SECONDS)
         sock.sendall(token.encode())
@@ -280,12 +281,12 @@ def _send(address: tuple[str, int], token: str) -> tuple[float, float]:
             sock.sendall(block)
             sent += len(block)
         sock.shutdown(socket.SHUT_WR)
-        sock.recv(1)  # The other end hangs up when it has read all.
+        sock.recv(1)  # The other end closes the connection after reading all data.
         return sent / (time.monotonic() - begin), latency
 
 
 class _Far:
-    """The doctor on another host, while it is spoken to."""
+    """A connection to the doctor's process on another host."""
 
     def __init__(self, name: str, shell: Shell, seconds: float):
         self._name, self._seconds = name, seconds
@@ -312,26 +313,30 @@ class _Far:
         self._output.close()
 
     def ask(self, *order: str) -> dict[str, Any]:
-        """Gives an order and hears the answer; a `_FarError` where there is none, or it failed."""
+        """Send a command, and return its answer.
+
+        Raises:
+            _FarError: There is no answer, or the command failed.
+        """
         try:
             self._input.write(json.dumps(order).encode() + b"\n")
             self._input.flush()
         except BrokenPipeError as error:
-            raise _FarError("the connection has ended") from error
+            raise _FarError("the connection failed") from error
         answer = self.hear()
         if "error" in answer:
             raise _FarError(str(answer["error"]))
         return answer
 
     def drain(self) -> None:
-        """Hears what is left of an order that failed on this side."""
+        """Discard the answer of a command that failed on this side."""
         try:
             self.hear()
         except _FarError:
-            return  # The next order says so.
+            return  # The next command reports it.
 
     def hear(self) -> dict[str, Any]:
-        """The next line that is meant."""
+        """Read the next answer."""
         deadline = time.monotonic() + self._seconds
         with selectors.DefaultSelector() as selector:
             selector.register(self._output, selectors.EVENT_READ)
@@ -346,10 +351,10 @@ class _Far:
                     continue
                 left = deadline - time.monotonic()
                 if left <= 0 or not selector.select(left):
-                    raise _FarError(f"no answer within {self._seconds:g} s")
+                    raise _FarError(f"it did not answer within {self._seconds:g} s")
                 part = os.read(self._output.fileno(), 1 << 16)
                 if not part:
                     noise = (self._noise + self._read).decode(errors="replace")
                     said = " ".join(noise.split())[-600:]
-                    raise _FarError(said or "it said nothing")
+                    raise _FarError(said or "it did not print anything")
                 self._read += part

@@ -1,4 +1,4 @@
-"""This machine: cores, memory, folders, GPUs."""
+"""Checks of this machine: cores, memory, folders, GPUs."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tfdist.utils.checks import one_line
 
 _GIB = 1 << 30
 _ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
-#: What a rank takes before it has a model: Python, TensorFlow, Keras and an engine, rounded up.
+#: Memory of a rank without a model: Python, TensorFlow, Keras and an engine, rounded up.
 RANK_BYTES = 3 * _GIB // 4
-#: Addresses, most of which no memory stands behind.
+#: Address space of a rank, most of which is not backed by memory.
 _RANK_ADDRESSES = 4 * _GIB
 _LEAST_FREE = _GIB
 _LEAST_FILES = 1024
-#: Of /dev/shm, through which NCCL's ranks of a host exchange.
+#: Minimum size of /dev/shm, which NCCL uses between the ranks of a host.
 _LEAST_SHARED = 256 << 20
 
 
 def processor(num_ranks: int) -> list[Finding]:
-    """Cores and open files."""
+    """Check the cores and the limit of open files."""
     cores = count_cores()
     found = [ok("Cores", f"{cores}")]
     if num_ranks > cores:
-        text = f"{cores}, for {num_ranks} ranks: they take turns, and training is slow"
+        text = f"{cores} for {num_ranks} ranks, which share them, so that training is slow"
         found = [note("Cores", text, f"-np {cores}, unless ranks compute on GPUs")]
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < _LEAST_FILES:
@@ -41,39 +41,38 @@ def processor(num_ranks: int) -> list[Finding]:
 
 
 def kernels(trials: Trials | None) -> list[Finding]:
-    """Whether TensorFlow leaves out oneDNN, as it does on x86 without AVX-512 VNNI and AMX."""
+    """Check whether TensorFlow disables oneDNN, as on x86 without AVX-512 VNNI and AMX."""
     if trials is None or trials.has_onednn is not False or trials.gpus():
         return []
     if _ONEDNN in os.environ or platform.machine() != "x86_64":
         return []
-    text = "TensorFlow leaves out oneDNN on this processor; products are often faster with it"
+    text = "TensorFlow disables oneDNN on this processor; products are often faster with it"
     return [note("Kernels", text, f"export {_ONEDNN}=1, and compare the time of a step")]
 
 
 def memory(num_ranks: int) -> list[Finding]:
-    """Whether the ranks fit into memory, before they have a model."""
+    """Check whether the ranks fit into memory, without a model."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit < _RANK_ADDRESSES:
-        text = f"a process may address {_gib(limit)}, and TensorFlow wants {_gib(_RANK_ADDRESSES)}"
+        text = (
+            f"a process may address {_gib(limit)}, but TensorFlow requires {_gib(_RANK_ADDRESSES)}"
+        )
         return [problem("Memory", text, "ulimit -v unlimited")]
     free, whose = available_bytes()
     needed = num_ranks * RANK_BYTES
     if free >= needed:
         return [ok("Memory", f"{_gib(free)} free{whose}")]
     fitting = free // RANK_BYTES
-    text = (
-        f"{_gib(free)} free{whose}, and {num_ranks} rank(s) take {_gib(needed)} before they have a "
-        "model"
-    )
-    remedy = "End other programs, or take a machine or a container with more memory"
+    text = f"{_gib(free)} free{whose}, but {num_ranks} rank(s) require {_gib(needed)} even without a model"
+    remedy = "End other programs, or use a machine or a container with more memory"
     return [problem("Memory", text, f"-np {fitting}" if fitting else remedy)]
 
 
 def folders(work: str) -> list[Finding]:
-    """Whether the work folder and the one for temporary files can be written, and have room."""
+    """Check whether the working and temporary folders are writable and have free space."""
     return [
-        *_folder("Work folder", work, "Give another one, or make it writable"),
-        *_folder("TMPDIR", _temporary(), "export TMPDIR= a folder that can be written"),
+        *_folder("Work folder", work, "Use another one, or make it writable"),
+        *_folder("TMPDIR", _temporary(), "export TMPDIR= a writable folder"),
     ]
 
 
@@ -92,15 +91,15 @@ def _folder(what: str, path: str, remedy: str) -> list[Finding]:
         text = f"{path} cannot be written: {error.strerror}"
         return [problem(what, text, f"{remedy}: chmod u+w, or mount it read-write")]
     if free < _LEAST_FREE:
-        return [problem(what, f"{path} has {_gib(free)} free", "Free some of it, or take another")]
+        return [problem(what, f"{path} has {_gib(free)} free", "Free some space, or use another")]
     return [ok(what, f"{path}, {_gib(free)} free")]
 
 
 def gpus(trials: Trials | None, num_ranks: int, seconds: float) -> list[Finding]:
-    """The GPUs of this machine, and whether TensorFlow can use them; without trials the former."""
+    """Check the GPUs of this machine, and, with trials, whether TensorFlow can use them."""
     nvidia, driver = _nvidia(seconds)
     if nvidia is None:
-        return [problem("Driver", driver, "Look at `nvidia-smi`; load the driver, or reboot")]
+        return [problem("Driver", driver, "Check `nvidia-smi`; load the driver, or reboot")]
     seen = nvidia if trials is None else trials.gpus()
     if not nvidia and not seen:
         return [ok("GPUs", "none; ranks compute on the processor")]
@@ -112,20 +111,20 @@ def gpus(trials: Trials | None, num_ranks: int, seconds: float) -> list[Finding]
     if driver:
         found.append(ok("Driver", driver))
     if trials is not None and not seen:
-        text = "TensorFlow sees none of them"
+        text = "TensorFlow finds none of them"
         if trials.is_built_with_cuda:
-            text += ": the CUDA libraries that it wants are missing, or the driver is too old"
+            text += ": the CUDA libraries that it requires are missing, or the driver is too old"
         else:
-            text += ": it is built for processors"
+            text += ": it is built without CUDA"
         found.append(problem("GPUs", text, "pip install 'tensorflow[and-cuda]' of this version"))
     elif num_ranks > len(seen):
-        text = f"{len(seen)} for {num_ranks} ranks, each of which wants one of its own"
+        text = f"{len(seen)} for {num_ranks} ranks, each of which requires its own GPU"
         found.append(problem("GPUs", text, f"-np {len(seen)}, or CUDA_VISIBLE_DEVICES="))
     return [*found, *_shared_memory(num_ranks)]
 
 
 def _nvidia(seconds: float) -> tuple[list[str] | None, str]:
-    """The GPUs of NVIDIA's driver and its version; None, and why, where the driver does not work."""
+    """The GPUs and the version of NVIDIA's driver; None and the reason if it does not work."""
     query = "--query-gpu=name,memory.total,driver_version"
     try:
         code, output, errors = answer_of(["nvidia-smi", query, "--format=csv,noheader"], seconds)
@@ -141,14 +140,14 @@ def _nvidia(seconds: float) -> tuple[list[str] | None, str]:
 
 
 def _shared_memory(num_ranks: int) -> list[Finding]:
-    """Whether /dev/shm has room for NCCL, where a host has several ranks on GPUs."""
+    """Check whether /dev/shm is large enough for NCCL, with several ranks on GPUs."""
     try:
         size = shutil.disk_usage("/dev/shm").total
     except OSError:
         return []
     if num_ranks < 2 or size >= _LEAST_SHARED:
         return []
-    text = f"{size >> 20} MiB, which NCCL's ranks of a host run out of"
+    text = f"{size >> 20} MiB, which is too small for NCCL between the ranks of a host"
     return [problem("/dev/shm", text, "docker run --shm-size=1g, or --ipc=host")]
 
 

@@ -1,4 +1,4 @@
-"""`tfdist-doctor`: its flags, and which checks there are.
+"""`tfdist-doctor`: its flags and its list of checks.
 
 tfdist-doctor -H host1:4,host2:4
 """
@@ -22,34 +22,36 @@ from tfdist.runtime import exit_codes
 
 _VALUES = flags.FlagValues()
 _define = FlagDefiner(_VALUES)
-_HOSTS = _define.string(
-    "H", "", "Hosts to look at too, host1:2,host2:2 [those of the Slurm allocation]"
-)
+_HOSTS = _define.string("H", "", "Other hosts to check, host1:2,host2:2 [the Slurm allocation]")
 _NP = _define.integer(
     "np",
     None,
-    "Ranks that this machine is meant for [2]",
+    "Number of ranks for this machine [2]",
     lower_bound=1,
     upper_bound=MOST_RANKS_OF_A_HOST,
 )
-_FOLDER = _define.string("folder", ".", "Folder that the ranks work in")
-_MEET = _define.boolean("meet", False, "Lets two ranks of each engine meet too, which takes 20 s")
-_IMPORTS = _define.boolean("imports", True, "Imports TensorFlow and what needs it")
+_FOLDER = _define.string("folder", ".", "Working folder of the ranks")
+_MEET = _define.boolean("meet", False, "Test each engine on two ranks, which takes 20 s")
+_IMPORTS = _define.boolean("imports", True, "Import TensorFlow and its dependents")
 _SECONDS = _define.float(
-    "seconds", 30.0, "Seconds for all checks but --meet", lower_bound=1.0, upper_bound=3600.0
+    "seconds",
+    30.0,
+    "Seconds for all checks except the test of engines",
+    lower_bound=1.0,
+    upper_bound=3600.0,
 )
 
 _PARAMETERS = _define.float(
     "parameters",
     None,
-    "Parameters of a training: can the links carry its gradients?",
+    "Parameters of a training, to check the links for its gradients",
     lower_bound=1.0,
     upper_bound=1e15,
 )
 _STEP_SECONDS = _define.float(
     "step_seconds",
     None,
-    "What its step takes on a rank alone, for --parameters",
+    "Seconds of its step on a single rank, for --parameters",
     lower_bound=1e-6,
     upper_bound=1e6,
 )
@@ -58,13 +60,13 @@ _RANKS = 2
 
 
 def run() -> None:
-    """The console script."""
+    """Run the console script."""
     PROGRAM.run()
 
 
 @dataclasses.dataclass(frozen=True)
 class _Request:
-    """A checked command line: other hosts, how they are reached, this machine's ranks, and the job."""
+    """A checked command line: other hosts, their shell, this machine's ranks, and the job."""
 
     far: Sequence[Host]
     shell: hosts.Shell
@@ -74,13 +76,13 @@ class _Request:
 
 def _check(_: list[str]) -> _Request:
     if not os.path.isdir(os.path.expanduser(_FOLDER.value)):
-        raise refuse("folder", _FOLDER.value, "a folder that is there")
+        raise refuse("folder", _FOLDER.value, "an existing folder")
     in_slurm = not _HOSTS.value and slurm.in_allocation()
     named = slurm.allocated_hosts() if in_slurm else parse_hosts(_HOSTS.value)
     here = sum(host.slots for host in named if is_this_machine(host.name))
     far = [host for host in named if not is_this_machine(host.name)]
     if not _IMPORTS.value:
-        refuse_ignored(_VALUES, (_MEET,), "imports TensorFlow", "--noimports")
+        refuse_ignored(_VALUES, (_MEET,), "cannot be combined with --noimports", "--noimports")
     num_ranks = _NP.value or here or _RANKS
     size = num_ranks + sum(host.slots for host in far)
     return _Request(far, remote.srun if in_slurm else remote.ssh, num_ranks, _job(size, bool(far)))
@@ -93,18 +95,18 @@ def _job(ranks: int, has_hosts: bool) -> hosts.Job | None:
         return None
     if None in given:
         raise command.UsageError(
-            "--parameters and --step_seconds go together. Received: "
+            "--parameters and --step_seconds must be given together. Received: "
             f"--parameters={given[0]} --step_seconds={given[1]}."
         )
     if not has_hosts:
-        needs = "is for links between hosts: -H host1:4,host2:4"
+        needs = "requires other hosts: -H host1:4,host2:4"
         refuse_ignored(_VALUES, (_PARAMETERS, _STEP_SECONDS), needs, "no other host")
     return hosts.Job(*given, ranks)
 
 
 def _main(request: _Request) -> int:
     seconds = _SECONDS.value
-    # Checks that wait for something are given less time than the page, so that they can say so.
+    # Checks that wait have a shorter limit than the page, so that they can report a timeout.
     patience = seconds * 0.8
     folder = os.path.abspath(os.path.expanduser(_FOLDER.value))
     trials = software.Trials(patience) if _IMPORTS.value else None
@@ -152,8 +154,8 @@ PROGRAM = command.Program(
     _main,
     _VALUES,
     usage="tfdist-doctor [flags]",
-    summary="Says what is installed, which engines work, what is known to go wrong here, and what "
-    "to do about it. Exits with 0 where all is well, and with 1 where there is a problem.",
+    summary="Checks the installation, the engines, the machine and the network for known problems, "
+    "and prints remedies. Exits with 0 without problems, else with 1.",
     check=_check,
 )
 

@@ -1,4 +1,4 @@
-"""Two ranks of each engine that meet and add up a number."""
+"""Test of each engine by an all-reduce on two ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tfdist.launch.doctor.findings import Finding, Section, answer_of, ended_by,
 _SECONDS = 120.0
 _REMEDIES = {
     "horovod": "tfdist-install-horovod --force; --engine=tensorflow trains without it",
-    "tensorflow": "let TCP on the interface lo through; unset http_proxy and https_proxy",
+    "tensorflow": "allow TCP on the interface lo; unset http_proxy and https_proxy",
 }
-#: Run by ranks and by the process that starts them.
+#: The program of the ranks and of the process that starts them.
 _PROGRAM = """
 import sys
 from tfdist.testing import run_ranks
@@ -32,7 +32,7 @@ if __name__ == "__main__":
 
 
 def section() -> Section:
-    """The findings of both engines, one after the other."""
+    """The findings for both engines, tested one after the other."""
     engines = ["tensorflow"]
     if importlib.util.find_spec("horovod") is not None:
         engines.append("horovod")
@@ -45,8 +45,10 @@ def _meet(engine: str) -> Finding:
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     code, _, errors = answer_of([sys.executable, "-c", _PROGRAM, engine], _SECONDS, environment)
     if code is None:
-        return problem(what, f"two ranks did not meet within {_SECONDS:g} s", _REMEDIES[engine])
+        text = f"two ranks did not finish within {_SECONDS:g} s"
+        return problem(what, text, _REMEDIES[engine])
     if code:
         words = "".join(f": {line}" for line in errors.strip().splitlines()[-1:])
-        return problem(what, f"two ranks do not meet, {ended_by(code)}{words}", _REMEDIES[engine])
-    return ok(what, f"two ranks met and added in {time.monotonic() - begin:.0f} s")
+        text = f"the test on two ranks failed: {ended_by(code)}{words}"
+        return problem(what, text, _REMEDIES[engine])
+    return ok(what, f"two ranks ran an all-reduce in {time.monotonic() - begin:.0f} s")

@@ -17,17 +17,17 @@ _WIDEST = 100
 
 
 def wants_colours(file: TextIO) -> bool:
-    """Whether a file is a terminal that shows colours; NO_COLOR (no-color.org) says that it is not."""
+    """Whether a file is a terminal that shows colors, unless NO_COLOR (no-color.org) is set."""
     return file.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def has_problems(sections: Sequence[Section]) -> bool:
-    """Whether anything was found that keeps a training from working."""
+    """Whether there is a finding that prevents training."""
     return _count(sections, State.PROBLEM) > 0
 
 
 def print_page(sections: Sequence[Section], file: TextIO) -> None:
-    """Prints what was found: a line each, and an arrow before what is to be done."""
+    """Print the findings, each followed by an arrow and its remedy."""
     colours = wants_colours(file)
     width = min(shutil.get_terminal_size((80, 24)).columns, _WIDEST)
     names = [finding.what for section in sections for finding in section.findings]
@@ -40,7 +40,7 @@ def print_page(sections: Sequence[Section], file: TextIO) -> None:
     problems, notes = _count(sections, State.PROBLEM), _count(sections, State.NOTE)
     verdict = "No problem was found"
     if problems:
-        verdict = f"{problems} problem{'s' * (problems > 1)}: what to do stands behind ->"
+        verdict = f"{problems} problem{'s' * (problems > 1)}, with remedies after ->"
     if notes:
         verdict += f"; {notes} note{'s' * (notes > 1)}"
     print(f"{verdict}.", file=file)
@@ -53,7 +53,7 @@ def _count(sections: Sequence[Section], state: State) -> int:
 def _shown(finding: Finding, column: int, width: int, colours: bool) -> str:
     mark = f"{finding.state.value:<7}"
     begin = f"  {mark}  {finding.what:<{column}}  "
-    # What was found may hold what others wrote: names of hosts, words of programs.
+    # The text may contain external strings, such as host names or output of programs.
     text = "".join(letter if letter.isprintable() else "?" for letter in finding.text)
     lines = textwrap.wrap(
         text,

@@ -1,4 +1,4 @@
-"""What is installed, whether it fits together, and whether it can be imported."""
+"""Checks of the installed packages: versions, compatibility and imports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tfdist.launch.horovod_prerequisites import (
     installed_version,
 )
 
-#: Distributions that all bring the module `tensorflow`: the last one installed is what is imported.
+#: Distributions that all have the module `tensorflow`, of which the last one installed is imported.
 _TENSORFLOWS = (
     *("tensorflow", "tensorflow-cpu", "tensorflow-gpu", "tensorflow-rocm"),
     *("tf-nightly", "tf-nightly-cpu"),
@@ -34,7 +34,7 @@ _SHOWN = ("tensorflow", "keras")
 
 
 def python() -> list[Finding]:
-    """This Python, and where tfdist is imported from."""
+    """Check Python and the installation of tfdist."""
     where = Path(__file__).parents[2]
     found = [ok("tfdist", f"{__version__}, in {where}")]
     version = platform.python_version()
@@ -54,18 +54,20 @@ def python() -> list[Finding]:
         return [
             *found,
             problem(
-                "Python", f"{version}, and tfdist wants {wanted}", "Make an environment of it."
+                "Python",
+                f"{version}, but tfdist requires {wanted}",
+                "Create an environment with that version.",
             ),
         ]
     return [*found, ok("Python", f"{version}, {sys.executable}")]
 
 
 def packages() -> list[Finding]:
-    """What tfdist asks for, compared with what the installer's records have."""
+    """Compare tfdist's requirements with the installed packages."""
     try:
         wanted = importlib.metadata.requires("tfdist") or []
     except importlib.metadata.PackageNotFoundError:
-        return []  # `python` says so.
+        return []  # `python` reports it.
     found, fine = [], 0
     for requirement in map(Requirement, wanted):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
@@ -77,7 +79,7 @@ def packages() -> list[Finding]:
         if version is None:
             found.append(problem(shown, "not installed", _install(requirement)))
         elif not requirement.specifier.contains(version, prereleases=True):
-            text = f"{version}, and tfdist works with {_range_of(requirement)}"
+            text = f"{version}, but tfdist requires {_range_of(requirement)}"
             found.append(problem(shown, text, _install(requirement)))
         elif name in _SHOWN:
             found.append(ok(shown, version))
@@ -87,7 +89,7 @@ def packages() -> list[Finding]:
     if len(several) > 1:
         text = f"{' and '.join(several)} are installed over each other"
         found.append(problem("TensorFlow", text, _reinstall(several)))
-    return [*found, ok("Others", f"{fine} packages that tfdist asks for, in their ranges")]
+    return [*found, ok("Others", f"{fine} required packages, with supported versions")]
 
 
 def _range_of(requirement: Requirement) -> str:
@@ -101,24 +103,24 @@ def _install(requirement: Requirement) -> str:
 
 def _reinstall(names: list[str]) -> str:
     pip = f"{sys.executable} -m pip"
-    return f"{pip} uninstall {' '.join(names)}, then {pip} install of the one that is meant"
+    return f"{pip} uninstall {' '.join(names)}, then {pip} install one of them"
 
 
 def settings() -> list[Finding]:
-    """Variables and files that are known to break Keras or TensorFlow under tfdist."""
+    """Check settings that are known to break Keras or TensorFlow under tfdist."""
     found = []
     if os.environ.get("TF_USE_LEGACY_KERAS", "").lower() in ("1", "true"):
         text = f"TF_USE_LEGACY_KERAS={os.environ['TF_USE_LEGACY_KERAS']}: tf.keras is Keras 2"
         found.append(problem("Keras", text, "unset TF_USE_LEGACY_KERAS"))
     backend, place = _backend()
     if backend != "tensorflow":
-        text = f"its backend is {backend}, by {place}; tfdist is for the backend tensorflow"
+        text = f"its backend is {backend}, by {place}; tfdist requires the backend tensorflow"
         found.append(problem("Keras", text, "export KERAS_BACKEND=tensorflow"))
     return found
 
 
 def _backend() -> tuple[str, str]:
-    """Keras' backend, and what sets it."""
+    """Keras' backend, and the source of the setting."""
     if os.environ.get("KERAS_BACKEND"):
         return os.environ["KERAS_BACKEND"], "KERAS_BACKEND"
     home = os.environ.get("KERAS_HOME") or Path.home() / ".keras"
@@ -130,13 +132,13 @@ def _backend() -> tuple[str, str]:
 
 
 def horovod() -> list[Finding]:
-    """Whether Horovod is there, and which TensorFlow it was built for."""
+    """Check whether Horovod was built for the installed TensorFlow."""
     version = installed_version("horovod")
     if version is None:
-        return []  # The trial says what that means.
+        return []  # The trial reports it.
     built_for, has = _built_for(), _tensorflow()
     if built_for and has and built_for != has:
-        text = f"{version}, built for TensorFlow {built_for}, and TensorFlow {has} is installed"
+        text = f"{version}, built for TensorFlow {built_for}, but TensorFlow {has} is installed"
         return [problem("Horovod", text, "tfdist-install-horovod --force")]
     return [ok("Horovod", version + (f", built for TensorFlow {built_for}" if built_for else ""))]
 
@@ -146,7 +148,7 @@ def _tensorflow() -> str | None:
 
 
 def _built_for() -> str | None:
-    """The TensorFlow that Horovod was built for, from what its build noted; None if it is not there."""
+    """The TensorFlow version that Horovod was built for, from its metadata; None if unknown."""
     spec = importlib.util.find_spec("horovod")
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         try:
@@ -159,7 +161,7 @@ def _built_for() -> str | None:
 
 
 def compiler() -> list[Finding]:
-    """Whether Horovod and the native library can be built; a problem where there is one to be built."""
+    """Check the toolchain for Horovod and the native library; a problem only if one must be built."""
     try:
         check_toolchain(GLOO_ONLY)
     except PrerequisiteError as error:
@@ -167,17 +169,17 @@ def compiler() -> list[Finding]:
         remedy = remedy or str(error)
         if installed_version("horovod") and _built_for() == _tensorflow():
             return [note("Compiler", f"{text}; Horovod is built already", remedy)]
-        return [problem("Compiler", f"{text}; tfdist-install-horovod needs it", remedy)]
-    return [ok("Compiler", "C++ compiler, CMake and make are there")]
+        return [problem("Compiler", f"{text}; tfdist-install-horovod requires it", remedy)]
+    return [ok("Compiler", "C++ compiler, CMake and make are installed")]
 
 
 class Trials:
-    """Imports TensorFlow, Keras, tfdist and Horovod in a process of its own, which may crash.
+    """Trial imports of TensorFlow, Keras, tfdist and Horovod in a separate process, which may crash.
 
-    Several checks ask what came of it, each in its own thread.
+    Several checks use the result from different threads.
 
     Args:
-        seconds: How long the process may take.
+        seconds: Time limit of the process.
     """
 
     def __init__(self, seconds: float):
@@ -186,7 +188,7 @@ class Trials:
         self._answer: tuple[dict[str, dict], str] | None = None
 
     def imports(self) -> list[Finding]:
-        """Whether what is installed can be imported."""
+        """Report whether the packages can be imported."""
         found, ending = self._results()
         lines = [_shown(name, found[name]) for name in trial.STEPS if name in found]
         missing = next((name for name in trial.STEPS if name not in found), None)
@@ -195,17 +197,17 @@ class Trials:
         return lines
 
     def gpus(self) -> list[str]:
-        """The GPUs that TensorFlow sees, by name."""
+        """Names of the GPUs that TensorFlow finds."""
         return self._results()[0].get("tensorflow", {}).get("gpus", [])
 
     @property
     def is_built_with_cuda(self) -> bool:
-        """Whether TensorFlow could compute on NVIDIA's GPUs."""
+        """Whether TensorFlow is built for NVIDIA GPUs."""
         return bool(self._results()[0].get("tensorflow", {}).get("cuda"))
 
     @property
     def has_onednn(self) -> bool | None:
-        """Whether TensorFlow takes oneDNN's kernels on this processor; None where it does not work."""
+        """Whether TensorFlow uses oneDNN on this processor; None if TensorFlow does not work."""
         return self._results()[0].get("tensorflow", {}).get("onednn")
 
     def _results(self) -> tuple[dict[str, dict], str]:
@@ -216,7 +218,7 @@ class Trials:
 
     def _try(self) -> tuple[dict[str, dict], str]:
         environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-        # Not as a rank: it would look for the others.
+        # As a rank it would try to connect to the others.
         for name in list(environment):
             if name.startswith("HOROVOD_") or name == "TF_CONFIG":
                 del environment[name]

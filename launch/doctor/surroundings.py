@@ -1,4 +1,4 @@
-"""What started this process, and what its variables say of the other ranks."""
+"""Checks of the launcher, the cluster in environment variables, and the network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FIREWALL = "open TCP between the hosts for it in the firewall"
 
 
 def launcher(environment: Mapping[str, str] = os.environ) -> list[Finding]:
-    """Who started this process, and whether two launchers contradict each other."""
+    """Check which launcher started this process, and whether two launchers conflict."""
     found, worlds = [], {}
     try:
         world = started_by_horovod(environment)
@@ -41,7 +41,7 @@ def launcher(environment: Mapping[str, str] = os.environ) -> list[Finding]:
         scheduled = started_by_scheduler(environment)
     except ValueError as error:
         found.append(
-            problem("Launcher", f"a variable of the scheduler is no number: {error}", "unset it")
+            problem("Launcher", f"a variable of the scheduler is not valid: {error}", "unset it")
         )
         scheduled = None
     if scheduled is not None:
@@ -50,15 +50,13 @@ def launcher(environment: Mapping[str, str] = os.environ) -> list[Finding]:
         said = ", ".join(
             f"{who} say{'s' * (who[-1] != 's')} rank {r} of {n}" for who, (r, n) in worlds.items()
         )
-        left = "TF_CONFIG" if "TF_CONFIG" in worlds else "what is left of the other launcher"
-        found.append(
-            problem("Launcher", f"two launchers contradict each other: {said}", f"unset {left}")
-        )
+        left = "TF_CONFIG" if "TF_CONFIG" in worlds else "the variables of the other launcher"
+        found.append(problem("Launcher", f"two launchers conflict: {said}", f"unset {left}"))
     elif worlds:
         r, n = next(iter(worlds.values()))
         found.append(ok("Launcher", f"{' and '.join(worlds)}: rank {r} of {n}"))
     elif not found:
-        found.append(ok("Launcher", "none here; tfdist-run -np N -- starts ranks"))
+        found.append(ok("Launcher", "none; tfdist-run -np N -- starts ranks"))
     if scheduled is not None and "Horovod's variables" not in worlds and "TF_CONFIG" not in worlds:
         found += _meeting(scheduled, environment)
     return [*found, *_interface(environment)]
@@ -73,12 +71,12 @@ def _config() -> TFConfig | Finding | None:
 
 
 def _meeting(started: Started, environment: Mapping[str, str]) -> list[Finding]:
-    """Where ranks of mpirun and srun meet."""
+    """Check the rendezvous address of ranks of mpirun and srun."""
     try:
         host, port = meeting_point(started, environment)
     except ValueError as error:
-        return [problem("Meeting point", str(error), "export MASTER_ADDR= the host of rank 0")]
-    return _address("Meeting point", f"{host}:{port}", is_own=started.rank == 0)
+        return [problem("Rendezvous", str(error), "export MASTER_ADDR= the host of rank 0")]
+    return _address("Rendezvous", f"{host}:{port}", is_own=started.rank == 0)
 
 
 def _interface(environment: Mapping[str, str]) -> list[Finding]:
@@ -86,19 +84,19 @@ def _interface(environment: Mapping[str, str]) -> list[Finding]:
     if name is None or name in psutil.net_if_addrs():
         return []
     there = ", ".join(psutil.net_if_addrs())
-    text = f"HOROVOD_GLOO_IFACE={name}, and this machine has {there}"
+    text = f"HOROVOD_GLOO_IFACE={name}, but this machine has {there}"
     return [problem("Interface", text, "unset HOROVOD_GLOO_IFACE, or name one of these")]
 
 
 def cluster() -> list[Finding]:
-    """Whether the addresses of TF_CONFIG are this machine's and the others', and can be reached."""
+    """Check that the addresses of TF_CONFIG are correct and reachable."""
     config = _config()
     if config is None or isinstance(config, Finding):
         return []
     counts = collections.Counter((*config.workers, *config.servers))
     if twice := [address for address, count in counts.items() if count > 1]:
         text = f"two tasks have the address {twice[0]}"
-        return [problem("TF_CONFIG", text, "give each task a port of its own")]
+        return [problem("TF_CONFIG", text, "give each task a separate port")]
     own = (config.servers if config.job == "ps" else config.workers)[config.index]
     found = []
     for address in counts:
@@ -107,10 +105,10 @@ def cluster() -> list[Finding]:
 
 
 def _address(what: str, address: str, *, is_own: bool) -> list[Finding]:
-    """Whether "host:port" is free for this process, or that of another can be reached."""
+    """Check that the address "host:port" of this process is free, or that another's is reachable."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        return [problem(what, f"{address} is no host:port", "write it as host:port")]
+        return [problem(what, f"{address} is not host:port", "write it as host:port")]
     host = host.strip("[]")
     try:
         there = addresses_of(host)
@@ -124,7 +122,11 @@ def _address(what: str, address: str, *, is_own: bool) -> list[Finding]:
 
 @functools.cache
 def addresses_of(host: str) -> frozenset[str]:
-    """The addresses of a host, an `OSError` where its name does not resolve."""
+    """The addresses of a host.
+
+    Raises:
+        OSError: The name does not resolve.
+    """
     return frozenset(str(info[4][0]) for info in socket.getaddrinfo(host, None))
 
 
@@ -133,18 +135,18 @@ def _own_port(what: str, host: str, port: int, there: frozenset[str]) -> list[Fi
         each.address.partition("%")[0] for some in psutil.net_if_addrs().values() for each in some
     }
     if not there & here and not any(address.startswith("127.") for address in there):
-        text = f"{host}:{port} is to be this process, and {host} ({', '.join(sorted(there))}) is another machine"
+        text = f"{host}:{port} must be this process, but {host} ({', '.join(sorted(there))}) is another machine"
         return [problem(what, text, "correct the task's index, or the address")]
     if (taken := _why_not_bound(port)) is not None:
         text = f"port {port} is blocked: {taken}{_holder(port)}"
-        return [problem(what, text, "take another port on all ranks, or end that program")]
+        return [problem(what, text, "use another port on all ranks, or end that program")]
     return [ok(what, f"{host}:{port} is this process, and the port is free")]
 
 
 def _why_not_bound(port: int) -> str | None:
-    """Why a port of this machine cannot be listened at; None where it can."""
+    """The reason why a port of this machine cannot be bound; None if it can."""
     with socket.socket() as probe:
-        # As servers do: what is left of an earlier connection does not count.
+        # As in servers, so that closed connections do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("0.0.0.0", port))
@@ -157,7 +159,7 @@ def _why_not_bound(port: int) -> str | None:
 
 
 def _holder(port: int) -> str:
-    """Which program listens at a port, as far as this user may know."""
+    """The program that listens at a port, if visible to this user."""
     with contextlib.suppress(psutil.Error):
         for each in psutil.net_connections("tcp"):
             if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid:
@@ -176,11 +178,11 @@ def _others_port(what: str, host: str, port: int) -> list[Finding]:
         return [problem(what, text, f"start the host; {_FIREWALL}: port {port}")]
     except OSError as error:
         text = f"{host} cannot be reached: {error.strerror}"
-        return [problem(what, text, "look at the network between the hosts")]
+        return [problem(what, text, "check the network between the hosts")]
 
 
 def links() -> list[Finding]:
-    """The network interfaces that are up, and the name of this machine."""
+    """Check the active network interfaces, and the name of this machine."""
     found = []
     states = psutil.net_if_stats()
     for name, some in psutil.net_if_addrs().items():
@@ -199,7 +201,7 @@ def links() -> list[Finding]:
 
 
 def loopback() -> list[Finding]:
-    """Whether ranks of this machine can meet: a port is listened at, called, and answers."""
+    """Check whether ranks of this machine can connect to each other."""
     try:
         (port,) = free_ports(1)
         with socket.create_server(("127.0.0.1", port)) as server:
@@ -211,9 +213,9 @@ def loopback() -> list[Finding]:
                     other.settimeout(_SECONDS)
                     heard = other.recv(1)
     except OSError as error:
-        text = f"ranks of this machine cannot call each other: {error}"
-        return [problem("Ports", text, "let TCP on the interface lo through the firewall")]
+        text = f"ranks of this machine cannot connect to each other: {error}"
+        return [problem("Ports", text, "allow TCP on the interface lo in the firewall")]
     if heard != b"!":
         text = "a message over the interface lo was lost"
-        return [problem("Ports", text, "look at the firewall of this machine")]
-    return [ok("Ports", f"ranks of this machine can call each other (tried port {port})")]
+        return [problem("Ports", text, "check the firewall of this machine")]
+    return [ok("Ports", f"ranks of this machine can connect to each other (tested port {port})")]

@@ -1,6 +1,6 @@
-"""Imports what a rank imports, one step a line on stdout: `python -m tfdist.launch.doctor.trial`.
+"""Imports of a rank, with a line on stdout for each step: `python -m tfdist.launch.doctor.trial`.
 
-A library that was built for another TensorFlow may end the process, so this is one of its own.
+It runs in a separate process, which a library built for another TensorFlow may crash.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-#: What lines begin with that are meant; libraries may print others.
+#: The prefix of its lines; libraries may print others.
 PREFIX = "tfdist-doctor: "
 
-#: By step, what the page calls it.
+#: The title of each step on the page.
 STEPS = {
     "tensorflow": "TensorFlow engine",
     "tfdist": "Strategies",
     "horovod": "Horovod engine",
     "native": "Native library",
 }
-#: By step, what to do where it fails.
+#: The remedy of each step.
 REMEDIES = {
-    "tensorflow": "Install TensorFlow anew: pip install --force-reinstall tensorflow",
-    "tfdist": "Install the versions of Keras and TensorFlow that tfdist asks for: pip install tfdist",
+    "tensorflow": "Reinstall TensorFlow: pip install --force-reinstall tensorflow",
+    "tfdist": "Install the versions of Keras and TensorFlow that tfdist requires: pip install tfdist",
     "horovod": "tfdist-install-horovod builds Horovod for this TensorFlow",
     "native": "tfdist-install-horovod, where a C++ compiler is installed",
 }
@@ -40,7 +40,7 @@ def _tensorflow() -> dict[str, Any]:
     ]
     cuda = tf.test.is_built_with_cuda()
     try:
-        # With oneDNN TensorFlow takes an allocator on CPUs that counts.
+        # Only with oneDNN does TensorFlow's allocator on CPUs have statistics.
         tf.config.experimental.get_memory_info("CPU:0")
         onednn = True
     except ValueError:
@@ -54,7 +54,7 @@ def _tfdist() -> dict[str, Any]:
 
     from tfdist import strategies
 
-    # Compares the signatures of all that is patched in Keras.
+    # Checks the signatures of all patched functions of Keras.
     with strategies.LocalStrategy().scope():
         keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     return {"text": f"work on Keras {keras.__version__}"}
@@ -62,7 +62,7 @@ def _tfdist() -> dict[str, Any]:
 
 def _horovod() -> dict[str, Any]:
     if importlib.util.find_spec("horovod") is None:
-        return {"missing": "not installed: ranks use TensorFlow's own collectives"}
+        return {"missing": "not installed: ranks use TensorFlow's collectives"}
     import horovod.tensorflow as hvd
 
     names = {"Gloo": hvd.gloo_built, "MPI": hvd.mpi_built, "NCCL": hvd.nccl_built}
@@ -77,13 +77,13 @@ def _native() -> dict[str, Any]:
 
     path = TRANSPORT.path()
     if not path.exists():
-        return {"missing": "not built: latency-critical tensors go through the engine, more slowly"}
+        return {"missing": "not built: latency-critical tensors use the slower engine"}
     TRANSPORT.load()
     return {"text": f"works, {path.name}"}
 
 
 def main() -> None:
-    """Takes the steps in turn; one that fails does not keep the others from being tried."""
+    """Run all steps in turn; a failed step does not prevent the others."""
     steps: dict[str, Callable[[], dict[str, Any]]] = {
         "tensorflow": _tensorflow,
         "tfdist": _tfdist,
@@ -94,13 +94,13 @@ def main() -> None:
         begin = time.monotonic()
         try:
             found = step()
-        except Exception as error:  # Whatever a broken library raises is what is asked for.
+        except Exception as error:  # A broken library may raise any exception.
             words = textwrap.shorten(str(error), 500, placeholder=" ...")
             found = {"error": f"{type(error).__name__}: {words}"}
         found |= {"step": name, "seconds": round(time.monotonic() - begin, 2)}
         print(PREFIX + json.dumps(found), flush=True)
         if name == "tensorflow" and "error" in found:
-            return  # The others need it.
+            return  # The other steps require TensorFlow.
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def test_times(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "60", "1:30", "0h", "00:00:00", "12h1d", "1.5h", "-1h", "h"])
 def test_what_is_no_time(text):
-    with pytest.raises(UsageError, match="with its units"):
+    with pytest.raises(UsageError, match="must have units"):
         parse_time(text)
 
 
@@ -75,8 +75,8 @@ MPI = "kubernetes --kind=mpijob -np 2 --image=train:1"
         ("pbs -np 2 -- a", "Received: pbs."),
         ("--name=a slurm -np 2 -- a", "Received: --name=a."),
         ("slurm -np 2", "Received: no command."),
-        ("slurm -- a", "Say how many ranks there are: -np N"),
-        ("slurm --nodes=2 -- a", "Say how many ranks there are: -np N"),
+        ("slurm -- a", "requires the number of ranks: -np N"),
+        ("slurm --nodes=2 -- a", "requires the number of ranks: -np N"),
         ("slurm -np 0 -- a", "--np"),
         ("slurm -np 5 --nodes=2 -- a", "Received: -np 5 --nodes=2."),
         ("slurm -np 1 --nodes=2 -- a", "Received: -np 1 --nodes=2."),
@@ -92,7 +92,7 @@ MPI = "kubernetes --kind=mpijob -np 2 --image=train:1"
         ("slurm -np 2 --name= -- a", "Received: --name=''."),
         ("slurm -np 2 --partition='a #b' -- a", "--partition is a word"),
         ("slurm -np 2 --log='a\"b' -- a", "--log is a word"),
-        ("slurm -np 2 --gpu_type=a100 -- a", "--gpu_type is for --gpu."),
+        ("slurm -np 2 --gpu_type=a100 -- a", "--gpu_type requires --gpu."),
         ("slurm -np 2 --sbatch=qos=high -- a", "Received: 'qos=high'."),
         (
             "slurm -np 2 --sbatch='--qos=a\nrm' -- a",
@@ -100,14 +100,14 @@ MPI = "kubernetes --kind=mpijob -np 2 --image=train:1"
         ),
         ("slurm -np 2 --image=a -- a", "image"),
         ("slurm -np 2 --output=/nowhere/job.sh -- a", "--output=/nowhere/job.sh cannot be"),
-        ("kubernetes -np 2 -- a", "Say what image the pods run"),
+        ("kubernetes -np 2 -- a", "requires an image"),
         (f"{POD} --partition=a -- a", "partition"),
         (f"{POD} --nodes=2 -- a", "use --kind=mpijob. Received: --nodes=2."),
-        (f"{POD} --ssh_auth_mount_path=/a/.ssh -- a", "is for --kind=mpijob. Received"),
-        (f"{POD} --launcher=mpirun -- a", "--launcher is for --kind=mpijob."),
-        (f"{POD} --name=Train -- a", "--name is a host name in Kubernetes"),
+        (f"{POD} --ssh_auth_mount_path=/a/.ssh -- a", "requires --kind=mpijob. Received"),
+        (f"{POD} --launcher=mpirun -- a", "--launcher requires --kind=mpijob."),
+        (f"{POD} --name=Train -- a", "--name must be a host name in Kubernetes"),
         (f"{POD} --name=7b -- a", "Received: --name=7b."),
-        (f"{POD} --name={'a' * 62} -- a", "--name is too long"),
+        (f"{POD} --name={'a' * 62} -- a", "--name must be shorter"),
         (f"{POD} --namespace=a.b -- a", "Received: --namespace=a.b."),
         (f"{POD} --volume=data -- a", "Received: --volume=data."),
         (f"{POD} --volume=data:data -- a", "Received: --volume=data:data."),

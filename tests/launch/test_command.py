@@ -96,7 +96,7 @@ def test_a_hook_before_the_programs_own_hears_of_the_failure():
         (["--flagfile=/no/such"], "/no/such"),
         (["--flagfile=bytes"], "--flagfile"),
         (["--no-such-flag"], "no-such-flag"),
-        (["word"], "This program takes only flags"),
+        (["word"], "Positional arguments are not supported"),
     ],
 )
 def test_flags_of_all_programs(arguments, words, tmp_path):

@@ -171,19 +171,19 @@ def read_only_work_folder(tmp_path):
 
 
 BROKEN = {
-    no_compiler: ("No C++ compiler was found", "apt install g++"),
+    no_compiler: ("requires a C++ compiler", "apt install g++"),
     horovod_of_another_tensorflow: (
         "built for TensorFlow 2.16.1",
         "tfdist-install-horovod --force",
     ),
-    port_blocked: ("is blocked: another program listens there", "take another port"),
-    contradicting_tf_config: ("two launchers contradict each other", "unset TF_CONFIG"),
+    port_blocked: ("is blocked: another program listens there", "use another port"),
+    contradicting_tf_config: ("two launchers conflict", "unset TF_CONFIG"),
     name_that_does_not_resolve: ("does not resolve", "/etc/hosts"),
-    too_old_keras: ("2.15.0, and tfdist works with >=3.", "pip install 'keras"),
+    too_old_keras: ("2.15.0, but tfdist requires >=3.", "pip install 'keras"),
     no_memory: ("a process may address 2.0 GiB", "ulimit -v unlimited"),
-    more_ranks_than_memory: ("1024 rank(s) take 768.0 GiB", "-> -np"),
+    more_ranks_than_memory: ("1024 rank(s) require 768.0 GiB", "-> -np"),
     clock_apart: ("its clock is 3,600 s behind", "timedatectl set-ntp true"),
-    missing_ssh_key: ("no key of this user is known there", "ssh-copy-id 127.0.0.2"),
+    missing_ssh_key: ("no key of this user is authorized there", "ssh-copy-id 127.0.0.2"),
     read_only_work_folder: ("cannot be written", "mount it read-write"),
 }
 
@@ -219,7 +219,7 @@ def test_a_machine_that_is_fine_has_no_problem(tmp_path):
     )
     assert done.returncode == 0, done.stdout
     assert "No problem was found" in done.stdout
-    assert "clocks agree" in done.stdout and "can call here" in done.stdout
+    assert "clocks agree" in done.stdout and "can connect to this machine" in done.stdout
     assert "\x1b" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80 or str(tmp_path) in done.stdout
 
@@ -238,8 +238,8 @@ def test_what_gradients_ask_of_a_link():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--parameters=1e6", "--step_seconds=10"], "gradients ask for 1 MB/s"),
-        (["--parameters=1e12", "--step_seconds=0.01"], "-> the bandwidth falls short: accumulate"),
+        (["--parameters=1e6", "--step_seconds=10"], "gradients require 1 MB/s"),
+        (["--parameters=1e12", "--step_seconds=0.01"], "-> the bandwidth is too low: accumulate"),
     ],
 )
 def test_a_link_is_compared_with_a_job(tmp_path, flags, said):
@@ -256,8 +256,8 @@ def test_a_link_is_compared_with_a_job(tmp_path, flags, said):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--parameters=1e6"], "--parameters and --step_seconds go together"),
-        (["--parameters=1e6", "--step_seconds=1"], "is for links between hosts"),
+        (["--parameters=1e6"], "--parameters and --step_seconds must be given together"),
+        (["--parameters=1e6", "--step_seconds=1"], "requires other hosts"),
     ],
 )
 def test_a_job_without_a_link_is_refused(flags, said):
@@ -386,5 +386,5 @@ def test_a_horovod_that_ends_the_process_is_found(tmp_path):
 def test_two_ranks_of_each_engine_meet():
     done = doctor("--meet", "--seconds=100", seconds=280)
     assert done.returncode == 0, done.stdout
-    assert "two ranks met and added" in done.stdout
+    assert "two ranks ran an all-reduce" in done.stdout
     assert sys.executable in done.stdout

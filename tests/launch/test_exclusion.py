@@ -59,7 +59,7 @@ class Runs:
         ),
         ([("a", 1), ("b", 1), None], ["aabb", "aabb", "aabb"], ""),
         (["b", None], ["aabb", "aacc"], "b is left out from now on: it cannot be reached"),
-        ([("b", PERSISTENT_FAULT), None], ["aabb", "aacc"], "computed something wrong"),
+        ([("b", PERSISTENT_FAULT), None], ["aabb", "aacc"], "computed a wrong result"),
         (
             [("b", 1), ("b", 1), ("a", 1), ("a", 1), None],
             ["aabb", "aabb", "aacc", "aacc", "cc"],

@@ -71,10 +71,10 @@ def assert_one_line(finished, *words, code=2):
 @pytest.mark.parametrize(
     ("present", "flags", "words"),
     [
-        ([], [], ["No C++ compiler", "apt install g++"]),
+        ([], [], ["requires a C++ compiler", "apt install g++"]),
         (["c++"], [], ["CMake", "pip install cmake"]),
         (["clang++"], [], ["CMake", "pip install cmake"]),
-        (["c++", "cmake"], [], ["make was not found", "apt install make"]),
+        (["c++", "cmake"], [], ["make, which was not found", "apt install make"]),
         (["c++", "cmake", "make"], ["--mpi"], ["--mpi", "mpicxx", "libopenmpi-dev"]),
         (["c++", "cmake", "make"], ["--gpu_operations=nccl"], ["nvcc", "HOROVOD_CUDA_HOME"]),
     ],
@@ -99,7 +99,7 @@ def test_an_old_cmake_is_refused(tmp_path, tools):
     tools("c++", "make")
     path = tools("cmake", line="cmake version 3.10.2")
     finished = install(f"--cache_dir={tmp_path}", path=path)
-    assert_one_line(finished, "needs CMake 3.13", "Received: 3.10", str(path))
+    assert_one_line(finished, "requires CMake 3.13", "Received: 3.10", str(path))
 
 
 def test_missing_nccl_headers_are_named(tmp_path, tools, monkeypatch):
@@ -115,7 +115,7 @@ def test_missing_nccl_headers_are_named(tmp_path, tools, monkeypatch):
 @pytest.mark.parametrize(
     ("statement", "words"),
     [
-        ("sys.platform = 'win32'", ["Linux and macOS", "Received: win32"]),
+        ("sys.platform = 'win32'", ["Linux or macOS", "Received: win32"]),
         ("import tfdist.testing; sys.path.clear()", ["TensorFlow is not installed"]),
     ],
     ids=["platform", "tensorflow"],
@@ -130,7 +130,7 @@ def test_an_interpreter_that_cannot_have_horovod(statement, words):
         (["--gpu_operations=cuda"], ["--gpu_operations=cuda", "<none|nccl>"]),
         (["--forse"], ["'forse'", "force"]),
         (["horovod"], ["Received: horovod"]),
-        (["--check", "--force"], ["--force is for a build"]),
+        (["--check", "--force"], ["--force cannot be combined with --check"]),
         (["--force", "--cache_dir=/proc/none"], ["--cache_dir", "/proc/none"]),
     ],
     ids=["enum", "unknown", "positional", "contradiction", "cache"],

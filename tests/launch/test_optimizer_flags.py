@@ -81,8 +81,8 @@ def test_accumulated_steps_in_a_pipeline_and_with_zero(gpt):
     [
         (["--sync_every=4", "--ema=0.9"], "--ema=0.9 with --sync_every"),
         (["--sync_every=4", "--loss_scale=8"], "--loss_scale=8 with --sync_every"),
-        (["--strategy=tpu", "--dtype_policy=float32"], "--dtype_policy is for ranks"),
-        (["--strategy=tpu", "--deterministic"], "--deterministic is for ranks"),
+        (["--strategy=tpu", "--dtype_policy=float32"], "--dtype_policy is not supported on a TPU"),
+        (["--strategy=tpu", "--deterministic"], "--deterministic is not supported on a TPU"),
     ],
 )
 def test_flags_that_do_not_go_together_are_one_line(flags, words):

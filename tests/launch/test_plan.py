@@ -35,7 +35,7 @@ def test_a_plan_has_a_table_reasons_code_and_flags(tmp_path):
         "--preset=gpt2", "--machine=t4", "--ranks=4", "--batch_size=16", f"--picture={picture}"
     )
     assert finished.returncode == 0, finished.stderr
-    for part in ("not taken", "because", "tfdist-train --", "strategies.auto", "model FLOPs"):
+    for part in ("not chosen", "reason", "tfdist-train --", "strategies.auto", "model FLOPs"):
         assert part in finished.stdout
     assert "<svg" in picture.read_text()[:1000]
 
@@ -74,10 +74,10 @@ def test_refusals():
         (["--machine=none"], "--machine"),
         (["--memory=lots"], "--memory"),
         (["--ranks=7", "--hosts=2"], "--hosts"),
-        (["--heads=5"], "divides"),
+        (["--heads=5"], "divisible"),
         (["--preset=gpt2", "--layers=3"], "--layers"),
         (["--dtype=float64"], "--dtype"),
-        (["fit"], "reads runs"),
+        (["fit"], "requires files of runs"),
         (["fit", "/no/such/file"], "does not exist"),
         (["optimum"], "--flops or --parameters"),
         (["goodput", "--interval=0"], "--interval"),
@@ -110,7 +110,7 @@ def test_a_fit_of_runs(tmp_path):
     path.write_text("\n".join(map(json.dumps, runs)))
     finished = plan("fit", str(path))
     assert finished.returncode == 0, finished.stderr
-    assert "N^0.34" in finished.stdout and "95% ranges" in finished.stdout
+    assert "N^0.34" in finished.stdout and "95% intervals" in finished.stdout
     path.write_text("\n".join(json.dumps({"ranks": n, "seconds": 1 + 9 / n}) for n in (1, 2, 4)))
     assert "10.00%" in plan("fit", str(path)).stdout
     for broken in ("nonsense", '{"ranks": true, "seconds": 1}', '{"loss": 1}'):

@@ -109,7 +109,7 @@ def test_the_peak_of_one_process_is_one_line():
 def test_the_proof_of_horovod_is_one_line():
     skip_without("horovod")
     (line,) = started("tfdist-install-horovod", "--check")
-    assert line.startswith("Tested: 2 ranks on this CPU got the right sum")
+    assert line.startswith("Tested: 2 ranks on this CPU computed the right sum")
 
 
 def test_the_compiled_library_is_one_line(tmp_path):

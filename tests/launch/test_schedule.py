@@ -52,7 +52,10 @@ def test_a_picture_is_drawn(tmp_path):
 def test_refusals():
     for arguments, said in (
         (["--schedule=2f2b"], "--schedule"),
-        (["--schedule=interleaved", "--stages=4", "--microbatches=6"], "divides by it"),
+        (
+            ["--schedule=interleaved", "--stages=4", "--microbatches=6"],
+            "multiple of the pipeline size",
+        ),
         (["--stages=0"], "--stages"),
         (["--trace=/nowhere/at/all.json"], "cannot be written"),
     ):

@@ -43,7 +43,7 @@ def test_without_a_tpu_one_line_says_so():
     assert job.returncode == 2, job.stderr
     (line,) = [line for line in job.stderr.splitlines() if line.startswith("tfdist-train: ")]
     assert "--strategy=tpu: There is no TPU 'local'" in line
-    assert line.endswith("Leave --strategy out to train without one.")
+    assert line.endswith("Omit --strategy to train without a TPU.")
     assert "Traceback" not in job.stderr and job.stdout == ""
 
 
@@ -52,7 +52,7 @@ def test_without_a_tpu_one_line_says_so():
     [
         (["--strategy=tpu", "--model=gpt", "--tensor=2"], "--strategy=tpu --tensor=2"),
         (["--strategy=tpu", "--zero_stage=1"], "--strategy=tpu --zero_stage=1"),
-        (["--tpu=node-7"], "--tpu is for --strategy=tpu"),
+        (["--tpu=node-7"], "--tpu requires --strategy=tpu"),
     ],
 )
 def test_flags_that_a_tpu_cannot_follow_are_one_line(flags, words):
@@ -82,7 +82,7 @@ def test_images_train_on_cores(cores, flags):
     assert "on 300 digits images" in job.stdout
     assert job.stderr.count("a TPU was never run on its device") == 1
     # An epoch has 14 batches of 100, fewer than the 32 steps of a call by default.
-    assert f"{1 if flags else 14} steps a call of Keras" in job.stdout
+    assert f"{1 if flags else 14} steps per call of Keras" in job.stdout
     # In bfloat16.
     assert accuracy > 90
 

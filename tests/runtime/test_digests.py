@@ -72,7 +72,7 @@ def test_a_damaged_wheel_is_built_again(tmp_path, monkeypatch, capsys, damage):
     # It would be built, if there were a compiler.
     with pytest.raises(PrerequisiteError, match="compiler"):
         horovod_build.build(BuildOptions(), tmp_path)
-    assert f"{wheel} does not match the digest" in capsys.readouterr().out
+    assert f"{wheel} does not match its digest" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_damaged_library_is_not_loaded(built, caplog, damage):
     assert Library(built.parent, "test").find() == built
     damage(built)
     assert Library(built.parent, "test").find() is None
-    assert f"{built} is not loaded: it does not match the digest" in caplog.text
+    assert f"{built} is not loaded: it does not match its digest" in caplog.text
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -101,7 +101,7 @@ def test_a_damaged_library_of_the_cache_is_not_installed(built, tmp_path, monkey
     write_digest(kept)
     built.unlink()
     monkeypatch.setattr(native_build, "find_compiler", lambda _: None)
-    assert "Took the compiled library" in native_build.install_native(tmp_path / "cache")
+    assert "Copied the compiled library" in native_build.install_native(tmp_path / "cache")
     assert matches_digest(built)
     built.unlink()
     damage(kept)

@@ -128,20 +128,20 @@ def _chain(model: Any) -> Described:
     from tfdist.pipeline.costs import kept_bytes, training_graph
 
     chain = Chain(model)
-    chain.check_known_shapes("a model is described")
+    chain.check_known_shapes("the description of a model")
     specs, flops = chain.specs(1), chain.flops(1)
     parts = []
-    for number, (link, count) in enumerate(zip(chain.links, flops, strict=True)):
-        graph, _, forward = training_graph(link, link.arguments(specs))
+    for number, (segment, count) in enumerate(zip(chain.segments, flops, strict=True)):
+        graph, _, forward = training_graph(segment, segment.arguments(specs))
         parts.append(
             Part(
-                f"{number}: {link.model.name}",
-                whole_parameters=link.parameters,
-                inactive_parameters=_inactive(link.model),
+                f"{number}: {segment.model.name}",
+                whole_parameters=segment.parameters,
+                inactive_parameters=_inactive(segment.model),
                 flops=float(count),
                 # In elements, because the graph is traced in float32.
                 kept_whole=kept_bytes(graph, forward) / 4,
-                output=sum(math.prod(specs[each].shape) for each in link.makes),
+                output=sum(math.prod(specs[each].shape) for each in segment.makes),
             )
         )
     whole = sum(math.prod(each.shape) for each in model.trainable_variables)

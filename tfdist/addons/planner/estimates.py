@@ -105,8 +105,8 @@ class Estimate:
     def __str__(self) -> str:
         mark = f" (extrapolated: {'; '.join(self.extrapolated)})" if self.extrapolated else ""
         return (
-            f"{self.layout.words()}: {as_seconds(self.step_seconds)} a step{mark}, MFU "
-            f"{self.mfu:.1%}, {as_bytes(self.memory.total)} of {as_bytes(self.memory_limit)} a rank, "
+            f"{self.layout.words()}: {as_seconds(self.step_seconds)} per step{mark}, MFU "
+            f"{self.mfu:.1%}, {as_bytes(self.memory.total)} of {as_bytes(self.memory_limit)} per rank, "
             f"{as_count(self.parameters)} parameters"
         )
 

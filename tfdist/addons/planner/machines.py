@@ -244,7 +244,7 @@ class Machine:
             checks.number(name, getattr(self, name), minimum=0)
         checks.number("fragmentation", self.fragmentation, minimum=1)
         checks.number("memory_margin", self.memory_margin, minimum=0)
-        checks.instance("calibrated", self.calibrated, Mapping, "a dict of what was measured")
+        checks.instance("calibrated", self.calibrated, Mapping, "a dict of measured maxima")
         for name, most in self.calibrated.items():
             checks.number(f"calibrated[{name!r}]", most, minimum=0)
         checks.text("name", self.name)
