@@ -78,9 +78,9 @@ def test_weak_scaling_by_hand():
 
 def test_shares_that_no_law_has_are_said_to_be_so():
     slower = Curve(False, {1: [Job(10.0, 64)], 2: [Job(12.0, 64)]}).law()
-    assert "serial share 140.0%: more than all of it" in slower
+    assert "serial share 140.0%: above 100%" in slower
     faster = Curve(False, {1: [Job(10.0, 64)], 2: [Job(4.0, 64)]}).law()
-    assert "serial share -20.0%: less than nothing" in faster
+    assert "serial share -20.0%: below 0%" in faster
 
 
 def test_the_smallest_job_stands_in_for_one_rank():
@@ -149,8 +149,8 @@ def test_a_script_of_ten_lines(tmp_path, engine):
         tmp_path, *flags, f"--json={found}", f"--picture={drawn}", batch=FROM_VARIABLE, after="1/0"
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Strong scaling: the same rows an update" in done.stdout
-    assert "Weak scaling: the same rows a rank" in done.stdout
+    assert "Strong scaling: the same rows per update" in done.stdout
+    assert "Weak scaling: the same rows per rank" in done.stdout
     assert "Amdahl's law, solved for 1 and 2 ranks" in done.stdout
     assert "No prediction" not in done.stdout
     assert drawn.read_bytes().startswith(b"\x89PNG")

@@ -71,7 +71,7 @@ MPI = "kubernetes --kind=mpijob -np 2 --image=train:1"
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("", "The scheduler comes first: slurm or kubernetes. Received: nothing."),
+        ("", "The scheduler must be the first argument: slurm or kubernetes. Received: nothing."),
         ("pbs -np 2 -- a", "Received: pbs."),
         ("--name=a slurm -np 2 -- a", "Received: --name=a."),
         ("slurm -np 2", "Received: no command."),
@@ -83,15 +83,18 @@ MPI = "kubernetes --kind=mpijob -np 2 --image=train:1"
         ("slurm -np 5 --ranks_per_node=2 -- a", "Received: -np 5 --ranks_per_node=2."),
         ("slurm -np 4 --nodes=2 --ranks_per_node=4 -- a", "--nodes=2 --ranks_per_node=4."),
         ("slurm -np 2 --time=60 -- a", "Received: --time=60."),
-        ("slurm -np 2 --time=1m -- a", "--time must be longer. Received: 60 s, --save_seconds=30."),
+        (
+            "slurm -np 2 --time=1m -- a",
+            "at which the ranks save. Received: 60 s, --save_seconds=30.",
+        ),
         ("slurm -np 2 --memory=16 -- a", "Received: --memory=16."),
         ("slurm -np 2 --memory=16K -- a", "Received: --memory=16K."),
         ("slurm -np 2 --env=A -- a", "Received: --env=A."),
         ("slurm -np 2 --env=1A=b -- a", "the name '1A'"),
         ("slurm -np 2 --name='a b' -- a", "Received: --name='a b'."),
         ("slurm -np 2 --name= -- a", "Received: --name=''."),
-        ("slurm -np 2 --partition='a #b' -- a", "--partition is a word"),
-        ("slurm -np 2 --log='a\"b' -- a", "--log is a word"),
+        ("slurm -np 2 --partition='a #b' -- a", "--partition must be a word"),
+        ("slurm -np 2 --log='a\"b' -- a", "--log must be a word"),
         ("slurm -np 2 --gpu_type=a100 -- a", "--gpu_type requires --gpu."),
         ("slurm -np 2 --sbatch=qos=high -- a", "Received: 'qos=high'."),
         (
@@ -102,7 +105,7 @@ MPI = "kubernetes --kind=mpijob -np 2 --image=train:1"
         ("slurm -np 2 --output=/nowhere/job.sh -- a", "--output=/nowhere/job.sh cannot be"),
         ("kubernetes -np 2 -- a", "requires an image"),
         (f"{POD} --partition=a -- a", "partition"),
-        (f"{POD} --nodes=2 -- a", "use --kind=mpijob. Received: --nodes=2."),
+        (f"{POD} --nodes=2 -- a", "Received: --nodes=2. Use -np, or --kind=mpijob."),
         (f"{POD} --ssh_auth_mount_path=/a/.ssh -- a", "requires --kind=mpijob. Received"),
         (f"{POD} --launcher=mpirun -- a", "--launcher requires --kind=mpijob."),
         (f"{POD} --name=Train -- a", "--name must be a host name in Kubernetes"),
@@ -111,8 +114,8 @@ MPI = "kubernetes --kind=mpijob -np 2 --image=train:1"
         (f"{POD} --namespace=a.b -- a", "Received: --namespace=a.b."),
         (f"{POD} --volume=data -- a", "Received: --volume=data."),
         (f"{POD} --volume=data:data -- a", "Received: --volume=data:data."),
-        (f"{POD} --node_selector=gpu -- a", "--node_selector is written KEY=VALUE"),
-        (f"{POD} --env=TF_CONFIG=a -- a", "TF_CONFIG tells each rank which it is"),
+        (f"{POD} --node_selector=gpu -- a", "--node_selector must be KEY=VALUE"),
+        (f"{POD} --env=TF_CONFIG=a -- a", "TF_CONFIG cannot be set by --env"),
         (f"{POD} --shared_memory=0 -- a", "Received: --shared_memory=0."),
         (f"{MPI} --name={'a' * 55} -- a", f"{'a' * 55}-worker-0"),
         (f"{MPI} --run_as_user=1000 -- a", "--ssh_auth_mount_path=/home/NAME/.ssh"),
@@ -132,7 +135,7 @@ def test_a_file_is_written(tmp_path):
         path = tmp_path / name
         finished = launch(scheduler, f"--output={path}", *rest)
         assert (finished.returncode, finished.stdout) == (0, "")
-        assert finished.stderr == f"tfdist-launch: to start it: {submit} {path}\n"
+        assert finished.stderr == f"tfdist-launch: start it with: {submit} {path}\n"
         assert path.read_text(encoding="utf-8") == golden(name)
 
 

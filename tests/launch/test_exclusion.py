@@ -55,10 +55,10 @@ class Runs:
         (
             [("a", 1), ("a", 1), None],
             ["aabb", "aabb", "bbcc"],
-            "a is left out from now on: its ranks",
+            "a is excluded from now on: its ranks",
         ),
         ([("a", 1), ("b", 1), None], ["aabb", "aabb", "aabb"], ""),
-        (["b", None], ["aabb", "aacc"], "b is left out from now on: it cannot be reached"),
+        (["b", None], ["aabb", "aacc"], "b is excluded from now on: it cannot be reached"),
         ([("b", PERSISTENT_FAULT), None], ["aabb", "aacc"], "computed a wrong result"),
         (
             [("b", 1), ("b", 1), ("a", 1), ("a", 1), None],
@@ -82,7 +82,7 @@ def test_too_few_hosts_end_the_job(capsys):
     runs = Runs("a", "b", ("c", 7), ("c", 7))
     assert runs.run() == 7
     assert runs.hosts == ["aabb", "bbcc", "cc", "cc"]
-    assert "have 0 slots, and 2 ranks are the least" in capsys.readouterr().err
+    assert "have 0 slots, and at least 2 ranks are required" in capsys.readouterr().err
 
 
 def test_without_it_no_host_is_left_out():

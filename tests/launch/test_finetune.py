@@ -170,7 +170,9 @@ def test_a_bad_flag_is_one_line(preset, flags, words):
         ),
         pytest.param(["--batch_size=5000"], "--batch_size=5000", marks=pytest.mark.slow),
         (["--dataset=text:/bin/true"], "not UTF-8 text"),
-        pytest.param(["--dataset=tfds:digits"], "it has no text `text`", marks=pytest.mark.slow),
+        pytest.param(
+            ["--dataset=tfds:digits"], "does not have a text feature `text`", marks=pytest.mark.slow
+        ),
         pytest.param(["--dataset=tfds:digitz"], "Did you mean 'digits'?", marks=pytest.mark.slow),
     ],
 )

@@ -36,7 +36,7 @@ def test_a_host_that_fails_again_is_left_out(jobs):
         *by_rank("true", "exit 3"),
     )
     assert job.returncode == 0, job.stderr
-    assert "the host 127.0.0.1 is left out from now on: its ranks failed 2 times." in job.stderr
+    assert "the host 127.0.0.1 is excluded from now on: its ranks failed 2 times." in job.stderr
     assert job.stderr.count("restart") == 2
 
 

@@ -24,8 +24,8 @@ def test_the_clock_of_1f1b():
     assert lines[0].split() == ["clock", *map(str, range(8))]
     assert lines[1].split() == ["rank", "0", "F0", "F1", ".", "B0", "F2", "B1", ".", "B2"]
     assert lines[2].split() == ["rank", "1", ".", "F0", "B0", "F1", "B1", "F2", "B2", "."]
-    assert "idle for 25.0% of the step, 33.3% of the time that they compute" in finished.stdout
-    assert "rank 0 first: 2, 1." in finished.stdout
+    assert "idle for 25.0% of the step, or 33.3% of their compute time" in finished.stdout
+    assert "by rank: 2, 1." in finished.stdout
     assert finished.stderr == ""
 
 

@@ -303,5 +303,7 @@ def test_a_damaged_data_file_is_one_line(tmp_path):
     job = run(train)
     assert job.returncode == 2
     last = job.stderr.strip().splitlines()[-1]
-    assert "--dataset=digits: a file is damaged: corrupted record at" in last, job.stderr
+    assert "--dataset=digits could not be read, a file is corrupt: corrupted record at" in last, (
+        job.stderr
+    )
     assert "Traceback" not in job.stderr

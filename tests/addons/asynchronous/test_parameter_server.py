@@ -88,7 +88,7 @@ def test_a_worker_that_is_killed_does_not_stop_the_others(tmp_path):
         tmp_path, np=3, staleness=2, epochs=2, dies=dies, timeout=270, step_seconds=0.01
     )
     assert code == 0, output
-    assert f"rank {dies} was killed by SIGKILL; the others go on" in output
+    assert f"rank {dies} was killed by SIGKILL; the others continue" in output
     assert sorted(found) == sorted({0, 1, 2} - {dies}), output
     updates = found[0]["updates"][0]
     for worker in found:
