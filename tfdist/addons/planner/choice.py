@@ -167,6 +167,6 @@ def summary(estimate: Estimate) -> str:
         head = ("traffic per rank and step, by axis", "")
         tables.append(tabulate(sent, head, disable_numparse=True, colalign=("left", "right")))
     return (
-        f"{estimate}\n{as_count(estimate.flops)} model FLOPs per step by layer; "
+        f"{estimate}\n{as_count(estimate.flops)} model FLOPs per step, summed over layers; "
         f"{as_count(estimate.flops_6nd)} by 6ND of the active parameters\n\n" + "\n\n".join(tables)
     )
