@@ -1,4 +1,4 @@
-"""The device mesh: how many ranks each parallel axis has, and which ranks form a group. Pure Python."""
+"""The device mesh: the number of ranks on each parallel axis, and the groups of ranks. Pure Python."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ _DIVIDES = ("rows", "tokens", "layers", "weights")
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """A mesh axis, and what its ranks divide among them.
+    """A mesh axis, and the dimension of the training that its ranks partition.
 
-    What a rank does follows from what its axes divide, not from their names:
+    The role of a rank follows from what its axes partition, not from their names:
 
-    - "rows": each rank has other rows of the batch. A variable that the ranks all hold gets the
-      sum of their gradients.
-    - "tokens": the same rows, each rank other positions of the sequence. Gradients are summed too.
-    - "layers": each rank has other layers, as the stages of a pipeline.
-    - "weights": the same rows and tokens; layers that know the axis hold slices of their weights.
+    - "rows": each rank has different rows of the batch. The gradients of a replicated variable are
+      summed over the ranks.
+    - "tokens": each rank has the same rows, but different positions of the sequence. Gradients are
+      summed too.
+    - "layers": each rank has different layers, such as the stages of a pipeline.
+    - "weights": each rank has the same rows and tokens; layers that support the axis hold slices of
+      their weights.
 
     Attributes:
-        name: Its name.
-        divides: One of these.
+        name: The name of the axis.
+        divides: "rows", "tokens", "layers" or "weights".
 
     Raises:
-        ValueError: `name` is no identifier, or `divides` is none of these.
+        ValueError: `name` is not an identifier, or `divides` is unknown.
     """
 
     name: str
@@ -46,7 +48,7 @@ class Axis:
         checks.one_of("divides", self.divides, _DIVIDES)
 
 
-#: Its ranks have different rows, and different experts.
+#: The axis whose ranks have different rows and different experts.
 _EXPERT = "expert"
 
 _STANDARD = (
@@ -57,20 +59,20 @@ _STANDARD = (
     Axis("tensor", "weights"),
 )
 
-#: The names of the axes that each mesh has, in the order of the constructor's arguments.
+#: The names of the axes of every mesh, in the order of the constructor's arguments.
 AXES = tuple(axis.name for axis in _STANDARD)
 
-#: Slowest axis first. Tensor parallel ranks communicate most, so they are neighbours (inside a
-#: host); pipeline stages communicate least, so they are farthest apart. Axes of a user's own stand
-#: before the tensor axis.
+#: Slowest axis first. Tensor parallel ranks communicate most, so they are neighbors (inside a
+#: host); pipeline stages communicate least, so they are farthest apart. Custom axes come before
+#: the tensor axis.
 DEFAULT_ORDER = ("pipeline", "data", "expert", "context", "tensor")
 
 
 class Mesh:
-    """The degree of each kind of parallelism, and the groups of ranks that follow.
+    """The degree of each kind of parallelism, and the resulting groups of ranks.
 
-    A mesh is written down before anyone knows how many processes run; the strategy resolves it
-    when the ranks have met:
+    A mesh is defined before the number of processes is known; the strategy resolves it after the
+    rendezvous of the ranks:
 
     ```pycon
     >>> mesh = Mesh(data=-1, tensor=2).resolve(size=8, rank=5)
@@ -84,19 +86,19 @@ class Mesh:
 
     Args:
         data: Ranks on the data axis; each holds the whole model and a share of every batch.
-            -1 takes what the other axes leave of the world.
-        expert: Ranks on the expert axis. To all but experts it is more of the data axis: the rows
-            of a batch are divided over both. -1 as above.
+            -1 means that the degree is inferred from the world size and the other axes.
+        expert: Ranks on the expert axis. For all layers but experts it extends the data axis: the
+            rows of a batch are split over both. -1 as above.
         context: Ranks on the context axis, a share of every sequence each; -1 as above.
         pipeline: Ranks on the pipeline axis, one stage of layers each; -1 as above.
         tensor: Ranks on the tensor axis, a slice of every split layer each; -1 as above.
-        axes: Axes of the user's own, and their degrees.
-        order: The axes from the one whose neighbours are farthest apart in rank to the one whose
-            neighbours are adjacent. Axes of degree 1 may be left out.
+        axes: Custom axes, and their degrees.
+        order: The axes from the one whose neighbors are farthest apart in rank to the one whose
+            neighbors are adjacent. Axes of degree 1 may be omitted.
 
     Raises:
-        ValueError: A degree is neither -1 nor positive, two axes are -1, two have one name, or
-            `order` names an axis twice or one that is not there, or lacks one.
+        ValueError: A degree is neither -1 nor positive, two axes are -1 or have the same name, or
+            `order` does not name each axis once.
     """
 
     def __init__(
@@ -119,21 +121,20 @@ class Mesh:
         free = [axis for axis, degree in self._degrees.items() if degree == -1]
         if len(free) > 1:
             raise ValueError(
-                f"Only one mesh axis can be -1 (what is left). Received: {', '.join(f'{a}=-1' for a in free)}."
+                "At most one mesh axis can be -1 (inferred from the world size). Received: "
+                f"{', '.join(f'{axis}=-1' for axis in free)}."
             )
         self._order = self._ordered(order)
         self._rank: int | None = None
 
     def resolve(self, size: int, rank: int) -> Mesh:
-        """Returns this mesh filled in for a world of `size` ranks, as `rank` sees it.
+        """Returns this mesh for rank `rank` of a world of `size` ranks, with the -1 inferred.
 
         Raises:
             ValueError: The degrees do not multiply to `size`, or `rank` is not in the world.
         """
-        size = checks.integer("size", size)
-        rank = checks.integer("rank", rank)
-        if not 0 <= rank < size:
-            raise ValueError(f"A `rank` lies in [0, size). Received: rank={rank}, size={size}.")
+        size = checks.integer("size", size, minimum=1)
+        rank = checks.integer("rank", rank, minimum=0, maximum=size - 1)
         fixed = math.prod(degree for degree in self._degrees.values() if degree != -1)
         degrees = {
             axis: max(size // fixed, 1) if degree == -1 else degree
@@ -148,12 +149,12 @@ class Mesh:
 
     @property
     def is_resolved(self) -> bool:
-        """Whether the mesh knows its world."""
+        """Whether the size of the world and the rank of this process are known."""
         return self._rank is not None
 
     @property
     def shape(self) -> dict[str, int]:
-        """The degree of each axis; -1 stands for what is left until the mesh is resolved."""
+        """The degree of each axis; -1 is an inferred one, until the mesh is resolved."""
         return dict(self._degrees)
 
     @property
@@ -168,7 +169,7 @@ class Mesh:
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """The axes along which each rank has a model of its own: those of rows, but for the experts'."""
+        """The axes along which each rank has a model replica: `row_axes` without the expert axis."""
         return tuple(axis for axis in self.row_axes if axis != _EXPERT)
 
     @property
@@ -183,17 +184,17 @@ class Mesh:
 
     @property
     def weight_axes(self) -> tuple[str, ...]:
-        """The axes whose ranks compute the same, with slices of weights."""
+        """The axes whose ranks process the same data with different slices of weights."""
         return self._that_divide("weights")
 
     @property
     def message_axes(self) -> tuple[str, ...]:
-        """The axes along which a rank sends messages to single others: stages, and a ring's ranks."""
+        """The axes with point-to-point messages: between stages, and between the ranks of a ring."""
         return self._that_divide("layers", "tokens")
 
     @property
     def gradient_axes(self) -> tuple[str, ...]:
-        """The axes over which the gradients of a variable are summed that all ranks hold."""
+        """The axes over which the gradients of a replicated variable are summed."""
         return self._that_divide("rows", "tokens")
 
     @property
@@ -209,48 +210,37 @@ class Mesh:
 
     def coordinates(self, rank: int | None = None) -> dict[str, int]:
         """The index of `rank` (default: this process) on each axis."""
-        self._require_resolved("coordinates")
-        rank = checks.integer("rank", rank, optional=True)
-        rest = self.rank if rank is None else rank
-        if not 0 <= rest < self.size:
-            raise ValueError(
-                f"A `rank` of this mesh lies in [0, {self.size}). Received: rank={rank}."
-            )
-        found = {}
+        own = self._require_resolved("coordinates")
+        rank = checks.integer("rank", rank, minimum=0, maximum=self.size - 1, optional=True)
+        rest, found = own if rank is None else rank, {}
         for axis in reversed(self._order):
             rest, found[axis] = divmod(rest, self._degrees[axis])
         return {axis: found[axis] for axis in self._axes}
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at the given coordinates; axes that are not named take this rank's own."""
-        checks.instance("coordinates", coordinates, Mapping, "a dict from axes to places on them")
+        """The rank at the given coordinates; on axes that are not named, those of this rank."""
+        checks.instance("coordinates", coordinates, Mapping, "a dict from axes to indices on them")
         place = {**self.coordinates(), **coordinates}
         self._check_axes(coordinates)
         rank = 0
         for axis in self._order:
-            checks.integer(axis, place[axis])
-            if not 0 <= place[axis] < self._degrees[axis]:
-                raise ValueError(
-                    f"The {axis} axis has {self._degrees[axis]} ranks. Received: {axis}={place[axis]}."
-                )
-            rank = rank * self._degrees[axis] + place[axis]
+            degree = self._degrees[axis]
+            rank = rank * degree + checks.integer(axis, place[axis], minimum=0, maximum=degree - 1)
         return rank
 
     def group(self, *axes: str, rank: int | None = None) -> tuple[int, ...]:
         """The ranks that differ from `rank` (default: this process) on the given axes only.
 
-        With no axis the group is the rank alone, with all axes it is the world. The ranks come in
+        Without an axis the group is the rank alone, with all axes it is the world. The ranks are in
         ascending order, which along one axis is the order of its coordinates.
         """
         self._check_axes(axes)
         own = self.coordinates(rank)
         spans = [range(n) if axis in axes else (own[axis],) for axis, n in self._degrees.items()]
-        return tuple(
-            sorted(
-                self.rank_at(dict(zip(self._degrees, place, strict=True)))
-                for place in itertools.product(*spans)
-            )
+        places = (
+            dict(zip(self._degrees, place, strict=True)) for place in itertools.product(*spans)
         )
+        return tuple(sorted(map(self.rank_at, places)))
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """All groups along the given axes: a partition of the world, by ascending first rank."""
@@ -272,19 +262,19 @@ class Mesh:
                 "order",
                 order,
                 f"a list that names each of {tuple(self._axes)} once, slowest first; those of "
-                "degree 1 may be left out",
+                "degree 1 may be omitted",
             )
         return (*single, *named)
 
     def _does_not_fill(self, size: int, fixed: int) -> str:
-        """What is wrong with a world of `size` ranks, and which worlds would be right."""
+        """The message for a world of `size` ranks, with the sizes that would be correct."""
         named = {axis: degree for axis, degree in self._degrees.items() if degree != -1}
         factors = {axis: degree for axis, degree in named.items() if degree != 1} or {"data": 1}
         what = f"{_product(factors)} is {fixed} {_ranks(fixed)}"
         right = [fixed]
         if len(named) < len(self._degrees):
             (free,) = self._degrees.keys() - named.keys()
-            what = f"{_product(factors)} takes a multiple of {fixed} ranks, the rest is {free}"
+            what = f"{_product(factors)} requires a multiple of {fixed} ranks, the rest is {free}"
             below = size // fixed * fixed
             right = [below, below + fixed] if below else [fixed]
         start = f"{' or '.join(map(str, right))} {_ranks(right[-1])}"
@@ -308,44 +298,42 @@ class Mesh:
         return hash(self._key())
 
     def _key(self) -> tuple:
-        # Where an axis of one rank stands makes no difference.
+        # The position of an axis of degree 1 makes no difference.
         order = [axis for axis in self._order if self._degrees[axis] != 1]
         degrees = {axis: self._degrees[name] for name, axis in self._axes.items()}
         return tuple(degrees.items()), tuple(order), self._rank
 
     def _require_resolved(self, what: str) -> int:
-        """Returns this process's rank; raises where nobody knows it yet."""
+        """Returns this process's rank; raises if it is not known yet."""
         if self._rank is None:
             raise RuntimeError(
-                f"`mesh.{what}` is known once the ranks have met: read it from `strategy.mesh`, "
-                "or call `mesh.resolve(size, rank)`."
+                f"`mesh.{what}` is not known before the rendezvous of the ranks. Read it from "
+                "`strategy.mesh`, or call `mesh.resolve(size, rank)`."
             )
         return self._rank
 
     def _check_axes(self, axes: Iterable[str]) -> None:
         for axis in axes:
             if axis not in self._axes:
-                raise ValueError(
-                    f"The axes of this mesh are {tuple(self._axes)}. Received: {axis!r}."
-                )
+                raise ValueError(f"An axis must be one of {tuple(self._axes)}. Received: {axis!r}.")
 
 
 def _own_axes(axes: Mapping[Axis, int] | None) -> dict[Axis, int]:
-    """The user's own axes, once they are known to be some."""
+    """The custom axes, checked."""
     checks.instance("axes", axes, Mapping, "a dict from Axis to degree", optional=True)
     own = dict(axes or {})
     if not all(isinstance(axis, Axis) for axis in own):
         raise checks.refuse("axes", axes, "a dict from Axis to degree", TypeError)
     names = [axis.name for axis in (*_STANDARD, *own)]
     if len(set(names)) < len(names):
-        raise checks.refuse("axes", axes, f"axes of other names than {AXES}, each once")
+        raise checks.refuse("axes", axes, f"axes with names other than {AXES}, each once")
     return own
 
 
 def _degree(axis: str, value: object) -> int:
     if isinstance(value, numbers.Integral) and value == -1:
         return -1
-    return checks.integer(axis, value, minimum=1, also="-1 for what the other axes leave")
+    return checks.integer(axis, value, minimum=1, also="-1 to infer it from the world size")
 
 
 def _ranks(count: int) -> str:

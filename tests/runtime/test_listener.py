@@ -246,7 +246,7 @@ def test_bad_callers_are_counted_and_logged_now_and_then(listener, caplog):
                 listener.poll(0.1)
     assert listener.dropped == 25
     assert [record.getMessage().split()[-3] for record in caplog.records] == ["1", "10"]
-    assert "Hung up on a caller of the test" in caplog.text
+    assert "Closed a connection to the test from" in caplog.text
 
 
 def test_a_caller_with_another_key_is_told_in_time(serving):
@@ -257,14 +257,14 @@ def test_a_caller_with_another_key_is_told_in_time(serving):
 
 
 def test_nobody_calls(listener):
-    with pytest.raises(TimeoutError, match="nobody else called for the test"):
+    with pytest.raises(TimeoutError, match="no process connected to the test"):
         listener.accept(time.monotonic() + 0.2)
 
 
 def test_nobody_listens():
     with bind() as sock:
         address = sock.getsockname()
-    with pytest.raises(TimeoutError, match=f"The test at 127.0.0.1:{address[1]} cannot be joined"):
+    with pytest.raises(TimeoutError, match=f"Could not connect to the test at 127.0.0.1:{address[1]}"):
         connect(address, KEY, PURPOSE, timeout=0.5)
 
 

@@ -18,7 +18,7 @@ from tfdist.runtime.schedulers import Hello, _call, _receive
 
 pytestmark = pytest.mark.usefixtures("no_old_garbage")
 
-KEY, PURPOSE = b"key of this job", "meeting of ranks"
+KEY, PURPOSE = b"key of this job", "rendezvous of ranks"
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def test_the_first_rank_sets_what_engines_read_alone(variables):
 
             thread = threading.Thread(target=answer, daemon=True)
             thread.start()
-            with pytest.raises(TimeoutError, match="not for it to set"):
+            with pytest.raises(TimeoutError, match="it must not set"):
                 _call(address, KEY, 1, Hello("here", 5001), time.monotonic() + 0.5)
             thread.join(20.0)
     assert os.environ.get("LD_PRELOAD") != "x"

@@ -86,7 +86,7 @@ def test_two_that_wait_for_each_other(world):
     assert "Ranks 0, 1, 2 wait for each other" in verdict
     assert (
         "rank 0 waits in all_gather/world/fit/arguments/size (call 1), called at train.py:0 in main; "
-        "ranks 1, 2 did not come to it." in verdict
+        "ranks 1, 2 did not reach it." in verdict
     )
     assert "rank 2 waits in gradients (call 1), called at train.py:2 in main" in verdict
 

@@ -1,8 +1,8 @@
 """Collective communication over the groups of a mesh, differentiable, on any engine.
 
 Engines: `tfdist.collectives.horovod` (Horovod process sets), `tfdist.collectives.tensorflow`
-(TensorFlow's own ring) and `tfdist.collectives.local` (one rank). A strategy makes its engine;
-`strategy.group("data")` is how programs come to a `Group`.
+(TensorFlow's own ring) and `tfdist.collectives.local` (one rank). A strategy creates its engine;
+`strategy.group("data")` returns a `Group`.
 """
 
 from tfdist.collectives.group import Group

@@ -1,11 +1,11 @@
-"""The flight recorder: which collectives this rank has begun and which it has finished.
+"""The flight recorder: the collectives that this rank has begun, and those that it has finished.
 
-A collective that hangs says nothing by itself. Each one therefore counts its begins and ends,
-inside graphs with two tiny variables of the graph's own (a Python callback would cost a hundred
-times more), and a watchdog thread reads the counts whenever it likes.
+A collective that hangs reports nothing. Each one therefore counts its begins and ends, inside graphs
+with two small variables (a Python callback would cost a hundred times more), and a watchdog thread can
+read the counts at any time.
 
-Variables of a graph in the manner of TensorFlow 1 belong to the session that runs it, and no other
-thread can read them. Collectives of such graphs are counted by callbacks after all.
+Variables of a graph of TensorFlow 1 belong to the session that runs it, and no other thread can read
+them. Collectives in such graphs are counted by callbacks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from tfdist.backend.clock.stamps import Column, current_stamps
 from tfdist.collectives.flight_counts import Counter, Entry, HostCounter
 from tfdist.collectives.group import Group
 
-#: Of the collectives of a graph that a thread waits in, so many are told.
+#: The maximum number of reported collectives of a graph in which a thread waits.
 _MOST_BLOCKED = 8
-#: So many exceptions of TensorFlow are looked into between two calls of `blocked`; it takes milliseconds.
+#: The maximum number of TensorFlow's exceptions that are examined between two calls of `blocked`; each
+#: takes milliseconds.
 _MOST_LOOKS = 20
 
 
@@ -34,11 +35,11 @@ class InFlight:
     """A collective that has begun and not ended.
 
     Attributes:
-        name: Operation, and the layer or variables it serves.
+        name: The operation, and the layer or variables that it serves.
         group: The label of its group.
         ranks: The ranks of its group.
-        occurrence: How many times this operation has begun, this time included: the n-th step
-            for an operation that runs once a step.
+        occurrence: The number of times that this operation has begun, including this one: the number
+            of the step for an operation that runs once per step.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Blocked:
     Attributes:
         name: As in `InFlight`.
         ranks: As in `InFlight`.
-        needed: Those of the ranks that have to begin it.
+        needed: The ranks that have to begin it.
         occurrence: As in `InFlight`.
     """
 
@@ -69,9 +70,9 @@ class Flight:
 
     Args:
         recorder: The recorder.
-        name: Operation, and what it serves.
+        name: The operation, and what it serves.
         group: Its group.
-        lane: The transport that carries it, for those who time steps (`tfdist.backend.clock.stamps`).
+        lane: The transport that executes it, for measurements of steps (`tfdist.backend.clock.stamps`).
         needed: The ranks that must begin it before it can end here.
     """
 
@@ -88,10 +89,10 @@ class Flight:
 
     @contextlib.contextmanager
     def begin(self, tensor: tf.Tensor) -> Iterator[tf.Tensor]:
-        """Inside, operations begin once `tensor` is there and the begin is counted.
+        """Has operations inside begin after `tensor` is computed and the begin is counted.
 
         Args:
-            tensor: What the collective begins with.
+            tensor: The input of the collective.
 
         Returns:
             A context, whose value is the tensor.
@@ -128,7 +129,7 @@ class Flight:
             yield tf.identity(tensor)
 
     def end(self, result: tf.Tensor | tuple) -> tf.Tensor | tuple:
-        """The result of the collective, whose end is counted once it is there."""
+        """The result of the collective, whose end is counted once it is computed."""
         if self._stamp_end is not None:
             self._stamp_end(tf.nest.flatten(result))
         if self._entry is None:
@@ -148,7 +149,7 @@ class FlightRecorder:
     def __init__(self):
         self._entries: dict[tuple, Entry] = {}
         self._lock = threading.Lock()
-        #: The threads that have called collectives, and what each is inside of eagerly.
+        #: The threads that have called collectives, and the eager collective in which each is.
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._inside: dict[int, tuple[Entry, tuple[int, ...]]] = {}
         self._has_failed = False
@@ -163,19 +164,17 @@ class FlightRecorder:
         """A call of a collective that is about to begin.
 
         Args:
-            name: Operation, and what it serves.
+            name: The operation, and what it serves.
             group: Its group.
-            lane: The transport that carries it.
+            lane: The transport that executes it.
             needed: The ranks that must begin it before it can end here; all of the group if None.
         """
         return Flight(self, name, group, lane, group.ranks if needed is None else needed)
 
     def in_flight(self) -> list[InFlight]:
         """The collectives that have begun and not ended."""
-        with self._lock:
-            entries = list(self._entries.values())
         found = []
-        for entry in entries:
+        for entry in self._all():
             begun, ended = entry.counts()
             if begun > ended + entry.abandoned:
                 found.append(InFlight(entry.name, entry.group, entry.ranks, begun))
@@ -184,90 +183,85 @@ class FlightRecorder:
     def blocked(
         self, thread: int, flying: Sequence[InFlight], in_graph: Callable[[], bool]
     ) -> list[Blocked]:
-        """What a thread cannot leave before other ranks come; nothing where that is not certain.
+        """The collectives that a thread certainly cannot leave before other ranks begin them.
 
-        It is certain of an eager call, and of what is under way in a graph that the thread runs. It is
-        not where another living thread has called collectives, too, since that one may do next what
-        the other ranks wait for; where a call of the same name failed before, since the ranks may then
-        count differently; and where an exception of TensorFlow may have ended the graph.
+        This is certain for an eager call, and for the collectives under way in a graph that the thread
+        runs. It is not if another living thread has called collectives, too, since it may call next the
+        one for which the other ranks wait; if a call of the same name failed before, since the ranks may
+        then count differently; and if an exception of TensorFlow may have ended the graph.
 
         Args:
             thread: Its identifier.
-            flying: What `in_flight` has returned just now.
-            in_graph: Returns whether it is in a call of TensorFlow that does nothing but wait; asked if it
-                is in no eager collective.
+            flying: The result of `in_flight`, just now.
+            in_graph: Returns whether the thread is in a call of TensorFlow that only waits; called if it
+                is not in an eager collective.
         """
-        # First, since an exception from here on is seen by the next call.
+        # First, since an exception from here on is handled by the next call.
         failed, self._has_failed, self._looks = self._has_failed, False, _MOST_LOOKS
-        with self._lock:
-            entries = [self._entries[call.name, call.ranks] for call in flying]
-            threads = list(self._threads)
-        in_graphs = [
-            (entry, call.occurrence)
-            for entry, call in zip(entries, flying, strict=True)
-            if entry.is_in_graphs
-        ]
+        entries = self._in_graphs(flying)
         if failed:
-            for entry, occurrence in in_graphs:
+            for entry, occurrence in entries:
                 entry.suspect = occurrence
+        with self._lock:
+            threads = list(self._threads)
         if any(other.ident != thread and other.is_alive() for other in threads):
             return []
-        running = [entry for entry, occurrence in in_graphs if occurrence > entry.suspect]
+        running = [entry for entry, occurrence in entries if occurrence > entry.suspect]
         inside = self._inside.get(thread)
         if inside is not None:
-            # A graph that runs meanwhile is another thread's.
+            # A graph that runs at the same time belongs to another thread.
             return [] if running else _blocked_in([inside])
         if not running or not in_graph():
             return []
         return _blocked_in([(entry, entry.needed or ()) for entry in running])[:_MOST_BLOCKED]
 
     def note_error(self) -> None:
-        """What is under way in graphs may have ended by an exception of TensorFlow."""
+        """Notes that collectives under way in graphs may have ended by an exception of TensorFlow."""
         if self._looks <= 0:
             self._has_failed = True
             return
         self._looks -= 1
-        for call in self.in_flight():
-            with self._lock:
-                entry = self._entries[call.name, call.ranks]
-            if entry.is_in_graphs:
-                entry.suspect = call.occurrence
+        for entry, occurrence in self._in_graphs(self.in_flight()):
+            entry.suspect = occurrence
 
     def has_begun(self, name: str, ranks: Sequence[int], occurrence: int) -> bool:
-        """Whether this rank has begun a call, or may do so in a graph that is under way.
+        """Whether this rank has begun a call, or may begin it in a running graph.
 
         Args:
             name: As in `Blocked`.
             ranks: As in `Blocked`.
             occurrence: As in `Blocked`.
         """
-        with self._lock:
-            entry = self._entries.get((name, tuple(ranks)))
+        entry = self._entries.get((name, tuple(ranks)))
         if entry is None:
             return False
-        if entry.is_in_graphs and not self._inside:
-            return True
-        return entry.counts()[0] >= occurrence
+        may_begin = entry.is_in_graphs and not self._inside
+        return may_begin or entry.counts()[0] >= occurrence
 
     def abandon(self, calls: Iterable[InFlight]) -> None:
-        """Takes calls for over that began in a graph that has failed, and will never end."""
+        """Counts calls as ended that began in a graph that has failed, and will never end."""
         for call in calls:
-            with self._lock:
-                entry = self._entries[call.name, call.ranks]
+            entry = self._entries[call.name, call.ranks]
             begun, ended = entry.counts()
             if begun == call.occurrence:
                 entry.abandoned = begun - ended
 
     def names(self) -> list[str]:
-        """The collectives that this rank has come by, in graphs and eagerly, each once."""
-        with self._lock:
-            return [entry.name for entry in self._entries.values()]
+        """The collectives that this rank has traced or called eagerly, each once."""
+        return [entry.name for entry in self._all()]
 
     def progress(self) -> int:
-        """A number that grows with each collective that ends."""
+        """The number of calls that have ended."""
+        return sum(entry.counts()[1] for entry in self._all())
+
+    def _all(self) -> list[Entry]:
         with self._lock:
-            entries = list(self._entries.values())
-        return sum(entry.counts()[1] for entry in entries)
+            return list(self._entries.values())
+
+    def _in_graphs(self, flying: Iterable[InFlight]) -> list[tuple[Entry, int]]:
+        """The calls that are in graphs, each with its occurrence."""
+        found = [(self._entries[call.name, call.ranks], call.occurrence) for call in flying]
+        return [(entry, occurrence) for entry, occurrence in found if entry.is_in_graphs]
 
     def _note_thread(self) -> int:
         thread = threading.current_thread()
@@ -298,9 +292,9 @@ _recorders: weakref.WeakSet[FlightRecorder] = weakref.WeakSet()
 
 @functools.cache
 def _note_errors() -> None:
-    """Has each exception of TensorFlow noted, whoever catches it: a graph may have ended by it.
+    """Records each exception of TensorFlow, even if it is caught: it may have ended a graph.
 
-    Nothing else tells that the collectives which were under way there will never end.
+    There is no other sign that the collectives under way in that graph will never end.
     """
     original = tf.errors.OpError.__init__
 

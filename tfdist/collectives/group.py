@@ -1,4 +1,4 @@
-"""A group: ranks that communicate with each other, and the engine that carries it."""
+"""A group: ranks that communicate with each other, and their engine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Group:
 
     Attributes:
         ranks: Ranks in the world, ascending. A member's index in this tuple is its place in the
-            group, by which `broadcast`, `send`, `recv` and all slices are counted.
-        label: What the group is in the mesh, for names and messages: "data", "data+tensor".
-        engine: What carries its operations.
-        axes: The mesh axes along which its ranks differ; () where the mesh does not make it.
+            group, to which `broadcast`, `send`, `recv` and all slices refer.
+        label: The name of the group in the mesh, for names and messages: "data", "data+tensor".
+        engine: The engine that executes its operations.
+        axes: The mesh axes along which its ranks differ; () if the group is not one of the mesh.
     """
 
     ranks: tuple[int, ...]

@@ -1,6 +1,6 @@
 """Horovod as an engine: raw operations on static process sets.
 
-Nothing of Horovod's Keras or optimizer wrappers is used: they do not know Keras 3.
+Horovod's wrappers of Keras and optimizers are not used, since they do not support Keras 3.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from tfdist.utils.untested import say_untested
 
 _logger = logging.getLogger("tfdist")
 
-#: How often Horovod looks for work, in ms, unless the user says. At its own 1 ms the looking
-#: takes up to a fifth of a core that also computes.
+#: Horovod's default polling interval, in ms. With its own default of 1 ms polling takes up to a fifth
+#: of a core that also computes.
 _CYCLE_MS = 2.5
-#: Where latency-critical operations go peer to peer, and only gradients are left to look for.
+#: If latency-critical operations use peer-to-peer messages, and Horovod only reduces gradients.
 _CYCLE_MS_FOR_GRADIENTS = 5.0
-#: Where all operations go peer to peer.
+#: If all operations use peer-to-peer messages.
 _CYCLE_MS_AT_REST = 25.0
 
 
 def _cycle_ms(size: int, has_p2p: bool) -> float:
-    """How often Horovod is to look for work in a world of `size` ranks, in ms."""
+    """Horovod's polling interval in a world of `size` ranks, in ms."""
     if not has_p2p:
         return _CYCLE_MS
-    return _CYCLE_MS_AT_REST if size <= P2PEngine.most_members else _CYCLE_MS_FOR_GRADIENTS
+    return _CYCLE_MS_AT_REST if size <= P2PEngine.max_group_size else _CYCLE_MS_FOR_GRADIENTS
 
 
 def start(mesh: Mesh | None = None, *, deterministic: bool = False) -> Engine:
-    """Horovod, with peer-to-peer messages beside it where these are possible.
+    """Horovod, in combination with peer-to-peer messages if these are possible.
 
     Args:
-        mesh: The mesh; resolved here, against Horovod's world.
+        mesh: The mesh, which is resolved for Horovod's world.
         deterministic: As in `HorovodEngine`.
     """
     expects_p2p = TRANSPORT.find() is not None and not tf.config.list_physical_devices("GPU")
@@ -56,8 +56,8 @@ def start(mesh: Mesh | None = None, *, deterministic: bool = False) -> Engine:
     found = with_p2p(engine)
     if expects_p2p and found is engine and engine.size > 1:
         _logger.warning(
-            "Horovod looks for work every %s ms, which suits ranks with peer-to-peer messages. For "
-            "these set HOROVOD_CYCLE_TIME=%s.",
+            "Horovod polls every %s ms, which is meant for ranks with peer-to-peer messages. Without "
+            "them set HOROVOD_CYCLE_TIME=%s.",
             os.environ.get("HOROVOD_CYCLE_TIME"),
             _CYCLE_MS,
         )
@@ -75,7 +75,7 @@ def import_horovod() -> types.ModuleType:
     except ImportError as error:
         raise ImportError(
             "Horovod cannot be imported. Build it for the installed TensorFlow with "
-            f"`tfdist-install-horovod`, or use MultiWorkerStrategy. The import said: {error}"
+            f"`tfdist-install-horovod`, or use MultiWorkerStrategy. The error was: {error}"
         ) from error
     return hvd
 
@@ -83,19 +83,19 @@ def import_horovod() -> types.ModuleType:
 class HorovodEngine(Engine):
     """Horovod's Gloo, MPI or NCCL operations.
 
-    Process sets are made once, when Horovod starts: sets that are added later cost a round of
-    agreement at every use of Horovod. So `send` and `recv` reach ranks along the axes named in
+    Process sets are created once, when Horovod starts: sets that are added later cost a round of
+    communication at every use of Horovod. So `send` and `recv` reach ranks along the axes named in
     `pairs_along`, and the other rank of any group of two.
 
     Args:
-        mesh: The mesh; resolved here, against Horovod's world.
+        mesh: The mesh, which is resolved for Horovod's world.
         pairs_along: Mesh axes along which any two ranks may send to each other; `mesh.message_axes` by
             default.
-        deterministic: Whether each tensor is added up by itself. Horovod fuses those that come
-            together into one buffer, and where in it a number lies decides which rank's comes
-            first in its sum.
-        has_p2p: Whether latency-critical operations will go peer to peer, so that Horovod can rest
-            for longer between two looks for work.
+        deterministic: Whether each tensor is reduced separately. By default Horovod fuses tensors that
+            are ready at the same time, and the position of a number in the fused buffer determines the
+            order of the ranks in its sum.
+        has_p2p: Whether latency-critical operations will use peer-to-peer messages, so that Horovod's
+            polling interval can be longer.
     """
 
     name = "horovod"
@@ -113,29 +113,30 @@ class HorovodEngine(Engine):
         self.is_deterministic = checks.boolean("deterministic", deterministic)
         self._hvd = hvd = import_horovod()
         mesh = mesh or Mesh()
-        scheduled = started_by_scheduler()
-        if scheduled and not started_by_horovod() and not hvd.mpi_built():
-            join("horovod", scheduled)
-        started = started_by_horovod() or (0, 1)
-        if scheduled and not started_by_horovod():
+        scheduled, started = started_by_scheduler(), started_by_horovod()
+        if scheduled and not started:
+            if not hvd.mpi_built():
+                join("horovod", scheduled)
             started = scheduled.rank, scheduled.size
-        resolved = mesh.resolve(size=started[1], rank=started[0])
+        rank, size = started or (0, 1)
+        resolved = mesh.resolve(size=size, rank=rank)
         pairs_along = resolved.message_axes if pairs_along is None else pairs_along
         sets = {ranks: hvd.ProcessSet(list(ranks)) for ranks in rank_sets(resolved, pairs_along)}
         if hvd.is_initialized():
             raise RuntimeError(
-                "Horovod is already running in this process. Make the strategy before anything "
-                "else calls hvd.init(): it starts Horovod with the process sets of its mesh."
+                "Horovod must not be initialized before the strategy: Horovod is already running in this "
+                "process. Remove the call of hvd.init(): the strategy starts Horovod with the process "
+                "sets of its mesh."
             )
-        # Horovod reads its settings from the environment alone.
+        # Horovod reads its settings only from the environment.
         os.environ.setdefault("HOROVOD_CYCLE_TIME", str(_cycle_ms(resolved.size, has_p2p)))
         if deterministic:
             os.environ["HOROVOD_FUSION_THRESHOLD"] = "0"
         hvd.init(process_sets=list(sets.values()))
-        if (hvd.rank(), hvd.size()) != (resolved.rank, resolved.size):
+        if (hvd.rank(), hvd.size()) != (rank, size):
             raise RuntimeError(
-                f"Horovod says rank {hvd.rank()} of {hvd.size()}, its launcher said rank "
-                f"{resolved.rank} of {resolved.size}. Start the ranks with `tfdist-run`."
+                f"Horovod's rank {hvd.rank()} of {hvd.size()} is not that of its launcher, {rank} of "
+                f"{size}. Start the ranks with `tfdist-run`."
             )
         if hvd.nccl_built() and tf.config.list_physical_devices("GPU"):
             say_untested("NCCL (in this build of Horovod)")
@@ -149,18 +150,15 @@ class HorovodEngine(Engine):
         )
 
     def all_gather(self, tensor, group, name):
-        """`hvd.allgather`, which takes sizes as they come."""
+        """`hvd.allgather`, which supports different sizes."""
         return self._hvd.allgather(_varying(tensor), **self._options(group, name))
 
-    def all_gather_uneven(self, tensor, group, name):
-        """`hvd.allgather`."""
-        return self.all_gather(tensor, group, name)
+    all_gather_uneven = all_gather
 
     def reduce_scatter(self, tensor, group, reduction, name):
         """`hvd.reducescatter`; for max and min, which it lacks, an exchange and a local reduce."""
         if reduction in ("max", "min"):
-            # A name stands for one kind of operation: Horovod's response cache crashes on a name
-            # that was a reduce-scatter before.
+            # Horovod's response cache crashes if a name is used for two kinds of operations.
             received = self.all_to_all(tensor, group, f"{name}/exchange")
             return reduce_locally(split_rows(received, group.size), reduction)
         return self._hvd.mpi_ops._reducescatter(
@@ -176,13 +174,13 @@ class HorovodEngine(Engine):
         return self._hvd.alltoall(_varying(tensor), splits=splits, **self._options(group, name))
 
     def broadcast(self, tensor, root, group, name):
-        """`hvd.broadcast`, which counts the root in the world."""
+        """`hvd.broadcast`, whose root is a rank of the world."""
         return self._hvd.broadcast(
             _varying(tensor), root_rank=group.ranks[root], **self._options(group, name)
         )
 
     def host_address(self):
-        """The address of the interface that Gloo uses, or of the one that leads to the others."""
+        """The address of the network interface that Gloo uses, or that of this host's name."""
         interface = os.environ.get("HOROVOD_GLOO_IFACE", "")
         for address in psutil.net_if_addrs().get(interface, []):
             if address.family == socket.AF_INET:
@@ -202,8 +200,8 @@ class HorovodEngine(Engine):
     def _process_set(self, ranks):
         if ranks not in self._sets:
             raise ValueError(
-                f"Horovod has no process set for the ranks {ranks}: sets are made at start-up. "
-                f"Make the engine with `pairs_along=` naming the axis. Received: {self.mesh!r}."
+                f"Process set not found for the ranks {ranks}: Horovod creates its sets at start-up. "
+                f"Create the engine with the axis in `pairs_along`. Received: {self.mesh!r}."
             )
         return self._sets[ranks]
 
@@ -212,8 +210,8 @@ class HorovodEngine(Engine):
         return {"sum": hvd.Sum, "mean": hvd.Average, "max": hvd.Max, "min": hvd.Min}[reduction]
 
     def _options(self, group: Group, name: str) -> dict:
-        # Names are already the same on all ranks; TensorFlow's scopes need not be. Horovod takes
-        # what follows the last "/" of a node's name, where it is told to leave scopes out.
+        # Names are already the same on all ranks; TensorFlow's scopes need not be. With
+        # `ignore_name_scope` Horovod uses the part after the last "/" of a node's name.
         return {
             "name": name.replace("+", "-").replace("/", ">"),
             "ignore_name_scope": True,
@@ -222,15 +220,15 @@ class HorovodEngine(Engine):
 
 
 def _varying(tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor, as one that TensorFlow takes no constant for.
+    """The tensor, in a form that TensorFlow does not treat as a constant.
 
-    Horovod's operations do not say that they have an effect: one with a constant input would run
-    while the graph is optimized, and on this rank only, if other ranks' inputs are no constants.
+    Horovod's operations are not marked as stateful: one with a constant input would run during the
+    optimization of the graph, and on this rank only, if other ranks' inputs are not constant.
     """
     if tf.executing_eagerly():
         return tensor
-    # A slice of the whole copies nothing, and where it begins is known to a run alone.
-    # A variable made for a graph of TensorFlow 1 would want an initializer to be run.
+    # A slice of the whole tensor copies nothing, and its begin is only known at run time.
+    # A variable in a graph of TensorFlow 1 would require an initializer to be run.
     zero = _zero() if outermost_is_eager() else tf.cast(tf.timestamp() < 0.0, tf.int32)
     begin = tf.zeros([tensor.shape.rank], tf.int32) + zero
     return tf.ensure_shape(tf.slice(tensor, begin, [-1] * tensor.shape.rank), tensor.shape)
@@ -238,6 +236,6 @@ def _varying(tensor: tf.Tensor) -> tf.Tensor:
 
 @functools.cache
 def _zero() -> tf.Variable:
-    """What nothing but a run of the graph can say is zero."""
+    """A zero that is only known at run time."""
     with tf.init_scope(), tf.device("/CPU:0"):
         return tf.Variable(0, trainable=False, name="zero")

@@ -1,4 +1,4 @@
-"""The engine of a process on its own: one rank, nobody to talk to."""
+"""The engine of a single process: one rank, no communication."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from tfdist.utils import checks
 
 
 class LocalEngine(Engine):
-    """One rank. Every group has one member, so an operation's result is its input.
+    """One rank. Every group has one member, so the result of an operation is its input.
 
-    `tfdist.collectives` answers for groups of one by itself; what is left here are the same
-    answers for those who call an engine directly.
+    `tfdist.collectives` handles groups of one without an engine; these are the same results for direct
+    calls of an engine.
     """
 
     name = "local"
@@ -20,30 +20,12 @@ class LocalEngine(Engine):
         checks.instance("mesh", mesh, Mesh, "a tfdist.Mesh", optional=True)
         super().__init__((mesh or Mesh()).resolve(size=1, rank=0))
 
-    def all_reduce(self, tensor, group, reduction, name):
-        """The tensor."""
-        return tensor
-
-    def all_gather(self, tensor, group, name):
-        """The tensor."""
-        return tensor
-
-    def all_gather_uneven(self, tensor, group, name):
-        """The tensor."""
-        return tensor
-
-    def reduce_scatter(self, tensor, group, reduction, name):
-        """The tensor."""
-        return tensor
-
-    def all_to_all(self, tensor, group, name):
-        """The tensor."""
-        return tensor
-
     def all_to_all_uneven(self, tensor, splits, group, name):
         """The tensor and its splits."""
         return tensor, splits
 
-    def broadcast(self, tensor, root, group, name):
-        """The tensor."""
+    def _unchanged(self, tensor, *_):
         return tensor
+
+    all_reduce = all_gather = all_gather_uneven = reduce_scatter = _unchanged
+    all_to_all = broadcast = _unchanged

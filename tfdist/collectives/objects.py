@@ -1,4 +1,4 @@
-"""Python objects among ranks: small things that ranks agree on before and between steps."""
+"""Collectives of Python objects: small ones, between steps."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import cloudpickle
 import numpy as np
 import tensorflow as tf
 
+from tfdist.collectives.arguments import check_group, checked_member
 from tfdist.collectives.group import Group
 from tfdist.collectives.operations import all_gather, broadcast
-from tfdist.utils import checks
 
 
 def broadcast_object(value: Any, group: Group, root: int = 0, *, name: str = "object"):
     """Returns the root's `value` on every member. Eager only.
 
     Args:
-        value: Anything that pickles; members other than the root may pass None.
+        value: Any picklable object; members other than the root may pass None.
         group: The group.
         root: The root's place in the group.
         name: What the object is, for messages.
@@ -25,9 +25,8 @@ def broadcast_object(value: Any, group: Group, root: int = 0, *, name: str = "ob
     Raises:
         ValueError: `root` is not in the group.
     """
-    checks.instance("group", group, Group, "a Group, as of `strategy.group()`")
-    root = checks.integer("root", root, minimum=0, maximum=group.size - 1)
-    checks.text("name", name)
+    check_group(group, name)
+    root = checked_member(root, group, "root")
     if group.size == 1:
         return value
     own = group.rank == root
@@ -43,19 +42,15 @@ def all_gather_object(value: Any, group: Group, *, name: str = "object") -> list
     """Returns every member's `value`, in group order, on every member. Eager only.
 
     Args:
-        value: Anything that pickles.
+        value: Any picklable object.
         group: The group.
         name: What the object is, for messages.
     """
-    checks.instance("group", group, Group, "a Group, as of `strategy.group()`")
-    checks.text("name", name)
+    check_group(group, name)
     if group.size == 1:
         return [value]
     payload = np.frombuffer(cloudpickle.dumps(value), np.uint8)
     sizes = all_gather(tf.constant([len(payload)], tf.int64), group, name=f"{name}/size").numpy()
     content = all_gather(tf.constant(payload), group, uneven=True, name=name).numpy()
-    ends = np.cumsum(sizes)
-    return [
-        cloudpickle.loads(content[end - size : end].tobytes())
-        for end, size in zip(ends, sizes, strict=True)
-    ]
+    parts = np.split(content, np.cumsum(sizes)[:-1])
+    return [cloudpickle.loads(part.tobytes()) for part in parts]

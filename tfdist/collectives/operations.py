@@ -1,8 +1,8 @@
 """The collectives that layers, strategies and users call, with their gradients.
 
-Written once for all engines. Every function takes this rank's tensor and a `Group`, and is called
-by all members of the group, eagerly or inside a `tf.function`. Gradients are those of the sum of
-all ranks' losses, so that a program over many ranks differentiates like the same program over one.
+They are independent of the engine. Every function has this rank's tensor and a `Group` as arguments, and is
+called by all members of the group, eagerly or inside a `tf.function`. Gradients are those of the sum of all
+ranks' losses, so that a program over many ranks differentiates like the same program over one.
 """
 
 from __future__ import annotations
@@ -20,16 +20,10 @@ from tfdist.collectives.arguments import (
     checked_splits,
     checked_tensor,
 )
+from tfdist.collectives.engine import shape_of
 from tfdist.collectives.group import Group
-from tfdist.collectives.run import (
-    SEND_NAME,
-    Call,
-    gather_text,
-    receive_tensor,
-    run,
-    send_tensor,
-    shape_of,
-)
+from tfdist.collectives.names import backward_name
+from tfdist.collectives.run import SEND_NAME, Call, gather_text, receive_tensor, run, send_tensor
 from tfdist.collectives.shared import note_shared
 from tfdist.utils import checks
 
@@ -48,7 +42,7 @@ def all_reduce(tensor, group: Group, reduction: str = "sum", *, name: str | None
         A tensor of the shape and dtype of `tensor`.
 
     Raises:
-        ValueError: The reduction is unknown, or has no meaning for the dtype.
+        ValueError: The reduction is unknown, or not defined for the dtype.
     """
     tensor = checked_tensor(tensor, group, name)
     check_reduction(reduction, tensor.dtype)
@@ -62,10 +56,10 @@ def all_reduce(tensor, group: Group, reduction: str = "sum", *, name: str | None
 
         def gradient(dy):
             if reduction in ("sum", "mean"):
-                return run(Call("all_reduce", group, _backward(name), reduction), dy)
-            # Shared evenly among all elements that attain the extremum, as tf.reduce_max does.
+                return run(Call("all_reduce", group, backward_name(name), reduction), dy)
+            # Split evenly among all elements that attain the extremum, as tf.reduce_max does.
             attains = tf.cast(tf.equal(x, y), dy.dtype)
-            sums = run(_sum(group, _backward(name)), tf.stack([dy, attains]))
+            sums = run(_backward_sum(group, name), tf.stack([dy, attains]))
             return attains * sums[0] / sums[1]
 
         return y, gradient
@@ -95,13 +89,13 @@ def all_gather(
     if group.size == 1:
         return tf.identity(tensor)
     if tensor.dtype == tf.string:
-        rows = gather_text(_to_front(tensor, axis), group, uneven, name)
-        return note_shared(_from_front(rows, axis))
+        rows = gather_text(_swapped(tensor, axis), group, uneven, name)
+        return note_shared(_swapped(rows, axis))
     call = Call("all_gather_uneven" if uneven else "all_gather", group, name)
 
     @custom_gradient
     def gather(x):
-        rows = _to_front(x, axis)
+        rows = _swapped(x, axis)
         y = run(call, rows)
         if uneven:
             own = tf.shape(rows)[:1]
@@ -109,16 +103,16 @@ def all_gather(
             start = tf.reduce_sum(sizes[: group.rank])
 
         def gradient(dy):
-            dy = _to_front(dy, axis)
+            dy = _swapped(dy, axis)
             if uneven:
-                total = run(_sum(group, _backward(name)), dy)
+                total = run(_backward_sum(group, name), dy)
                 mine = total[start : start + own[0]]
             else:
-                mine = run(Call("reduce_scatter", group, _backward(name), "sum"), dy)
+                mine = run(Call("reduce_scatter", group, backward_name(name), "sum"), dy)
             mine.set_shape(rows.shape)
-            return _from_front(mine, axis)
+            return _swapped(mine, axis)
 
-        return _from_front(y, axis), gradient
+        return _swapped(y, axis), gradient
 
     return note_shared(gather(tensor))
 
@@ -129,15 +123,15 @@ def reduce_scatter(
     """Reduces a tensor over the group; each member gets its equal share along `axis`.
 
     Args:
-        tensor: A tensor of one shape on all members, whose size along `axis` divides by the size
-            of the group.
+        tensor: A tensor of the same shape on all members, whose size along `axis` is a multiple of
+            the size of the group.
         group: The group.
         reduction: As for `all_reduce`.
         axis: The dim along which the result is split, in group order.
         name: What the operation serves, for messages.
 
     Raises:
-        ValueError: The size along `axis` is known and does not divide.
+        ValueError: The size along `axis` is known and not a multiple of the size of the group.
     """
     tensor = checked_tensor(tensor, group, name)
     axis = checked_axis(tensor, axis, "reduce_scatter")
@@ -148,39 +142,40 @@ def reduce_scatter(
 
     @custom_gradient
     def scatter(x):
-        y = run(Call("reduce_scatter", group, name, reduction), _to_front(x, axis))
+        y = run(Call("reduce_scatter", group, name, reduction), _swapped(x, axis))
 
         def gradient(dy):
             if reduction not in ("sum", "mean"):
                 raise NotImplementedError(
-                    f"reduce_scatter has a gradient for 'sum' and 'mean'. Received: {reduction!r}."
+                    "The gradient of reduce_scatter is not supported except for 'sum' and 'mean'. "
+                    f"Received: {reduction!r}."
                 )
-            dx = run(Call("all_gather", group, _backward(name)), _to_front(dy, axis))
+            dx = run(Call("all_gather", group, backward_name(name)), _swapped(dy, axis))
             if reduction == "mean":
                 dx /= tf.cast(group.size, dx.dtype)
-            return _from_front(dx, axis)
+            return _swapped(dx, axis)
 
-        return _from_front(y, axis), gradient
+        return _swapped(y, axis), gradient
 
     return scatter(tensor)
 
 
 def all_to_all(tensor, group: Group, splits=None, *, name: str | None = None):
-    """Sends a part of dim 0 to each member, and returns the parts that came, in group order.
+    """Sends a part of dim 0 to each member, and returns the received parts in group order.
 
     Args:
         tensor: A tensor of rank one or more.
         group: The group.
-        splits: None for equal parts. Else an int32 tensor of shape [group.size]: how many rows go
-            to each member; they sum to the size of dim 0.
+        splits: None for equal parts. Otherwise the number of rows for each member, an int32 tensor of
+            shape [group.size] that sums to the size of dim 0.
         name: What the operation serves, for messages.
 
     Returns:
-        The received rows; with `splits` also how many came from each member, int32 of shape
+        The received rows; with `splits` also the number of rows from each member, int32 of shape
         [group.size].
 
     Raises:
-        ValueError: Without `splits`, dim 0 is known and does not divide by the size of the group.
+        ValueError: Without `splits`, dim 0 is known and not a multiple of the size of the group.
     """
     tensor = checked_tensor(tensor, group, name)
     checked_axis(tensor, 0, "all_to_all")
@@ -191,7 +186,7 @@ def all_to_all(tensor, group: Group, splits=None, *, name: str | None = None):
 
         @custom_gradient
         def exchange(x):
-            backward = Call("all_to_all", group, _backward(name))
+            backward = Call("all_to_all", group, backward_name(name))
             return run(Call("all_to_all", group, name), x), lambda dy: run(backward, dy)
 
         return exchange(tensor)
@@ -205,7 +200,7 @@ def all_to_all(tensor, group: Group, splits=None, *, name: str | None = None):
         y, received = run(Call("all_to_all_uneven", group, name), x, splits)
 
         def gradient(dy, _):
-            return run(Call("all_to_all_uneven", group, _backward(name)), dy, received)[0]
+            return run(Call("all_to_all_uneven", group, backward_name(name)), dy, received)[0]
 
         return (y, received), gradient
 
@@ -213,7 +208,7 @@ def all_to_all(tensor, group: Group, splits=None, *, name: str | None = None):
 
 
 def broadcast(tensor, group: Group, root: int = 0, *, name: str | None = None):
-    """Gives every member the tensor of one.
+    """Sends the tensor of one member to all members.
 
     Args:
         tensor: The tensor; members other than the root pass one of the same shape and dtype.
@@ -234,7 +229,7 @@ def broadcast(tensor, group: Group, root: int = 0, *, name: str | None = None):
         y = run(Call("broadcast", group, name, root=root), x)
 
         def gradient(dy):
-            total = run(_sum(group, _backward(name)), dy)
+            total = run(_backward_sum(group, name), dy)
             return total if group.rank == root else tf.zeros_like(total)
 
         return y, gradient
@@ -252,15 +247,15 @@ def send(tensor, group: Group, to: int, *, name: str | None = None):
         name: What the transfer serves, for messages; the same at the receiver.
 
     Returns:
-        The tensor itself. Its gradient includes what the receiver's copy contributes, if the
-        returned tensor is what the rest of the sender's computation uses.
+        The tensor itself. Its gradient includes the contribution of the receiver's copy, if the rest of
+        the sender's computation uses the returned tensor.
 
     Raises:
         ValueError: `to` is this rank or not in the group.
     """
     tensor = checked_tensor(tensor, group, name)
     to = checked_other(to, group, "to")
-    backward = _backward(name or SEND_NAME)
+    backward = backward_name(name or SEND_NAME)
 
     @custom_gradient
     def transfer(x):
@@ -276,8 +271,8 @@ def recv(like, group: Group, source: int, *, name: str | None = None):
     """Receives a tensor from one member, which calls `send` at the same time.
 
     Args:
-        like: A tensor of the shape and dtype that will come. Its values are not read; a gradient
-            tape that is to send the gradient back must watch it, and its own gradient is zero.
+        like: A tensor of the shape and dtype that will be received. Its values are not read; a
+            gradient tape must watch it to send the gradient back, and its own gradient is zero.
         group: The group.
         source: The sender's place in the group.
         name: What the transfer serves, for messages; the same at the sender.
@@ -287,7 +282,7 @@ def recv(like, group: Group, source: int, *, name: str | None = None):
     """
     like = checked_tensor(like, group, name, "like")
     source = checked_other(source, group, "source")
-    backward = _backward(name or SEND_NAME)
+    backward = backward_name(name or SEND_NAME)
 
     @custom_gradient
     def transfer(x):
@@ -303,33 +298,23 @@ def barrier(group: Group, *, name: str | None = None) -> None:
     """Returns when every member has called it. Eager only.
 
     Raises:
-        RuntimeError: Called while a graph is built, where it could order nothing.
+        RuntimeError: Called during the construction of a graph, where it would have no effect.
     """
     check_group(group, name)
     if not tf.executing_eagerly():
-        raise RuntimeError("`barrier` is called eagerly, outside of tf.function.")
+        raise RuntimeError("`barrier` must be called eagerly, outside tf.function.")
     if group.size > 1:
         run(Call("all_reduce", group, name or "barrier", "max"), tf.zeros([1], tf.int32))
 
 
-def _to_front(tensor, axis: int):
-    return tensor if axis == 0 else tf.transpose(tensor, _swapped(tensor.shape.rank, axis))
+def _swapped(tensor, axis: int):
+    """Swaps dim 0 and `axis`, which is its own inverse."""
+    if axis == 0:
+        return tensor
+    order = list(range(tensor.shape.rank))
+    order[0], order[axis] = axis, 0
+    return tf.transpose(tensor, order)
 
 
-def _from_front(tensor, axis: int):
-    return _to_front(tensor, axis)
-
-
-def _swapped(rank: int, axis: int) -> list[int]:
-    """The permutation that swaps dim 0 and `axis`; it is its own inverse."""
-    order = list(range(rank))
-    order[0], order[axis] = order[axis], order[0]
-    return order
-
-
-def _sum(group: Group, name: str) -> Call:
-    return Call("all_reduce", group, name, "sum")
-
-
-def _backward(name: str | None) -> str:
-    return f"{name}/backward" if name else "backward"
+def _backward_sum(group: Group, name: str | None) -> Call:
+    return Call("all_reduce", group, backward_name(name), "sum")

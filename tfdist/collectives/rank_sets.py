@@ -1,4 +1,4 @@
-"""The groups of ranks that a program on a mesh can ask for."""
+"""The groups of ranks that a program on a mesh may use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tfdist.mesh import Mesh
 
 
 def rank_sets(mesh: Mesh, pairs_along: Iterable[str] = ()) -> list[tuple[int, ...]]:
-    """All groups of 2 or more ranks, the world left out, in an order that is the same on all ranks.
+    """All groups of two or more ranks except the world, in an order that is the same on all ranks.
 
     Args:
         mesh: The mesh, resolved.

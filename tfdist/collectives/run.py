@@ -1,6 +1,6 @@
-"""`run`: one collective without a gradient, in any dtype and shape, named and recorded from begin to end.
+"""`run`: one collective without a gradient, in any dtype and shape, named and recorded.
 
-What engines lack is made up for here: dtypes that they cannot add or move, scalars, tensors without
+It handles what engines do not support: dtypes that they cannot add or send, scalars, and tensors without
 elements.
 """
 
@@ -13,22 +13,19 @@ import tensorflow as tf
 
 from tfdist.backend.graph.arrival import arrival
 from tfdist.collectives.engine import Engine
+from tfdist.collectives.engine import shape_of as shape_of
 from tfdist.collectives.group import Group
 from tfdist.collectives.names import unique_name
 
 SEND_NAME = "send-recv"
 
-#: Complex numbers are sent as pairs of these, which all engines carry.
+#: Complex numbers are sent as pairs of these, which all engines support.
 _HALVES = {tf.complex64: tf.float32, tf.complex128: tf.float64}
-#: Operations that do not look at rows: their tensors are sent as vectors. Engines see no scalars.
+#: Operations that do not depend on rows: their tensors are sent as vectors, so there are no scalars.
 _FLAT = {"all_reduce", "broadcast", "send"}
 _REDUCING = {"all_reduce", "reduce_scatter"}
-#: The names under which variants are known to users.
-_NAMES = {
-    "all_gather_uneven": "all_gather",
-    "all_to_all_uneven": "all_to_all",
-    "receive": "send",
-}
+#: The users' names of variants.
+_NAMES = {"all_gather_uneven": "all_gather", "all_to_all_uneven": "all_to_all", "receive": "send"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +48,7 @@ class Call:
 
     @property
     def arguments(self) -> tuple:
-        """What the engine's method takes after the tensors and before the name."""
+        """The arguments of the engine's method between the tensors and the name."""
         if self.operation in ("send", "receive"):
             return ()
         if self.root is not None:
@@ -61,8 +58,8 @@ class Call:
     @property
     def label(self) -> str:
         """The operation, its group and what it serves; not yet unique."""
-        operation = _NAMES.get(self.operation, self.operation)
-        return f"{operation}/{self.group.label}" + (f"/{self.name}" if self.name else "")
+        parts = _NAMES.get(self.operation, self.operation), self.group.label, self.name
+        return "/".join(filter(None, parts))
 
     @property
     def needed(self) -> tuple[int, ...]:
@@ -70,7 +67,7 @@ class Call:
         ranks, own = self.group.ranks, self.group.rank
         if self.operation == "receive":
             return (ranks[1 - own],)
-        # A sender, and the root of a broadcast, may be done before the others have come.
+        # A sender, and the root of a broadcast, may finish before the others begin.
         if self.operation == "send" or self.root == own:
             return ()
         return ranks if self.root is None else (ranks[self.root],)
@@ -80,12 +77,12 @@ def run(call: Call, tensor: tf.Tensor, *more):
     """Runs a collective.
 
     Args:
-        call: Which.
+        call: The collective.
         tensor: This rank's tensor: numbers or booleans.
-        *more: The engine's further arguments, such as the splits of "all_to_all_uneven".
+        *more: Further arguments for the engine, such as the splits of "all_to_all_uneven".
 
     Returns:
-        The result, in the dtype of `tensor`; of "all_to_all_uneven" also the numbers of rows received.
+        The result, in the dtype of `tensor`; for "all_to_all_uneven" also the numbers of received rows.
     """
     group = call.group
     if tensor.shape.num_elements() == 0 and not call.operation.endswith("_uneven"):
@@ -102,9 +99,9 @@ def run(call: Call, tensor: tf.Tensor, *more):
 
 
 def _on_wire(tensor: tf.Tensor, transport: Engine, call: Call) -> tuple[tf.Tensor, Callable]:
-    """The tensor as the transport carries it, and the way back from what comes."""
+    """The tensor in the form that the transport sends, and a function that restores results."""
     if call.operation == "receive":
-        # Its tensor says when it begins, and nothing else.
+        # Its tensor only determines when it begins.
         return _unfoldable(tensor), lambda moved: moved
     half = _HALVES.get(tensor.dtype)
     parts = tensor if half is None else tf.bitcast(tensor, half)
@@ -131,10 +128,10 @@ def _on_wire(tensor: tf.Tensor, transport: Engine, call: Call) -> tuple[tf.Tenso
 
 
 def _unfoldable(tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor, which waits for the batch of the step, and which TensorFlow takes for no constant.
+    """The tensor, in a form that waits for the batch of the step, and that is not a constant.
 
-    Grappler would run a collective of constants while it optimizes, on the ranks where it happens to;
-    it never folds a placeholder, whatever its default.
+    Grappler may run a collective of constants during its optimization, on some ranks only; it never
+    folds a placeholder, regardless of its default.
     """
     if tf.executing_eagerly():
         return tensor
@@ -149,7 +146,7 @@ def _wire_dtype(dtype: tf.DType, transport: Engine, reduces: bool) -> tf.DType:
 
 
 def _converted(tensor: tf.Tensor, dtype: tf.DType, reduces: bool = False) -> tf.Tensor:
-    """The tensor in another dtype: the same bits where these are only moved and have room."""
+    """The tensor in another dtype: the same bits if they are only sent and have the same width."""
     given = tensor.dtype
     if reduces or given.size != dtype.size or tf.bool in (given, dtype):
         return tf.cast(tensor, dtype)
@@ -167,7 +164,7 @@ def _output_shape(call: Call, shape: tf.TensorShape) -> tf.TensorShape:
 
 
 def gather_text(tensor: tf.Tensor, group: Group, uneven: bool, name: str | None) -> tf.Tensor:
-    """As `all_gather` along dim 0, of strings: their bytes are sent, and their lengths."""
+    """As `all_gather` along dim 0, of strings: sends their bytes and their lengths."""
     with tf.device("/CPU:0"):
         own = tf.io.decode_raw(tf.strings.reduce_join(tf.reshape(tensor, [-1])), tf.uint8)
         gather = "all_gather_uneven" if uneven else "all_gather"
@@ -190,7 +187,7 @@ def send_tensor(tensor: tf.Tensor, group: Group, to: int, *, name: str | None = 
         name: What the transfer serves, for messages; the same at the receiver.
 
     Returns:
-        The tensor, once it has been handed to the transport. It is sent also where nobody uses that.
+        The tensor, once it has been handed to the transport. It is sent even if the result is not used.
     """
     engine, other = group.engine, group.ranks[to]
     pair = engine.pair(other)
@@ -213,17 +210,16 @@ def receive_tensor(
     """Receives a tensor from one member, which calls `send_tensor`; without a gradient.
 
     Args:
-        shape: The sizes of its dims: ints, or int32 scalars where only the run knows.
+        shape: The sizes of its dims: ints, or int32 scalars if they are unknown in the graph.
         dtype: Its dtype.
         group: The group.
         source: The sender's place in the group.
         name: What the transfer serves, for messages; the same at the sender.
-        unused: Whether it is received also where nobody uses it.
+        unused: Whether it is received even if the result is not used.
     """
     if dtype in _HALVES:
-        halves = receive_tensor(
-            [*shape, 2], _HALVES[dtype], group, source, name=name, unused=unused
-        )
+        half = _HALVES[dtype]
+        halves = receive_tensor([*shape, 2], half, group, source, name=name, unused=unused)
         return tf.bitcast(halves, dtype)
     static = tf.TensorShape([size if isinstance(size, int) else None for size in shape])
     elements = static.num_elements()
@@ -241,10 +237,10 @@ def receive_tensor(
 
 
 def _use(sent: tf.Tensor, name: str) -> None:
-    """Makes a message an effect of the graph, where nobody uses the sender's copy or the receiver's.
+    """Makes a message a side effect of the graph, in case neither side's result is used.
 
-    TensorFlow leaves out operations whose outputs lead to nothing, unless they are known to have
-    an effect, which not all engines say of theirs. So an element is written somewhere.
+    TensorFlow prunes operations whose outputs are not used, unless they are marked as stateful, which
+    those of some engines are not. So an element is written to a variable.
     """
     if tf.executing_eagerly() or sent.shape.num_elements() == 0:
         return
@@ -256,9 +252,3 @@ def _use(sent: tf.Tensor, name: str) -> None:
     some = tf.math.real(some) if sent.dtype.is_complex else some
     total = tf.cast(tf.reduce_sum(tf.cast(some, tf.float32)), sent.dtype)
     tf.raw_ops.AssignVariableOp(resource=handle, value=total)
-
-
-def shape_of(tensor: tf.Tensor) -> list:
-    """The sizes of a tensor's dims, ints where they are known."""
-    sizes = tf.shape(tensor)
-    return [sizes[i] if size is None else size for i, size in enumerate(tensor.shape)]

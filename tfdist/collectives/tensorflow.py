@@ -1,4 +1,4 @@
-"""TensorFlow's own collectives as an engine: a ring over gRPC, no C++ to build."""
+"""TensorFlow's own collectives as an engine: a ring over gRPC, without a C++ build."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import zlib
 
 import tensorflow as tf
 
-from tfdist.collectives.engine import Engine, reduce_locally, split_rows
+from tfdist.collectives.engine import Engine, reduce_locally, shape_of, split_rows
 from tfdist.collectives.group import Group
 from tfdist.collectives.tensorflow_cluster import bring_up_cluster
 from tfdist.mesh import Mesh
@@ -15,7 +15,7 @@ from tfdist.runtime.tf_config import read_tf_config, started_by_tf_config
 from tfdist.utils import checks
 from tfdist.utils.untested import say_untested
 
-#: What TensorFlow can carry collectives by.
+#: TensorFlow's implementations of collectives.
 COMMUNICATIONS = ("auto", "ring", "nccl")
 
 
@@ -23,10 +23,10 @@ class TensorFlowEngine(Engine):
     """TensorFlow's collective operations between the processes of TF_CONFIG.
 
     On CPU, TensorFlow has all-reduce, all-gather, broadcast and all-to-all; reduce-scatter is an
-    exchange and a local reduction, which sends the same bytes as a ring's.
+    exchange and a local reduction, which sends the same number of bytes as a ring.
 
     Args:
-        mesh: The mesh; resolved here, against the cluster.
+        mesh: The mesh, which is resolved for the cluster.
         communication: `tf.distribute.experimental.CommunicationImplementation` by name: "auto",
             "ring" or "nccl".
     """
@@ -56,7 +56,7 @@ class TensorFlowEngine(Engine):
         resolved = (mesh or Mesh()).resolve(size=size, rank=rank)
         self._hint = communication
         if size > 1:
-            bring_up_cluster(self._hint)
+            bring_up_cluster(communication)
         super().__init__(resolved)
 
     def all_reduce(self, tensor, group, reduction, name):
@@ -68,10 +68,9 @@ class TensorFlowEngine(Engine):
             "min": ("Min", "Id"),
         }[reduction]
         tensor, restore = _never_empty(tensor)
+        keyed = self._keyed(group, name, tensor)
         return restore(
-            tf.raw_ops.CollectiveReduceV2(
-                input=tensor, merge_op=merge, final_op=final, **self._keyed(group, name, tensor)
-            )
+            tf.raw_ops.CollectiveReduceV2(input=tensor, merge_op=merge, final_op=final, **keyed)
         )
 
     def all_gather(self, tensor, group, name):
@@ -83,14 +82,14 @@ class TensorFlowEngine(Engine):
         return tf.concat([part[:rows] for part in tf.unstack(padded)], axis=0)
 
     def all_gather_uneven(self, tensor, group, name):
-        """Pads to the longest, gathers, and takes the padding out."""
+        """Pads to the longest, gathers, and removes the padding."""
         sizes = self.all_gather(tf.shape(tensor)[:1], group, f"{name}/sizes")
         sizes.set_shape([group.size])
         padded = self._gather_padded(tensor, tf.reduce_max(sizes), group, name)
         return _without_padding(padded, sizes)
 
     def reduce_scatter(self, tensor, group, reduction, name):
-        """An exchange of shares, each reduced where it belongs."""
+        """An exchange of shares, each reduced on its member."""
         received = self.all_to_all(tensor, group, name)
         received.set_shape(tensor.shape)
         return reduce_locally(split_rows(received, group.size), reduction)
@@ -101,70 +100,66 @@ class TensorFlowEngine(Engine):
         if not stacked.shape.num_elements():
             # One more row for each member, since none may be empty.
             rows = tf.shape(stacked)[1]
-            stacked = _pad_rows(tf.transpose(stacked, _first_two(stacked)), rows + 1)
-            stacked = tf.transpose(stacked, _first_two(stacked))
+            stacked = _padded(stacked, 1, dim=1)
             return _flatten_rows(self._exchange(stacked, group, name)[:, :rows])
         return _flatten_rows(self._exchange(stacked, group, name))
 
     def all_to_all_uneven(self, tensor, splits, group, name):
-        """Pads every part to the longest of the group, exchanges, and takes the padding out."""
+        """Pads every part to the longest of the group, exchanges, and removes the padding."""
         received = self._exchange(splits, group, f"{name}/splits")
         received.set_shape([group.size])
-        longest = self.all_reduce(
-            tf.reduce_max(splits, keepdims=True), group, "max", f"{name}/longest"
-        )[0]
+        longest = tf.reduce_max(splits, keepdims=True)
+        longest = self.all_reduce(longest, group, "max", f"{name}/longest")[0]
         if 0 in tensor.shape[1:]:
             return tf.zeros([tf.reduce_sum(received), *tensor.shape[1:]], tensor.dtype), received
+        rows = tf.maximum(longest, 1)
         parts = tf.split(tensor, splits, num=group.size, axis=0)
-        stacked = tf.stack([_pad_rows(part, tf.maximum(longest, 1)) for part in parts])
+        stacked = tf.stack([_padded(part, rows - tf.shape(part)[0]) for part in parts])
         return _without_padding(self._exchange(stacked, group, name), received), received
 
     def broadcast(self, tensor, root, group, name):
         """`CollectiveBcastSendV2` and `CollectiveBcastRecvV2`."""
         tensor, restore = _never_empty(tensor)
-        # TensorFlow remembers which member of an instance was the sender.
+        # TensorFlow stores which member of an instance was the sender.
         keyed = self._keyed(group, f"{name}/root{root}", tensor)
         del keyed["ordering_token"], keyed["is_stateless"]
         if group.rank == root:
             return restore(tf.raw_ops.CollectiveBcastSendV2(input=tensor, **keyed))
-        return restore(
-            tf.raw_ops.CollectiveBcastRecvV2(T=tensor.dtype, shape=tf.shape(tensor), **keyed)
-        )
+        shape = tf.shape(tensor)
+        return restore(tf.raw_ops.CollectiveBcastRecvV2(T=tensor.dtype, shape=shape, **keyed))
 
     def host_address(self):
         """This worker's host in TF_CONFIG."""
         config = read_tf_config()
         if config is None:
-            raise RuntimeError("TF_CONFIG, by which this rank started, is not set any more.")
+            raise RuntimeError("TF_CONFIG, with which this rank was started, is not set any more.")
         return config.workers[config.index].rsplit(":", 1)[0]
 
     def _gather_padded(self, tensor, rows, group: Group, name: str) -> tf.Tensor:
         """All members' tensors, padded to `rows` rows and at least one: [size, rows, ...]."""
         if 0 in tensor.shape[1:]:
             return tf.zeros([group.size, rows, *tensor.shape[1:]], tensor.dtype)
-        padded = _pad_rows(tensor, tf.maximum(rows, 1))
+        padded = _padded(tensor, tf.maximum(rows, 1) - tf.shape(tensor)[0])
         gathered = tf.raw_ops.CollectiveGatherV2(input=padded, **self._keyed(group, name, padded))
         return split_rows(gathered, group.size)
 
     def _exchange(self, stacked, group: Group, name: str) -> tf.Tensor:
         """Sends slice i of dim 0 to member i."""
-        received = tf.raw_ops.CollectiveAllToAllV2(
-            input=stacked, **self._keyed(group, name, stacked)
-        )
-        received.set_shape(stacked.shape)
-        return received
+        keyed = self._keyed(group, name, stacked)
+        received = tf.raw_ops.CollectiveAllToAllV2(input=stacked, **keyed)
+        return tf.ensure_shape(received, stacked.shape)
 
     def _keyed(self, group: Group, name: str, tensor: tf.Tensor) -> dict:
         if not tf.executing_eagerly() and not tf.inside_function():
-            # A session's devices are its own process's alone: the group would never be complete.
+            # A session only has the devices of its process: the group would never be complete.
             raise NotImplementedError(
-                "TensorFlow's collectives do not run in a `tf.compat.v1.Session`. Received: the "
-                f"operation {name!r} in a `tf.Graph`. Build it in a `tf.function`, or take "
+                "TensorFlow's collectives are not supported in a `tf.compat.v1.Session`. Received: the "
+                f"operation {name!r} in a `tf.Graph`. Build it in a `tf.function`, or use "
                 "HorovodStrategy, whose operations run in sessions."
             )
-        # TensorFlow knows an instance by its key, and takes its dtype and shape from the first
-        # run. The key comes from the name, so it is the same wherever a function is traced anew,
-        # and from the shape; a size that only the run knows is mixed in then.
+        # TensorFlow identifies an instance by its key, whose dtype and shape are those of the first
+        # run. The key is computed from the name, so that it is the same when a function is traced
+        # again, and from the shape; sizes that are unknown in the graph are added at run time.
         instance = _number(f"{name}:{tensor.dtype.name}:{tensor.shape}")
         if not tensor.shape.is_fully_defined():
             sizes = tf.shape(tensor)
@@ -189,36 +184,28 @@ def _number(text: str) -> int:
 
 
 def _never_empty(tensor: tf.Tensor):
-    """Returns a vector that has an element, and the way back.
+    """Returns a vector that has at least one element, and a function that restores results.
 
-    TensorFlow's ring crashes the process on tensors without elements. Where the size is not
-    known before the run, one element is appended.
+    TensorFlow's ring crashes the process on tensors without elements. If the size is unknown in the
+    graph, one element is appended.
     """
     if tensor.shape.num_elements() is not None:
         return tensor, lambda result: result
-    longer = tf.concat([tensor, tf.zeros([1], tensor.dtype)], axis=0)
-    return longer, lambda result: result[:-1]
+    return _padded(tensor, 1), lambda result: result[:-1]
 
 
-def _pad_rows(tensor: tf.Tensor, rows: tf.Tensor) -> tf.Tensor:
-    """Appends zeros until dim 0 has the given size."""
-    missing = rows - tf.shape(tensor)[0]
-    inner = tensor.shape.rank - 1
-    return tf.pad(tensor, [[0, missing]] + [[0, 0]] * inner)
+def _padded(tensor: tf.Tensor, count, dim: int = 0) -> tf.Tensor:
+    """Appends `count` zeros along a dim."""
+    return tf.pad(tensor, [[0, count if each == dim else 0] for each in range(tensor.shape.rank)])
 
 
 def _without_padding(padded: tf.Tensor, sizes: tf.Tensor) -> tf.Tensor:
-    """The first `sizes[i]` rows of each slice i, one after the other."""
+    """Concatenates the first `sizes[i]` rows of each slice i."""
     parts = zip(tf.unstack(padded, sizes.shape[0]), tf.unstack(sizes), strict=True)
     return tf.concat([part[:size] for part, size in parts], axis=0)
 
 
-def _first_two(tensor: tf.Tensor) -> list[int]:
-    """The permutation that swaps dims 0 and 1."""
-    return [1, 0, *range(2, tensor.shape.rank)]
-
-
 def _flatten_rows(stacked: tf.Tensor) -> tf.Tensor:
     """Joins dims 0 and 1."""
-    shape = tf.shape(stacked)
-    return tf.reshape(stacked, tf.concat([[shape[0] * shape[1]], shape[2:]], axis=0))
+    parts, rows, *inner = shape_of(stacked)
+    return tf.reshape(stacked, [parts * rows, *inner])

@@ -1,10 +1,10 @@
-"""Has this process join the cluster of TF_CONFIG: TensorFlow can do so once.
+"""Has this process join the cluster of TF_CONFIG, which TensorFlow supports once per process.
 
-`tf.distribute.MultiWorkerMirroredStrategy` is made for that; its own variables and reductions,
-which Keras 3 cannot use, are not used.
+`tf.distribute.MultiWorkerMirroredStrategy` is only created for that purpose; its variables and
+reductions, which Keras 3 does not support, are not used.
 
-`Context.configure_coordination_service` is TensorFlow's own: no public call says how long a worker
-may be silent. `tests/collectives/test_tensorflow_cluster.py` fails where it moves.
+`Context.configure_coordination_service` is internal to TensorFlow: there is no public function for the
+timeout of a silent worker. `tests/collectives/test_tensorflow_cluster.py` fails if it changes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ try:
 except ImportError:  # TensorFlow 2.18 has it elsewhere.
     from tensorflow.tsl.protobuf import coordination_config_pb2
 
-#: Of silence, until TensorFlow takes a worker for dead. After its own 10 s a cable that was pulled
-#: for a moment would end the job; who is dead or frozen is for tfdist's watchdog to say.
+#: The time after which TensorFlow considers a silent worker dead. With its default of 10 s a short
+#: network failure would end the job; dead and frozen ranks are detected by tfdist's watchdog.
 _SILENT_SECONDS = 600
 
 _cluster: tf.distribute.MultiWorkerMirroredStrategy | None = None
@@ -37,7 +37,7 @@ def bring_up_cluster(communication: str) -> None:
         communication: "auto", "ring" or "nccl".
 
     Raises:
-        RuntimeError: TensorFlow has already run operations, or no cluster is named.
+        RuntimeError: TensorFlow has already run operations, or TF_CONFIG is not set.
     """
     global _cluster
     if _cluster is not None:
@@ -51,24 +51,24 @@ def bring_up_cluster(communication: str) -> None:
     _be_patient(config.jobs)
     on_terminate = signal.getsignal(signal.SIGTERM)
     try:
-        # Kept for the life of the process: it owns the server that the peers talk to.
+        # Kept for the life of the process: it owns the server to which the peers are connected.
         _cluster = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     except RuntimeError as error:
         raise RuntimeError(
-            "TensorFlow has already run operations in this process, and can join a cluster only "
-            "before its first. Make the strategy at the start of the program, before any tensor, "
-            f"model or data set. TensorFlow said: {error}"
+            "TensorFlow has already run operations in this process, and cannot join a cluster any "
+            "more. Create the strategy at the start of the program, before any tensor, model or "
+            f"dataset. The error was: {error}"
         ) from error
     host, _, port = config.workers[config.index].rpartition(":")
     confine(int(port), host)
-    # TensorFlow's notifier of preemptions catches SIGTERM from here on and tells nobody: a rank
-    # that is told to end would train on.
+    # From here on TensorFlow's preemption notifier catches SIGTERM without an effect: a rank that
+    # receives it would continue to train.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_terminate or signal.SIG_DFL)
 
 
 def _be_patient(jobs: dict[str, int]) -> None:
-    """Sets how long a worker may be silent; MultiWorkerMirroredStrategy leaves it as it is then."""
+    """Sets the timeout of a silent worker, which MultiWorkerMirroredStrategy then does not change."""
     context.context().configure_coordination_service(
         service_type="standalone",
         service_leader=f"/job:{next(iter(jobs))}/replica:0/task:0",

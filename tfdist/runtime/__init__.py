@@ -1,4 +1,4 @@
-"""How the processes of a job find, authenticate and hear each other; exit codes. No TensorFlow."""
+"""Rendezvous, authentication and messages of the processes of a job; exit codes. No TensorFlow."""
 
 from tfdist.runtime.caller import connect
 from tfdist.runtime.channel import Channel, ProtocolError

@@ -1,4 +1,4 @@
-"""Messages over a connection whose other side has proved itself: JSON objects behind their length."""
+"""Messages over an authenticated connection: JSON objects, each preceded by its length."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from tfdist.utils.checks import one_line
@@ -19,19 +20,37 @@ _READ_BYTES = 1 << 16
 
 
 class ProtocolError(TfdistError, ConnectionError):
-    """The other side sent what is no message."""
+    """The other side sent something other than a message of the protocol."""
+
+
+def checked_read(sock: socket.socket, size: int) -> bytes:
+    """Reads from 1 to `size` bytes, or raises `ConnectionResetError` if the connection is closed."""
+    data = sock.recv(size)
+    if not data:
+        raise ConnectionResetError("the connection was closed, more bytes were expected")
+    return data
+
+
+def has_fields(found: Any, kinds: Mapping[str, type | tuple[type, ...]]) -> bool:
+    """Whether `found` is a dict with exactly these fields of these types; booleans are not numbers."""
+    return (
+        isinstance(found, dict)
+        and found.keys() == kinds.keys()
+        and all(isinstance(found[name], kind) for name, kind in kinds.items())
+        and not any(isinstance(found[name], bool) and kinds[name] is not bool for name in kinds)
+    )
 
 
 class Channel:
     """Sends and receives JSON objects over a connected socket.
 
-    One thread may send while another receives. After an error the channel is of no more use, and
-    the other side counts as gone.
+    One thread may send while another receives. After an error the channel cannot be used any more,
+    and the other side counts as gone.
 
     Args:
-        sock: The socket, after the handshake; owned by the channel from here on.
-        max_bytes: The longest message, in bytes of JSON; the other side cannot make this one hold
-            more than that and one read.
+        sock: The socket, after the handshake; from here on the channel owns it.
+        max_bytes: The longest message, in bytes of JSON. The receive buffer never exceeds it by
+            more than one read.
     """
 
     def __init__(self, sock: socket.socket, max_bytes: int = 1 << 20):
@@ -39,34 +58,29 @@ class Channel:
         self._sock, self._max_bytes = sock, max_bytes
         self._incoming, self._outgoing = bytearray(), bytearray()
         self._sending = threading.Lock()
-
-    def fileno(self) -> int:
-        """The descriptor, for selectors; -1 after `close`."""
-        return self._sock.fileno()
+        #: The file descriptor, for selectors; -1 after `close`.
+        self.fileno = sock.fileno
+        self.close = sock.close
 
     @property
     def own_host(self) -> str:
-        """The address of this machine, as the other side reaches it by TCP."""
+        """The TCP address of this side."""
         return self._sock.getsockname()[0]
 
     @property
     def other_host(self) -> str:
-        """The address from which the other side came by TCP."""
+        """The TCP address of the other side."""
         return self._sock.getpeername()[0]
-
-    def close(self) -> None:
-        """Hangs up."""
-        self._sock.close()
 
     def send(self, message: dict[str, Any], timeout: float) -> None:
         """Sends a message.
 
         Args:
-            message: What JSON can hold.
-            timeout: Seconds until the other side must have taken it.
+            message: A JSON-serializable dict.
+            timeout: Seconds within which the other side must accept it.
 
         Raises:
-            TimeoutError: It did not. The channel cannot be used any more.
+            TimeoutError: The message was not accepted in time. The channel cannot be used any more.
             ConnectionError: The other side is gone.
             ValueError: The message is too long.
         """
@@ -80,8 +94,8 @@ class Channel:
     def offer(self, message: dict[str, Any]) -> bool:
         """Sends a message unless the other side does not read; never waits.
 
-        Returns whether the message will be sent. What the kernel does not take now goes with the next
-        call.
+        Returns whether the message will be sent. Bytes that the kernel does not accept now are sent
+        with the next call.
 
         Raises:
             ConnectionError: The other side is gone.
@@ -100,46 +114,41 @@ class Channel:
         """Waits up to `timeout` seconds for the next message.
 
         Raises:
-            TimeoutError: None came; the channel can still be used.
-            ProtocolError: What came is no message.
+            TimeoutError: No message arrived; the channel can still be used.
+            ProtocolError: The other side sent something other than a message.
             ConnectionError: The other side is gone.
         """
         deadline = time.monotonic() + timeout
-        while True:
-            message = self.receive_now()
-            if message is not None:
-                return message
+        while (message := self.receive_now()) is None:
             self._wait(select.POLLIN, deadline)
+        return message
 
     def receive_now(self) -> dict[str, Any] | None:
-        """The next message if it is there, else None; raises as `receive` does, but for the time."""
+        """The next message, or None if it has not arrived; raises as `receive` does, but no timeout."""
         message = self._parse()
         if message is not None:
             return message
         try:
-            data = self._sock.recv(_READ_BYTES)
+            self._incoming += checked_read(self._sock, _READ_BYTES)
         except BlockingIOError:
             return None
-        if not data:
-            raise ConnectionResetError("the other side hung up")
-        self._incoming += data
         return self._parse()
 
     def _frame(self, message: dict[str, Any]) -> bytes:
         body = json.dumps(message).encode()
         if len(body) > self._max_bytes:
             raise ValueError(
-                f"A message has at most {self._max_bytes} bytes. Received: {len(body)} bytes."
+                f"A message must have at most {self._max_bytes} bytes. Received: {len(body)} bytes."
             )
         return _LENGTH.pack(len(body)) + body
 
     def _parse(self) -> dict[str, Any] | None:
-        """Takes the first whole message out of what has come."""
+        """Removes the first complete message from the buffer and returns it."""
         if len(self._incoming) < _LENGTH.size:
             return None
         (size,) = _LENGTH.unpack_from(self._incoming)
         if size > self._max_bytes:
-            raise ProtocolError(f"a message of {size} bytes; at most {self._max_bytes} are allowed")
+            raise ProtocolError(f"a message of {size} bytes, expected at most {self._max_bytes}")
         end = _LENGTH.size + size
         if len(self._incoming) < end:
             return None
@@ -150,11 +159,11 @@ class Channel:
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"a message that is not JSON: {one_line(error)}") from None
         if not isinstance(message, dict):
-            raise ProtocolError("a message that is no JSON object")
+            raise ProtocolError("a message that is not a JSON object")
         return message
 
     def _flush(self) -> bool:
-        """Gives the kernel what it takes now; returns whether that was all."""
+        """Sends the bytes that the kernel accepts now; returns whether these were all."""
         with contextlib.suppress(BlockingIOError):
             while self._outgoing:
                 del self._outgoing[: self._sock.send(self._outgoing)]

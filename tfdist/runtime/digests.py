@@ -1,4 +1,4 @@
-"""Digests of compiled files, beside them: what was damaged or swapped is told before it is loaded."""
+"""Digests of compiled files, stored next to them, to detect corruption before a file is loaded."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ from pathlib import Path
 
 
 def write_digest(path: Path) -> None:
-    """Writes the digest of a file into another one beside it, in the form of `sha256sum`."""
+    """Writes the digest of a file into a file next to it, in the format of `sha256sum`."""
     made = path.with_name(f"{path.name}.sha256.{os.getpid()}")
     made.write_text(f"{_digest(path)}  {path.name}\n")
-    os.replace(made, _beside(path))
+    os.replace(made, path.with_name(f"{path.name}.sha256"))
 
 
 def matches_digest(path: Path) -> bool:
-    """Whether a file is as it was when its digest was written; not so where there is no digest."""
+    """Whether a file matches the digest next to it; False if there is no digest."""
     try:
-        return _beside(path).read_text(errors="replace").split() == [_digest(path), path.name]
+        stored = path.with_name(f"{path.name}.sha256").read_text(errors="replace").split()
+        return stored == [_digest(path), path.name]
     except OSError:
         return False
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f"{path.name}.sha256")
 
 
 def _digest(path: Path) -> str:

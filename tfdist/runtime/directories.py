@@ -1,4 +1,4 @@
-"""Where checkpoints may lie: which paths are right, before anything is imported that takes its time."""
+"""Checks the paths of checkpoint directories, before any import that takes long."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 import re
 from typing import Any
 
-from tfdist.utils.checks import shown
+from tfdist.utils.checks import refuse
 
-#: What TensorStore can write to over a network.
+#: The object stores that TensorStore can write to.
 SCHEMES = ("gs", "s3")
 
 
@@ -18,37 +18,28 @@ def is_address(path: str) -> bool:
 
 
 def checked_directory(directory: Any, name: str = "directory") -> str:
-    """A folder, or an address of an object store, as the other functions take it.
+    """A folder, or an address of an object store, in normalized form.
 
     Messages call it `name`.
 
     Raises:
-        TypeError: It is no path.
-        ValueError: It is the path of nothing that checkpoints can lie in.
+        TypeError: It is not a path.
+        ValueError: Checkpoints cannot be stored at this path.
     """
-    try:
-        path = os.fspath(directory)
-    except TypeError:
-        path = None
+    path = os.fspath(directory) if isinstance(directory, os.PathLike) else directory
     if not isinstance(path, str):
-        raise TypeError(f"`{name}` is a path: a string or a `Path`. Received: {shown(directory)}.")
+        raise refuse(name, directory, "a path: a string or a `Path`", TypeError)
     if path.lower().startswith("file://"):
         path = path[len("file://") :]
     if is_address(path):
         scheme, _, rest = path.partition("://")
         bucket = rest.partition("/")[0]
         if scheme not in SCHEMES or not bucket or "\0" in path:
-            raise ValueError(
-                f"`{name}` is a folder, or the address of a bucket: "
-                f"{' or '.join(f'{each}://bucket/folder' for each in SCHEMES)}. "
-                f"Received: {shown(directory)}."
-            )
+            addresses = " or ".join(f"{each}://bucket/folder" for each in SCHEMES)
+            raise refuse(name, directory, f"a folder, or the address of a bucket: {addresses}")
         return path.rstrip("/")
     if not path.strip() or "\0" in path:
-        raise ValueError(f"`{name}` is the path of a folder. Received: {shown(directory)}.")
+        raise refuse(name, directory, "the path of a folder")
     if os.path.abspath(path) in ("/", "//"):
-        raise ValueError(
-            f"`{name}` is a folder of its own, not the root of the file system. Received: "
-            f"{shown(directory)}."
-        )
+        raise refuse(name, directory, "a separate folder, not the root of the file system")
     return path.rstrip("/")

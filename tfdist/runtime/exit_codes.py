@@ -1,4 +1,4 @@
-"""With what code a process of tfdist ends, apart from 0 and from those of the user's program."""
+"""The exit codes of tfdist's processes, apart from 0 and those of the user's program."""
 
 __all__ = [
     "ENDED_BY_WATCHDOG",
@@ -9,21 +9,22 @@ __all__ = [
     "USAGE",
 ]
 
-#: Something failed that may go well another time.
+#: A failure that may not occur again.
 FAILED = 1
 
-#: A bad flag, argument or environment, and what another start would not mend.
+#: A wrong flag, argument or environment: a restart would fail again.
 USAGE = 2
 
-#: A rank that another rank's trouble stopped (EX_TEMPFAIL of sysexits.h: whoever supervises the
-#: job may start it again).
+#: A rank that was stopped because of a failure of another rank (EX_TEMPFAIL of sysexits.h: a
+#: supervisor may restart the job).
 ENDED_BY_WATCHDOG = 75
 
-#: A rank that was asked to end (SIGTERM), and saved before it did: started again it goes on.
+#: A rank that received SIGTERM and saved a checkpoint: a restart resumes the training.
 PREEMPTED = 76
 
-#: A rank that held something else than its replicas, and not so when the steps were run again.
+#: A rank whose state differed from its replicas, but not when the steps were repeated.
 TRANSIENT_FAULT = 77
 
-#: One that did so again: another start on the same machine would not mend it.
+#: A rank whose state differed again when the steps were repeated: a restart on the same machine
+#: would not help.
 PERSISTENT_FAULT = 78

@@ -1,21 +1,20 @@
-"""The handshake of two processes that share a key: each proves that it knows the key.
+"""The handshake of two processes that share a key: each proves that it has the key.
 
-It is the challenge and response that `multiprocessing.connection` does with its `authkey`. That
-module has no time-outs, no bound on what a stranger may send, no way to serve two callers at once,
-and it authenticates without saying which side of which connection spoke. Here all three messages
-have a fixed size, so nothing is parsed and no length is believed before the other side has proved
-itself:
+It is the challenge and response that `multiprocessing.connection` implements with its `authkey`. That
+module has no timeouts, no limit on unauthenticated input, cannot serve two callers at once, and its
+digests do not cover the side and the connection. Here all three messages have a fixed size, so nothing
+is parsed and no length is read before the other side is authenticated:
 
     listener -> caller   challenge   magic, nonce of the listener
     caller -> listener   proof       nonce of the caller, identity, HMAC-SHA256
     listener -> caller   answer      HMAC-SHA256
 
 Each HMAC covers the side that sent it, the purpose of the connection, both nonces and the
-identity. So a proof is worth nothing on another connection, in the other direction, for another
-purpose, or under another identity. The handshake proves who opened a connection. It does not
-encrypt or sign what follows: whoever can change packets on their way can still do so.
+identity. So a proof is not valid on another connection, in the other direction, for another
+purpose, or for another identity. The handshake proves who opened a connection. It does not
+encrypt or sign the following messages: an attacker who can modify packets in transit still can.
 
-This file does no input or output; `tfdist.runtime.listener` does.
+This module does no input or output; `tfdist.runtime.listener` does.
 """
 
 from __future__ import annotations
@@ -38,83 +37,83 @@ LARGEST_IDENTITY = 2**64 - 1
 
 
 class AuthenticationError(TfdistError, ConnectionError):
-    """The other side did not prove that it knows the key."""
+    """The other side did not prove that it has the key."""
 
 
-class ListenerProof:
+class _Proof:
+    def __init__(self, key: bytes, purpose: str):
+        if not key:
+            raise ValueError("A key must have at least one byte. Received: an empty key.")
+        self._key, self._purpose = key, purpose
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+
+
+class ListenerProof(_Proof):
     """The listening side of one handshake.
 
     Args:
-        key: What both sides know; not empty.
-        purpose: What the connection is for; the same on both sides.
+        key: The shared key; not empty.
+        purpose: The purpose of the connection; the same on both sides.
 
     Attributes:
-        challenge: The bytes that the caller gets first.
+        challenge: The first bytes that the caller receives.
     """
 
     def __init__(self, key: bytes, purpose: str):
-        self._key, self._purpose = _checked(key), purpose
-        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        super().__init__(key, purpose)
         self.challenge = _MAGIC + self._nonce
 
     def answer(self, proof: bytes) -> tuple[int, bytes]:
         """Checks a proof, or raises `AuthenticationError`.
 
         Returns:
-            The identity that the caller has proved, and the bytes that it gets.
+            The identity that the caller has proved, and the answer for the caller.
         """
         if len(proof) != PROOF_BYTES:
-            raise AuthenticationError(f"a proof of {len(proof)} bytes")
+            raise AuthenticationError(f"expected a proof of {PROOF_BYTES} bytes, got {len(proof)}")
         nonce, identity, digest = _PROOF.unpack(proof)
         signed = (self._purpose, self._nonce, nonce, identity)
         if not hmac.compare_digest(digest, _digest(self._key, b"caller", *signed)):
-            raise AuthenticationError("a wrong proof")
+            raise AuthenticationError("its proof is not valid")
         return identity, _digest(self._key, b"listener", *signed)
 
 
-class CallerProof:
+class CallerProof(_Proof):
     """The calling side of one handshake.
 
     Args:
-        key: What both sides know; not empty.
-        purpose: What the connection is for; the same on both sides.
-        identity: A number by which the caller is known to the listener, such as its rank.
+        key: The shared key; not empty.
+        purpose: The purpose of the connection; the same on both sides.
+        identity: A number that identifies the caller to the listener, such as its rank.
     """
 
     def __init__(self, key: bytes, purpose: str, identity: int):
         if not 0 <= identity <= LARGEST_IDENTITY:
             raise ValueError(
-                f"An identity is between 0 and {LARGEST_IDENTITY}. Received: {identity}."
+                f"An identity must be from 0 to {LARGEST_IDENTITY}. Received: {identity}."
             )
-        self._key, self._purpose, self._identity = _checked(key), purpose, identity
-        self._nonce = secrets.token_bytes(_NONCE_BYTES)
-        self._expected = b""
+        super().__init__(key, purpose)
+        self._identity, self._expected = identity, b""
 
     def proof(self, challenge: bytes) -> bytes:
-        """What to send after the listener's challenge; an `AuthenticationError` if it is none."""
+        """The proof for a listener's challenge; an `AuthenticationError` if it is malformed."""
         if len(challenge) != CHALLENGE_BYTES or not challenge.startswith(_MAGIC):
-            raise AuthenticationError("what listens there is not of tfdist")
+            raise AuthenticationError("the listener is not a process of tfdist")
         signed = (self._purpose, challenge[len(_MAGIC) :], self._nonce, self._identity)
         self._expected = _digest(self._key, b"listener", *signed)
         return _PROOF.pack(self._nonce, self._identity, _digest(self._key, b"caller", *signed))
 
     def check(self, answer: bytes) -> None:
-        """Checks the listener's answer; an `AuthenticationError` if it is wrong."""
+        """Checks the listener's answer; an `AuthenticationError` if it is not valid."""
         if not self._expected or not hmac.compare_digest(answer, self._expected):
-            raise AuthenticationError("what listens there does not know the key")
-
-
-def _checked(key: bytes) -> bytes:
-    if not key:
-        raise ValueError("A key has at least one byte. Received: none.")
-    return key
+            raise AuthenticationError("the listener does not have the key")
 
 
 def _digest(
     key: bytes, side: bytes, purpose: str, listener_nonce: bytes, caller_nonce: bytes, identity: int
 ) -> bytes:
     label = purpose.encode()
-    # Sizes stand before what varies in size, so that no two inputs give the same bytes.
+    # The sizes precede the parts of variable size, so that no two inputs give the same bytes.
     message = struct.pack("!8sHH", _MAGIC, len(side), len(label)) + side + label
     message += listener_nonce + caller_nonce + struct.pack("!Q", identity)
     return hmac.digest(key, message, "sha256")

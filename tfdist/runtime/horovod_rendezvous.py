@@ -1,16 +1,15 @@
-"""Horovod's rendezvous server, at one address and with bounds.
+"""Horovod's rendezvous server, at one address and with limits.
 
 Horovod's own `RendezvousServer` listens on all addresses, holds a thread for as long as a caller
-sends a byte now and then, reads bodies of any length, and prints a traceback for a path that it
-does not expect. Its protocol has no place for a proof of who calls, and the ranks' end of it is
-compiled into Horovod, so the key-value store stays open to who reaches its port;
-`docs/security.md` says so. What is overridden here is of `http.server` and `socketserver`, but for
-`do_PUT`, whose two helpers of Horovod are checked when this is imported.
+sends a byte now and then, reads bodies of any length, and prints a traceback for an unexpected path.
+Its protocol does not support authentication, and its client is compiled into Horovod, so any process
+that reaches the port can access the key-value store (`docs/security.md`). The methods overridden here
+are those of `http.server` and `socketserver`, except for `do_PUT`, whose two helpers in Horovod are
+checked at import.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import re
 import socket
@@ -24,12 +23,12 @@ from horovod.runner.http import http_server
 from tfdist.runtime.listener import bind
 from tfdist.runtime.rate_limit import RateLimit
 
-#: A rank's request takes milliseconds; who takes longer is no rank.
+#: The timeout of a request; those of ranks take milliseconds.
 _REQUEST_SECONDS = 5.0
 _MOST_CALLERS = 128
-#: How long the server rests before it takes a call, where many were refused of late.
+#: The delay before the server accepts a connection after many were refused.
 _PAUSE_SECONDS = 0.02
-#: What Gloo stores under a key is an address.
+#: The limit of a value; Gloo stores addresses.
 _MOST_BYTES = 1 << 20
 _PATH = re.compile(r"/[^/]+/[^/]+")
 
@@ -40,15 +39,15 @@ for _owner, _name in (
 ):
     if not hasattr(_owner, _name):
         raise ImportError(
-            f"tfdist relies on {_owner.__name__}.{_name} of Horovod 0.28, which this Horovod lacks."
+            f"tfdist requires {_owner.__name__}.{_name} of Horovod 0.28, which this Horovod lacks."
         )
 
 
 class _Handler(http_server.RendezvousHandler):
-    """Answers one request, if it is one that ranks make."""
+    """Answers one request of the kinds that ranks make."""
 
     timeout = _REQUEST_SECONDS
-    #: Whether a whole request came that ranks make.
+    #: Whether a complete request of such a kind was received.
     is_rank = False
 
     def handle_one_request(self) -> None:
@@ -66,13 +65,14 @@ class _Handler(http_server.RendezvousHandler):
         return True
 
     def do_PUT(self) -> None:
-        length = self.headers.get("Content-Length", "")
-        if not re.fullmatch("[0-9]{1,9}", length) or int(length) > _MOST_BYTES:
+        given = self.headers.get("Content-Length", "")
+        length = int(given) if re.fullmatch("[0-9]{1,9}", given) else _MOST_BYTES + 1
+        if length > _MOST_BYTES:
             self.close_connection = True
             self.send_status_code(http_server.BAD_REQUEST)
             return
-        value = self.rfile.read(int(length))
-        if len(value) == int(length):
+        value = self.rfile.read(length)
+        if len(value) == length:
             self.is_rank = True
             _, scope, key = self.path.split("/")
             self._put_value(scope, key, value)
@@ -80,27 +80,27 @@ class _Handler(http_server.RendezvousHandler):
 
 
 class _Server(http_server.RendezvousHTTPServer):
-    """Holds few callers, and each for a short time."""
+    """Limits the number of connections, and their duration."""
 
     daemon_threads = True
 
     def __init__(self, sock: socket.socket):
         self.limit = RateLimit()
-        #: When each caller came, the oldest first.
-        self._callers: collections.OrderedDict[socket.socket, float] = collections.OrderedDict()
+        #: When each caller connected, the oldest first.
+        self._callers: dict[socket.socket, float] = {}
         self._callers_lock = threading.Lock()
         self._listening = sock
         super().__init__(sock.getsockname(), _Handler, 0)
 
     def server_bind(self) -> None:
-        # Bound already; HTTPServer would look up the name of the address, which can take long.
+        # Already bound; HTTPServer would look up the name of the address, which can take long.
         self.socket.close()  # type: ignore[has-type]
         self.socket = self._listening
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = self.server_address[:2]
 
     def server_activate(self) -> None:
-        """It listens already."""
+        """Does nothing: the socket is already listening."""
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self.limit.is_exceeded():
@@ -110,7 +110,7 @@ class _Server(http_server.RendezvousHTTPServer):
             oldest = next(iter(self._callers)) if len(self._callers) > _MOST_CALLERS else None
         if oldest is not None:
             _hang_up(oldest)
-            # The thread of the oldest is given a moment to see it, so that threads stay few.
+            # The thread of the oldest has time to detect it, which limits the number of threads.
             time.sleep(0.005)
         try:
             super().process_request(request, client_address)
@@ -123,7 +123,7 @@ class _Server(http_server.RendezvousHTTPServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Called twice a second: hangs up on who came too long ago."""
+        """Called twice a second: closes the connections that are too old."""
         late = time.monotonic() - _REQUEST_SECONDS
         with self._callers_lock:
             old = [caller for caller, since in self._callers.items() if since < late]
@@ -131,22 +131,22 @@ class _Server(http_server.RendezvousHTTPServer):
             _hang_up(caller)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A caller hung up, or talked nonsense: nothing to print a traceback for."""
+        """Prints no traceback for a closed connection or a malformed request."""
 
 
 def _hang_up(sock: socket.socket) -> None:
-    """Has the thread that reads from a socket see its end; that thread closes it."""
+    """Ends the input of the thread that reads from a socket; that thread closes it."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager
 def serve_rendezvous(addresses: Sequence[str], slots: Sequence[Any]) -> Iterator[int]:
-    """Serves until the context ends.
+    """Serves until the context exits.
 
     Args:
-        addresses: The addresses of this machine at which the ranks call. Where they are more than
-            one, the server listens on all of the machine's.
+        addresses: The addresses of this machine to which the ranks connect. If there are several, the
+            server listens on all addresses of the machine.
         slots: Horovod's `SlotInfo` of each rank.
 
     Yields:

@@ -1,4 +1,4 @@
-"""What Horovod's launchers tell a process by its environment."""
+"""The environment variables that Horovod's launchers set."""
 
 from __future__ import annotations
 
@@ -6,24 +6,20 @@ import os
 from collections.abc import Mapping
 
 
-def started_by_horovod(
-    environment: Mapping[str, str] = os.environ,
-) -> tuple[int, int] | None:
-    """Returns (rank, size) where tfdist-run or horovodrun started this process, else None.
+def started_by_horovod(environment: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """Returns (rank, size) if tfdist-run or horovodrun started this process, else None.
 
     Raises:
-        ValueError: A variable is missing, or is no number.
+        ValueError: A variable is missing, or is not a number.
     """
-    names = ("HOROVOD_RANK", "HOROVOD_SIZE")
-    if not any(name in environment for name in names):
+    found = {name: environment.get(name) for name in ("HOROVOD_RANK", "HOROVOD_SIZE")}
+    if not any(name in environment for name in found):
         return None
-    found = []
-    for name in names:
-        text = environment.get(name, "")
-        if not text.isascii() or not text.isdigit():
+    for name, text in found.items():
+        if text is None or not text.isascii() or not text.isdigit():
             raise ValueError(
-                f"A launcher of Horovod sets HOROVOD_RANK and HOROVOD_SIZE to numbers. Received: "
-                f"{name}={environment.get(name)!r}. Unset both to run without a launcher."
+                "HOROVOD_RANK and HOROVOD_SIZE must be numbers, as set by a launcher of Horovod. "
+                f"Received: {name}={text!r}. Unset both to run without a launcher."
             )
-        found.append(int(text))
-    return found[0], found[1]
+    rank, size = (int(text) for text in found.values() if text)
+    return rank, size

@@ -1,12 +1,12 @@
-"""The key of ranks that share no secret yet, as those that `mpirun` or `srun` started.
+"""The key of ranks that do not share a secret yet, such as those that `mpirun` or `srun` started.
 
-Such a launcher tells all ranks the same job number, which strangers can guess. What strangers do
-not know is, in this order:
+Such a launcher gives all ranks the same job number, which others can guess. The secret is, in this
+order:
 
-1. `TFDIST_JOB_TOKEN`, where the user has set it for all ranks;
-2. where all ranks are on one host, a file in the user's home folder that only the user can read.
+1. `TFDIST_JOB_TOKEN`, if the user has set it for all ranks;
+2. if all ranks are on one host, a file in the user's home folder that only the user can read.
 
-On several hosts without a token the ranks cannot prove anything to each other.
+On several hosts without a token the ranks cannot authenticate each other.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ _FILE_BYTES = 32
 def job_key(job: Sequence[str], environment: Mapping[str, str], *, is_one_host: bool) -> bytes:
     """The key of a job: 32 bytes, the same on all ranks.
 
-    A warning is logged where they can be guessed.
+    A warning is logged if they can be guessed.
 
     Args:
-        job: What the launcher calls the job; the same on all ranks.
-        environment: The variables of this rank.
+        job: The launcher's names of the job; the same on all ranks.
+        environment: The environment variables of this rank.
         is_one_host: Whether all ranks are on this host.
 
     Raises:
-        PermissionError: Others can read or write the file that holds the user's secret.
+        PermissionError: Other users can read or write the file with the user's secret.
     """
     secret = environment.get(JOB_TOKEN, "").encode()
     if not secret and is_one_host:
         secret = _secret_of_user(Path(_FILE).expanduser())
     if not secret:
         _logger.warning(
-            "The ranks cannot prove to each other that they are of one job: who reaches the port "
-            "at which they meet can pass for a rank. Set %s to a secret of the job for all ranks.",
+            "The ranks cannot authenticate each other: any process that reaches the port of the "
+            "rendezvous can impersonate a rank. Set %s to a secret of the job for all ranks.",
             JOB_TOKEN,
         )
     digest = hashlib.sha256()
@@ -58,7 +58,7 @@ def job_key(job: Sequence[str], environment: Mapping[str, str], *, is_one_host: 
 
 
 def _secret_of_user(path: Path) -> bytes:
-    """What the file holds, which is made where it is missing; nothing where it cannot be made."""
+    """The content of the file, which is created if it is missing; b"" if it cannot be created."""
     try:
         if not path.is_symlink() and not path.exists():
             _make(path)
@@ -71,17 +71,16 @@ def _secret_of_user(path: Path) -> bytes:
                 if len(secret) == _FILE_BYTES:
                     return secret
     except OSError as error:
-        _logger.info("There is no %s: %s", path, error)
+        _logger.info("Could not read %s: %s", path, error)
         return b""
     raise PermissionError(
-        f"{path} holds the secret by which ranks of one host know each other. It must be a file of "
-        f"{_FILE_BYTES} bytes that only its owner, you, can read and write. Remove it: the next job "
-        "makes it anew."
+        f"{path}, the secret that authenticates ranks on one host, must be a file of {_FILE_BYTES} "
+        "bytes that only you, its owner, can read and write. Remove it: the next job creates it."
     )
 
 
 def _make(path: Path) -> None:
-    """Makes the file in one step: ranks that start at the same time find the same content."""
+    """Creates the file atomically: ranks that start at the same time read the same content."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, made = tempfile.mkstemp(dir=path.parent, prefix="job-key-")  # Of mode 0600.
     try:

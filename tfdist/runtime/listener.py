@@ -1,8 +1,8 @@
-"""Where processes of a job call each other: the listening side.
+"""The listening side of connections between processes of a job.
 
-A port is open to everybody, so a stranger may send garbage, nothing, or one byte a second, and may
-do so a thousand times at once. The listener serves all callers at the same time, gives each a few
-seconds for the handshake, holds few strangers, and hangs up on the others.
+Any process can connect to a port, and may send garbage, nothing, or one byte per second, over a thousand
+connections at once. The listener serves all callers concurrently, gives each a few seconds for the
+handshake, and limits the number of unauthenticated connections.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, cast
 
+from tfdist.runtime.channel import checked_read
 from tfdist.runtime.handshake import (
     LARGEST_IDENTITY,
     PROOF_BYTES,
@@ -27,18 +28,18 @@ from tfdist.runtime.rate_limit import RateLimit
 _logger = logging.getLogger("tfdist")
 
 _BACKLOG = 1024
-#: How long the listener lets newcomers wait in the kernel's queue when it cannot take them.
+#: How long new connections wait in the kernel's queue when the listener cannot accept them.
 _PAUSE_SECONDS = 0.1
-#: A caller is not hung up on for the sake of a newcomer before it had this time to answer.
+#: A caller has at least this time to answer before a new connection replaces it.
 _SETTLE_SECONDS = 0.2
 _ACCEPTS_PER_TURN = 32
 
 
 class Proven(NamedTuple):
-    """A caller that has proved itself.
+    """An authenticated caller.
 
     Attributes:
-        identity: The number that it has proved to be known by.
+        identity: The number that identifies the caller.
         sock: The connection, in non-blocking mode.
     """
 
@@ -47,7 +48,7 @@ class Proven(NamedTuple):
 
 
 class _Caller:
-    """A caller that has not yet proved itself."""
+    """A caller that is not authenticated yet."""
 
     def __init__(self, sock: socket.socket, address: object, proof: ListenerProof):
         self.sock, self.address, self.proof = sock, address, proof
@@ -55,20 +56,19 @@ class _Caller:
         self.received = b""
 
 
-class Listener:
-    """Takes calls on listening sockets and hands out those that prove to be of this job.
+class Listener(contextlib.AbstractContextManager):
+    """Accepts connections on listening sockets and returns those from processes of this job.
 
     Args:
-        sockets: Sockets that listen; owned by the listener from here on. `bind` makes one.
-        key: What the callers must know.
-        purpose: What the connections are for; callers name the same. Also its name in the log.
-        identities: Which identities a caller may prove.
-        handshake_seconds: How long a caller has to prove itself.
-        max_strangers: How many callers may be about to prove themselves. One more ends the call of
-            the oldest.
+        sockets: Listening sockets, which the listener owns from here on. `bind` creates one.
+        key: The shared key.
+        purpose: The purpose of the connections, the same as the callers'. Also the name in the log.
+        identities: The identities that a caller may prove.
+        handshake_seconds: The timeout of a handshake.
+        max_strangers: The maximum number of unauthenticated connections. One more closes the oldest.
 
     Attributes:
-        dropped: How many callers were hung up on.
+        dropped: The number of callers whose connections were closed.
     """
 
     def __init__(
@@ -90,47 +90,45 @@ class Listener:
             self._selector.register(sock, selectors.EVENT_READ)
         self._paused_until: float | None = None
         self._limit = RateLimit()
-        #: In the order in which they came.
+        #: In the order of their arrival.
         self._callers: dict[socket.socket, _Caller] = {}
-        #: Those that have proved themselves while `accept` waited for one.
+        #: Those that were authenticated while `accept` waited for one.
         self._ready: list[Proven] = []
         self.dropped = 0
+        #: A file descriptor that is readable when `poll` has work, for a selector.
+        self.fileno = self._selector.fileno
 
     @property
     def addresses(self) -> list:
-        """Where the sockets listen."""
+        """The addresses of the sockets."""
         return [sock.getsockname() for sock in self._sockets]
-
-    def __enter__(self) -> Listener:
-        return self
 
     def __exit__(self, *_) -> None:
         self.close()
 
-    def fileno(self) -> int:
-        """A descriptor that is readable when `poll` has work, for the selector of a caller."""
-        return self._selector.fileno()
-
     def close(self) -> None:
-        """Stops listening, and hangs up on all that were not handed out."""
+        """Stops listening, and closes all connections that were not returned."""
         for sock in [*self._sockets, *self._callers, *(ready.sock for ready in self._ready)]:
             sock.close()
         self._callers.clear()
         self._selector.close()
 
     def accept(self, deadline: float) -> Proven:
-        """Waits until `deadline` for the next caller that proves itself; else a `TimeoutError`."""
+        """Waits until `deadline` for the next authenticated caller; a `TimeoutError` if none came."""
         while not self._ready:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"nobody else called for the {self._purpose} in time")
-            self._ready += self.poll(max(0.0, min(_PAUSE_SECONDS, deadline - time.monotonic())))
+            left = deadline - time.monotonic()
+            if left < 0:
+                raise TimeoutError(
+                    f"no process connected to the {self._purpose} in time, expected one"
+                )
+            self._ready += self.poll(min(_PAUSE_SECONDS, left))
         return self._ready.pop(0)
 
     def poll(self, timeout: float = 0.0) -> list[Proven]:
-        """Takes calls, reads proofs, and hangs up on who is late.
+        """Accepts connections, reads proofs, and closes the connections that are late.
 
-        Waits up to `timeout` seconds for something to do. Returns the callers that have proved
-        themselves in this call.
+        Waits up to `timeout` seconds for an event. Returns the callers that were authenticated in this
+        call.
         """
         self._resume()
         proven: list[Proven] = []
@@ -138,43 +136,34 @@ class Listener:
         for key, _ in self._selector.select(timeout):
             sock = cast(socket.socket, key.fileobj)
             if sock in self._callers:
-                found = self._advance(self._callers[sock])
-                proven += [found] if found else []
+                if found := self._advance(self._callers[sock]):
+                    proven.append(found)
             else:
                 newcomers.append(sock)
-        # Those who are late are looked for after their words were read: this process may have
-        # been busy for longer than they have.
+        # Late callers are dropped after their messages were read: this process may have been busy for
+        # longer than the timeout.
         late = time.monotonic() - self._handshake_seconds
         for caller in list(self._callers.values()):
             if caller.since < late:
-                self._drop(caller, "nothing came in time")
+                self._drop(caller, "no proof arrived in time")
         for sock in newcomers:
             self._take_calls(sock)
         return proven
 
     def _advance(self, caller: _Caller) -> Proven | None:
-        """Reads of a caller's proof what is there."""
+        """Reads the available part of a caller's proof; returns the caller once it is complete."""
         try:
-            data = caller.sock.recv(PROOF_BYTES - len(caller.received))
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            self._drop(caller, error.strerror or "an error")
-            return None
-        if not data:
-            self._drop(caller, "it hung up")
-            return None
-        caller.received += data
-        if len(caller.received) < PROOF_BYTES:
-            return None
-        try:
+            caller.received += checked_read(caller.sock, PROOF_BYTES - len(caller.received))
+            if len(caller.received) < PROOF_BYTES:
+                return None
             identity, answer = caller.proof.answer(caller.received)
             if identity not in self._identities:
-                raise AuthenticationError(f"the identity {identity}, which nobody has")
+                raise AuthenticationError(f"its identity {identity} is unknown")
             if caller.sock.send(answer) != len(answer):
                 raise AuthenticationError("it does not read")
         except OSError as error:
-            self._drop(caller, str(error))
+            if not isinstance(error, BlockingIOError) or len(caller.received) == PROOF_BYTES:
+                self._drop(caller, error.strerror or str(error))
             return None
         self._selector.unregister(caller.sock)
         del self._callers[caller.sock]
@@ -195,7 +184,7 @@ class Listener:
                 continue
             except OSError as error:
                 # Out of descriptors or memory: the kernel keeps the caller in its queue, and would
-                # report it again and again. All else that accept(2) lists is the caller's trouble.
+                # report it repeatedly. All other errors in accept(2) concern the caller alone.
                 out_of = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
                 if error.errno not in out_of or not self._make_room():
                     self._pause()
@@ -205,17 +194,17 @@ class Listener:
             self._callers[sock] = caller
             sock.setblocking(False)
             with contextlib.suppress(OSError):
-                # Nothing was sent yet, so the kernel takes it all; who is gone is seen in reading.
+                # The send buffer is empty, so the kernel accepts all; errors are detected in reading.
                 sock.send(caller.proof.challenge)
             self._selector.register(sock, selectors.EVENT_READ)
 
     def _make_room(self) -> bool:
-        """Hangs up on the oldest caller, unless that has only just come; then newcomers wait."""
+        """Drops the oldest caller, unless it is very recent; then new connections wait."""
         oldest = next(iter(self._callers.values()), None)
         if oldest is None or time.monotonic() - oldest.since < _SETTLE_SECONDS:
             self._pause()
             return False
-        self._drop(oldest, "too many called at once")
+        self._drop(oldest, "there were too many connections")
         return True
 
     def _pause(self) -> None:
@@ -239,8 +228,7 @@ class Listener:
         # One line for the first, one for the tenth, and so on.
         if self.dropped == 10 ** (len(str(self.dropped)) - 1):
             _logger.warning(
-                "Hung up on a caller of the %s from %s, which did not prove to be of this job: "
-                "%s. %d so far.",
+                "Closed a connection to the %s from %s, which could not be authenticated: %s. %d so far.",
                 self._purpose,
                 caller.address or "this host",
                 why,
@@ -249,14 +237,14 @@ class Listener:
 
 
 def bind(host: str = "127.0.0.1", port: int = 0) -> socket.socket:
-    """A TCP socket that listens at a host's address, for a `Listener`; port 0 is one that is free.
+    """A TCP socket that listens at a host's address, for a `Listener`; port 0 selects a free one.
 
-    It listens on all addresses only where `host` does not say which: a name that its own host
-    takes for a loopback address, or an address that no interface of this machine has, as behind a
-    router that translates addresses.
+    It listens on all addresses only if `host` does not determine one: a name that resolves to a
+    loopback address on its own host, or an address that no interface of this machine has, for example
+    behind a router that translates addresses.
 
     Raises:
-        OSError: The port is taken, or the name has no address.
+        OSError: The port is in use, or the name has no address.
     """
     address = socket.gethostbyname(host)
     if address.startswith("127.") and host not in (address, "localhost"):

@@ -1,4 +1,4 @@
-"""Who holds a lock: a process, told apart from all others that had its number."""
+"""The owner of a lock: a process, distinguished from other processes with the same id."""
 
 from __future__ import annotations
 
@@ -8,28 +8,32 @@ import json
 import os
 import socket
 import time
+from pathlib import Path
 
 import psutil
 
-#: A variable that is the same in all runs of a job that a launcher starts again.
+from tfdist.runtime.channel import has_fields
+
+#: A variable that is the same in all runs of a job that a launcher restarts.
 JOB = "TFDIST_JOB"
-#: How long a lock over a network outlives its holder, where nothing else tells that it is dead.
+#: How long a lock on a network file system outlives its owner, if nothing else shows its death.
 STALE_SECONDS = 60.0
-#: By how much the start of one process may seem to differ, where the clock was set.
+#: The tolerance of the start time of a process, in case the clock was set.
 _CLOCK_SECONDS = 5.0
+_KINDS: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Owner:
-    """Who holds a lock.
+    """The owner of a lock.
 
     Attributes:
         host: The host's name.
-        machine: What tells the host's processes from those of others: its boot, and the namespace of
-            process ids.
-        pid: The process.
-        started: When it started, in seconds after the boot of the system's clock.
-        since: When it took the lock, in seconds of the wall clock.
+        machine: Identifies the set of processes to which `pid` refers: the boot of the host, and the
+            namespace of process ids.
+        pid: The process id.
+        started: When the process started, in seconds since the epoch.
+        since: When it acquired the lock, in seconds since the epoch.
         job: The launcher's job; "" without a launcher.
         renewed: When it last renewed the lock.
     """
@@ -45,37 +49,27 @@ class Owner:
     @classmethod
     def here(cls) -> Owner:
         """This process."""
-        now = time.time()
-        return cls(
-            socket.gethostname(),
-            _machine(),
-            os.getpid(),
-            psutil.Process().create_time(),
-            now,
-            os.environ.get(JOB, ""),
-            now,
-        )
+        now, started = time.time(), psutil.Process().create_time()
+        job = os.environ.get(JOB, "")
+        return cls(socket.gethostname(), _machine(), os.getpid(), started, now, job, now)
 
     @classmethod
     def parse(cls, content: bytes) -> Owner | None:
-        """What a lock file says; None where that is nothing."""
+        """The owner in the content of a lock file; None if the content is malformed."""
+        kinds = {field.name: _KINDS[str(field.type)] for field in dataclasses.fields(cls)}
         try:
             found = json.loads(content.decode())
-            kinds = {field.name: str(field.type) for field in dataclasses.fields(cls)}
             values = {name: found[name] for name in kinds}
         except (ValueError, RecursionError, KeyError, TypeError):
             return None
-        right: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
-        if not all(isinstance(values[name], right[kind]) for name, kind in kinds.items()):
-            return None
-        return cls(**values)
+        return cls(**values) if has_fields(values, kinds) else None
 
     def content(self) -> bytes:
-        """As a lock file holds it."""
+        """The content of a lock file."""
         return json.dumps(dataclasses.asdict(self), indent=1).encode()
 
     def is_gone(self) -> bool:
-        """Whether the process is known to have ended, or to have stopped renewing."""
+        """Whether the process is known to have ended, or to have stopped renewing the lock."""
         if self.machine == _machine():
             try:
                 return abs(psutil.Process(self.pid).create_time() - self.started) > _CLOCK_SECONDS
@@ -83,22 +77,19 @@ class Owner:
                 return True
             except psutil.Error:
                 pass
-        # A clock that runs ahead makes a lock no older than one that runs behind.
+        # A clock that is ahead counts like one that is behind.
         return abs(time.time() - self.renewed) > STALE_SECONDS
 
     def describe(self) -> str:
-        """For messages."""
+        """A description for messages."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(max(0.0, min(self.since, 4e9))))
         return f"process {self.pid} on host {self.host}, since {since}"
 
 
 def _machine() -> str:
     parts = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
-        with contextlib.suppress(OSError):
-            if path.endswith("pid"):
-                parts.append(os.readlink(path))
-            else:
-                with open(path, encoding="ascii") as file:
-                    parts.append(file.read().strip())
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts)

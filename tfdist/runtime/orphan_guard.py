@@ -1,8 +1,8 @@
-"""A process that ends ranks whose launcher was killed: SIGKILL leaves nobody else to do it.
+"""A process that kills ranks whose launcher was killed by SIGKILL and could not do so.
 
-It reads on its standard input which ranks run, `+pid` when one starts and `-pid` when one has
-ended. The kernel closes that pipe when the launcher is gone in whatever way, and what is left then
-is killed.
+It reads from its standard input which ranks run, `+pid` when one starts and `-pid` when one has
+ended. The kernel closes that pipe when the launcher ends for any reason; then the remaining ranks are
+killed.
 """
 
 import contextlib
@@ -14,10 +14,10 @@ from typing import IO, cast
 
 
 class OrphanGuard:
-    """The launcher's end: a context in which ranks are told to the guard."""
+    """The launcher's end: a context in which the guard is notified of ranks."""
 
     def __enter__(self) -> "OrphanGuard":
-        # A session of its own, which Ctrl-C at the terminal does not reach.
+        # A separate session, so that Ctrl-C at the terminal does not end the guard.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__],
             stdin=subprocess.PIPE,
@@ -33,15 +33,15 @@ class OrphanGuard:
         self._process.communicate()
 
     def watch(self, pid: int) -> None:
-        """A rank has started, as leader of its process group."""
-        self._tell(f"+{pid}\n")
+        """Adds a rank that has started as the leader of its process group."""
+        self._send(f"+{pid}\n")
 
     def forget(self, pid: int) -> None:
-        """A rank has ended, and its process id may soon be another's."""
-        self._tell(f"-{pid}\n")
+        """Removes a rank that has ended: its process id may soon be reused."""
+        self._send(f"-{pid}\n")
 
-    def _tell(self, line: str) -> None:
-        # Without its guard the job goes on.
+    def _send(self, line: str) -> None:
+        # The job continues without its guard.
         with contextlib.suppress(BrokenPipeError):
             os.write(self._pipe.fileno(), line.encode())
 

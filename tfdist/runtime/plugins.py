@@ -1,11 +1,11 @@
-"""Other packages that extend tfdist: those of the entry-point group `tfdist.plugins`.
+"""Packages that extend tfdist through the entry-point group `tfdist.plugins`.
 
-A package names a function in its metadata, as in
+A package names a function in its metadata, for example
 
     [project.entry-points."tfdist.plugins"]
     my_schedules = "my_package.plugin:register"
 
-which is called, without arguments, before the first strategy is made.
+which is called, without arguments, before the first strategy is created.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ GROUP = "tfdist.plugins"
 
 @functools.cache
 def load_plugins() -> tuple[str, ...]:
-    """Calls the functions of all plug-ins, once in this process.
+    """Calls the functions of all plug-ins, once per process.
 
     Returns:
         The names of the plug-ins, with the versions of their packages, in order.
 
     Raises:
-        ImportError: One cannot be imported.
-        TypeError: One names something else than a function.
+        ImportError: A plug-in cannot be imported.
+        TypeError: A plug-in does not name a function.
     """
     found = []
     for entry in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda each: each.name):
@@ -34,8 +34,8 @@ def load_plugins() -> tuple[str, ...]:
             function = entry.load()
         except Exception as error:
             raise ImportError(
-                f"The plug-in {entry.name!r} cannot be loaded: {error}. It is {entry.value}{version}; "
-                "repair or uninstall its package."
+                f"The plug-in {entry.name!r} ({entry.value}{version}) cannot be loaded: {error}. "
+                "Repair or uninstall its package."
             ) from error
         if not callable(function):
             raise TypeError(

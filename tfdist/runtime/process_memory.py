@@ -1,10 +1,11 @@
-"""The memory of this process as Linux counts it, and what its machine or container has left.
+"""The memory of this process, as reported by Linux, and the available memory of its host or container.
 
-Not by `getrusage`: its peak goes on counting that of the process that started this one.
+Not by `getrusage`: its peak includes that of the process that started this one.
 """
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import psutil
@@ -13,17 +14,17 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def resident_bytes() -> int:
-    """Bytes of this process in memory."""
+    """The resident memory of this process, in bytes."""
     return _status("VmRSS")
 
 
 def peak_bytes() -> int:
-    """The most bytes that it had in memory, since `forget_peak` if that was called."""
+    """The peak of the resident memory in bytes, since `forget_peak` if that was called."""
     return _status("VmHWM")
 
 
 def forget_peak() -> None:
-    """Makes the peak what is in memory now."""
+    """Resets the peak to the current resident memory."""
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 
@@ -35,10 +36,10 @@ def _status(field: str) -> int:
 
 
 def available_bytes(root: Path = _CGROUPS) -> tuple[int, str]:
-    """The memory that new processes can have, and whose limit that is, in words.
+    """The memory that new processes can allocate, in bytes, and the scope of that limit in words.
 
     Args:
-        root: Where cgroups are.
+        root: The folder of the cgroups.
     """
     free, whose = psutil.virtual_memory().available, ""
     for limit_file, used_file in (
@@ -53,19 +54,17 @@ def available_bytes(root: Path = _CGROUPS) -> tuple[int, str]:
 
 
 def _own_cgroups(root: Path) -> list[Path]:
-    """The cgroup of this process and those around it."""
-    try:
+    """The cgroup of this process and its ancestors."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
         lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    own = [line.split(":", 2)[2].strip("/") for line in lines if line.startswith("0::")]
-    folder = root / own[0] if own and own[0] else root
+    own = next((line[3:].strip("/") for line in lines if line.startswith("0::")), "")
+    folder = root / own
     return [root, *(each for each in (folder, *folder.parents) if root in each.parents)]
 
 
 def _number(file: Path) -> int | None:
-    """The number in a file; None where there is no such file or it says "max"."""
-    try:
+    """The number in a file; None if there is no such file or it contains "max"."""
+    with contextlib.suppress(OSError, ValueError):
         return int(file.read_text())
-    except (OSError, ValueError):
-        return None
+    return None

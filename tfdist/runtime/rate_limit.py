@@ -1,4 +1,4 @@
-"""How many strangers a listener deals with: a token bucket."""
+"""A token bucket that limits how many refused connections a listener handles."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import time
 
 
 class RateLimit:
-    """Says when too many callers were refused in too short a time.
+    """Reports when too many callers were refused in too short a time.
 
-    Callers of the job itself use up nothing, however many come at once. After `burst` refused ones
-    no more than `per_second` are dealt with, so that strangers cannot take the process's time.
+    Callers of the job itself use no tokens, however many connect at once. After `burst` refused ones
+    no more than `per_second` are handled, which limits the CPU time that unauthenticated connections
+    cost.
 
     Args:
-        burst: How many may be refused at any rate.
-        per_second: How many a second from then on.
+        burst: The size of the bucket.
+        per_second: The number of tokens that are added per second.
     """
 
     def __init__(self, burst: float = 500.0, per_second: float = 100.0):
@@ -21,11 +22,11 @@ class RateLimit:
         self._left, self._counted = burst, time.monotonic()
 
     def refused(self) -> None:
-        """Counts a caller that was refused."""
+        """Counts a refused caller."""
         self._left = max(self._refilled() - 1.0, 0.0)
 
     def is_exceeded(self) -> bool:
-        """Whether callers are to wait."""
+        """Whether callers have to wait."""
         return self._refilled() < 1.0
 
     def _refilled(self) -> float:

@@ -1,4 +1,4 @@
-"""Since when a process is on the way back to where a training stood, and where it would come back to."""
+"""Records of a launcher for the recovery of a training: when it failed, and its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from pathlib import Path
 
 import psutil
 
-#: A variable by which a launcher tells ranks when the run before failed, by the wall clock.
+#: A variable in which a launcher passes when the previous run failed, in seconds since the epoch.
 FAILED_AT = "TFDIST_FAILED_AT"
-#: A variable by which a launcher names the file in which it looks for the newest checkpoint.
+#: A variable in which a launcher passes the file that names the newest checkpoint.
 NEWEST = "TFDIST_NEWEST_CHECKPOINT"
 
 
 def down_since() -> float:
-    """When the run before failed, where a launcher says so; else when this process began.
+    """When the previous run failed, if a launcher passes it; otherwise when this process began.
 
     Returns:
-        Seconds of the wall clock, in the past.
+        Seconds since the epoch, in the past.
     """
     now, begun = time.time(), psutil.Process().create_time()
     with contextlib.suppress(KeyError, ValueError):
         begun = float(os.environ[FAILED_AT])
-    # Clocks of hosts differ, and one may have been set.
-    return begun if begun <= now else now
+    # The clocks of hosts differ, and one may have been set.
+    return min(now, begun)
 
 
 def note_newest(path: str) -> None:
-    """Tells the launcher, where there is one on this machine, of a whole checkpoint."""
-    # What a message would say at the end is not worth an error of the training.
+    """Reports a complete checkpoint to the launcher, if there is one on this machine."""
+    # The file only serves a message at the end, so an error must not stop the training.
     with contextlib.suppress(KeyError, OSError):
         Path(os.environ[NEWEST]).write_text(path)

@@ -1,4 +1,4 @@
-"""What makes a process a rank: the environment through which ranks meet.
+"""The environment variables that make a process a rank, and through which ranks rendezvous.
 
 `horovodrun` sets the same variables.
 """
@@ -16,7 +16,9 @@ from typing import Any
 
 import psutil
 
-#: A variable that says for how many ranks a job was meant, where they come and go.
+from tfdist.utils import checks
+
+#: A variable with the number of ranks for which an elastic job was configured.
 MEANT_RANKS = "TFDIST_MEANT_RANKS"
 
 ENGINES = ("horovod", "tensorflow", "local")
@@ -26,15 +28,14 @@ _PORTS = (20_000, 32_000)
 
 @dataclasses.dataclass(frozen=True)
 class Endpoint:
-    """The host of a rank, and how it is reached; this machine, without arguments.
+    """The host of a rank and its addresses; this machine, without arguments.
 
     Attributes:
         host: The host's name.
-        address: The host's address, as the other ranks reach it.
-        rendezvous_address: The address of the rendezvous server, as the host reaches it.
-        interface: The network interface there that leads to the others; None where the host finds
-            out for itself.
-        port: A port that is free there; None for one that is looked for here.
+        address: The host's address for the other ranks.
+        rendezvous_address: The address of the rendezvous server for the host.
+        interface: The host's network interface to the other ranks; None if the host determines it.
+        port: A free port of the host; None for a free port of this machine.
     """
 
     host: str = "localhost"
@@ -48,8 +49,7 @@ def local_environments(
     engine: str, num_ranks: int
 ) -> contextlib.AbstractContextManager[list[dict[str, str]]]:
     """`environments` of `num_ranks` processes on this machine."""
-    if num_ranks < 1:
-        raise ValueError(f"At least one rank has to start. Received: num_ranks={num_ranks}.")
+    checks.integer("num_ranks", num_ranks, minimum=1)
     return environments(engine, [Endpoint()] * num_ranks)
 
 
@@ -57,31 +57,30 @@ def local_environments(
 def environments(
     engine: str, endpoints: Sequence[Endpoint], servers: int = 0
 ) -> Iterator[list[dict[str, str]]]:
-    """Yields the variables for each process that is to be started.
+    """Yields the variables for each process that will be started.
 
-    The meeting point (Horovod's rendezvous server, or the ports that TensorFlow's servers will
-    take) stays up until the context ends, which is after the last rank has ended.
+    The rendezvous server of Horovod runs until the context exits, which must be after the last rank
+    has ended.
 
     Args:
-        engine: "horovod", "tensorflow", or "local" for processes that do not meet.
-        endpoints: Where each is to run; in the order of the ranks.
-        servers: How many of them, the last ones, are parameter servers.
+        engine: "horovod", "tensorflow", or "local" for independent processes.
+        endpoints: The endpoint of each process, in the order of the ranks.
+        servers: The number of parameter servers, which are the last processes.
 
     Raises:
         ValueError: The engine is unknown, or has no parameter servers.
         ImportError: `engine="horovod"` and Horovod is not installed.
     """
+    checks.one_of("engine", engine, ENGINES)
     if servers and engine != "tensorflow":
-        raise ValueError(f"TensorFlow has parameter servers. Received: engine={engine!r}.")
+        raise ValueError(f"Parameter servers require engine='tensorflow'. Received: {engine=!r}.")
     if engine == "horovod":
         with _horovod_environments(endpoints) as found:
             yield found
     elif engine == "tensorflow":
         yield _tensorflow_environments(endpoints, servers)
-    elif engine == "local":
-        yield [{} for _ in endpoints]
     else:
-        raise ValueError(f"An engine is one of {ENGINES}. Received: {engine!r}.")
+        yield [{} for _ in endpoints]
 
 
 @contextlib.contextmanager
@@ -90,17 +89,12 @@ def _horovod_environments(endpoints: Sequence[Endpoint]) -> Iterator[list[dict[s
 
     from tfdist.runtime.horovod_rendezvous import serve_rendezvous
 
-    slots = [SlotInfo(**slot) for slot in _slots([endpoint.host for endpoint in endpoints])]
-    with serve_rendezvous([endpoint.rendezvous_address for endpoint in endpoints], slots) as port:
+    addresses = [endpoint.rendezvous_address for endpoint in endpoints]
+    slots = _slots([endpoint.host for endpoint in endpoints])
+    with serve_rendezvous(addresses, [SlotInfo(**slot) for slot in slots]) as port:
         yield [
             {
-                "HOROVOD_HOSTNAME": endpoint.host,
-                "HOROVOD_RANK": str(slot.rank),
-                "HOROVOD_SIZE": str(slot.size),
-                "HOROVOD_LOCAL_RANK": str(slot.local_rank),
-                "HOROVOD_LOCAL_SIZE": str(slot.local_size),
-                "HOROVOD_CROSS_RANK": str(slot.cross_rank),
-                "HOROVOD_CROSS_SIZE": str(slot.cross_size),
+                **{f"HOROVOD_{name.upper()}": str(value) for name, value in slot.items()},
                 "HOROVOD_GLOO_RENDEZVOUS_ADDR": endpoint.rendezvous_address,
                 "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
                 **({"HOROVOD_GLOO_IFACE": endpoint.interface} if endpoint.interface else {}),
@@ -112,19 +106,16 @@ def _horovod_environments(endpoints: Sequence[Endpoint]) -> Iterator[list[dict[s
 
 
 def _slots(hosts: Sequence[str]) -> list[dict[str, Any]]:
-    """How Horovod numbers the ranks of some hosts: on each, and across those of one number."""
+    """Horovod's numbers of the ranks on some hosts: local to a host, and across hosts."""
     seen: collections.Counter[str] = collections.Counter()
     crossing: collections.Counter[int] = collections.Counter()
     slots: list[dict[str, Any]] = []
     for rank, host in enumerate(hosts):
-        local = seen[host]
-        slots.append(
-            {"hostname": host, "rank": rank, "local_rank": local, "cross_rank": crossing[local]}
-        )
+        numbers = {"local_rank": seen[host], "cross_rank": crossing[seen[host]]}
+        slots.append({"hostname": host, "rank": rank, "size": len(hosts), **numbers})
+        crossing[seen[host]] += 1
         seen[host] += 1
-        crossing[local] += 1
     for slot in slots:
-        slot["size"] = len(hosts)
         slot["local_size"] = seen[slot["hostname"]]
         slot["cross_size"] = crossing[slot["local_rank"]]
     return slots
@@ -137,53 +128,49 @@ def _tensorflow_environments(endpoints: Sequence[Endpoint], servers: int) -> lis
         for endpoint in endpoints
     ]
     size = len(endpoints) - servers
-    cluster = {"worker": addresses[:size]}
-    if servers:
-        cluster["ps"] = addresses[size:]
-    tasks = [(job, index) for job, those in cluster.items() for index in range(len(those))]
+    cluster = {"worker": addresses[:size], **({"ps": addresses[size:]} if servers else {})}
     return [
         {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})}
-        for job, index in tasks
+        for job, those in cluster.items()
+        for index in range(len(those))
     ]
 
 
 def address_towards(address: str) -> str:
-    """This machine's own address on the way to another; an `OSError` where there is no way."""
+    """This machine's own address on the route to another; an `OSError` if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # Sends nothing: the kernel only chooses the way.
+        probe.connect((address, 9))  # Sends nothing: the kernel only selects the route.
         return probe.getsockname()[0]
 
 
 def interface_towards(address: str) -> str:
-    """The network interface of this machine that leads to an address; an `OSError` without one."""
+    """The network interface of this machine on the route to an address; an `OSError` without one."""
     own = address_towards(address)
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == own for each in addresses):
             return name
-    raise OSError(f"No network interface has the address {own}, which leads to {address}.")
+    raise OSError(f"Could not find the network interface of {own}, on the route to {address}.")
 
 
 def with_interface(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables of a rank, with the interface that Horovod takes where they do not name one."""
-    meets_at = environment.get("HOROVOD_GLOO_RENDEZVOUS_ADDR")
-    if not meets_at or "HOROVOD_GLOO_IFACE" in environment:
-        return dict(environment)
-    return {**environment, "HOROVOD_GLOO_IFACE": interface_towards(meets_at)}
+    """Variables of a rank, with the network interface for Horovod added if it is missing."""
+    found = dict(environment)
+    if found.get("HOROVOD_GLOO_RENDEZVOUS_ADDR") and "HOROVOD_GLOO_IFACE" not in found:
+        found["HOROVOD_GLOO_IFACE"] = interface_towards(found["HOROVOD_GLOO_RENDEZVOUS_ADDR"])
+    return found
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns ports of this machine that nothing listens on.
+    """Returns ports of this machine on which no process listens.
 
-    They lie below the range from which the kernel gives ports to outgoing connections: a port
-    that is free now is then taken only by a program that asks for that very number.
+    They are below the range of the kernel for outgoing connections: a port that is free now can only
+    be occupied by a program that requests exactly this port.
     """
     ports: list[int] = []
-    candidates = random.SystemRandom().sample(range(*_PORTS), _PORTS[1] - _PORTS[0])
-    while len(ports) < count:
-        if not candidates:
-            raise OSError(f"No {count} free ports between {_PORTS[0]} and {_PORTS[1]}.")
-        port = candidates.pop()
+    for port in random.SystemRandom().sample(range(*_PORTS), _PORTS[1] - _PORTS[0]):
+        if len(ports) == count:
+            return ports
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("0.0.0.0", port))
             ports.append(port)
-    return ports
+    raise OSError(f"Could not find {count} free ports between {_PORTS[0]} and {_PORTS[1]}.")

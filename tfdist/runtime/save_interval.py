@@ -1,4 +1,4 @@
-"""How often to save."""
+"""The optimal interval between checkpoints."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from tfdist.utils import checks
 
 
 def young_daly(save_seconds: float, failure_seconds: float) -> float:
-    """The time between two saves that loses the least to saving and to failures together.
+    """The time between two saves that minimizes the total loss to saving and to failures.
 
     Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, Future
     Generation Computer Systems 22 (2006), equation 37, which refines Young's `sqrt(2 * save *
     failure)` (1974).
 
     Args:
-        save_seconds: What a save costs the training.
+        save_seconds: The time by which a save delays the training.
         failure_seconds: The mean time between failures of the whole job.
 
     Returns:
-        Seconds of training between the end of a save and the begin of the next.
+        Seconds of training between the end of a save and the beginning of the next.
 
     Raises:
-        ValueError: One of them is not a positive number.
+        ValueError: An argument is not a positive number.
     """
     checks.number("save_seconds", save_seconds, above=0)
     checks.number("failure_seconds", failure_seconds, above=0)

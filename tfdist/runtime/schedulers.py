@@ -1,8 +1,8 @@
-"""Ranks that `mpirun` or `srun` started: which one this is, and how they meet.
+"""Ranks started by `mpirun` or `srun`: their numbers, and their rendezvous.
 
-Those launchers tell each process its rank, and nothing of the others' addresses. The first rank
-waits at a port that all can work out, hears from each of the others where it is, and tells each
-what an engine wants to know. `tfdist.runtime.job_key` says what they know that strangers do not.
+Those launchers pass each process its rank, but not the addresses of the others. The first rank listens
+at a port that all can compute, receives the host of each of the other ranks, and sends each the variables
+of an engine. `tfdist.runtime.job_key` has the secret that authenticates them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tfdist.runtime import AuthenticationError, Channel, Listener, bind, connect
+from tfdist.runtime.channel import has_fields
 from tfdist.runtime.job_key import JOB_TOKEN, job_key
 from tfdist.runtime.rendezvous import Endpoint, environments, free_ports, with_interface
 from tfdist.runtime.slurm import expand_node_list
@@ -27,13 +28,13 @@ from tfdist.utils.checks import one_line
 
 _logger = logging.getLogger("tfdist")
 
-_PURPOSE = "meeting of ranks"
+_PURPOSE = "rendezvous of ranks"
 _MEET_SECONDS = 300.0
 _RETRY_SECONDS = 0.2
-#: How long a rank that has called may take to say where it is.
+#: The timeout of the first message of a connected rank.
 _HELLO_SECONDS = 5.0
 _PORTS = (12_000, 20_000)
-#: What the first rank may set in the others.
+#: The variables that the first rank may set in the others.
 _VARIABLES = re.compile(r"HOROVOD_[A-Z_]+|TF_CONFIG")
 _HOST_NAME = re.compile(r"[A-Za-z0-9_.-]{1,253}")
 
@@ -41,14 +42,14 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9_.-]{1,253}")
 _LAUNCHERS = {
     "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     "mpiexec": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
-    # Of a step: the script of a batch job has the variables of its allocation, but is no rank.
+    # Of a step: the script of a batch job has the variables of its allocation, but is not a rank.
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ""),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """How this process was started; `local_size` is None where the launcher does not tell it."""
+    """The launcher's data of this process; `local_size` is None if the launcher does not pass it."""
 
     launcher: str
     rank: int
@@ -57,81 +58,76 @@ class Started:
 
 
 def started_by_scheduler(environment: Mapping[str, str] = os.environ) -> Started | None:
-    """How `mpirun` or `srun` started this process; None where neither did, or it is alone."""
+    """The data of `mpirun` or `srun`, if it started this process as one of several; else None."""
     for launcher, (rank, size, local_size) in _LAUNCHERS.items():
-        if rank in environment and size in environment:
-            local = environment.get(local_size)
-            number, of = int(environment[rank]), int(environment[size])
-            if of > 1:
-                return Started(launcher, number, of, None if local is None else int(local))
+        if rank in environment and size in environment and int(environment[size]) > 1:
+            local = int(environment[local_size]) if local_size in environment else None
+            return Started(launcher, int(environment[rank]), int(environment[size]), local)
     return None
 
 
 def join(engine: str, started: Started) -> None:
-    """Meets the other ranks, and sets the variables that an engine reads.
+    """Waits for the other ranks, and sets the variables that an engine reads.
 
     Raises:
-        TimeoutError: Not all ranks came.
-        ValueError: Nothing says where the first rank is.
+        TimeoutError: Not all ranks connected.
+        ValueError: The address of the first rank is unknown.
     """
-    address, port = meeting_point(started, os.environ)
+    address = meeting_point(started, os.environ)
     own = Hello(socket.gethostname(), free_ports(1)[0])
-    key = job_key(_job(started, os.environ), os.environ, is_one_host=_is_one_host(started))
+    is_one_host = started.local_size == started.size
+    if started.local_size is None and started.launcher == "srun":
+        nodes = os.environ.get("SLURM_STEP_NODELIST")
+        is_one_host = nodes is not None and len(expand_node_list(nodes)) == 1
+    key = job_key(_job(started, os.environ), os.environ, is_one_host=is_one_host)
     deadline = time.monotonic() + _MEET_SECONDS
     if started.rank == 0:
-        found = _receive(engine, (address, port), key, started.size, own, deadline)
+        found = _receive(engine, address, key, started.size, own, deadline)
     else:
-        found = _call((address, port), key, started.rank, own, deadline)
+        found = _call(address, key, started.rank, own, deadline)
     os.environ.update(with_interface(found))
 
 
 class Hello(NamedTuple):
-    """Where a rank says that it is: its host's name, and a port that is free there."""
+    """The first message of a rank: its host's name, and a free port of that host."""
 
     host: str
     port: int
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Hello:
-        """Reads what a rank sent; a `ConnectionError` where it is no hello."""
-        host, port = message.get("host"), message.get("port")
-        if (
-            len(message) == 2
-            and isinstance(host, str)
-            and _HOST_NAME.fullmatch(host)
-            and isinstance(port, int)
-            and type(port) is not bool
-            and 0 < port < 1 << 16
-        ):
-            return cls(host, port)
-        raise ConnectionError(f"it says {one_line(message, 200)} instead of its host and port")
+        """Parses the message of a rank; a `ConnectionError` if it is malformed."""
+        if has_fields(message, {"host": str, "port": int}):
+            found = cls(**message)
+            if _HOST_NAME.fullmatch(found.host) and 0 < found.port < 1 << 16:
+                return found
+        raise ConnectionError(f"expected its host and port, got {one_line(message, 200)}")
 
 
 def meeting_point(started: Started, environment: Mapping[str, str]) -> tuple[str, int]:
-    """The address and the port at which the first rank waits; a `ValueError` if nothing says where.
+    """The address and port at which the first rank listens; a `ValueError` if it is unknown.
 
-    `MASTER_ADDR` and `MASTER_PORT` say so where they are set, as to PyTorch's ranks.
+    `MASTER_ADDR` and `MASTER_PORT` override them, as for PyTorch.
     """
-    is_one_host = started.local_size == started.size
     first, end = _PORTS
     port = first + zlib.crc32("/".join(_job(started, environment)).encode()) % (end - first)
     address = environment.get("MASTER_ADDR")
-    if address is None and is_one_host:
+    if address is None and started.local_size == started.size:
         address = "127.0.0.1"
     if address is None and started.launcher == "srun":
-        # srun puts its first task on the first node.
+        # srun places its first task on the first node.
         address = expand_node_list(environment["SLURM_STEP_NODELIST"])[0]
     if address is None:
         raise ValueError(
             f"{started.launcher} started rank {started.rank} of {started.size} on several hosts, "
-            "and does not say where rank 0 is. Set MASTER_ADDR to its host for all ranks, as in "
+            "but does not pass the host of rank 0. Set MASTER_ADDR to it for all ranks, as in "
             "`mpirun -x MASTER_ADDR=host1 ...`, or start them with `tfdist-run`."
         )
     return address, int(environment.get("MASTER_PORT", port))
 
 
 def _job(started: Started, environment: Mapping[str, str]) -> list[str]:
-    """What the launcher calls the job; the same on all ranks."""
+    """The launcher's names of the job; the same on all ranks."""
     names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
     job = [environment[name] for name in names if name in environment]
     if not job and started.local_size == started.size:
@@ -139,23 +135,15 @@ def _job(started: Started, environment: Mapping[str, str]) -> list[str]:
     return job
 
 
-def _is_one_host(started: Started) -> bool:
-    """Whether all ranks are on this host."""
-    if started.local_size is None and started.launcher == "srun":
-        nodes = os.environ.get("SLURM_STEP_NODELIST")
-        return nodes is not None and len(expand_node_list(nodes)) == 1
-    return started.local_size == started.size
-
-
 def _receive(
     engine: str, address: tuple[str, int], key: bytes, size: int, own: Hello, deadline: float
 ) -> dict[str, str]:
-    """Hears all other ranks and tells each its variables; returns those of this rank, the first."""
+    """Waits for all other ranks and sends each its variables; returns those of this rank, the first."""
     try:
         listening = bind(*address)
     except OSError as error:
         raise OSError(
-            f"Rank 0 cannot wait for the others at port {address[1]}: {error.strerror}. Set "
+            f"Rank 0 cannot listen for the other ranks at port {address[1]}: {error.strerror}. Set "
             "MASTER_PORT to a free port for all ranks."
         ) from error
     hellos, channels = {0: own}, {}
@@ -175,19 +163,18 @@ def _receive(
                     continue
                 del silent[channel]
                 if not isinstance(hello, Hello) or rank in hellos:
-                    channel.close()  # An honest rank calls again.
+                    channel.close()  # A rank of the job connects again.
                 else:
                     hellos[rank], channels[rank] = hello, channel
-            # A rank that has gone may come again.
+            # A rank that has disconnected may connect again.
             for rank, channel in list(channels.items()):
                 if _hear(channel, rank, time.monotonic()) is not None:
                     channel.close()
                     del hellos[rank], channels[rank]
             if time.monotonic() > deadline:
-                missing = sorted(set(range(size)) - hellos.keys())
                 raise TimeoutError(
-                    f"Ranks {missing} did not call rank 0 at port {address[1]} within "
-                    f"{_MEET_SECONDS:.0f} s."
+                    f"Ranks {sorted(set(range(size)) - hellos.keys())} did not connect to rank 0 at "
+                    f"port {address[1]} within {_MEET_SECONDS:.0f} s."
                 )
         meeting = contextlib.ExitStack()
         found = meeting.enter_context(environments(engine, _endpoints(hellos, channels)))
@@ -198,37 +185,37 @@ def _receive(
 
 
 def _hear(channel: Channel, rank: int, since: float) -> Hello | OSError | None:
-    """What a rank says of itself; None where it has not spoken yet, an error if it will not."""
+    """The message of a rank; None if it has not arrived yet, an error if the connection is unusable."""
     try:
         message = channel.receive_now()
         if message is not None:
             return Hello.from_message(message)
         if time.monotonic() - since > _HELLO_SECONDS:
-            raise TimeoutError("it does not say where it is")
+            raise TimeoutError("it did not send its host and port")
     except OSError as error:
-        _logger.warning("The call of rank %d was ended: %s.", rank, error)
+        _logger.warning("The connection to rank %d was closed: %s.", rank, error)
         return error
     return None
 
 
 def _endpoints(hellos: Mapping[int, Hello], channels: Mapping[int, Channel]) -> Sequence[Endpoint]:
-    """Where the ranks are, from what each said and how it came."""
+    """The endpoints of the ranks, from their messages and the addresses of their connections."""
     first = hellos[0].host
     far = [rank for rank, hello in hellos.items() if hello.host != first]
     here = channels[far[0]].own_host if far else "127.0.0.1"
     endpoints = []
-    for rank, hello in sorted(hellos.items()):
-        is_near = hello.host == first
-        address = here if is_near else channels[rank].other_host
-        rendezvous_address = here if is_near else channels[rank].own_host
-        endpoints.append(Endpoint(hello.host, address, rendezvous_address, None, hello.port))
+    for rank, (host, port) in sorted(hellos.items()):
+        address = rendezvous_address = here
+        if host != first:
+            address, rendezvous_address = channels[rank].other_host, channels[rank].own_host
+        endpoints.append(Endpoint(host, address, rendezvous_address, None, port))
     return endpoints
 
 
 def _call(
     address: tuple[str, int], key: bytes, rank: int, own: Hello, deadline: float
 ) -> dict[str, str]:
-    """Calls the first rank until it answers; returns the variables of this one."""
+    """Connects to the first rank until it answers; returns the variables of this one."""
     while True:
         left = max(0.01, deadline - time.monotonic())
         try:
@@ -242,18 +229,18 @@ def _call(
                 "secret for all ranks."
             ) from error
         except OSError as error:
-            # Rank 0 has ended the call, or is not there.
+            # Rank 0 has closed the connection, or has not started.
             if time.monotonic() + _RETRY_SECONDS > deadline:
                 raise TimeoutError(
                     f"Rank {rank} did not reach rank 0 at {address[0]}:{address[1]} within "
-                    f"{_MEET_SECONDS:.0f} s: {error}. MASTER_ADDR and MASTER_PORT say where it is."
+                    f"{_MEET_SECONDS:.0f} s: {error}. Set MASTER_ADDR and MASTER_PORT to its address."
                 ) from error
             time.sleep(_RETRY_SECONDS)
 
 
 def _checked(variables: dict[str, Any]) -> dict[str, str]:
-    """The variables that the first rank has sent; refuses what a meeting does not set."""
+    """The variables that the first rank has sent; rejects those that a rendezvous does not set."""
     for name, value in variables.items():
         if not _VARIABLES.fullmatch(name) or not isinstance(value, str) or "\0" in value:
-            raise ConnectionError(f"it sets {one_line(name, 100)}, which is not for it to set")
+            raise ConnectionError(f"it must not set {one_line(name, 100)}")
     return variables

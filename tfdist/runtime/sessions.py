@@ -1,6 +1,6 @@
-"""Commands that end, with all that they have started, when this process is told to end.
+"""Commands that end, with all processes that they have started, when this process is terminated.
 
-`subprocess.run` kills the command alone: the compilers that pip has started would work on.
+`subprocess.run` kills the command alone: the compilers that pip has started would keep running.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tfdist.runtime.orphan_guard import OrphanGuard
 
 @contextlib.contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP raise `SystemExit`, as SIGINT raises `KeyboardInterrupt`.
+    """Has SIGTERM and SIGHUP raise `SystemExit` inside, as SIGINT raises `KeyboardInterrupt`.
 
-    One that is ignored stays so, as SIGHUP under nohup.
+    An ignored signal stays ignored, such as SIGHUP under nohup.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -31,12 +31,11 @@ def exit_on_signals() -> Iterator[None]:
     def end(number: int, _: Any) -> None:
         raise SystemExit(128 + number)
 
-    heeded = [
-        number
+    before = {
+        number: signal.signal(number, end)
         for number in (signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(number) != signal.SIG_IGN
-    ]
-    before = {number: signal.signal(number, end) for number in heeded}
+    }
     try:
         yield
     finally:
@@ -51,9 +50,9 @@ def run_in_session(
     timeout: float | None = None,
     **options: Any,
 ) -> subprocess.CompletedProcess:
-    """Runs a command as `subprocess.run` does, in a session of its own that does not outlive this.
+    """Runs a command as `subprocess.run` does, in a separate session that ends with this process.
 
-    The command gets no input. Other options are those of `subprocess.Popen`.
+    The command has no input. Other options are those of `subprocess.Popen`.
 
     Raises:
         subprocess.TimeoutExpired: It took longer than `timeout` seconds, and was killed.
@@ -61,11 +60,7 @@ def run_in_session(
     with (
         OrphanGuard() as guard,
         subprocess.Popen(
-            list(command),
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            start_new_session=True,
-            **options,
+            command, stdin=subprocess.DEVNULL, stdout=stdout, start_new_session=True, **options
         ) as process,
     ):
         guard.watch(process.pid)
@@ -77,7 +72,7 @@ def run_in_session(
 
 
 def kill_session(pid: int) -> None:
-    """Kills a process and its children, also where these are a process group of their own."""
+    """Kills a process and its children, including those in a separate process group."""
     for other in [pid, *psutil.pids()]:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getsid(other) == pid:

@@ -1,4 +1,4 @@
-"""TF_CONFIG: the variable by which TensorFlow's launchers tell a process its cluster and its task."""
+"""TF_CONFIG: the variable by which TensorFlow's launchers describe the cluster and the task."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import os
 
 @dataclasses.dataclass(frozen=True)
 class TFConfig:
-    """A cluster, and this process' place in it.
+    """A cluster, and the place of this process in it.
 
     Attributes:
         workers: "host:port" of each worker; a task "chief" counts as the first.
         servers: "host:port" of each parameter server.
         job: "worker" or "ps".
-        index: This process' place among those of its job.
-        jobs: How many tasks TensorFlow's jobs of workers have, by name, that of the first worker first.
+        index: The index of this process among those of its job.
+        jobs: The number of tasks in each of TensorFlow's jobs of workers, that of the first worker
+            first.
     """
 
     workers: tuple[str, ...]
@@ -28,10 +29,10 @@ class TFConfig:
 
 
 def read_tf_config() -> TFConfig | None:
-    """Reads TF_CONFIG; None where it is not set or names no cluster.
+    """Reads TF_CONFIG; None if it is not set or names no cluster.
 
     Raises:
-        ValueError: It is not the JSON that TensorFlow describes, or names no such task.
+        ValueError: TF_CONFIG is malformed, or its task is not in its cluster.
     """
     text = os.environ.get("TF_CONFIG")
     if not text:
@@ -42,20 +43,22 @@ def read_tf_config() -> TFConfig | None:
         if not jobs:
             return None
         job, index = config["task"]["type"], int(config["task"]["index"])
-        addresses = {
-            (name, place): str(address)
-            for name in ("chief", "worker", "ps")
-            for place, address in enumerate(jobs.get(name, []))
-        }
-        servers = [task for task in addresses if task[0] == "ps"]
-        workers = [task for task in addresses if task[0] != "ps"]
+        workers, servers = (
+            {
+                (name, place): str(each)
+                for name in names
+                for place, each in enumerate(jobs.get(name, []))
+            }
+            for names in (("chief", "worker"), ("ps",))
+        )
         if not workers:
-            raise ValueError("no workers")
+            raise ValueError("workers not found")
+        tasks = list(servers if job == "ps" else workers)
         return TFConfig(
-            tuple(addresses[task] for task in workers),
-            tuple(addresses[task] for task in servers),
+            tuple(workers.values()),
+            tuple(servers.values()),
             "ps" if job == "ps" else "worker",
-            (servers if job == "ps" else workers).index((job, index)),
+            tasks.index((job, index)),
             dict(collections.Counter(name for name, _ in workers)),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -67,18 +70,15 @@ def read_tf_config() -> TFConfig | None:
 
 
 def started_by_tf_config() -> tuple[int, int] | None:
-    """Returns (rank, size) where TF_CONFIG names a cluster of workers, else None.
+    """Returns (rank, size) if TF_CONFIG names a cluster of workers, else None.
 
     Raises:
-        ValueError: TF_CONFIG is set but is not the JSON that TensorFlow describes, or is that of a
-            parameter server.
+        ValueError: TF_CONFIG is malformed, or is that of a parameter server.
     """
     config = read_tf_config()
-    if config is None:
-        return None
-    if config.job == "ps":
+    if config is not None and config.job == "ps":
         raise ValueError(
-            "A parameter server is no rank. Received: TF_CONFIG of the task "
-            f"ps {config.index}. Start it by `tfdist-run --ps=`."
+            "A parameter server is not a rank. Received: TF_CONFIG of the task "
+            f"ps {config.index}. Start it with `tfdist-run --ps=`."
         )
-    return config.index, len(config.workers)
+    return None if config is None else (config.index, len(config.workers))

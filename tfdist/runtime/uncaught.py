@@ -1,4 +1,4 @@
-"""The exception by which this process ends: seen without a hook, which is the program's own to set."""
+"""The exception that ends this process, detected without a hook, which belongs to the program."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TypeVar
 _Error = TypeVar("_Error", bound=Exception)
 
 _caught: BaseException | None = None
-#: Whoever pressed Ctrl-C knows, and the exit code says so to all others.
+#: Ctrl-C needs no report: the exit code shows it.
 _left_out: list[type[BaseException]] = [KeyboardInterrupt]
 _in_one_line: set[type[BaseException]] = set()
 
 
 def ends_by(error: BaseException) -> None:
-    """Says that this process ends by an exception that its program has caught, to show it.
+    """Records the exception that ends this process, when the program catches it to print it.
 
     Args:
         error: The exception.
@@ -25,24 +25,24 @@ def ends_by(error: BaseException) -> None:
 
 
 def leave_out(kind: type[BaseException]) -> None:
-    """Makes `uncaught` silent about a kind of exception from now on.
+    """Excludes a type of exception from `uncaught`.
 
     Args:
-        kind: One that every rank tells by itself, with an exit code of its own.
+        kind: A type that every rank reports separately, with its own exit code.
     """
     if kind not in _left_out:
         _left_out.append(kind)
 
 
 def tell_in_one_line(kind: type[_Error], code_of: Callable[[_Error], int]) -> None:
-    """From now on an uncaught error of a kind ends this process with one line and a code of its own.
+    """Has uncaught errors of a type end this process with one line and a specific exit code.
 
-    For what a traceback does not help with. Other exceptions are reported as before.
+    For errors that need no traceback. Other exceptions are reported as before.
 
     Args:
-        kind: One that every rank raises, and tells by itself: a verdict about one of them would only
-            change exit codes.
-        code_of: The exit code for an error.
+        kind: A type that every rank raises and reports: a verdict about one of them would only change
+            exit codes.
+        code_of: Returns the exit code for an error.
     """
     if kind in _in_one_line:
         return
@@ -62,10 +62,10 @@ def tell_in_one_line(kind: type[_Error], code_of: Callable[[_Error], int]) -> No
 
 
 def uncaught() -> BaseException | None:
-    """Returns the exception that nobody caught, or None while the process goes on or ends well.
+    """Returns the uncaught exception, or None while the process runs or if it ends without one.
 
-    Python notes it in `sys.last_value` before it calls `sys.excepthook`, waits for threads, and runs
-    what `atexit` holds. It does not note a `SystemExit`.
+    Python sets `sys.last_value` before it calls `sys.excepthook`, waits for threads, and calls the
+    functions of `atexit`. It does not set it for a `SystemExit`.
     """
     error = _caught if _caught is not None else getattr(sys, "last_value", None)
     if error is None or isinstance(error, tuple(_left_out)):
@@ -74,7 +74,7 @@ def uncaught() -> BaseException | None:
 
 
 def _began_with_the_program(error: BaseException) -> bool:
-    # Shells and test runners note exceptions as well, but go on. They catch them, so that the
-    # traceback begins in a frame of theirs. Under `python -m` the program begins in runpy.
+    # Shells and test runners set `sys.last_value` as well, but continue. They catch exceptions, so
+    # the traceback begins in one of their frames. Under `python -m` the program begins in runpy.
     trace = error.__traceback__
     return trace is not None and trace.tb_frame.f_globals.get("__name__") in ("__main__", "runpy")

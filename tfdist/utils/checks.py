@@ -1,29 +1,37 @@
-"""Checks of what a caller passes: each returns the value, or raises with one line.
+"""Checks of arguments: each returns the value, or raises an error with a one-line message.
 
-The line names the argument and shows the value. TensorFlow and Keras say what is wrong with a value
-where they stumble over it, often far from the call that brought it. Nothing here needs either.
+The message names the argument and shows the value. TensorFlow and Keras report a wrong value where it
+causes an error, often far from the call that passed it. Nothing here needs either.
 
 The arguments of the checks mean the same everywhere: `name` is the argument that is checked, `value`
-what was passed, `minimum` and `maximum` the bounds that it may reach, `above` and `below` those that it
-may not. `optional` allows None too, and `also` says for the message what None or another value means.
-The error is a TypeError for an object of another kind, and else a ValueError.
+what was passed, `minimum` and `maximum` the inclusive bounds, `above` and `below` the exclusive ones.
+`optional` allows None too, and `also` describes None or another value in the message. The error is a
+TypeError for an object of a wrong kind, and a ValueError otherwise.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import numbers
+import operator
 import os
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-#: The largest integer that is taken where no other limit is given: what fits into an int32.
+#: The largest integer that is accepted by default: the largest int32.
 LARGEST = 2**31 - 1
-#: Longer than any wait that a program is asked for.
+#: The maximum of arguments in seconds.
 YEAR_SECONDS = 366 * 24 * 3600
 _SHOWN_CHARACTERS = 80
+_BOUNDS = {
+    "at least": operator.ge,
+    "above": operator.gt,
+    "at most": operator.le,
+    "below": operator.lt,
+}
 
 
 def shown(value: Any) -> str:
@@ -38,7 +46,7 @@ def shown(value: Any) -> str:
 
 
 def one_line(text: object, most: int = 500) -> str:
-    """A text on one line; a longer one ends after a whole word, and says so by " ..."."""
+    """A text on one line; a longer one is cut after a whole word and ends with " ..."."""
     words = " ".join(str(text).split())
     if len(words) <= most:
         return words
@@ -48,8 +56,8 @@ def one_line(text: object, most: int = 500) -> str:
 
 
 def refuse(name: str, value: Any, meaning: str, error: type[Exception] = ValueError) -> Exception:
-    """The exception for a bad value; `meaning` goes on behind the argument's name."""
-    return error(f"`{name}` is {meaning}. Received: {name}={shown(value)}.")
+    """The exception for a wrong value; `meaning` describes the values that are accepted."""
+    return error(f"`{name}` must be {meaning}. Received: {name}={shown(value)}.")
 
 
 def integer(
@@ -61,16 +69,14 @@ def integer(
     optional: bool = False,
     also: str = "",
 ) -> Any:
-    """Checks an integer, at most `LARGEST` by default; those of NumPy are some, booleans are none."""
-    if value is None and optional:
-        return None
+    """Checks an integer of Python or NumPy, at most `LARGEST` by default; booleans are rejected."""
     most = LARGEST if maximum is None else maximum
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if is_integer and (minimum is None or value >= minimum) and value <= most:
         return int(value)
-    too_large = is_integer and value > most
-    meaning = f"an int{_range(minimum, most if too_large or maximum is not None else None)}"
-    raise refuse(name, value, meaning + _or_none(optional, also))
+    if is_integer and value > most:
+        maximum = most
+    return _none(name, value, f"an int{_range(minimum, maximum)}", optional, also)
 
 
 def number(
@@ -85,34 +91,18 @@ def number(
     also: str = "",
 ) -> Any:
     """Checks a finite real number; returns an int or a float of Python."""
-    if value is None and optional:
-        return None
+    given = zip(_BOUNDS, (minimum, above, maximum, below), strict=True)
+    bounds = [(words, bound) for words, bound in given if bound is not None]
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         found = int(value) if isinstance(value, numbers.Integral) else float(value)
-        if (
-            _is_finite(found)
-            and (minimum is None or found >= minimum)
-            and (maximum is None or found <= maximum)
-            and (above is None or found > above)
-            and (below is None or found < below)
-        ):
+        if _is_finite(found) and all(_BOUNDS[words](found, bound) for words, bound in bounds):
             return found
-    bounds = [
-        f"{words} {bound:,}"
-        for words, bound in (
-            ("at least", minimum),
-            ("above", above),
-            ("at most", maximum),
-            ("below", below),
-        )
-        if bound is not None
-    ]
-    meaning = f"a finite number{', ' if bounds else ''}{' and '.join(bounds)}"
-    raise refuse(name, value, meaning + _or_none(optional, also))
+    listed = " and ".join(f"{words} {bound:,}" for words, bound in bounds)
+    return _none(name, value, f"a finite number{', ' if listed else ''}{listed}", optional, also)
 
 
 def boolean(name: str, value: Any) -> bool:
-    """Checks a truth value: a text such as "no" would count as true."""
+    """Checks a boolean of Python or NumPy: a string such as "no" would count as true."""
     kind = type(value)
     is_numpys = kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
     if isinstance(value, bool) or is_numpys:
@@ -121,52 +111,39 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def text(name: str, value: Any, *, optional: bool = False, also: str = "") -> Any:
-    """Checks a text that is not empty, and that has no control characters."""
-    if value is None and optional:
-        return None
+    """Checks a non-empty string without control characters."""
     if isinstance(value, str) and value.strip() and value.isprintable():
         return value
-    raise refuse(
-        name, value, "a text, not empty and without control characters" + _or_none(optional, also)
-    )
+    return _none(name, value, "a non-empty string without control characters", optional, also)
 
 
 def one_of(name: str, value: Any, choices: Iterable, *, optional: bool = False) -> Any:
-    """Checks that a value is among some."""
+    """Checks that a value is one of several."""
     choices = list(choices)
-    # By type, too: 1.0 and True equal 1, and a value that has no hash or no `==` is none of them.
-    if (value is None and optional) or any(
-        type(value) is type(choice) and value == choice for choice in choices
-    ):
+    # By type, too: 1.0 and True equal 1, and a value may have no hash or no `==`.
+    if any(type(value) is type(choice) and value == choice for choice in choices):
         return value
-    listed = ", ".join(map(repr, choices))
-    raise refuse(name, value, f"one of {listed}{' or None' if optional else ''}")
+    return _none(name, value, f"one of {', '.join(map(repr, choices))}", optional)
 
 
 def path(name: str, value: Any, *, optional: bool = False, also: str = "") -> Any:
-    """Checks a path, which is not looked for; returns it as a text."""
-    if value is None and optional:
-        return None
+    """Checks a path, which need not exist; returns it as a string."""
     found = os.fspath(value) if isinstance(value, str | os.PathLike) else value
     if isinstance(found, str) and found.strip() and "\0" not in found:
         return found
-    raise refuse(name, value, "a path, not empty" + _or_none(optional, also))
+    return _none(name, value, "a non-empty path", optional, also)
 
 
 def instance(
     name: str, value: Any, kinds: type | tuple[type, ...], what: str, *, optional: bool = False
 ) -> Any:
-    """Checks what kind of object a value is; `what` names the kinds in the message."""
-    if (value is None and optional) or isinstance(value, kinds):
-        return value
-    raise refuse(name, value, what + _or_none(optional, ""), TypeError)
+    """Checks the type of a value; `what` names the types in the message."""
+    return value if isinstance(value, kinds) else _none(name, value, what, optional, "", TypeError)
 
 
 def function(name: str, value: Any, *, optional: bool = False) -> Any:
-    """Checks that a value can be called."""
-    if (value is None and optional) or callable(value):
-        return value
-    raise refuse(name, value, "a function" + _or_none(optional, ""), TypeError)
+    """Checks that a value is callable."""
+    return value if callable(value) else _none(name, value, "a function", optional, "", TypeError)
 
 
 def integers(
@@ -180,52 +157,65 @@ def integers(
 ) -> Any:
     """Checks a list or tuple of integers, and returns a tuple.
 
-    `none` allows an entry to be None, and `empty` a list without entries.
+    `none` allows entries that are None, and `empty` a list without entries.
     """
     each = f"integers{_range(minimum, None)}" + (" or None" if none else "")
-    return _each(
-        name,
-        value,
-        lambda entry: integer(name, entry, minimum=minimum, optional=none),
-        each,
-        optional,
-        empty,
-    )
+    check = functools.partial(integer, name, minimum=minimum, optional=none)
+    found = _each(value, check, empty)
+    return _none(name, value, _list_of(each, empty), optional) if found is None else found
 
 
 def numbers_of(
     name: str, value: Any, *, minimum: float | None = None, above: float | None = None
 ) -> tuple:
     """Checks a list or tuple of finite numbers, and returns a tuple."""
+    found = _each(value, functools.partial(number, name, minimum=minimum, above=above), False)
+    if found is not None:
+        return found
     each = "finite numbers" + ("" if minimum is None else f" of at least {minimum:,}")
     each += "" if above is None else f" above {above:,}"
-    found = _each(
-        name,
-        value,
-        lambda entry: number(name, entry, minimum=minimum, above=above),
-        each,
-        False,
-        False,
-    )
-    return found or ()
+    raise refuse(name, value, _list_of(each))
 
 
-def _each(
-    name: str, value: Any, check: Callable, what: str, optional: bool, empty: bool
-) -> tuple | None:
-    if value is None and optional:
-        return None
+def sequence(name: str, value: Any, what: str) -> Sequence:
+    """Checks a list or tuple of any objects; `what` names them in the message."""
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return value
+    raise refuse(name, value, f"a list or tuple of {what}")
+
+
+def _none(
+    name: str,
+    value: Any,
+    meaning: str,
+    optional: bool,
+    also: str = "",
+    error: type[Exception] = ValueError,
+) -> Any:
+    """Returns None if that is the value and allowed, and raises otherwise."""
+    if value is not None or not optional:
+        other = f", or {also}" if also else " or None" if optional else ""
+        raise refuse(name, value, meaning + other, error)
+    return None
+
+
+def _each(value: Any, check: Callable, empty: bool) -> tuple | None:
+    """The checked entries of a list, or None if it is not a list of such entries."""
     # A shape may be a tf.TensorShape, and costs an array: anything with a length and an order.
-    if not isinstance(value, str | bytes | dict | set | frozenset):
-        try:
-            entries = tuple(value) if hasattr(value, "__len__") else ()
-        except Exception:  # Whatever the value's own code raises: it is no list.
-            entries, empty = (), False
-        with contextlib.suppress(ValueError):
-            if entries or (empty and hasattr(value, "__len__")):
-                return tuple(check(entry) for entry in entries)
-    meaning = f"a list or tuple of {what}{'' if empty else ', not empty'}"
-    raise refuse(name, value, meaning + _or_none(optional, ""))
+    if isinstance(value, str | bytes | dict | set | frozenset) or not hasattr(value, "__len__"):
+        return None
+    try:
+        entries = tuple(value)
+    except Exception:  # Code of the value may raise any error.
+        return None
+    with contextlib.suppress(ValueError):
+        if entries or empty:
+            return tuple(check(entry) for entry in entries)
+    return None
+
+
+def _list_of(what: str, empty: bool = True) -> str:
+    return f"a {'' if empty else 'non-empty '}list or tuple of {what}"
 
 
 def _range(minimum: int | None, maximum: int | None) -> str:
@@ -236,21 +226,8 @@ def _range(minimum: int | None, maximum: int | None) -> str:
     return "" if maximum is None else f" of at most {maximum}"
 
 
-def _or_none(optional: bool, also: str) -> str:
-    if also:
-        return f", or {also}"
-    return " or None" if optional else ""
-
-
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # An int that no float can hold.
+    except OverflowError:  # An int that no float can represent.
         return False
-
-
-def sequence(name: str, value: Any, what: str) -> Sequence:
-    """Checks a list or tuple of anything."""
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return value
-    raise refuse(name, value, f"a list or tuple of {what}")

@@ -1,10 +1,10 @@
-"""The root of tfdist's own errors."""
+"""The base class of tfdist's own errors."""
 
 from __future__ import annotations
 
 
 class TfdistError(Exception):
-    """What tfdist raises where no error of Python's own says it: `except TfdistError` catches all.
+    """Base class of the errors for which Python has no exception: `except TfdistError` catches all.
 
-    A wrong argument is a `ValueError` or a `TypeError`, as everywhere in Python.
+    A wrong argument raises `ValueError` or `TypeError`, as usual in Python.
     """

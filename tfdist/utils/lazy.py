@@ -1,4 +1,4 @@
-"""Names that a module offers and imports only when they are asked for, and add-ons that may be absent."""
+"""Names that a module imports at first use, and add-ons that may not be installed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ def lazy_names(
 
     Args:
         module: The module's `__name__`.
-        homes: By name the module that defines it.
-        rooms: Modules in this one.
+        homes: The module that defines each name, by name.
+        rooms: Submodules of this module.
     """
 
     def get(name: str) -> Any:
         if name in rooms:
             return importlib.import_module(f"{module}.{name}")
         if name not in homes:
+            # Python's own words.
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         home = homes[name]
         if home.startswith(f"{_ADDONS}."):
@@ -38,10 +39,10 @@ def lazy_names(
 
 @functools.cache
 def find_addon(name: str) -> ModuleType | None:
-    """The add-on `tfdist.addons.<name>`; None where it is not installed."""
+    """The add-on `tfdist.addons.<name>`, or None if it is not installed."""
     try:
         spec = importlib.util.find_spec(f"{_ADDONS}.{name}")
-    except ModuleNotFoundError:  # There are no add-ons at all.
+    except ModuleNotFoundError:  # No add-ons are installed.
         return None
     return None if spec is None else importlib.import_module(f"{_ADDONS}.{name}")
 
@@ -50,7 +51,7 @@ def require_addon(name: str, needed_for: str) -> ModuleType:
     """The add-on `tfdist.addons.<name>`.
 
     Raises:
-        ImportError: It is not installed.
+        ImportError: The add-on is not installed.
     """
     found = find_addon(name)
     if found is None:

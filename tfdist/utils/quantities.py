@@ -1,4 +1,4 @@
-"""Numbers with units, read and written: bytes, seconds and counts."""
+"""Numbers with units, parsed and formatted: bytes, seconds and counts."""
 
 from __future__ import annotations
 
@@ -7,24 +7,28 @@ import re
 
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
+#: With the least number of each unit that is shown in it.
+_TIMES = (("days", 86_400, 2), ("h", 3600, 2), ("min", 60, 2), ("s", 1, 1), ("ms", 1e-3, 1))
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?) ?([KMGTP]i?)?B", re.ASCII)
 
 
 def read_bytes(text: str) -> int:
-    """The bytes of a text such as "80GiB", "24 GB" or "512MiB".
+    """The number of bytes in a string such as "80GiB", "24 GB" or "512MiB".
 
     Raises:
-        ValueError: It is no number with a unit of bytes, or no byte at all.
+        ValueError: The string is not a number with a unit of bytes, or is less than one byte.
     """
     found = _SIZE.fullmatch(text) if isinstance(text, str) else None
     size = round(float(found[1]) * (_DECIMAL | _BINARY)[found[2] or ""]) if found else 0
     if size < 1:
-        raise ValueError(f"A size is a number with a unit, as 80GiB or 24GB. Received: {text!r}.")
+        raise ValueError(
+            f"A size must be a number with a unit, such as 80GiB or 24GB. Received: {text!r}."
+        )
     return size
 
 
 def as_bytes(size: float, digits: int = 4) -> str:
-    """Bytes in the largest binary unit of which there is one at least."""
+    """A size in the largest binary unit in which it is at least one."""
     for unit, factor in reversed(_BINARY.items()):
         if abs(size) >= factor:
             return f"{size / factor:.{digits}g} {unit}B"
@@ -32,20 +36,17 @@ def as_bytes(size: float, digits: int = 4) -> str:
 
 
 def as_seconds(seconds: float) -> str:
-    """A time in a unit that keeps it short."""
+    """A time in the unit that keeps it short."""
     if not math.isfinite(seconds):
         return "never"
-    for unit, factor in (("days", 86_400.0), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * factor:
-            return f"{seconds / factor:.3g} {unit}"
-    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= factor:
+    for unit, factor, least in _TIMES:
+        if seconds >= least * factor:
             return f"{seconds / factor:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
 
 
 def as_count(count: float) -> str:
-    """A number with K, M, B (10^9) or T (10^12), as models' sizes are given."""
+    """A number with K, M, B (10^9) or T (10^12), as used for the sizes of models."""
     if abs(count) >= 1e16:
         return f"{count:.4g}"
     for unit, factor in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):

@@ -1,1 +1,1 @@
-"""Heartbeats between ranks, the diagnosis of a stuck job, and its end."""
+"""Heartbeats between ranks, the diagnosis of a stuck job, and its termination."""

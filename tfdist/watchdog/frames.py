@@ -1,4 +1,4 @@
-"""Where a thread is, as another one sees it."""
+"""The stack of a thread, read by another thread."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ _lock = threading.Lock()
 _SAMPLES, _SAMPLE_SECONDS = 7, 0.005
 _KINDS = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
 _PLACE_OF_FRAME = operator.attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
-
-
-#: Where code lies that is not the user's: this package's, the installed packages', and Python's own.
+#: The folders of code that is not the user's: this package's, the installed packages', and Python's.
 _LIBRARIES = tuple(
     f"{folder}{os.sep}"
     for folder in {
@@ -29,12 +27,12 @@ _LIBRARIES = tuple(
         *(path for name, path in sysconfig.get_paths().items() if name in _KINDS),
     }
 )
-#: Also in other environments, and what TensorFlow makes of a program's functions, in a file of its own.
+#: Those in other environments, and the files that TensorFlow generates for a program's functions.
 _INSTALLED = ("site-packages", "dist-packages", "__autograph_generated")
 
 
 class Place(NamedTuple):
-    """A line that a thread is at, or has made a call from."""
+    """The current line of a thread, or the line of a call."""
 
     file: str
     line: int
@@ -42,13 +40,13 @@ class Place(NamedTuple):
 
 
 def stack_of(thread: int) -> list[Place]:
-    """The stack of a thread, by its identifier, innermost first; empty where it runs no more.
+    """The stack of a thread, by its identifier, innermost first; empty if the thread has ended.
 
-    For the thread that asks it begins with the caller.
+    For the current thread it begins with the caller.
 
-    Python 3.11 may crash where one thread reads another's frames while that one goes on
-    (python/cpython#111363): a frame that it has left in between points nowhere. So the whole stack is
-    read by functions in C that one call in C combines, within which no other thread runs.
+    Python 3.11 may crash if one thread reads the frames of another that is running
+    (python/cpython#111363): a frame that was left in the meantime is an invalid pointer. So the whole
+    stack is read by C functions combined in one C call, during which no other thread runs.
     """
     frames = map(operator.itemgetter(thread), iter(sys._current_frames, None))
     stack = itertools.accumulate(
@@ -56,35 +54,34 @@ def stack_of(thread: int) -> list[Place]:
         cast(Any, getattr),
     )
     found: list[Any] = []
-    # The outermost frame has none behind it. A thread that has ended has no frames.
+    # The outermost frame has no caller. A thread that has ended has no frames.
     with _without_collector(), contextlib.suppress(AttributeError, KeyError):
         found.extend(map(_PLACE_OF_FRAME, stack))
     return [Place(*place) for place in found if place[0] != __file__]
 
 
 def users_place(stack: Sequence[Place]) -> Place | None:
-    """The innermost line of a stack that is the user's; else of this package; None of an empty stack."""
-    own = [place for place in stack if not place.file.startswith("<")]
-    own = [place for place in own if not any(name in place.file for name in _INSTALLED)]
-    for place in own:
-        if not place.file.startswith(_LIBRARIES):
-            return place
-    if own:
-        return own[0]
+    """The innermost line of the user's code, else of this package; None for an empty stack."""
+    own = [
+        place
+        for place in stack
+        if not place.file.startswith("<") and not any(name in place.file for name in _INSTALLED)
+    ]
+    users = [place for place in own if not place.file.startswith(_LIBRARIES)]
     # A program on the command line has no file.
-    return stack[-1] if stack else None
+    return next(iter([*users, *own, *stack[-1:]]), None)
 
 
 def is_idle() -> bool:
-    """Whether no other thread of this process works, or waits for a core to work on.
+    """Whether no other thread of this process runs, or waits for a core.
 
-    Where the system does not tell (it has no /proc) it counts as working.
+    A process on a system without /proc does not count as idle.
     """
     busy = 0
     for _ in range(_SAMPLES):
         busy += _others_run()
         time.sleep(_SAMPLE_SECONDS)
-    # Those that look for work from time to time are met at it now and then.
+    # Threads that poll for work run in a few of the samples.
     return busy <= _SAMPLES // 2
 
 
@@ -95,7 +92,7 @@ def _others_run() -> bool:
     except FileNotFoundError:
         return True
     for thread in threads:
-        # One that has ended in between.
+        # A thread may end in the meantime.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             state = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
             if thread != own and state in "RD":
@@ -104,24 +101,19 @@ def _others_run() -> bool:
 
 
 def runs_code_in(folder: str) -> bool:
-    """Whether a thread other than the one that asks is in a call of what is in a folder."""
+    """Whether a thread other than the current one runs a function defined in a folder."""
     with _without_collector():
-        threads = list(sys._current_frames())
-    return any(
-        place.file.startswith(folder)
-        for thread in threads
-        if thread != threading.get_ident()
-        for place in stack_of(thread)
-    )
+        others = sys._current_frames().keys() - {threading.get_ident()}
+    return any(place.file.startswith(folder) for other in others for place in stack_of(other))
 
 
 @contextlib.contextmanager
 def _without_collector():
-    """No garbage collections, in any thread.
+    """Disables garbage collection in all threads.
 
-    Python 3.11 before 3.11.9 holds a lock while it lists frames, in which the garbage collector may
-    run, and free what waits for the same lock (python/cpython#106883): the process would stand still
-    for ever. It may also run a finalizer in Python, and other threads with it.
+    Python 3.11 before 3.11.9 holds a lock while it lists frames, during which the garbage collector may
+    run, and free an object that waits for the same lock (python/cpython#106883): a deadlock. It may
+    also run a finalizer in Python, and other threads with it.
     """
     with _lock:
         was_enabled = gc.isenabled()

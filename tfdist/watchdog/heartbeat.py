@@ -1,12 +1,12 @@
-"""Heartbeats: a channel beside the engine, over which ranks still speak when collectives hang.
+"""Heartbeats: a channel independent of the engine, which still works when collectives hang.
 
-One rank runs the server. Every rank holds a TCP connection to it and reports what it is doing: once a
-second, or less often in worlds of more than 200 ranks. The server answers, and when something is wrong
-it tells all ranks the same verdict. A connection that ends without a goodbye is a process that died: the
-kernel says so at once.
+One rank runs the server. Every rank has a TCP connection to it and reports its state: once per second, or
+less often in worlds of more than 200 ranks. The server answers, and when it detects a failure it sends all
+ranks the same verdict. A connection that ends without a last report is a process that died: the kernel
+reports it at once.
 
-Connections are those of `tfdist.runtime`: the server hangs up on strangers. No exception ends a
-thread of the heartbeats, since nobody would watch over the ranks without them.
+The connections are those of `tfdist.runtime`, so the server closes unauthenticated ones. No exception ends
+a thread of the heartbeats, since the ranks would not be monitored without it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tfdist.watchdog.deadlock import DeadlockProof
 from tfdist.watchdog.hints import likely_cause
 from tfdist.watchdog.report import (
     Report,
-    collective_words,
+    format_collective,
+    format_ranks,
     last_seen,
-    rank_words,
     silent_for,
     whereabouts,
 )
@@ -40,16 +40,16 @@ _PURPOSE = "heartbeat server"
 _SERVER_RANK = 0
 _CONSEQUENCE_SECONDS = 3.0
 _TICK_SECONDS = 0.25
-#: How long what a rank sent before it ended may be on its way to those that wait for it.
+#: How long a message of a rank that has ended may take to reach the ranks that wait for it.
 _GRACE_SECONDS = 3.0
-#: In a large world ranks report less often, so that the server has no more to read than this. A death is
-#: seen at once all the same, by the connection that ends.
+#: In a large world ranks report less often, to limit the load of the server. A death is still detected at
+#: once, by the closed connection.
 _REPORTS_PER_SECOND = 200
-#: As many ranks are looked after in each tick; of more ones the server looks less often.
+#: The maximum number of ranks that are checked in each tick; with more ranks the ticks are longer.
 _LOOKED_AFTER_PER_TICK = 500
-#: What the rank of the server opens beside a connection to each rank.
+#: The files that the server's rank opens in addition to a connection to each rank.
 _OTHER_FILES = 512
-#: How long the last words of a rank may take to be sent.
+#: The timeout of the last report of a rank.
 _LAST_WORDS_SECONDS = 2.0
 
 
@@ -67,19 +67,19 @@ class _Guard:
             if kind not in self._seen:
                 self._seen.add(kind)
                 with contextlib.suppress(Exception):
-                    _logger.exception("An error in the watchdog, which goes on.")
+                    _logger.exception("An error in the watchdog, which continues.")
             return default
 
 
 class HeartbeatServer:
-    """Receives the heartbeats: on one rank, in a thread of its own.
+    """Receives the heartbeats: on one rank, in a separate thread.
 
     Args:
         size: The number of ranks.
-        key: What a rank must know to be let in.
-        timeout: Seconds after which a rank that says nothing counts as frozen, and a collective
-            that does not end as stuck.
-        host: The name or the address by which the other ranks know this machine.
+        key: The key that authenticates a rank.
+        timeout: Seconds after which a silent rank counts as frozen, and a collective that does not end
+            as stuck.
+        host: The name or the address of this machine for the other ranks.
     """
 
     def __init__(self, size: int, key: bytes, timeout: float, host: str = "127.0.0.1"):
@@ -98,22 +98,21 @@ class HeartbeatServer:
         self._proof = DeadlockProof()
         self._warned = False
         self._started = time.monotonic()
-        self._over = threading.Event()
-        self._closed = threading.Event()
+        self._over, self._closed = threading.Event(), threading.Event()
         self._guard = _Guard()
         self._thread = threading.Thread(target=self._serve, name="tfdist-heartbeats", daemon=True)
         self._thread.start()
 
     def see_out(self) -> None:
-        """Waits until every rank has left or heard a verdict.
+        """Waits until every rank has ended or received a verdict.
 
-        The server's process stays until then, as under `MPI_Finalize`: to the others its end
-        would look like a death, and no one would watch over them.
+        The server's process stays until then, as with `MPI_Finalize`: for the other ranks its end
+        would look like a failure, and they would not be monitored any more.
         """
         self._over.wait()
 
     def close(self) -> None:
-        """Ends the heartbeats: to the other ranks this one is gone."""
+        """Ends the heartbeats: for the other ranks this one is gone."""
         self._closed.set()
         self._thread.join()
 
@@ -121,7 +120,7 @@ class HeartbeatServer:
         looked = self._told = 0.0
         while not self._closed.is_set() and not self._guard(self._all_ended, default=False):
             if not self._guard(self._hear, default=False):
-                time.sleep(_TICK_SECONDS)  # An error that comes again must not take a whole core.
+                time.sleep(_TICK_SECONDS)  # A repeated error must not occupy a whole core.
             if time.monotonic() - looked > self._tick:
                 looked = time.monotonic()
                 self._guard(self._look, default=None)
@@ -132,7 +131,7 @@ class HeartbeatServer:
         self._selector.close()
 
     def _look(self) -> None:
-        """Looks after the ranks, and tells them that it does."""
+        """Checks the ranks, and sends them a verdict or a sign of life."""
         verdict = self._guard(self._judge, default="")
         now = time.monotonic()
         if verdict:
@@ -148,7 +147,7 @@ class HeartbeatServer:
             self._tell({"warning": warning})
 
     def _hear(self) -> bool:
-        """Takes calls and reads what ranks say, or waits for a moment."""
+        """Accepts connections and reads reports, or waits for a moment."""
         for key, _ in self._selector.select(_TICK_SECONDS):
             if isinstance(key.fileobj, Channel):
                 self._read(key.fileobj)
@@ -173,18 +172,18 @@ class HeartbeatServer:
             self._selector.unregister(channel)
             channel.close()
             del self._rank_of[channel]
-            # One without a report has been called off: its rank calls anew.
+            # A rank that has not reported yet has given up this connection and connects again.
             if rank in self._reports and not self._reports[rank].ended:
                 self._gone.setdefault(rank, time.monotonic())
 
     def _note(self, rank: int, message: dict[str, Any]) -> None:
-        """Takes down what a rank says; a `ProtocolError` where it is no report, or another rank's."""
+        """Stores the report of a rank; a `ProtocolError` if it is malformed, or another rank's."""
         try:
             report = Report.from_message(message, self._size)
         except ValueError as error:
             raise ProtocolError(str(error)) from None
         if report.rank != rank:
-            raise ProtocolError(f"a report of rank {report.rank}")
+            raise ProtocolError(f"a report of rank {report.rank}, expected its own")
         self._heard[rank] = time.monotonic()
         before = self._reports.get(rank)
         if before is None or not before.failed:
@@ -192,14 +191,14 @@ class HeartbeatServer:
 
     def _tell(self, message: dict[str, Any]) -> None:
         # The server's own rank comes last: on a verdict it ends the process.
-        for channel in sorted(self._rank_of, key=lambda c: -self._rank_of[c]):
-            # A frozen rank does not read; what it misses will not matter to it. One that is gone
-            # is seen where it is read.
+        for channel in sorted(self._rank_of, key=self._rank_of.__getitem__, reverse=True):
+            # A frozen rank does not read, and does not need the message. A rank that is gone is detected
+            # in reading.
             with contextlib.suppress(OSError):
                 channel.offer(message)
 
     def _all_ended(self) -> bool:
-        """Whether every rank has said goodbye, and nobody is left to be watched over."""
+        """Whether every rank has ended regularly."""
         ended = [report.ended for report in self._reports.values()]
         return len(ended) == self._size and all(ended)
 
@@ -210,17 +209,18 @@ class HeartbeatServer:
         )
 
     def _judge(self) -> str:
-        """What ended the job, or "". The order is that of how sure each sign is."""
+        """The verdict, or "". The most certain signs of a failure come first."""
         now = time.monotonic()
         for rank, report in sorted(self._reports.items()):
             if report.failed and not report.in_collective:
                 return f"Rank {rank} failed: {report.failed}"
         for rank, since in sorted(self._gone.items(), key=lambda item: item[1]):
             report = self._reports[rank]
-            # One second for the last word of a rank that failed to be read first.
+            # One second for the last report of a rank that failed to be read first.
             if now - since > 1.0 and not report.failed:
                 return f"Rank {rank} is gone: its process died.{last_seen(report)}"
-        for rank, heard in sorted(self._heard.items(), key=lambda item: item[1]):
+        by_time = sorted(self._heard.items(), key=lambda item: item[1])
+        for rank, heard in by_time:
             report = self._reports[rank]
             if report.ended or report.failed or rank in self._gone:
                 continue
@@ -228,65 +228,52 @@ class HeartbeatServer:
                 return f"Rank {rank} {silent_for(now - heard)}{last_seen(report)}"
         if left := self._left_behind() or self._proof.verdict(self._reports):
             return left
-        failed = [(self._heard[r.rank], r) for r in self._reports.values() if r.failed]
-        if failed and now - min(failed, key=lambda item: item[0])[0] > _CONSEQUENCE_SECONDS:
-            report = min(failed, key=lambda item: item[0])[1]
-            return f"Rank {report.rank} failed in a collective: {report.failed}"
+        for rank, heard in by_time:
+            if (failed := self._reports[rank].failed) and now - heard > _CONSEQUENCE_SECONDS:
+                return f"Rank {rank} failed in a collective: {failed}"
         return self._stuck(self._timeout)
 
     def _left_behind(self) -> str:
-        """A rank that said goodbye while others wait for it, or failed in waiting for it."""
+        """A rank that ended while others wait for it, or failed in waiting for it."""
         gone = {rank for rank, report in self._reports.items() if report.ended}
-        if not gone:
-            return ""
-        for report in self._reports.values():
+        for report in self._reports.values() if gone else ():
             for wait in report.waiting:
                 if not report.failed and wait["seconds"] <= _GRACE_SECONDS:
                     continue
                 if ended := [rank for rank in wait["ranks"] if rank in gone]:
-                    return likely_cause(wait["name"], [report.rank], ended) + (
-                        f"{rank_words(ended).capitalize()} ended while rank {report.rank} waits in "
-                        f"{collective_words(wait)}, called at {report.doing}. All ranks must run the "
-                        "same steps."
+                    return (
+                        f"{likely_cause(wait['name'], [report.rank], ended)}"
+                        f"{format_ranks(ended).capitalize()} ended while rank {report.rank} waits in "
+                        f"{format_collective(wait, report.doing)}. All ranks must run the same steps."
                     )
         return ""
 
     def _stuck(self, seconds: float) -> str:
-        """A collective that has not ended for so long: who waits, who is missing, and where."""
-        oldest = max(
-            (
-                (wait["seconds"], report.rank, wait)
-                for report in self._reports.values()
-                if not report.ended
-                for wait in report.waiting
-            ),
-            key=lambda item: item[0],
-            default=None,
-        )
-        if oldest is None or oldest[0] < seconds:
+        """A collective that has not ended for a time: who waits, who is missing, and where."""
+        reports = self._reports
+        waits = (wait for report in reports.values() if not report.ended for wait in report.waiting)
+        wait = max(waits, key=lambda wait: wait["seconds"], default=None)
+        if wait is None or wait["seconds"] < seconds:
             return ""
-        wait = oldest[2]
-        there: list[int] = []
-        missing: list[int] = []
-        for rank in wait["ranks"]:
-            report = self._reports.get(rank)
-            at = report is not None and any(
-                (w["name"], w["occurrence"]) == (wait["name"], wait["occurrence"])
-                for w in report.waiting
-            )
-            (there if at else missing).append(rank)
+        call = wait["name"], wait["occurrence"]
+        inside = {
+            rank
+            for rank, report in reports.items()
+            if any((other["name"], other["occurrence"]) == call for other in report.waiting)
+        }
+        there = [rank for rank in wait["ranks"] if rank in inside]
+        missing = [rank for rank in wait["ranks"] if rank not in inside]
+        absent = (
+            f"Missing: {format_ranks(missing)}."
+            if missing
+            else "None is missing: the link is stuck."
+        )
         lines = [
-            likely_cause(wait["name"], there, missing)
-            + f"{collective_words(wait)} has not ended for {oldest[0]:.0f} s. Waiting: "
-            f"{rank_words(there)}. "
-            + (
-                f"Missing: {rank_words(missing)}."
-                if missing
-                else "None is missing: the link is stuck."
-            )
+            f"{likely_cause(wait['name'], there, missing)}{format_collective(wait)} has not ended for "
+            f"{wait['seconds']:.0f} s. Waiting: {format_ranks(there)}. {absent}",
+            *(f"  rank {rank} {whereabouts(reports.get(rank))}" for rank in missing),
+            *(f"  rank {rank} waits at {reports[rank].doing}." for rank in there[:4]),
         ]
-        lines += [f"  rank {rank} {whereabouts(self._reports.get(rank))}" for rank in missing]
-        lines += [f"  rank {rank} waits at {self._reports[rank].doing}." for rank in there[:4]]
         return "\n".join(lines)
 
 
@@ -296,16 +283,16 @@ class HeartbeatClient:
     Args:
         rank: This rank.
         address: The server's host and port.
-        key: What lets this rank in.
-        timeout: Seconds without a word after which the server counts as frozen.
-        report: Returns what to say; called once a second, or as often as the server asks, in a thread
-            of the client's own.
+        key: The key that authenticates this rank.
+        timeout: Seconds after which a silent server counts as frozen.
+        report: Returns the report of this rank; called once per second, or as often as the server
+            requests, in a thread of the client.
         on_verdict: Called once with the verdict, in that thread.
         on_warning: Called with a warning.
 
     Raises:
-        AuthenticationError: What listens at the address does not know the key.
-        TimeoutError: The server cannot be reached.
+        AuthenticationError: The process at the address does not have the key.
+        TimeoutError: The server could not be reached.
     """
 
     def __init__(
@@ -324,15 +311,14 @@ class HeartbeatClient:
         self._guard = _Guard()
         self._lock = threading.Lock()
         self.ended = threading.Event()
-        #: What the server last asked all ranks, for `report` to answer.
+        #: The server's last question to all ranks, for `report` to answer.
         self.question: Any = None
-        self._every = 1.0
         self._channel = Channel(connect(address, key, _PURPOSE, rank, timeout=max(timeout, 10.0)))
         self.say(self._next_report())
         threading.Thread(target=self._attend, name="tfdist-watchdog", daemon=True).start()
 
     def say(self, report: Report) -> None:
-        """Sends a report now, if the server reads; after the goodbye nothing more."""
+        """Sends a report now, if the server reads; nothing after `close`."""
         with self._lock:
             if not self.ended.is_set():
                 self._channel.offer(report.to_message())
@@ -344,17 +330,18 @@ class HeartbeatClient:
                 self._channel.send(report.to_message(), _LAST_WORDS_SECONDS)
 
     def close(self) -> None:
-        """Says goodbye."""
+        """Reports the regular end of this rank."""
         with self._lock, contextlib.suppress(OSError):
             self.ended.set()
             goodbye = Report(self._rank, ended=True)
             self._channel.send(goodbye.to_message(), _LAST_WORDS_SECONDS)
 
     def _next_report(self) -> Report:
-        """What to say; in an emergency no more than that this rank lives."""
+        """The next report; after an error it only shows that this rank is alive."""
         return self._guard(self._report, default=Report(self._rank))
 
     def _attend(self) -> None:
+        every = 1.0
         heard = said = time.monotonic()
         while not self.ended.is_set():
             try:
@@ -362,8 +349,8 @@ class HeartbeatClient:
                 heard = time.monotonic()
                 if isinstance(verdict := message.get("verdict"), str):
                     return self._lost(verdict)
-                if isinstance(every := message.get("every"), float) and every >= 1.0:
-                    self._every = every
+                if isinstance(wanted := message.get("every"), float) and wanted >= 1.0:
+                    every = wanted
                 if (question := message.get("question")) and question != self.question:
                     self.question, said = question, 0.0  # It is answered at once.
                 if isinstance(warning := message.get("warning"), str):
@@ -375,7 +362,7 @@ class HeartbeatClient:
             now = time.monotonic()
             if now - heard > self._timeout:
                 return self._lost(f"Rank {_SERVER_RANK} {silent_for(now - heard)}")
-            if now - said >= self._every:
+            if now - said >= every:
                 said = now
                 self._guard(self._say_next, default=None)
         with self._lock:
@@ -383,7 +370,7 @@ class HeartbeatClient:
         return None
 
     def _say_next(self) -> None:
-        # A server that is gone is seen where it is read.
+        # A server that is gone is detected in reading.
         with contextlib.suppress(ConnectionError):
             self.say(self._next_report())
 
@@ -393,7 +380,7 @@ class HeartbeatClient:
 
 
 def _raise_file_limit(files: int) -> None:
-    """Lets this process open so many files: shells often set 1,024, with a higher limit allowed."""
+    """Raises this process's limit of open files: shells often set 1,024, with a higher limit allowed."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= files:
         return
@@ -401,8 +388,8 @@ def _raise_file_limit(files: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < files:
         _logger.warning(
-            "The watchdog holds a connection to each rank, for which %d files are needed and %d allowed: "
-            "raise `ulimit -Hn` on the host of rank 0.",
+            "The watchdog opens a connection to each rank, which requires %d files, but %d are allowed. "
+            "Raise `ulimit -Hn` on the host of rank 0.",
             files,
             most,
         )

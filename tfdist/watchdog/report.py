@@ -1,39 +1,43 @@
-"""What a rank says of itself in a heartbeat."""
+"""The content of a heartbeat."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tfdist.runtime.channel import has_fields
 from tfdist.utils.checks import one_line
 
-#: What a report is cut to, so that it fits into a message in a world of any size.
+#: The limits to which a report is cut, so that it fits into a message in a world of any size.
 _MOST_RANKS = 20_000
 _LONGEST_TEXT = 2000
-#: Of a collective that a rank is blocked in, since the server sends it to all.
+#: The limit for a collective in which a rank is blocked, since the server sends it to all.
 _LONGEST_NAME = 500
-#: More ranks than these are packed where they are equally far apart.
+#: More ranks than these are packed if they are equally spaced.
 _MOST_LISTED = 16
+
+_WAIT = {"name": str, "ranks": (list, dict), "occurrence": int, "seconds": (int, float)}
+_BLOCKED = {"name": str, "ranks": (list, dict), "needed": (list, dict), "occurrence": int}
 
 
 @dataclasses.dataclass
 class Report:
-    """What a rank says of itself.
+    """The state of a rank.
 
     Attributes:
         rank: The rank.
         waiting: The collectives under way: a list of dicts with `name`, `ranks`, `occurrence`
-            and `seconds`, how long.
-        blocked: What the main thread cannot leave before other ranks come: a list of dicts with `name`,
-            `ranks`, `needed` and `occurrence`, as in `tfdist.collectives.flight_recorder.Blocked`.
-        asked: The last question of the server, by its number.
-        lacks: Which of the collectives that it asked for this rank has not begun, by their places.
-        doing: Where the main thread stands, in words.
-        ended: Said goodbye.
-        failed: The exception that ends it, or "".
+            and the duration `seconds`.
+        blocked: The collectives that the main thread cannot leave before other ranks begin them: a list
+            of dicts with `name`, `ranks`, `needed` and `occurrence`, as in
+            `tfdist.collectives.flight_recorder.Blocked`.
+        asked: The number of the server's last question.
+        lacks: The indices of the collectives in that question that this rank has not begun.
+        doing: The position of the main thread, in words.
+        ended: Whether the rank has ended regularly.
+        failed: The exception that ends the rank, or "".
         in_collective: Whether a collective was under way when it failed.
     """
 
@@ -48,89 +52,63 @@ class Report:
     in_collective: bool = False
 
     def to_message(self) -> dict[str, Any]:
-        """The report as a JSON object; of very many collectives under way only the first."""
+        """The report as a JSON object; of very many collectives under way only the first ones."""
         waiting: list[dict[str, Any]] = []
         ranks = 0
         for wait in self.waiting:
             ranks += len(wait["ranks"]) + 1
             if waiting and ranks > _MOST_RANKS:
                 break
-            short = {"name": wait["name"][:_LONGEST_TEXT], "ranks": packed(wait["ranks"])}
-            waiting.append({**wait, **short})
+            waiting.append({**_converted(wait, packed), "name": wait["name"][:_LONGEST_TEXT]})
         blocked = [
-            {**call, "ranks": packed(call["ranks"]), "needed": packed(call["needed"])}
-            for call in self.blocked
-            if len(call["name"]) <= _LONGEST_NAME
+            _converted(call, packed) for call in self.blocked if len(call["name"]) <= _LONGEST_NAME
         ]
         cut = {"doing": self.doing[:_LONGEST_TEXT], "failed": self.failed[:_LONGEST_TEXT]}
         return {**vars(self), "waiting": waiting, "blocked": blocked, **cut}
 
     @classmethod
     def from_message(cls, message: dict[str, Any], size: int) -> Report:
-        """Reads what `to_message` made among `size` ranks; a `ValueError` for anything else."""
-        report = cls(-1)
-        fields = {field.name for field in dataclasses.fields(cls)}
-        if message.keys() != fields:
-            wrong = sorted(message.keys() ^ fields)
-            raise ValueError(f"a report whose fields are wrong: {one_line(wrong, 200)}")
-        for name, value in message.items():
-            if type(value) is not type(getattr(report, name)):
-                raise ValueError(f"a report with {name}={one_line(value, 100)!r}")
-            setattr(report, name, value)
-        if not 0 <= report.rank < size:
-            raise ValueError(f"a report of rank {report.rank}, of {size} ranks")
-        if not all(_is_wait(wait, size) for wait in report.waiting):
-            raise ValueError("a report with a malformed list of collectives")
-        if not all(_is_blocked(call, size) for call in report.blocked) or not all(
-            type(place) is int for place in report.lacks
+        """Parses the result of `to_message` among `size` ranks; a `ValueError` for anything else."""
+        kinds = {name: type(value) for name, value in vars(cls(-1)).items()}
+        if not (
+            has_fields(message, kinds)
+            and 0 <= message["rank"] < size
+            and all(_is_call(wait, _WAIT, size) for wait in message["waiting"])
+            and all(_is_call(call, _BLOCKED, size) for call in message["blocked"])
+            and all(len(call["name"]) <= _LONGEST_NAME for call in message["blocked"])
+            and all(type(place) is int for place in message["lacks"])
         ):
-            raise ValueError("a report with a malformed list of what it is blocked in")
-        report.waiting = [{**wait, "ranks": unpacked(wait["ranks"])} for wait in report.waiting]
-        report.blocked = [
-            {**call, "ranks": unpacked(call["ranks"]), "needed": unpacked(call["needed"])}
-            for call in report.blocked
-        ]
-        return report
+            raise ValueError(f"a report that is malformed: {one_line(message, 200)}")
+        lists = ("waiting", "blocked")
+        return cls(
+            **{
+                **message,
+                **{of: [_converted(call, unpacked) for call in message[of]] for of in lists},
+            }
+        )
+
+    @property
+    def place(self) -> str:
+        """The collective in which the rank waits, and the position of its main thread."""
+        if self.waiting:
+            return f"in {format_collective(self.waiting[0], self.doing)}"
+        return f"at {self.doing}" if self.doing else ""
 
 
-def collective_words(wait: dict[str, Any]) -> str:
-    """An entry of `Report.waiting`, for messages."""
-    return f"{wait['name']} (call {wait['occurrence']})"
+def format_collective(call: Mapping[str, Any], place: str = "") -> str:
+    """An entry of `Report.waiting`, with the place of the call if that is known, for messages."""
+    return f"{call['name']} (call {call['occurrence']})" + (f", called at {place}" if place else "")
 
 
-def rank_words(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Some ranks, for messages: "rank 1" or "ranks 1, 2"."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
-def _is_wait(wait: Any, size: int) -> bool:
-    return (
-        isinstance(wait, dict)
-        and wait.keys() == {"name", "ranks", "occurrence", "seconds"}
-        and isinstance(wait["name"], str)
-        and type(wait["occurrence"]) is int
-        and type(wait["seconds"]) in (int, float)
-        and math.isfinite(wait["seconds"])
-        and _are_ranks(wait["ranks"], size)
-    )
-
-
-def _is_blocked(call: Any, size: int) -> bool:
-    return (
-        isinstance(call, dict)
-        and call.keys() == {"name", "ranks", "needed", "occurrence"}
-        and isinstance(call["name"], str)
-        and len(call["name"]) <= _LONGEST_NAME
-        and type(call["occurrence"]) is int
-        and _are_ranks(call["ranks"], size)
-        and _are_ranks(call["needed"], size)
-    )
-
-
 def packed(ranks: Sequence[int]) -> list[int] | dict[str, int]:
-    """Ranks for a message: of many that lie equally far apart, as those of an axis do, the ends alone.
+    """Ranks for a message: of many that are equally spaced, such as those of an axis, only the ends.
 
-    In a world of thousands each rank reports groups of thousands, which the server would have to read.
+    In a world of thousands each rank reports groups of thousands, which the server has to parse.
     """
     if len(ranks) > _MOST_LISTED and ranks[1] > ranks[0]:
         spaced = range(ranks[0], ranks[-1] + 1, ranks[1] - ranks[0])
@@ -140,51 +118,52 @@ def packed(ranks: Sequence[int]) -> list[int] | dict[str, int]:
 
 
 def unpacked(ranks: list[int] | dict[str, int]) -> Sequence[int]:
-    """What `packed` made of ranks."""
+    """The inverse of `packed`."""
     if isinstance(ranks, dict):
         return range(ranks["first"], ranks["last"] + 1, ranks["step"])
     return ranks
 
 
+def _converted(call: Mapping[str, Any], convert: Callable) -> dict[str, Any]:
+    """A collective whose lists of ranks are packed or unpacked."""
+    return {**call, **{key: convert(call[key]) for key in ("ranks", "needed") if key in call}}
+
+
+def _is_call(call: Any, kinds: Mapping[str, Any], size: int) -> bool:
+    return (
+        has_fields(call, kinds)
+        and abs(call.get("seconds", 0)) < 1e15
+        and all(_are_ranks(call[key], size) for key in ("ranks", "needed") if key in call)
+    )
+
+
 def _are_ranks(ranks: Any, size: int) -> bool:
-    """Whether a message has ranks there, listed or packed."""
+    """Whether a field of a message contains ranks, listed or packed."""
     if isinstance(ranks, dict):
         return (
-            ranks.keys() == {"first", "last", "step"}
-            and all(type(value) is int for value in ranks.values())
+            has_fields(ranks, {"first": int, "last": int, "step": int})
             and 0 <= ranks["first"] <= ranks["last"] < size
             and ranks["step"] >= 1
         )
-    return (
-        isinstance(ranks, list)
-        and bool(ranks)
-        and all(type(rank) is int and 0 <= rank < size for rank in ranks)
-    )
+    return bool(ranks) and all(type(rank) is int and 0 <= rank < size for rank in ranks)
 
 
 def silent_for(seconds: float) -> str:
-    """What is said of a rank that has not reported for so long."""
-    return (
-        f"has shown no sign of life for {seconds:.0f} s: it is frozen, or its machine cannot be "
-        "reached."
-    )
+    """The diagnosis of a rank that has not reported for a time."""
+    return f"has shown no sign of life for {seconds:.0f} s: it is frozen, or its machine is unreachable."
 
 
 def last_seen(report: Report) -> str:
-    """Where a rank was when it last reported, as one more sentence, or ""."""
-    if report.waiting:
-        place = f", called at {report.doing}" if report.doing else ""
-        return f" Last seen in {collective_words(report.waiting[0])}{place}."
-    return f" Last seen at {report.doing}." if report.doing else ""
+    """The last reported place of a rank as an additional sentence, or ""."""
+    return f" Last seen {report.place}." if report.place else ""
 
 
 def whereabouts(report: Report | None) -> str:
-    """Where a rank is that others wait for."""
+    """The state of a rank for which others wait."""
     if report is None:
         return "never sent a heartbeat."
     if report.ended:
         return "has ended."
     if report.waiting:
-        place = f", called at {report.doing}" if report.doing else ""
-        return f"waits in {collective_words(report.waiting[0])} instead{place}."
-    return f"is at {report.doing}."
+        return f"waits instead {report.place}."
+    return f"is {report.place or 'alive'}."

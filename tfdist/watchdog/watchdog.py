@@ -1,4 +1,4 @@
-"""The watchdog: ends a job that cannot go on, and says why, on every rank that still can speak."""
+"""The watchdog: ends a job that cannot continue, and prints the reason on every rank that still can."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import tensorflow as tf
 
 from tfdist.collectives.engine import Engine
+from tfdist.collectives.flight_recorder import InFlight
 from tfdist.collectives.objects import broadcast_object
 from tfdist.runtime.exit_codes import ENDED_BY_WATCHDOG
 from tfdist.runtime.uncaught import uncaught
 from tfdist.utils import checks
 from tfdist.utils.checks import one_line
 from tfdist.watchdog.deadlock import answer
-from tfdist.watchdog.frames import Place, is_idle, runs_code_in, stack_of, users_place
+from tfdist.watchdog.frames import is_idle, runs_code_in, stack_of, users_place
 from tfdist.watchdog.heartbeat import HeartbeatClient, HeartbeatServer
-from tfdist.watchdog.report import Report, collective_words
+from tfdist.watchdog.report import Report
 
 _TENSORFLOW = str(Path(tf.__file__).parent)
-#: How long a rank whose collective failed waits to hear what made it fail.
+#: How long a rank whose collective failed waits for a verdict with the cause.
 _VERDICT_SECONDS = 8.0
-#: How much later than the timer a start-up ends in which the timer cannot run.
+#: The additional time before a start-up ends in which the timer cannot run.
 _LOCKED_SECONDS = 2.0
-#: How long after a graph has failed, if the program goes on, its collectives count as over.
+#: The time after which the collectives of a failed graph count as ended, if the program continues.
 _ABANDONED_SECONDS = 20.0
 
 
 class Watchdog:
-    """Watches this rank's collectives and the other ranks' lives.
+    """Monitors this rank's collectives and the other ranks.
 
-    When a rank dies, raises, freezes, ends early, or does not come to a collective within
-    `timeout` seconds, every other rank prints which, where it was, and what was waited for, and
-    ends with exit code 75.
+    When a rank dies, raises, freezes, ends early, or does not reach a collective within `timeout`
+    seconds, every other rank prints the rank, its position and the collective, and ends with exit
+    code 75.
 
     Args:
-        engine: The engine whose collectives are watched.
+        engine: The engine whose collectives are monitored.
         timeout: Seconds.
     """
 
@@ -54,20 +54,18 @@ class Watchdog:
         checks.instance("engine", engine, Engine, "an Engine of tfdist.collectives")
         checks.number("timeout", timeout, above=0, maximum=checks.YEAR_SECONDS)
         self._engine = engine
-        self._since: dict[tuple, float] = {}
+        self._since: dict[InFlight, float] = {}
         self._verdict = threading.Event()
         self._main = threading.main_thread().ident or 0
         contact = None
         if engine.rank == 0:
             key = secrets.token_bytes(32)
             self._server = HeartbeatServer(engine.size, key, timeout, engine.host_address())
-            # Registered first, it runs after the goodbye, and before the engine shuts down.
+            # Registered first, it runs after `_leave`, and before the engine shuts down.
             atexit.register(self._server.see_out)
             contact = (engine.host_address(), self._server.port, key)
         host, port, key = broadcast_object(contact, engine.group(), name="watchdog")
-        #: What the server last asked; the client wants a first report while it is made.
-        self._question: Callable[[], Any] = lambda: None
-        self._client = client = HeartbeatClient(
+        self._client = HeartbeatClient(
             engine.rank,
             (host, port),
             key,
@@ -76,77 +74,70 @@ class Watchdog:
             on_verdict=self._end,
             on_warning=self._warn,
         )
-        self._question = lambda: client.question
         atexit.register(self._leave)
         engine.at_shutdown(self.close)
 
     def close(self) -> None:
-        """Stops watching, as the engine's shutdown does; the other ranks count this one as ended."""
+        """Stops monitoring, as the engine's shutdown does; for the other ranks this one has ended."""
         atexit.unregister(self._leave)
         self._client.close()
 
     def _report(self) -> Report:
         now = time.monotonic()
-        flying = self._engine.recorder.in_flight()
-        keys = [(op.name, op.ranks, op.occurrence) for op in flying]
-        self._since = {key: self._since.get(key, now) for key in keys}
-        old = [
-            op
-            for op, key in zip(flying, keys, strict=True)
-            if now - self._since[key] > _ABANDONED_SECONDS
-        ]
+        recorder = self._engine.recorder
+        flying = recorder.in_flight()
+        self._since = {call: self._since.get(call, now) for call in flying}
+        old = [call for call, since in self._since.items() if now - since > _ABANDONED_SECONDS]
         if old and not runs_code_in(_TENSORFLOW):
-            # The graph that they were in is over, so it has failed, and the program has gone on.
-            self._engine.recorder.abandon(old)
-        waiting: list[dict[str, Any]] = [
-            {
-                "name": op.name,
-                "ranks": list(op.ranks),
-                "occurrence": op.occurrence,
-                "seconds": now - self._since[key],
-            }
-            for op, key in zip(flying, keys, strict=True)
-        ]
-        waiting.sort(key=lambda wait: -wait["seconds"])
+            # Their graph has ended, so it has failed, and the program has continued.
+            recorder.abandon(old)
         stack = [place for place in stack_of(self._main) if place.file != __file__]
         in_tensorflow = bool(stack) and stack[0].file.startswith(_TENSORFLOW)
-        # A graph that computes, too, may fail by itself, and leave what it waits for.
-        blocked = self._engine.recorder.blocked(
-            self._main, flying, lambda: in_tensorflow and is_idle()
-        )
-        asked, lacks = answer(self._question(), self._engine.recorder.has_begun)
+        # A graph that still computes may fail, and leave the operations that it waits for.
+        blocked = recorder.blocked(self._main, flying, lambda: in_tensorflow and is_idle())
+        # The client calls this for a first report before it is assigned.
+        question = self._client.question if hasattr(self, "_client") else None
+        asked, lacks = answer(question, recorder.has_begun)
+        place = users_place(stack)
         report = Report(
             self._engine.rank,
-            waiting=waiting,
+            waiting=[
+                {
+                    "name": call.name,
+                    "ranks": list(call.ranks),
+                    "occurrence": call.occurrence,
+                    "seconds": now - since,
+                }
+                for call, since in sorted(self._since.items(), key=lambda item: item[1])
+            ],
             blocked=[dataclasses.asdict(call) for call in blocked],
             asked=asked,
             lacks=lacks,
-            doing=_place_words(stack),
+            doing="its end" if place is None else f"{place.file}:{place.line} in {place.function}",
         )
-        # Looked for each time, as what runs at a process' end may itself wait for another rank.
+        # Checked each time, since code at the end of a process may itself wait for another rank.
         error = uncaught()
         return report if error is None else _failed(report, error)
 
     def _leave(self) -> None:
-        """At the end of the process: says what ended it, if an exception did, and goodbye."""
+        """Reports the end of the process, and the exception that caused it."""
         error = uncaught()
         if error is not None:
-            self._say_failure(error)
+            report = self._safe_report()
+            # If the server is gone, the verdict reports that.
+            with contextlib.suppress(OSError):
+                self._client.say_last(report if report.failed else _failed(report, error))
+            if report.in_collective:
+                # The likely cause is the end of another rank, which the verdict names; `_end` exits.
+                self._verdict.wait(_VERDICT_SECONDS)
+                time.sleep(0.5)
         self._client.close()
 
-    def _say_failure(self, error: BaseException) -> None:
+    def _safe_report(self) -> Report:
         try:
-            report = self._report()
-        except Exception as failure:
-            doing = f"a place that cannot be told: {failure}"
-            report = _failed(Report(self._engine.rank, doing=doing), error)
-        # Where the server is gone the verdict says so.
-        with contextlib.suppress(OSError):
-            self._client.say_last(report)
-        if report.in_collective:
-            # The likely cause is another rank's end. Its name is worth a moment; `_end` exits.
-            self._verdict.wait(_VERDICT_SECONDS)
-            time.sleep(0.5)
+            return self._report()
+        except Exception as error:
+            return Report(self._engine.rank, doing=f"an unknown place: {error}")
 
     def _warn(self, warning: str) -> None:
         print(
@@ -156,30 +147,15 @@ class Watchdog:
     def _end(self, verdict: str) -> None:
         self._verdict.set()
         if verdict.startswith(f"Rank {self._engine.rank} failed"):
-            return  # This rank is ending by itself, with its own traceback and exit code.
+            return  # This rank is ending already, with its own traceback and exit code.
         try:
-            self._warn(f"{verdict}\n{self._own_place()}Ending this rank.")
+            report = self._safe_report()
+            verb = "waits" if report.waiting else "is"
+            self._warn(f"{verdict}\nThis rank {verb} {report.place}. Ending this rank.")
             sys.stdout.flush()
         finally:
-            # Also where the words could not be written: a rank that stays would hang.
+            # Also if printing failed: a rank that does not end would hang.
             os._exit(ENDED_BY_WATCHDOG)
-
-    def _own_place(self) -> str:
-        try:
-            report = self._report()
-        except Exception as error:
-            return f"Where this rank is cannot be told: {error}. "
-        if not report.waiting:
-            return f"This rank is at {report.doing}. "
-        return (
-            f"This rank waits in {collective_words(report.waiting[0])}, called at {report.doing}. "
-        )
-
-
-def _place_words(stack: Sequence[Place]) -> str:
-    """Where a thread stands: the innermost line of the user's."""
-    place = users_place(stack)
-    return "its end" if place is None else f"{place.file}:{place.line} in {place.function}"
 
 
 def _failed(report: Report, error: BaseException) -> Report:
@@ -191,7 +167,7 @@ def _failed(report: Report, error: BaseException) -> Report:
 
 @contextlib.contextmanager
 def startup_guard(timeout: float, what: str) -> Iterator[None]:
-    """Ends the process if what is inside takes over `timeout` seconds; `what` is for the message."""
+    """Ends the process if the context takes over `timeout` seconds; `what` names it in the message."""
     checks.number("timeout", timeout, above=0, maximum=checks.YEAR_SECONDS)
     checks.text("what", what)
 
@@ -199,7 +175,7 @@ def startup_guard(timeout: float, what: str) -> Iterator[None]:
         try:
             print(
                 f"tfdist watchdog: {what} took more than {timeout:g} s. A rank did not start, "
-                "died, or cannot be reached. Ending this rank.",
+                "died, or is unreachable. Ending this rank.",
                 file=sys.stderr,
                 flush=True,
             )
@@ -209,8 +185,8 @@ def startup_guard(timeout: float, what: str) -> Iterator[None]:
     timer = threading.Timer(timeout, end)
     timer.daemon = True
     timer.start()
-    # TensorFlow waits for its peers with the interpreter locked, so that no thread of Python runs.
-    # This one is none; it prints the stacks and exits with code 1.
+    # TensorFlow waits for its peers with the interpreter locked, so that no Python thread runs. This
+    # one is a C thread; it prints the stacks and exits with code 1.
     faulthandler.dump_traceback_later(timeout + _LOCKED_SECONDS, exit=True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Connects the ranks that are to send messages to each other.
+"""Connects the ranks that send messages to each other.
 
 Each connection begins with the handshake of `tfdist.runtime`; then the socket belongs to the
 library of `tfdist.backend.native`.
@@ -34,51 +34,47 @@ _PURPOSE = "peer-to-peer messages"
 
 
 def with_p2p(engine: Engine, pairs_along: Iterable[str] | None = None) -> Engine:
-    """Connects this rank with others; called by all ranks of the world at once.
+    """Connects this rank with others; called by all ranks of the world at the same time.
 
-    The higher rank of a pair calls the lower one, over a Unix socket where they share a host. The
-    key that both must know travels over the engine.
+    The higher rank of a pair connects to the lower one, over a Unix socket if they share a host. The
+    shared key is sent over the engine.
 
     Args:
-        engine: A running engine, by which the ranks tell their addresses.
+        engine: A running engine, by which the ranks exchange their addresses.
         pairs_along: Mesh axes along which any two ranks may send to each other; `mesh.message_axes` by
             default.
 
     Returns:
-        An engine that wraps the given one. The engine itself where a rank lacks the library, has a
-        GPU, whose memory messages do not reach, or cannot be reached; that is then so on every rank,
-        and logged.
+        An engine that wraps the given one. The engine itself if a rank does not have the library, has a
+        GPU, whose memory is not supported, or is unreachable; the result is the same on every rank, and
+        logged.
     """
     if engine.size == 1:
         return engine
-    has_gpu = bool(tf.config.list_physical_devices("GPU"))
     pairs_along = engine.mesh.message_axes if pairs_along is None else pairs_along
     groups = [tuple(range(engine.size)), *rank_sets(engine.mesh, pairs_along)]
     world = engine.group()
-    built = TRANSPORT.find() is not None and not has_gpu
+    built = TRANSPORT.find() is not None and not tf.config.list_physical_devices("GPU")
     with contextlib.ExitStack() as stack:
-        tcp, unix = stack.enter_context(bind(engine.host_address())), _unix_socket()
-        stack.callback(unix.close)
+        tcp = stack.enter_context(bind(engine.host_address()))
+        unix = stack.enter_context(socket.socket(socket.AF_UNIX))
+        unix.bind(f"\0tfdist-{secrets.token_hex(16)}")  # A name without a file.
+        unix.listen()
         addresses = ((engine.host_address(), tcp.getsockname()[1]), unix.getsockname())
-        cards = all_gather_object(
-            (built, socket.gethostname(), addresses, secrets.token_bytes(32)),
-            world,
-            name="p2p/addresses",
-        )
+        card = (built, socket.gethostname(), addresses, secrets.token_bytes(32))
+        cards = all_gather_object(card, world, name="p2p/addresses")
         lacking = [rank for rank, card in enumerate(cards) if not card[0]]
         if lacking:
             _logger.info(
-                "Latency-critical collectives go over %s: ranks %s have a GPU, or lack the library "
+                "Latency-critical collectives use %s: ranks %s have a GPU, or do not have the library "
                 "for peer-to-peer messages, which tfdist-install-horovod builds.",
                 engine.name,
                 lacking,
             )
             return engine
         hosts = [card[1] for card in cards]
-        near: set[int] = set()
-        for ranks in groups:
-            if engine.rank in ranks:
-                near |= P2PEngine.partners(ranks, engine.rank, hosts)
+        own_groups = (ranks for ranks in groups if engine.rank in ranks)
+        near = set().union(*(P2PEngine.partners(ranks, engine.rank, hosts) for ranks in own_groups))
         callers = {rank for rank in near if rank > engine.rank}
         listener = stack.enter_context(
             Listener([tcp, unix], cards[0][3], _PURPOSE, identities=callers)
@@ -88,14 +84,12 @@ def with_p2p(engine: Engine, pairs_along: Iterable[str] | None = None) -> Engine
             connected = _connect_all(engine.rank, near - callers, cards, listener, len(callers))
         except OSError as error:
             problem = f"rank {engine.rank}: {error}"
-        problems = [
-            told for told in all_gather_object(problem, world, name="p2p/connected") if told
-        ]
+        problems = list(filter(None, all_gather_object(problem, world, name="p2p/connected")))
     if problems:
         for sock in connected.values():
             sock.close()
         _logger.warning(
-            "Latency-critical collectives go over %s, which is slower: ranks cannot connect to each "
+            "Latency-critical collectives use %s, which is slower: ranks could not connect to each "
             "other. %s",
             engine.name,
             "; ".join(problems),
@@ -109,11 +103,11 @@ def with_p2p(engine: Engine, pairs_along: Iterable[str] | None = None) -> Engine
 
 
 class Traffic(NamedTuple):
-    """Bytes of tensors, so far.
+    """The total numbers of bytes of tensors.
 
     Attributes:
-        sent: By this process, peer to peer.
-        received: From others.
+        sent: Bytes that this process has sent peer to peer.
+        received: Bytes that it has received.
     """
 
     sent: int
@@ -121,7 +115,7 @@ class Traffic(NamedTuple):
 
 
 def traffic() -> Traffic:
-    """The bytes of tensors that this process has exchanged peer to peer."""
+    """The bytes of tensors that this process has sent and received peer to peer."""
     counts = [ctypes.c_int64() for _ in Traffic._fields]
     functions().tfdist_traffic(*map(ctypes.byref, counts))
     return Traffic(*(count.value for count in counts))
@@ -133,7 +127,7 @@ def _connect_all(
     """A connected socket for each rank.
 
     Raises:
-        OSError: One cannot be reached, or does not call.
+        OSError: A rank could not be reached, or did not connect.
     """
     deadline = time.monotonic() + _CONNECT_SECONDS
     key, host = cards[0][3], cards[own][1]
@@ -145,7 +139,9 @@ def _connect_all(
         while len(connected) < len(lower) + num_callers:
             rank, sock = listener.accept(deadline)
             if rank in connected:
-                connected[rank].close()  # The rank gave that call up and called again.
+                connected[
+                    rank
+                ].close()  # The rank has given up that connection and connected again.
             connected[rank] = sock
     except OSError:
         for sock in connected.values():
@@ -163,16 +159,8 @@ def _call(
 ) -> socket.socket:
     tcp, unix = addresses
     if same_host:
-        # Hosts of one name, as containers may be, do not reach each other so.
+        # Hosts with the same name, such as containers, may not share a Unix socket.
         with contextlib.suppress(ConnectionError):
             return connect_once(unix, key, _PURPOSE, own, deadline)
     left = max(0.1, deadline - time.monotonic())
     return call(tcp, key, _PURPOSE, own, timeout=left)
-
-
-def _unix_socket() -> socket.socket:
-    """A Unix socket that listens, of a random name without a file."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.bind(f"\0tfdist-{secrets.token_hex(16)}")
-    sock.listen()
-    return sock

@@ -1,14 +1,13 @@
 """Peer-to-peer messages as an engine that wraps another.
 
-An engine with a coordinator, as Horovod is, gathers what is ready on all ranks and decides what
-runs next. That pays for many large gradients that nobody waits for, and costs milliseconds where
-an operation is latency-critical. Here a rank sends as soon as it has something to send: the name of
-the operation is all that the ranks agree on.
+An engine with a coordinator, such as Horovod, collects which tensors are ready on all ranks and decides
+which operation runs next. That is efficient for many large gradients, but costs milliseconds, which matters
+for latency-critical operations. Here a rank sends as soon as its tensor is ready: ranks agree only on the
+name of the operation.
 
-Each operation sends the fewest bytes that any algorithm can (Thakur, Rabenseifner and Gropp 2005,
-"Optimization of Collective Communication Operations in MPICH"), from each rank to each other one;
-it is meant for groups of a few. Sums are taken in group order: all members get the same bits, in
-every run.
+Each operation sends the minimum number of bytes (Thakur, Rabenseifner and Gropp 2005, "Optimization of
+Collective Communication Operations in MPICH"), from each rank to each other one; it is meant for small
+groups. Sums are computed in group order: the result is bitwise the same on all members and in every run.
 """
 
 from __future__ import annotations
@@ -28,28 +27,28 @@ from tfdist.collectives.p2p.hierarchy import Hierarchy, hierarchy_of
 
 _FLUSH_SECONDS = 5.0
 
-#: Below this many elements each member sends all it has to each other one, in one round of
+#: Below this number of elements each member sends its whole tensor to each other one, in one round of
 #: messages instead of two.
 _ONE_ROUND = 1 << 13
 
 
 class P2PEngine(Engine):
-    """Carries operations of groups of a few ranks by messages between them, all else by `inner`.
+    """Executes operations of small groups by messages between the ranks, all others by `inner`.
 
-    `tfdist.collectives.p2p.with_p2p` connects the ranks and makes one.
+    `tfdist.collectives.p2p.with_p2p` connects the ranks and creates one.
 
     Args:
-        inner: The engine that brought the ranks together.
+        inner: The engine that connected the ranks first.
         hosts: The host of each rank of the world.
-        reached: The ranks that this one has a connection to.
+        reached: The ranks to which this one has a connection.
 
     Attributes:
         inner: That engine.
-        enabled: Whether messages are used; without them all goes by the inner engine.
+        enabled: Whether messages are used; otherwise the inner engine executes all operations.
     """
 
-    #: Above this a ring sends fewer messages, and holds fewer connections.
-    most_members = 8
+    #: In larger groups a ring sends fewer messages, and needs fewer connections.
+    max_group_size = 8
     sends_unused = True
 
     def __init__(self, inner: Engine, hosts: Sequence[Hashable], reached: Iterable[int]):
@@ -63,8 +62,8 @@ class P2PEngine(Engine):
 
     @classmethod
     def partners(cls, ranks: Sequence[int], rank: int, hosts: Sequence[Hashable]) -> set[int]:
-        """Those of a group's members that one of them has to reach."""
-        found = set(ranks) if len(ranks) <= cls.most_members else set()
+        """The members of a group to which one of them must have a connection."""
+        found = set(ranks) if len(ranks) <= cls.max_group_size else set()
         levels = cls._levels(ranks, rank, hosts)
         if levels is not None:
             found |= {*levels.local, *levels.across}
@@ -73,41 +72,37 @@ class P2PEngine(Engine):
     @classmethod
     def _levels(cls, ranks: Sequence[int], rank: int, hosts: Sequence[Hashable]):
         found = hierarchy_of(ranks, rank, hosts)
-        if found is None or max(len(found.local), len(found.across)) > cls.most_members:
-            return None
-        return found
+        if found and max(len(found.local), len(found.across)) <= cls.max_group_size:
+            return found
+        return None
 
     def transport(self, group, *, reduces=False):
-        """This engine for groups of a few, and for all-reduces that it does in two levels over hosts."""
-        if not self.enabled:
-            return self.inner
-        if reduces and self.hierarchy(group) is not None:
-            return self
-        if not self._reaches(group.ranks):
-            return self.inner
-        return self
+        """This engine for small groups, and for all-reduces in two levels over hosts."""
+        is_hierarchical = reduces and self.hierarchy(group) is not None
+        is_own = self.enabled and (is_hierarchical or self._reaches(group.ranks))
+        return self if is_own else self.inner
 
     @property
     def lane(self) -> str:
-        """Its own, beside that of the inner engine."""
+        """A name other than that of the inner engine."""
         return "peer to peer"
 
     def host_address(self):
-        """The inner engine's."""
+        """That of the inner engine."""
         return self.inner.host_address()
 
     def begin_run(self, run: int) -> None:
-        """Drops the messages that steps of earlier runs left behind."""
+        """Discards the messages of steps of earlier runs."""
         super().begin_run(run)
         functions().tfdist_begin_run(run)
 
     def close(self) -> None:
-        """Ends the connections, once all that was sent has left this process."""
+        """Closes the connections, after all messages have left this process."""
         flush()
         functions().tfdist_close()
 
     def shutdown(self) -> None:
-        """Ends the connections and the inner engine."""
+        """Closes the connections and the inner engine."""
         super().shutdown()
         self.close()
         self.inner.shutdown()
@@ -117,10 +112,10 @@ class P2PEngine(Engine):
             self.inner._check_group(ranks)
 
     def _reaches(self, ranks) -> bool:
-        return len(ranks) <= self.most_members and self._reached >= {*ranks} - {self.rank}
+        return len(ranks) <= self.max_group_size and self._reached >= {*ranks} - {self.rank}
 
     def hierarchy(self, group: Group) -> Hierarchy | None:
-        """How a group sums up over hosts; None where it does so as if there was one."""
+        """The hierarchy of a group over hosts for an all-reduce; None if that is not hierarchical."""
         return self._levels(group.ranks, group.ranks[group.rank], self._hosts)
 
     def all_reduce(self, tensor, group: Group, reduction: str, name: str):
@@ -133,18 +128,20 @@ class P2PEngine(Engine):
         parts = _even_parts(tf.reshape(tensor, [-1]), local.size)
         share = self._reduce(self._exchange(parts, local, f"{name}/local"), reduction)
         share = self._flat_all_reduce(share, across, reduction, f"{name}/across")
-        whole = tf.concat(self._exchange([share] * local.size, local, f"{name}/sums", None), axis=0)
-        return tf.ensure_shape(tf.reshape(whole, tf.shape(tensor)), tensor.shape)
+        return self._joined(share, local, name, tensor)
 
     def _flat_all_reduce(self, tensor, group: Group, reduction: str, name: str):
         elements = tensor.shape.num_elements()
         if group.size == 2 or (elements is not None and elements < _ONE_ROUND):
             return self._reduce(self._exchange([tensor] * group.size, group, name), reduction)
-        flat = tf.reshape(tensor, [-1])
-        parts = _even_parts(flat, group.size)
+        parts = _even_parts(tf.reshape(tensor, [-1]), group.size)
         share = self._reduce(self._exchange(parts, group, f"{name}/shares"), reduction)
+        return self._joined(share, group, name, tensor)
+
+    def _joined(self, share, group: Group, name: str, like):
+        """The members' shares of a vector, gathered in the shape of `like`."""
         whole = tf.concat(self._exchange([share] * group.size, group, f"{name}/sums", None), axis=0)
-        return tf.ensure_shape(tf.reshape(whole, tf.shape(tensor)), tensor.shape)
+        return tf.ensure_shape(tf.reshape(whole, tf.shape(like)), like.shape)
 
     def all_gather(self, tensor, group: Group, name: str):
         """As `Engine.all_gather`."""
@@ -198,14 +195,14 @@ class P2PEngine(Engine):
         )
 
     def _receive(self, after: tf.Tensor, dtype, source: int, name: str, shape):
-        """The next tensor that a rank of the world sends under this name, of a maybe partial shape.
+        """The next tensor that a rank of the world sends under this name.
 
         Args:
-            after: A tensor that the operation waits for.
+            after: A tensor for which the operation waits.
             dtype: The dtype.
             source: The sender.
             name: The name.
-            shape: What is known of the shape.
+            shape: The static shape, which may be partial.
         """
         return self._operations.tfdist_receive(
             ticket=self._ticket(f"receive/{source}/{name}"),
@@ -218,41 +215,38 @@ class P2PEngine(Engine):
         )
 
     def _reduce(self, parts: list, reduction: str):
-        """What is left of a part of each member: the same bits on all of them."""
-        if reduction == "max":
-            return functools.reduce(tf.maximum, parts)
-        if reduction == "min":
-            return functools.reduce(tf.minimum, parts)
+        """Reduces the members' parts; the result is bitwise the same on all of them."""
+        if reduction in ("max", "min"):
+            return functools.reduce(tf.maximum if reduction == "max" else tf.minimum, parts)
         return self._operations.tfdist_sum(terms=parts, mean=reduction == "mean")
 
     def _ticket(self, name: str):
-        """A resource that stands for what an operation of this name does."""
+        """A resource that represents the side effect of an operation of this name."""
         found = self._tickets.get(name)
         if found is None or not outermost_is_eager():
             with tf.init_scope(), tf.device("/CPU:0"):
                 found = tf.raw_ops.VarHandleOp(
                     dtype=tf.int32, shape=[], shared_name=f"tfdist-p2p/{name}"
                 )
-                # One of a graph of TensorFlow 1 is of use in that graph alone.
+                # A resource of a graph of TensorFlow 1 can only be used in that graph.
                 if tf.executing_eagerly():
                     self._tickets[name] = found
         return found
 
     def _exchange(self, parts: list, group: Group, name: str, shape=()):
-        """Sends the i-th part to member i; what came from each, in group order.
+        """Sends the i-th part to member i; returns the received ones in group order.
 
         Args:
             parts: A tensor for each member.
             group: The group.
             name: The name.
-            shape: The shape of what comes; () stands for that of this rank's own part.
+            shape: The shape of the received tensors; () means that of this rank's own part.
         """
         own = parts[group.rank]
         expected = own.shape if shape == () else tf.TensorShape(shape)
         others = [place for place in range(group.size) if place != group.rank]
-        sent = self._send(
-            [parts[place] for place in others], [group.ranks[place] for place in others], name
-        )
+        ranks = [group.ranks[place] for place in others]
+        sent = self._send([parts[place] for place in others], ranks, name)
         return [
             own if place == group.rank else self._receive(sent[0], own.dtype, rank, name, expected)
             for place, rank in enumerate(group.ranks)
@@ -260,12 +254,12 @@ class P2PEngine(Engine):
 
 
 def _even_parts(flat, count: int) -> list:
-    """Cuts a vector of any length into `count` parts that differ by one element at most."""
+    """Splits a vector of any length into `count` parts whose sizes differ by at most one."""
     size = tf.shape(flat, out_type=tf.int64)[0]
     ends = [size * i // count for i in range(count + 1)]
     return [flat[begin:end] for begin, end in itertools.pairwise(ends)]
 
 
 def flush(seconds: float = _FLUSH_SECONDS) -> None:
-    """Waits until what was sent has left this process, for as long as `seconds`."""
+    """Waits up to `seconds` until all messages have left this process."""
     functions().tfdist_flush(seconds)

@@ -1,4 +1,4 @@
-"""Which ranks talk across hosts: few bytes over the links between them, more inside of each."""
+"""The communication between hosts: few bytes over the links between them, more inside each host."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Hashable, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Hierarchy:
-    """A rank's partners in a sum that is taken inside of hosts, and then across.
+    """A rank's partners in a sum that is computed inside hosts first, and then across.
 
-    With k ranks on each of h hosts a rank adds up a k-th of the whole for its host, and what it
-    gets across is that k-th alone: a host's link carries 2 (h - 1) / h of the whole each way, where
-    the shares of a flat exchange would carry k times that.
+    With k ranks on each of h hosts a rank sums a k-th of the whole for its host, and exchanges only that
+    k-th across hosts: 2 (h - 1) / h of the whole is sent over a host's link in each direction, and k times
+    as much in a flat exchange.
 
     Attributes:
         local: The members on this rank's host, in the order of the group.
-        across: The members that have its place there on each host.
+        across: The members with the same index on each host.
     """
 
     local: tuple[int, ...]
@@ -24,7 +24,7 @@ class Hierarchy:
 
 
 def hierarchy_of(ranks: Sequence[int], rank: int, hosts: Sequence[Hashable]) -> Hierarchy | None:
-    """How a group sums up over hosts.
+    """The hierarchy of a group over hosts.
 
     Args:
         ranks: The group's members, in order.
@@ -32,8 +32,8 @@ def hierarchy_of(ranks: Sequence[int], rank: int, hosts: Sequence[Hashable]) -> 
         hosts: The host of each rank of the world.
 
     Returns:
-        Its partners; None where that saves nothing, or cannot be: all are on one host, or hosts
-        have one each, or not equally many.
+        Its partners; None if a hierarchy saves nothing or is impossible: all members are on one host, or
+        hosts have one member each, or different numbers.
     """
     places: dict[Hashable, list[int]] = {}
     for member in ranks:
