@@ -198,7 +198,7 @@ def saved_at_an_address(folder: str) -> list:
     address, model = f"file://{folder}", model_of()
     lock = lock_on(address, world_of(model))
     retention = Retention(address, 2, None)
-    retention.begin(is_chief=True)
+    retention.begin()
     saver = Saver(address, model)
     paths = []
     for step in (0, 1, 2):
@@ -223,7 +223,7 @@ def saved_at_an_address(folder: str) -> list:
     found: list = [numbers()]
     chunk = paths[2] / "arrays/model/first/kernel/c/0/0"
     chunk.write_bytes(bytes(chunk.stat().st_size))
-    found.append(said(paths[2], "kernel/c/0/0 is damaged: its content is not what was written"))
+    found.append(said(paths[2], "kernel/c/0/0 is corrupt: digest mismatch"))
     found.append(numbers())
     (paths[1] / "arrays/model/first/bias/c/0").unlink()
     found.append(said(paths[1], "bias/c/0 is missing"))

@@ -58,11 +58,11 @@ def change_manifest(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (truncate, "kernel/c/0/0 is damaged: it has 66 bytes, 132 were written"),
-        (flip, "kernel/c/0/0 is damaged: its content is not what was written"),
+        (truncate, "kernel/c/0/0 is corrupt: expected 132 bytes, found 66 bytes"),
+        (flip, "kernel/c/0/0 is corrupt: digest mismatch"),
         (lose_chunk, "kernel/c/0/0 is missing"),
         (lose_manifest, None),
-        (cut_manifest, "manifest.json is damaged"),
+        (cut_manifest, "manifest.json is corrupt"),
         (change_manifest, "checksum"),
     ],
 )
@@ -72,7 +72,7 @@ def test_the_checkpoint_before_is_taken(one_process, two, tmp_path, damage, said
     # Asked for by its own path, it is an error, and the model stays as it was.
     kind, text, values = call(one_process, damage_programs.restored, str(two[1]))
     assert kind == "StorageError", text
-    assert re.search(said or "no manifest|no complete checkpoint", text), text
+    assert re.search(said or "the manifest is missing|no complete checkpoint", text), text
     assert "\n" not in text
     assert values == {-1.0}
     assert two[0].exists() and two[1].exists()
@@ -101,7 +101,7 @@ def test_a_folder_that_cannot_be_written(one_process):
         call(one_process, damage_programs.kept, "/dev/null/x", every_steps=2)
     except Exception as error:
         kind, text = type(error).__name__, str(error)
-    assert "/dev/null/x: cannot write" in text, (kind, text)
+    assert "Could not write to /dev/null/x" in text, (kind, text)
 
 
 def test_a_fit_that_does_not_begin_says_why(one_process, tmp_path):
@@ -112,7 +112,7 @@ def test_a_fit_that_does_not_begin_says_why(one_process, tmp_path):
 def test_a_full_disk(one_process, two, tmp_path):
     kind, text = call(one_process, damage_programs.saved_on_a_full_disk, str(tmp_path))
     assert kind == "StorageError"
-    assert "cannot write" in text and "\n" not in text
+    assert "Could not write" in text and "\n" not in text
     assert call(one_process, damage_programs.restored, str(tmp_path)) == {2.0}
 
 

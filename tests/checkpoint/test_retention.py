@@ -106,7 +106,7 @@ def test_names_lead_nowhere_else(one_process, tmp_path):
 def test_an_object_store(one_process, tmp_path):
     """By way of what TensorStore calls a key-value store; its driver of files stands in for one."""
     found = call(one_process, damage_programs.saved_at_an_address, str(tmp_path))
-    damaged = "kernel/c/0/0 is damaged: its content is not what was written"
+    damaged = "kernel/c/0/0 is corrupt: digest mismatch"
     assert found == [{2.0}, damaged, {1.0}, "bias/c/0 is missing"]
     assert not os.path.exists(tmp_path / "tfdist.lock")
 
@@ -150,7 +150,7 @@ def test_a_wrong_path(function, value):
         "restore": lambda: checkpoint.restore(value, None),
         "latest": lambda: checkpoint.latest(value),
     }
-    with pytest.raises((TypeError, ValueError), match=r"is (a|the) ") as error:
+    with pytest.raises((TypeError, ValueError), match=r"must be (a|the) ") as error:
         calls[function]()
     assert "Received: " in str(error.value) and "\n" not in str(error.value)
 

@@ -264,7 +264,9 @@ def train(
             if pipeline is not None:
                 model = PipelineModel(model, **{"num_microbatches": 2, **pipeline})
                 partition = model.partition
-                stages = [[k.name for k in partition.links(s)] for s in range(partition.num_stages)]
+                stages = [
+                    [k.name for k in partition.segments(s)] for s in range(partition.num_stages)
+                ]
             kinds = {
                 "sgd": lambda: keras.optimizers.SGD(0.05),
                 "adamw": lambda: keras.optimizers.AdamW(1e-2, global_clipnorm=1.0),

@@ -33,22 +33,22 @@ def untrained(trained, ends):
 
 def test_balance_is_as_good_as_the_best_of_all_cuts():
     random = np.random.default_rng(0)
-    for links, stages in itertools.product(range(1, 9), range(1, 5)):
-        if stages > links:
+    for segments, stages in itertools.product(range(1, 9), range(1, 5)):
+        if stages > segments:
             continue
-        costs = random.integers(0, 20, links).tolist()
-        trained = (random.random(links) < 0.5).tolist()
-        for of_links in (None, trained):
-            ends = balance(costs, stages, of_links)
+        costs = random.integers(0, 20, segments).tolist()
+        trained = (random.random(segments) < 0.5).tolist()
+        for of_segments in (None, trained):
+            ends = balance(costs, stages, of_segments)
             assert len(ends) == stages
-            assert ends[-1] == links
+            assert ends[-1] == segments
             assert list(ends) == sorted(set(ends))
             best = min(
-                (untrained(of_links, ends), dearest(costs, ends))
-                for cut in itertools.combinations(range(1, links), stages - 1)
-                for ends in [(*cut, links)]
+                (untrained(of_segments, ends), dearest(costs, ends))
+                for cut in itertools.combinations(range(1, segments), stages - 1)
+                for ends in [(*cut, segments)]
             )
-            assert (untrained(of_links, ends), dearest(costs, ends)) == best
+            assert (untrained(of_segments, ends), dearest(costs, ends)) == best
 
 
 def dense_stack(layers=4):
@@ -57,9 +57,9 @@ def dense_stack(layers=4):
 
 def test_a_list_becomes_a_chain_without_values():
     chain = Chain(dense_stack())
-    assert [link.name for link in chain.links] == ["d0", "d1", "d2", "d3"]
-    assert [link.parameters for link in chain.links] == [42] * 4
-    assert all(without_values(v) for link in chain.links for v in link.variables)
+    assert [segment.name for segment in chain.segments] == ["d0", "d1", "d2", "d3"]
+    assert [segment.parameters for segment in chain.segments] == [42] * 4
+    assert all(without_values(v) for segment in chain.segments for v in segment.variables)
 
 
 def test_deferred_weights_are_those_that_the_model_would_have_drawn():
@@ -86,31 +86,31 @@ def test_shortcuts_are_not_cut():
         y = keras.layers.Dense(8, name=f"down{number}")(y)
         x = keras.layers.Add(name=f"add{number}")([x, y])
     chain = Chain(keras.Model(inputs, x))
-    assert [link.name for link in chain.links] == [
+    assert [segment.name for segment in chain.segments] == [
         "in",
         "up0 + down0 + add0",
         "up1 + down1 + add1",
     ]
 
 
-def test_links_one_after_the_other_are_the_model():
+def test_segments_one_after_the_other_are_the_model():
     model = models.convnet((12, 12, 1), 5, dropout=0.0)
     x = np.random.default_rng(0).normal(size=(3, 12, 12, 1)).astype("float32")
     chain = Chain(model)
     tensors = chain.flat_inputs(x)
-    for link in chain.links:
-        (number,) = link.makes
-        tensors |= link(tensors, training=False)
-        assert link.after == (number,)
+    for segment in chain.segments:
+        (number,) = segment.makes
+        tensors |= segment(tensors, training=False)
+        assert segment.after == (number,)
     y = tensors[number]
     np.testing.assert_allclose(y, model(x), rtol=1e-6)
 
 
-def test_a_tied_embedding_is_in_two_links():
+def test_a_tied_embedding_is_in_two_segments():
     model = models.gpt(50, num_layers=1, width=16, num_heads=2, max_length=8)
     chain = Chain(model)
-    assert chain.links[0].layers == chain.links[-1].layers
-    held = [{id(variable) for variable in link.variables} for link in chain.links]
+    assert chain.segments[0].layers == chain.segments[-1].layers
+    held = [{id(variable) for variable in segment.variables} for segment in chain.segments]
     assert len(held[0] & held[-1]) == 1
     assert sum(map(len, held)) == len(set.union(*held)) + 1
 
@@ -140,11 +140,11 @@ def test_cuts():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_ranks": 5}, "chain of 4 parts cannot be cut into 5 stages"),
+        ({"num_ranks": 5}, "chain of 4 parts cannot be split into 5 stages"),
         ({"num_ranks": 2, "cut": [1, 2]}, r"4 in all. Received: cut=\[1, 2\]"),
         ({"num_ranks": 2, "cut": "odd"}, "'even', 'cyclic', or .* Received: cut='odd'"),
         ({"num_ranks": 3, "cut": "cyclic"}, "4 parts for 3 ranks x 1 chunks"),
-        ({"num_ranks": 2, "cost": "memory"}, "`cost` is 'flops', .* Received: cost='memory'"),
+        ({"num_ranks": 2, "cost": "memory"}, "`cost` must be 'flops', .* Received: cost='memory'"),
         (
             {"num_ranks": 2, "cost": [1.0]},
             r"each of the 4 parts of the chain. Received: cost=\[1.0\]",
@@ -171,13 +171,13 @@ class Subclassed(keras.Model):
         (Subclassed, "a Sequential or a functional model, .* of type Subclassed"),
         (
             lambda: [keras.layers.Dense(3)],
-            r"begins with the `keras.Input`.* Received: \[<Dense .*, with Dense first",
+            r"must begin with the `keras.Input`.* Received: \[<Dense .*, with Dense first",
         ),
         (list, r"Received: \[\], with an empty list first"),
         (lambda: keras.Sequential([keras.layers.Dense(2)]), "has no input shape yet"),
         (
             lambda: keras.Sequential([keras.Input((None, 4)), keras.layers.Dense(2)]),
-            r"of `dense.*` has the shape \(None, None, 4\): FLOPs can be",
+            r"FLOPs requires .* of `dense.*` of shape \(None, None, 4\)",
         ),
     ],
 )
@@ -192,12 +192,12 @@ def test_measured_costs_see_what_takes_long():
     chain = Chain(layers)
     seconds = measure_seconds(chain, rows=512, repeats=21)
     assert min(seconds[0], seconds[2]) > 2 * max(seconds[3], seconds[4]) > 0
-    assert all(without_values(v) for link in chain.links for v in link.variables)
+    assert all(without_values(v) for segment in chain.segments for v in segment.variables)
     assert make_partition(chain, 2, cost=seconds).ends[0] in (1, 2)
     partition = make_partition(chain, 2, cost="seconds")
     assert len(partition.costs) == 5 and partition.num_stages == 2
 
 
 def test_only_known_shapes_can_be_measured():
-    with pytest.raises(ValueError, match="only the number of rows is open"):
+    with pytest.raises(ValueError, match="Only the number of rows may be undefined"):
         measure_seconds(Chain([keras.Input((None, 4)), keras.layers.Dense(2)]))

@@ -110,13 +110,13 @@ def test_a_deadlock_is_found_and_told():
     first = good.actions[0]
     backward_first = [first[0], first[2], first[1], first[3]]
     bad = with_actions(good, 1, [*good.actions[1][2:], *good.actions[1][:2]])
-    with pytest.raises(ValueError, match=r"comes to a halt: rank 0 at B0@0, which needs B0@1"):
+    with pytest.raises(ValueError, match=r"it deadlocks: rank 0 at B0@0, which requires B0@1"):
         check_schedule(with_actions(bad, 0, backward_first))
 
 
 def test_missing_and_repeated_actions_are_found():
     good = make_schedule("gpipe", 2, 2)
-    with pytest.raises(ValueError, match=r"Rank 1 .* Missing or foreign: \['B1@1'\]"):
+    with pytest.raises(ValueError, match=r"Rank 1 .* Missing or unexpected: \['B1@1'\]"):
         check_schedule(with_actions(good, 1, [a for a in good.actions[1] if str(a) != "B1@1"]))
     with pytest.raises(ValueError, match="some are repeated"):
         check_schedule(with_actions(good, 0, [*good.actions[0], good.actions[0][0]]))
@@ -127,15 +127,21 @@ def test_missing_and_repeated_actions_are_found():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("2f2b", 2, 4), r"`name` is one of '1f1b', 'gpipe'.*Received: name='2f2b'"),
-        (("1f1b", 0, 4), "`num_ranks` is an int of at least 1. Received: num_ranks=0"),
+        (("2f2b", 2, 4), r"`name` must be one of '1f1b', 'gpipe'.*Received: name='2f2b'"),
+        (("1f1b", 0, 4), "`num_ranks` must be an int of at least 1. Received: num_ranks=0"),
         (
             ("1f1b", 2, 0),
-            "`num_microbatches` is an int of at least 1. Received: num_microbatches=0",
+            "`num_microbatches` must be an int of at least 1. Received: num_microbatches=0",
         ),
-        (("interleaved", 4, 6), "divides by it. Received: 6 micro-batches, pipeline=4"),
-        (("interleaved", 2, 4, 0), "`chunks` is an int of at least 1 or None. Received: chunks=0"),
-        (("gpipe", 2, 4, 2), "Only the interleaved schedule .* Received: 'gpipe' with chunks=2"),
+        (
+            ("interleaved", 4, 6),
+            "multiple of the pipeline size. Received: 6 micro-batches, pipeline=4",
+        ),
+        (
+            ("interleaved", 2, 4, 0),
+            "`chunks` must be an int of at least 1 or None. Received: chunks=0",
+        ),
+        (("gpipe", 2, 4, 2), "require the interleaved schedule. Received: 'gpipe' with chunks=2"),
     ],
 )
 def test_refusals(arguments, message):

@@ -167,16 +167,16 @@ def test_sizes_that_a_model_leaves_open_may_be_given():
     given = make_partition(Chain(lm, (several.LENGTH,)), 2)
     assert "unknown" not in given.table()
     with pytest.raises(
-        ValueError, match=r"Give `input_shape` or the model's Input all other sizes"
+        ValueError, match=r"Define all other sizes in `input_shape` or the model's Input"
     ):
         make_partition(Chain(lm), 2)
     assert all(seconds > 0 for seconds in measure_seconds(Chain(lm, (several.LENGTH,)), rows=2))
 
 
 REFUSALS = {
-    "shape": "ValueError: The input `padding_mask` has the shape (2, None): a rank must know",
+    "shape": "must know the shapes of the tensors it receives. Received: the input `padding_mask` has the shape (2, None)",
     "inputs": "has the inputs ['padding_mask', 'token_ids']. Received tensors of shapes {'token_ids'",
-    "rows": "Outputs of a pipeline have a row for each of the batch",
+    "rows": "Outputs of a pipeline must have a row for each of the batch",
 }
 
 

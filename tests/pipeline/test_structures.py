@@ -110,8 +110,8 @@ def test_as_the_whole_model(pool, one_process, kind):
 
 
 def test_no_cut_where_a_mask_leads_on():
-    links = Chain(masked()).links
-    assert [[type(layer).__name__ for layer in link.layers] for link in links] == [
+    segments = Chain(masked()).segments
+    assert [[type(layer).__name__ for layer in segment.layers] for segment in segments] == [
         ["Embedding", "LSTM", "GlobalAveragePooling1D"],
         ["Dense"],
         ["Dense"],

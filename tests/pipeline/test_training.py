@@ -168,12 +168,12 @@ def test_the_graph_grows_with_micro_batches_and_no_faster(pool):
 
 
 REFUSALS = {
-    "stages": "ValueError: A chain of 1 parts cannot be cut into 2 stages",
-    "untrained": "Rank 0 of the pipeline would have no weights to train: rescaling",
-    "shape": "ValueError: The inputs have the shape (4, None, 4): a rank must know",
-    "rows": "divide into 2 equal micro-batches",
-    "unknown-rows": "divide into 2 equal micro-batches",
-    "call": "This rank holds a part of",
+    "stages": "ValueError: A chain of 1 parts cannot be split into 2 stages",
+    "untrained": "Each rank of a pipeline requires trainable weights. Received: none on rank 0 in rescaling",
+    "shape": "must know the shapes of the tensors it receives. Received: the inputs have the shape (4, None, 4)",
+    "rows": "must be divisible by 2, the number of micro-batches",
+    "unknown-rows": "must be divisible by 2, the number of micro-batches",
+    "call": "cannot be called on one rank, which holds only a part of it",
 }
 
 

@@ -193,13 +193,13 @@ def test_within_a_budget_the_least_time_is_taken():
 
 def test_what_cannot_be_is_refused():
     dense = keras.layers.Dense(2)
-    with pytest.raises(ValueError, match="policy='sqrt' is for a model"):
+    with pytest.raises(ValueError, match="policy='sqrt' requires a model"):
         recompute(dense, "sqrt")
     with pytest.raises(ValueError, match="Received: policy='all'"):
         recompute(chain(2), "all")
     with pytest.raises(ValueError, match="budget=None"):
         recompute(chain(2), "budget")
-    with pytest.raises(ValueError, match="none that is known"):
+    with pytest.raises(ValueError, match="attention layers with a known core"):
         recompute(chain(2), "selective")
     with pytest.raises(ValueError, match="within budget=8"):
         recompute(chain(2), "budget", budget=8)

@@ -26,7 +26,6 @@ from tfdist.extend import LayerSplit
 #: What is not public, and checks its arguments all the same.
 INNER = [
     "tfdist.runtime.save_interval.young_daly",
-    "tfdist.checkpoint.saving.begin_save",
     "tfdist.addons.datasets.loading.rank_split",
     "tfdist.addons.datasets.loading.read_config",
     "tfdist.addons.monitoring.memory.PeakMemory",
@@ -176,7 +175,6 @@ _BY_NAME: dict[str, Callable[[], Any]] = {
     "path": lambda: "checkpoints",
     "preset": lambda: "preset",
     "save.model": _model,
-    "begin_save.model": _model,
     "restore.model": _model,
     "step": lambda: 1,
     "save_seconds": lambda: 1.0,
@@ -225,7 +223,7 @@ LEGAL: dict[str, set[str]] = {
     "tfdist.addons.slow_links.DiLoCo.overlap": {"zero"},
     "tfdist.addons.slow_links.OneBitAdam.learning_rate": {"zero point"},
     **{
-        f"tfdist.addons.slow_links.local_sgd.*.{name}": _ZERO
+        f"tfdist.addons.slow_links.*.{name}": _ZERO
         for name in ("outer_momentum", "slow_momentum", "mixing")
     },
     "*.seed": {"zero"},
@@ -249,6 +247,7 @@ LEGAL: dict[str, set[str]] = {
     "tfdist.addons.compat.horovod.LearningRateWarmupCallback.warmup_epochs": _ZERO,
     "tfdist.learning_rate.ScaledWarmup.warmup_steps": {"zero"},
     "tfdist.checkpoint.*.directory": {"newline", *_ANY_NAME},
+    "tfdist.callbacks.Checkpointer.directory": {"newline", *_ANY_NAME},
     "tfdist.checkpoint.*.path": {"newline", *_ANY_NAME},
     "tfdist.checkpoint.*.step": {"zero"},
     "tfdist.checkpoint.*.state": {"dict"},
@@ -354,7 +353,7 @@ def _is_called_by_users(value: Any) -> bool:
     if inspect.isfunction(value):
         return True
     if value is tfdist.checkpoint.saving.Save:
-        return False  # What `begin_save` returns.
+        return False  # What `Saver.begin` returns.
     # Records are read, errors are caught, and what is abstract or another library's is not made.
     return (
         inspect.isclass(value)

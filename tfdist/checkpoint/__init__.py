@@ -1,4 +1,4 @@
-"""Checkpoints of named global arrays: what one mesh has saved, any other can restore."""
+"""Checkpoints of named global arrays, which any mesh can restore."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tfdist.checkpoint.restoring import restore as restore
     from tfdist.checkpoint.saving import save as save
 
-#: Launchers look at locks without TensorFlow.
+#: Imported on first use, because launchers inspect locks without importing TensorFlow.
 _HOMES = {
     "CheckpointError": "tfdist.checkpoint.errors",
     "latest": "tfdist.checkpoint.directory",

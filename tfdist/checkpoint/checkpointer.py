@@ -1,4 +1,4 @@
-"""The callback that saves a training, and lets it go on where the last save stands."""
+"""The callback that saves checkpoints during training, and resumes from the newest one."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ from tfdist.backend.clock.stamps import timer
 from tfdist.backend.keras.attributes import initial_epoch
 from tfdist.checkpoint.directory import folders, lost
 from tfdist.checkpoint.directory_lock import DirectoryLock, InUseError
+from tfdist.checkpoint.errors import StorageError, report_in_one_line
 from tfdist.checkpoint.fit_state import FitState, check_state
-from tfdist.checkpoint.recovery import Progress, Recovery, room_words, tell
-from tfdist.checkpoint.reporting import report_in_one_line
+from tfdist.checkpoint.recovery import Progress, Recovery, report, space_report
 from tfdist.checkpoint.restoring import restore_checked
 from tfdist.checkpoint.retention import Retention
-from tfdist.checkpoint.saving import Save, Saver, lock_on
-from tfdist.checkpoint.storage import Storage, StorageError
+from tfdist.checkpoint.saving import Save, Saver, lock_on, run_on_chief
+from tfdist.checkpoint.storage import Storage
 from tfdist.collectives import all_reduce
-from tfdist.collectives.objects import broadcast_object
 from tfdist.data.position import DataPosition
 from tfdist.runtime.directories import checked_directory
 from tfdist.runtime.exit_codes import PREEMPTED
@@ -39,44 +38,44 @@ from tfdist.step.hooks import FitContext, FitHook, fit_hooks
 from tfdist.utils import checks
 
 _logger = logging.getLogger("tfdist")
-#: How far apart, in time, the ranks agree on whether to save.
+#: The interval at which ranks agree on whether to save.
 _AGREE_SECONDS = 1.0
 
 
 class Checkpointer(keras.callbacks.Callback, FitHook):
-    """Saves while `fit` trains; a `fit` that is started again goes on from the last save.
+    """Saves checkpoints during `fit`, which resumes from the newest one when it is started again.
 
-    What is saved is all that decides how training goes on: weights, optimizer, loss scale, metrics,
-    the epoch and the place in the data, random states, the history, and what EarlyStopping,
-    ReduceLROnPlateau and ModelCheckpoint have counted. A program that sets a seed and goes on upon
-    the same mesh ends with the very weights of one that was never interrupted. On another mesh, too,
-    it goes on with the same samples.
+    A checkpoint contains all that determines the rest of the training: weights, optimizer, loss scale,
+    metrics, the epoch and the position in the data, random states, the history, and the counters of
+    EarlyStopping, ReduceLROnPlateau and ModelCheckpoint. A program that sets a seed and resumes on the
+    same mesh ends with bitwise the same weights as one that was never interrupted. On a different mesh
+    it resumes with the same samples.
 
-    Writing goes on beside training, which waits only for the copy of this rank's part; one save at
-    a time is under way. On SIGTERM, to any rank, all ranks save once and exit with code 76.
+    Files are written in the background. Training only waits for the copy of this rank's part, and for
+    the previous save. On SIGTERM to any rank, all ranks save once and exit with code 76.
 
     Args:
-        directory: Where checkpoints are kept: see `tfdist.checkpoint.save`.
-        every_steps: Saves every so many training steps.
-        every_seconds: Saves every so many seconds.
-        every: "auto" saves as often as loses the least, by Daly's formula (`young_daly`), from what
-            a save was measured to cost and `failure_seconds`. The default, where neither steps nor
-            seconds are given.
+        directory: The directory of the checkpoints: see `tfdist.checkpoint.save`.
+        every_steps: The number of training steps between two saves.
+        every_seconds: The number of seconds between two saves.
+        every: "auto" for the interval that loses the least time by Daly's formula (`young_daly`), given
+            the measured cost of a save and `failure_seconds`. The default, if neither steps nor seconds
+            are given.
         failure_seconds: The mean time between failures of the whole job.
-        keep_last: How many of the newest checkpoints are kept; None keeps all.
-        keep_every: Checkpoints of every step that this divides are kept for good.
-        asynchronous: Whether training goes on while a checkpoint is written.
-        resume: Whether to go on from the last checkpoint in `directory`, where there is one.
-        batch_size: The samples of a global batch. Only needed where it may change between a save
-            and the next start, and the data set does not tell it by its `element_spec`.
+        keep_last: The number of the newest checkpoints to keep; None keeps all.
+        keep_every: Checkpoints of steps that are multiples of this are never deleted.
+        asynchronous: Whether training continues while a checkpoint is written.
+        resume: Whether to resume from the newest checkpoint in `directory`, if there is one.
+        batch_size: The number of samples of a global batch. Only required if it may change between a
+            save and the next start, and is not part of the `element_spec` of the dataset.
 
     Raises:
-        TypeError: An argument has another type.
-        ValueError: An argument is out of its range, or more than one of `every_steps`,
-            `every_seconds` and `every` is given.
+        TypeError: An argument has a wrong type.
+        ValueError: An argument is out of range, or more than one of `every_steps`, `every_seconds` and
+            `every` is given.
     """
 
-    # What it does at the end of a batch is counting, which Keras may do beside the next step.
+    # The end of a batch is only counted, which Keras may do in parallel with the next step.
     async_safe = True
     reads_batch_logs = False
 
@@ -99,8 +98,8 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         chosen = {name: value for name, value in given.items() if value is not None}
         if len(chosen) > 1:
             raise ValueError(
-                "Saves follow one of `every_steps`, `every_seconds` and `every`. Received: "
-                f"{', '.join(f'{name}={value!r}' for name, value in chosen.items())}."
+                "`every_steps`, `every_seconds` and `every` cannot be combined. Received: "
+                f"{', '.join(f'{name}={value!r}' for name, value in chosen.items())}. Pass only one."
             )
         checks.one_of("every", every, ("auto",), optional=True)
         self.directory = checked_directory(directory)
@@ -138,31 +137,31 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
             self._let_go()
 
     def _let_go(self) -> None:
-        """What `fit` leaves when it ends, well or not."""
+        """Cleans up at the end of `fit`, also after an exception."""
         self._position = None
-        if self.model is not None:  # Else `fit` has failed before it began.
+        if self.model is not None:  # Else `fit` has failed before training.
             initial_epoch.set(self.model, None)
         if self._before is not None and not self._terminated.is_set():
             signal.signal(signal.SIGTERM, self._before)
         self._before = None
         if self._directory_lock is not None:
-            # A save that is still under way holds the lock until it ends.
-            save, self._under_way = self._under_way, None
-            if save is not None:
-                save.give_up()
+            # The lock is held until an unfinished save has ended.
+            if self._under_way is not None:
+                self._under_way.give_up()
+                self._under_way = None
             self._directory_lock.release()
             self._directory_lock = None
 
     # -- the training ---------------------------------------------------------------------------
 
     def on_train_begin(self, logs=None):
-        """Goes on from the last checkpoint, where there is one."""
+        """Resumes from the newest checkpoint, if there is one."""
         strategy: Any = self.model.distribute_strategy
         if self._position is None or not hasattr(strategy, "engine"):
             raise ValueError(
-                "Checkpointer works with the `fit` of a model that was made in the scope of a "
-                f"strategy of tfdist. Received: a model under {type(strategy).__name__}. For one "
-                "process there is `tfdist.strategies.LocalStrategy`."
+                "Checkpointer requires `fit` of a model that was made in the scope of a strategy of "
+                f"tfdist. Received: a model under {type(strategy).__name__}. Use "
+                "`tfdist.strategies.LocalStrategy` for a single process."
             )
         self._group = strategy.group()
         self._kept = kept_states_of(self.model, fit_hooks(self.model, self._callbacks))
@@ -173,134 +172,121 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         self._resumed: dict[str, Any] | None = None
         report_in_one_line()
         self._directory_lock = lock_on(self.directory, self._group)
-        found_some = self._found_some()
+        has_checkpoint = run_on_chief(self._prepare_directory, self._group, "latest")
         self._progress = Progress(self.directory) if self._group.rank == 0 else None
         self._recovery: Recovery | None = None
-        if found_some and self._resumes:
-            if self._progress is not None:
-                self._recovery = Recovery(down_since(), self._progress.read())
-            manifest = restore_checked(self.directory, self.model, check_state, self._kept)
-            self._resumed, self._step = manifest.state, manifest.step
-            self._resumed_batch = self._state.resume(manifest.state)
-            # `fit` gives all ranks the chief's variables now, and then begins to count anew.
-            counted = [v for metric in self.model.metrics for v in metric.variables]
-            counted += layer_states(self.model)
-            self._counted = [(variable, variable.numpy()) for variable in counted]
-            _logger.info(
-                "Training goes on from step %d, epoch %d.", self._step, manifest.state["epoch"]
-            )
-            if self._recovery is not None:
-                self._recovery.note_loaded(self._step)
-        self._tell_of_room()
+        if has_checkpoint and self._resumes:
+            self._restore()
+        self._report_space()
         self._saved_step, self._saved_at = self._step, time.monotonic()
         self._costs = self._writes = 0.0
-        self._looked_step, self._looked_at, self._next_look = (
-            self._step,
-            time.monotonic(),
-            self._step + 1,
-        )
+        self._looked_step, self._looked_at = self._step, self._saved_at
+        self._next_look = self._step + 1
         self._terminated.clear()
-        self._handle_sigterm()
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _prepare_directory(self) -> bool:
+        """On the chief: tests whether the directory is writable; returns if it has checkpoints."""
+        # Deletes the files of failed saves, which may have filled the disk.
+        self._retention.begin()
+        Storage(self.directory).check_writable()
+        if any(folders(self.directory).values()):
+            return True
+        for line in lost(self.directory):
+            _logger.warning("%s Training starts from scratch.", line)
+        return False
+
+    def _restore(self) -> None:
+        if self._progress is not None:
+            self._recovery = Recovery(down_since(), self._progress.read())
+        manifest = restore_checked(self.directory, self.model, check_state, self._kept)
+        self._resumed, self._step = manifest.state, manifest.step
+        self._resumed_batch = self._state.resume(manifest.state)
+        # Saved here, because `fit` now broadcasts the chief's variables, and then resets metrics.
+        counted = [v for metric in self.model.metrics for v in metric.variables]
+        counted += layer_states(self.model)
+        self._counted = [(variable, variable.numpy()) for variable in counted]
+        epoch = manifest.state["epoch"]
+        _logger.info("Training resumes from step %d, epoch %d.", self._step, epoch)
+        if self._recovery is not None:
+            self._recovery.note_loaded(self._step)
 
     def on_epoch_begin(self, epoch, logs=None):
-        """Saves what the epoch before has left; gives back what was counted."""
+        """Saves if it is time; restores metrics in the first epoch after a resume."""
         self._first_batch = 0
         self._epoch, self._epoch_step, self._ended = epoch, self._step, 0
         resumed, self._resumed = self._resumed, None
         if resumed is not None:
             self._state.resume_callbacks(resumed)
             self._first_batch = self._resumed_batch
-            if self._first_batch:
-                for variable, value in self._counted:
-                    variable.assign(value)
+            for variable, value in self._counted if self._first_batch else ():
+                variable.assign(value)
             return
         self._save_if_due(0)
 
     def on_train_batch_begin(self, batch, logs=None):
-        """Saves what the step before has left, where it is time."""
+        """Saves the state after the previous step, if it is time."""
         self._step = self._epoch_step + batch - self._first_batch
-        self._tell_of_recovery()
+        self._report_recovery()
         if self._step > self._saved_step:
             self._save_if_due(batch)
 
     def on_train_batch_end(self, batch, logs=None):
-        """Counts."""
+        """Counts batches."""
         with self._lock:
             self._ended = max(self._ended, batch + 1 - self._first_batch)
 
     def on_epoch_end(self, epoch, logs=None):
-        """Counts."""
+        """Counts steps."""
         self._step = self._epoch_step + self._ended
 
     def on_train_end(self, logs=None):
-        """Saves the end, and waits for it."""
-        if self._resumed is not None:  # Nothing was left to train.
+        """Saves the final state, and waits for it."""
+        if self._resumed is not None:  # No epoch was left to train.
             self._state.resume_callbacks(self._resumed)
         elif self._step > self._saved_step:
-            # A training that a callback has stopped does not go on when it is started again.
+            # A training that a callback has stopped does not resume when it is started again.
             self._save(self.params["epochs"] if self.model.stop_training else self._epoch + 1, 0)
-        self._tell_of_recovery()
+        self._report_recovery()
         _, ends = self._agree()
         self._finish()
         if ends:
             self._end()
 
-    def _tell_of_room(self) -> None:
-        """What checkpoints take, beside the free space; not where the first step makes variables."""
+    def _report_space(self) -> None:
+        """Reports the space of checkpoints, unless the first step creates more variables."""
         optimizer = self.model.optimizer
         if self.model.built and optimizer is not None and optimizer.built:
-            said = room_words(self.directory, self.model, self._group, self._keep_last)
-            if said is not None:
-                tell(said, self.params.get("verbose", 0))
+            text = space_report(self.directory, self.model, self._group, self._keep_last)
+            if text is not None:
+                report(text, self.params.get("verbose", 0))
 
-    def _tell_of_recovery(self) -> None:
-        """How long it took, once training is back where it was."""
+    def _report_recovery(self) -> None:
+        """Reports the time of a recovery once it is over."""
         if self._recovery is not None and self._recovery.is_over(self._step):
-            tell(self._recovery.words(), self.params.get("verbose", 0))
+            report(self._recovery.words(), self.params.get("verbose", 0))
             self._recovery = None
-
-    def _found_some(self) -> bool:
-        """Whether there is a checkpoint; raises on all ranks where none can be written."""
-        found: Any = False
-        if self._group.rank == 0:
-            try:
-                # First what a failed save has left: it may have filled the disk.
-                self._retention.begin(is_chief=True)
-                Storage(self.directory).check_writable()
-                found = any(folders(self.directory).values())
-                if not found:
-                    for line in lost(self.directory):
-                        _logger.warning("%s Training begins anew.", line)
-            except StorageError as error:
-                found = error
-        found = broadcast_object(found, self._group, name="checkpoint/latest")
-        if isinstance(found, StorageError):
-            raise found
-        return found
 
     # -- when -----------------------------------------------------------------------------------
 
     def _save_if_due(self, batch: int) -> None:
-        """Saves where it is time; all ranks come here at the same step."""
+        """Saves if it is time; all ranks call this at the same step."""
         with timer("checkpoint"):
-            self._save_now_if_due(batch)
-
-    def _save_now_if_due(self, batch: int) -> None:
-        due = False
-        if self._every_steps:
-            due = self._step // self._every_steps > self._saved_step // self._every_steps
-        ends = False
-        if self._step >= self._next_look:
-            timed, ends = self._agree()
-            due = due or timed or ends
-        if due and self._step > self._saved_step:
-            self._save(self._epoch, batch)
-        if ends:
-            self._finish()
-            self._end()
+            due = ends = False
+            if self._every_steps:
+                due = self._step // self._every_steps > self._saved_step // self._every_steps
+            if self._step >= self._next_look:
+                timed, ends = self._agree()
+                due = due or timed or ends
+            if due and self._step > self._saved_step:
+                self._save(self._epoch, batch)
+            if ends:
+                self._finish()
+                self._end()
 
     def _agree(self) -> tuple[bool, bool]:
-        """Whether time says to save, as the chief's clock has it, and whether some rank is to end."""
+        """Whether to save by the chief's clock, and whether a rank has received SIGTERM."""
         now = time.monotonic()
         timed, ahead = False, 0
         if self._group.rank == 0:
@@ -318,12 +304,12 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         return bool(timed), bool(ends)
 
     def _seconds_left(self, now: float) -> float:
-        """Until the next save that goes by time."""
+        """The time until the next save, if saves depend on time."""
         if self._every_steps:
             return math.inf
         interval = self._every_seconds
         if interval is None:
-            # The first save comes at once, and is what the others are planned by.
+            # The first save is immediate, and its cost determines the interval of the others.
             interval = young_daly(self._costs, self._failure_seconds) if self._costs else 0.0
             interval = max(interval, self._writes)
         return interval - (now - self._saved_at)
@@ -343,7 +329,7 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         self._costs = self._saved_at - begun
 
     def _completed(self, path: str) -> None:
-        """On the chief, when a checkpoint was read back whole."""
+        """Called on the chief when a checkpoint was verified."""
         if self._directory_lock is not None:
             try:
                 self._directory_lock.check()
@@ -353,25 +339,20 @@ class Checkpointer(keras.callbacks.Callback, FitHook):
         note_newest(path)
 
     def _finish(self) -> None:
-        """Waits for the save that is under way."""
-        if self._under_way is None:
-            return
+        """Waits for the save in progress."""
         save, self._under_way = self._under_way, None
-        save.wait()
-        self._writes = save.seconds
+        if save is not None:
+            save.wait()
+            self._writes = save.seconds
 
     # -- SIGTERM --------------------------------------------------------------------------------
 
-    def _handle_sigterm(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
-
     def _on_sigterm(self, number, frame) -> None:
         self._terminated.set()
-        # Who sends it a second time does not want to wait.
+        # A second SIGTERM ends the process without a save.
         signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
 
     def _end(self) -> None:
         if self._group.rank == 0:
-            _logger.warning("Told to end: saved after step %d.", self._step)
+            _logger.warning("Received SIGTERM: saved after step %d.", self._step)
         raise SystemExit(PREEMPTED)

@@ -1,7 +1,7 @@
-"""How a global array is cut into chunks, and what the bytes of a chunk mean.
+"""How a global array is split into chunks, and the content of a chunk's file.
 
-The layout is that of zarr 3 with the codecs `bytes` (little endian) and `crc32c`, so that any reader of
-zarr can open an array; a chunk at the edge is as long as any other.
+The layout is zarr 3 with the codecs `bytes` (little endian) and `crc32c`, so any zarr reader can open an
+array. Chunks at the edge of an array are padded to the full size.
 """
 
 from __future__ import annotations
@@ -19,27 +19,32 @@ import tensorstore as ts
 from tfdist.checkpoint.errors import StorageError
 
 Box = tuple[slice | int, ...]
+Place = tuple[int, ...]
 
-#: A chunk is the unit of reading, of digests and of what several ranks may write at once.
+#: A chunk is the unit of reading, of digests and of parallel writes by several ranks.
 CHUNK_BYTES = 16 << 20
-#: What the codec `crc32c` appends.
+#: The size of the checksum that the codec `crc32c` appends.
 CRC_BYTES = 4
-#: File systems take no longer names; some room is left for what TensorStore appends.
+#: Below the limit of file systems, with room for TensorStore's suffixes.
 _NAME_BYTES = 200
-#: The files of an array, for which no array below it may be taken.
+#: Names of an array's own files, which no array below it may use.
 _OWN_NAMES = ("c", "zarr.json")
 
 
 def item_bytes(dtype: str) -> int:
-    """The bytes of one number; a `ValueError` for a dtype whose numbers have no fixed size."""
+    """The size of one element in bytes.
+
+    Raises:
+        ValueError: Elements of this dtype have no fixed size.
+    """
     found = ts.dtype(dtype).numpy_dtype
     if found.hasobject or found.itemsize < 1:
-        raise ValueError(f"`{dtype}` is not the dtype of numbers.")
+        raise ValueError(f"`{dtype}` is not a numeric dtype.")
     return found.itemsize
 
 
 def chunk_shape_of(shape: Sequence[int], dtype: str) -> tuple[int, ...]:
-    """The shape of a chunk: rows, as many as fit, or parts of a row."""
+    """The shape of a chunk: the largest number of whole rows that fits, or a part of a row."""
     left = max(1, CHUNK_BYTES // item_bytes(dtype))
     found: list[int] = []
     for axis, size in enumerate(shape):
@@ -51,14 +56,14 @@ def chunk_shape_of(shape: Sequence[int], dtype: str) -> tuple[int, ...]:
 
 
 def chunk_count(shape: Sequence[int], chunk: Sequence[int]) -> int:
-    """How many chunks there are; none of an array without numbers."""
+    """The number of chunks; zero for an array without elements."""
     return math.prod(-(-size // part) for size, part in zip(shape, chunk, strict=True))
 
 
 def folder_of_array(name: str) -> str:
-    """Where the files of an array lie in its checkpoint.
+    """The folder of an array's files in its checkpoint.
 
-    A name may have been chosen by a user, so nothing in it may lead elsewhere.
+    Users choose names, so no name may lead out of the checkpoint.
     """
     return "arrays/" + "/".join(_safe(part) for part in name.split("/"))
 
@@ -73,15 +78,20 @@ def _safe(part: str) -> str:
     return f"{found[: _NAME_BYTES - 40]}~{digest}"
 
 
-def chunk_keys(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[tuple[tuple[int, ...], str]]:
-    """The place of each chunk in the grid, and its file below the array's folder."""
+def chunk_keys(shape: Sequence[int], chunk: Sequence[int]) -> Iterator[tuple[Place, str]]:
+    """The index of each chunk in the grid, and its file below the array's folder."""
     grid = [range(-(-size // part)) for size, part in zip(shape, chunk, strict=True)]
     for place in itertools.product(*grid):
-        yield place, "/".join(["c", *map(str, place)])
+        yield place, chunk_key(place)
+
+
+def chunk_key(place: Place) -> str:
+    """The file of a chunk below the array's folder, by its index in the grid."""
+    return "/".join(["c", *map(str, place)])
 
 
 def metadata_of(shape: Sequence[int], dtype: str, chunk: Sequence[int]) -> dict[str, Any]:
-    """What `zarr.json` says of an array."""
+    """The description of an array in zarr's terms."""
     return {
         "shape": list(shape),
         "data_type": dtype,
@@ -94,13 +104,20 @@ def metadata_of(shape: Sequence[int], dtype: str, chunk: Sequence[int]) -> dict[
 
 
 def decode(content: bytes, chunk: Sequence[int], dtype: str, *, checks: bool) -> np.ndarray:
-    """The numbers of a chunk, from the bytes of its file; a `StorageError` if they are damaged.
+    """Decodes a chunk from the bytes of its file.
 
-    The checksum at its end is compared where `checks` says so; not where a digest was.
+    Args:
+        content: The bytes.
+        chunk: The shape of a chunk.
+        dtype: The dtype.
+        checks: Whether to verify the checksum at the end; not needed if a digest was verified.
+
+    Raises:
+        StorageError: The bytes are corrupt.
     """
     expected = math.prod(chunk) * item_bytes(dtype) + CRC_BYTES
     if len(content) != expected:
-        raise StorageError(f"it has {len(content):,} bytes, {expected:,} are right")
+        raise StorageError(f"expected {expected:,} bytes, found {len(content):,} bytes")
     if checks:
         return _checked(content, chunk, dtype)
     kind = ts.dtype(dtype).numpy_dtype
@@ -108,79 +125,78 @@ def decode(content: bytes, chunk: Sequence[int], dtype: str, *, checks: bool) ->
 
 
 def _checked(content: bytes, chunk: Sequence[int], dtype: str) -> np.ndarray:
-    """Has TensorStore decode it from memory: Python has no CRC-32C."""
+    """Decodes a chunk in memory by TensorStore, because Python has no CRC-32C."""
     memory = {"driver": "memory", "path": "chunk/"}
     context = ts.Context()
     files = ts.KvStore.open(memory, context=context).result()
-    files.write("/".join(["c", *("0" for _ in chunk)]), content).result()
+    files.write(chunk_key((0,) * len(chunk)), content).result()
     spec = {"driver": "zarr3", "kvstore": memory, "metadata": metadata_of(chunk, dtype, chunk)}
     try:
-        array = ts.open(spec, create=True, context=context).result()
-        return array.read().result()
+        return ts.open(spec, create=True, context=context).result().read().result()
     except ValueError as error:
-        raise StorageError("its checksum is another") from error
+        raise StorageError("checksum mismatch") from error
 
 
-def check_equal(found: np.ndarray, place: Sequence[int], value: np.ndarray) -> None:
-    """Raises StorageError where a chunk does not hold, bit for bit, what lies there in an array.
+def check_equal(found: np.ndarray, place: Place, value: np.ndarray) -> None:
+    """Raises StorageError if a chunk is not bitwise equal to its part of an array.
 
-    `place` is the chunk's place in the grid, and `value` the whole array.
+    Args:
+        found: The chunk.
+        place: Its index in the grid.
+        value: The whole array.
     """
-    edges = [
-        (at * part, min((at + 1) * part, size))
-        for at, part, size in zip(place, found.shape, value.shape, strict=True)
-    ]
-    right = value[tuple(slice(begin, end) for begin, end in edges)]
-    inside = found[tuple(slice(0, end - begin) for begin, end in edges)]
+    begins = [at * part for at, part in zip(place, found.shape, strict=True)]
+    # NumPy clips the slice at the end of the array.
+    right = value[tuple(slice(b, b + part) for b, part in zip(begins, found.shape, strict=True))]
+    inside = found[tuple(slice(size) for size in right.shape)]
     if not np.array_equal(_bits(inside), _bits(right)):
-        raise StorageError("it holds something else")
+        raise StorageError("content mismatch")
 
 
 def _bits(value: np.ndarray) -> np.ndarray:
-    """The bytes of an array, eight at a time where they come out even."""
+    """The bytes of an array, as larger integers where possible, which compare faster."""
     flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     return flat if len(flat) % 8 else flat.view(np.uint64)
 
 
-def touched(
-    boxes: Sequence[Box], shape: Sequence[int], chunk: Sequence[int]
-) -> list[tuple[tuple[int, ...], str]]:
-    """The chunks in which some of the boxes of an array lie, each once, with their files."""
-    found: dict[tuple[int, ...], None] = {}
+def touched(boxes: Sequence[Box], chunk: Sequence[int]) -> list[Place]:
+    """The indices of the chunks that overlap at least one of some boxes of an array, each once."""
+    found: dict[Place, None] = {}
     for box in boxes:
         edges = [_edges(each) for each in box]
-        if any(end <= begin for begin, end in edges):
-            continue
-        grid = [
-            range(begin // part, (end - 1) // part + 1)
-            for (begin, end), part in zip(edges, chunk, strict=True)
-        ]
-        found.update(dict.fromkeys(itertools.product(*grid)))
-    return [(place, "/".join(["c", *map(str, place)])) for place in found]
+        if all(begin < end for begin, end in edges):
+            grid = [
+                range(begin // part, (end - 1) // part + 1)
+                for (begin, end), part in zip(edges, chunk, strict=True)
+            ]
+            found.update(dict.fromkeys(itertools.product(*grid)))
+    return list(found)
 
 
 def copy_chunk(
-    values: np.ndarray, place: Sequence[int], boxes: Sequence[Box], targets: Sequence[np.ndarray]
+    values: np.ndarray, place: Place, boxes: Sequence[Box], targets: Sequence[np.ndarray]
 ) -> None:
-    """Copies what lies in a chunk into the arrays of the boxes.
+    """Copies the content of a chunk into the arrays of the boxes that it overlaps.
 
-    `place` is the chunk's place in the grid. Where an index stands for an axis, the box lacks it.
+    Args:
+        values: The chunk.
+        place: Its index in the grid.
+        boxes: The boxes. An axis with an index in place of a slice is dropped from the box's array.
+        targets: The array of each box.
     """
     for box, target in zip(boxes, targets, strict=True):
-        source: list[slice | int] = []
-        goal: list[slice] = []
+        source, goal = [], []
         for each, at, part in zip(box, place, values.shape, strict=True):
             begin, end = _edges(each)
             first, last = max(begin, at * part), min(end, (at + 1) * part)
             if last <= first:
                 break
-            if isinstance(each, slice):
-                source.append(slice(first - at * part, last - at * part))
-                goal.append(slice(first - begin, last - begin))
-            else:
-                source.append(first - at * part)
+            source.append(slice(first - at * part, last - at * part))
+            goal.append(slice(first - begin, last - begin))
         else:
-            target[tuple(goal)] = values[tuple(source)]
+            dropped = [axis for axis, each in enumerate(box) if not isinstance(each, slice)]
+            whole = np.expand_dims(target, tuple(dropped))
+            whole[tuple(goal)] = values[tuple(source)]
 
 
 def _edges(each: slice | int) -> tuple[int, int]:

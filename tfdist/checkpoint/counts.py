@@ -1,8 +1,8 @@
-"""What each rank counts for itself: an array with a row for each of them.
+"""Values that differ between ranks: a global array with a row for each rank.
 
-Metrics in the middle of an epoch, and what layers keep of the batches that they saw (the moving
-averages of a BatchNormalization). On as many ranks as before they go on bit for bit; on others
-counts are added up, and averages averaged.
+These are the metrics in the middle of an epoch, and what layers compute from the batches that they saw
+(the moving averages of a BatchNormalization). On the same number of ranks they are restored bitwise. On
+a different number, counts are summed and averages are averaged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from tfdist.backend.keras.attributes import loss_variables
 from tfdist.checkpoint.manifest import format1
 from tfdist.checkpoint.names import metric_names
-from tfdist.checkpoint.shards import ArrayShard, Entry, shards_of
+from tfdist.checkpoint.shards import ArrayShard, Entry, shards_of, whole_box
 from tfdist.collectives import Group
 from tfdist.collectives.local import LocalEngine
 from tfdist.sharding.layout import layout_of
@@ -29,49 +29,47 @@ Merge = Callable[[np.ndarray], np.ndarray]
 def counts_of(
     model: keras.Model, named: Sequence[tuple[keras.Variable, str]], version: int
 ) -> list[Entry]:
-    """The entries of what this rank counts.
+    """The entries of the values that differ between ranks.
 
-    `named` are the variables that this rank holds, with their names; metrics get names of that
-    `version` of the format.
+    Args:
+        model: The model.
+        named: The variables that this rank holds, with their names.
+        version: The version of the format, which determines the names of metrics.
     """
     strategy, role = strategy_of(model), role_of(model)
-    counting = LocalEngine().group() if strategy is None else strategy.gradient_group
-    writes = True
+    counting, summing, writes = LocalEngine().group(), LocalEngine().group(), True
     if strategy is not None:
-        place = strategy.mesh.coordinates()
-        writes = not any(place[axis] for axis in strategy.mesh.weight_axes)
-    entries = []
+        mesh, place = strategy.mesh, strategy.mesh.coordinates()
+        counting = strategy.gradient_group
+        # All stages of a pipeline may add to the loss.
+        summing = strategy.group(*mesh.gradient_axes, *role.axes)
+        writes = not any(place[axis] for axis in mesh.weight_axes)
     states = {id(variable) for variable in layer_states(model)}
-    for variable, name in named:
-        if id(variable) in states:
-            entries.append(_row(f"local/{name}", variable, counting, writes, _mean))
+    entries = [
+        _row(f"local/{name}", variable, counting, writes, _mean)
+        for variable, name in named
+        if id(variable) in states
+    ]
     loss = loss_variables(model)
     variables = [variable for metric in model.metrics for variable in metric.variables]
     names = format1().model_names(variables) if version == 1 else metric_names(variables)
     for variable, name in zip(variables, names, strict=True):
-        if id(variable) in loss:
-            # All stages of a pipeline may add to it.
-            group = counting
-            if strategy is not None:
-                group = strategy.group(*strategy.mesh.gradient_axes, *role.axes)
-        elif role.sees_outputs:
-            group = counting
-        else:
-            continue
-        merge = _merge(variable.aggregation, group)
-        entries.append(_row(f"metrics/{name}", variable, group, writes, merge))
+        if id(variable) in loss or role.sees_outputs:
+            group = summing if id(variable) in loss else counting
+            merge = _merge(variable.aggregation, group)
+            entries.append(_row(f"metrics/{name}", variable, group, writes, merge))
     return entries
 
 
 def own_entry(variable, name: str, writes: bool, strategy: DistributedStrategy | None) -> Entry:
-    """The entry of what each rank trains for itself: see `tfdist.addons.slow_links.local_sgd`.
+    """The entry of a value that each rank trains separately; see `tfdist.addons.slow_links.local_sgd`.
 
-    On another number of ranks all take the mean of moments, and the least of counts.
+    On a different number of ranks, all of them get the mean of moments and the minimum of counts.
 
     Args:
         variable: A parameter, or a variable of the inner optimizer.
         name: Its name.
-        writes: Whether this rank writes its part, of those with the same one.
+        writes: Whether this rank writes its part, of the ranks that have the same part.
         strategy: The strategy.
     """
     layout = layout_of(variable)
@@ -91,14 +89,14 @@ def own_entry(variable, name: str, writes: bool, strategy: DistributedStrategy |
 
 def _row(name: str, variable, group: Group, writes: bool, merge: Merge) -> Entry:
     shape = tuple(variable.shape)
-    inside = tuple(slice(0, size) for size in shape)
+    inside = whole_box(shape)
     shard = ArrayShard((group.rank, *inside), None, shape, inside)
     dtype = str(variable.dtype)
     return Entry(name, (group.size, *shape), dtype, variable, (shard,), writes, merge)
 
 
 def _merge(aggregation: str, group: Group) -> Merge:
-    """As `keras_patches/metrics.py` reads what the ranks have counted."""
+    """The inverse of how `keras_patches/metrics.py` aggregates the values of ranks."""
     if aggregation == "mean":
         return _mean
     if aggregation == "sum":
@@ -107,7 +105,7 @@ def _merge(aggregation: str, group: Group) -> Merge:
 
 
 def _mean(rows: np.ndarray) -> np.ndarray:
-    # What is equal everywhere stays so bit for bit; a mean would round it.
+    # Equal values are kept bitwise; a mean would round them.
     if (rows == rows[:1]).all():
         return rows[0]
     return rows.mean(0, dtype=np.float32).astype(rows.dtype)

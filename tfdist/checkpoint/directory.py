@@ -1,4 +1,4 @@
-"""A directory of checkpoints: which there are, which is the newest, and what is said to be missing."""
+"""A directory of checkpoints: which ones it contains, which is the newest, and which were lost."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from tfdist.checkpoint.manifest import step_of
 from tfdist.checkpoint.storage import MANIFEST, UNFINISHED, Storage
 from tfdist.runtime.directories import checked_directory, is_address
 
-#: Says which checkpoint was completed last, so that its loss is told.
+#: Records which checkpoint was completed last, so that its loss is detected.
 _NEWEST = "newest.json"
 
 
 def folders(directory: str) -> dict[str, bool]:
-    """The folders of checkpoints in a directory, and whether each is complete."""
-    storage = Storage(directory)
-    if not storage.is_local:
+    """The folders of checkpoints in a directory, and whether each checkpoint is complete."""
+    if is_address(directory):
         found: dict[str, bool] = {}
-        for name in storage.names("step-"):
+        for name in Storage(directory).names("step-"):
             folder, _, rest = name.partition("/")
             if rest and step_of(folder) is not None:
                 found[folder] = found.get(folder, False) or rest == MANIFEST
@@ -29,8 +28,7 @@ def folders(directory: str) -> dict[str, bool]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
-        said = error.strerror or error
-        raise StorageError(f"{directory} cannot be read: {said}.") from error
+        raise StorageError(f"{directory} cannot be read: {error.strerror or error}.") from error
     return {
         name: os.path.lexists(os.path.join(directory, name, MANIFEST))
         for name in names
@@ -39,13 +37,13 @@ def folders(directory: str) -> dict[str, bool]:
 
 
 def complete_checkpoints(directory: str) -> list[str]:
-    """The folders in a directory whose checkpoints are complete, the newest first."""
-    found = [folder for folder, whole in folders(directory).items() if whole]
+    """The folders of the complete checkpoints in a directory, the newest first."""
+    found = [folder for folder, is_complete in folders(directory).items() if is_complete]
     return sorted(found, key=_order, reverse=True)
 
 
 def latest(directory: str | os.PathLike) -> str | None:
-    """The path of the newest complete checkpoint in a directory; None where there is none.
+    """The path of the newest complete checkpoint in a directory; None if there is none.
 
     Raises:
         StorageError: The directory cannot be read.
@@ -56,32 +54,30 @@ def latest(directory: str | os.PathLike) -> str | None:
 
 
 def record_newest(directory: str, folder: str) -> None:
-    """Notes which checkpoint was completed last."""
+    """Records which checkpoint was completed last."""
     Storage(directory).write_json(_NEWEST, {"folder": folder})
 
 
 def lost(directory: str) -> list[str]:
-    """What is missing of the checkpoints in a directory: a line for each that was complete once."""
+    """Checkpoints that were complete and no longer are: a line for each."""
     found = folders(directory)
-    storage = Storage(directory)
-    complete = [folder for folder, whole in found.items() if whole]
-    best = max(map(_order, complete), default=(-1, ""))
-    said: list[str] = []
+    best = max((_order(folder) for folder, complete in found.items() if complete), default=(-1, ""))
+    lines: list[str] = []
     for folder in sorted(found, key=_order, reverse=True):
         if not found[folder] and _order(folder) > best and (why := _why(directory, folder)):
-            said.append(f"{directory}/{folder} is no checkpoint any more: {why}.")
+            lines.append(f"{directory}/{folder} is no longer a checkpoint: {why}.")
     try:
-        record = storage.read_json(_NEWEST)
+        record = Storage(directory).read_json(_NEWEST)
     except StorageError as error:
-        return [*said, str(error)]
+        return [*lines, str(error)]
     newest = record.get("folder") if isinstance(record, dict) else None
     if isinstance(newest, str) and step_of(newest) is not None and newest not in found:
-        said.append(f"{directory}/{newest}, the newest checkpoint, is not there any more.")
-    return said
+        lines.append(f"{directory}/{newest}, the newest checkpoint, is missing.")
+    return lines
 
 
 def is_unfinished(storage: Storage) -> bool:
-    """Whether a folder without a manifest says that it never had one."""
+    """Whether a folder without a manifest is marked as one that never had one."""
     try:
         return storage.read(UNFINISHED) is not None
     except StorageError:
@@ -89,16 +85,16 @@ def is_unfinished(storage: Storage) -> bool:
 
 
 def is_folder(path: str) -> bool:
-    """Whether something is a folder itself, and no link to one; all addresses are."""
+    """Whether a path is a folder and not a link to one; always true for addresses."""
     return is_address(path) or (os.path.isdir(path) and not os.path.islink(path))
 
 
 def _why(directory: str, folder: str) -> str | None:
-    """Why something with a checkpoint's name is none; None where it was never complete."""
+    """Why something with a checkpoint's name is not a checkpoint; None if it was never complete."""
     path = posixpath.join(directory, folder)
     if not is_address(path) and not os.path.isdir(path):
-        return "it is a link to nothing" if os.path.islink(path) else "it is a file"
-    return None if is_unfinished(Storage(path)) else f"it has no {MANIFEST}"
+        return "it is a broken link" if os.path.islink(path) else "it is a file"
+    return None if is_unfinished(Storage(path)) else f"{MANIFEST} is missing"
 
 
 def _order(folder: str) -> tuple[int, str]:

@@ -1,9 +1,9 @@
-"""A lock on a directory that jobs save into: one at a time.
+"""A lock on a directory of checkpoints, so that one job at a time saves into it.
 
-On a local file system the kernel holds the lock (`flock`) and lets it go when its holder dies, however
-that happens. Over a network (NFS, Lustre, object stores) a lock of the kernel may be one host's own, or
-there is none; there the holder renews a file every few seconds, and a file that nobody renewed for a
-minute counts no more. Libraries of file locks know one of both ways, and none says who the holder is.
+On a local file system the kernel holds the lock (`flock`) and releases it when the holder exits for any
+reason. On network file systems (NFS, Lustre) and object stores, kernel locks may be local to one host or
+not available. There the holder renews a file every few seconds, and a file that was not renewed for a
+minute is ignored. Lock libraries implement only one of the two, and do not report the holder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import os
 import stat
 import threading
 import time
-from typing import Any
 
 import psutil
 
@@ -25,35 +24,16 @@ from tfdist.utils.errors import TfdistError
 
 LOCK = "tfdist.lock"
 _RENEW_SECONDS = 10.0
-#: A holder that is about to end gets this long.
+#: How long to wait for a holder that is about to exit.
 _PATIENCE_SECONDS = 2.0
-_LOOK_SECONDS = 0.1
+_POLL_SECONDS = 0.1
 _OWNER_BYTES = 1 << 16
-#: File systems of this machine alone: whoever can open a file there sees the same kernel's locks.
+#: File systems that only this machine mounts, so all processes share one kernel's locks.
 _LOCAL = frozenset(
-    [
-        "ext2",
-        "ext3",
-        "ext4",
-        "xfs",
-        "btrfs",
-        "zfs",
-        "tmpfs",
-        "ramfs",
-        "overlay",
-        "f2fs",
-        "bcachefs",
-        "jfs",
-        "reiserfs",
-        "apfs",
-        "hfs",
-    ]
+    {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "jfs", "reiserfs"}
+    | {"apfs", "hfs", "overlay", "ramfs", "tmpfs"}
 )
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-
-#: The locks that this process holds, by directory, and how often it took each.
-_held: dict[Any, tuple[Any, int]] = {}
-_held_lock = threading.Lock()
 
 
 class InUseError(TfdistError):
@@ -61,42 +41,41 @@ class InUseError(TfdistError):
 
 
 class DirectoryLock:
-    """The lock on a directory; a process may take it more than once.
+    """The lock on a directory. It is reentrant within a process.
 
     Args:
-        directory: A folder, which is made where there is none; or an address of an object store.
+        directory: A folder, created if needed, or an address of an object store.
     """
 
     def __init__(self, directory: str):
         self._directory = directory
-        self._key: Any = None
+        self._key: str | None = None
 
     def acquire(self) -> None:
-        """Takes the lock.
+        """Acquires the lock.
 
         Raises:
             InUseError: Another job holds it.
-            OSError: The directory cannot be written to.
+            OSError: The directory is not writable.
         """
         if self._key is not None:
             return
         with _held_lock:
-            key = _key(self._directory)
-            lock, count = _held.get(key, (None, 0))
-            if lock is None:
-                lock = _taken(self._directory)
+            is_address = "://" in self._directory
+            key = self._directory if is_address else os.path.realpath(self._directory)
+            lock, count = _held.get(key) or (_acquired(self._directory), 0)
             _held[key] = lock, count + 1
             self._key = key
 
     def check(self) -> None:
-        """Raises InUseError where another job has taken the lock over."""
-        with _held_lock:
-            lock = _held[self._key][0] if self._key is not None else None
-        if lock is not None:
+        """Raises InUseError if another job has taken over the lock."""
+        if self._key is not None:
+            with _held_lock:
+                lock, _ = _held[self._key]
             lock.check()
 
     def release(self) -> None:
-        """Gives the lock back; once too often does nothing."""
+        """Releases the lock; does nothing if it is not held."""
         if self._key is None:
             return
         with _held_lock:
@@ -109,12 +88,11 @@ class DirectoryLock:
 
 
 def holder_of(directory: str) -> Owner | None:
-    """Who saves into a directory; None where nobody is known to. Takes nothing."""
+    """The job that saves into a directory; None if there is none. Does not acquire the lock."""
     if "://" in directory:
-        return None  # Asking takes as long as taking.
+        return None  # A query costs as much as an attempt to acquire.
     path = os.path.join(directory, LOCK)
-    content = _content(path)
-    owner = None if content is None else Owner.parse(content)
+    owner = _owner_in(path)
     if owner is None or owner.is_gone() or (owner.job and owner.job == os.environ.get(JOB)):
         return None
     if not _is_local(directory):
@@ -123,134 +101,129 @@ def holder_of(directory: str) -> Owner | None:
         handle = _opened(path, os.O_RDONLY)
     except OSError:
         return None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return owner
-    except OSError:
-        return owner
-    finally:
-        os.close(handle)
+    with open(handle, "rb"):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return owner
     return None
 
 
 def in_use(directory: str, owner: Owner | None) -> str:
-    """What is said of a directory that another job holds."""
-    who = "a process that has not said its name" if owner is None else owner.describe()
+    """The message for a directory that another job holds."""
+    who = "an unidentified process" if owner is None else owner.describe()
     return (
-        f"Another job saves into {directory}: {who}. Give each job a directory of its own, or wait "
-        f"until that one has ended."
+        f"Another job saves into {directory}: {who}. Use a separate directory for each job, or wait "
+        "until that job has ended."
     )
 
 
-def _taken(directory: str):
+def _acquired(directory: str) -> _KernelLock | _RenewedLock:
     if "://" not in directory:
         os.makedirs(directory, exist_ok=True)
         if _is_local(directory):
             try:
-                return _KernelLock(directory)
+                return _wait_for(_KernelLock(directory), directory)
             except OSError as error:
                 if error.errno not in _UNSUPPORTED:
                     raise
-    return _RenewedLock(directory)
+    return _wait_for(_RenewedLock(directory), directory)
 
 
-def _key(directory: str):
-    return directory if "://" in directory else os.path.realpath(directory)
+def _wait_for(lock, directory: str):
+    """Acquires a lock, and returns it."""
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while not lock.try_acquire():
+        if time.monotonic() > end:
+            raise InUseError(in_use(directory, lock.owner()))
+        time.sleep(_POLL_SECONDS)
+    return lock
 
 
 class _KernelLock:
-    """`flock` on a file, in which stands who holds it."""
+    """`flock` on a file that contains the owner."""
 
     def __init__(self, directory: str):
         self._path = os.path.join(directory, LOCK)
-        end = time.monotonic() + _PATIENCE_SECONDS
-        while True:
-            self._handle = _opened(self._path, os.O_RDWR | os.O_CREAT)
+
+    def owner(self) -> Owner | None:
+        return _owner_in(self._path)
+
+    def try_acquire(self) -> bool:
+        with contextlib.ExitStack() as undo:
+            self.handle = _opened(self._path, os.O_RDWR | os.O_CREAT)
+            undo.callback(os.close, self.handle)
             try:
-                fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # Who held it has deleted it meanwhile: it is another file now.
-                if _is_same(self._handle, self._path):
-                    break
-                os.close(self._handle)
+                fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                os.close(self._handle)
-                if time.monotonic() > end:
-                    owner = Owner.parse(_content(self._path) or b"")
-                    raise InUseError(in_use(directory, owner)) from None
-                time.sleep(_LOOK_SECONDS)
-            except BaseException:
-                os.close(self._handle)
-                raise
-        _handles.add(self._handle)
-        try:
-            os.ftruncate(self._handle, 0)
-            os.pwrite(self._handle, Owner.here().content(), 0)
-        except OSError:
-            self.release()
-            raise
+                return False
+            # The previous holder may have deleted the file after it was opened here.
+            if not _is_same(self.handle, self._path):
+                return False
+            undo.pop_all()
+            undo.callback(self.release)
+            os.ftruncate(self.handle, 0)
+            os.pwrite(self.handle, Owner.here().content(), 0)
+            undo.pop_all()
+        return True
 
     def check(self) -> None:
-        """The kernel lets nobody take it over."""
+        """Does nothing: the kernel does not let another process take over the lock."""
 
     def release(self) -> None:
-        """Deletes the file, and then lets it go."""
+        # Deleted before it is unlocked, so that no other process can hold the deleted file.
         with contextlib.suppress(OSError):
-            if _is_same(self._handle, self._path):
+            if _is_same(self.handle, self._path):
                 os.unlink(self._path)
-        _handles.discard(self._handle)
-        os.close(self._handle)
+        os.close(self.handle)
 
 
 class _RenewedLock:
-    """A file that a thread renews, where hosts share no kernel."""
+    """A file that a thread renews, for directories that hosts with different kernels share."""
 
     def __init__(self, directory: str):
         from tfdist.checkpoint.storage import Storage  # Imports TensorStore.
 
         self._directory, self._files = directory, Storage(directory)
-        self._owner = Owner.here()
+        self._here = Owner.here()
         self._lost: Owner | None = None
-        end = time.monotonic() + _PATIENCE_SECONDS
-        while not self._take():
-            if time.monotonic() > end:
-                content, _ = self._files.read_version(LOCK)
-                raise InUseError(in_use(directory, Owner.parse(content or b"")))
-            time.sleep(_LOOK_SECONDS)
+        self._version = b""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="tfdist-lock", daemon=True)
-        self._thread.start()
 
-    def _take(self) -> bool:
+    def owner(self) -> Owner | None:
+        content, _ = self._files.read_version(LOCK)
+        return Owner.parse(content or b"")
+
+    def try_acquire(self) -> bool:
         content, version = self._files.read_version(LOCK)
-        owner = None if content is None else Owner.parse(content)
-        ours = owner is not None and owner.job and owner.job == self._owner.job
-        if owner is not None and not ours and not owner.is_gone():
+        owner = Owner.parse(content or b"")
+        is_ours = owner is not None and owner.job and owner.job == self._here.job
+        if owner is not None and not is_ours and not owner.is_gone():
             return False
-        taken = self._files.write_version(LOCK, self._owner.content(), version)
-        self._version = taken or b""
-        return taken is not None
+        written = self._files.write_version(LOCK, self._here.content(), version)
+        if written is None:
+            return False
+        self._version = written
+        self._thread.start()
+        return True
 
     def _renew(self) -> None:
         while not self._ended.wait(_RENEW_SECONDS):
-            owner = dataclasses.replace(self._owner, renewed=time.time())
-            try:
-                version = self._files.write_version(LOCK, owner.content(), self._version)
+            renewed = dataclasses.replace(self._here, renewed=time.time())
+            # An error may be temporary; a save that fails reports it.
+            with contextlib.suppress(OSError):
+                version = self._files.write_version(LOCK, renewed.content(), self._version)
                 if version is None:
-                    content, _ = self._files.read_version(LOCK)
-                    self._lost = Owner.parse(content or b"") or self._owner
+                    self._lost = self.owner() or self._here
                     return
-            except OSError:
-                continue  # The next time may do; a save that fails says why.
-            self._version = version
+                self._version = version
 
     def check(self) -> None:
-        """Raises InUseError where another job has taken it over."""
         if self._lost is not None:
             raise InUseError(in_use(self._directory, self._lost))
 
     def release(self) -> None:
-        """Stops renewing, and deletes the file where it is still this process's."""
         self._ended.set()
         self._thread.join()
         if self._lost is None:
@@ -258,49 +231,49 @@ class _RenewedLock:
                 self._files.write_version(LOCK, None, self._version)
 
 
-#: Open handles of locks, which a forked child closes: it would keep a lock that its parent has lost.
-_handles: set[int] = set()
+#: The locks that this process holds, by directory, and how many times each was acquired.
+_held: dict[str, tuple[_KernelLock | _RenewedLock, int]] = {}
+_held_lock = threading.Lock()
 
 
-def _close_handles() -> None:
-    for handle in _handles:
-        with contextlib.suppress(OSError):
-            os.close(handle)
-    _handles.clear()
+def _forget_locks() -> None:
+    """In a forked child: closes handles, which would keep a lock that the parent has lost."""
+    for lock, _ in _held.values():
+        if isinstance(lock, _KernelLock):
+            with contextlib.suppress(OSError):
+                os.close(lock.handle)
     _held.clear()
 
 
-os.register_at_fork(after_in_child=_close_handles)
+os.register_at_fork(after_in_child=_forget_locks)
 
 
 def _opened(path: str, flags: int) -> int:
-    """A regular file, opened; never a link's goal or a pipe."""
+    """Opens a regular file, without following a link."""
     handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(errno.EINVAL, "it is no file", path)
+        raise OSError(errno.EINVAL, "not a regular file", path)
     return handle
 
 
-def _content(path: str) -> bytes | None:
+def _owner_in(path: str) -> Owner | None:
     try:
-        handle = _opened(path, os.O_RDONLY)
+        with open(_opened(path, os.O_RDONLY), "rb") as file:
+            return Owner.parse(file.read(_OWNER_BYTES))
     except OSError:
         return None
-    with open(handle, "rb") as file:
-        return file.read(_OWNER_BYTES)
 
 
 def _is_same(handle: int, path: str) -> bool:
     try:
-        found = os.stat(path, follow_symlinks=False)
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(handle))
     except FileNotFoundError:
         return False
-    return os.path.samestat(found, os.fstat(handle))
 
 
 def _is_local(directory: str) -> bool:
-    """Whether all who can open the directory share this machine's kernel."""
+    """Whether all processes that can open the directory share this machine's kernel."""
     path = os.path.realpath(directory)
     best, kind = "", ""
     for each in psutil.disk_partitions(all=True):

@@ -1,4 +1,4 @@
-"""The training state of a model as global arrays with names, and what this rank holds of them."""
+"""The training state of a model as named global arrays, and this rank's parts of them."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ Named = list[tuple[keras.Variable, str]]
 def entries_of(
     model: keras.Model, version: int = FORMAT, states: Sequence[KeptState] | None = None
 ) -> list[Entry]:
-    """The entries of a model's variables and of its optimizer's, those of this rank.
+    """The entries of this rank for the variables of a model and of its optimizer.
 
-    Both are built. Names are those of that `version` of the format; `states` are what else is kept, by
-    default what the strategy and its stages keep.
+    Args:
+        model: The model, built, with an optimizer that is built, if there is one.
+        version: The version of the format, which determines the names.
+        states: What else is saved; by default the states of the strategy and its stages.
     """
     strategy = strategy_of(model)
     named, held = _named_variables(model, version)
     found = [(v, f"model/{name}") for v, name in held]
     if getattr(model, "optimizer", None) is not None:
-        if version == 1:
-            trained = [(v, name) for v, name in named if v.trainable]
-            found += format1().optimizer_names(model.optimizer, trained)
-        else:
-            trained = [(v, name) for v, name in held if v.trainable]
-            found += optimizer_names(model.optimizer, trained)
+        is_first = version == 1
+        trained = [(v, name) for v, name in (named if is_first else held) if v.trainable]
+        names_of = format1().optimizer_names if is_first else optimizer_names
+        found += names_of(model.optimizer, trained)
     local = local_optimizer(model)
     pairs = [] if local is None else local.global_variables
     agreed = {id(variable): kept for variable, kept in pairs}
@@ -50,22 +50,16 @@ def entries_of(
     for variable, name in found:
         if tf.as_dtype(variable.dtype) == tf.string or id(variable) in copies:
             continue
+        writes = _writes(variable, name, strategy)
         if layout_of(variable).local_over:
-            entries.append(own_entry(variable, name, _writes(variable, name, strategy), strategy))
+            entries.append(own_entry(variable, name, writes, strategy))
             if id(variable) not in agreed:
                 continue
-            # Under the parameter's name goes what ranks have agreed on.
+            # The parameter's name is used for the value at the last synchronization.
             variable = agreed[id(variable)]
-        entries.append(
-            Entry(
-                name,
-                global_shape(variable),
-                str(variable.dtype),
-                variable,
-                tuple(shards_of(variable)),
-                _writes(variable, name, strategy),
-            )
-        )
+            writes = _writes(variable, name, strategy)
+        shape, dtype = global_shape(variable), str(variable.dtype)
+        entries.append(Entry(name, shape, dtype, variable, shards_of(variable), writes))
     kept = KeptArrays(model, kept_states_of(model) if states is None else states, held)
     return entries + counts_of(model, held, version) + kept.entries()
 
@@ -77,44 +71,40 @@ def held_variables(model: keras.Model) -> Named:
 
 def _named_variables(model: Any, version: int) -> tuple[Named, Named]:
     """All variables of a model with their names, and those that this rank holds."""
-    whole = role_of(model).whole_model
-    if whole is not None:
+    root = role_of(model).whole_model
+    if root is not None:
         every, own = model.chain_variables
-        root = whole
     else:
-        every = own = list(model.variables)
-        root = model
+        root, every = model, list(model.variables)
+        own = every
     here = {id(variable) for variable in own}
     names = format1().model_names(every) if version == 1 else model_names(root, every)
     named = list(zip(every, names, strict=True))
     return named, [(v, name) for v, name in named if id(v) in here]
 
 
-def arrays_of(entries: Sequence[Entry], world: Group) -> Arrays:
-    """By name, shape and dtype of the entries of all ranks, which all call this."""
-    return held_by(entries, world)[0]
-
-
-def held_by(entries: Sequence[Entry], world: Group) -> tuple[Arrays, dict[str, tuple[int, ...]]]:
-    """The arrays of all ranks, which all call this, and by name the ranks that write each."""
-    own = {entry.name: (entry.shape, entry.dtype, entry.writes) for entry in entries}
+def gather_arrays(
+    entries: Sequence[Entry], world: Group
+) -> tuple[Arrays, dict[str, tuple[int, ...]]]:
+    """The arrays of all ranks, and the ranks that write each, by name; all ranks must call this."""
+    own = {entry.name: (entry.array, entry.writes) for entry in entries}
     arrays: Arrays = {}
     writers: dict[str, tuple[int, ...]] = {}
     every = all_gather_object(own, world, name="checkpoint/arrays")
     for rank, some in zip(world.ranks, every, strict=True):
-        for name, (shape, dtype, writes) in some.items():
-            arrays[name] = shape, dtype
-            writers[name] = (*writers.get(name, ()), *((rank,) if writes else ()))
+        for name, (array, writes) in some.items():
+            arrays[name] = array
+            writers[name] = writers.get(name, ()) + ((rank,) if writes else ())
     return dict(sorted(arrays.items())), writers
 
 
 def _writes(variable, name: str, strategy: DistributedStrategy | None) -> bool:
-    """Whether this rank writes its part, which others may hold too."""
+    """Whether this rank writes its part, of the ranks that have the same part."""
     layout = layout_of(variable)
     if strategy is None:
         return True
     if layout.stage is None:
-        # What is in no stage the first one writes.
+        # A variable that belongs to no stage is written by the first one.
         place = strategy.mesh.coordinates()
         if any(place[axis] for axis in strategy.mesh.stage_axes):
             return False
@@ -123,6 +113,6 @@ def _writes(variable, name: str, strategy: DistributedStrategy | None) -> bool:
     axes = layout.replicated_axes(strategy.mesh)
     if not axes:
         return True
-    # The ranks that hold the same share the work.
+    # The ranks with the same part share the work.
     holders = strategy.group(*axes)
     return zlib.crc32(name.encode()) % holders.size == holders.rank

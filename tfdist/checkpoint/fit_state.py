@@ -1,7 +1,8 @@
-"""What `fit` knows beside the model: its history, its callbacks, where it stands in the data."""
+"""The state of `fit` in addition to the model: its history, its callbacks, its position in the data."""
 
 from __future__ import annotations
 
+import collections
 import logging
 import random
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from tfdist.step.context import strategy_of
 from tfdist.step.shares import are_shares
 
 _logger = logging.getLogger("tfdist")
-#: What Keras' callbacks count. The best weights that EarlyStopping keeps are not among it.
+#: The attributes of Keras' callbacks that are saved, without EarlyStopping's best weights.
 _COUNTED = (
     "best",
     "best_epoch",
@@ -39,7 +40,7 @@ _COUNTING = (
 
 
 class FitState:
-    """The state of one `fit`: of the model, its place in the data, and the user's callbacks."""
+    """The state of one `fit`: of the model, its position in the data, and the user's callbacks."""
 
     def __init__(
         self,
@@ -55,9 +56,11 @@ class FitState:
         self._kept = named_states(states)
 
     def collect(self, epoch: int, batch: int) -> dict[str, Any]:
-        """All of it, as JSON can hold it; of the chief's.
+        """The whole state of the chief, JSON-serializable.
 
-        `epoch` is the one that goes on or begins, of which `batch` batches are done.
+        Args:
+            epoch: The current or next epoch.
+            batch: The number of batches of it that are done.
         """
         history = getattr(self._model, "history", None)
         keras_seed = _keras_seed()
@@ -75,17 +78,21 @@ class FitState:
                     for name, values in getattr(history, "history", {}).items()
                 },
             },
-            "callbacks": {key: _counted(each) for key, each in self._counting().items()},
+            "callbacks": {
+                key: {name: _plain(value) for name, value in vars(each).items() if name in _COUNTED}
+                for key, each in self._counting().items()
+            },
             "batch_shares": None if self._shares is None else self._shares.state(),
             "kept": {name: each.values(in_epoch=batch > 0) for name, each in self._kept.items()},
         }
 
     def resume(self, state: dict[str, Any]) -> int:
-        """Lets `fit` go on; returns how many batches of the first epoch are done."""
+        """Makes `fit` resume; returns the number of batches of the first epoch that are done."""
         if state["global_seed"] != self._seed:
             _logger.warning(
-                "The seed of `tf.random` was %s when this training began, and is %s now: its samples "
-                "come in another order. Call `keras.utils.set_random_seed` with the same seed.",
+                "The seed of `tf.random` does not match: it was %s when this training began, and is "
+                "%s now, so samples come in a different order. Call `keras.utils.set_random_seed` "
+                "with the same seed.",
                 state["global_seed"],
                 self._seed,
             )
@@ -98,7 +105,7 @@ class FitState:
         if self._shares is not None:
             self._shares.restore(state.get("batch_shares"))
         kept = state.get("kept", {})
-        if isinstance(kept, list):  # Files of before states had names.
+        if isinstance(kept, list):  # States had no names in early versions.
             kept = dict(zip(self._kept, kept, strict=False))
         for name, each in self._kept.items():
             if name in kept:
@@ -106,83 +113,76 @@ class FitState:
         return batch
 
     def resume_callbacks(self, state: dict[str, Any]) -> None:
-        """Gives callbacks what they had counted; after `on_train_begin`, where they begin anew."""
+        """Restores the counters of callbacks; called after `on_train_begin`, which resets them."""
         history: Any = self._model.history
         history.epoch = list(state["history"]["epoch"])
         history.history = {name: list(values) for name, values in state["history"]["logs"].items()}
-        counting = self._counting()
-        for key, values in state["callbacks"].items():
-            if key in counting:
-                vars(counting[key]).update(values)
+        for key, callback in self._counting().items():
+            vars(callback).update(state["callbacks"].get(key, {}))
 
     def _counting(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
+        numbers: collections.Counter[str] = collections.Counter()
         for callback in self._callbacks:
             if isinstance(callback, _COUNTING):
                 name = type(callback).__name__
-                number = sum(key.partition("/")[0] == name for key in found)
-                found[f"{name}/{number}"] = callback
+                found[f"{name}/{numbers[name]}"] = callback
+                numbers[name] += 1
         return found
 
 
 def check_state(state: dict[str, Any]) -> None:
-    """Raises ValueError where a state is not one that `FitState.collect` has made."""
+    """Raises ValueError if a state was not made by `FitState.collect`."""
     try:
         data, history = state["data"], state["history"]
-        right = (
-            _counts(state["epoch"], state["batch"], data["iterators"], data["more_samples"])
-            and all(data[name] is None or _counts(data[name]) for name in ("taken", "batches"))
-            and (data["batch_size"] is None or _counts(data["batch_size"]))
-            and _is_random_state(state["random"])
-            and (data["random"] is None or _is_random_state(data["random"]))
+        counts = [state["epoch"], state["batch"], data["iterators"], data["more_samples"]]
+        optional = [data["taken"], data["batches"], data["batch_size"]]
+        _check_random_state(state["random"])
+        if data["random"] is not None:
+            _check_random_state(data["random"])
+        is_right = (
+            all(map(_is_count, counts))
+            and all(value is None or _is_count(value) for value in optional)
             and (state["global_seed"] is None or isinstance(state["global_seed"], int))
             and (state["keras_seed"] is None or np.shape(state["keras_seed"]) == (2,))
             and isinstance(history["epoch"], list)
             and all(isinstance(values, list) for values in history["logs"].values())
             and all(set(values) <= set(_COUNTED) for values in state["callbacks"].values())
-            # Checkpoints of before there were any have none.
+            # Missing in checkpoints of early versions.
             and are_shares(state.get("batch_shares"))
         )
     except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
-        right = False
-    if not right:
+        is_right = False
+    if not is_right:
         raise ValueError(
-            "does not say where a training stands: it is damaged, or was not saved by a "
-            "Checkpointer. `tfdist.checkpoint.restore` gives its weights to a model."
+            "does not contain the state of a training: it is corrupt, or was not saved by a "
+            "Checkpointer. Use `tfdist.checkpoint.restore` to load its weights into a model."
         )
 
 
-def _is_random_state(state: dict[str, Any]) -> bool:
-    """Whether generators take a state; raises where they do not."""
+def _check_random_state(state: dict[str, Any]) -> None:
+    """Raises if generators do not accept a state."""
     version, python, gauss = state["python"]
     random.Random().setstate((version, tuple(python), gauss))
     kind, keys, *rest = state["numpy"]
     np.random.RandomState().set_state((kind, np.array(keys, np.uint32), *rest))
-    return True
 
 
-def _counts(*values) -> bool:
-    return all(
-        isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
-        for value in values
-    )
+def _is_count(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
 
 
 def _keras_seed() -> keras.Variable | None:
-    """The state from which layers without a seed draw, where one has drawn yet.
+    """The random state of layers without a seed; None if no layer has used it yet.
 
-    Keras' function for it makes one, and draws for that from Python's random state.
+    Keras' function for it creates one, for which it draws from Python's random state.
     """
     generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
     return None if generator is None else generator.state
 
 
-def _counted(callback) -> dict[str, Any]:
-    return {name: _plain(vars(callback)[name]) for name in _COUNTED if name in vars(callback)}
-
-
 def _plain(value):
-    """A number as JSON can hold it, to the last bit."""
+    """A number in a JSON-serializable form, without loss of precision."""
     if isinstance(value, (tf.Tensor, np.ndarray, np.generic)):
         return np.asarray(value).tolist()
     return value

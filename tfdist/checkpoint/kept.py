@@ -1,10 +1,9 @@
-"""The arrays and values of kept states in a checkpoint: under which names, and how they come back."""
+"""The arrays and values of kept states in a checkpoint: their names, and how they are restored."""
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import keras
 
@@ -12,18 +11,18 @@ from tfdist.checkpoint.manifest import Arrays
 from tfdist.checkpoint.shards import Entry, shards_of
 from tfdist.sharding.kept import Kept, KeptState, Key, VariableKey
 from tfdist.sharding.layout import global_shape, layout_of
-from tfdist.step.context import DistributedStrategy, strategy_of
+from tfdist.step.context import strategy_of
 
 Named = Sequence[tuple[keras.Variable, str]]
-#: What the first part of the name of other arrays is.
+#: The first parts of the names of other arrays.
 _TAKEN = {"local", "metrics", "model", "optimizer"}
 
 
 def named_states(states: Sequence[KeptState]) -> dict[str, KeptState]:
-    """States by name; of several of one name the later ones get numbers.
+    """States by name; the second and later ones with the same name get a number.
 
     Raises:
-        ValueError: A state has no name, or one that cannot be that of a file.
+        ValueError: A state has no name, or one that is not valid in a path.
     """
     found: dict[str, KeptState] = {}
     counted: collections.Counter[str] = collections.Counter()
@@ -55,63 +54,55 @@ class KeptArrays:
         self._variables = {name: variable for variable, name in named}
 
     def entries(self) -> list[Entry]:
-        """The entries of all arrays; each may be missing in a checkpoint."""
+        """The entries of all arrays, each of which may be missing in a checkpoint."""
         return [
-            self._entry(name, kept)
+            entry
             for place, state in self._states.items()
-            for name, kept in self._arrays(place, state).values()
+            for entry in self._entries(place, state).values()
         ]
 
     def prepare(self, saved: Collection[str]) -> None:
-        """Has states make what a checkpoint, whose arrays have these names, has values for."""
+        """Makes states create the variables that a checkpoint has values for.
+
+        Args:
+            saved: The names of the arrays in the checkpoint.
+        """
         for place, state in self._states.items():
             own = self._own(place)
-            keys = []
+            keys: list[Key] = []
             for name in saved:
-                if name.startswith(own):
-                    keys.append(self._key(name.removeprefix(own)))
-                elif name.startswith(f"{place}/"):
-                    keys.append(self._key(name.removeprefix(f"{place}/")))
+                if name.startswith(f"{place}/"):
+                    rest = name.removeprefix(own if name.startswith(own) else f"{place}/")
+                    variable, _, last = rest.rpartition("/")
+                    known = self._variables.get(variable)
+                    keys.append(rest if known is None else VariableKey(known, last))
             state.prepare(keys)
 
     def report_missing(self, saved: Arrays) -> None:
-        """Tells states which of their arrays a checkpoint has no values for."""
+        """Reports to each state which of its arrays are missing in a checkpoint."""
         for place, state in self._states.items():
-            entries = {
-                key: self._entry(*named) for key, named in self._arrays(place, state).items()
-            }
-            state.missing(
-                [
-                    key
-                    for key, entry in entries.items()
-                    if saved.get(entry.name) != (entry.shape, entry.dtype)
-                ]
-            )
+            entries = self._entries(place, state)
+            state.missing([key for key, e in entries.items() if saved.get(e.name) != e.array])
 
-    def _arrays(self, place: str, state: KeptState) -> dict[Key, tuple[str, Kept]]:
-        found: dict[Key, tuple[str, Kept]] = {}
+    def _entries(self, place: str, state: KeptState) -> dict[Key, Entry]:
+        found: dict[Key, Entry] = {}
         for key, kept in state.arrays().items():
             prefix = self._own(place) if kept.own_rank else f"{place}/"
             name = key if isinstance(key, str) else self._name_of(state, key)
-            found[key] = f"{prefix}{name}", kept
+            found[key] = self._entry(f"{prefix}{name}", kept)
         return found
 
     def _name_of(self, state: KeptState, key: VariableKey) -> str:
         variable = key.variable
         if id(variable) not in self._names:
             raise ValueError(
-                "An array of a kept state can belong to a variable of the model that this rank holds. "
+                "A kept state can only have arrays for variables of the model that this rank holds. "
                 f"Received: `{getattr(variable, 'path', variable)}` of {type(state).__name__}."
             )
         return f"{self._names[id(variable)]}/{key.name}"
 
-    def _key(self, name: str) -> Key:
-        variable, _, last = name.rpartition("/")
-        known = self._variables.get(variable)
-        return name if known is None else VariableKey(known, last)
-
     def _own(self, place: str) -> str:
-        """What names of this rank's own arrays begin with: they are of one place in one mesh."""
+        """The prefix of arrays that only this rank has, which depend on the shape of the mesh."""
         if self._strategy is None:
             return f"{place}/alone/"
         mesh = self._strategy.mesh
@@ -119,17 +110,12 @@ class KeptArrays:
         return f"{place}/{axes}/rank{mesh.rank}/"
 
     def _entry(self, name: str, kept: Kept) -> Entry:
-        variable = kept.variable
+        variable, writes = kept.variable, True
         shape = tuple(variable.shape) if kept.own_rank else global_shape(variable)
-        writes = kept.own_rank or _is_first_holder(variable, self._strategy)
-        shards = tuple(shards_of(variable))
+        if self._strategy is not None and not kept.own_rank:
+            # The first of the ranks with the same part.
+            place = self._strategy.mesh.coordinates()
+            axes = layout_of(variable).replicated_axes(self._strategy.mesh)
+            writes = not any(place[axis] for axis in axes)
+        shards = shards_of(variable)
         return Entry(name, shape, str(variable.dtype), variable, shards, writes, is_optional=True)
-
-
-def _is_first_holder(variable: Any, strategy: DistributedStrategy | None) -> bool:
-    """Whether this rank is the first of those that hold the same."""
-    if strategy is None:
-        return True
-    axes = layout_of(variable).replicated_axes(strategy.mesh)
-    place: Mapping[str, int] = strategy.mesh.coordinates()
-    return not any(place[axis] for axis in axes)

@@ -1,7 +1,7 @@
-"""What a checkpoint holds: written last, so that one without it does not count.
+"""The manifest of a checkpoint, which is written last: a checkpoint without one is incomplete.
 
-The manifest binds every file by size and digest, and itself by a digest: what was swapped, copied or
-changed does not pass for what was written.
+The manifest contains the size and digest of every file, and its own digest, so that files that were
+exchanged, copied or changed are detected.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from tfdist.utils.lazy import require_addon
 
 FORMAT = 2
 _FOLDER = re.compile(r"step-(\d{10,19})-([0-9a-f]{1,64})", re.ASCII)
-_STEPS = 1 << 62
-#: Far beyond any array, and small enough to count with.
-_SIZES = 1 << 48
-_CHUNK_LIMIT = 1 << 30
+_MAX_STEP = 1 << 62
+#: Far larger than any array, and small enough to calculate with.
+_MAX_SIZE = 1 << 48
+_MAX_CHUNK_BYTES = 1 << 30
+_MAX_DIMS = 32
 
 #: Shape and dtype of an array.
 Array = tuple[tuple[int, ...], str]
 Arrays = dict[str, Array]
+Chunks = dict[str, tuple[int, ...]]
 #: Size and digest of each file.
 Digests = dict[str, tuple[int, str]]
 
@@ -44,25 +46,25 @@ class Manifest:
     """The manifest of a checkpoint.
 
     Attributes:
-        step: The training step after which it was taken.
-        arrays: By name, shape and dtype of each global array.
-        state: What else there is: anything that JSON can hold.
-        files: By path, size and digest of each file. None in a checkpoint of format 1.
-        chunks: By name, the shape of an array's chunks.
+        step: The training step after which it was saved.
+        arrays: Shape and dtype of each global array, by name.
+        state: Other state, JSON-serializable.
+        files: Size and digest of each file, by path. None in a checkpoint of format 1.
+        chunks: The shape of an array's chunks, by name.
     """
 
     step: int
     arrays: Arrays
     state: dict[str, Any]
     files: Digests | None = None
-    chunks: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    chunks: Chunks = dataclasses.field(default_factory=dict)
 
     def chunk_of(self, name: str) -> tuple[int, ...]:
         """The shape of an array's chunks."""
         return self.chunks.get(name) or chunk_shape_of(*self.arrays[name])
 
     def write(self, storage: Storage) -> None:
-        """Writes it; from then on the checkpoint is complete."""
+        """Writes it, which completes the checkpoint."""
         content = {
             "step": self.step,
             "folder": storage.path.rpartition("/")[2],
@@ -80,46 +82,25 @@ class Manifest:
 
     @classmethod
     def read(cls, storage: Storage) -> Manifest | None:
-        """Reads it; None where there is none.
+        """Reads it; None if there is none.
 
         Raises:
-            StorageError: It is damaged, or that of another checkpoint.
-            NewerFormatError: A newer tfdist wrote it.
+            StorageError: It is corrupt, or belongs to a different checkpoint.
+            NewerFormatError: It was written by a newer version of tfdist.
         """
         found = storage.read_json(MANIFEST)
         if found is None:
             return None
-        version: Any = found.get("tfdist_checkpoint") if isinstance(found, dict) else None
-        if not _is_int(version, 1, _SIZES):
-            raise _damaged(storage, "it is no manifest")
-        if version > FORMAT:
-            raise NewerFormatError(
-                f"{storage.path} was written by a newer tfdist, in version {version} of the format. "
-                f"This one reads versions up to {FORMAT}: install the newer one."
-            )
-        content = found.get("content")
-        if not isinstance(content, dict):
-            raise _damaged(storage, "it has no content")
         try:
-            right = (
-                found.get("crc32") == _crc(content)
-                if version == 1
-                else (found.get("sha256") == _digest(content))
-            )
-        except (ValueError, RecursionError) as error:
-            raise _damaged(storage, str(error)) from error
-        if not right:
-            raise _damaged(storage, "its checksum is another")
-        try:
-            manifest = _parsed(content, version)
-        except (ValueError, TypeError, OverflowError) as error:
-            raise _damaged(storage, str(error)) from error
-        _check_place(storage, content, manifest, version)
-        return manifest
+            return _parsed(found, storage)
+        except NewerFormatError:
+            raise
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise StorageError(f"{storage.path}/{MANIFEST} is corrupt: {error}.") from error
 
 
 def format1() -> Any:
-    """How checkpoints of format 1, which early versions wrote, are read.
+    """The reader of checkpoints of format 1, which early versions wrote.
 
     Raises:
         ImportError: Its add-on is not installed.
@@ -128,12 +109,12 @@ def format1() -> Any:
 
 
 def folder_of(step: int, token: str) -> str:
-    """The folder of a checkpoint; the token keeps two jobs that save at the same step apart."""
+    """The folder of a checkpoint; the token distinguishes jobs that save at the same step."""
     return f"step-{step:010d}-{token}"
 
 
 def step_of(folder: str) -> int | None:
-    """The step of a checkpoint's folder; None where the name is not that of one."""
+    """The step of a checkpoint's folder; None if the name is not that of a checkpoint."""
     found = _FOLDER.fullmatch(folder)
     return None if found is None else int(found[1])
 
@@ -145,115 +126,115 @@ def keys_of(name: str, array: Array, chunk: tuple[int, ...]) -> list[str]:
     return [f"{folder}/zarr.json", *keys]
 
 
-def _parsed(content: dict[str, Any], version: int) -> Manifest:
-    """The manifest in a JSON object; a `ValueError` says what is not as it is to be."""
+def _parsed(found: Any, storage: Storage) -> Manifest:
+    """The manifest in a JSON value.
+
+    Raises:
+        ValueError: It is corrupt; the message names the entry.
+        NewerFormatError: It was written by a newer version of tfdist.
+    """
+    version: Any = found.get("tfdist_checkpoint") if isinstance(found, dict) else None
+    _require(_is_int(version, 1, _MAX_SIZE), "it is not a manifest")
+    if version > FORMAT:
+        raise NewerFormatError(
+            f"{storage.path} is not supported: it was written by a newer tfdist, in version {version} "
+            f"of the format. This tfdist reads versions up to {FORMAT}. Install the newer one."
+        )
+    content = _object(found, "content")
+    if version == 1:
+        is_right = found.get("crc32") == zlib.crc32(json.dumps(content, sort_keys=True).encode())
+    else:
+        is_right = found.get("sha256") == _digest(content)
+    _require(is_right, "checksum mismatch")
     step: Any = content.get("step")
-    if not _is_int(step, 0, _STEPS):
-        raise ValueError(f"`step` is a number from 0 on, and is {step!r:.50}")
-    state, found = _object(content, "state"), _object(content, "arrays")
-    arrays: Arrays = {}
-    chunks: dict[str, tuple[int, ...]] = {}
-    for name, each in found.items():
-        if version == 1:
-            ok = isinstance(each, list) and len(each) == 2
-            shape, dtype = each if ok else (None, None)
-        else:
-            each = each if isinstance(each, dict) else {}
-            shape, dtype = each.get("shape"), each.get("dtype")
-        arrays[name] = _array(name, shape, dtype)
-        if version > 1:
+    _require(_is_int(step, 0, _MAX_STEP), f"`step` must be at least 0, found {step!r:.50}")
+    state, listed = _object(content, "state"), _object(content, "arrays")
+    if version == 1:
+        arrays = {name: _array(name, *_pair(each)) for name, each in listed.items()}
+        for name in arrays:
+            is_safe = all(part.strip(".") for part in name.split("/")) and "\0" not in name
+            _require(is_safe, f"`{name!r:.50}` is not the name of an array")
+        manifest = Manifest(step, arrays, state)
+    else:
+        arrays, chunks = {}, {}
+        for name in listed:
+            each = _object(listed, name)
+            arrays[name] = _array(name, each.get("shape"), each.get("dtype"))
             chunks[name] = _chunk(name, arrays[name], each.get("chunk"))
-        elif not all(part.strip(".") for part in name.split("/")) or "\0" in name:
-            raise ValueError(f"`{name!r:.50}` is not the name of an array")
-    files = None if version == 1 else _files(_object(content, "files"), arrays, chunks)
-    return Manifest(step, arrays, state, files, chunks)
+        files = _files(_object(content, "files"), arrays, chunks)
+        manifest = Manifest(step, arrays, state, files, chunks)
+    # A folder that the user has renamed is not compared.
+    here = storage.path.rstrip("/").rpartition("/")[2]
+    if step_of(here) is not None:
+        _require(step_of(here) == step, f"it belongs to step {step}")
+        folder = content.get("folder")
+        _require(version == 1 or folder == here, f"it belongs to `{folder!s:.100}`")
+    return manifest
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
 
 
 def _object(content: dict[str, Any], name: str) -> dict[str, Any]:
     found = content.get(name)
     if not isinstance(found, dict):
-        raise ValueError(f"`{name}` is an object, and is {found!r:.50}")
+        raise ValueError(f"`{name:.100}` must be an object, found {found!r:.50}")
     return found
 
 
+def _pair(value: Any) -> tuple[Any, Any]:
+    return (value[0], value[1]) if isinstance(value, list) and len(value) == 2 else (None, None)
+
+
 def _array(name: str, shape, dtype) -> Array:
-    if not (
+    is_shape = (
         isinstance(shape, list)
-        and len(shape) <= 32
-        and all(_is_int(size, 0, _SIZES) for size in shape)
-        and math.prod(shape) <= _SIZES
-    ):
-        raise ValueError(f"the array `{name}` has no shape, but {shape!r:.50}")
-    if not isinstance(dtype, str):
-        raise ValueError(f"the array `{name}` has no dtype, but {dtype!r:.50}")
+        and len(shape) <= _MAX_DIMS
+        and all(_is_int(size, 0, _MAX_SIZE) for size in shape)
+        and math.prod(shape) <= _MAX_SIZE
+    )
+    _require(is_shape, f"the array `{name}` has an invalid shape: {shape!r:.50}")
     try:
-        item_bytes(dtype)
+        item_bytes(dtype if isinstance(dtype, str) else "")
     except (ValueError, TypeError) as error:
-        raise ValueError(f"the array `{name}` has no dtype, but {dtype!r:.50}") from error
+        raise ValueError(f"the array `{name}` has an invalid dtype: {dtype!r:.50}") from error
     return tuple(shape), dtype
 
 
 def _chunk(name: str, array: Array, chunk) -> tuple[int, ...]:
     shape, dtype = array
-    if not (
+    is_chunk = (
         isinstance(chunk, list)
         and len(chunk) == len(shape)
         and all(_is_int(part, 1, max(1, size)) for part, size in zip(chunk, shape, strict=True))
-        and math.prod(chunk) * item_bytes(dtype) <= _CHUNK_LIMIT
-    ):
-        raise ValueError(f"the array `{name}` has no shape of chunks, but {chunk!r:.50}")
+        and math.prod(chunk) * item_bytes(dtype) <= _MAX_CHUNK_BYTES
+    )
+    _require(is_chunk, f"the array `{name}` has an invalid shape of chunks: {chunk!r:.50}")
     return tuple(chunk)
 
 
-def _files(found: dict[str, Any], arrays: Arrays, chunks: dict[str, tuple[int, ...]]) -> Digests:
-    """The files: those that the arrays have, and no other."""
+def _files(found: dict[str, Any], arrays: Arrays, chunks: Chunks) -> Digests:
+    """The files, which must be exactly those of the arrays."""
     files: Digests = {}
     for path, each in found.items():
-        ok = (
-            isinstance(each, list)
-            and len(each) == 2
-            and _is_int(each[0], 0, _CHUNK_LIMIT + CRC_BYTES)
-            and isinstance(each[1], str)
-        )
-        if not ok:
-            raise ValueError(f"the file `{path}` has no size and digest, but {each!r:.50}")
-        files[path] = (each[0], each[1])
+        size, digest = _pair(each)
+        is_right = _is_int(size, 0, _MAX_CHUNK_BYTES + CRC_BYTES) and isinstance(digest, str)
+        _require(is_right, f"the file `{path}` has an invalid size or digest: {each!r:.50}")
+        files[path] = (size, digest)
+    # Counted first: a corrupt manifest may declare more chunks than can be listed.
     count = sum(1 + chunk_count(arrays[name][0], chunks[name]) for name in arrays)
-    if count != len(files):
-        raise ValueError(f"it lists {len(files):,} files, and its arrays have {count:,}")
+    _require(count == len(files), f"it lists {len(files):,} files, but its arrays have {count:,}")
     for name, array in arrays.items():
         for key in keys_of(name, array, chunks[name]):
-            if key not in files:
-                raise ValueError(f"it does not list the file `{key}`")
+            _require(key in files, f"the file `{key}` is not listed")
     return files
-
-
-def _check_place(storage: Storage, content: dict, manifest: Manifest, version: int) -> None:
-    """Raises where a checkpoint does not lie where it was written.
-
-    A folder that the user gave a name of their own is what they say it is.
-    """
-    here = storage.path.rstrip("/").rpartition("/")[2]
-    step = step_of(here)
-    if step is None:
-        return
-    if step != manifest.step:
-        raise _damaged(storage, f"it is that of step {manifest.step}")
-    if version > 1 and content.get("folder") != here:
-        raise _damaged(storage, f"it is that of `{content.get('folder')!s:.100}`")
 
 
 def _is_int(value, least: int, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-def _damaged(storage: Storage, what: str) -> StorageError:
-    return StorageError(f"{storage.path}/{MANIFEST} is damaged: {what}.")
-
-
 def _digest(content) -> str:
     return digest_of(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
-
-
-def _crc(content) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())

@@ -1,4 +1,4 @@
-"""Reads boxes of a checkpoint's arrays; nothing is believed that the manifest does not bind."""
+"""Reads boxes of a checkpoint's arrays, and verifies all that is read against the manifest."""
 
 from __future__ import annotations
 
@@ -9,13 +9,21 @@ from collections.abc import Sequence
 import numpy as np
 import tensorstore as ts
 
-from tfdist.checkpoint.chunks import Box, copy_chunk, decode, folder_of_array, touched
+from tfdist.checkpoint.chunks import (
+    Box,
+    Place,
+    chunk_key,
+    copy_chunk,
+    decode,
+    folder_of_array,
+    touched,
+)
 from tfdist.checkpoint.errors import StorageError
 from tfdist.checkpoint.manifest import Manifest, format1
 from tfdist.checkpoint.storage import Storage, digest_of
 
-#: Chunks that are in memory at a time, beside the arrays that they are copied into.
-_CHUNKS_AT_A_TIME = min(4, os.cpu_count() or 1)
+#: How many chunks may be in memory at a time, in addition to the arrays that they are copied into.
+_MAX_CHUNKS = min(4, os.cpu_count() or 1)
 
 
 class Reader:
@@ -25,51 +33,47 @@ class Reader:
         self._storage, self._manifest = storage, manifest
 
     def read(self, name: str, boxes: Sequence[Box]) -> list[np.ndarray]:
-        """Boxes of an array; where an index stands for an axis, the result lacks it.
+        """Reads boxes of an array; an axis with an index in place of a slice is dropped.
 
-        A file that is missing, or is not what was written, is a `StorageError`.
+        Raises:
+            StorageError: A file is missing or corrupt.
         """
-        shape, dtype = self._manifest.arrays[name]
+        _, dtype = self._manifest.arrays[name]
         chunk = self._manifest.chunk_of(name)
-        self._check_description(name)
-        places = touched(boxes, shape, chunk)
+        if self._manifest.files is None:
+            format1().check_description(self._storage, name, self._manifest.arrays[name])
+        else:
+            self._verified(f"{folder_of_array(name)}/zarr.json")
         kind = ts.dtype(dtype).numpy_dtype
         targets = [
             np.empty([each.stop - each.start for each in box if isinstance(each, slice)], kind)
             for box in boxes
         ]
 
-        def fetch(found: tuple[tuple[int, ...], str]) -> None:
-            place, key = found
-            copy_chunk(self._chunk(name, key, chunk, dtype), place, boxes, targets)
+        def fetch(place: Place) -> None:
+            copy_chunk(self._chunk(name, place, chunk, dtype), place, boxes, targets)
 
-        if len(places) < 2:
-            for each in places:
-                fetch(each)
-        else:
-            with concurrent.futures.ThreadPoolExecutor(_CHUNKS_AT_A_TIME) as threads:
-                for done in [threads.submit(fetch, each) for each in places]:
-                    done.result()
+        places = touched(boxes, chunk)
+        if len(places) == 1:
+            fetch(*places)
+        elif places:
+            with concurrent.futures.ThreadPoolExecutor(_MAX_CHUNKS) as threads:
+                list(threads.map(fetch, places))
         return targets
 
-    def _check_description(self, name: str) -> None:
-        if self._manifest.files is None:
-            array = self._manifest.arrays[name]
-            format1().check_description(self._storage, name, array)
-        else:
-            self._bound(f"{folder_of_array(name)}/zarr.json")
-
-    def _chunk(self, name: str, key: str, chunk: tuple[int, ...], dtype: str) -> np.ndarray:
+    def _chunk(self, name: str, place: Place, chunk: tuple[int, ...], dtype: str) -> np.ndarray:
+        key = chunk_key(place)
         if self._manifest.files is None:
             return format1().chunk_values(self._storage, name, key, chunk, dtype)
         path = f"{folder_of_array(name)}/{key}"
+        content = self._verified(path)
         try:
-            return decode(self._bound(path), chunk, dtype, checks=False)
-        except ValueError as error:  # The manifest's own numbers do not fit together.
-            raise StorageError(f"{self._storage.path}/{path} is damaged: {error}.") from error
+            return decode(content, chunk, dtype, checks=False)
+        except (StorageError, ValueError) as error:  # The manifest contradicts itself.
+            raise StorageError(f"{self._storage.path}/{path} is corrupt: {error}.") from error
 
-    def _bound(self, path: str) -> bytes:
-        """The content of a file that the manifest binds."""
+    def _verified(self, path: str) -> bytes:
+        """The content of a file, which must be the one in the manifest."""
         size, digest = (self._manifest.files or {})[path]
         content = self._storage.read(path, size)
         where = f"{self._storage.path}/{path}"
@@ -77,8 +81,8 @@ class Reader:
             raise StorageError(f"{where} is missing.")
         if len(content) != size:
             raise StorageError(
-                f"{where} is damaged: it has {len(content):,} bytes, {size:,} were written."
+                f"{where} is corrupt: expected {size:,} bytes, found {len(content):,} bytes."
             )
         if digest_of(content) != digest:
-            raise StorageError(f"{where} is damaged: its content is not what was written.")
+            raise StorageError(f"{where} is corrupt: digest mismatch.")
         return content

@@ -1,4 +1,4 @@
-"""What a training says of its checkpoints: what they take, and how long the way back took."""
+"""Reports on checkpoints during training: the space that they take, and the time of a recovery."""
 
 from __future__ import annotations
 
@@ -12,88 +12,85 @@ import time
 import keras
 
 from tfdist.checkpoint.chunks import item_bytes
-from tfdist.checkpoint.entries import arrays_of, entries_of
+from tfdist.checkpoint.entries import entries_of, gather_arrays
 from tfdist.checkpoint.errors import StorageError
 from tfdist.checkpoint.storage import Storage
 from tfdist.collectives import Group
+from tfdist.runtime.directories import is_address
 from tfdist.utils.quantities import as_bytes
 
 _logger = logging.getLogger("tfdist")
 
-#: Says how far a training came, about once a second.
+#: Written about once a second: the step that a training has reached.
 _PROGRESS = "progress.json"
-#: Of sizes in messages.
+#: Significant digits of sizes in messages.
 _DIGITS = 3
 
 
 class Progress:
-    """How far the training in a folder came, also beyond its last checkpoint.
+    """The step that the training in a folder has reached, also after its last checkpoint.
 
-    Kept in folders of file systems alone: an object store would take its time every second.
+    Only recorded on file systems: a write every second to an object store is too slow.
 
     Args:
         directory: The folder, or an address.
     """
 
     def __init__(self, directory: str):
-        self._storage = Storage(directory)
+        self._directory = None if is_address(directory) else directory
         self._written: int | None = None
 
     def read(self) -> int:
-        """The step; 0 where it is not known."""
-        if not self._storage.is_local:
-            return 0
-        with contextlib.suppress(StorageError):
-            found = self._storage.read_json(_PROGRESS)
-            step = found.get("step") if isinstance(found, dict) else None
-            if isinstance(step, int) and not isinstance(step, bool):
-                return step
+        """The step; 0 if it is unknown."""
+        if self._directory is not None:
+            with contextlib.suppress(StorageError):
+                found = Storage(self._directory).read_json(_PROGRESS)
+                step = found.get("step") if isinstance(found, dict) else None
+                if isinstance(step, int) and not isinstance(step, bool):
+                    return step
         return 0
 
     def write(self, step: int) -> None:
-        """Notes the step; what keeps it from that is told when a checkpoint is saved."""
-        if not self._storage.is_local or step == self._written:
+        """Records the step. Errors are ignored, because the next save reports them."""
+        if self._directory is None or step == self._written:
             return
         self._written = step
-        path = os.path.join(self._storage.path, _PROGRESS)
-        # It need not survive the machine: TensorStore would wait for the disk.
+        path = os.path.join(self._directory, _PROGRESS)
+        # Not by TensorStore, which waits for the disk: the step need not survive a crash of the host.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with contextlib.suppress(OSError):
-            handle = os.open(f"{path}.new", flags, 0o666)
-            with open(handle, "w") as file:
+            with open(os.open(f"{path}.new", flags, 0o666), "w") as file:
                 file.write(f'{{"step": {step}}}')
             os.replace(f"{path}.new", path)
 
 
 class Recovery:
-    """The way back to where a training stood: the start of its processes, the load, and the replay.
+    """The time until a training is back at its last step: start of the processes, load and replay.
 
     Args:
-        since: When the run before failed, by the wall clock.
-        until: The step that it had come to.
+        since: The time of the previous run's failure, in seconds since the epoch.
+        until: The step that it had reached.
     """
 
     def __init__(self, since: float, until: int):
         self._until = until
         self._start = time.time() - since
-        self._began = time.monotonic()
-        self._loaded = self._began
+        self._began = self._loaded = time.monotonic()
 
     def note_loaded(self, step: int) -> None:
-        """Called when the state of a checkpoint was read.
+        """Notes that a checkpoint of this step was restored.
 
-        Args:
-            step: Its step. Not before the one after is training under way again.
+        The recovery lasts at least until the next step has ended.
         """
         self._loaded = time.monotonic()
         self._until = max(self._until, step + 1)
 
     def is_over(self, step: int) -> bool:
-        """Whether a training that has made so many steps is back where it was."""
+        """Whether a training at this step has reached the step before the failure."""
         return step >= self._until
 
     def words(self) -> str:
-        """How long it took, now that it is over."""
+        """The report, at the end of the recovery."""
         load, replay = self._loaded - self._began, time.monotonic() - self._loaded
         total = self._start + load + replay
         return (
@@ -102,12 +99,12 @@ class Recovery:
         )
 
 
-def tell(text: str, verbose: int) -> None:
-    """Prints a line where `fit` prints something; else it is logged at level INFO.
+def report(text: str, verbose: int) -> None:
+    """Prints a line if `fit` prints; otherwise logs it at level INFO.
 
     Args:
         text: The line.
-        verbose: That of `fit`; 1 for a progress bar, which may stand in the line.
+        verbose: The argument of `fit`; 1 for a progress bar, which may be in the current line.
     """
     if verbose:
         print(f"\n{text}" if verbose == 1 else text, flush=True)
@@ -115,34 +112,34 @@ def tell(text: str, verbose: int) -> None:
         _logger.info("%s", text)
 
 
-def room_words(
+def space_report(
     directory: str, model: keras.Model, world: Group, keep_last: int | None
 ) -> str | None:
-    """What the checkpoints of a model take, beside the free space; all ranks call this.
+    """The space that the checkpoints of a model take, and the free space; all ranks must call this.
 
     Args:
-        directory: Where they are kept.
+        directory: The directory of the checkpoints.
         model: The model, with a built optimizer.
         world: All ranks.
-        keep_last: How many are kept; None for all.
+        keep_last: The number of checkpoints that are kept; None for all.
 
     Returns:
-        The line, with a warning in it where the room is too small; None on others than the chief.
+        The line, with a warning if there is too little space. None on all ranks but the chief.
     """
-    arrays = arrays_of(entries_of(model), world)
+    arrays, _ = gather_arrays(entries_of(model), world)
     if world.rank:
         return None
     size = sum(math.prod(shape) * item_bytes(dtype) for shape, dtype in arrays.values())
-    said = f"A checkpoint takes {as_bytes(size, _DIGITS)}"
-    needed = size
-    if keep_last is not None:
-        # An old one goes when the new one was read back.
-        needed = size * (keep_last + 1)
-        said += f", the {keep_last} that are kept and one that is being written {as_bytes(needed, _DIGITS)}"
-    else:
-        said += ", and all are kept"
-    if not Storage(directory).is_local:
-        return f"{said}."
+    # An old checkpoint is deleted when the new one was verified.
+    needed = size * (1 if keep_last is None else keep_last + 1)
+    line = f"A checkpoint takes {as_bytes(size, _DIGITS)}" + (
+        ", and all are kept"
+        if keep_last is None
+        else f", the {keep_last} that are kept and one that is being written "
+        f"{as_bytes(needed, _DIGITS)}"
+    )
+    if is_address(directory):
+        return f"{line}."
     free = shutil.disk_usage(directory).free
-    said += f"; {as_bytes(free, _DIGITS)} are free in {directory}."
-    return said if needed < free else f"{said} That is too little."
+    line += f"; {as_bytes(free, _DIGITS)} are free in {directory}."
+    return line if needed < free else f"{line} This is not enough."

@@ -13,83 +13,77 @@ from tfdist.utils import checks
 
 
 class Retention:
-    """Drops a training's old checkpoints, once a newer one was read back whole.
+    """Deletes a training's old checkpoints after a newer one was written and verified.
+
+    Only the chief uses it.
 
     Args:
-        directory: Where they are.
-        keep_last: How many of the newest are kept; None for all.
-        keep_every: Those of every step that this divides are kept for good; None for none.
+        directory: The directory of the checkpoints.
+        keep_last: The number of the newest checkpoints to keep; None for all.
+        keep_every: Checkpoints of steps that are multiples of this are never deleted; None for none.
     """
 
     def __init__(self, directory: str, keep_last: int | None, keep_every: int | None):
         checks.integer("keep_last", keep_last, minimum=1, optional=True, also="all of them")
         checks.integer("keep_every", keep_every, minimum=1, optional=True, also="none of them")
         self._directory, self._keep_last, self._keep_every = directory, keep_last, keep_every
-        self._is_chief = False
         self._known: set[str] = set()
         self._torn: set[str] = set()
         self._whole: dict[str, bool] = {}
 
-    def begin(self, is_chief: bool) -> None:
-        """Looks at what is there before the training writes; only the chief does anything.
+    def begin(self) -> None:
+        """Records which checkpoints there are before the training writes any.
 
-        What an earlier run left unfinished is deleted, so that a disk that it filled has room. The
-        lock on the directory is to be held: no other run is then about to complete it.
+        Deletes those that an earlier run left unfinished, which may have filled the disk. Requires the
+        lock on the directory, so that no other run is about to complete them.
 
         Raises:
             StorageError: The directory cannot be read.
         """
-        self._is_chief = is_chief
-        if not is_chief:
-            return
         found = folders(self._directory)
         self._known = {folder for folder, is_complete in found.items() if is_complete}
         self._whole.clear()
         self._torn.clear()
         for folder in found.keys() - self._known:
-            storage = Storage(self._path(folder))
+            storage = self._storage(folder)
             if is_unfinished(storage):
                 storage.delete()
             elif is_folder(storage.path):
-                # It may have lost its manifest: the user may want to look at it until a newer
-                # checkpoint is there.
+                # It may have lost its manifest: the user may want to inspect it until there is a
+                # newer checkpoint.
                 self._torn.add(folder)
 
     def completed(self, path: str) -> None:
-        """Drops what a new checkpoint, which was read back whole, makes superfluous.
+        """Deletes the checkpoints that a new one, which was verified, replaces.
 
         Raises:
-            StorageError: Another training writes into the same directory. Nothing is dropped then.
+            StorageError: Another training writes into the same directory. Nothing is deleted then.
         """
-        if not self._is_chief:
-            return
         newest = path.rpartition("/")[2]
         self._known.add(newest)
         self._whole[newest] = True
-        found = [folder for folder, is_complete in folders(self._directory).items() if is_complete]
-        foreign = sorted(set(found) - self._known - self._torn)
+        found = {folder for folder, is_complete in folders(self._directory).items() if is_complete}
+        foreign = sorted(found - self._known - self._torn)
         if foreign:
             raise StorageError(
-                f"Another training saves into {self._directory}: {', '.join(foreign)} came from "
-                "there. Give each its own directory."
+                f"Another training saves into {self._directory}, which must not be shared. Received: "
+                f"its checkpoints {', '.join(foreign)}. Use a separate directory for each training."
             )
-        for folder in self._superfluous(newest, found):
-            Storage(self._path(folder)).delete()
+        for folder in [*self._superfluous(newest, found), *(self._torn - found)]:
+            self._storage(folder).delete()
             self._known.discard(folder)
-        for folder in self._torn - set(found):
-            Storage(self._path(folder)).delete()
         self._torn.clear()
 
-    def _superfluous(self, newest: str, found: list[str]) -> list[str]:
-        """What is older than as many whole checkpoints as are kept."""
+    def _superfluous(self, newest: str, found: set[str]) -> list[str]:
+        """Checkpoints older than the intact ones that are kept."""
         if self._keep_last is None:
             return []
         last = step_of(newest) or 0
-        # What has a later step is of a line that was given up, as of a damaged checkpoint.
+        # A later step belongs to an abandoned run, as after a return to an older checkpoint.
         line = [
             (step, folder)
-            for folder in found
-            if folder != newest and (step := step_of(folder)) is not None and step <= last
+            for folder in found - {newest}
+            if (step := step_of(folder)) is not None and step <= last
         ]
         kept, dropped = 1, []
         for step, folder in sorted(line, reverse=True):
@@ -101,25 +95,22 @@ class Retention:
         return dropped
 
     def _is_whole(self, folder: str) -> bool:
-        """Whether the files of a checkpoint have the sizes that its manifest says.
+        """Whether the files of a checkpoint have the sizes in its manifest.
 
-        What this process wrote it has read back; of an earlier run's, one that lacks a file is not
-        to count for one that is kept.
+        This process has verified its own checkpoints. One of an earlier run that lacks a file must not
+        count as one that is kept.
         """
         if folder not in self._whole:
-            storage = Storage(self._path(folder))
+            storage = self._storage(folder)
             try:
                 manifest = Manifest.read(storage)
             except CheckpointError:
                 manifest = None
-            files = {} if manifest is None else manifest.files or {}
-            self._whole[folder] = manifest is not None and (
-                not storage.is_local
-                or all(
-                    regular_size(storage.path, name) == size for name, (size, _) in files.items()
-                )
+            sizes = (manifest and storage.is_local and manifest.files) or {}
+            self._whole[folder] = manifest is not None and all(
+                regular_size(storage.path, name) == size for name, (size, _) in sizes.items()
             )
         return self._whole[folder]
 
-    def _path(self, folder: str) -> str:
-        return posixpath.join(self._directory, folder)
+    def _storage(self, folder: str) -> Storage:
+        return Storage(posixpath.join(self._directory, folder))

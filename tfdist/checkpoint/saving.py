@@ -1,30 +1,38 @@
-"""Saves a model's training state: every rank writes its part, the chief the manifest."""
+"""Saves a model's training state: every rank writes its part, and the chief the manifest."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import posixpath
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
 from tfdist.backend.keras.attributes import stored_value
-from tfdist.checkpoint.chunks import chunk_shape_of
-from tfdist.checkpoint.digests import read_back
+from tfdist.checkpoint.chunks import (
+    CHUNK_BYTES,
+    CRC_BYTES,
+    check_equal,
+    chunk_keys,
+    chunk_shape_of,
+    decode,
+    folder_of_array,
+)
 from tfdist.checkpoint.directory import record_newest
 from tfdist.checkpoint.directory_lock import DirectoryLock, InUseError
-from tfdist.checkpoint.entries import entries_of, held_by
-from tfdist.checkpoint.errors import DirectoryInUseError, StorageError
-from tfdist.checkpoint.manifest import Digests, Manifest, folder_of, keys_of
+from tfdist.checkpoint.entries import entries_of, gather_arrays
+from tfdist.checkpoint.errors import CheckpointError, DirectoryInUseError, StorageError
+from tfdist.checkpoint.manifest import Array, Digests, Manifest, folder_of, keys_of
 from tfdist.checkpoint.shards import Entry
-from tfdist.checkpoint.storage import UNFINISHED, Storage
+from tfdist.checkpoint.storage import UNFINISHED, Storage, digest_of
 from tfdist.collectives import Group
 from tfdist.collectives.local import LocalEngine
 from tfdist.collectives.objects import all_gather_object, broadcast_object
@@ -35,7 +43,7 @@ from tfdist.utils import checks
 
 #: How long ranks wait for the parts of others.
 _PARTS_SECONDS = 1800.0
-_LOOK_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 
 
 def save(
@@ -45,35 +53,24 @@ def save(
     step: int,
     state: dict[str, Any] | None = None,
 ) -> str:
-    """Saves a model and its optimizer; all ranks call it.
+    """Saves a model and its optimizer; all ranks must call it.
 
     Args:
-        directory: A folder that all ranks reach, or an address of an object store that TensorStore
-            knows (`gs://`, `s3://`). The checkpoint becomes a folder in it.
+        directory: A folder that all ranks share, or an address of an object store that TensorStore
+            supports (`gs://`, `s3://`). The checkpoint becomes a folder in it.
         model: The model.
-        step: The number of the training step, for the folder's name.
-        state: What else is to be kept: anything that JSON can hold.
+        step: The number of the training step, which becomes a part of the folder's name.
+        state: Other state to save, JSON-serializable.
 
     Returns:
         The checkpoint's path.
 
     Raises:
         DirectoryInUseError: Another job saves into the directory; on all ranks.
-        StorageError: It cannot be written; on all ranks.
-        TypeError: An argument has another type.
-        ValueError: An argument is out of its range.
+        StorageError: The checkpoint cannot be written; on all ranks.
+        TypeError: An argument has a wrong type.
+        ValueError: An argument is out of range.
     """
-    return begin_save(directory, model, step=step, state=state).wait()
-
-
-def begin_save(
-    directory: str | os.PathLike,
-    model: keras.Model,
-    *,
-    step: int,
-    state: dict[str, Any] | None = None,
-) -> Save:
-    """As `save`, but writing goes on in a thread; training may go on meanwhile."""
     path = checked_directory(directory)
     checks.integer("step", step, minimum=0)
     _check_state(state)
@@ -81,39 +78,66 @@ def begin_save(
     saver = Saver(path, model)
     lock = lock_on(path, saver.world)
     try:
-        return saver.begin(step, state, on_end=lock.release)
-    except BaseException:
+        writing = saver.begin(step, state)
+        try:
+            return writing.wait()
+        finally:
+            writing.give_up()
+    finally:
         lock.release()
-        raise
 
 
 def lock_on(directory: str, world: Group) -> DirectoryLock:
-    """The lock on a directory, which the chief takes; all ranks call it.
+    """The lock on a directory, which the chief acquires; all ranks must call it.
 
     Raises:
         DirectoryInUseError: Another job holds it; on all ranks.
-        StorageError: The directory cannot be written to; on all ranks.
+        StorageError: The directory is not writable; on all ranks.
     """
     lock = DirectoryLock(directory)
-    error: StorageError | None = None
-    if world.rank == 0:
+
+    def acquire() -> None:
         try:
             lock.acquire()
-        except InUseError as in_use:
-            error = DirectoryInUseError(str(in_use))
-        except StorageError as refused:
-            error = refused
-        except OSError as refused:
-            said = refused.strerror or refused
-            error = StorageError(f"{directory}: cannot write: {said}.")
-    error = broadcast_object(error, world, name="checkpoint/lock")
-    if error is not None:
-        raise error
+        except StorageError:
+            raise
+        except InUseError as error:
+            raise DirectoryInUseError(str(error)) from error
+        except OSError as error:
+            raise StorageError(
+                f"Could not write to {directory}: {error.strerror or error}."
+            ) from error
+
+    run_on_chief(acquire, world, "lock")
     return lock
 
 
+def run_on_chief(function: Callable[[], Any], world: Group, name: str) -> Any:
+    """Calls a function on the chief, and returns its result on all ranks, which must all call this.
+
+    Raises:
+        CheckpointError: The function raised it; on all ranks.
+    """
+    found: Any = None
+    if world.rank == 0:
+        try:
+            found = function()
+        except CheckpointError as error:
+            found = error
+    found = broadcast_object(found, world, name=f"checkpoint/{name}")
+    if isinstance(found, CheckpointError):
+        raise found
+    return found
+
+
 class Saver:
-    """Saves a model again and again; what stays the same the ranks agree on once."""
+    """Saves a model repeatedly; ranks agree on the arrays only once.
+
+    Attributes:
+        world: All ranks.
+        entries: The entries of this rank.
+        writers: The ranks that write each array, by name.
+    """
 
     def __init__(
         self, directory: str, model: keras.Model, states: Sequence[KeptState] | None = None
@@ -121,35 +145,33 @@ class Saver:
         self._directory, self._model = directory, model
         self.world = world_of(model)
         self._token = broadcast_object(secrets.token_hex(4), self.world, name="checkpoint")
-        self._entries = entries_of(model, states=states)
-        self._arrays, self._writers = held_by(self._entries, self.world)
+        self.entries = entries_of(model, states=states)
+        self._arrays, self.writers = gather_arrays(self.entries, self.world)
 
     def begin(
         self,
         step: int,
         state: dict[str, Any] | None = None,
         on_complete: Callable[[str], None] = lambda path: None,
-        on_end: Callable[[], None] = lambda: None,
     ) -> Save:
         """Copies this rank's parts, and writes them in a thread.
 
         Args:
             step: The number of the training step.
-            state: What else is to be kept.
+            state: Other state to save.
             on_complete: Called on the chief, in that thread, with the path of the complete
-                checkpoint. What it raises, `Save.wait` raises on all ranks.
-            on_end: Called when nothing more is written, well or not.
+                checkpoint. `Save.wait` raises its errors on all ranks.
         """
         local = local_optimizer(self._model)
         if local is not None:
             local.note_parameters()
         path = posixpath.join(self._directory, folder_of(step, self._token))
         manifest = Manifest(step, self._arrays, _check_state(state), {})
-        return Save(path, self._entries, manifest, self._writers, self.world, on_complete, on_end)
+        return Save(self, path, manifest, on_complete)
 
 
 def world_of(model: keras.Model) -> Group:
-    """All ranks of the model's strategy; this process alone where it has none of tfdist's."""
+    """All ranks of the model's strategy; only this process without a strategy of tfdist."""
     strategy: Any = model.distribute_strategy
     return strategy.group() if hasattr(strategy, "engine") else LocalEngine().group()
 
@@ -158,29 +180,23 @@ class Save:
     """A checkpoint that is being written.
 
     Attributes:
-        path: Where.
-        seconds: How long this rank's writing took, once it is done.
+        path: Its path.
+        seconds: The time that this rank's writing took, available at the end.
     """
 
     seconds = 0.0
     _is_complete = False
 
     def __init__(
-        self,
-        path: str,
-        entries: Sequence[Entry],
-        manifest: Manifest,
-        writers: Mapping[str, tuple[int, ...]],
-        world: Group,
-        on_complete: Callable[[str], None],
-        on_end: Callable[[], None],
+        self, saver: Saver, path: str, manifest: Manifest, on_complete: Callable[[str], None]
     ):
         self.path = path
-        self._manifest, self._writers, self._world = manifest, writers, world
-        self._on_complete, self._on_end = on_complete, on_end
-        # Copies: what is trained on meanwhile does not reach them.
+        self._manifest, self._on_complete = manifest, on_complete
+        self._world, self._writers = saver.world, saver.writers
+        self._own = self._world.ranks[self._world.rank]
+        # Copies, because training changes the variables in the meantime.
         self._values: list[tuple[Entry, np.ndarray]] = [
-            (entry, stored_value(entry.variable).numpy()) for entry in entries if entry.writes
+            (entry, stored_value(entry.variable).numpy()) for entry in saver.entries if entry.writes
         ]
         self._error: str | None = None
         self._written, self._digested = threading.Event(), threading.Event()
@@ -189,43 +205,39 @@ class Save:
         self._thread.start()
 
     def wait(self) -> str:
-        """Returns the path when the checkpoint is complete; all ranks call it.
+        """Returns the path when the checkpoint is complete; all ranks must call it.
 
         Raises:
-            StorageError: It could not be written; on all ranks. What was written is deleted.
+            StorageError: It could not be written; on all ranks. Files written so far are deleted.
         """
-        # Step by step: no rank need wait for a part of another, or for its digests, that will not
-        # come.
-        self._written.wait()
-        self._raise_any("written")
-        self._digested.wait()
-        self._raise_any("digested")
-        self._thread.join()
-        self._raise_any("completed")
+        # In stages, so that no rank waits for parts or digests of a rank that has failed.
+        for stage, wait in (
+            ("written", self._written.wait),
+            ("digested", self._digested.wait),
+            ("completed", self._thread.join),
+        ):
+            wait()
+            errors = all_gather_object(self._error, self._world, name=f"checkpoint/{stage}")
+            for rank, error in zip(self._world.ranks, errors, strict=True):
+                if error:
+                    self.give_up()
+                    self._clear()
+                    raise StorageError(f"Rank {rank} could not save: {error}")
         return self.path
 
     def give_up(self) -> None:
-        """Ends a save that not all ranks will wait for; returns when nothing more is written."""
+        """Ends a save that some ranks will not wait for; returns when writing has ended."""
         self._given_up.set()
         self._thread.join()
 
-    def _raise_any(self, stage: str) -> None:
-        errors = all_gather_object(self._error, self._world, name=f"checkpoint/{stage}")
-        for rank, error in zip(self._world.ranks, errors, strict=True):
-            if error:
-                self._given_up.set()
-                self._thread.join()
-                self._clear()
-                raise StorageError(f"Rank {rank} could not save: {error}")
-
     def _clear(self) -> None:
-        """Deletes what a failed save has left, once no rank writes any more."""
+        """Deletes the files of a failed save, once no rank writes any more."""
         all_gather_object(None, self._world, name="checkpoint/given-up")
         if self._world.rank == 0 and not self._is_complete:
             try:
                 Storage(self.path).delete()
             except StorageError:
-                # The next start does it; why the save failed is what the user is to read.
+                # The next start deletes them; the user must see why the save has failed.
                 return
 
     def _run(self) -> None:
@@ -249,26 +261,20 @@ class Save:
             self._written.set()
             self._digested.set()
             self.seconds = time.perf_counter() - begun
-            self._on_end()
-
-    @property
-    def _own(self) -> int:
-        return self._world.ranks[self._world.rank]
 
     def _write(self, storage: Storage) -> Digests:
-        """Writes this rank's parts; returns the digests of the arrays that are its alone."""
+        """Writes this rank's parts; returns the digests of the arrays that only this rank writes."""
         digests: Digests = {}
         while self._values:
             entry, value = self._values.pop()
-            array = storage.create(entry.name, entry.shape, entry.dtype)
             parts = [(shard.box, shard.get(value)) for shard in entry.shards]
-            storage.write(array, parts)
+            storage.write(storage.create(entry.name, *entry.array), parts)
             if self._writers[entry.name] == (self._own,):
                 is_whole = len(parts) == 1 and parts[0][1].shape == entry.shape
-                found = parts[0][1] if is_whole else None
-                digests |= read_back(storage, entry.name, entry.shape, entry.dtype, found)
-                del found
-            del value, parts
+                whole = parts[0][1] if is_whole else None
+                digests |= read_back(storage, entry.name, entry.array, whole)
+                del whole
+            del value, parts  # Freed before the next value is split.
         storage.write_json(f"parts/{self._own}", {})
         return digests
 
@@ -279,32 +285,29 @@ class Save:
             for name, ranks in self._writers.items()
             if len(ranks) > 1 and self._own in ranks
         }
-        others = {rank for ranks in shared.values() for rank in ranks}
         digests: Digests = {}
-        if self._wait_for(storage, "parts", others):
+        if self._wait_for(storage, "parts", {rank for ranks in shared.values() for rank in ranks}):
             for name, ranks in shared.items():
-                shape, dtype = self._manifest.arrays[name]
-                digests |= read_back(
-                    storage, name, shape, dtype, place=ranks.index(self._own), count=len(ranks)
-                )
+                array, place = self._manifest.arrays[name], ranks.index(self._own)
+                digests |= read_back(storage, name, array, place=place, count=len(ranks))
         return digests
 
     def _wait_for(self, storage: Storage, kind: str, ranks: set[int]) -> bool:
-        """Waits for a file of each of some ranks; whether all are there."""
+        """Waits for a file of each of some ranks; returns whether all exist."""
         end, missing = time.monotonic() + _PARTS_SECONDS, ranks - {self._own}
         while missing and not self._given_up.is_set():
-            missing -= {rank for rank in missing if storage.read(f"{kind}/{rank}") is not None}
+            missing = {rank for rank in missing if storage.read(f"{kind}/{rank}") is None}
             if missing and time.monotonic() > end:
                 raise StorageError(
-                    f"{self.path}: the parts of ranks {sorted(missing)} did not come within "
-                    f"{_PARTS_SECONDS:.0f} s. Do all ranks reach this folder?"
+                    f"{self.path} is not complete: the parts of ranks {sorted(missing)} did not arrive "
+                    f"within {_PARTS_SECONDS:.0f} s. Check that all ranks share this folder."
                 )
             if missing:
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_POLL_SECONDS)
         return not missing
 
     def _finish(self, storage: Storage) -> None:
-        """Writes the manifest when all parts are there, and read back."""
+        """Writes the manifest when all parts were written and read back."""
         if not self._wait_for(storage, "digests", set(self._world.ranks)):
             return
         digests: Digests = {}
@@ -313,12 +316,13 @@ class Save:
         wanted = {
             key
             for name, array in self._manifest.arrays.items()
-            for key in keys_of(name, array, chunk_shape_of(*array))
+            for key in keys_of(name, array, self._manifest.chunk_of(name))
         }
         if missing := sorted(wanted - digests.keys()):
-            raise StorageError(f"{self.path}: no rank has written {', '.join(missing[:3])}.")
-        self._manifest = dataclasses.replace(self._manifest, files=digests)
-        self._manifest.write(storage)
+            raise StorageError(
+                f"{self.path} is not complete: no rank has written {', '.join(missing[:3])}."
+            )
+        dataclasses.replace(self._manifest, files=digests).write(storage)
         self._is_complete = True
         for kind in ("parts", "digests"):
             storage.delete_below(kind)
@@ -328,13 +332,63 @@ class Save:
         self._on_complete(self.path)
 
 
+def read_back(
+    storage: Storage,
+    name: str,
+    array: Array,
+    value: np.ndarray | None = None,
+    *,
+    place: int = 0,
+    count: int = 1,
+) -> Digests:
+    """Reads back files of an array, each `count`th beginning with `place`: their sizes and digests.
+
+    A bad write is thus detected before the manifest is written.
+
+    Args:
+        storage: The checkpoint's files.
+        name: The array's name.
+        array: Its shape and dtype.
+        value: The whole array, which the files are compared with. If None, only the checksums are
+            verified.
+        place: The first file.
+        count: The step from one file to the next.
+
+    Raises:
+        StorageError: A file is missing or corrupt.
+    """
+    shape, dtype = array
+    chunk = chunk_shape_of(shape, dtype)
+    folder = folder_of_array(name)
+    keys = [(None, "zarr.json"), *chunk_keys(shape, chunk)]
+    found: Digests = {}
+    for at, key in itertools.islice(keys, place, None, count):
+        path = f"{folder}/{key}"
+        content = storage.read(path, CHUNK_BYTES + CRC_BYTES)
+        if content is None:
+            raise StorageError(f"{storage.path}/{path} is missing after it was written.")
+        if at is not None:
+            try:
+                numbers = decode(content, chunk, dtype, checks=value is None)
+                if value is not None:
+                    check_equal(numbers, at, value)
+            except StorageError as error:
+                raise StorageError(
+                    f"{storage.path}/{path} is corrupt after it was written: {error}."
+                ) from error
+        found[path] = (len(content), digest_of(content))
+    return found
+
+
 def _check_state(state: Any) -> dict[str, Any]:
-    """A copy of a state, as reading it will give it; refuses what JSON cannot hold."""
+    """A copy of a state as reading will return it; raises if it is not JSON-serializable."""
     if state is None:
         return {}
     if not isinstance(state, dict):
-        raise TypeError(f"`state` is a dict that JSON can hold. Received: {checks.shown(state)}.")
+        raise TypeError(
+            f"`state` must be a JSON-serializable dict. Received: {checks.shown(state)}."
+        )
     try:
         return json.loads(json.dumps(state))
     except (TypeError, ValueError, RecursionError) as error:
-        raise type(error)(f"`state` is a dict that JSON can hold: {error}.") from error
+        raise type(error)(f"`state` must be a JSON-serializable dict: {error}.") from error

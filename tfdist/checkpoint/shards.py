@@ -1,7 +1,7 @@
-"""Which parts of a global array lie in what a rank holds of it.
+"""Which parts of a global array are in the variable of a rank.
 
-A global array is the same on any mesh; what a rank holds is the whole, a slice along one dim (tensor
-parallel) or two (experts of split layers), or a flat shard of either (ZeRO). Each is a few boxes of the global array.
+A global array is the same on any mesh. A rank has all of it, a slice along one dim (tensor parallel) or
+two dims (experts of split layers), or a flat shard of either (ZeRO): each is a few boxes of the array.
 """
 
 from __future__ import annotations
@@ -20,16 +20,21 @@ from tfdist.sharding.parts import NestedSlice, Slice
 Box = tuple[slice, ...]
 
 
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """The box that is all of an array."""
+    return tuple(slice(0, size) for size in shape)
+
+
 @dataclasses.dataclass(frozen=True)
 class ArrayShard:
-    """A box of a global array, and where a rank has it.
+    """A box of a global array, and its place in the variable of a rank.
 
     Attributes:
-        box: The box in the global array. Where an index stands for an axis, the box lacks it.
-        run: Where the flat shard has the local box that it comes from: begin and end. None where
-            the rank holds an array of the global array's dims.
-        local: The shape of that local box, or of the array.
-        inside: What of it is the box; the rest is padding.
+        box: The box in the global array. An axis with an index in place of a slice is dropped.
+        run: Begin and end of the local box in a flat shard. None if the variable has the dims of the
+            global array.
+        local: The shape of that local box, or of the variable.
+        inside: The part of it that is the box; the rest is padding.
     """
 
     box: tuple[slice | int, ...]
@@ -38,33 +43,32 @@ class ArrayShard:
     inside: Box
 
     def get(self, held: np.ndarray) -> np.ndarray:
-        """The box, from what the rank holds."""
+        """The box, from the rank's value."""
         return self._around(held)[self.inside]
 
     def put(self, held: np.ndarray, value: np.ndarray) -> None:
-        """Puts the box into what the rank holds."""
+        """Writes the box into the rank's value."""
         self._around(held)[self.inside] = value
 
     def _around(self, held: np.ndarray) -> np.ndarray:
-        if self.run is None:
-            return held
-        return held[self.run[0] : self.run[1]].reshape(self.local)
+        return held if self.run is None else held[slice(*self.run)].reshape(self.local)
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A global array of which this rank holds something.
+    """A global array of which this rank has a part.
 
     Attributes:
         name: Its name, the same on any mesh.
         shape: Its shape.
         dtype: Its dtype.
-        variable: The variable that holds this rank's part.
-        shards: The boxes that are there.
-        writes: Whether this rank writes them: of ranks that hold the same, one does.
-        merge: Where each rank counts for itself, in a row of the array: what this one takes of
-            rows that another number of ranks wrote. None for any other array.
-        is_optional: Whether a checkpoint may lack it, or have another shape; it then keeps its value.
+        variable: The variable with this rank's part.
+        shards: The boxes in that part.
+        writes: Whether this rank writes them: one of the ranks with the same part does.
+        merge: For an array with a row for each rank: computes this rank's value from the rows that a
+            different number of ranks wrote. None for any other array.
+        is_optional: Whether the array may be missing in a checkpoint, or have another shape there; the
+            variable then keeps its value.
     """
 
     name: str
@@ -76,52 +80,56 @@ class Entry:
     merge: Callable[[np.ndarray], np.ndarray] | None = None
     is_optional: bool = False
 
+    @property
+    def array(self) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype."""
+        return self.shape, self.dtype
 
-def shards_of(variable: keras.Variable) -> list[ArrayShard]:
-    """The boxes of the global array that this rank holds in a variable."""
+
+def shards_of(variable: keras.Variable) -> tuple[ArrayShard, ...]:
+    """The boxes of the global array that are in this rank's variable."""
     layout = layout_of(variable)
+    runs: list[tuple[tuple[int, int] | None, Box]]
     if layout.flat is None:
-        if layout.slice is None:
-            shape = tuple(variable.shape)
-            whole = tuple(slice(0, size) for size in shape)
-            return [ArrayShard(whole, None, shape, whole)]
         part = layout.slice
-        return _shard_of_slice(part, tuple(slice(0, n) for n in part.local_shape), None)
-    begin, end = layout.flat.span
-    found: list[ArrayShard] = []
-    for run, box in boxes(begin, end, layout.flat.array_shape):
-        held = (run[0] - begin, run[1] - begin)
-        if layout.slice is None:
-            shape = tuple(each.stop - each.start for each in box)
-            found.append(ArrayShard(box, held, shape, tuple(slice(0, size) for size in shape)))
-        else:
-            found += _shard_of_slice(layout.slice, box, held)
-    return found
+        shape = tuple(variable.shape) if part is None else part.local_shape
+        runs = [(None, whole_box(shape))]
+    else:
+        begin, end = layout.flat.span
+        runs = [
+            ((first - begin, last - begin), box)
+            for (first, last), box in boxes(begin, end, layout.flat.array_shape)
+        ]
+    shards = (_shard(layout.slice, box, run) for run, box in runs)
+    return tuple(shard for shard in shards if shard is not None)
 
 
-def _shard_of_slice(
-    part: Slice | NestedSlice, local: Box, run: tuple[int, int] | None
-) -> list[ArrayShard]:
-    """The shard that a box of a slice is, without the slice's padding; none if that is all."""
-    box, inside = [], []
-    for origin, extent, size, edges in zip(
-        part.origin, part.extent, part.shape, local, strict=True
-    ):
-        # Where the slice ends, or the array.
-        last = min(origin + extent, size)
-        begin, end = (min(origin + edge, last) for edge in (edges.start, edges.stop))
-        if end <= begin:
-            return []
-        box.append(slice(begin, end))
-        inside.append(slice(0, end - begin))
+def _shard(
+    part: Slice | NestedSlice | None, local: Box, run: tuple[int, int] | None
+) -> ArrayShard | None:
+    """The shard of a box of a slice, without the slice's padding; None if all of it is padding."""
     shape = tuple(each.stop - each.start for each in local)
-    return [ArrayShard(tuple(box), run, shape, tuple(inside))]
+    if part is None:
+        return ArrayShard(local, run, shape, whole_box(shape))
+    # The slice ends at its extent, or at the end of the array.
+    lasts = [
+        min(o + e, size) for o, e, size in zip(part.origin, part.extent, part.shape, strict=True)
+    ]
+    box = tuple(
+        slice(min(origin + each.start, last), min(origin + each.stop, last))
+        for origin, each, last in zip(part.origin, local, lasts, strict=True)
+    )
+    sizes = tuple(each.stop - each.start for each in box)
+    return (
+        ArrayShard(box, run, shape, whole_box(sizes)) if all(size > 0 for size in sizes) else None
+    )
 
 
 def boxes(begin: int, end: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], Box]]:
-    """Cuts elements `begin` to `end` of a flattened array into boxes of the array, in order.
+    """Splits elements `begin` to `end` of a flattened array into boxes of the array, in order.
 
-    Yields the run of each box, and the box.
+    Yields:
+        The run of elements of each box, and the box.
     """
     if end <= begin:
         return
@@ -129,16 +137,14 @@ def boxes(begin: int, end: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[
         yield (begin, end), ()
         return
     row = math.prod(shape[1:])
-    first, last = begin // row, end // row
-    if begin % row:
-        stop = min(end, (first + 1) * row)
-        yield from _in_row(first, begin, stop, shape)
-        first += 1
+    first, last = -(-begin // row), end // row
+    if first > last:  # Inside of one row.
+        yield from _in_row(last, begin, end, shape)
+        return
+    yield from _in_row(first - 1, begin, first * row, shape)
     if first < last:
-        rest = tuple(slice(0, size) for size in shape[1:])
-        yield (first * row, last * row), (slice(first, last), *rest)
-    if end % row and first <= last:
-        yield from _in_row(last, max(begin, last * row), end, shape)
+        yield (first * row, last * row), (slice(first, last), *whole_box(shape[1:]))
+    yield from _in_row(last, last * row, end, shape)
 
 
 def _in_row(row: int, begin: int, end: int, shape: tuple[int, ...]):

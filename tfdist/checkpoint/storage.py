@@ -1,4 +1,4 @@
-"""The files of a checkpoint, on disk or in an object store; arrays are written through TensorStore."""
+"""The files of a checkpoint, on disk or in an object store; arrays are written by TensorStore."""
 
 from __future__ import annotations
 
@@ -17,38 +17,45 @@ from tfdist.checkpoint.chunks import CHUNK_BYTES, chunk_shape_of, folder_of_arra
 from tfdist.checkpoint.errors import StorageError
 from tfdist.runtime.directories import is_address
 
-#: The file that says that all others are complete.
+#: Written last: a checkpoint with this file is complete.
 MANIFEST = "manifest.json"
-#: There from the first byte of a checkpoint until its manifest is there.
+#: Written first, and deleted after the manifest was written.
 UNFINISHED = "unfinished"
 
-#: The most that a small file may have. A manifest has some 200 bytes for each array.
+#: The size limit of a small file. A manifest has some 200 bytes for each array.
 _JSON_BYTES = 256 << 20
-#: Written to see whether one can, and deleted again.
+#: Written and deleted to test whether a folder is writable.
 _PROBE = "probe"
 
 
 def digest_of(content: bytes) -> str:
-    """What a manifest says of the content of a file; hashing releases Python's lock."""
+    """The digest of a file's content in a manifest. Hashing releases Python's global lock."""
     return hashlib.sha256(content).hexdigest()
 
 
 class Storage:
-    """The files below a folder, or below an address such as `gs://bucket/folder`."""
+    """The files below a folder, or below an address such as `gs://bucket/folder`.
+
+    Every method raises a StorageError if a file cannot be accessed or is corrupt.
+    """
 
     def __init__(self, path: str | os.PathLike):
         self.path = os.fspath(path)
         self._local: str | None = None
         if is_address(self.path):
             self.path = self.path.rstrip("/")
-            self._kvstore: Any = f"{self.path}/"
         else:
             self._local = os.path.abspath(self.path)
-            self._kvstore = {"driver": "file", "path": self._local.rstrip("/") + "/"}
         try:
-            self._files = ts.KvStore.open(self._kvstore).result()
+            self._files = ts.KvStore.open(self._below("")).result()
         except (ValueError, OSError, NotImplementedError) as error:
             raise StorageError(f"{self.path} cannot be opened: {_first(error)}") from error
+
+    def _below(self, folder: str) -> Any:
+        """TensorStore's specification of a folder, whose name ends with a slash."""
+        if self._local is None:
+            return f"{self.path}/{folder}"
+        return {"driver": "file", "path": f"{self._local.rstrip('/')}/{folder}"}
 
     @property
     def is_local(self) -> bool:
@@ -58,60 +65,53 @@ class Storage:
     # -- small files --------------------------------------------------------------------------
 
     def write_json(self, name: str, value) -> None:
-        """Writes a small file at once: it is there as a whole, or not at all."""
+        """Writes a small file atomically."""
         self._ask("write", name, self._files.write(name, json.dumps(value, indent=1)))
 
     def read_json(self, name: str):
-        """What a small file holds; None where there is none."""
+        """The content of a small file; None if there is none."""
         content = self.read(name, _JSON_BYTES)
         if content is None:
             return None
         try:
             return json.loads(content.decode())
         except (ValueError, RecursionError) as error:
-            raise StorageError(f"{self.path}/{name} is damaged: {error}.") from error
+            raise StorageError(f"{self.path}/{name} is corrupt: {error}.") from error
 
     def read(self, name: str, limit: int = CHUNK_BYTES) -> bytes | None:
-        """The content of a file; None where there is none.
-
-        Raises:
-            StorageError: It is no regular file, is longer than `limit`, or cannot be read.
-        """
+        """The content of a file of at most `limit` bytes; None if there is none."""
         if self._local is not None:
             return files.read_file(self._local, name, limit)
-        found = self._ask("read", name, self._files.read(name))
-        if found.state == "missing":
-            return None
-        if len(found.value) > limit:
-            raise StorageError(
-                f"{self.path}/{name} is damaged: it has {len(found.value):,} bytes, {limit:,} at "
-                "most are right."
-            )
-        return found.value
+        content, _ = self.read_version(name)
+        if content is not None and len(content) > limit:
+            raise files.too_long(f"{self.path}/{name}", len(content), limit)
+        return content
 
     def read_version(self, name: str) -> tuple[bytes | None, bytes]:
-        """The content of a small file, None where there is none, and which version of it that is."""
+        """The content of a small file, None if there is none, and its version."""
         found = self._ask("read", name, self._files.read(name))
         content = None if found.state == "missing" else found.value
         return content, found.stamp.generation
 
     def write_version(self, name: str, content: bytes | None, version: bytes) -> bytes | None:
-        """Writes a small file that nobody has written since `version`; None as content deletes it.
+        """Writes a small file, or deletes it if `content` is None, if it still has `version`.
 
-        Returns its new version; None where it has another than `version`, and was left as it is.
+        Returns:
+            The new version; None if the file had another one, and was not changed.
         """
         done = self._ask("write", name, self._files.write(name, content, if_equal=version))
         return done.generation or None
 
-    def names(self, prefix: str = "") -> list[str]:
-        """The names of the files below a prefix."""
-        # Up to the first name that comes after all those with the prefix.
-        end = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
-        found = self._files.list(ts.KvStore.KeyRange(prefix, end))
+    def names(self, prefix: str) -> list[str]:
+        """The names of the files that begin with a prefix."""
+        # The end of the range is the first name after all those with the prefix.
+        found = self._files.list(
+            ts.KvStore.KeyRange(prefix, prefix[:-1] + chr(ord(prefix[-1]) + 1))
+        )
         return [key.decode(errors="replace") for key in self._ask("list", prefix, found)]
 
     def check_writable(self) -> None:
-        """Raises StorageError where nothing can be written; leaves nothing behind."""
+        """Raises StorageError if nothing can be written. Leaves no file behind."""
         try:
             self.write_json(_PROBE, None)
         except StorageError:
@@ -121,7 +121,7 @@ class Storage:
         self.delete_file(_PROBE)
 
     def delete_file(self, name: str) -> None:
-        """Deletes a file, where there is one."""
+        """Deletes a file, if it exists."""
         self._ask("delete", name, self._files.write(name, None))
 
     def delete_below(self, name: str) -> None:
@@ -129,17 +129,11 @@ class Storage:
         if self._local is not None:
             self._delete_tree(f"{self._local}/{name}")
         else:
-            files = ts.KvStore.KeyRange(f"{name}/", f"{name}0")  # 0 comes after the slash.
-            self._ask("delete", name, self._files.delete_range(files))
+            keys = ts.KvStore.KeyRange(f"{name}/", f"{name}0")  # "0" is the successor of "/".
+            self._ask("delete", name, self._files.delete_range(keys))
 
     def delete(self) -> None:
-        """Deletes all files, first the one that says that the others are complete.
-
-        Links are deleted, and not what they lead to.
-
-        Raises:
-            StorageError: Something cannot be deleted.
-        """
+        """Deletes all files, the manifest first. Links are not followed."""
         if self._local is not None:
             self._delete_tree(self._local)
             return
@@ -158,16 +152,10 @@ class Storage:
     # -- arrays -------------------------------------------------------------------------------
 
     def create(self, name: str, shape: tuple[int, ...], dtype: str) -> ts.TensorStore:
-        """Makes the place for a global array, or opens it where another rank has."""
-        folder = folder_of_array(name)
-        if self._local is not None:
-            path = f"{self._kvstore['path']}{folder}/"
-            where: Any = {"driver": "file", "path": path}
-        else:
-            where = f"{self._kvstore}{folder}/"
+        """Creates a global array, or opens it if another rank has created it."""
         spec = {
             "driver": "zarr3",
-            "kvstore": where,
+            "kvstore": self._below(f"{folder_of_array(name)}/"),
             "store_data_equal_to_fill_value": True,
             "fill_missing_data_reads": False,
             "metadata": metadata_of(shape, dtype, chunk_shape_of(shape, dtype)),
@@ -175,19 +163,21 @@ class Storage:
         return self._ask("create", name, ts.open(spec, create=True, open=True))
 
     def write(self, array: ts.TensorStore, parts: Iterable[tuple[tuple, np.ndarray]]) -> None:
-        """Writes boxes of an array, and returns when they are there."""
+        """Writes boxes of an array, and returns when they are written."""
         waiting = [array[box].write(value) for box, value in parts]
         for each in waiting:
             self._ask("write", "an array", each)
 
     def _ask(self, what: str, name: str, future):
-        """The result of a request; errors say what was asked."""
+        """The result of a request; the message of an error names the request."""
         try:
             return future.result()
         except (ValueError, OSError) as error:
-            raise StorageError(f"{self.path}: cannot {what} `{name}`: {_first(error)}") from error
+            raise StorageError(
+                f"Could not {what} `{name}` in {self.path}: {_first(error)}"
+            ) from error
 
 
 def _first(error: Exception) -> str:
-    """What TensorStore says; what follows in brackets is for those who mend it."""
+    """TensorStore's message without the details for its developers, which follow in brackets."""
     return " ".join(str(error).split("[")[0].replace("\\x00", "/").split())

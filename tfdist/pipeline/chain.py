@@ -1,4 +1,4 @@
-"""A model as a chain: links, with the tensors that lead from each to the next."""
+"""A model as a chain: segments, and the tensors between them."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from tfdist.backend.keras.calls import Call, calls_of, flat_inputs, model_of
 from tfdist.backend.keras.functional import deferred_weights
 from tfdist.backend.keras.private import all_layers, get_keras_mask
 from tfdist.pipeline.cuts import Step, order, places
-from tfdist.pipeline.link import Link
 from tfdist.pipeline.probabilities import activation_of, logits_of
+from tfdist.pipeline.segment import Segment
 from tfdist.pipeline.shapes import RowShape, rows_of_inputs
 from tfdist.utils import checks
 
 
 class Chain:
-    """The links of a functional model, in order.
+    """The segments of a functional model, in order.
 
-    A functional model can be cut wherever just one tensor leads from what ran before to what runs
-    after: between the layers of a plain stack, and around each block with a shortcut. Besides it
-    there may be tensors that blocks share, as an encoder's output: `tfdist.pipeline.cuts` says which.
-    The model's own inputs do not count, since all ranks have them, nor do outputs that wait for the
-    end. Models that the model calls are looked into, as the backbone of a task is. There is no cut at
-    a tensor with a Keras mask, as that of an `Embedding(mask_zero=True)`.
+    A functional model can be split wherever a single tensor connects the layers before with the layers
+    after: between the layers of a plain stack, and around each block with a shortcut. In addition, blocks
+    may share tensors such as an encoder's output: see `tfdist.pipeline.cuts`. The model's own inputs do
+    not count, since all ranks have them, nor do outputs that no later layer reads. Models that the model
+    calls are split as well, such as the backbone of a task. A model is not split at a tensor with a Keras
+    mask, such as that of an `Embedding(mask_zero=True)`.
 
     Args:
-        model: A Sequential or functional model; or a list that begins with a `keras.Input`, of layers
-            that are called one after the other.
-        input_shape: The shape of one row of its inputs, where the model leaves some of it open: for
-            several inputs one shape that all with open sizes have, a dict by their names, or a list.
+        model: A Sequential or functional model; or a list of layers that are called one after the other,
+            with a `keras.Input` first.
+        input_shape: The shape of one row of its inputs, if the model does not define it completely. For
+            several inputs: one shape for all inputs with undefined sizes, a dict by their names, or a list.
 
     Attributes:
         model: The model.
-        links: The links.
+        segments: The segments.
         inputs: The numbers of the model's inputs.
-        outputs: Those of its outputs.
-        executed: The layers in the order in which the model itself calls them.
-        activations: By number of an output the softmax or sigmoid that it is, if it is one.
+        outputs: The numbers of its outputs.
+        executed: The layers in the order in which the model calls them.
+        activations: The softmax or sigmoid that an output is the result of, by the output's number.
 
     Raises:
-        ValueError: The model is no such model.
+        ValueError: The model is not supported.
     """
 
     def __init__(
@@ -58,32 +58,42 @@ class Chain:
         calls, outputs = calls_of(model)
         self.model = model
         self._rows = rows_of_inputs(model.inputs, input_shape)
-        numbers: dict[int, int] = {}
-        for tensor in [*model.inputs, *(made for call in calls for made in call.makes)]:
-            numbers.setdefault(id(tensor), len(numbers))
-        self._calls, self._numbers = calls, numbers
-        self.inputs = tuple(numbers[id(tensor)] for tensor in model.inputs)
-        self.outputs = tuple(numbers[id(tensor)] for tensor in outputs)
-        self.activations = {
-            self._number(tensor): activation
+        self._calls = calls
+        made = [tensor for call in calls for tensor in call.makes]
+        #: By number. The order of first occurrence numbers the tensors.
+        self._tensors = list({id(tensor): tensor for tensor in [*model.inputs, *made]}.values())
+        self._numbers = {id(tensor): number for number, tensor in enumerate(self._tensors)}
+        self.inputs, self.outputs = self._of(model.inputs), self._of(outputs)
+        self._steps = [
+            Step(
+                tuple(number for number in self._of(call.reads) if number not in self.inputs),
+                self._of(call.makes),
+            )
             for call in calls
-            if (activation := activation_of(call)) is not None
-            for tensor in call.makes
-            if self._number(tensor) in self.outputs
+        ]
+        self._makers = {number: call for call in calls for number in self._of(call.makes)}
+        self.activations = {
+            number: activation
+            for number, call in self._makers.items()
+            if number in self.outputs and (activation := activation_of(call)) is not None
         }
         self.executed = [c.operation for c in calls if isinstance(c.operation, keras.Layer)]
-        self.links = self._make_links()
+        self.segments = self._make_segments()
         self._flops: dict[int, list[int]] = {}
         self._shapes: dict[tuple, dict[int, RowShape]] = {}
 
     def __len__(self) -> int:
-        return len(self.links)
+        return len(self.segments)
+
+    def _of(self, tensors: Sequence[keras.KerasTensor]) -> tuple[int, ...]:
+        """The numbers of tensors."""
+        return tuple(self._numbers[id(tensor)] for tensor in tensors)
 
     def flat_inputs(self, x) -> dict[int, tf.Tensor]:
         """The inputs of the model by number, cast to its dtypes.
 
         Args:
-            x: Tensors in the form in which the model takes them: one, a dict, a list or a tuple.
+            x: Tensors in the structure of the model's inputs: one, a dict, a list or a tuple.
 
         Raises:
             ValueError: They are not the inputs of this model.
@@ -91,7 +101,7 @@ class Chain:
         return dict(zip(self.inputs, flat_inputs(self.model, x), strict=True))
 
     def as_outputs(self, tensors: Sequence):
-        """The outputs in the form in which the model returns them: one, a dict, a list or a tuple."""
+        """The outputs in the structure that the model returns: one, a dict, a list or a tuple."""
         if isinstance(self.model, keras.Sequential):
             return tensors[0]
         packed = keras.tree.pack_sequence_as(self.model.output, list(tensors))
@@ -101,68 +111,64 @@ class Chain:
     def packed(
         self, tensors: Mapping[int, tf.Tensor], specs: Mapping[int, tf.TensorSpec]
     ) -> dict[int, tf.Tensor]:
-        """What goes from a stage to the next in the place of some tensors, by number.
+        """Tensors as they are sent from a stage to the next, by number.
 
         Args:
             tensors: The tensors.
-            specs: What the next stage takes those to be like that it gets.
+            specs: The specifications of those that the next stage reads.
 
         Raises:
-            ValueError: One has another shape, since its layer says that it would have that.
+            ValueError: A tensor has a shape other than its layer has declared.
         """
         found = {}
         for number, spec in specs.items():
             tensor = tensors[number]
-            next(link for link in self.links if number in link.makes).check_shape(
-                tensor, spec.shape
-            )
+            maker = next(segment for segment in self.segments if number in segment.makes)
+            maker.check_shape(tensor, spec.shape)
             if number in self.activations:
                 tensor = logits_of(tensor, self.activations[number])
             found[number] = tf.cast(tensor, spec.dtype)
         return found
 
     def unpacked(self, tensors: Mapping[int, tf.Tensor]) -> dict[int, tf.Tensor]:
-        """The tensors in whose place others have arrived, by number."""
+        """The tensors that `packed` was called with, from its result."""
         return {
             number: self.activations[number](tensor) if number in self.activations else tensor
             for number, tensor in tensors.items()
         }
 
     def before(self, place: int) -> tuple[int, ...]:
-        """The tensors that lead to a link from those before it, but the inputs of the model."""
-        return self.links[place - 1].after if place else ()
+        """The tensors that a segment and later ones read from earlier ones, without the inputs."""
+        return self.segments[place - 1].after if place else ()
 
     def made_and_read(self, number: int) -> tuple[Any, int]:
-        """The layer or operation that makes a tensor, and how many calls read it."""
-        maker = next(
-            call.operation for call in self._calls if number in map(self._number, call.makes)
-        )
-        return maker, sum(number in map(self._number, call.reads) for call in self._calls)
+        """The layer or operation that makes a tensor, and the number of calls that read it."""
+        return self._makers[number].operation, sum(number in step.reads for step in self._steps)
 
     def specs(
         self, rows: int | None = None, inputs: Sequence[tf.TensorSpec] | None = None
     ) -> dict[int, tf.TensorSpec]:
-        """What the inputs are like, and the tensors that lead from link to link, by number.
+        """The specifications of the inputs and of the tensors between segments, by number.
 
         Args:
-            rows: How many rows.
-            inputs: What a row of each input is like, in place of what the chain knows of it.
+            rows: The number of rows.
+            inputs: The specification of a row of each input; by default those of the model.
         """
         shapes = self._rows if inputs is None else [tuple(spec.shape) for spec in inputs]
         tensors = {
             number: keras.KerasTensor((rows, *shape), own.dtype)
             for number, shape, own in zip(self.inputs, shapes, self.model.inputs, strict=True)
         }
-        for link in self.links:
-            made = link.model.compute_output_spec(link.arguments(tensors))
-            tensors |= zip(link.makes, keras.tree.flatten(made), strict=True)
+        for segment in self.segments:
+            made = segment.model.compute_output_spec(segment.arguments(tensors))
+            tensors |= zip(segment.makes, keras.tree.flatten(made), strict=True)
         return {n: tf.TensorSpec(tensor.shape, tensor.dtype) for n, tensor in tensors.items()}
 
     def row_shapes(self, inputs: Sequence[tf.Tensor]) -> dict[int, RowShape]:
-        """The shapes of the tensors that lead from link to link, by number, for any number of rows.
+        """The shapes of the tensors between segments as functions of the number of rows, by number.
 
         Args:
-            inputs: A batch's inputs in the order of the model's.
+            inputs: The inputs of a batch, in the model's order.
         """
         key = tuple(tuple(tensor.shape[1:]) for tensor in inputs)
         if key not in self._shapes:
@@ -172,121 +178,110 @@ class Chain:
         return self._shapes[key]
 
     def with_gradient(self) -> set[int]:
-        """The tensors that have a gradient: floating-point ones that trained weights lead to."""
+        """The tensors with a gradient: floating-point ones that depend on trained weights."""
         found: set[int] = set()
-        for call in self._calls:
-            if any(self._number(tensor) in found for tensor in call.reads) or _is_trained(call):
-                found |= {self._number(t) for t in call.makes if tf.as_dtype(t.dtype).is_floating}
+        for call, step in zip(self._calls, self._steps, strict=True):
+            # The call of a model trains by its weights, not by the flags of the layers inside.
+            layer = call.operation
+            is_trained = isinstance(layer, keras.Layer) and any(
+                v.trainable for v in layer.variables
+            )
+            if is_trained or not found.isdisjoint(step.reads):
+                dtypes = {number: tf.as_dtype(self._tensors[number].dtype) for number in step.makes}
+                found |= {number for number, dtype in dtypes.items() if dtype.is_floating}
         return found
 
     @functools.cached_property
     def has_known_shapes(self) -> bool:
-        """Whether only the number of rows of the tensors between the links is open."""
+        """Whether only the number of rows of the tensors between segments is undefined."""
         return all(None not in row for row in self._rows) and not any(
             None in spec.shape[1:] for spec in self.specs().values()
         )
 
     def flops(self, rows: int = 1) -> list[int]:
-        """The floating-point operations of each link's forward pass.
+        """The floating-point operations of each segment's forward pass.
 
         Args:
-            rows: For how many rows.
+            rows: The number of rows.
 
         Raises:
-            ValueError: A link's input has a dim of unknown size.
+            ValueError: An input of a segment has a dim of unknown size.
         """
         if rows not in self._flops:
-            self.check_known_shapes("FLOPs can be counted")
+            self.check_known_shapes("the number of FLOPs")
             specs = self.specs(rows)
-            self._flops[rows] = [link.flops(specs) for link in self.links]
+            self._flops[rows] = [segment.flops(specs) for segment in self.segments]
         return self._flops[rows]
 
     def check_known_shapes(self, what: str) -> None:
-        """Raises where more than the number of rows is open.
+        """Raises ValueError if more than the number of rows is undefined.
 
         Args:
-            what: What cannot be done then.
-
-        Raises:
-            ValueError: It is.
+            what: The subject that requires the shapes, for the message.
         """
         if self.has_known_shapes:
             return
         specs = self.specs()
         name, spec = next(
-            (link.name, spec)
-            for link in self.links
-            for spec in [*link.arguments(specs), *(specs[number] for number in link.makes)]
+            (segment.name, spec)
+            for segment in self.segments
+            for spec in [*segment.arguments(specs), *(specs[number] for number in segment.makes)]
             if None in spec.shape[1:]
         )
         raise ValueError(
-            f"The input of `{name}` has the shape {tuple(spec.shape)}: {what} where only the "
-            "number of rows is open. Give `input_shape` or the model's Input all other sizes, or "
-            "share out the layers by cost='parameters'."
+            f"Only the number of rows may be undefined, since {what} requires all other sizes. "
+            f"Received: an input of `{name}` of shape {tuple(spec.shape)}. Define all other sizes in "
+            "`input_shape` or the model's Input, or use cost='parameters'."
         )
 
-    def _number(self, tensor: keras.KerasTensor) -> int:
-        return self._numbers[id(tensor)]
-
-    def _make_links(self) -> list[Link]:
-        """Cuts the calls, put into an order of few tensors at a time, wherever there is a cut."""
-        steps = [
-            Step(
-                tuple(n for n in map(self._number, call.reads) if n not in self.inputs),
-                tuple(map(self._number, call.makes)),
-            )
-            for call in self._calls
-        ]
-        sequence = order(steps, self.outputs)
-        masked = {
-            self._number(tensor)
-            for call in self._calls
-            for tensor in call.makes
-            if get_keras_mask(tensor) is not None
-        }
-        found = places([steps[place] for place in sequence], set(self.outputs), masked)
-        links: list[Link] = []
+    def _make_segments(self) -> list[Segment]:
+        """Splits the calls wherever possible, in an order with few tensors at a time."""
+        sequence = order(self._steps, self.outputs)
+        masked = {n for n in self._makers if get_keras_mask(self._tensors[n]) is not None}
+        found = places([self._steps[place] for place in sequence], set(self.outputs), masked)
+        segments: list[Segment] = []
         waiting: list[Call] = []
         why = ""
-        for place, lies in zip(sequence, found, strict=True):
+        for place, between in zip(sequence, found, strict=True):
             waiting.append(self._calls[place])
-            if lies.is_cut:
-                links.append(self._link(waiting, lies.live, why))
+            if between.is_cut:
+                segments.append(self._segment(waiting, between.live, why))
                 waiting, why = [], ""
             elif not why:
-                why = self._why_whole(lies.live, masked)
-        if links:
-            # Layers of models inside that lead to no output: they are saved and loaded with the rest.
-            idle = _idle_layers(self.model, links)
-            links[-1] = dataclasses.replace(links[-1], layers=(*links[-1].layers, *idle))
-        return links
+                why = self._why_whole(between.live, masked)
+        if segments:
+            # Layers inside models that no output depends on are saved and loaded with the others.
+            idle = _idle_layers(self.model, segments)
+            last = segments[-1]
+            segments[-1] = dataclasses.replace(last, layers=(*last.layers, *idle))
+        return segments
 
     def _why_whole(self, live: tuple[int, ...], masked: set[int]) -> str:
-        """Why there is no cut where these tensors lead on."""
-        makers = {self._number(t): c.operation.name for c in self._calls for t in c.makes}
+        """Why the chain cannot be split where these tensors are read later."""
+        names = {number: f"`{self._makers[number].operation.name}`" for number in live}
         for number in live:
             if number in masked:
-                return f"what `{makers[number]}` makes has a Keras mask"
-        names = list(dict.fromkeys(f"`{makers[number]}`" for number in live))
-        return f"what {' and '.join(names)} make leads on side by side"
+                return f"the output of {names[number]} has a Keras mask"
+        return f"the outputs of {' and '.join(dict.fromkeys(names.values()))} are used in parallel"
 
-    def _link(self, calls: list[Call], live: tuple[int, ...], why: str) -> Link:
-        made = {self._number(tensor): tensor for call in calls for tensor in call.makes}
-        read = {self._number(tensor): tensor for call in calls for tensor in call.reads}
-        read = {number: tensor for number, tensor in read.items() if number not in made}
-        ends = {number: made[number] for number in live if number in made}
+    def _segment(self, calls: list[Call], live: tuple[int, ...], why: str) -> Segment:
+        made = {number for call in calls for number in self._of(call.makes)}
+        read = [n for call in calls for n in self._of(call.reads) if n not in made]
+        reads = tuple(dict.fromkeys(read))
+        ends = tuple(number for number in live if number in made)
         with deferred_weights():
-            model = model_of(calls, list(read.values()), list(ends.values()))
-        layers = [call.operation for call in calls if isinstance(call.operation, keras.Layer)]
-        if len(calls) == 1 and isinstance(calls[0].operation, keras.Model):
-            why = "it is a model that does more than its graph says"
-        return Link(
-            " + ".join(dict.fromkeys(call.operation.name for call in calls)),
+            begin, end = ([self._tensors[number] for number in some] for some in (reads, ends))
+            model = model_of(calls, begin, end)
+        operations = [call.operation for call in calls]
+        if len(calls) == 1 and isinstance(operations[0], keras.Model):
+            why = "it is a model with a custom `call`"
+        return Segment(
+            " + ".join(dict.fromkeys(operation.name for operation in operations)),
             model,
-            tuple(dict.fromkeys(layers)),
-            tuple(read),
-            tuple(number for number in read if number in self.inputs),
-            tuple(ends),
+            tuple(dict.fromkeys(each for each in operations if isinstance(each, keras.Layer))),
+            reads,
+            tuple(number for number in reads if number in self.inputs),
+            ends,
             live,
             why,
         )
@@ -297,8 +292,8 @@ def _stack(layers: Sequence) -> keras.Model:
     if not layers or not isinstance(layers[0], keras.KerasTensor | keras.layers.InputLayer):
         found = type(layers[0]).__name__ if layers else "an empty list"
         raise ValueError(
-            "A `model` that is a list of layers begins with the `keras.Input` that the first of "
-            f"them gets. Received: {checks.shown(layers)}, with {found} first."
+            "A `model` that is a list of layers must begin with the `keras.Input` of the first layer. "
+            f"Received: {checks.shown(layers)}, with {found} first."
         )
     first = layers[0]
     tensor = inputs = first if isinstance(first, keras.KerasTensor) else first.output
@@ -308,19 +303,13 @@ def _stack(layers: Sequence) -> keras.Model:
         return keras.Model(inputs, tensor)
 
 
-def _idle_layers(model: keras.Model, links: list[Link]) -> list[keras.layers.Layer]:
-    """The layers with weights that no link has, the outermost of each."""
-    held = {id(variable) for link in links for variable in link.variables}
+def _idle_layers(model: keras.Model, segments: list[Segment]) -> list[keras.layers.Layer]:
+    """The outermost layers with weights that are in no segment."""
+    held = {id(variable) for segment in segments for variable in segment.variables}
     idle: list[keras.layers.Layer] = []
     for layer in all_layers(model, include_self=False):
         variables = {id(variable) for variable in layer.variables}
-        if variables and not variables & held:
+        if variables and held.isdisjoint(variables):
             idle.append(layer)
             held |= variables
     return idle
-
-
-def _is_trained(call: Call) -> bool:
-    """Whether a model trains weights of this call: Keras asks the weights, not the layers inside."""
-    layer = call.operation
-    return isinstance(layer, keras.Layer) and any(v.trainable for v in layer.variables)

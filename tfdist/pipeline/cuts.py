@@ -1,14 +1,15 @@
-"""Where a model can be cut: the order of its calls, and the tensors that lead on behind each.
+"""Where a model can be split: the order of its calls, and the tensors that are live after each.
 
-A call is known here by the numbers of the tensors that it reads and makes.
+A call is represented by the numbers of the tensors that it reads and makes. A tensor is live from the
+call that makes it to the last call that reads it.
 
-Where one tensor leads from what ran before to what runs after, there is a cut: between the layers of
-a stack, and around a block with a shortcut. Where more lead on there is one too if all but one of
-them are shared, and have been read. A tensor is shared if several calls read it, and if beside it
-another tensor, which is not shared, leads on all the while from where it is made to where it is read
-last: an encoder's output and the tokens of the decoder, a mask or a position bias and the tokens that
-it is for. Until it is first read, what is yet to be made of inputs alone, as the tokens of the decoder
-are, does as well. A shortcut is no such tensor: where its block begins nothing else leads on.
+A model can be split where one tensor is live: between the layers of a stack, and around a block with a
+shortcut. Where more tensors are live, it can be split if all but one of them are shared and have been
+read. A tensor is shared if several calls read it, and if another tensor that is not shared is live all
+the time from the call that makes it to the last call that reads it. Examples are an encoder's output and
+the tokens of the decoder, or a mask or a position bias and the tokens that it applies to. Until the first
+call that reads it, a tensor that is still to be made of inputs alone counts as well, such as the tokens of
+the decoder. A shortcut is not shared: no other tensor is live at the beginning of its block.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Collection, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A call: the tensors that it reads, but for inputs of the model, and those that it makes."""
+    """A call: the tensors that it reads, without inputs of the model, and those that it makes."""
 
     reads: tuple[int, ...]
     makes: tuple[int, ...]
@@ -27,11 +28,11 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What lies between a call and the next.
+    """The place between a call and the next.
 
     Attributes:
-        live: The tensors that lead on; those that are given to all stages are left out.
-        is_cut: Whether the chain can be cut here.
+        live: The live tensors, without the inputs of the model.
+        is_cut: Whether the model can be split here.
     """
 
     live: tuple[int, ...]
@@ -39,18 +40,18 @@ class Place:
 
 
 def order(steps: Sequence[Step], outputs: Sequence[int]) -> list[int]:
-    """An order of the calls in which few tensors wait: each is made shortly before it is read.
+    """An order of the calls with few live tensors: each is made shortly before it is read.
 
-    Depth first from the outputs, the nearest output first, so that what leads to no other output is
-    over early. Of what a call reads, the tensor with most calls before it is made first. A call whose
-    arguments are there for longer anyway then waits until its result is needed.
+    The order is depth first from the outputs. The nearest output comes first, so that calls for no other
+    output end early. Of the tensors that a call reads, the one with the longest path of calls before it is
+    made first. A call whose arguments are live for longer anyway is then delayed until its result is read.
 
     Args:
-        steps: The calls, each behind those that make what it reads.
-        outputs: What the model returns.
+        steps: The calls, each after those that make the tensors that it reads.
+        outputs: The outputs of the model.
 
     Returns:
-        The places in `steps` of the calls that lead to an output.
+        The places in `steps` of the calls that an output depends on.
     """
     maker = {tensor: place for place, step in enumerate(steps) for tensor in step.makes}
     height: dict[int, int] = {}
@@ -62,20 +63,18 @@ def order(steps: Sequence[Step], outputs: Sequence[int]) -> list[int]:
         waiting = [maker[output]] if output in maker else []
         while waiting:
             place = waiting[-1]
-            before = {
-                maker[tensor]: height[tensor] for tensor in steps[place].reads if tensor in maker
-            }
+            before = {maker[t]: height[t] for t in steps[place].reads if t in maker}
             missing = [each for each in before if each not in found]
             if place in found or not missing:
                 found[place] = None
                 waiting.pop()
-                continue
-            waiting.append(max(missing, key=lambda each: before[each]))
+            else:
+                waiting.append(max(missing, key=before.__getitem__))
     return _delayed(list(found), steps, outputs)
 
 
 def _delayed(sequence: list[int], steps: Sequence[Step], outputs: Collection[int]) -> list[int]:
-    """The sequence with each call later that may wait without keeping its arguments alive by that."""
+    """Delays each call as far as its arguments are live anyway."""
     readers: dict[int, set[int]] = {}
     for call in sequence:
         for tensor in steps[call].reads:
@@ -84,16 +83,14 @@ def _delayed(sequence: list[int], steps: Sequence[Step], outputs: Collection[int
     waits_for: dict[int, int] = {}
     for call in reversed(list(sequence)):
         users = [at[user] for tensor in steps[call].makes for user in readers.get(tensor, ())]
-        if not users:
-            continue
-        until = min(users) - 1
-        if not all(
+        until = min(users, default=0) - 1
+        if until < 0 or not all(
             tensor in outputs or any(at[user] > until for user in readers[tensor] - {call})
             for tensor in steps[call].reads
         ):
             continue
         user = sequence[until + 1]
-        # Not behind others that wait for the same.
+        # Before other calls that are delayed until the same call.
         while waits_for.get(sequence[until]) == user:
             until -= 1
         waits_for[call] = user
@@ -107,12 +104,12 @@ def _delayed(sequence: list[int], steps: Sequence[Step], outputs: Collection[int
 def places(
     steps: Sequence[Step], outputs: Collection[int], whole: Collection[int] = ()
 ) -> list[Place]:
-    """What lies behind each call.
+    """The place after each call.
 
     Args:
-        steps: The calls in the order in which they run.
-        outputs: What the model returns: it leads on to the end.
-        whole: Tensors at which there is no cut.
+        steps: The calls, in order.
+        outputs: The outputs of the model, which are live until the end.
+        whole: Tensors at which the model cannot be split.
     """
     readers: dict[int, list[int]] = {}
     made: dict[int, int] = {}
@@ -120,36 +117,36 @@ def places(
         made |= dict.fromkeys(step.makes, place)
         for tensor in dict.fromkeys(step.reads):
             readers.setdefault(tensor, []).append(place)
+    last = {tensor: some[-1] for tensor, some in readers.items()}
     live: list[list[int]] = []
     before: list[int] = []
     for place, step in enumerate(steps):
-        before = [
-            tensor
-            for tensor in dict.fromkeys([*before, *step.makes])
-            if tensor in outputs or readers.get(tensor, [-1])[-1] > place
-        ]
+        both = dict.fromkeys([*before, *step.makes])
+        before = [t for t in both if t in outputs or last.get(t, -1) > place]
         live.append(before)
-    # Of outputs, those that no call reads any more only wait for the end.
-    pending = [
-        [tensor for tensor in some if readers.get(tensor, [-1])[-1] > place]
-        for place, some in enumerate(live)
-    ]
+    # Without outputs that no later call reads.
+    pending = [[t for t in some if last.get(t, -1) > place] for place, some in enumerate(live)]
     shared = _shared(steps, pending, readers, made)
-    found = []
-    for place, some in enumerate(live):
-        is_cut = place == len(steps) - 1 or not any(tensor in whole for tensor in some)
-        if is_cut and len(pending[place]) > 1:
-            main = [tensor for tensor in pending[place] if tensor not in shared]
-            others = [tensor for tensor in pending[place] if tensor in shared]
-            is_cut = _is_one(main, made, readers) and all(
-                readers[tensor][0] <= place or made[tensor] == made[main[0]] for tensor in others
-            )
-        found.append(Place(tuple(some), is_cut or place == len(steps) - 1))
-    return found
+
+    def is_cut(place: int) -> bool:
+        if place == len(steps) - 1:
+            return True
+        if any(tensor in whole for tensor in live[place]):
+            return False
+        if len(pending[place]) <= 1:
+            return True
+        main = [tensor for tensor in pending[place] if tensor not in shared]
+        return _is_one(main, made, readers) and all(
+            readers[tensor][0] <= place or made[tensor] == made[main[0]]
+            for tensor in pending[place]
+            if tensor in shared
+        )
+
+    return [Place(tuple(some), is_cut(place)) for place, some in enumerate(live)]
 
 
 def _shared(steps: Sequence[Step], pending: list[list[int]], readers: dict, made: dict) -> set[int]:
-    """The tensors that blocks share: those that live longest first."""
+    """The tensors that blocks share, determined in the order of decreasing lifetime."""
     shared: set[int] = set()
     begins = [place for place, step in enumerate(steps) if not step.reads]
     several = [tensor for tensor in made if len(readers.get(tensor, ())) > 1]
@@ -165,11 +162,9 @@ def _shared(steps: Sequence[Step], pending: list[list[int]], readers: dict, made
 
 
 def _is_one(tensors: list[int], made: dict, readers: dict) -> bool:
-    """Whether tensors lead on as one: a single one, or what one call makes for one other."""
+    """Whether tensors count as one: a single one, or outputs of one call that are read by one other."""
     if len(tensors) == 1:
         return True
-    return (
-        len({made[tensor] for tensor in tensors}) == 1
-        and len({tuple(readers[tensor]) for tensor in tensors}) == 1
-        and len(readers[tensors[0]]) == 1
-    )
+    made_by = {made[tensor] for tensor in tensors}
+    read_by = {tuple(readers[tensor]) for tensor in tensors}
+    return len(made_by) == len(read_by) == 1 and len(readers[tensors[0]]) == 1

@@ -1,4 +1,4 @@
-"""Runs a schedule: a rank's own work in its order, and what it sends and receives for it."""
+"""Runs a schedule: a rank's own work in its order, and the messages that it sends and receives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from tfdist.backend.clock.stamps import time_after
 from tfdist.backend.graph.dependence import mark_independent
-from tfdist.backend.graph.split import Part
 from tfdist.collectives import Group
 from tfdist.collectives.run import receive_tensor, send_tensor
 from tfdist.pipeline.schedules import Action, Schedule
@@ -19,12 +18,12 @@ from tfdist.pipeline.stage import StageProgram
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """How a rank reaches its neighbours in the chain.
+    """The transfer of tensors between a rank and its neighbors in the chain.
 
     Attributes:
-        group: The pipeline axis; its rank and size are this rank's place and the number of ranks.
-        shapes: By number, what the tensors between stages are like.
-        leads: By stage, the numbers of the tensors that it gets from the one before.
+        group: The pipeline axis; its rank and size are this rank's index and the number of ranks.
+        shapes: The shapes of the tensors between stages, by number.
+        leads: The numbers of the tensors that each stage gets from the previous one.
     """
 
     group: Group
@@ -40,7 +39,7 @@ class Route:
     def receive(
         self, numbers: Iterable[int], rows, from_stage: int, name: str, after: Sequence
     ) -> dict[int, tf.Tensor]:
-        """Tensors, or what has their shapes, from the rank of a stage."""
+        """Receives tensors, or their gradients, from the rank of a stage."""
         source = from_stage % self.group.size
         found = {}
         with tf.control_dependencies(list(after)):
@@ -52,21 +51,8 @@ class Route:
         return found
 
     def is_here(self, stage: int) -> bool:
-        """Whether a stage lies on this rank."""
+        """Whether a stage is on this rank."""
         return stage % self.group.size == self.group.rank
-
-
-@dataclasses.dataclass
-class Outcome:
-    """What a rank's part of a training step gives.
-
-    Attributes:
-        gradients: By stage, for each of its variables the sum over micro-batches, or None.
-        times: Begin and end of each action in seconds, shape [actions, 2]; None unless asked for.
-    """
-
-    gradients: dict[int, list]
-    times: tf.Tensor | None
 
 
 def run_schedule(
@@ -78,49 +64,49 @@ def run_schedule(
     rows,
     *,
     timed: bool = False,
-) -> Outcome:
-    """Adds this rank's part of a step to the graph that is being built.
+) -> tuple[dict[int, list], tf.Tensor | None]:
+    """Adds this rank's part of a step to the current graph.
 
     Args:
         schedule: The schedule.
         programs: The programs of this rank's stages.
-        route: The way to the other ranks.
+        route: The transfer of tensors to and from other ranks.
         inputs: From a micro-batch to its inputs, by number.
-        batch: From a micro-batch to what the loss needs of it.
+        batch: From a micro-batch to the tensors that the loss reads.
         rows: The number of rows of a micro-batch: an int or an int32 scalar.
-        timed: Whether begins and ends are taken down.
+        timed: Whether begins and ends are recorded.
+
+    Returns:
+        For each stage and each of its variables the sum of gradients over micro-batches, or None; and, if
+        requested, begin and end of each action in seconds, shape [actions, 2].
     """
     known: dict[tuple[int, int], dict[str, tf.Tensor]] = {}
     totals: dict[int, list[list]] = {
         stage: [[] for _ in program.gradients] for stage, program in programs.items()
     }
     times: list[tf.Tensor] = []
-    #: An operation that is over when an action so far is, the last one at the end. An action begins
-    #: when the one before it is over; its message is asked for one action earlier.
+    #: For each action an operation that ends with it, the latest one last. An action begins when the one
+    #: before it has ended, and its message is received one action earlier.
     ends: list[list[tf.Operation]] = [[], []]
     last = schedule.num_stages - 1
     for action in schedule.actions[route.group.rank]:
         stage, microbatch = action.stage, action.microbatch
         program = programs[stage]
         tensors = known.setdefault((stage, microbatch), {})
+        part, arriving, leaving, to = program.weights or program.backward, {}, {}, stage
         if action.kind == Action.FORWARD:
+            part, arriving, leaving, to = program.forward, program.x, program.y, stage + 1
             of = inputs(microbatch)
             tensors |= {name: of[number] for number, name in program.inputs.items()}
-            if program.x:
-                passed = _passed_on(known, route, programs, action, rows, ends[-2])
-                tensors |= {name: passed[number] for number, name in program.x.items()}
             tensors |= zip(program.batch, batch(microbatch) if stage == last else (), strict=True)
-            part: Part = program.forward
         elif action.kind == Action.BACKWARD:
-            if program.dy:
-                passed = _passed_on(known, route, programs, action, rows, ends[-2])
-                tensors |= {name: passed[number] for number, name in program.dy.items()}
-            part = program.backward
-        else:
-            part = program.weights or program.backward
+            part, arriving, leaving, to = program.backward, program.dy, program.dx, stage - 1
+        if arriving:
+            passed = _received(known, route, programs, action, rows, ends[-2])
+            tensors |= {name: passed[number] for number, name in arriving.items()}
         arguments, began = _after(ends[-1], {n: tensors[n] for n in part.inputs}, timed)
         results = part(arguments)
-        # A call is over, as others see it, when its side effects are; the tensors say more.
+        # For other operations, a call ends with its side effects, which may be before its results.
         finished = [tf.identity(tensor) for tensor in results.values()] or list(arguments.values())
         for place, names in enumerate(program.gradients):
             if names and names[0] in results:
@@ -128,7 +114,7 @@ def run_schedule(
                 total = _added(totals[stage][place], more, program.same_rows[place])
                 totals[stage][place] = total
                 finished += total
-        # One for all: each argument of the next action would wait for each result of this one.
+        # A single operation, instead of a dependency of each argument of the next action on each result.
         if timed:
             ended = time_after(finished)
             ends.append([ended.op])
@@ -137,12 +123,9 @@ def run_schedule(
             with tf.control_dependencies(finished):
                 ends.append([tf.no_op()])
         tensors |= results
-        out = program.y if action.kind == Action.FORWARD else program.dx
-        if action.kind != Action.WEIGHT and out:
-            to = stage + (1 if action.kind == Action.FORWARD else -1)
-            if not route.is_here(to):
-                sent = {number: tensors[name] for number, name in out.items()}
-                route.send(sent, to, _name(action))
+        if leaving and not route.is_here(to):
+            sent = {number: tensors[name] for number, name in leaving.items()}
+            route.send(sent, to, _name(action))
     gradients = {
         stage: [
             _gradient(total, same_rows)
@@ -150,7 +133,7 @@ def run_schedule(
         ]
         for stage, found in totals.items()
     }
-    return Outcome(gradients, tf.stack(times) if timed else None)
+    return gradients, tf.stack(times) if timed else None
 
 
 def run_forward(
@@ -159,25 +142,24 @@ def run_forward(
     route: Route,
     inputs: Sequence[dict[int, tf.Tensor]],
 ) -> list[dict[int, tf.Tensor]]:
-    """Adds a forward pass to the graph that is being built.
+    """Adds a forward pass to the current graph.
 
     Args:
-        stages: This rank's stages as functions of the tensors that lead up to each and the inputs
-            of the model, by number; they return those that lead on.
+        stages: This rank's stages as functions from the tensors before a stage and the inputs of the model
+            to the tensors after it, by number.
         num_stages: The number of stages in the chain.
-        route: The way to the other ranks.
+        route: The transfer of tensors to and from other ranks.
         inputs: The inputs of each micro-batch, by number.
 
     Returns:
-        What the last stage returns for each micro-batch; none where it lies on another rank.
+        The result of the last stage for each micro-batch; empty if it is on another rank.
     """
-    before: list[tf.Tensor] = []
+    before: list[tf.Operation] = []
     passed: list[dict[int, tf.Tensor]] = [{} for _ in inputs] if 0 in stages else []
     for stage, run in sorted(stages.items()):
         outputs = []
         for microbatch, of in enumerate(inputs):
             rows = tf.shape(next(iter(of.values())))[0]
-            name = f"pipeline/outputs/stage{stage}/{microbatch}"
             if passed:
                 x = passed[microbatch]
             else:
@@ -190,43 +172,37 @@ def run_forward(
                 before.append(tf.no_op())
             outputs.append(y)
             if stage < num_stages - 1 and not route.is_here(stage + 1):
-                route.send(y, stage + 1, name)
+                route.send(y, stage + 1, f"pipeline/outputs/stage{stage}/{microbatch}")
         passed = outputs if route.is_here(stage + 1) else []
     return outputs if route.is_here(num_stages - 1) else []
 
 
-def _passed_on(known, route: Route, programs, action: Action, rows, after) -> dict[int, tf.Tensor]:
-    """What an action gets from the one before it in the chain, on whichever rank that lies."""
+def _received(known, route: Route, programs, action: Action, rows, after) -> dict[int, tf.Tensor]:
+    """The tensors of an action from the adjacent stage, on this rank or another one."""
     forward = action.kind == Action.FORWARD
     source = action.stage - 1 if forward else action.stage + 1
     if route.is_here(source):
         names = programs[source].y if forward else programs[source].dx
         return {n: known[source, action.microbatch][name] for n, name in names.items()}
-    sender = Action(action.kind, source, action.microbatch)
     # The gradient of a tensor has its shape.
-    program = programs[action.stage]
-    numbers = program.x if forward else program.dy
-    return route.receive(numbers, rows, source, _name(sender), after)
+    numbers = programs[action.stage].x if forward else programs[action.stage].dy
+    name = _name(Action(action.kind, source, action.microbatch))
+    return route.receive(numbers, rows, source, name, after)
 
 
 def _after(before: Sequence, arguments: dict, timed: bool):
-    """The arguments, there only when what was before is over; and the time of that."""
-    if timed:
-        began = time_after([*before, *arguments.values()])
-        before = [began]
-    else:
-        began = None
-    with tf.control_dependencies(list(before)):
+    """The arguments, available only after some operations have ended; and the time of that."""
+    began = time_after([*before, *arguments.values()]) if timed else None
+    with tf.control_dependencies([began] if timed else list(before)):
         return {name: tf.identity(tensor) for name, tensor in arguments.items()}, began
 
 
 def _added(total: list[tf.Tensor], more: list[tf.Tensor], same_rows: bool) -> list[tf.Tensor]:
-    """A gradient and that of another micro-batch: one tensor, or rows, indices and maybe a shape."""
+    """The sum of two gradients: one tensor, or rows, indices and possibly a shape."""
     if not total:
         return more
     if len(more) == 1:
-        # A chain of additions TensorFlow would make one sum of many terms, which all stand until the
-        # last is there.
+        # TensorFlow would make one sum of a chain of additions, and keep all terms until the last.
         return [tf.add_n(total + more)]
     if same_rows:
         return [tf.add_n([total[0], more[0]]), *total[1:]]
@@ -235,7 +211,7 @@ def _added(total: list[tf.Tensor], more: list[tf.Tensor], same_rows: bool) -> li
 
 
 def _gradient(total: list[tf.Tensor], same_rows: bool):
-    """What the optimizer gets."""
+    """The gradient in the form that optimizers accept."""
     if len(total) > 1:
         if same_rows:
             mark_independent(total[1])
@@ -244,6 +220,6 @@ def _gradient(total: list[tf.Tensor], same_rows: bool):
 
 
 def _name(action: Action) -> str:
-    """By what name the outcome of an action travels."""
+    """The name of the message with the result of an action."""
     what = "activations" if action.kind == Action.FORWARD else "gradients"
     return f"pipeline/{what}/stage{action.stage}/{action.microbatch}"

@@ -1,4 +1,4 @@
-"""`PipelineModel`: a chain of layers as a Keras model whose stages lie on several ranks."""
+"""`PipelineModel`: a chain of layers as a Keras model with its stages on several ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tfdist.utils.lazy import require_addon
 
 
 class PipelineModel(keras.Model):
-    """Trains a chain of layers whose parts lie on the ranks of the pipeline axis.
+    """Trains a chain of layers that is split over the ranks of the pipeline axis.
 
     ```python
     strategy = HorovodStrategy(Mesh(pipeline=4))
@@ -39,32 +39,31 @@ class PipelineModel(keras.Model):
     model.fit(dataset)
     ```
 
-    `compile`, `fit`, `evaluate`, `predict`, callbacks and metrics work as on any model, with the
-    result of the whole model on one rank. Each rank holds the variables of its own stages. A
-    training step cuts each rank's rows into micro-batches; the update is that of all of them
-    together. Without a pipeline axis the model runs the micro-batches one after the other.
+    `compile`, `fit`, `evaluate`, `predict`, callbacks and metrics work as on any model, with the same
+    results as the whole model on one rank. Each rank only holds the variables of its stages. A training
+    step splits each rank's rows into micro-batches, and makes one update from all of them. Without a
+    pipeline axis the model runs the micro-batches one after the other.
 
     Args:
-        model: A Sequential or functional model, or a list that begins with a `keras.Input`, of layers
-            that are called one after the other. It may have several inputs and outputs, and call other
-            models. Where it was built in `deferred_weights`, or is a list, other ranks' weights take
-            no memory.
-        num_microbatches: Into how many micro-batches a rank's rows are cut; they divide by it.
-        schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble"; or a `tfdist.extend.Schedule` of yours,
-            or a function that makes one of the size of the pipeline axis and `num_microbatches`.
-        chunks: How many stages lie on each rank, for "interleaved" (2 by default).
-        cut: "even", "cyclic", or the number of links of each stage: see `make_partition`.
-        cost: What an even cut goes by: "flops" (the default where all shapes are known),
-            "parameters", "seconds" (a forward and a backward of 8 rows through each link, by the
-            clock, the mean of all ranks), or a number for each link, as of `measure_seconds`.
-        input_shape: The shape of a row of the inputs, where the model leaves some of it open: for
-            the costs, and for the FLOPs in the table. For several inputs one shape that all with open
-            sizes have, a dict by their names, or a list.
-        timed: Whether each step takes down when each action begins and ends, for `last_run`.
+        model: A Sequential or functional model, or a list of layers that are called one after the other,
+            with a `keras.Input` first. It may have several inputs and outputs, and call other models. If it
+            was built in `deferred_weights`, or is a list, other ranks' weights take no memory.
+        num_microbatches: The number of micro-batches, which a rank's number of rows must be a multiple of.
+        schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble"; or a custom `tfdist.extend.Schedule`, or
+            a function from the size of the pipeline axis and `num_microbatches` to one.
+        chunks: The number of stages on each rank, for "interleaved" (2 by default).
+        cut: "even", "cyclic", or the number of segments of each stage: see `make_partition`.
+        cost: The costs for an even split: "flops" (the default if all shapes are known), "parameters",
+            "seconds" (the measured time of a forward and a backward of 8 rows through each segment, the mean
+            over ranks), or a number for each segment, as of `measure_seconds`.
+        input_shape: The shape of a row of the inputs, if the model does not define it completely, for the
+            costs and for the FLOPs in the table. For several inputs: one shape for all inputs with undefined
+            sizes, a dict by their names, or a list.
+        timed: Whether each step records begin and end of each action, for `last_run`.
         name: The model's name.
 
     Raises:
-        ValueError: The model is no chain, or cannot be cut so.
+        ValueError: The model is not supported, or cannot be split as requested.
     """
 
     def __init__(
@@ -90,12 +89,8 @@ class PipelineModel(keras.Model):
         engine = LocalEngine() if strategy is None else strategy.engine
         axes = engine.mesh.stage_axes
         group = engine.group(*axes)
-        if (
-            isinstance(cut, str)
-            and cut == "cyclic"
-            and chunks is None
-            and not len(chain) % group.size
-        ):
+        is_cyclic = isinstance(cut, str) and cut == "cyclic"
+        if is_cyclic and chunks is None and not len(chain) % group.size:
             chunks = len(chain) // group.size
         plan = chosen_schedule(schedule, group.size, num_microbatches, chunks)
         check_schedule(plan)
@@ -112,11 +107,11 @@ class PipelineModel(keras.Model):
             num_microbatches,
             self.chain_model,
         )
-        # Tracked by Keras: what this rank trains, saves and shows.
+        # Tracked by Keras: the layers that this rank trains, saves and shows.
         self.stage_layers = self._runtime.own_layers
         self.built = True
         if group.size > 1 and hasattr(chain.model, "generate"):
-            # Its own would compute with weights that are not here.
+            # The model's own method would require the weights of other ranks.
             vars(chain.model)["generate"] = self.generate
 
     @property
@@ -126,7 +121,7 @@ class PipelineModel(keras.Model):
 
     @property
     def partition(self) -> Partition:
-        """What lies on which stage."""
+        """The segments of each stage."""
         return self._runtime.partition
 
     @property
@@ -136,18 +131,18 @@ class PipelineModel(keras.Model):
 
     @property
     def chain_model(self) -> keras.Model:
-        """The model of the whole chain; what other ranks hold of it has no values here."""
+        """The model of the whole chain; variables of other ranks have no values here."""
         return self._runtime.chain.model
 
     @property
     def outputs(self) -> list[keras.KerasTensor]:
         """The symbolic outputs of the chain."""
-        return self._runtime.chain.model.outputs
+        return self.chain_model.outputs
 
     @property
     def output_names(self) -> list[str]:
-        """The names of the outputs, by which losses and metrics may be given."""
-        return self._runtime.chain.model.output_names
+        """The names of the outputs, which are valid keys for losses and metrics."""
+        return self.chain_model.output_names
 
     @property
     def metrics(self):
@@ -155,61 +150,61 @@ class PipelineModel(keras.Model):
         return own_metrics(self)()
 
     def call(self, inputs, training=None):
-        """The outputs of the whole chain, where it lies on this rank, or of symbolic inputs."""
+        """The outputs of the whole chain, if all of it is on this rank, or for symbolic inputs."""
         some = keras.tree.flatten(inputs)
         symbolic = isinstance(some[0], keras.KerasTensor) or not tf.executing_eagerly()
         if self._runtime.group.size > 1 and not symbolic:
             raise RuntimeError(
-                f"This rank holds a part of `{self.name}`, which cannot be called by itself: call "
+                f"`{self.name}` cannot be called on one rank, which holds only a part of it. Call "
                 "`predict` on all ranks."
             )
-        return self._runtime.chain.model(inputs, training=training)
+        return self.chain_model(inputs, training=training)
 
     def compile(self, *args, sampler=None, **kwargs):
-        """As `compile` of any model.
+        """Configures the model for training, as `compile` of any Keras model.
 
         Args:
-            *args: For Keras' `compile`.
-            sampler: How `generate` draws tokens: a name or an object of `keras_hub.samplers`. None for
-                that of the task, or the default of its family.
-            **kwargs: For Keras' `compile`.
+            *args: Arguments of Keras' `compile`.
+            sampler: The sampler of `generate`: a name or an object of `keras_hub.samplers`. None for that
+                of the task, or the default of its family.
+            **kwargs: Arguments of Keras' `compile`.
 
         Raises:
-            ValueError: A loss needs the rows of the whole batch, and a step has micro-batches.
+            ValueError: A loss requires the rows of the whole batch, and a step has micro-batches.
         """
         super().compile(*args, **kwargs)
-        # Here, where all ranks are told: the loss is computed by the last stage alone.
+        # Checked here, on all ranks, because only the last stage computes the loss.
         check_micro_batches(self.loss, self._runtime.schedule.num_microbatches, self.name)
-        # Layers that got LoRA since have more weights.
+        # Layers may have got more weights since, by LoRA.
         self._runtime.placement.renew()
         self._runtime.text = None
         if sampler is not None:
             self._text.use(sampler)
 
     def generate(self, inputs, max_length=None, stop_token_ids="auto", strip_prompt=False):
-        """Text that goes on from prompts, where the chain is a language model of KerasHub.
+        """Generates text from prompts, if the chain is a language model of KerasHub.
 
-        Every rank calls it with the same prompts, and gets the same tokens: those of the whole model on
-        one rank. A rank computes its own stages, and keeps the keys and values of its own blocks.
+        Every rank must call it with the same prompts, and gets the same tokens as the whole model on one
+        rank. A rank computes its stages, and caches the keys and values of its blocks.
 
         Args:
-            inputs: Strings, where the task has a preprocessor; else token_ids and padding_mask as
+            inputs: Strings, if the task has a preprocessor; otherwise token_ids and padding_mask as
                 arrays of shape [rows, tokens]. As for KerasHub's `CausalLM.generate`.
-            max_length: The number of tokens, prompts among them; for strings.
-            stop_token_ids: Tokens behind which a row ends; None for none, "auto" for the end token
-                of the preprocessor.
-            strip_prompt: Whether prompts are left out of what is returned.
+            max_length: The number of tokens including the prompt, for strings.
+            stop_token_ids: The tokens that end a row; None for none, "auto" for the end token of the
+                preprocessor.
+            strip_prompt: Whether prompts are removed from the result.
 
         Returns:
-            What KerasHub returns: strings, or a dict of token_ids and padding_mask.
+            The result of KerasHub: strings, or a dict of token_ids and padding_mask.
 
         Raises:
-            ValueError: The chain is another model, or one whose program cannot run by stages.
+            ValueError: The chain is not such a model, or cannot be run by stages.
         """
         checks.integer("max_length", max_length, minimum=1, optional=True)
         checks.boolean("strip_prompt", strip_prompt)
         options = {"max_length": max_length, "stop_token_ids": stop_token_ids}
-        # Some families do not know the word.
+        # Not all families have this argument.
         options |= {"strip_prompt": True} if strip_prompt else {}
         return self._text.generate(inputs, self.run_eagerly, **options)
 
@@ -234,11 +229,12 @@ class PipelineModel(keras.Model):
         outputs, extra = self._runtime.forward(x)
         rows = tf.shape(tf.nest.flatten(x)[0])[0]
         if self._tfdist_role.sees_outputs:
-            y_pred = [
-                with_provenance(lambda *parts: tf.concat(parts, axis=0), *parts)
-                for parts in zip(*outputs, strict=True)
-            ]
-            y_pred = self._runtime.chain.as_outputs(y_pred)
+            y_pred = self._runtime.chain.as_outputs(
+                [
+                    with_provenance(lambda *parts: tf.concat(parts, axis=0), *parts)
+                    for parts in zip(*outputs, strict=True)
+                ]
+            )
             count_batch(self, y, y_pred, sample_weight, rows)
         self._add_to_reported_loss(extra, rows)
         return self.get_metrics_result()
@@ -259,11 +255,11 @@ class PipelineModel(keras.Model):
         return self._runtime.chain.as_outputs(predicted)
 
     def _predicted(self, y: tf.Tensor | None, like: RowShape, rows, name: str) -> tf.Tensor:
-        """An output, from the rank that has it to those that have None."""
+        """An output, broadcast from the rank that has it to those that have None."""
         group = self._runtime.group
         last = self._runtime.last_stage % group.size
         shape = like.at(rows)
-        if not like.is_known:  # The rank of the last stage tells the others.
+        if not like.is_known:  # Broadcast from the rank of the last stage.
             own = tf.zeros([len(shape)], tf.int32) if y is None else tf.shape(y)
             shape = broadcast(own, group, last, name=f"{name}/shape")
         if y is None:
@@ -271,17 +267,17 @@ class PipelineModel(keras.Model):
         return broadcast(tf.cast(y, like.dtype), group, last, name=name)
 
     def last_run(self) -> Run:
-        """When each rank of the pipeline did what in the last training step.
+        """The times of all actions in the last training step.
 
-        Called by all ranks; needs `timed=True`. Times are seconds from the first begin, by the
-        clocks of the ranks' machines. `tfdist.addons.monitoring.save_timeline` writes it to a file.
+        All ranks must call it; requires `timed=True`. Times are in seconds from the first begin, by the
+        clocks of the ranks' hosts. `tfdist.addons.monitoring.save_timeline` writes them to a file.
 
         Raises:
-            RuntimeError: Steps are not timed, or there was none yet.
+            RuntimeError: Steps are not timed, or there was no step yet.
         """
         times = self._runtime.times
         if times is None:
-            raise RuntimeError("Make the model with `timed=True`, and train it, to have times.")
+            raise RuntimeError("Times require a model with `timed=True` and a training step.")
         every = all_gather_object(times.numpy(), self._runtime.group, name="pipeline/times")
         start = min(float(found.min()) for found in every)
         return Run(
@@ -290,7 +286,7 @@ class PipelineModel(keras.Model):
         )
 
     def summary(self, *args, **kwargs):
-        """Prints which layers lie on which stage; then Keras' own table of this rank's layers."""
+        """Prints the layers of each stage, and then Keras' table of this rank's layers."""
         print_fn = kwargs.get("print_fn") or print
         print_fn(
             f'Model: "{self.name}", {self._runtime.schedule.name}, '
@@ -300,33 +296,33 @@ class PipelineModel(keras.Model):
         super().summary(*args, **kwargs)
 
     def save(self, filepath, *args, **kwargs):
-        """Saves the whole chain as the plain Keras model that it is; called by all ranks."""
+        """Saves the whole chain as a plain Keras model; all ranks must call it."""
         self._runtime.placement.renew()
         self.chain_model.save(filepath, *args, **kwargs)
 
     def save_weights(self, filepath, *args, **kwargs):
-        """Saves the weights of the whole chain; called by all ranks."""
+        """Saves the weights of the whole chain; all ranks must call it."""
         self._runtime.placement.renew()
         self.chain_model.save_weights(filepath, *args, **kwargs)
 
     def load_weights(self, filepath, *args, **kwargs):
-        """Loads the weights of the whole chain, of which each rank reads its own."""
+        """Loads the weights of the whole chain; each rank reads its own."""
         self._runtime.placement.renew()
         self.chain_model.load_weights(filepath, *args, **kwargs)
 
     def _add_to_reported_loss(self, extra: tf.Tensor, rows) -> None:
-        """Adds what layers of this rank add to the loss; the last stage counts the rows."""
+        """Adds the losses of this rank's layers; the last stage counts the rows."""
         total = loss_tracker(self).total
         total.assign_add(tf.cast(extra, total.dtype) * tf.cast(rows, total.dtype))
 
 
 def _check_trained(partition: Partition) -> None:
-    """Refuses a rank without weights to train, which an optimizer would."""
+    """Raises ValueError if a rank has no trainable weights, which optimizers do not support."""
     for rank in range(partition.num_ranks):
-        stages = range(rank, partition.num_stages, partition.num_ranks)
-        links = [link for stage in stages for link in partition.links(stage)]
-        if not any(link.trainable_variables for link in links):
+        segments = partition.segments_of_rank(rank)
+        if not any(segment.trainable_variables for segment in segments):
             raise ValueError(
-                f"Rank {rank} of the pipeline would have no weights to train: "
-                f"{', '.join(link.name for link in links)}. Cut the chain elsewhere."
+                "Each rank of a pipeline requires trainable weights. Received: none on rank "
+                f"{rank} in {', '.join(segment.name for segment in segments)}. Split the chain "
+                "elsewhere by `cut`."
             )

@@ -1,4 +1,4 @@
-"""Which variables lie on which ranks of the pipeline axis."""
+"""The ranks of the pipeline axis that hold each variable."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class StagePlacement:
         self.renew()
 
     def renew(self) -> None:
-        """Looks again which variables there are, as layers get more by LoRA, and places them."""
+        """Updates the variables, which change if layers get LoRA adapters, and places them."""
         self._variables, self._ranks = {}, {}
         for stage in range(self._partition.num_stages):
             rank = stage % self._partition.num_ranks
-            for link in self._partition.links(stage):
-                for variable in link.variables:
+            for segment in self._partition.segments(stage):
+                for variable in segment.variables:
                     self._variables[id(variable)] = variable
                     ranks = self._ranks.setdefault(id(variable), [])
                     if rank not in ranks:
@@ -42,47 +42,41 @@ class StagePlacement:
         initialize_weights(self.own)
         if self.group.size == 1:
             return
+        zeros = keras.initializers.Zeros()
         for key, variable in self._variables.items():
-            layout = update_layout(variable, stage=Stage(self.group, tuple(self._ranks[key])))
+            part = update_layout(variable, stage=Stage(self.group, tuple(self._ranks[key]))).slice
             if self.group.rank not in self._ranks[key] and without_values(variable):
-                # Where a layer is traced for shapes, none is to be read from a file or drawn.
-                zeros = keras.initializers.Zeros()
-                defer(
-                    variable,
-                    zeros if layout.slice is None else SlicedInitializer(zeros, layout.slice),
-                )
+                # A trace for shapes must not read such a variable from a file, or draw its values.
+                defer(variable, zeros if part is None else SlicedInitializer(zeros, part))
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """All variables of the chain, in its order; those of other ranks have no value."""
+        """All variables of the chain, in its order; those of other ranks have no values."""
         return list(self._variables.values())
 
     @property
     def own(self) -> list[keras.Variable]:
-        """Those of this rank."""
+        """The variables that this rank holds."""
         return [v for key, v in self._variables.items() if self.group.rank in self._ranks[key]]
 
     def sum_tied(self, gradients: dict[int, Any]) -> None:
-        """Adds up the gradients of variables that several ranks hold, in place.
+        """Sums the gradients of variables that several ranks hold, in place.
 
         Args:
-            gradients: By the id of this rank's variables.
+            gradients: The gradients of this rank's variables, by the variables' ids.
         """
         for key, ranks in self._ranks.items():
-            if len(ranks) == 1 or not self._variables[key].trainable:
+            variable, group = self._variables[key], self.group
+            holds = group.rank in ranks
+            if len(ranks) == 1 or not variable.trainable or (len(ranks) == 2 and not holds):
                 continue
-            holds = self.group.rank in ranks
-            if len(ranks) == 2 and not holds:
-                continue
-            group = self.group
             if len(ranks) == 2:
-                (other,) = (self.group.ranks[r] for r in ranks if r != self.group.rank)
-                group = self.group.engine.pair(other)
-            variable = self._variables[key]
+                (other,) = (group.ranks[rank] for rank in ranks if rank != group.rank)
+                group = group.engine.pair(other)
             gradient = gradients.get(key) if holds else None
             if gradient is None:
                 gradient = tf.zeros(variable.shape, variable.dtype)
-            # The rows of a sparse gradient do not say of how many; the other rank's tensor does.
+            # A sparse gradient does not define the number of rows; the other rank's tensor does.
             dense = tf.ensure_shape(tf.convert_to_tensor(gradient), variable.shape)
             total = all_reduce(dense, group, name=f"tied/{variable.name}")
             if holds:

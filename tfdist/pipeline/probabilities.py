@@ -1,7 +1,7 @@
-"""Outputs that are probabilities travel from stage to stage as the logits that they come from.
+"""Outputs that are probabilities are sent between stages as their logits.
 
-A loss of probabilities looks for the logits behind them, since it would lose precision without. On
-another rank there is nothing behind a tensor.
+A loss of probabilities searches for their logits, because it would lose precision otherwise. A tensor
+that was received from another rank has no history to search.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfdist.backend.keras.attributes import keras_logits
 from tfdist.backend.keras.calls import Call
 
-#: Layers whose output is their activation of something.
+#: Layers whose output is the result of their activation.
 _LAYERS = (
     keras.layers.Activation,
     keras.layers.Conv1D,
@@ -26,18 +26,16 @@ _LAYERS = (
 
 
 def activation_of(call: Call) -> Callable[[tf.Tensor], tf.Tensor] | None:
-    """The softmax or sigmoid that ends a call, if one does."""
+    """The softmax or sigmoid at the end of a call; None if there is none."""
     operation = call.operation
     if isinstance(operation, keras.layers.Softmax):
         return keras.activations.softmax if operation.axis == -1 and len(call.reads) == 1 else None
-    if not isinstance(operation, _LAYERS):
-        return None
-    found = operation.activation
+    found = operation.activation if isinstance(operation, _LAYERS) else None
     return found if found in (keras.activations.softmax, keras.activations.sigmoid) else None
 
 
 def logits_of(tensor: tf.Tensor, activation: Callable) -> tf.Tensor:
-    """What an activation was taken of, as Keras has noted it or else by its inverse."""
+    """The logits of an activation, as recorded by Keras, or else by the inverse of the activation."""
     logits = keras_logits(tensor, None)
     if logits is not None:
         return logits

@@ -1,33 +1,32 @@
-"""Schedules: in which order each rank of a pipeline works on its micro-batches.
+"""Schedules: the order in which each rank of a pipeline works on its micro-batches.
 
-A schedule is data. It says what a rank computes and when relative to its other work; what must be
-sent follows from it. `tfdist.pipeline.simulation` checks one without a device,
-`tfdist.pipeline.executor` runs it.
+A schedule is data: the computations of each rank and their order, which determine what must be sent.
+`tfdist.pipeline.simulation` checks a schedule without a device, and `tfdist.pipeline.executor` runs it.
 
-The model is a chain of stages; stage s lies on rank s % num_ranks. With several stages a rank
+The model is a chain of stages; stage s is on rank s % num_ranks. With several stages on each rank
 (chunks), the chain passes each rank several times.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 from tfdist.utils import checks
 
-#: The largest schedule that is written down: a thousand ranks with as many micro-batches.
+#: The size limit of a schedule: a thousand ranks with the same number of micro-batches.
 MOST_FORWARDS = 1_000_000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Action:
-    """One piece of a rank's work.
+    """One computation of a rank.
 
     Attributes:
-        kind: What is computed of the stage for the micro-batch: `Action.FORWARD`, its outputs;
-            `Action.BACKWARD`, the gradient of its inputs, and where the schedule does not split it, of its
-            weights too; `Action.WEIGHT`, the gradient of its weights.
+        kind: What is computed for the micro-batch: `Action.FORWARD`, the outputs of the stage;
+            `Action.BACKWARD`, the gradient of its inputs, and of its weights too unless the schedule
+            splits the two; `Action.WEIGHT`, the gradient of its weights.
         stage: The stage.
         microbatch: The micro-batch.
     """
@@ -50,12 +49,12 @@ class Schedule:
     """The work of all ranks for one training step.
 
     Attributes:
-        name: What the schedule is called.
+        name: The name.
         num_ranks: The size of the pipeline axis.
-        num_microbatches: Into how many micro-batches a batch is cut.
-        chunks: How many stages lie on each rank.
-        splits_backward: Whether gradients of weights are actions of their own.
-        actions: For each rank what it does, in order.
+        num_microbatches: The number of micro-batches of a batch.
+        chunks: The number of stages on each rank.
+        splits_backward: Whether gradients of weights are separate actions.
+        actions: The actions of each rank, in order.
     """
 
     name: str
@@ -71,7 +70,7 @@ class Schedule:
         return self.num_ranks * self.chunks
 
     def rank_of(self, stage: int) -> int:
-        """The place on the pipeline axis that works on a stage."""
+        """The index on the pipeline axis of the rank of a stage."""
         return stage % self.num_ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -86,100 +85,99 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     Training of Giant Neural Networks using Pipeline Parallelism".
     """
     microbatches = range(num_microbatches)
-    return Schedule(
-        "gpipe",
-        num_ranks,
-        num_microbatches,
-        1,
-        False,
-        tuple(
-            tuple(Action(Action.FORWARD, rank, m) for m in microbatches)
-            + tuple(Action(Action.BACKWARD, rank, m) for m in reversed(microbatches))
-            for rank in range(num_ranks)
-        ),
-    )
+    actions = [
+        (
+            *_actions(Action.FORWARD, rank, microbatches),
+            *_actions(Action.BACKWARD, rank, reversed(microbatches)),
+        )
+        for rank in range(num_ranks)
+    ]
+    return Schedule("gpipe", num_ranks, num_microbatches, 1, False, tuple(actions))
 
 
 def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Schedule:
-    """A few forwards to fill the pipeline, then forward and backward by turns.
+    """Forwards until the pipeline is full, then forward and backward in turns.
 
-    Rank r holds the activations of at most num_ranks - r micro-batches, however many there are.
+    Rank r holds the activations of at most num_ranks - r micro-batches, independent of their number.
     Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-flush).
     """
-    actions = []
-    for rank in range(num_ranks):
-        forwards = [Action(Action.FORWARD, rank, m) for m in range(num_microbatches)]
-        backwards = [Action(Action.BACKWARD, rank, m) for m in range(num_microbatches)]
-        warmup = min(num_ranks - rank - 1, num_microbatches)
-        actions.append(_alternate(forwards, backwards, warmup))
+    microbatches = range(num_microbatches)
+    actions = [
+        _alternate(
+            _actions(Action.FORWARD, rank, microbatches),
+            _actions(Action.BACKWARD, rank, microbatches),
+            num_ranks - rank - 1,
+        )
+        for rank in range(num_ranks)
+    ]
     return Schedule("1f1b", num_ranks, num_microbatches, 1, False, tuple(actions))
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B where each rank has several stages, far apart in the chain.
+    """1F1B with several stages on each rank, at a distance of num_ranks in the chain.
 
-    The pipeline fills in `chunks` times shorter time, for as many times more messages. Narayanan
+    The pipeline fills in 1 / `chunks` of the time, with `chunks` times the number of messages. Narayanan
     et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM".
 
     Raises:
-        ValueError: The micro-batches do not divide by the ranks.
+        ValueError: The number of micro-batches is not a multiple of that of ranks.
     """
     check_arguments("interleaved", num_ranks, num_microbatches, chunks)
-    total = num_microbatches * chunks
-    actions = []
-    for rank in range(num_ranks):
 
-        def work(kind: str, number: int, rank=rank) -> Action:
-            # A group of num_ranks micro-batches passes all chunks before the next group begins.
-            group, place = divmod(number, num_ranks * chunks)
-            chunk, microbatch = divmod(place, num_ranks)
-            if kind == Action.BACKWARD:
-                chunk = chunks - 1 - chunk
-            return Action(kind, chunk * num_ranks + rank, group * num_ranks + microbatch)
+    def work(kind: str, rank: int) -> list[Action]:
+        # Micro-batches in groups of num_ranks, each of which passes all chunks before the next group.
+        order = range(chunks) if kind == Action.FORWARD else reversed(range(chunks))
+        stages = [chunk * num_ranks + rank for chunk in order]
+        return [
+            Action(kind, stage, group + place)
+            for group in range(0, num_microbatches, num_ranks)
+            for stage in stages
+            for place in range(num_ranks)
+        ]
 
-        forwards = [work(Action.FORWARD, number) for number in range(total)]
-        backwards = [work(Action.BACKWARD, number) for number in range(total)]
-        warmup = min(2 * (num_ranks - rank - 1) + (chunks - 1) * num_ranks, total)
-        actions.append(_alternate(forwards, backwards, warmup))
+    actions = [
+        _alternate(
+            work(Action.FORWARD, rank),
+            work(Action.BACKWARD, rank),
+            2 * (num_ranks - rank - 1) + (chunks - 1) * num_ranks,
+        )
+        for rank in range(num_ranks)
+    ]
     return Schedule("interleaved", num_ranks, num_microbatches, chunks, False, tuple(actions))
 
 
 def zero_bubble(num_ranks: int, num_microbatches: int) -> Schedule:
-    """1F1B with the gradients of weights put off, to where a rank would have to wait.
+    """1F1B with the gradients of weights delayed to times when a rank would otherwise wait.
 
-    No rank holds more micro-batches than the first rank of 1F1B does. Qi et al. 2023, "Zero
-    Bubble Pipeline Parallelism" (ZB-H1).
-
-    Rank r begins the gradients of weights r micro-batches late, so that each rank holds just
-    num_ranks, and does what is left when it would have to wait for others to finish.
+    No rank holds more micro-batches than the first rank of 1F1B. Rank r computes the gradients of weights
+    with a delay of r micro-batches, so that each rank holds exactly num_ranks; it computes the remaining
+    ones when it would have to wait for other ranks to finish. Qi et al. 2023, "Zero Bubble Pipeline
+    Parallelism" (ZB-H1).
     """
     actions = []
     for rank in range(num_ranks):
-        counts = dict.fromkeys(Action.KINDS, 0)
-        work: list[Action] = []
-
-        def do(kind: str, rank=rank, counts=counts, work=work) -> None:
-            work.append(Action(kind, rank, counts[kind]))
-            counts[kind] += 1
-
-        for _ in range(min(num_ranks - rank, num_microbatches)):
-            do(Action.FORWARD)
-        while counts[Action.BACKWARD] < num_microbatches:
-            do(Action.BACKWARD)
-            if counts[Action.BACKWARD] - counts[Action.WEIGHT] > rank:
-                do(Action.WEIGHT)
-            if counts[Action.FORWARD] < num_microbatches:
-                do(Action.FORWARD)
-        while counts[Action.WEIGHT] < num_microbatches:
-            do(Action.WEIGHT)
-        actions.append(tuple(work))
+        microbatches = range(num_microbatches)
+        forwards, backwards, weights = (_actions(kind, rank, microbatches) for kind in Action.KINDS)
+        warmup = min(num_ranks - rank, num_microbatches)
+        work = forwards[:warmup]
+        for done in microbatches:
+            work.append(backwards[done])
+            if done >= rank:
+                work.append(weights[done - rank])
+            work += forwards[warmup + done : warmup + done + 1]
+        actions.append((*work, *weights[max(0, num_microbatches - rank) :]))
     return Schedule("zero-bubble", num_ranks, num_microbatches, 1, True, tuple(actions))
+
+
+def _actions(kind: str, stage: int, microbatches: Iterable[int]) -> list[Action]:
+    return [Action(kind, stage, microbatch) for microbatch in microbatches]
 
 
 def _alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], warmup: int
 ) -> tuple[Action, ...]:
-    """`warmup` forwards, then forward and backward by turns, then the backwards that are left."""
+    """`warmup` forwards, then forward and backward in turns, then the remaining backwards."""
+    warmup = min(warmup, len(forwards))
     actions = list(forwards[:warmup])
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
         actions += [forward, backward]
@@ -203,40 +201,39 @@ def check_arguments(
     *,
     most: int = MOST_FORWARDS,
 ) -> None:
-    """Checks the arguments of `make_schedule`, in no time.
+    """Checks the arguments of `make_schedule` without making the schedule.
 
     Args:
-        name: As there.
-        num_ranks: As there.
-        num_microbatches: As there.
-        chunks: As there.
-        most: How many forward passes there may be: a schedule is written down action by action,
-            which would take minutes and gigabytes for numbers that are a slip of the hand.
+        name: As in `make_schedule`.
+        num_ranks: As in `make_schedule`.
+        num_microbatches: As in `make_schedule`.
+        chunks: As in `make_schedule`.
+        most: The maximum number of forward passes. A schedule lists every action, which would take minutes
+            and gigabytes for numbers given by mistake.
 
     Raises:
-        ValueError: As there.
+        ValueError: As in `make_schedule`.
     """
     checks.one_of("name", name, sorted(SCHEDULES))
     num_ranks = checks.integer("num_ranks", num_ranks, minimum=1)
     num_microbatches = checks.integer("num_microbatches", num_microbatches, minimum=1)
     chunks = checks.integer("chunks", chunks, minimum=1, optional=True)
-    if chunks not in (None, 1) and name != "interleaved":
+    is_interleaved = name == "interleaved"
+    if chunks not in (None, 1) and not is_interleaved:
         raise ValueError(
-            f"Only the interleaved schedule has several `chunks` a rank. Received: {name!r} with "
-            f"chunks={chunks}."
+            "Several `chunks` per rank require the interleaved schedule. Received: "
+            f"{name!r} with chunks={chunks}."
         )
-    forwards = num_ranks * num_microbatches * (chunks or (2 if name == "interleaved" else 1))
-    if forwards > most:
+    if num_ranks * num_microbatches * (chunks or (2 if is_interleaved else 1)) > most:
         raise ValueError(
-            f"A schedule has at most {most:,} forward passes: `num_ranks` times `num_microbatches` "
-            f"times `chunks`. Received: num_ranks={num_ranks}, num_microbatches={num_microbatches}, "
-            f"chunks={chunks}."
+            f"A schedule cannot have more than {most:,} forward passes: `num_ranks` times "
+            f"`num_microbatches` times `chunks`. Received: num_ranks={num_ranks}, "
+            f"num_microbatches={num_microbatches}, chunks={chunks}."
         )
-    if name == "interleaved" and num_microbatches % num_ranks:
+    if is_interleaved and num_microbatches % num_ranks:
         raise ValueError(
-            "The interleaved schedule takes micro-batches in groups of the size of the pipeline "
-            "axis: the number of micro-batches divides by it. Received: "
-            f"{num_microbatches} micro-batches, pipeline={num_ranks}."
+            "The interleaved schedule requires num_microbatches to be a multiple of the pipeline "
+            f"size. Received: {num_microbatches} micro-batches, pipeline={num_ranks}."
         )
 
 
@@ -246,17 +243,17 @@ def chosen_schedule(
     num_microbatches: int,
     chunks: int | None = None,
 ) -> Schedule:
-    """A schedule of tfdist's by its name, or one of the user's; it is not checked yet.
+    """One of tfdist's schedules by name, or one of the user's, which is not checked yet.
 
     Args:
-        schedule: A name, a schedule, or a function that makes one of the next two arguments.
+        schedule: A name, a schedule, or a function of the next two arguments that returns one.
         num_ranks: The size of the pipeline axis.
-        num_microbatches: Into how many micro-batches a batch is cut.
-        chunks: As in `make_schedule`; a schedule has its own.
+        num_microbatches: The number of micro-batches of a batch.
+        chunks: As in `make_schedule`; None for the number of the user's schedule.
 
     Raises:
-        TypeError: It is none of the three.
-        ValueError: It is for other numbers.
+        TypeError: The schedule is none of the three.
+        ValueError: The schedule is for other numbers.
     """
     if isinstance(schedule, str):
         checks.one_of("schedule", schedule, sorted(SCHEDULES))
@@ -269,13 +266,14 @@ def chosen_schedule(
         raise checks.refuse("schedule", found, meaning, TypeError)
     if chunks not in (None, found.chunks):
         raise ValueError(
-            f"`chunks` must be that of the schedule, {found.chunks}. Received: chunks={chunks}. Leave it out."
+            f"`chunks` must be that of the schedule, {found.chunks}. Received: chunks={chunks}. "
+            "Omit it."
         )
     if (found.num_ranks, found.num_microbatches) != (num_ranks, num_microbatches):
         raise ValueError(
             f"Schedule {found.name!r} must be made for {num_ranks} ranks of the pipeline axis and "
-            f"{num_microbatches} micro-batches. Received: one of {found.num_ranks} ranks and "
-            f"{found.num_microbatches} micro-batches. Pass a function that makes it of these numbers."
+            f"{num_microbatches} micro-batches. Received: one for {found.num_ranks} ranks and "
+            f"{found.num_microbatches} micro-batches. Pass a function of these numbers that returns it."
         )
     return found
 
@@ -288,13 +286,12 @@ def make_schedule(
     Args:
         name: One of `SCHEDULES`.
         num_ranks: The size of the pipeline axis.
-        num_microbatches: Into how many micro-batches a batch is cut.
-        chunks: How many stages lie on each rank, for "interleaved" (2 by default).
+        num_microbatches: The number of micro-batches of a batch.
+        chunks: The number of stages on each rank, for "interleaved" (2 by default).
 
     Raises:
-        ValueError: The name is unknown, a number is not positive, or the schedule cannot have it.
+        ValueError: The name is unknown, a number is not positive, or the schedule does not support it.
     """
     check_arguments(name, num_ranks, num_microbatches, chunks)
-    if name == "interleaved":
-        return interleaved_1f1b(num_ranks, num_microbatches, chunks or 2)
-    return SCHEDULES[name](num_ranks, num_microbatches)
+    options = [chunks or 2] if name == "interleaved" else []
+    return SCHEDULES[name](num_ranks, num_microbatches, *options)

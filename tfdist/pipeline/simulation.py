@@ -1,4 +1,4 @@
-"""Schedules played through without a device: are they sound, and how long are ranks idle?"""
+"""Simulation of schedules without a device: whether they can run, and how long ranks are idle."""
 
 from __future__ import annotations
 
@@ -8,34 +8,17 @@ from collections.abc import Mapping
 from tfdist.pipeline.schedules import Action, Schedule
 from tfdist.utils import checks
 
-#: Equal times, as the papers reckon: what a forward takes, and each half of a backward.
-UNIT_COSTS: Mapping[str, float] = {
-    Action.FORWARD: 1.0,
-    Action.BACKWARD: 1.0,
-    Action.WEIGHT: 1.0,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Message:
-    """A tensor that one action sends to another, on another rank.
-
-    Attributes:
-        after: What makes it: outputs of a stage, or the gradient of its inputs.
-        before: What needs it.
-    """
-
-    after: Action
-    before: Action
+#: Equal times for a forward and each half of a backward, as in the papers.
+UNIT_COSTS: Mapping[str, float] = dict.fromkeys(Action.KINDS, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A schedule played through.
+    """The times of a schedule, simulated or measured.
 
     Attributes:
         schedule: The schedule.
-        times: For each rank begin and end of each of its actions, in order.
+        times: Begin and end of each action, in order, for each rank.
     """
 
     schedule: Schedule
@@ -43,28 +26,28 @@ class Run:
 
     @property
     def span(self) -> float:
-        """From the first begin to the last end."""
+        """The time from the first begin to the last end."""
         return max(end for rank in self.times for _, end in rank)
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """The time that each rank computes."""
+        """The computing time of each rank."""
         return tuple(sum(end - begin for begin, end in rank) for rank in self.times)
 
     @property
     def idle_share(self) -> float:
-        """Idle time over all time, of the mean rank: the bubble as a share of the step."""
+        """Mean idle time of ranks over the time of the step: the bubble as a share of the step."""
         return 1 - sum(self.busy) / (len(self.busy) * self.span)
 
     @property
     def idle_over_ideal(self) -> float:
-        """Idle time over computing time, of the mean rank: the papers' bubble ratio."""
+        """Mean idle time of ranks over their computing time: the bubble ratio of the papers."""
         ideal = sum(self.busy) / len(self.busy)
         return (self.span - ideal) / ideal
 
 
 def needs(action: Action, schedule: Schedule) -> list[Action]:
-    """What must be done before an action, on whatever rank."""
+    """The actions on any rank that must end before an action."""
     kind, stage, microbatch = action.kind, action.stage, action.microbatch
     if kind == Action.FORWARD:
         return [Action(kind, stage - 1, microbatch)] if stage else []
@@ -76,10 +59,14 @@ def needs(action: Action, schedule: Schedule) -> list[Action]:
     return found
 
 
-def messages(schedule: Schedule) -> list[Message]:
-    """All that is sent from rank to rank, in the order in which the receivers need it."""
+def messages(schedule: Schedule) -> list[tuple[Action, Action]]:
+    """The messages between ranks, in the order in which receivers need them.
+
+    Returns:
+        For each message the action that makes the tensor, and the one that needs it.
+    """
     return [
-        Message(needed, action)
+        (needed, action)
         for rank, actions in enumerate(schedule.actions)
         for action in actions
         for needed in needs(action, schedule)
@@ -92,17 +79,17 @@ def simulate(
     costs: Mapping[str, float] = UNIT_COSTS,
     transfer: float = 0.0,
 ) -> Run:
-    """Plays a schedule through.
+    """Simulates a schedule.
 
     Args:
         schedule: The schedule.
-        costs: The time of an action on a whole rank's share of layers, by kind: a stage is one of
-            `chunks` parts of that. Where the schedule does not split the backward, a backward
-            takes the time of both halves.
-        transfer: The time of a message; nobody is busy with it.
+        costs: The time of an action on all stages of a rank, by kind; an action on one stage takes 1 /
+            `chunks` of it. If the schedule does not split the backward, the time of a
+            backward is that of both halves.
+        transfer: The time of a message, during which ranks can compute.
 
     Raises:
-        ValueError: It comes to a halt; the message says where each rank waits and for what.
+        ValueError: The schedule deadlocks; the message lists the action that each rank waits for.
     """
     done: dict[Action, float] = {}
     times: list[list[tuple[float, float]]] = [[] for _ in schedule.actions]
@@ -111,8 +98,7 @@ def simulate(
     while progress:
         progress = False
         for rank, actions in enumerate(schedule.actions):
-            while len(times[rank]) < len(actions):
-                action = actions[len(times[rank])]
+            for action in actions[len(times[rank]) :]:
                 needed = needs(action, schedule)
                 if any(other not in done for other in needed):
                     break
@@ -121,29 +107,27 @@ def simulate(
                     for other in needed
                 ]
                 begin = max([free[rank], *arrivals])
-                end = begin + _cost(action, schedule, costs)
-                times[rank].append((begin, end))
-                done[action] = free[rank] = end
+                done[action] = free[rank] = begin + _cost(action, schedule, costs)
+                times[rank].append((begin, free[rank]))
                 progress = True
-    stuck = [
-        f"rank {rank} at {actions[len(found)]}, which needs "
-        + ", ".join(
-            str(other) for other in needs(actions[len(found)], schedule) if other not in done
-        )
-        for rank, (actions, found) in enumerate(zip(schedule.actions, times, strict=True))
-        if len(found) < len(actions)
-    ]
+    stuck = []
+    for rank, (actions, found) in enumerate(zip(schedule.actions, times, strict=True)):
+        for action in actions[len(found) : len(found) + 1]:
+            missing = [str(other) for other in needs(action, schedule) if other not in done]
+            stuck.append(f"rank {rank} at {action}, which requires {', '.join(missing)}")
     if stuck:
-        raise ValueError(f"The schedule {schedule.name!r} comes to a halt: {'; '.join(stuck)}.")
+        raise ValueError(
+            f"Schedule {schedule.name!r} cannot run, it deadlocks: {'; '.join(stuck)}."
+        )
     return Run(schedule, tuple(map(tuple, times)))
 
 
 def check_schedule(schedule: Schedule) -> Run:
-    """Raises ValueError unless the schedule can be run, and returns it played through.
+    """Simulates a schedule, and raises ValueError unless it can run.
 
-    Each rank does each of its actions once, all come after what they need (a forward before its
-    backward, that before its gradient of weights), none waits in a circle, and what leaves a rank
-    is needed just once.
+    Each rank must do each of its actions once, all of them after the actions that they require (a forward
+    before its backward, and that before its gradient of weights), without a deadlock, and each message
+    must have one receiver.
     """
     checks.instance("schedule", schedule, Schedule, "a Schedule")
     if len(schedule.actions) != schedule.num_ranks:
@@ -162,17 +146,17 @@ def check_schedule(schedule: Schedule) -> Run:
         wrong = expected.symmetric_difference(actions)
         if wrong or len(actions) != len(expected):
             raise ValueError(
-                f"Rank {rank} of the schedule {schedule.name!r} must do each of its actions once. "
-                f"Missing or foreign: {sorted(map(str, wrong)) or 'none, but some are repeated'}."
+                f"Rank {rank} of schedule {schedule.name!r} must do each of its actions once. "
+                f"Missing or unexpected: {sorted(map(str, wrong)) or 'none, but some are repeated'}."
             )
-    sent = [message.after for message in messages(schedule)]
+    sent = [sender for sender, _ in messages(schedule)]
     if len(sent) != len(set(sent)):
-        raise ValueError(f"The schedule {schedule.name!r} sends something to two ranks.")
+        raise ValueError(f"Schedule {schedule.name!r} must not send a tensor to two ranks.")
     return simulate(schedule)
 
 
 def held_microbatches(schedule: Schedule, rank: int) -> int:
-    """The most activations of a stage that a rank holds at a time: forwards not yet given back."""
+    """The maximum number of activations of a stage that a rank holds at a time."""
     last = Action.WEIGHT if schedule.splits_backward else Action.BACKWARD
     held = most = 0
     for action in schedule.actions[rank]:

@@ -1,9 +1,9 @@
-"""Recompute: activations that the backward pass makes again, instead of having them stand.
+"""Recomputation: the backward pass computes activations again instead of keeping them in memory.
 
-Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". A training step keeps what a
-region begins with; when the backward pass arrives behind the region, it runs the region's
-operations once more. Seeds are read once, so dropout draws the same masks, and what other ranks
-sent is kept, so no collective runs twice: gradients are those without, up to rounding.
+Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost". A training step keeps the inputs of a
+region. When the backward pass reaches the end of the region, it runs the region's operations again. Seeds
+are read once, so that dropout draws the same masks, and tensors from other ranks are kept, so that no
+collective runs twice: gradients are equal to those without recomputation up to rounding.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.backend.graph.rematerialize import Region
 from tfdist.backend.keras.attributes import attention_core
 from tfdist.backend.keras.private import all_layers, in_stateless_scope
-from tfdist.recompute.policies import POLICIES, check_costs, choose_segments
+from tfdist.recompute.policies import POLICIES, check_costs, choose_runs
 from tfdist.utils import checks
 
-#: Methods that are an attention layer's core: from queries, keys and values to what they attend to.
+#: Methods that compute attention from queries, keys and values.
 _CORES = (attention_core.name, "_attend")
 
 
@@ -34,37 +34,37 @@ def recompute(
     rows: int = 1,
     input_shape: Sequence | Mapping | None = None,
 ):
-    """Has training steps recompute activations of a layer or a model, in place.
+    """Makes training steps recompute activations of a layer or a model, in place.
 
     ```python
     model = tfdist.recompute.recompute(tfdist.models.gpt(...), "sqrt")
     ```
 
-    Only steps that run as a graph recompute, as all of `fit` are but with `run_eagerly=True`. It is
-    no part of what is saved: call it again on a model that was loaded.
+    Only steps that run as a graph recompute, such as all steps of `fit` without `run_eagerly=True`. The
+    setting is not saved with a model: call it again on a model that was loaded.
 
     Args:
         target: A layer, which is recomputed as a whole; or a model that is a chain (Sequential or
-            functional, see `tfdist.pipeline.chain.Chain`), and for "selective" any layer or model.
+            functional, see `tfdist.pipeline.chain.Chain`); for "selective" any layer or model.
         policy: For a model of L parts:
-            "every_layer": each part is recomputed, and what it begins with is kept;
-            "sqrt": about sqrt(L) runs of parts are;
-            "selective": only the core of each attention layer (Korthikanti et al. 2022, "Reducing
-            Activation Recomputation in Large Transformer Models");
-            "budget": as little time as can be, with at most `budget` bytes of activations;
-            "optimal": as few bytes as can be where each part runs at most twice.
+            "every_layer": recomputes each part, and keeps its inputs;
+            "sqrt": recomputes about sqrt(L) runs of parts;
+            "selective": recomputes only the core of each attention layer (Korthikanti et al. 2022,
+            "Reducing Activation Recomputation in Large Transformer Models");
+            "budget": minimizes the time with at most `budget` bytes of activations;
+            "optimal": minimizes the bytes while each part runs at most twice.
         budget: Bytes of activations, for `rows` rows.
         costs: For "budget": "flops", "seconds" (measured), or a number for each part.
-        rows: For how many rows "budget" and "optimal" count bytes.
-        input_shape: For them, the shape of a row where the model leaves some of it open, as for
-            `PipelineModel`.
+        rows: For "budget" and "optimal": the number of rows that bytes are counted for.
+        input_shape: For "budget" and "optimal": the shape of a row, if the model does not define it
+            completely, as for `PipelineModel`.
 
     Returns:
         `target`.
 
     Raises:
-        ValueError: The policy is unknown or does not fit the target, or no way of recomputing is
-            within the budget.
+        ValueError: The policy is unknown or does not fit the target, or no recomputation is within the
+            budget.
     """
     checks.instance("target", target, keras.layers.Layer, "a Keras layer or model")
     checks.one_of("policy", policy, POLICIES)
@@ -76,50 +76,45 @@ def recompute(
     elif not isinstance(target, keras.Model):
         if policy != "every_layer":
             raise ValueError(
-                f"policy={policy!r} is for a model of several layers. Received: {target.name!r} of "
+                f"policy={policy!r} requires a model of several layers. Received: {target.name!r} of "
                 f"type {type(target).__name__}."
             )
         _span(target, target)
     else:
-        for first, last in choose_segments(target, policy, budget, costs, rows, input_shape):
+        for first, last in choose_runs(target, policy, budget, costs, rows, input_shape):
             _span(first, last)
     return target
 
 
 def _recompute_cores(target: keras.layers.Layer) -> None:
-    found = False
-    for layer in all_layers(target):
-        for name in _CORES:
-            if hasattr(layer, name):
-                found = True
-                _wrap(layer, name, begins=True, ends=True)
+    cores = [(layer, name) for layer in all_layers(target) for name in _CORES]
+    found = [(layer, name) for layer, name in cores if hasattr(layer, name)]
     if not found:
         raise ValueError(
-            "policy='selective' recomputes the core of attention layers, of which "
-            f"`{target.name}` has none that is known."
+            "policy='selective' requires attention layers with a known core. Received: "
+            f"`{target.name}`, which has none."
         )
+    for layer, name in found:
+        _wrap(layer, name, _Current(), begins=True, ends=True)
 
 
 def _span(first: keras.layers.Layer, last: keras.layers.Layer) -> None:
-    """Recomputes what runs from the call of one layer to the end of the call of another."""
-    if first is last:
-        _wrap(first, "call", begins=True, ends=True)
-        return
-    spot = _Spot()
-    _wrap(first, "call", begins=True, ends=False, spot=spot)
-    _wrap(last, "call", begins=False, ends=True, spot=spot)
+    """Recomputes the operations from the call of one layer to the end of the call of another."""
+    current, is_one = _Current(), first is last
+    _wrap(first, "call", current, begins=True, ends=is_one)
+    if not is_one:
+        _wrap(last, "call", current, begins=False, ends=True)
 
 
-class _Spot:
-    """Where a region that is under way is found by what ends it."""
+class _Current:
+    """The current region, shared by the methods that begin and end it."""
 
     region: Region | None = None
 
 
-def _wrap(owner, name: str, *, begins: bool, ends: bool, spot: _Spot | None = None) -> None:
+def _wrap(owner, name: str, current: _Current, *, begins: bool, ends: bool) -> None:
     """Makes a method of an object begin a region, end one, or both."""
     original = getattr(owner, name)
-    spot = spot or _Spot()
     anchor = _anchor()
 
     @functools.wraps(original)
@@ -127,11 +122,11 @@ def _wrap(owner, name: str, *, begins: bool, ends: bool, spot: _Spot | None = No
         if tf.executing_eagerly() or in_stateless_scope():
             return original(*args, **kwargs)
         if begins:
-            args, kwargs, spot.region = _begin(anchor, args, kwargs)
+            args, kwargs, current.region = _begin(anchor, args, kwargs)
         outputs = original(*args, **kwargs)
-        region = spot.region
+        region = current.region
         if ends and region is not None:
-            spot.region = None
+            current.region = None
             if region.graph is tf.compat.v1.get_default_graph():
                 outputs = region.end(outputs)
         return outputs
@@ -140,7 +135,7 @@ def _wrap(owner, name: str, *, begins: bool, ends: bool, spot: _Spot | None = No
 
 
 def _begin(anchor: tf.Variable, args, kwargs) -> tuple:
-    """Arguments that begin a region, and the region."""
+    """The arguments at the beginning of a region, and the region."""
     flat = tf.nest.flatten((args, kwargs))
     places = [i for i, x in enumerate(flat) if tf.is_tensor(x) and x.dtype.is_floating]
     made: list[Callable] = []
@@ -153,8 +148,8 @@ def _begin(anchor: tf.Variable, args, kwargs) -> tuple:
 
         return (tf.identity(anchor), *[tf.identity(tensor) for tensor in tensors]), gradient
 
-    # A variable that is trained, to the tape: so the backward pass comes by even where nothing
-    # before the region has a gradient.
+    # A trained variable for the tape, so that the backward pass reaches the region even if nothing before
+    # it has a gradient.
     _, *entered = enter(tf.convert_to_tensor(anchor), *[flat[place] for place in places])
     for place, tensor in zip(places, entered, strict=True):
         flat[place] = tensor

@@ -11,25 +11,27 @@ from typing import Any, NamedTuple
 import keras
 
 from tfdist.pipeline.chain import Chain
-from tfdist.pipeline.costs import bytes_of, kept_bytes, link_costs, training_graph
+from tfdist.pipeline.costs import bytes_of, kept_bytes, segment_costs, training_graph
 from tfdist.utils import checks
 
-#: How `recompute` chooses.
 POLICIES = ("every_layer", "sqrt", "selective", "budget", "optimal")
-#: What "budget" goes by, unless by numbers.
+#: The costs that "budget" supports, in addition to numbers.
 _COSTS = ("flops", "seconds")
 
-#: How many ways to a place of the chain are followed, and how many peaks are tried.
+#: The number of ways to a place of the chain that are followed, and of peaks that are tried.
 _WAYS, _PEAKS = 64, 64
+
+#: Begin and end of consecutive parts of a chain.
+Run = tuple[int, int]
 
 
 class Costs(NamedTuple):
-    """What the parts of a chain cost.
+    """The costs of the parts of a chain.
 
     Attributes:
-        inputs: Bytes of what each part begins with.
-        inside: Bytes of what the backward pass takes of each part's forward pass.
-        forward: What each part's forward pass costs, in any unit.
+        inputs: The bytes of the inputs of each part.
+        inside: The bytes that the backward pass reads from each part's forward pass.
+        forward: The cost of each part's forward pass, in any unit.
     """
 
     inputs: Sequence[float]
@@ -38,10 +40,10 @@ class Costs(NamedTuple):
 
 
 def check_costs(costs: str | Sequence[float]) -> None:
-    """Checks the argument of `recompute`, as far as no model is needed for it.
+    """Checks the argument of `recompute`, as far as this is possible without a model.
 
     Raises:
-        ValueError: It is neither a word that is known nor numbers.
+        ValueError: It is neither a supported string nor numbers.
     """
     if isinstance(costs, str) and costs in _COSTS:
         return
@@ -52,7 +54,7 @@ def check_costs(costs: str | Sequence[float]) -> None:
         raise checks.refuse("costs", costs, meaning) from None
 
 
-def choose_segments(
+def choose_runs(
     model: keras.Model,
     policy: str,
     budget: float | None,
@@ -63,11 +65,12 @@ def choose_segments(
     """The first and the last layer of each run that is recomputed.
 
     Raises:
-        ValueError: The policy is unknown, or nothing is within the budget.
+        ValueError: The policy is unknown, or no choice is within the budget.
     """
     if (policy == "budget") != (budget is not None):
         raise ValueError(
-            f"`budget` is for policy='budget'. Received: budget={budget}, policy={policy!r}."
+            "`budget` and policy='budget' require each other. Received: "
+            f"budget={budget}, policy={policy!r}."
         )
     chain = Chain(model, input_shape)
     count = len(chain)
@@ -77,43 +80,38 @@ def choose_segments(
     else:
         known = _costs_of(chain, costs, rows)
         runs = smallest(known) if budget is None else cheapest_within(known, budget)
-    # The backward pass begins in the last run, whose activations are all there then. A run begins
-    # and ends with layers that are called once.
+    # The last run is not recomputed: the backward pass begins while all its activations exist. A run
+    # begins and ends with layers that are called once.
     uses = Counter(map(id, chain.executed))
     found = []
     for begin, end in runs:
-        layers = {id(layer) for link in chain.links[begin:end] for layer in link.layers}
+        layers = {id(layer) for segment in chain.segments[begin:end] for layer in segment.layers}
         places = [p for p, layer in enumerate(chain.executed) if id(layer) in layers]
-        # The model may call others in between, where its branches run side by side.
-        alone = places == list(range(places[0], places[-1] + 1)) if places else False
+        # The model may call other layers in between, if its branches are executed in turns.
+        alone = bool(places) and places[-1] - places[0] + 1 == len(places)
         once = [chain.executed[place] for place in places if uses[id(chain.executed[place])] == 1]
         if end < count and once and alone:
             found.append((once[0], once[-1]))
     return found
 
 
-def smallest(costs: Costs) -> list[tuple[int, int]]:
-    """Cuts a chain into runs, each recomputed, so that the fewest bytes stand at the peak.
+def smallest(costs: Costs) -> list[Run]:
+    """Splits a chain into runs, all of them recomputed, so that the peak of memory is minimal.
 
-    At the peak there stand what every run begins with and the inside of one run. For each peak of
-    insides that is allowed, dynamic programming finds the runs that keep least.
+    At the peak, the inputs of all runs and the inside of one run are in memory. For each possible peak of
+    insides, dynamic programming finds the runs with the smallest inputs.
 
     Returns:
         Begin and end of each run.
     """
-    best, found = math.inf, []
-    for peak in _peaks(costs.inside):
-        kept, runs = _fewest_kept(costs, peak)
-        if kept + peak < best:
-            best, found = kept + peak, runs
-    return found
+    return _smallest(costs)[1]
 
 
-def cheapest_within(costs: Costs, budget: float) -> list[tuple[int, int]]:
-    """The runs to recompute, the rest being kept, that cost least time within so many bytes.
+def cheapest_within(costs: Costs, budget: float) -> list[Run]:
+    """The runs to recompute in the least time within a number of bytes; the rest is kept.
 
-    Dynamic programming over the chain and the bytes kept so far, for each allowed peak of the
-    insides of a recomputed run.
+    Dynamic programming over the chain and the bytes kept so far, for each possible peak of the inside of a
+    recomputed run.
 
     Returns:
         Begin and end of each run that is recomputed.
@@ -123,58 +121,56 @@ def cheapest_within(costs: Costs, budget: float) -> list[tuple[int, int]]:
     """
     if sum(costs.inside) <= budget:
         return []
-    best, found = math.inf, None
-    for peak in _peaks(costs.inside):
-        time, runs = _least_time(costs, budget - peak, peak)
-        if time < best:
-            best, found = time, runs
-    if found is None:
-        kept, _ = min(
-            ((_fewest_kept(costs, peak)[0] + peak, peak) for peak in _peaks(costs.inside)),
-            default=(0.0, 0.0),
-        )
+    ways = (_least_time(costs, budget - peak, peak) for peak in _peaks(costs.inside))
+    time, found = min(ways, key=lambda way: way[0], default=(math.inf, []))
+    if time == math.inf:
         raise ValueError(
-            f"No way of recomputing keeps activations within budget={budget:,.0f} bytes: the least "
-            f"is {kept:,.0f}. Take fewer rows, or a larger budget."
+            f"Recomputation cannot keep activations within budget={budget:,.0f} bytes: the least is "
+            f"{_smallest(costs)[0]:,.0f}. Use fewer rows, or a larger budget."
         )
     return found
 
 
+def _smallest(costs: Costs) -> tuple[float, list[Run]]:
+    """The bytes at the minimal peak, and the runs."""
+    best: tuple[float, list[Run]] = (math.inf, [])
+    for peak in _peaks(costs.inside):
+        kept, runs = _fewest_kept(costs, peak)
+        if kept + peak < best[0]:
+            best = kept + peak, runs
+    return best
+
+
 def _peaks(inside: Sequence[float]) -> list[float]:
-    """Sums of the insides of runs: all, or evenly chosen ones of too many."""
-    sums = {
-        sum(inside[begin:end]) for begin, end in itertools.combinations(range(len(inside) + 1), 2)
-    }
+    """Sums of the insides of runs; of too many an evenly spaced selection."""
+    ends = range(len(inside) + 1)
+    sums = {sum(inside[begin:end]) for begin, end in itertools.combinations(ends, 2)}
     found = sorted(total for total in sums if total >= max(inside))
-    step = max(1, len(found) // _PEAKS)
-    return found[::step]
+    return found[:: max(1, len(found) // _PEAKS)]
 
 
-def _fewest_kept(costs: Costs, peak: float) -> tuple[float, list[tuple[int, int]]]:
-    """The runs with insides of at most `peak` bytes that begin with the fewest bytes in all."""
+def _fewest_kept(costs: Costs, peak: float) -> tuple[float, list[Run]]:
+    """The minimal bytes of inputs of runs with insides of at most `peak` bytes, and the runs."""
     count = len(costs.inside)
-    best: list[tuple[float, int]] = [(0.0, 0)] + [(math.inf, 0)] * count
+    best: list[tuple[float, list[Run]]] = [(math.inf, [])] * (count + 1)
+    best[0] = (0.0, [])
     for end in range(1, count + 1):
         inside = 0.0
         for begin in range(end - 1, -1, -1):
             inside += costs.inside[begin]
             if inside > peak:
                 break
-            best[end] = min(best[end], (best[begin][0] + costs.inputs[begin], begin))
-    runs = []
-    end = count
-    while end and best[end][0] < math.inf:
-        runs.append((best[end][1], end))
-        end = best[end][1]
-    return best[count][0], runs[::-1]
+            before, runs = best[begin]
+            if before + costs.inputs[begin] <= best[end][0]:
+                best[end] = before + costs.inputs[begin], [*runs, (begin, end)]
+    return best[count]
 
 
-def _least_time(costs: Costs, kept: float, peak: float) -> tuple[float, list[tuple[int, int]]]:
-    """The recomputed runs with insides of at most `peak` that keep `kept` bytes, in least time."""
-    count = len(costs.inside)
-    # By place: ways to get there, none of which is better in both bytes and time than another.
+def _least_time(costs: Costs, kept: float, peak: float) -> tuple[float, list[Run]]:
+    """The minimal time of recomputed runs with insides of at most `peak` that keep `kept` bytes."""
+    # For each place the ways to it, of which none is better in both bytes and time than another.
     ways: list[list[_Way]] = [[_Way(0.0, 0.0, None, None)]]
-    for end in range(1, count + 1):
+    for end in range(1, len(costs.inside) + 1):
         found = [
             _Way(way.kept + costs.inside[end - 1], way.time, way, None) for way in ways[end - 1]
         ]
@@ -189,29 +185,27 @@ def _least_time(costs: Costs, kept: float, peak: float) -> tuple[float, list[tup
                 for way in ways[begin]
             ]
         ways.append(_undominated([way for way in found if way.kept <= kept]))
-    if not ways[count]:
-        return math.inf, []
-    best = min(ways[count], key=lambda way: way.time)
+    way: _Way | None = min(ways[-1], key=lambda way: way.time, default=None)
+    least = math.inf if way is None else way.time
     runs = []
-    way: _Way | None = best
     while way is not None:
         if way.run is not None:
             runs.append(way.run)
         way = way.before
-    return best.time, runs[::-1]
+    return least, runs[::-1]
 
 
 class _Way(NamedTuple):
-    """A way to get to a place of the chain: bytes kept, time, the way before, the last run."""
+    """A way to a place of the chain: bytes kept, time, the way before, the last run."""
 
     kept: float
     time: float
     before: Any
-    run: tuple[int, int] | None
+    run: Run | None
 
 
 def _undominated(ways: list[_Way]) -> list[_Way]:
-    """Those than which no other keeps less in less time; evenly chosen ones of too many."""
+    """The ways than which no other keeps less in less time; of too many an evenly spaced selection."""
     found: list[_Way] = []
     for way in sorted(ways, key=lambda way: (way.kept, way.time)):
         if not found or way.time < found[-1].time:
@@ -223,18 +217,19 @@ def _undominated(ways: list[_Way]) -> list[_Way]:
 
 
 def _costs_of(chain: Chain, costs: str | Sequence[float], rows: int) -> Costs:
-    forward = link_costs(chain, "costs", costs, ("flops", "seconds"))
-    chain.check_known_shapes("activations can be counted")
+    forward = segment_costs(chain, "costs", costs, _COSTS)
+    chain.check_known_shapes("the size of activations")
     inputs, inside = [], []
     specs = chain.specs(rows)
-    for link in chain.links:
-        graph, read, backward = training_graph(link, link.arguments(specs))
-        # What the model was given stands anyway.
-        own = [
-            tensor
-            for number, tensor in zip(link.reads, read, strict=True)
-            if number not in chain.inputs or link is chain.links[0]
-        ]
-        inputs.append(float(sum(map(bytes_of, own))))
+    for place, segment in enumerate(chain.segments):
+        graph, read, backward = training_graph(segment, segment.arguments(specs))
+        # The inputs of the model are in memory anyway.
+        inputs.append(
+            sum(
+                float(bytes_of(tensor))
+                for number, tensor in zip(segment.reads, read, strict=True)
+                if number not in chain.inputs or not place
+            )
+        )
         inside.append(float(kept_bytes(graph, backward)))
     return Costs(inputs, inside, forward)

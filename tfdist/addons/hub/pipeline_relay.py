@@ -43,7 +43,9 @@ class Relay:
         self._layers: dict[int, keras.Layer] = {}
         self._stages: dict[int, list[int]] = {}
         for stage in range(partition.num_stages):
-            for layer in (x for link in partition.links(stage) for x in link.layers if x.weights):
+            for layer in (
+                x for each in partition.segments(stage) for x in each.layers if x.weights
+            ):
                 self._layers[id(layer)] = layer
                 self._stages.setdefault(id(layer), []).append(stage)
         blocks = chain.model.backbone.transformer_layers
@@ -55,14 +57,16 @@ class Relay:
 
     def _maker(self, chain: Chain, end: int) -> int:
         leads = chain.before(end)
-        name = chain.links[end - 1].name
+        name = chain.segments[end - 1].name
         if len(leads) > 1:
             raise self.refuse(f"stages that share tensors, as after `{name}`")
         maker, readers = chain.made_and_read(leads[0])
         if id(maker) in self._layers and id(maker) not in self._blocks:
             return id(maker)
         if readers > 1:
-            raise self.refuse(f"a stage that ends with `{name}`, whose output is read {readers} times")
+            raise self.refuse(
+                f"a stage that ends with `{name}`, whose output is read {readers} times"
+            )
         return 0
 
     def refuse(self, what: str) -> ValueError:

@@ -1,4 +1,4 @@
-"""A part of a chain that is not cut."""
+"""A part of a chain that is never split."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tfdist.backend.keras.private import all_layers
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
-    """A part of the chain that is not cut.
+class Segment:
+    """A part of a chain that is never split.
 
-    Tensors go by the chain's numbers for them.
+    Tensors are identified by their numbers in the chain.
 
     Attributes:
-        name: Its layers' names.
-        model: From the tensors that it reads to those that it makes.
-        layers: Its layers. One that is used twice, as a tied embedding is, may be in two links.
-        reads: The tensors that it takes.
-        inputs: Those of them that are inputs of the model; links before it make the others.
-        makes: Those of its tensors that lead on.
-        after: All tensors that lead on behind it, but the inputs of the model.
-        why_whole: Why it is not cut further, of several layers; "" for a single one.
+        name: The names of its layers.
+        model: The model from the tensors that it reads to those that it makes.
+        layers: Its layers. A layer that is used twice, such as a tied embedding, may be in two segments.
+        reads: The tensors that it reads.
+        inputs: Those of them that are inputs of the whole model.
+        makes: The tensors that it makes and that are read later.
+        after: All tensors that are read later, without the inputs of the whole model.
+        why_whole: The reason why it cannot be split; "" for a single layer.
     """
 
     name: str
@@ -47,29 +47,33 @@ class Link:
 
     @property
     def trainable_variables(self) -> list[keras.Variable]:
-        """Those of them that are trained."""
+        """The trainable variables of its layers, each once."""
         return [variable for variable in self.variables if variable.trainable]
 
     @property
+    def deferred_variables(self) -> list[keras.Variable]:
+        """The variables without a value, as of `deferred_weights`."""
+        return [variable for variable in self.variables if without_values(variable)]
+
+    @property
     def parameters(self) -> int:
-        """The number of trainable numbers, this rank's slice of split ones."""
-        return sum(
-            tf.TensorShape(variable.shape).num_elements() for variable in self.trainable_variables
-        )
+        """The number of trainable parameters, of split variables those of this rank's slice."""
+        return sum(tf.TensorShape(v.shape).num_elements() for v in self.trainable_variables)
 
     def arguments(self, of: Mapping[int, Any]) -> list:
-        """What the link reads, of tensors or of something else by the tensors' numbers."""
+        """The values of the tensors that it reads, in its model's order."""
         return [of[number] for number in self.reads]
 
     def __call__(
         self, tensors: Mapping[int, tf.Tensor], training: bool, losses: list | None = None
     ) -> dict[int, tf.Tensor]:
-        """Runs the link.
+        """Runs the segment.
 
         Args:
-            tensors: What leads up to it, and the inputs of the model.
-            training: Whether it runs as in training.
-            losses: Gets what its layers add to the loss; their regularizers of weights are left out.
+            tensors: The tensors before it, and the inputs of the whole model.
+            training: Whether it runs in training mode.
+            losses: A list that the losses of its layers are appended to, without regularizers of
+                weights.
 
         Returns:
             The tensors that it makes.
@@ -86,24 +90,24 @@ class Link:
         return dict(zip(self.makes, made, strict=True))
 
     def check_shape(self, tensor: tf.Tensor, shape: Sequence[int | None]) -> None:
-        """Compares the shape of a tensor that the link reads with what it is said to be.
+        """Compares the shape of a tensor with the one that its layer has declared.
 
         Raises:
-            ValueError: It is another.
+            ValueError: They differ.
         """
         if not tensor.shape.is_compatible_with(shape):
             raise ValueError(
-                f"`{self.name}` gets a tensor of shape {tuple(tensor.shape)}, of which the layer that "
-                f"makes it says that it has the shape {tuple(shape)}: a pipeline relies on that. Mend "
-                "its `compute_output_shape`, or put it into one layer with those that read it."
+                f"The declared shape of a tensor does not match in `{self.name}`. Received: a tensor "
+                f"of shape {tuple(tensor.shape)}, but the layer that produces it declares shape "
+                f"{tuple(shape)}. Fix its `compute_output_shape`, or put it into one layer with the "
+                "layers that read it."
             )
 
     def flops(self, specs: Mapping[int, tf.TensorSpec]) -> int:
-        """The floating-point operations of a forward pass, for what the tensors are like."""
+        """The floating-point operations of a forward pass on tensors of some specifications."""
 
         def forward(*tensors):
-            lacking = [variable for variable in self.variables if without_values(variable)]
-            zeros = [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in lacking]
+            zeros = [(v, tf.zeros(v.shape, v.dtype)) for v in self.deferred_variables]
             with keras.StatelessScope(zeros, initialize_variables=False):
                 return self.model(list(tensors), training=False)
 
