@@ -24,7 +24,7 @@ from tfdist.step.hooks import FitContext, FitHook
 from tfdist.step.local_steps import local_optimizer
 from tfdist.utils import checks
 from tfdist.utils.errors import TfdistError
-from tfdist.watchdog.report import rank_words
+from tfdist.watchdog.report import format_ranks
 
 _logger = logging.getLogger("tfdist")
 _LISTED = 5
@@ -79,8 +79,8 @@ class _Difference:
     def words(self, odd: tuple[int, ...]) -> str:
         """A description, with the ranks that are known to be wrong."""
         if odd:
-            return f"`{self.name}` has a different value on {rank_words(odd)}"
-        return f"`{self.name}` differs between {rank_words(self.ranks)}"
+            return f"`{self.name}` has a different value on {format_ranks(odd)}"
+        return f"`{self.name}` differs between {format_ranks(self.ranks)}"
 
 
 #: The checksum of each rank, by group of ranks and path of a variable.
