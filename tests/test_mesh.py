@@ -170,7 +170,7 @@ def test_coordinates_of_a_rank_that_is_not_there(rank):
 
 def test_places_that_are_not_there():
     mesh = resolved((2, 1, 2))
-    with pytest.raises(ValueError, match="`data` must be an int from 0 to 1.*data=2"):
+    with pytest.raises(ValueError, match=r"`data` must be an int from 0 to 1.*data=2"):
         mesh.rank_at({"data": 2})
     for ask in (mesh.group, mesh.groups, lambda axis: mesh.rank_at({axis: 0})):
         with pytest.raises(ValueError, match="Received: 'sequence'"):

@@ -18,7 +18,7 @@ from benchmarks.comparisons import COMPARISONS, ROWS, SIZES
 from tfdist.launch.command import UsageError
 
 ROOT = Path(__file__).parents[2]
-BENCH = Path(sys.executable).with_name("tfdist-bench")
+BENCH = (sys.executable, "-m", "benchmarks.training")
 
 needs_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
 
@@ -102,14 +102,14 @@ def test_a_name_without_a_commit_is_refused(name):
     ("arguments", "said"),
     [
         (["--against=no-such-commit"], "--against must be a commit"),
-        (["--against=HEAD", "--only=gpt-ddp"], "--only with --against is of mlp-data"),
+        (["--against=HEAD", "--only=gpt-ddp"], "--only with --against must be of mlp-data"),
         (["--against=HEAD", "--document=docs/performance.md"], "--document"),
         (["--against=HEAD", "--picture=a.png"], "--picture"),
     ],
 )
 def test_refusals(arguments, said):
     finished = subprocess.run(
-        [BENCH, "training", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100
+        [*BENCH, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=100
     )
     assert finished.returncode == 2 and finished.stdout == ""
     assert said in finished.stderr and len(finished.stderr.splitlines()) == 1

@@ -112,14 +112,14 @@ def test_the_proof_of_horovod_is_one_line():
     assert line.startswith("Tested: 2 ranks on this CPU computed the right sum")
 
 
-def test_the_compiled_library_is_one_line(tmp_path):
+def test_each_compiled_library_is_one_line(tmp_path):
     install = f"""
 from pathlib import Path
 from tfdist.launch.native_build import install_native
 print(install_native(Path({str(tmp_path)!r})))
 """
-    (line,) = started(sys.executable, "-c", install)
-    assert "compiled library" in line
+    for line in started(sys.executable, "-c", install):
+        assert "compiled library (" in line
 
 
 def test_a_report_is_read_without_tensorflow(tmp_path):

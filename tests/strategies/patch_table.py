@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks.measuring import write_between
 from tfdist.strategies import keras_patches
+from tfdist.utils.lazy import find_addon
 
 __all__ = ["DOCUMENT", "MARK", "table", "wrapping_modules"]
 
@@ -25,7 +26,8 @@ def wrapping_modules() -> list:
         loaded = __import__(f"{keras_patches.__name__}.{module.name}", fromlist=["PATCHES"])
         if hasattr(loaded, "PATCHES"):
             found.append(loaded)
-    return found
+    kernels = find_addon("cpu_kernels")
+    return [*found, *([] if kernels is None else [kernels.updates])]
 
 
 def table() -> str:

@@ -19,7 +19,13 @@ from tfdist.backend.keras.patching import check_parameters
 from tfdist.strategies import keras_patches
 
 ROOT = Path(__file__).parents[3]
-ROOMS = (ROOT / "tfdist" / "backend" / "keras", ROOT / "strategies" / "keras_patches")
+ROOMS = (
+    ROOT / "tfdist" / "backend" / "keras",
+    ROOT / "strategies" / "keras_patches",
+    # Patches of Keras that not every training needs.
+    ROOT / "tfdist" / "addons" / "cpu_kernels",
+    ROOT / "tfdist" / "addons" / "hub",
+)
 #: TensorFlow's names, which Keras has too: where they stand, and whose they are.
 TENSORFLOWS = {
     ("tfdist/data/read_ahead.py", "_inputs"): "of a tf.data set",

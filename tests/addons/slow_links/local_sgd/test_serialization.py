@@ -6,7 +6,6 @@ import keras
 import pytest
 
 from tfdist.addons import slow_links
-from tfdist.addons.slow_links import local_sgd
 
 
 @pytest.mark.parametrize(
@@ -31,7 +30,7 @@ from tfdist.addons.slow_links import local_sgd
     ],
 )
 def test_there_and_back(name, inner, arguments):
-    optimizer = getattr(local_sgd, name)(inner, **arguments)
+    optimizer = getattr(slow_links, name)(inner, **arguments)
     config = keras.optimizers.serialize(optimizer)
     again = keras.optimizers.deserialize(config)
     assert type(again) is type(optimizer)
