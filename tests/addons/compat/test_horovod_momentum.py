@@ -85,7 +85,7 @@ def test_refuses_a_momentum_that_it_does_not_know():
     class HeavyBall(keras.optimizers.Adam):
         momentum = 0.9
 
-    message = r"does not know how HeavyBall .* Pass momentum_correction=False"
+    message = r"does not support the momentum of HeavyBall.* Pass momentum_correction=False"
     with pytest.raises(ValueError, match=message):
         fit(one_weight_model(HeavyBall(0.1)), [LearningRateWarmupCallback(0.1)])
     fit(
