@@ -16,6 +16,7 @@ import pytest
 from tests.checkpoint.test_jobs import ROOT, command, environment, run
 from tfdist.checkpoint import directory_lock
 from tfdist.checkpoint.directory_lock import JOB, LOCK, DirectoryLock, InUseError, Owner, holder_of
+from tfdist.runtime.lock_owner import STALE_SECONDS
 
 HOLD = """
 import sys, time
@@ -140,7 +141,7 @@ def test_another_host_holds_it_while_it_renews(tmp_path, monkeypatch):
     monkeypatch.setattr(directory_lock, "_PATIENCE_SECONDS", 0.2)
     elsewhere(tmp_path)
     assert "process 1 on host node7" in refused(tmp_path)
-    elsewhere(tmp_path, renewed=time.time() - directory_lock.STALE_SECONDS - 1)
+    elsewhere(tmp_path, renewed=time.time() - STALE_SECONDS - 1)
     lock = DirectoryLock(str(tmp_path))
     lock.acquire()
     lock.release()

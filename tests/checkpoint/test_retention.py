@@ -90,7 +90,7 @@ def test_a_checkpoint_may_be_copied_under_a_name_of_the_users(one_process, tmp_p
     assert call(one_process, damage_programs.restored, str(best)) == {2.0}
     later = best.rename(tmp_path / "step-0000000003-00000000")
     kind, text, _ = call(one_process, damage_programs.restored, str(later))
-    assert kind == "StorageError" and "it is that of step 2" in text
+    assert kind == "StorageError" and "it belongs to step 2" in text
 
 
 def test_names_lead_nowhere_else(one_process, tmp_path):

@@ -9,6 +9,7 @@ from tfdist.checkpoint.errors import CheckpointError, StorageError
 from tfdist.checkpoint.files import regular_size
 from tfdist.checkpoint.manifest import Manifest, step_of
 from tfdist.checkpoint.storage import Storage
+from tfdist.runtime.directories import is_address
 from tfdist.utils import checks
 
 
@@ -106,9 +107,12 @@ class Retention:
                 manifest = Manifest.read(storage)
             except CheckpointError:
                 manifest = None
-            sizes = (manifest and storage.is_local and manifest.files) or {}
-            self._whole[folder] = manifest is not None and all(
-                regular_size(storage.path, name) == size for name, (size, _) in sizes.items()
+            files = {} if manifest is None else manifest.files or {}
+            self._whole[folder] = manifest is not None and (
+                is_address(storage.path)
+                or all(
+                    regular_size(storage.path, name) == size for name, (size, _) in files.items()
+                )
             )
         return self._whole[folder]
 

@@ -57,11 +57,6 @@ class Storage:
             return f"{self.path}/{folder}"
         return {"driver": "file", "path": f"{self._local.rstrip('/')}/{folder}"}
 
-    @property
-    def is_local(self) -> bool:
-        """Whether it is a folder of a file system."""
-        return self._local is not None
-
     # -- small files --------------------------------------------------------------------------
 
     def write_json(self, name: str, value) -> None:

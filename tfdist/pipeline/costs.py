@@ -42,21 +42,42 @@ def segment_costs(
     Raises:
         ValueError: The value is neither.
     """
+    numbers = check_costs(name, given, kinds, len(chain))
+    if numbers is not None:
+        return numbers
+    if given == "flops":
+        return tuple(map(float, chain.flops()))
+    if given == "seconds":
+        return tuple(measure_seconds(chain))
+    return tuple(float(segment.parameters) for segment in chain.segments)
+
+
+def check_costs(
+    name: str, given: str | Sequence[float], kinds: Sequence[str], count: int | None = None
+) -> tuple[float, ...] | None:
+    """Checks an argument with costs, as far as this is possible without a chain.
+
+    Args:
+        name: The name of the argument, for messages.
+        given: Its value.
+        kinds: The supported strings.
+        count: The number of segments; None if it is not known yet.
+
+    Returns:
+        The numbers; None for one of the strings.
+
+    Raises:
+        ValueError: The value is neither.
+    """
     if isinstance(given, str) and given in kinds:
-        if given == "flops":
-            return tuple(map(float, chain.flops()))
-        if given == "seconds":
-            return tuple(measure_seconds(chain))
-        return tuple(float(segment.parameters) for segment in chain.segments)
+        return None
     try:
         numbers = checks.numbers_of(name, given, minimum=0)
     except ValueError:
         numbers = ()
-    if len(numbers) != len(chain):
-        meaning = (
-            f"{', '.join(map(repr, kinds))}, or a number of at least 0 for each of the {len(chain)} "
-            "parts of the chain"
-        )
+    if not numbers or count not in (None, len(numbers)):
+        each = "each part" if count is None else f"each of the {count} parts of the chain"
+        meaning = f"{', '.join(map(repr, kinds))}, or a number of at least 0 for {each}"
         raise checks.refuse(name, given, meaning)
     return tuple(map(float, numbers))
 

@@ -37,11 +37,6 @@ class Partition:
         """The number of stages."""
         return len(self.ends)
 
-    @property
-    def chunks(self) -> int:
-        """The number of stages on each rank."""
-        return self.num_stages // self.num_ranks
-
     def _of(self, stage: int) -> slice:
         return slice(self.ends[stage - 1] if stage else 0, self.ends[stage])
 
@@ -54,13 +49,10 @@ class Partition:
         stages = range(rank, self.num_stages, self.num_ranks)
         return [segment for stage in stages for segment in self.segments(stage)]
 
-    def share(self, stage: int) -> float:
-        """The share of a stage in the total cost."""
-        return sum(self.costs[self._of(stage)]) / (sum(self.costs) or 1.0)
-
     def table(self) -> str:
         """Stage, rank, layers, parameters, FLOPs of a forward pass of one row, and share of the cost."""
         flops = self.chain.flops() if self.chain.has_known_shapes else None
+        total = sum(self.costs) or 1.0
         rows = []
         for stage in range(self.num_stages):
             segments = self.segments(stage)
@@ -72,7 +64,7 @@ class Partition:
                     first if len(segments) == 1 else f"{first} .. {last} ({len(segments)})",
                     f"{sum(segment.parameters for segment in segments):,}",
                     "unknown" if flops is None else f"{sum(flops[self._of(stage)]):,}",
-                    f"{self.share(stage):.1%}",
+                    f"{sum(self.costs[self._of(stage)]) / total:.1%}",
                 )
             )
         head = ("stage", "rank", "layers", "parameters", "FLOPs", "share")

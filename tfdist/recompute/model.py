@@ -18,7 +18,8 @@ from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.backend.graph.rematerialize import Region
 from tfdist.backend.keras.attributes import attention_core
 from tfdist.backend.keras.private import all_layers, in_stateless_scope
-from tfdist.recompute.policies import POLICIES, check_costs, choose_runs
+from tfdist.pipeline.costs import check_costs
+from tfdist.recompute.policies import COSTS, POLICIES, choose_runs
 from tfdist.utils import checks
 
 #: Methods that compute attention from queries, keys and values.
@@ -70,7 +71,7 @@ def recompute(
     checks.one_of("policy", policy, POLICIES)
     checks.number("budget", budget, above=0, optional=True)
     rows = checks.integer("rows", rows, minimum=1, maximum=1 << 20)
-    check_costs(costs)
+    check_costs("costs", costs, COSTS)
     if policy == "selective":
         _recompute_cores(target)
     elif not isinstance(target, keras.Model):

@@ -12,11 +12,10 @@ import keras
 
 from tfdist.pipeline.chain import Chain
 from tfdist.pipeline.costs import bytes_of, kept_bytes, segment_costs, training_graph
-from tfdist.utils import checks
 
 POLICIES = ("every_layer", "sqrt", "selective", "budget", "optimal")
 #: The costs that "budget" supports, in addition to numbers.
-_COSTS = ("flops", "seconds")
+COSTS = ("flops", "seconds")
 
 #: The number of ways to a place of the chain that are followed, and of peaks that are tried.
 _WAYS, _PEAKS = 64, 64
@@ -37,21 +36,6 @@ class Costs(NamedTuple):
     inputs: Sequence[float]
     inside: Sequence[float]
     forward: Sequence[float]
-
-
-def check_costs(costs: str | Sequence[float]) -> None:
-    """Checks the argument of `recompute`, as far as this is possible without a model.
-
-    Raises:
-        ValueError: It is neither a supported string nor numbers.
-    """
-    if isinstance(costs, str) and costs in _COSTS:
-        return
-    try:
-        checks.numbers_of("costs", costs, minimum=0)
-    except ValueError:
-        meaning = f"{', '.join(map(repr, _COSTS))}, or a number of at least 0 for each part"
-        raise checks.refuse("costs", costs, meaning) from None
 
 
 def choose_runs(
@@ -217,7 +201,7 @@ def _undominated(ways: list[_Way]) -> list[_Way]:
 
 
 def _costs_of(chain: Chain, costs: str | Sequence[float], rows: int) -> Costs:
-    forward = segment_costs(chain, "costs", costs, _COSTS)
+    forward = segment_costs(chain, "costs", costs, COSTS)
     chain.check_known_shapes("the size of activations")
     inputs, inside = [], []
     specs = chain.specs(rows)
