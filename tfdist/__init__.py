@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tfdist.addons.hub import load_preset as load_preset
     from tfdist.tensor_parallel import parallelize as parallelize
 
-# `import tfdist` costs nothing; TensorFlow is imported with the first room that needs it.
+# `import tfdist` is cheap: TensorFlow is imported with the first subpackage that needs it.
 _HOMES = {
     "load_preset": "tfdist.addons.hub",
     "parallelize": "tfdist.tensor_parallel",
@@ -56,7 +56,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-#: The modules of registered classes, which Keras asks for by name when it loads a saved model.
+#: The modules of registered classes, which Keras looks up by name when it loads a saved model.
 _REGISTERED = {
     "ColumnParallelDense": "tfdist.layers.dense",
     "DiLoCo": "tfdist.addons.slow_links.local_sgd.diloco",
@@ -82,7 +82,7 @@ _REGISTERED = {
 
 
 def _on_keras(keras: Any) -> None:
-    """Prepares Keras for saved models, and notes from now on which layers the user named."""
+    """Prepares Keras for saved models, and starts recording which layers the user names."""
     if keras.config.backend() == "tensorflow":
         importlib.import_module("tfdist.backend.keras.layer_names")
         importlib.import_module("tfdist.backend.keras.registered").find_in(_REGISTERED)

@@ -1,4 +1,4 @@
-"""The interfaces of extensions: see docs/extending.md.
+"""The interfaces for extensions: see docs/extending.md.
 
 Built-in features use the same interfaces. They may change until the first stable release.
 """
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tfdist.utils.lazy import lazy_names
 
-if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` imports them.
+if TYPE_CHECKING:  # For editors and the reference; at runtime `__getattr__` imports them.
     from tfdist.collectives.engine import Engine as Engine
     from tfdist.collectives.mappings import copy_to_region as copy_to_region
     from tfdist.collectives.mappings import gather_from_region as gather_from_region
@@ -33,32 +33,26 @@ if TYPE_CHECKING:  # For editors and the reference; at run time `__getattr__` im
     from tfdist.strategies.parallel import ParallelStrategy as ParallelStrategy
     from tfdist.strategies.registry import register_strategy as register_strategy
 
-_HOMES = {
-    "Action": "tfdist.pipeline.schedules",
-    "Engine": "tfdist.collectives.engine",
-    "FitContext": "tfdist.step.hooks",
-    "FitHook": "tfdist.step.hooks",
-    "GradientContext": "tfdist.gradients.stage",
-    "GradientItem": "tfdist.gradients.items",
-    "GradientStage": "tfdist.gradients.stage",
-    "Kept": "tfdist.sharding.kept",
-    "KeptState": "tfdist.sharding.kept",
-    "LayerSplit": "tfdist.sharding.split",
-    "ParallelStrategy": "tfdist.strategies.parallel",
-    "Position": "tfdist.gradients.stage",
-    "Schedule": "tfdist.pipeline.schedules",
-    "Split": "tfdist.sharding.split",
-    "VariableKey": "tfdist.sharding.kept",
-    "add_split_weight": "tfdist.sharding.weights",
-    "axis_group": "tfdist.sharding.weights",
-    "check_schedule": "tfdist.pipeline.simulation",
-    "copy_to_region": "tfdist.collectives.mappings",
-    "gather_from_region": "tfdist.collectives.mappings",
-    "reduce_from_region": "tfdist.collectives.mappings",
-    "register_split": "tfdist.sharding.split",
-    "register_strategy": "tfdist.strategies.registry",
-    "scatter_to_region": "tfdist.collectives.mappings",
+_NAMES = {
+    "tfdist.collectives.engine": ("Engine",),
+    "tfdist.collectives.mappings": (
+        "copy_to_region",
+        "gather_from_region",
+        "reduce_from_region",
+        "scatter_to_region",
+    ),
+    "tfdist.gradients.items": ("GradientItem",),
+    "tfdist.gradients.stage": ("GradientContext", "GradientStage", "Position"),
+    "tfdist.pipeline.schedules": ("Action", "Schedule"),
+    "tfdist.pipeline.simulation": ("check_schedule",),
+    "tfdist.sharding.kept": ("Kept", "KeptState", "VariableKey"),
+    "tfdist.sharding.split": ("LayerSplit", "Split", "register_split"),
+    "tfdist.sharding.weights": ("add_split_weight", "axis_group"),
+    "tfdist.step.hooks": ("FitContext", "FitHook"),
+    "tfdist.strategies.parallel": ("ParallelStrategy",),
+    "tfdist.strategies.registry": ("register_strategy",),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [*_HOMES]
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -1,10 +1,11 @@
-"""The learning rate of a global batch that grows with the ranks: scaled, reached by a gradual warm-up."""
+"""Scaling of the learning rate with the global batch, and gradual warm-up."""
 
 from __future__ import annotations
 
 import math
 
 import keras
+from keras.optimizers import schedules
 
 from tfdist.utils import checks
 
@@ -27,8 +28,8 @@ def scaled_learning_rate(learning_rate: float, replicas: int, rule: str = "linea
             that size: `strategy.num_replicas_in_sync`.
         rule: "linear" multiplies by `replicas` (Goyal et al. 2017, arXiv:1706.02677, section 2.1;
             for SGD). "sqrt" multiplies by its square root, which keeps the variance of the update
-            (Krizhevsky 2014, arXiv:1404.5997; for Adam and its kin Malladi et al. 2022,
-            arXiv:2205.10287). "none" leaves the rate as it is.
+            (Krizhevsky 2014, arXiv:1404.5997; for Adam and similar optimizers Malladi et al. 2022,
+            arXiv:2205.10287). "none" does not change the rate.
 
     Returns:
         The rate for the global batch.
@@ -40,11 +41,11 @@ def scaled_learning_rate(learning_rate: float, replicas: int, rule: str = "linea
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
-class ScaledWarmup(keras.optimizers.schedules.LearningRateSchedule):
+class ScaledWarmup(schedules.LearningRateSchedule):
     """Gradual warm-up from the rate of one process to the scaled rate of all replicas.
 
-    A large batch at the full scaled rate makes the first steps diverge, while the weights change
-    fast; so the rate starts at that of one process and grows by an equal amount every step
+    With a large batch and the full scaled rate training may diverge in the first steps, while the weights
+    change fast; so the rate starts at that of one process and grows by an equal amount every step
     (Goyal et al. 2017, arXiv:1706.02677, section 2.2):
 
         rate(step) = learning_rate * (1 + (scale - 1) * min(step / warmup_steps, 1))
@@ -64,18 +65,18 @@ class ScaledWarmup(keras.optimizers.schedules.LearningRateSchedule):
     )
     ```
 
-    The number of replicas is part of the configuration: an optimizer that is saved and loaded
-    elsewhere keeps its rates, whatever is there to train on. A `.keras` file with such an
-    optimizer needs tfdist to load, or `keras.models.load_model(path, compile=False)`.
+    The number of replicas is part of the configuration: an optimizer that is saved and loaded on another
+    number of ranks keeps its rates. A `.keras` file with such an optimizer requires tfdist to load, or
+    `keras.models.load_model(path, compile=False)`.
 
     Args:
         learning_rate: The rate of one process: a float, or a schedule, whose value at each step
             (counted from 0, warm-up included) is multiplied by the same factor.
         replicas: As for `scaled_learning_rate`.
         rule: "linear", "sqrt" or "none", as for `scaled_learning_rate`.
-        warmup_steps: How many optimizer steps the rate takes to grow to full scale; 0 begins
-            there. One step is one update by `optimizer.apply`; with
-            `gradient_accumulation_steps` Keras counts each accumulated batch as a step here.
+        warmup_steps: The number of optimizer steps until the full scale; 0 for no warm-up. One step is one
+            update by `optimizer.apply`; with `gradient_accumulation_steps` Keras counts each accumulated
+            batch as a step.
         name: The name of the operation. Defaults to "ScaledWarmup".
 
     Raises:
@@ -86,18 +87,16 @@ class ScaledWarmup(keras.optimizers.schedules.LearningRateSchedule):
     def __init__(
         self,
         *,
-        learning_rate: float | keras.optimizers.schedules.LearningRateSchedule,
+        learning_rate: float | schedules.LearningRateSchedule,
         replicas: int,
         rule: str = "linear",
         warmup_steps: int = 0,
         name: str | None = None,
     ):
-        if not isinstance(learning_rate, keras.optimizers.schedules.LearningRateSchedule):
-            learning_rate = float(
-                checks.number(
-                    "learning_rate", learning_rate, above=0, also="a LearningRateSchedule"
-                )
-            )
+        if not isinstance(learning_rate, schedules.LearningRateSchedule):
+            also = "a LearningRateSchedule"
+            learning_rate = checks.number("learning_rate", learning_rate, above=0, also=also)
+            learning_rate = float(learning_rate)
         checks.text("name", name, optional=True)
         self._scale = _scale(replicas, rule)
         self.learning_rate = learning_rate
@@ -107,31 +106,31 @@ class ScaledWarmup(keras.optimizers.schedules.LearningRateSchedule):
         self.name = name or "ScaledWarmup"
 
     def __call__(self, step):
-        """The rate of a step.
+        """Computes the rate of a step.
 
         Args:
-            step: How many updates came before: a scalar integer tensor, variable or int.
+            step: The number of previous updates: a scalar integer tensor, variable or int.
 
         Returns:
             A scalar float32 tensor.
         """
         with keras.name_scope(self.name):
             rate = self.learning_rate
-            if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+            if isinstance(rate, schedules.LearningRateSchedule):
                 rate = rate(step)
             rate = keras.ops.cast(rate, "float32")
             if self.warmup_steps == 0:
                 return rate * self._scale
-            # The minimum is taken of integers, which float32 no longer tells apart past 2**24.
+            # The minimum of integers, because float32 cannot represent all integers above 2**24.
             warm = keras.ops.minimum(keras.ops.cast(step, "int64"), self.warmup_steps)
             fraction = keras.ops.cast(warm, "float32") / float(self.warmup_steps)
             return rate * (1.0 + (self._scale - 1.0) * fraction)
 
     def get_config(self) -> dict:
-        """The constructor's arguments, a nested schedule in its serialized form."""
+        """The constructor's arguments, with a nested schedule serialized."""
         rate = self.learning_rate
-        if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
-            rate = keras.optimizers.schedules.serialize(rate)
+        if isinstance(rate, schedules.LearningRateSchedule):
+            rate = schedules.serialize(rate)
         return {
             "learning_rate": rate,
             "replicas": self.replicas,
@@ -142,17 +141,15 @@ class ScaledWarmup(keras.optimizers.schedules.LearningRateSchedule):
 
     @classmethod
     def from_config(cls, config: dict) -> ScaledWarmup:
-        """Makes the schedule from what `get_config` returned."""
-        config = dict(config)
-        if isinstance(config["learning_rate"], dict):
-            config["learning_rate"] = keras.optimizers.schedules.deserialize(
-                config["learning_rate"]
-            )
-        return cls(**config)
+        """Creates the schedule from the result of `get_config`."""
+        rate = config["learning_rate"]
+        if isinstance(rate, dict):
+            rate = schedules.deserialize(rate)
+        return cls(**{**config, "learning_rate": rate})
 
 
 def _scale(replicas: int, rule: str) -> float:
-    """How many times the rate of one process is the rate of all replicas."""
+    """The ratio of the rate for all replicas to that of one process."""
     replicas = checks.integer("replicas", replicas, minimum=1)
     checks.one_of("rule", rule, _RULES)
     return {"linear": float(replicas), "sqrt": math.sqrt(replicas), "none": 1.0}[rule]

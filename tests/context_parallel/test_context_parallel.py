@@ -147,8 +147,8 @@ def test_accumulation_and_mixed_precision(pool, one_process):
 @on_ranks(("horovod", 2))
 def test_what_a_context_axis_cannot_do_is_refused_by_name(pool):
     said = {
-        "dropout": "`attention` drops attention weights",
-        "ulysses": "`attention` gives each rank of the context axis an equal part of the heads",
+        "dropout": "`attention` cannot drop attention weights",
+        "ulysses": '`attention` requires numbers of heads that context_attention="ulysses" can split equally',
         "short": "Received: 1 tokens",
         "batch": "sequences that divide into 4 chunks",
         "positions": "at most max_length=8 positions",

@@ -1,4 +1,4 @@
-"""Attention by blocks, and over ranks that hold different tokens of a sequence."""
+"""Attention by blocks, and over ranks that have different tokens of a sequence."""
 
 from tfdist.context_parallel.attention import KINDS, context_attention
 from tfdist.context_parallel.support import check_attention, check_whole_slices

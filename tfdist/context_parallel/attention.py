@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
@@ -11,21 +11,19 @@ import tensorflow as tf
 from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.backend.graph.rematerialize import keep
 from tfdist.collectives import Group
-from tfdist.context_parallel.gathered import gathered_forward, gathered_gradients
-from tfdist.context_parallel.masks import Masks, padded
+from tfdist.context_parallel.blockwise.grid import padded
+from tfdist.context_parallel.gathered import Gathered
+from tfdist.context_parallel.masks import Arguments
 from tfdist.context_parallel.pairs import Pairs, in_turn
-from tfdist.context_parallel.ring import ring_forward, ring_gradients
+from tfdist.context_parallel.ring import Ring
 from tfdist.context_parallel.ulysses import ulysses
 from tfdist.step.context import current_step
 from tfdist.step.keras_step import weighted
 from tfdist.step.token_split import TokenSplit
 
-_BY_PAIRS = {
-    "ring": (ring_forward, ring_gradients),
-    "all_gather": (gathered_forward, gathered_gradients),
-}
-#: How keys and values get to the queries of other ranks.
-KINDS = (*_BY_PAIRS, "ulysses")
+_EXCHANGES: dict[str, type[Ring] | type[Gathered]] = {"ring": Ring, "all_gather": Gathered}
+#: The ways in which ranks exchange keys and values.
+KINDS = (*_EXCHANGES, "ulysses")
 
 
 def context_attention(
@@ -41,66 +39,66 @@ def context_attention(
     scale: float,
     name: str,
 ):
-    """softmax(scale Q K^T) V, where each rank has other tokens.
+    """Computes softmax(scale Q K^T) V, if each rank has different tokens.
 
     Args:
         query: Shape [batch, heads, tokens of this rank, size], of a floating dtype.
-        key: Shape [batch, key_heads, tokens of this rank, size]; the key heads divide the heads.
-        value: Of that shape.
-        tokens: How ranks divide the sequence.
+        key: Shape [batch, key_heads, tokens of this rank, size]; `heads` is a multiple of `key_heads`.
+        value: Of the same shape as `key`.
+        tokens: The split of the sequence among ranks.
         group: The ranks.
         kind: One of `KINDS`.
-        causal: Whether a query sees only keys up to its own place.
+        causal: Whether a query sees only keys up to its own position.
         mask: None, or bool: of shape [batch or 1, 1, tokens of this rank], whether its keys are seen; or
-            of shape [batch or 1, tokens of this rank, tokens of the sequence], what its queries see.
-        scale: What scores are multiplied by.
+            of shape [batch or 1, tokens of this rank, tokens of the sequence], which keys its queries see.
+        scale: The factor of scores.
         name: For messages.
 
     Returns:
-        A tensor of the shape and dtype of the query. A query that sees no key gives zeros.
+        A tensor of the shape and dtype of the query. The output of a query that sees no key is zero.
     """
     whole = 2 * tokens.chunk
-    given = query.shape
-    count = tf.shape(query)[2]
     keys, pairs = _masks(mask, tokens, name)
-    attend: Callable
-    query, key, value = (padded(tensor, whole, 2) for tensor in (query, key, value))
-    if kind == "ulysses":
-        attend = functools.partial(
-            ulysses,
-            tokens=tokens,
-            group=group,
-            causal=causal,
-            keys=keys,
-            pairs=pairs,
-            scale=scale,
-            name=name,
-        )
-    else:
-        work = Pairs(tokens, causal, Masks(tokens, group, causal, keys, pairs, name), scale)
-        attend = _by_pairs(work, group, kind, name)
-    found = weighted(attend, (query, key, value), current_step())
-    return tf.ensure_shape(found if tokens.is_even else found[:, :, :count], given)
+    given = Arguments(tokens, group, causal, keys, pairs, scale, name)
+    padded_inputs = tuple(padded(tensor, whole, 2) for tensor in (query, key, value))
+    attend = (
+        _by_pairs(given, _EXCHANGES[kind]) if kind in _EXCHANGES else partial(ulysses, given=given)
+    )
+    found = weighted(attend, padded_inputs, current_step())
+    found = found if tokens.is_even else found[:, :, : tf.shape(query)[2]]
+    return tf.ensure_shape(found, query.shape)
 
 
-def _by_pairs(pairs: Pairs, group: Group, kind: str, name: str) -> Callable:
-    """From query, key and value to the output."""
-    forward, backward = _BY_PAIRS[kind]
+def _by_pairs(given: Arguments, exchange: type[Ring] | type[Gathered]) -> Callable:
+    """A function from query, key and value to the output, which computes with one rank's keys at a time."""
+    pairs, group, name = Pairs(given), given.group, given.name
 
     @custom_gradient
     def attend(query, key, value):
-        wide, lse = forward(query, key, value, pairs, group, name)
-        # What other ranks sent is not kept for the backward pass: these two are, of this rank's size.
+        columns = exchange(key, value, group, name)
+        found: Any = None
+        for _ in range(group.size):
+            # The next keys are also requested in turn, so that at most two sets exist at once.
+            with in_turn(found):
+                found = pairs.attend(query, columns.next(), found)
+        wide, lse = found
+        # Tensors of other ranks are not kept for the backward pass: only these two, of this rank's size.
         out, lse = keep(tf.cast(wide, query.dtype)), keep(lse)
 
         def gradient(of_out):
             of_out = tf.cast(of_out, lse.dtype)
             delta = tf.reduce_sum(of_out * tf.cast(out, lse.dtype), axis=-1, keepdims=True)
-            rows = (query, of_out, lse, delta)
-            # Keys and values are there since the forward pass: sent before its end, those of all layers
-            # would stand on the ranks that they go to.
+            rows, of_query = (query, of_out, lse, delta), None
+            # Keys and values are ready since the forward pass: without this order, those of all layers
+            # would be sent early, and be in memory on the ranks that receive them.
             with in_turn(delta):
-                found = backward(rows, key, value, pairs, group, f"{name}/backward")
+                columns = exchange(key, value, group, f"{name}/backward")
+                for _ in range(group.size):
+                    with in_turn(of_query):
+                        of_rows, *of_columns = pairs.gradients(rows, columns.next())
+                    of_query = of_rows if of_query is None else of_query + of_rows
+                    columns.add(of_columns)
+                found = (of_query, *columns.gradients())
             inputs = (query, key, value)
             return [tf.cast(dx, x.dtype) for dx, x in zip(found, inputs, strict=True)]
 
@@ -110,15 +108,15 @@ def _by_pairs(pairs: Pairs, group: Group, kind: str, name: str) -> Callable:
 
 
 def _masks(mask: Any, tokens: TokenSplit, name: str) -> tuple:
-    """A mask of keys, and one of pairs of queries and keys; one or both are None."""
+    """The mask of keys, and that of pairs of queries and keys; one or both are None."""
     if mask is None:
         return None, None
     mask = tf.cast(mask, tf.bool)
     if mask.shape[1] == 1:
         return mask[:, 0], None
-    said = (
-        f"`{name}` gets a mask of shape [batch, 1, tokens of this rank] for keys, or one of shape "
-        "[batch, tokens of this rank, tokens of the sequence] for pairs, as an input of the model gives"
+    message = (
+        f"The mask of `{name}` must have shape [batch, 1, tokens of this rank] for keys, or [batch, "
+        "tokens of this rank, tokens of the sequence] for pairs, as in an input of the model"
     )
-    tf.debugging.assert_equal(tf.shape(mask)[2], tokens.total, said)
+    tf.debugging.assert_equal(tf.shape(mask)[2], tokens.total, message)
     return None, mask

@@ -5,43 +5,36 @@ Source: Llama team 2024, "The Llama 3 Herd of Models", section 3.3.2.
 
 from __future__ import annotations
 
-from typing import Any
-
 import tensorflow as tf
 
 from tfdist.collectives import Group
 from tfdist.collectives.run import Call, run
-from tfdist.context_parallel.pairs import Pairs, in_turn
 
 
-def gathered_forward(query, key, value, pairs: Pairs, group: Group, name: str):
-    """As `ring_forward`."""
-    found = None
-    whole = _gathered(key, value, group, name)
-    for source in range(group.size):
-        with in_turn(found):
-            key, value = tf.unstack(whole[source], num=2)
-            found = pairs.attend(query, key, value, source, found)
-    return found
+class Gathered:
+    """The keys and values of one rank after the other, and their gradients; see `Ring`.
 
+    The backward pass gathers keys and values again, so that they are not kept.
+    """
 
-def gathered_gradients(rows, key, value, pairs: Pairs, group: Group, name: str):
-    """As `ring_gradients`; keys and values are gathered anew, so that none are kept."""
-    whole = _gathered(key, value, group, name)
-    of_query: Any = None
-    of_columns: list = []
-    for source in range(group.size):
-        with in_turn(of_query):
-            key, value = tf.unstack(whole[source], num=2)
-            of_rows, *found = pairs.gradients(rows, key, value, source)
-        of_query = of_rows if of_query is None else of_query + of_rows
-        of_columns.append(tf.stack(found))
-    every = tf.stack(of_columns)
-    scatter = Call("reduce_scatter", group, f"{name}/gradients", "sum")
-    of_key, of_value = tf.unstack(run(scatter, every)[0], num=2)
-    return of_query, of_key, of_value
+    def __init__(self, key, value, group: Group, name: str):
+        self._group, self._name = group, name
+        # Along dim 0, so that the parts are views and not copies.
+        self._columns = run(Call("all_gather", group, f"{name}/keys"), tf.stack([key, value])[None])
+        self._source = 0
+        self._gradients: list = []
 
+    def next(self) -> tuple:
+        """Keys, values and the place of their rank."""
+        source = self._source
+        self._source += 1
+        return *tf.unstack(self._columns[source], num=2), source
 
-def _gathered(key, value, group: Group, name: str) -> tf.Tensor:
-    # Along dim 0, so that what is taken of it is no copy.
-    return run(Call("all_gather", group, f"{name}/keys"), tf.stack([key, value])[None])
+    def add(self, gradients: list) -> None:
+        """Adds this rank's part of the gradients of the keys and values that `next` returned last."""
+        self._gradients.append(tf.stack(gradients))
+
+    def gradients(self) -> list:
+        """The gradients of this rank's keys and values, summed over ranks."""
+        scatter = Call("reduce_scatter", self._group, f"{self._name}/gradients", "sum")
+        return tf.unstack(run(scatter, tf.stack(self._gradients))[0], num=2)

@@ -1,55 +1,62 @@
-"""What the queries of a rank see of the keys of another."""
+"""Masks of the queries of a rank and the keys of another."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfdist.collectives import Group
 from tfdist.collectives.run import Call, run
+from tfdist.context_parallel.blockwise.grid import padded
 from tfdist.step.token_split import TokenSplit
 
 
-def padded(tensor: tf.Tensor, size, axis: int) -> tf.Tensor:
-    """The tensor with zeros (or False) behind it, up to `size` along `axis`."""
-    if isinstance(size, int) and tensor.shape[axis] == size:
-        return tensor
-    paddings = [[0, 0]] * len(tensor.shape)
-    paddings[axis] = [0, size - tf.shape(tensor)[axis]]
-    return tf.pad(tensor, paddings)
+class Arguments(NamedTuple):
+    """The arguments of `context_attention`, with the mask as one of keys or of pairs.
 
-
-class Masks:
-    """The masks of pairs of ranks, by what a user gives and by where the sequence ends.
-
-    Args:
-        tokens: The split.
+    Attributes:
+        tokens: The split of the sequence.
         group: The ranks.
-        causal: Whether a query sees only keys up to its own place.
+        causal: Whether a query sees only keys up to its own position.
         keys: None, or bool of shape [batch or 1, tokens of this rank]: whether its keys are seen.
-        pairs: None, or bool of shape [batch or 1, tokens of this rank, tokens of the sequence]: what
-            its queries see.
+        pairs: None, or bool of shape [batch or 1, tokens of this rank, tokens of the sequence]: the keys
+            that its queries see.
+        scale: The factor of scores.
         name: For messages.
     """
 
-    def __init__(
-        self, tokens: TokenSplit, group: Group, causal: bool, keys: Any, pairs: Any, name: str
-    ):
-        self._tokens = tokens
+    tokens: TokenSplit
+    group: Group
+    causal: bool
+    keys: Any
+    pairs: Any
+    scale: float
+    name: str
+
+    def gather_mask(self, mask, name: str):
+        """A mask of this rank's tokens (dim 1), padded to whole chunks, from all ranks along a new dim 0."""
+        call = Call("all_gather", self.group, f"{self.name}/{name}")
+        return run(call, padded(mask, 2 * self.tokens.chunk, 1)[None])
+
+
+class Masks:
+    """The masks of pairs of ranks: the user's, and the end of the sequence."""
+
+    def __init__(self, given: Arguments):
+        self._tokens = tokens = given.tokens
         whole = 2 * tokens.chunk
         self._keys = self._pairs = None
-        if keys is not None:
-            gather = Call("all_gather", group, f"{name}/key-mask")
-            self._keys = run(gather, padded(keys, whole, 1)[None])
-        if pairs is not None:
-            pairs = padded(pairs, whole, 1)
-            self._pairs = padded(pairs, tokens.parts * whole, 2)
-        # What stands behind the sequence a causal query never sees.
-        self._has_end = not causal and not tokens.is_even and keys is None and pairs is None
+        if given.keys is not None:
+            self._keys = given.gather_mask(given.keys, "key-mask")
+        if given.pairs is not None:
+            self._pairs = padded(padded(given.pairs, whole, 1), tokens.parts * whole, 2)
+        # A causal query never sees the padding after the sequence.
+        has_mask = given.keys is not None or given.pairs is not None
+        self._has_end = not (given.causal or tokens.is_even or has_mask)
 
     def of(self, source: int, first_query: int, last_key: int) -> tf.Tensor | None:
-        """What is seen of the keys of a rank.
+        """The mask of a rank's keys.
 
         Args:
             source: The rank's place.
@@ -59,8 +66,6 @@ class Masks:
         Returns:
             None for all, or bool of shape [batch or 1, 1, queries or 1, keys].
         """
-        if self._keys is None and self._pairs is None and not self._has_end:
-            return None
         chunk = self._tokens.chunk
         begins = [source * chunk, (2 * self._tokens.parts - 1 - source) * chunk][:last_key]
         found: Any = None

@@ -1,8 +1,6 @@
-"""What the queries of a rank have to do with the keys and values of one rank of the context axis."""
+"""Attention of the queries of a rank to the keys and values of one rank of the context axis."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import tensorflow as tf
 
@@ -13,70 +11,62 @@ from tfdist.context_parallel.blockwise import (
     default_settings,
     merge,
 )
-from tfdist.context_parallel.masks import Masks
-from tfdist.step.token_split import TokenSplit
+from tfdist.context_parallel.masks import Arguments, Masks
 
 
 def in_turn(so_far):
-    """Inside, nothing begins before a nest of tensors is there, or None.
+    """A context in which no operation starts before a nest of tensors, or None, is computed.
 
-    What is computed with one rank's keys needs nothing of another's: TensorFlow would begin with all, and
-    their blocks of queries would stand together.
+    The computations with different ranks' keys are independent: TensorFlow would start all of them, and
+    their blocks of queries would be in memory at once.
     """
     return tf.control_dependencies([t for t in tf.nest.flatten(so_far) if t is not None])
 
 
-@dataclasses.dataclass(frozen=True)
 class Pairs:
     """Attention of this rank's queries, of two whole chunks, to the keys of one rank at a time.
 
-    With causal attention, of two other ranks' chunks an early one sees the early one before it, and a
-    late one both of those behind it: half of all pairs, whichever ranks they are. So all ranks have
-    equally much to compute.
-
-    Attributes:
-        tokens: The split.
-        causal: Whether a query sees only keys up to its own place.
-        masks: What else is not seen.
-        scale: What scores are multiplied by.
+    With causal attention, both of this rank's chunks see only the first chunk of an earlier rank, and
+    only the second of its chunks sees a later rank's, of which it sees both: half of all pairs for any
+    two ranks. So all ranks have the same amount to compute.
     """
 
-    tokens: TokenSplit
-    causal: bool
-    masks: Masks
-    scale: float
+    def __init__(self, given: Arguments):
+        self._given, self._masks = given, Masks(given)
 
-    def _parts(self, source: int) -> tuple[int, int]:
-        """The first chunk of the queries that see keys of `source`, and how many chunks they see."""
-        if not self.causal or source == self.tokens.place:
-            return 0, 2
-        return (0, 1) if source < self.tokens.place else (1, 2)
+    def _seen(self, source: int) -> tuple:
+        """The first chunk of queries that see keys of a rank, the number of chunks of keys, and the rest.
 
-    def _seen(self, source: int, first_query: int, last_key: int):
-        # The chunks of a rank stand in the order of the sequence.
-        causal = self.causal and source == self.tokens.place
-        mask = self.masks.of(source, first_query, last_key)
+        The rest are the last two arguments of `attention_parts`.
+        """
+        causal, place = self._given.causal, self._given.tokens.place
+        first, last = 0, 2
+        if causal and source != place:
+            first, last = (0, 1) if source < place else (1, 2)
+        # The chunks of a rank are in the order of the sequence.
+        causal = causal and source == place
+        mask = self._masks.of(source, first, last)
         by_query = causal or (mask is not None and mask.shape[2] != 1)
-        return Visibility(causal, 0, mask), default_settings(self.scale, by_query=by_query)
+        settings = default_settings(self._given.scale, by_query=by_query)
+        return first, last, (Visibility(causal, 0, mask), settings)
 
-    def attend(self, query, key, value, source: int, before):
+    def attend(self, query, columns: tuple, before):
         """Attends to the keys of one rank.
 
         Args:
             query: Shape [batch, heads, 2 chunks, size].
-            key: Shape [batch, groups, 2 chunks, size].
-            value: Of that shape.
-            source: The place of the rank that they are of.
+            columns: Keys and values, both of shape [batch, groups, 2 chunks, size], and the place of their
+                rank.
             before: Output and log-sum-exp over other ranks' keys, or None.
 
         Returns:
-            Those of all so far; see `attention_parts`.
+            Output and log-sum-exp over the keys of all ranks so far; see `attention_parts`.
         """
-        first, last = self._parts(source)
-        chunk = self.tokens.chunk
-        seen, settings = self._seen(source, first, last)
+        key, value, source = columns
+        first, last, seen = self._seen(source)
+        chunk = self._given.tokens.chunk
         key, value = key[:, :, : last * chunk], value[:, :, : last * chunk]
-        found = attention_parts(query[:, :, first * chunk :], key, value, seen, settings)
+        found = attention_parts(query[:, :, first * chunk :], key, value, *seen)
         if before is None:
             return found
         if first == 0:
@@ -87,26 +77,24 @@ class Pairs:
             for early, tensor in zip(before, late, strict=True)
         ]
 
-    def gradients(self, rows, key, value, source: int):
-        """What the keys of one rank add to the gradients.
+    def gradients(self, rows, columns: tuple):
+        """Computes the contribution of the keys of one rank to the gradients.
 
         Args:
             rows: The query, the gradient of the output, the log-sum-exp over all ranks' keys and delta;
                 see `attention_gradients`.
-            key: As in `attend`.
-            value: As there.
-            source: As there.
+            columns: As in `attend`.
 
         Returns:
-            The addends to the gradients of the query, of the key and of the value, of whole shape.
+            The contributions to the gradients of the query, of the key and of the value, in their shapes.
         """
-        first, last = self._parts(source)
-        chunk = self.tokens.chunk
-        seen, settings = self._seen(source, first, last)
+        key, value, source = columns
+        first, last, seen = self._seen(source)
+        chunk = self._given.tokens.chunk
         query, gradient, lse, delta = (tensor[:, :, first * chunk :] for tensor in rows)
         key, value = key[:, :, : last * chunk], value[:, :, : last * chunk]
         of_query, of_key, of_value = attention_gradients(
-            query, key, value, gradient, lse, delta, seen, settings
+            query, key, value, gradient, lse, delta, *seen
         )
         if first:
             of_query = tf.pad(of_query, [[0, 0], [0, 0], [chunk, 0], [0, 0]])

@@ -1,4 +1,4 @@
-"""What a context axis asks of a layer, refused by the layer's name."""
+"""Checks of layers under a strategy with a context axis."""
 
 from __future__ import annotations
 
@@ -8,52 +8,53 @@ from tfdist.sharding.weights import tensor_group, token_group
 
 
 def check_whole_slices(layer: keras.layers.Layer, sequence_parallel: bool) -> None:
-    """Refuses slices of sequences over the tensor axis beside those over the context axis.
+    """Checks that a layer does not split sequences over both the tensor axis and the context axis.
 
     Raises:
-        ValueError: There are both.
+        ValueError: The layer does.
     """
     group = token_group()
     if sequence_parallel and group is not None and tensor_group() is not None:
         raise ValueError(
-            f"`{layer.name}` gets slices of a sequence over the tensor axis or over the context axis, "
-            f"not both. Received: sequence_parallel=True on a context axis of {group.size} ranks. Leave "
-            "`sequence_parallel` out: the context axis splits all activations already."
+            f"`{layer.name}` cannot split sequences over both the tensor axis and the context axis. "
+            f"Received: sequence_parallel=True on a context axis of {group.size} ranks. Omit "
+            "`sequence_parallel`: the context axis splits all activations already."
         )
 
 
 def check_attention(
     layer: keras.layers.Layer, kind: str, heads: int, key_heads: int, dropout: float
 ) -> None:
-    """Refuses an attention layer that the context axis cannot compute.
+    """Checks that an attention layer is supported on the context axis.
 
     Args:
         layer: The layer.
-        kind: How keys and values get to the queries of other ranks.
+        kind: The way in which ranks exchange keys and values.
         heads: The number of query heads on this rank.
         key_heads: The number of key/value heads on this rank.
-        dropout: The share of attention weights that is dropped.
+        dropout: The fraction of attention weights that are dropped.
 
     Raises:
-        ValueError: It cannot.
+        ValueError: The layer is not supported.
     """
     group = token_group()
     if group is None:
         return
     if dropout:
         raise ValueError(
-            f"`{layer.name}` drops attention weights, which no rank of a context axis holds as a whole. "
-            f"Received: dropout={dropout}. Set it to 0 there; a block or a model takes "
+            f"`{layer.name}` cannot drop attention weights, of which a rank of a context axis has only a "
+            f"part. Received: dropout={dropout}. Set it to 0; for a block or a model pass "
             "attention_dropout=0."
         )
     if kind == "ulysses" and not _heads_divide(heads, key_heads, group.size):
         raise ValueError(
-            f"`{layer.name}` gives each rank of the context axis an equal part of the heads. Received: "
-            f"{heads} query heads and {key_heads} key/value heads on a tensor rank, and a context axis "
-            f'of {group.size} ranks. Take context_attention="ring", which takes any number of heads.'
+            f'`{layer.name}` requires numbers of heads that context_attention="ulysses" can split equally '
+            f"over the context axis. Received: {heads} query heads and {key_heads} key/value heads on a "
+            f"tensor rank, and a context axis of {group.size} ranks. Use "
+            'context_attention="ring", which supports any number of heads.'
         )
 
 
 def _heads_divide(heads: int, key_heads: int, parts: int) -> bool:
-    # Of fewer key/value heads than ranks, several ranks get a copy.
+    # If there are fewer key/value heads than ranks, several ranks receive a copy.
     return heads % parts == 0 and (key_heads % parts == 0 or parts % key_heads == 0)

@@ -1,4 +1,4 @@
-"""Attention of all tokens and some heads on each rank, with an all-to-all before and behind it.
+"""Attention of all tokens and some heads on each rank, between two all-to-alls.
 
 Source: Jacobs et al. 2023, "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme
 Long Sequence Transformer Models".
@@ -10,56 +10,39 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.collectives import Group, all_to_all
-from tfdist.collectives.run import Call, run
+from tfdist.collectives import all_to_all
 from tfdist.context_parallel.blockwise import blockwise_attention
-from tfdist.context_parallel.blockwise.grid import size_of
-from tfdist.context_parallel.masks import padded
+from tfdist.context_parallel.blockwise.grid import padded, size_of
+from tfdist.context_parallel.masks import Arguments
 from tfdist.step.token_split import TokenSplit
 
 
-def ulysses(
-    query,
-    key,
-    value,
-    *,
-    tokens: TokenSplit,
-    group: Group,
-    causal: bool,
-    keys: Any,
-    pairs: Any,
-    scale: float,
-    name: str,
-):
-    """Attention by an exchange of heads.
+def ulysses(query, key, value, given: Arguments):
+    """Computes attention after an exchange of heads.
 
     Args:
         query: Shape [batch, heads, 2 chunks, size].
         key: Shape [batch, groups, 2 chunks, size].
-        value: Of that shape.
-        tokens: The split.
-        group: The ranks.
-        causal: Whether a query sees only keys up to its own place.
-        keys: As for `Masks`.
-        pairs: As for `Masks`.
-        scale: What scores are multiplied by.
-        name: For messages.
+        value: Of the same shape as `key`.
+        given: The other arguments.
 
     Returns:
         A tensor of the shape of the query.
     """
+    tokens, group = given.tokens, given.group
     ranks = group.size
     if key.shape[1] % ranks:
         copies = ranks // key.shape[1]
         key, value = tf.repeat(key, copies, axis=1), tf.repeat(value, copies, axis=1)
     heads, groups = query.shape[1] // ranks, key.shape[1] // ranks
     parts = [_by_rank(query, ranks), _by_rank(key, ranks), _by_rank(value, ranks)]
-    arrived = all_to_all(tf.concat(parts, axis=2), group, name=f"{name}/heads")
+    arrived = all_to_all(tf.concat(parts, axis=2), group, name=f"{given.name}/heads")
     fused = _in_order(arrived, tokens)
     query, key, value = tf.split(fused, [heads, groups, groups], axis=1)
-    mask = _mask(keys, pairs, tokens, group, name)
-    found = blockwise_attention(query, key, value, causal=causal, mask=mask, scale=scale)
-    back = all_to_all(_by_source(found, tokens), group, name=f"{name}/outputs")
+    found = blockwise_attention(
+        query, key, value, causal=given.causal, mask=_mask(given), scale=given.scale
+    )
+    back = all_to_all(_by_source(found, tokens), group, name=f"{given.name}/outputs")
     batch, chunks, size = size_of(back, 1), size_of(back, 3), back.shape[-1]
     return tf.reshape(tf.transpose(back, [1, 0, 2, 3, 4]), [batch, ranks * heads, chunks, size])
 
@@ -77,33 +60,29 @@ def _in_order(arrived, tokens: TokenSplit):
     chunk = tokens.chunk
     late = tf.reverse(arrived[:, :, :, chunk:], [0])
     chunks = tf.concat([arrived[:, :, :, :chunk], late], axis=0)
-    whole = tf.reshape(
-        tf.transpose(chunks, [1, 2, 0, 3, 4]), [batch, heads, 2 * ranks * chunk, size]
-    )
+    chunks = tf.transpose(chunks, [1, 2, 0, 3, 4])
+    whole = tf.reshape(chunks, [batch, heads, 2 * ranks * chunk, size])
     return whole if tokens.is_even else whole[:, :, : tokens.total]
 
 
 def _by_source(found, tokens: TokenSplit):
-    """The way back."""
+    """The inverse of `_in_order`: [batch, heads, total, size] to [ranks, batch, heads, 2 chunks, size]."""
     ranks, chunk = tokens.parts, tokens.chunk
     found = padded(found, 2 * ranks * chunk, 2)
     batch, heads, _, size = (size_of(found, axis) for axis in range(4))
-    chunks = tf.transpose(
-        tf.reshape(found, [batch, heads, 2 * ranks, chunk, size]), [2, 0, 1, 3, 4]
-    )
+    chunks = tf.reshape(found, [batch, heads, 2 * ranks, chunk, size])
+    chunks = tf.transpose(chunks, [2, 0, 1, 3, 4])
     late = tf.reverse(chunks[ranks:], [0])
     return tf.concat([chunks[:ranks], late], axis=3)
 
 
-def _mask(keys, pairs, tokens: TokenSplit, group: Group, name: str):
+def _mask(given: Arguments):
     """The mask of all tokens: [batch or 1, 1, total or 1, total], or None."""
-    whole = 2 * tokens.chunk
     found: Any = None
-    if keys is not None:
-        every = run(Call("all_gather", group, f"{name}/key-mask"), padded(keys, whole, 1)[None])
-        found = _in_order(every[:, :, None, :, None], tokens)[..., 0][:, :, None]
-    if pairs is not None:
-        every = run(Call("all_gather", group, f"{name}/mask"), padded(pairs, whole, 1)[None])
-        seen = _in_order(every[:, :, None], tokens)
+    if given.keys is not None:
+        every = given.gather_mask(given.keys, "key-mask")
+        found = _in_order(every[:, :, None, :, None], given.tokens)[..., 0][:, :, None]
+    if given.pairs is not None:
+        seen = _in_order(given.gather_mask(given.pairs, "mask")[:, :, None], given.tokens)
         found = seen if found is None else tf.logical_and(found, seen)
     return found

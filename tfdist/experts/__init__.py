@@ -1,4 +1,4 @@
-"""The layer of experts: router, dispatch, grouped products, losses."""
+"""Mixture of experts: the layer, and its router, dispatch, grouped products and losses."""
 
 from tfdist.experts.layer import MixtureOfExperts
 

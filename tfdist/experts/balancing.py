@@ -1,4 +1,4 @@
-"""Balance without a loss: a bias for each expert, which follows how often it was chosen."""
+"""Load balancing without a loss: a bias for each expert, adjusted by how often it was chosen."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tfdist.step.context import current_replica, role_of
 
 
 class BiasState:
-    """The bias of a layer's experts, and what it has to know for its next update.
+    """The selection bias of a layer's experts, and the counts for its next update.
 
-    An expert that was chosen less often than the mean gets more of a bias, by a fixed rate, one that
-    was chosen more often gets less. All is float32 and of the counts of all ranks, so it is the same
-    on each of them, bit for bit.
+    An update increases the bias of an expert that was chosen less often than the mean by a fixed rate, and
+    decreases that of one that was chosen more often. It is computed in float32 from the counts of all ranks,
+    so it is bitwise identical on all ranks.
 
     Args:
         layer: The layer.
-        num_experts: Their number.
-        rate: By how much an update moves a bias.
-        steps: After how many training batches there is one.
+        num_experts: The number of experts.
+        rate: The change of a bias in an update.
+        steps: The number of training batches per update.
 
     Source: Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts",
     algorithm 1.
@@ -46,7 +46,7 @@ class BiasState:
         self._passes = add("expert_passes", ())
 
     def update(self, counts: tf.Tensor) -> None:
-        """Notes a training pass, and moves the bias at the end of the last one before an update.
+        """Adds the counts of a training pass, and updates the bias after the last pass of `steps` batches.
 
         Args:
             counts: How often each expert was chosen on all ranks: float32, [num_experts].
@@ -61,10 +61,10 @@ class BiasState:
         self._passes.assign(tf.where(is_last, 0.0, passes))
 
     def _passes_of_a_batch(self) -> int:
-        """The micro-batches of a pipeline's step.
+        """The number of training passes per batch: the micro-batches of a pipeline's step.
 
         Raises:
-            ValueError: The optimizer accumulates gradients of another number of batches.
+            ValueError: The optimizer accumulates gradients over another number of batches.
         """
         replica = current_replica()
         step = None if replica is None else replica.step
@@ -74,8 +74,8 @@ class BiasState:
         accumulated = getattr(optimizer, "gradient_accumulation_steps", None) or 1
         if accumulated != self._steps:
             raise ValueError(
-                "The bias of experts is updated when weights are: bias_update_steps is the "
-                f"optimizer's gradient_accumulation_steps. Received: bias_update_steps={self._steps} "
-                f"in `{self._name}`, gradient_accumulation_steps={accumulated}."
+                "bias_update_steps must equal the optimizer's gradient_accumulation_steps, so that the "
+                f"bias is updated with the weights. Received: bias_update_steps={self._steps} in "
+                f"`{self._name}`, gradient_accumulation_steps={accumulated}."
             )
         return role_of(step.model).num_microbatches

@@ -1,4 +1,4 @@
-"""The way of tokens through the experts that were chosen for them, wherever these lie."""
+"""The computation of tokens by their chosen experts, on the ranks of these."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def through_experts(
     group: Group | None,
     name: str,
 ) -> tf.Tensor:
-    """Of each token the sum of what its experts make of it, times their gates.
+    """Computes for each token the sum of its experts' outputs, times their gates.
 
     Args:
         tokens: [tokens, width].
         gates: float32, [tokens, top_k].
         permutation: The order of the experts.
-        networks: From rows [rows, width], in the order of this rank's experts, and the number of
-            rows of each of these to rows of the same shape.
-        group: The ranks among which the experts are divided, in order; None for this rank alone.
-        name: What it serves, for messages.
+        networks: A function from rows [rows, width], in the order of this rank's experts, and the number
+            of rows of each expert to rows of the same shape.
+        group: The ranks over which the experts are split, in order; None for this rank alone.
+        name: For messages.
 
     Returns:
         [tokens, width].
@@ -40,7 +40,7 @@ def through_experts(
         return combine(networks(rows, permutation.counts), gates, permutation)
     replica = current_replica()
     step = None if replica is None else replica.step
-    # An expert has tokens of several ranks, whose losses count by their shares of the batch.
+    # An expert has tokens of several ranks, whose losses are weighted by their shares of the batch.
     tokens, gates = with_local_gradient(tokens, step), with_local_gradient(gates, step)
     exchange = Exchange(permutation.counts, group, name)
     rows = exchange.dispatch(gather_rows(tokens, permutation))
@@ -49,7 +49,7 @@ def through_experts(
 
 
 def are_there() -> tf.Tensor | None:
-    """Whether the rows that are computed now are some of the batch; None where all are."""
+    """Whether the current rows belong to the batch, and are not padding; None if all ranks have rows."""
     replica = current_replica()
     if replica is None or replica.has_padding is None:
         return None

@@ -1,4 +1,4 @@
-"""Rows on their way to the ranks that hold their experts, and back."""
+"""The exchange of rows with the ranks of their experts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from tfdist.experts.permutation import reorder
 
 
 class Exchange:
-    """The all-to-all of one layer and direction: rows leave, and their results come back.
+    """The two all-to-alls of a layer: rows are sent, and their results are returned.
 
-    What a rank gets lies by ranks, and within these by experts. Here it comes by experts, so that
-    each of them has one run of rows.
+    A rank receives rows ordered by source rank, and within each by expert. They are reordered by expert, so
+    that the rows of an expert are contiguous.
 
     Args:
         counts: This rank's rows for each expert: int32, [num_experts].
-        group: The ranks among which the experts are divided, in order.
-        name: What the rows serve, for messages.
+        group: The ranks over which the experts are split, in order.
+        name: For messages.
 
     Attributes:
         counts: The rows of all ranks for each of this rank's experts: int32, [num_experts / ranks].
@@ -40,7 +40,7 @@ class Exchange:
         return found if self._order is None else reorder(found, self._order)
 
     def collect(self, rows: tf.Tensor) -> tf.Tensor:
-        """Sends results back, each to where its row came from, and in its place."""
+        """Returns the result of each row to the rank that sent it, in the original order."""
         if self._order is not None:
             rows = reorder(rows, tf.math.invert_permutation(self._order))
         found, _ = all_to_all(rows, self._group, self._arriving, name=f"{self._name}/combine")
@@ -49,7 +49,7 @@ class Exchange:
 
 
 def _by_expert(arriving: tf.Tensor) -> tf.Tensor:
-    """The order that brings runs of rows from [ranks, experts] to [experts, ranks]."""
+    """The order that changes runs of rows from [ranks, experts] to [experts, ranks]."""
     flat = tf.reshape(arriving, [-1])
     begins = tf.reshape(tf.cumsum(flat, exclusive=True), tf.shape(arriving))
     begins = tf.reshape(tf.transpose(begins), [-1])

@@ -1,4 +1,4 @@
-"""Weights of several experts, each drawn as the kernel of a dense layer is."""
+"""The initializer of weights of several experts, each drawn like the kernel of a dense layer."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from tfdist.layers.initializers import again
 
 
 class OfEachExpert:
-    """An initializer of [experts, ...] that draws each expert's weights by itself.
+    """An initializer of [experts, ...] that draws each expert's weights separately.
 
-    Keras would take the dim of experts for part of a kernel's field, and draw all too narrow.
+    Keras would count the dim of experts as part of a kernel's receptive field, and scale the values down.
 
     Args:
-        initializer: Of one expert's weights.
-        num_experts: Their number.
+        initializer: For one expert's weights.
+        num_experts: The number of experts.
     """
 
     def __init__(self, initializer, num_experts: int):
         self._each = [_of_expert(initializer, number) for number in range(num_experts)]
 
     def __call__(self, shape, dtype=None):
-        """All experts' weights."""
+        """The weights of all experts."""
         return tf.stack([tf.convert_to_tensor(draw(shape[1:], dtype)) for draw in self._each])
 
     def read_slice(self, part, dtype=None):
-        """A part of them: no more experts are drawn than it is of."""
+        """A part of the weights, for which only the experts in it are drawn."""
         begin = part.origin[0]
         inner = part.levels[-1]
         number = part.local_shape[0]
@@ -35,7 +35,7 @@ class OfEachExpert:
 
 
 def _of_expert(initializer, number: int):
-    """The initializer for one more expert; a seed that was given is not every expert's."""
+    """The initializer of an expert, with a different seed for each."""
     if not hasattr(initializer, "get_config"):
         return initializer
     config = initializer.get_config()

@@ -1,4 +1,4 @@
-"""`MixtureOfExperts`: many feed-forward networks, of which each token goes through a few."""
+"""`MixtureOfExperts`: many feed-forward networks, of which a few process each token."""
 
 from __future__ import annotations
 
@@ -11,12 +11,7 @@ import tensorflow as tf
 from tfdist.backend.graph.compiling import check_sizes_may_change
 from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.collectives import all_reduce
-from tfdist.collectives.mappings import (
-    copy_to_region,
-    gather_from_sequence_region,
-    reduce_from_region,
-    reduce_scatter_to_sequence_region,
-)
+from tfdist.collectives.mappings import copy_to_region, gather_from_sequence_region
 from tfdist.experts.balancing import BiasState
 from tfdist.experts.dispatch import are_there, through_experts
 from tfdist.experts.losses import (
@@ -30,12 +25,13 @@ from tfdist.experts.network import ExpertNetworks
 from tfdist.experts.permutation import capacity_of, sort_by_expert
 from tfdist.experts.router import SCORES, Routing, route
 from tfdist.experts.usage import ExpertUsage
-from tfdist.layers.dense import check_divides
+from tfdist.layers.base import check_divides
+from tfdist.layers.dense import TwoProducts
 from tfdist.layers.feed_forward import ACTIVATIONS, ParallelMLP
 from tfdist.layers.initializers import initializer
 from tfdist.sharding.experts import check_experts, expert_group
-from tfdist.sharding.layout import global_shape, update_layout
-from tfdist.sharding.weights import tensor_group, value_tensor
+from tfdist.sharding.layout import global_shape
+from tfdist.sharding.weights import value_tensor
 from tfdist.step.context import current_replica
 from tfdist.utils import checks
 
@@ -43,59 +39,63 @@ _BALANCE_OVER = ("batch", "sequence")
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
-class MixtureOfExperts(keras.layers.Layer):
-    """A feed-forward network for each expert, of which a token goes through `top_k`.
+class MixtureOfExperts(TwoProducts):
+    """A layer of several feed-forward networks (experts), of which `top_k` process each token.
 
     ```python
     x = x + tfdist.experts.MixtureOfExperts(num_experts=8, hidden_dim=4 * width)(x)
     ```
 
     A router scores the experts for each token; the outputs of the best are summed, times their
-    gates. No token is dropped, and none is padded for: memory grows with tokens x top_k, and not with
-    the number of experts. Under a strategy with an expert axis each of its ranks holds a part of the
-    experts, to which the tokens of all go and from which results come back, in two uneven
-    all-to-alls; with a tensor axis each expert's hidden units are split. Router and losses are those
-    of one process: they count the tokens of all ranks.
+    gates. By default no token is dropped, and there is no padding: memory is proportional to tokens x top_k,
+    and independent of the number of experts. Under a strategy with an expert axis the experts are split over
+    its ranks; tokens are sent to the ranks of their experts, and results returned, in two uneven
+    all-to-alls. With a tensor axis each expert's hidden units are split. Router and losses are those of one
+    process: they include the tokens of all ranks.
 
     Args:
-        num_experts: The number of experts; it divides by the expert axis.
-        hidden_dim: The number of hidden units of each; it divides by the tensor axis.
-        top_k: How many experts a token goes through.
+        num_experts: The number of experts, a multiple of the size of the expert axis.
+        hidden_dim: The number of hidden units of each, a multiple of the size of the tensor axis.
+        top_k: The number of experts that process a token.
         activation: "swiglu" (a gate through SiLU, times a second product), "gelu" (the tanh
             approximation), or a name of `keras.activations`.
         use_bias: Whether the experts' products have a bias.
-        scores: How logits become scores: "softmax" or "sigmoid".
-        score_first: Whether scores are made of the logits of all experts, before the choice; else of
-            those chosen.
-        normalize_gates: Whether the gates of a token are divided by their sum; None: where it has
-            several, since a single one would always be 1, and the router would learn nothing.
-        gate_scale: What the gates are multiplied by.
-        shared_hidden_dim: Hidden units of a network that each token goes through beside its
-            experts; None for none.
-        shared_gate: Whether its output is multiplied by a sigmoid gate.
-        capacity_factor: None: no token is dropped. Else an expert takes at most this many times its
-            even share of a rank's choices, those with the largest gates. What is dropped then depends
-            on how the batch is divided, so results change with the number of ranks.
+        scores: The function from logits to scores: "softmax" or "sigmoid".
+        score_first: Whether scores are computed from the logits of all experts, before the choice;
+            otherwise from those of the chosen experts.
+        normalize_gates: Whether the gates of a token are divided by their sum; None for `top_k > 1`, since a
+            single gate would always be 1, and the router could not learn.
+        gate_scale: The factor of the gates.
+        shared_hidden_dim: The number of hidden units of a network that processes every token, in addition
+            to the experts; None for no such network.
+        shared_gate: Whether the output of this network is multiplied by a sigmoid gate.
+        capacity_factor: None for no dropped tokens. Otherwise an expert processes at most this many times
+            its even share of a rank's choices, those with the largest gates. Which tokens are dropped then
+            depends on the split of the batch, so results change with the number of ranks.
         balance_loss: The weight of the balance loss (Switch Transformers); 0 for none.
-        balance_over: "batch": of all tokens of a batch together. "sequence": of each sequence, which
-            pipelines with several micro-batches need.
+        balance_over: "batch" for all tokens of a batch together, or "sequence" for each sequence, which
+            pipelines with several micro-batches require.
         z_loss: The weight of the router's z-loss (ST-MoE); 0 for none.
-        bias_rate: By how much the selection bias of an expert moves at an update (auxiliary-loss-free
-            balancing, as in DeepSeek-V3); 0 for no such bias.
-        bias_update_steps: After how many training batches there is one: the optimizer's
+        bias_rate: The change of an expert's selection bias in an update (auxiliary-loss-free balancing, as
+            in DeepSeek-V3); 0 for no such bias.
+        bias_update_steps: The number of training batches per update: the optimizer's
             `gradient_accumulation_steps`.
         sequence_parallel: Whether input and output are this tensor rank's slice of dim 1.
-        kernel_initializer: Of the experts' first kernels.
-        output_initializer: Of their second ones; None for the same.
-        router_initializer: Of the router's kernel.
+        kernel_initializer: For the experts' first kernels.
+        output_initializer: For their second kernels; None for the same.
+        router_initializer: For the kernel of the router.
         **kwargs: As for `keras.layers.Layer`.
 
     Raises:
-        ValueError: The experts do not divide by the expert axis, or `hidden_dim` by the tensor axis.
+        ValueError: `num_experts` is not divisible by the size of the expert axis, or `hidden_dim` by that of
+            the tensor axis.
 
     Sources: Shazeer et al. 2017, "Outrageously Large Neural Networks"; Fedus et al. 2021, "Switch
     Transformers"; Gale et al. 2022, "MegaBlocks" (no dropped tokens).
     """
+
+    splits_tokens = False
+    _arguments = ("kernel_initializer", "output_initializer", "router_initializer")
 
     def __init__(
         self,
@@ -123,7 +123,13 @@ class MixtureOfExperts(keras.layers.Layer):
         router_initializer="glorot_uniform",
         **kwargs,
     ):
-        super().__init__(**kwargs)
+        super().__init__(
+            use_bias=use_bias,
+            sequence_parallel=sequence_parallel,
+            kernel_initializer=kernel_initializer,
+            output_initializer=output_initializer,
+            **kwargs,
+        )
         self.supports_masking = True
         self.num_experts = checks.integer("num_experts", num_experts, minimum=1)
         self.hidden_dim = checks.integer("hidden_dim", hidden_dim, minimum=1)
@@ -133,13 +139,11 @@ class MixtureOfExperts(keras.layers.Layer):
             "hidden_dim": self.hidden_dim,
             "top_k": self.top_k,
             "activation": checks.text("activation", activation),
-            "use_bias": checks.boolean("use_bias", use_bias),
+            "use_bias": self.use_bias,
             "scores": checks.one_of("scores", scores, SCORES),
             "score_first": checks.boolean("score_first", score_first),
-            "normalize_gates": (
-                top_k > 1
-                if normalize_gates is None
-                else checks.boolean("normalize_gates", normalize_gates)
+            "normalize_gates": checks.boolean(
+                "normalize_gates", top_k > 1 if normalize_gates is None else normalize_gates
             ),
             "gate_scale": checks.number("gate_scale", gate_scale, above=0),
             "shared_hidden_dim": checks.integer(
@@ -154,32 +158,20 @@ class MixtureOfExperts(keras.layers.Layer):
             "z_loss": checks.number("z_loss", z_loss, minimum=0),
             "bias_rate": checks.number("bias_rate", bias_rate, minimum=0),
             "bias_update_steps": checks.integer("bias_update_steps", bias_update_steps, minimum=1),
-            "sequence_parallel": checks.boolean("sequence_parallel", sequence_parallel),
         }
         if shared_hidden_dim is not None and activation not in ACTIVATIONS:
             raise ValueError(
-                'A shared network has activation="swiglu" or "gelu". Received: '
+                'A shared network requires activation="swiglu" or "gelu". Received: '
                 f"activation={activation!r}, shared_hidden_dim={shared_hidden_dim}."
             )
-        self.kernel_initializer = initializer("kernel_initializer", kernel_initializer)
-        self.output_initializer = initializer(
-            "output_initializer", output_initializer, optional=True
-        )
         self.router_initializer = initializer("router_initializer", router_initializer)
-        self._group, self._tensor = expert_group(), tensor_group()
-        check_experts(num_experts, self._group, self)
-        check_divides("hidden_dim", hidden_dim, self._tensor, self)
-        self._networks = ExpertNetworks(
-            num_experts,
-            hidden_dim,
-            activation,
-            use_bias,
-            self.kernel_initializer,
-            self.output_initializer,
-        )
+        self._expert_group = expert_group()
+        check_experts(num_experts, self._expert_group, self)
+        check_divides("hidden_dim", hidden_dim, self._group, self)
+        self._networks = ExpertNetworks(self, activation)
 
     def build(self, input_shape):
-        """Adds the router, this rank's experts, and what all tokens go through."""
+        """Adds the router, this rank's experts, and the shared network."""
         config, width = self._config, input_shape[-1]
         self.router_kernel = self.add_weight(
             name="router_kernel",
@@ -201,15 +193,13 @@ class MixtureOfExperts(keras.layers.Layer):
 
     def _build_shared(self, input_shape) -> None:
         config = self._config
-        self.shared = ParallelMLP(
+        self.shared = self._product(
+            ParallelMLP,
             config["shared_hidden_dim"],
+            self.kernel_initializer,
+            "shared",
             activation=config["activation"],
-            use_bias=config["use_bias"],
-            sequence_parallel=config["sequence_parallel"],
-            kernel_initializer=self.kernel_initializer,
             output_initializer=self.output_initializer,
-            dtype=self.dtype_policy,
-            name="shared",
         )
         self.shared.build(input_shape)
         if config["shared_gate"]:
@@ -218,26 +208,25 @@ class MixtureOfExperts(keras.layers.Layer):
                 shape=(input_shape[-1], 1),
                 initializer=self.router_initializer,
             )
-            if self._tensor is not None and config["sequence_parallel"]:
-                update_layout(self.shared_gate_kernel, partial_over=self._tensor)
+            self._mark_partial(self.shared_gate_kernel)
 
     def call(self, inputs, mask=None, training=None):
-        """[batch, ..., width] to the same shape.
+        """Maps [batch, ..., width] to the same shape.
 
         Args:
             inputs: The tokens.
-            mask: Which of them count in losses and counts: bool, [batch, ...]; None for all.
+            mask: Which tokens are included in losses and counts: bool, [batch, ...]; None for all.
             training: Whether counts and bias are updated.
 
         Raises:
             ValueError: XLA compiles parts of the step.
         """
         check_sizes_may_change(f"the experts of `{self.name}`")
-        split = self._tensor if self._config["sequence_parallel"] else None
+        split = self._group if self.sequence_parallel else None
         whole = to_router = inputs
         if split is not None:
             whole = gather_from_sequence_region(inputs, split, name=self.name)
-            # Each tensor rank computes all of the router, and gradients of the ranks are summed.
+            # Every tensor rank computes the whole router, and the ranks' gradients are summed.
             to_router = _with_gradient_over(whole, split.size)
         width = inputs.shape[-1]
         tokens = tf.reshape(whole, [-1, width])
@@ -246,10 +235,8 @@ class MixtureOfExperts(keras.layers.Layer):
             self._balance(routing, whole, mask, bool(training))
         y = self._outputs(tokens, routing, bool(training))
         y = tf.ensure_shape(tf.reshape(y, tf.shape(whole)), whole.shape)
-        if split is not None:
-            y = reduce_scatter_to_sequence_region(y, split, name=f"{self.name}/outputs")
-        elif self._tensor is not None:
-            y = reduce_from_region(y, self._tensor, name=f"{self.name}/outputs")
+        if self._group is not None:
+            y = self._reduce(y, self._group, f"{self.name}/outputs")
         if self._config["shared_hidden_dim"] is None:
             return y
         return y + self._shared_outputs(inputs)
@@ -268,25 +255,23 @@ class MixtureOfExperts(keras.layers.Layer):
         )
 
     def _outputs(self, tokens: tf.Tensor, routing: Routing, training: bool) -> tf.Tensor:
-        """What the experts make of this rank's tokens; a part of it where hidden units are split."""
+        """The experts' output for this rank's tokens, or a partial sum if hidden units are split."""
         factor, gates = self._config["capacity_factor"], routing.gates
         capacity = None
         if factor is not None:
             capacity = capacity_of(tf.shape(tokens)[0], self.top_k, self.num_experts, factor)
         permutation = sort_by_expert(
-            routing.experts,
-            self.num_experts,
-            is_there=are_there(),
-            capacity=capacity,
-            gates=gates,
+            routing.experts, self.num_experts, is_there=are_there(), capacity=capacity, gates=gates
         )
         if training:
             self._count_usage(routing, permutation)
-        if self._tensor is not None:
-            if not self._config["sequence_parallel"]:
-                tokens = copy_to_region(tokens, self._tensor, name=f"{self.name}/tokens")
-            gates = copy_to_region(gates, self._tensor, name=f"{self.name}/gates")
-        return through_experts(tokens, gates, permutation, self._networks, self._group, self.name)
+        if self._group is not None:
+            if not self.sequence_parallel:
+                tokens = copy_to_region(tokens, self._group, name=f"{self.name}/tokens")
+            gates = copy_to_region(gates, self._group, name=f"{self.name}/gates")
+        return through_experts(
+            tokens, gates, permutation, self._networks, self._expert_group, self.name
+        )
 
     def _balance(self, routing: Routing, inputs: tf.Tensor, mask, training: bool) -> None:
         """Adds the losses, and updates the bias."""
@@ -296,24 +281,21 @@ class MixtureOfExperts(keras.layers.Layer):
         if over_batch or (self._bias_state is not None and training):
             counts = count_choices(routing.experts, self.num_experts, tokens)
             if replica is not None:
-                group = replica.gradient_group
-                counts = all_reduce(counts, group, name=f"{self.name}/load")
+                counts = all_reduce(counts, replica.gradient_group, name=f"{self.name}/load")
         if over_batch:
-            self._add(config["balance_loss"], balance_loss(counts, routing.probabilities, tokens))
+            loss = balance_loss(counts, routing.probabilities, tokens)
+            self.add_loss(config["balance_loss"] * loss)
         elif config["balance_loss"]:
             rows = tf.shape(inputs)[0] if inputs.shape.rank > 2 else tf.constant(1)
             loss = balance_loss_of_sequences(routing.experts, routing.probabilities, tokens, rows)
-            self._add(config["balance_loss"], loss)
+            self.add_loss(config["balance_loss"] * loss)
         if config["z_loss"]:
-            self._add(config["z_loss"], router_z_loss(routing.logits, tokens))
+            self.add_loss(config["z_loss"] * router_z_loss(routing.logits, tokens))
         if self._bias_state is not None and training:
             self._bias_state.update(tf.stop_gradient(counts))
 
-    def _add(self, weight: float, loss: tf.Tensor) -> None:
-        self.add_loss(weight * loss)
-
     def _tokens(self, inputs: tf.Tensor, mask) -> Tokens:
-        """Those tokens of the inputs that count."""
+        """The tokens of the inputs that are included in losses and counts."""
         there = are_there()
         number = tf.reduce_prod(tf.shape(inputs)[:-1])
         counted = None if mask is None else tf.reshape(tf.cast(mask, tf.bool), [-1])
@@ -342,7 +324,7 @@ class MixtureOfExperts(keras.layers.Layer):
 
     @property
     def num_parameters(self) -> dict[str, int]:
-        """How many parameters all of the layer has, and how many of them a token meets."""
+        """The number of parameters in total, and of those that process a token ("active")."""
         total = self._networks.num_parameters
         every = sum(math.prod(global_shape(weight)) for weight in self.trainable_variables)
         outside = every - total
@@ -350,23 +332,16 @@ class MixtureOfExperts(keras.layers.Layer):
         return {"total": total + outside, "active": active + outside}
 
     def compute_output_shape(self, input_shape):
-        """That of the input."""
+        """The shape of the input."""
         return input_shape
 
     def get_config(self):
-        """The configuration, the same on any mesh."""
-        serialize = keras.initializers.serialize
-        return {
-            **super().get_config(),
-            **self._config,
-            "kernel_initializer": serialize(self.kernel_initializer),
-            "output_initializer": self.output_initializer and serialize(self.output_initializer),
-            "router_initializer": serialize(self.router_initializer),
-        }
+        """The configuration, which is the same on any mesh."""
+        return {**super().get_config(), **self._config}
 
 
 def _is_counted() -> bool:
-    """Whether a loss that a layer adds now may be part of another: not in a prediction on ranks."""
+    """Whether a loss that a layer adds may be used: not in a prediction under a strategy."""
     replica = current_replica()
     return replica is None or replica.step is not None
 

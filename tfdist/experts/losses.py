@@ -1,9 +1,9 @@
-"""What a layer of experts adds to the loss, of the tokens of all ranks.
+"""The losses that a layer of experts adds, over the tokens of all ranks.
 
-A step's loss is the sum over ranks of share times local loss (`tfdist.step.context`). A rank's part of a
-mean over all tokens is written here such that this sum is the mean: its own sum, over all tokens
-times its share. The balance loss is a product of two means; the one of counts has no gradient, so
-only the counts have to be known of all ranks.
+A step's loss is the sum over ranks of share times local loss (`tfdist.step.context`). Here a rank's part of a
+mean over all tokens is computed such that this sum is the mean: the sum over its tokens, divided by the
+number of all tokens times its share. The balance loss is a product of two means; that of counts has no
+gradient, so only the counts are summed over ranks.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tfdist.step.context import ReplicaContext, current_replica, role_of
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """The tokens that count, among those of this rank.
+    """This rank's tokens that are included in losses and counts.
 
     Attributes:
         layer: The layer's name, for messages.
-        counted: Whether each counts: bool, [tokens]; None where all do.
-        is_masked: Whether some of a sequence may not count.
-        total: How many there are here: a scalar tensor.
+        counted: Whether each token is included: bool, [tokens]; None for all.
+        is_masked: Whether some tokens of a sequence may be excluded.
+        total: The number of included tokens: a scalar tensor.
     """
 
     layer: str
@@ -33,24 +33,24 @@ class Tokens:
     total: tf.Tensor
 
     def sum(self, values: tf.Tensor) -> tf.Tensor:
-        """The sum over tokens of values [tokens, ...]."""
+        """The sum of values [tokens, ...] over the included tokens."""
         return tf.reduce_sum(self.only(values), axis=0)
 
     def only(self, values: tf.Tensor) -> tf.Tensor:
-        """The values, with zeros where a token does not count."""
+        """The values, with zeros for excluded tokens."""
         if self.counted is None:
             return values
         counted = tf.reshape(self.counted, [-1] + [1] * (values.shape.rank - 1))
         return tf.where(counted, values, tf.zeros([], values.dtype))
 
     def mean(self, sums: tf.Tensor) -> tf.Tensor:
-        """This rank's part of a mean over all tokens, of its sums."""
+        """This rank's part of a mean over all ranks' tokens, from its sums."""
         replica = current_replica()
         if replica is None:
             return tf.math.divide_no_nan(sums, tf.cast(self.total, sums.dtype))
         total, step = tf.cast(self.total, sums.dtype), replica.step
         if step is not None and not self.is_masked:
-            # All sequences of a batch are as long: a rank's share of tokens is that of its rows.
+            # All sequences of a batch have the same length: a rank's share of tokens is that of its rows.
             return tf.math.divide_no_nan(sums, total)
         refuse_microbatches(
             replica, self.layer, "a mask and a balance loss or z-loss over the batch"
@@ -61,7 +61,7 @@ class Tokens:
 
 
 def count_choices(experts: tf.Tensor, num_experts: int, tokens: Tokens) -> tf.Tensor:
-    """How often each expert is chosen, by tokens that count: float32, [num_experts]."""
+    """How often each expert is chosen by the included tokens: float32, [num_experts]."""
     if tokens.counted is not None:
         experts = tf.where(tokens.counted[:, None], experts, num_experts)
     size = num_experts + 1
@@ -70,14 +70,14 @@ def count_choices(experts: tf.Tensor, num_experts: int, tokens: Tokens) -> tf.Te
 
 
 def balance_loss(counts: tf.Tensor, probabilities: tf.Tensor, tokens: Tokens) -> tf.Tensor:
-    """The balance loss over the batch: 1 where the load is even.
+    """The balance loss over the batch, which is 1 for an even load.
 
     Args:
         counts: How often each expert is chosen on all ranks: float32, [num_experts].
         probabilities: [tokens, num_experts].
-        tokens: Those that count.
+        tokens: The included tokens.
 
-    Source: Fedus et al. 2021, "Switch Transformers", equation 4, of shares of choices.
+    Source: Fedus et al. 2021, "Switch Transformers", equation 4, with shares of choices.
     """
     replica = current_replica()
     if replica is not None:
@@ -90,13 +90,13 @@ def balance_loss(counts: tf.Tensor, probabilities: tf.Tensor, tokens: Tokens) ->
 def balance_loss_of_sequences(
     experts: tf.Tensor, probabilities: tf.Tensor, tokens: Tokens, num_sequences: tf.Tensor
 ) -> tf.Tensor:
-    """The balance loss of each sequence, and their mean.
+    """The mean over sequences of their balance losses.
 
     Args:
         experts: [tokens, top_k].
         probabilities: [tokens, num_experts].
-        tokens: Those that count.
-        num_sequences: How many sequences the tokens are of: a scalar tensor.
+        tokens: The included tokens.
+        num_sequences: The number of sequences: a scalar tensor.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2.
     """
@@ -108,7 +108,7 @@ def balance_loss_of_sequences(
     size = num_sequences * num_experts
     if tokens.counted is not None:
         flat = tf.where(tf.repeat(tokens.counted, top_k), flat, size)
-    # One more than there are, for what does not count.
+    # One more bin, for the excluded choices.
     counts = tf.math.bincount(flat, minlength=size + 1, maxlength=size + 1)[:size]
     counts = tf.cast(tf.reshape(counts, [num_sequences, num_experts]), tf.float32)
     shape = [num_sequences, length, num_experts]
@@ -117,7 +117,7 @@ def balance_loss_of_sequences(
     replica = current_replica()
     if replica is not None:
         strategy = replica.strategy
-        # Ranks of the context axis hold other tokens of these sequences.
+        # Ranks of the context axis have other tokens of these sequences.
         counts = all_reduce(counts, strategy.token_group, name=f"{tokens.layer}/sequences")
         if replica.step is None:
             rows = all_reduce(rows, strategy.row_group, name=f"{tokens.layer}/rows")
@@ -138,8 +138,8 @@ def router_z_loss(logits: tf.Tensor, tokens: Tokens) -> tf.Tensor:
     return tokens.mean(tokens.sum(squares))
 
 
-def refuse_microbatches(replica: ReplicaContext, layer: str, what: str) -> None:
-    """Raises where a loss is no mean over the micro-batches of a pipeline.
+def refuse_microbatches(replica: ReplicaContext, layer: str, loss: str) -> None:
+    """Checks that a loss over the batch is not computed in a pipeline with several micro-batches.
 
     Raises:
         ValueError: There are several.
@@ -148,7 +148,7 @@ def refuse_microbatches(replica: ReplicaContext, layer: str, what: str) -> None:
     count = role_of(step.model).num_microbatches if step is not None else 1
     if count > 1 and step is not None and step.kind == "train":
         raise ValueError(
-            f"`{layer}` has {what}, of which a pipeline's micro-batch sees a part. Take "
-            'balance_over="sequence", or num_microbatches=1. Received: '
-            f"num_microbatches={count}."
+            f"`{layer}` has {loss}, which is not supported in a pipeline with several micro-batches. "
+            f"Received: num_microbatches={count}. "
+            'Use balance_over="sequence", or num_microbatches=1.'
         )

@@ -1,6 +1,8 @@
-"""The experts' networks: what they hold on a rank, and what they make of rows."""
+"""The experts' networks: this rank's weights, and the computation of rows."""
 
 from __future__ import annotations
+
+import math
 
 import keras
 import tensorflow as tf
@@ -11,41 +13,30 @@ from tfdist.experts.products import grouped_linear
 from tfdist.layers.activations import gelu
 from tfdist.layers.initializers import again
 from tfdist.sharding.experts import expert_part
-from tfdist.sharding.layout import update_layout
+from tfdist.sharding.layout import global_shape, update_layout
 from tfdist.sharding.weights import add_weight_part, tensor_group, value_tensor
 
 
 class ExpertNetworks:
-    """Two products with a nonlinearity between, for each of a layer's experts.
+    """For each of a layer's experts, two products with a nonlinearity between.
 
     Args:
-        num_experts: The global number of experts.
-        hidden_dim: The global number of hidden units of each.
+        layer: A layer with the arguments of `MixtureOfExperts` as attributes.
         activation: As for `MixtureOfExperts`.
-        use_bias: Whether the products have a bias.
-        kernel_initializer: Of the first product's kernels.
-        output_initializer: Of the second's; None for the same.
 
     Raises:
         ValueError: The activation is unknown.
     """
 
-    def __init__(
-        self,
-        num_experts: int,
-        hidden_dim: int,
-        activation: str,
-        use_bias: bool,
-        kernel_initializer,
-        output_initializer,
-    ):
-        self._sizes = (num_experts, hidden_dim)
+    def __init__(self, layer, activation: str):
+        self._sizes = (layer.num_experts, layer.hidden_dim)
         self._is_gated = activation == "swiglu"
         self._activation = _activation(activation)
-        self._use_bias = use_bias
-        self._initializers = (kernel_initializer, output_initializer or again(kernel_initializer))
+        self._use_bias = layer.use_bias
+        first = layer.kernel_initializer
+        self._initializers = (first, layer.output_initializer or again(first))
         self._tensor: Group | None = None
-        self._width = 0
+        self._products: list[tuple] = []
 
     def add_weights(self, layer: keras.layers.Layer, width: int) -> None:
         """Adds this rank's part of the weights to a layer.
@@ -54,66 +45,64 @@ class ExpertNetworks:
             layer: The layer.
             width: The size of a token.
         """
-        self._tensor, self._width = tensor_group(), width
+        self._tensor, self._products = tensor_group(), []
         experts, hidden = self._sizes
         first, second = self._initializers
 
         def add(name, shape, unit_dim, initializer):
-            if initializer != "zeros":
-                initializer = OfEachExpert(initializer, experts)
             part = expert_part(shape, unit_dim)
             return add_weight_part(layer, shape, part, name=name, initializer=initializer)
 
-        self._kernels, self._biases = [], []
-        for number, part in enumerate(("gate", "up") if self._is_gated else ("hidden",)):
-            draw = first if number == 0 else again(first)
-            self._kernels.append(add(f"{part}_kernel", (experts, width, hidden), 2, draw))
+        def add_product(name, inputs, outputs, unit_dim, draw):
+            shape, draw = (experts, inputs, outputs), OfEachExpert(draw, experts)
+            kernel, bias = add(f"{name}_kernel", shape, unit_dim, draw), None
             if self._use_bias:
-                self._biases.append(add(f"{part}_bias", (experts, hidden), 1, "zeros"))
-        self._output_kernel = add("output_kernel", (experts, hidden, width), 1, second)
-        self._output_bias = None
-        if self._use_bias:
-            self._output_bias = add("output_bias", (experts, width), None, "zeros")
-            if self._tensor is not None:
-                update_layout(self._output_bias, partial_over=self._tensor)
+                unit_dim = 1 if unit_dim == 2 else None
+                bias = add(f"{name}_bias", (experts, outputs), unit_dim, "zeros")
+            self._products.append((kernel, bias))
+            return bias
+
+        for number, part in enumerate(("gate", "up") if self._is_gated else ("hidden",)):
+            add_product(part, width, hidden, 2, first if number == 0 else again(first))
+        output_bias = add_product("output", hidden, width, 1, second)
+        if output_bias is not None and self._tensor is not None:
+            update_layout(output_bias, partial_over=self._tensor)
 
     @property
     def num_parameters(self) -> int:
         """The number of parameters of all experts together."""
-        experts, hidden = self._sizes
-        products = (len(self._kernels) + 1) * hidden * self._width
-        biases = len(self._biases) * hidden + self._width if self._use_bias else 0
-        return experts * (products + biases)
+        weights = [weight for weight in tf.nest.flatten(self._products) if weight is not None]
+        return sum(math.prod(global_shape(weight)) for weight in weights)
 
     def __call__(self, rows: tf.Tensor, counts: tf.Tensor) -> tf.Tensor:
-        """Runs this rank's experts; where hidden units are split, the ranks' results are to be summed.
+        """Computes this rank's experts; if hidden units are split, the ranks' results must be summed.
 
         Args:
             rows: [rows, width], in the order of experts.
-            counts: How many rows each expert has: int32.
+            counts: The number of rows of each expert: int32.
 
         Returns:
             [rows, width].
         """
-        biases = self._biases or [None] * len(self._kernels)
+        *first, (output_kernel, output_bias) = self._products
         made = [
             grouped_linear(
                 rows, value_tensor(kernel), counts, None if bias is None else value_tensor(bias)
             )
-            for kernel, bias in zip(self._kernels, biases, strict=True)
+            for kernel, bias in first
         ]
         hidden = self._activation(made[0])
         if self._is_gated:
             hidden = hidden * made[1]
-        bias = None if self._output_bias is None else value_tensor(self._output_bias)
+        bias = None if output_bias is None else value_tensor(output_bias)
         if bias is not None and self._tensor is not None:
-            # It counts once in the sum.
+            # The sum over ranks must contain it once.
             bias = bias * (1.0 if self._tensor.rank == 0 else 0.0)
-        return grouped_linear(hidden, value_tensor(self._output_kernel), counts, bias)
+        return grouped_linear(hidden, value_tensor(output_kernel), counts, bias)
 
 
 def _activation(name: str):
-    """What stands between the products; the part of the gate in SwiGLU."""
+    """The function between the products; for SwiGLU, that of the gate."""
     if name in ("swiglu", "gelu"):
         return tf.nn.silu if name == "swiglu" else gelu
     try:
@@ -122,7 +111,7 @@ def _activation(name: str):
         found = None
     if not callable(found):
         raise ValueError(
-            'The `activation` of experts is "swiglu", "gelu" or a name of keras.activations. '
+            'The `activation` of experts must be "swiglu", "gelu" or a name of keras.activations. '
             f"Received: {name!r}."
         )
     return found

@@ -1,8 +1,8 @@
-"""Tokens in the order of their experts, and back.
+"""The permutation of tokens into the order of their experts, and its inverse.
 
-Sorting takes memory for tokens x top_k rows; one-hot matrices, as of GShard, would take it for
-tokens x experts x capacity. Both ways are gathers, and so are their gradients, which TensorFlow
-would make of sums into rows.
+Sorting needs memory for tokens x top_k rows; one-hot matrices, as in GShard, need it for tokens x experts x
+capacity. Both directions are gathers, and so are their gradients here, for which TensorFlow would use
+scatters.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tfdist.backend.graph.custom_gradient import custom_gradient
 
 @dataclasses.dataclass(frozen=True)
 class Permutation:
-    """The choices of some tokens in the order of their experts; a choice is one expert of one token.
+    """The choices of tokens in the order of their experts; a choice is one expert of one token.
 
     Attributes:
-        choices: Of each row the number of the choice, token * top_k + place: int32, [rows].
-        rows: Of each choice its row: int32, [tokens, top_k]; 0 for choices without one.
-        counts: The rows of each expert: int32, [num_experts].
-        kept: Whether each choice has a row: [tokens, top_k]; None where all have.
+        choices: The number of the choice in each row, token * top_k + place: int32, [rows].
+        rows: The row of each choice: int32, [tokens, top_k]; 0 for choices without a row.
+        counts: The number of rows of each expert: int32, [num_experts].
+        kept: Whether each choice has a row: [tokens, top_k]; None if all have.
     """
 
     choices: tf.Tensor
@@ -32,7 +32,7 @@ class Permutation:
 
     @property
     def top_k(self) -> int:
-        """How many experts a token has."""
+        """The number of experts of a token."""
         return self.rows.shape[1]
 
     @property
@@ -42,7 +42,7 @@ class Permutation:
 
 
 def capacity_of(tokens: tf.Tensor, top_k: int, num_experts: int, factor: float) -> tf.Tensor:
-    """The most rows that an expert takes: its even share of the choices, times a factor.
+    """The maximum number of rows of an expert: its even share of the choices, times a factor.
 
     Source: Lepikhin et al. 2020, "GShard".
     """
@@ -58,15 +58,15 @@ def sort_by_expert(
     capacity: tf.Tensor | None = None,
     gates: tf.Tensor | None = None,
 ) -> Permutation:
-    """Sorts choices by expert; those of one expert stay in the order of tokens.
+    """Sorts choices by expert; those of one expert keep the order of tokens.
 
     Args:
         experts: int32, [tokens, top_k].
-        num_experts: Their number.
+        num_experts: The number of experts.
         is_there: Whether these tokens are routed at all: a bool scalar; None for yes.
-        capacity: The most rows of an expert; None for any number. Of more, those with the largest
-            gates stay.
-        gates: float32, [tokens, top_k], for a capacity.
+        capacity: The maximum number of rows of an expert, which keeps those with the largest gates; None
+            for no limit.
+        gates: float32, [tokens, top_k]; required with a capacity.
     """
     flat = tf.reshape(experts, [-1])
     if is_there is not None:
@@ -103,8 +103,8 @@ def gather_rows(tokens: tf.Tensor, permutation: Permutation) -> tf.Tensor:
     @custom_gradient
     def gather(x):
         def gradient(dy):
-            found = [_rows_of(dy, permutation, place) for place in range(permutation.top_k)]
-            return tf.add_n(found) if len(found) > 1 else found[0]
+            places = range(permutation.top_k)
+            return tf.add_n([_rows_of(dy, permutation, place) for place in places])
 
         return tf.gather(x, permutation.tokens), gradient
 
@@ -112,12 +112,12 @@ def gather_rows(tokens: tf.Tensor, permutation: Permutation) -> tf.Tensor:
 
 
 def combine(rows: tf.Tensor, gates: tf.Tensor, permutation: Permutation) -> tf.Tensor:
-    """Of each token the sum of its experts' outputs, times their gates.
+    """Computes for each token the sum of its experts' outputs, times their gates.
 
     Args:
         rows: [rows, width], in the order of experts.
         gates: float32, [tokens, top_k].
-        permutation: That order.
+        permutation: The order of the rows.
 
     Returns:
         [tokens, width], of the dtype of `rows`.
@@ -140,14 +140,13 @@ def combine(rows: tf.Tensor, gates: tf.Tensor, permutation: Permutation) -> tf.T
             tf.cast(_rows_of(rows, permutation, place), gates.dtype) * gates[:, place, None]
             for place in range(top_k)
         ]
-        total = tf.add_n(parts) if top_k > 1 else parts[0]
-        return tf.cast(total, rows.dtype), gradient
+        return tf.cast(tf.add_n(parts), rows.dtype), gradient
 
     return weigh(rows, gates)
 
 
 def reorder(rows: tf.Tensor, order: tf.Tensor) -> tf.Tensor:
-    """Rows in another order: the one numbered `order[i]` comes to place i; all come once."""
+    """Reorders rows: row `order[i]` moves to place i; `order` is a permutation."""
 
     @custom_gradient
     def gather(x):
@@ -158,11 +157,11 @@ def reorder(rows: tf.Tensor, order: tf.Tensor) -> tf.Tensor:
 
 
 def _rows_of(rows, permutation: Permutation, place: int):
-    """Of each token the row of its expert at a place; zeros where the choice has no row."""
+    """The row of each token's expert at a place; zeros for choices without a row."""
     numbers = permutation.rows[:, place]
     if permutation.kept is None:
         return tf.gather(rows, numbers)
-    # Where no choice at all has a row there is none to stand in.
+    # If no choice has a row, there is no row 0 for `gather`.
     width = rows.shape[1]
     some = tf.cond(tf.shape(rows)[0] == 0, lambda: tf.zeros([1, width], rows.dtype), lambda: rows)
     found = tf.gather(some, numbers)

@@ -1,4 +1,4 @@
-"""Products of rows with the kernels of their experts, one expert after the other, without padding."""
+"""Products of rows with the kernels of their experts, one expert at a time, without padding."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import tensorflow as tf
 def grouped_linear(
     rows: tf.Tensor, kernel: tf.Tensor, counts: tf.Tensor, bias: tf.Tensor | None = None
 ) -> tf.Tensor:
-    """Each row times the kernel of its expert, plus its bias.
+    """Multiplies each row by the kernel of its expert, and adds the bias.
 
-    A graph has a product for each expert. Rows padded to the busiest expert's number, as one batched
-    product, take 4 times as long where one of 8 experts has 60% of the rows, and 25 times with 64
-    experts; a `tf.while_loop` takes 2 to 12 times as long (2 threads, forward and backward pass).
+    A graph has one product per expert. One batched product, with rows padded to the number of the busiest
+    expert, takes 4 times as long if one of 8 experts has 60% of the rows, and 25 times with 64 experts; a
+    `tf.while_loop` takes 2 to 12 times as long (2 threads, forward and backward pass).
 
     Args:
         rows: [rows, inputs], in the order of experts.
         kernel: [num_experts, inputs, outputs].
-        counts: How many rows each expert has: int32, [num_experts].
+        counts: The number of rows of each expert: int32, [num_experts].
         bias: [num_experts, outputs], or None.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Which experts compute a token, and how much each of them counts."""
+"""The choice of the experts of each token, and their gates."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ SCORES = ("softmax", "sigmoid")
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
-    """What a router says of some tokens.
+    """The result of a router for some tokens.
 
     Attributes:
         experts: The experts of each token, the best first: int32, [tokens, top_k].
-        gates: What their outputs are multiplied by: float32, [tokens, top_k].
-        probabilities: How probable each expert is, as the balance loss counts it: float32,
+        gates: The factors of their outputs: float32, [tokens, top_k].
+        probabilities: The probability of each expert in the balance loss: float32,
             [tokens, num_experts].
         logits: The router's outputs: float32, [tokens, num_experts].
     """
@@ -41,13 +41,14 @@ def route(
 
     Args:
         logits: float32, [tokens, num_experts].
-        top_k: How many experts a token has.
-        scores: What makes scores of logits: "softmax" or "sigmoid".
-        score_first: Whether it does before the choice, so over all experts; else over those chosen.
+        top_k: The number of experts of a token.
+        scores: The function from logits to scores: "softmax" or "sigmoid".
+        score_first: Whether scores are computed before the choice, over all experts; otherwise after it,
+            over the chosen experts.
         normalize: Whether the gates of a token are divided by their sum.
-        scale: What gates are multiplied by.
-        bias: For each expert, what is added for the choice alone (Wang et al. 2024, "Auxiliary-Loss-Free
-            Load Balancing Strategy for Mixture-of-Experts"); None for nothing.
+        scale: The factor of the gates.
+        bias: An addend for each expert that affects only the choice (Wang et al. 2024,
+            "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts"); None for none.
     """
     score = tf.nn.softmax if scores == "softmax" else tf.sigmoid
     every = score(logits)
@@ -59,7 +60,7 @@ def route(
         best = tf.gather(candidates, experts, batch_dims=1)
     gates = best if score_first else score(best)
     if normalize:
-        # Sigmoids of a token may all be next to nothing.
+        # All sigmoids of a token may be close to 0.
         gates /= tf.reduce_sum(gates, axis=-1, keepdims=True) + 1e-20
     probabilities = every
     if scores == "sigmoid":

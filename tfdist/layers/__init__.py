@@ -1,6 +1,6 @@
 """Keras layers that split themselves over the tensor axis of the strategy in scope; losses of a whole batch.
 
-Where the tensor axis is one rank or there is no strategy, each layer is its ordinary Keras self.
+If the tensor axis has one rank, or without a strategy, each layer equals the corresponding Keras layer.
 """
 
 from typing import TYPE_CHECKING
@@ -24,23 +24,19 @@ if TYPE_CHECKING:
     from tfdist.layers.whole_batch import over_batch as over_batch
     from tfdist.layers.whole_batch import set_aggregation as set_aggregation
 
-_HOMES = {
-    "ColumnParallelDense": "tfdist.layers.dense",
-    "RowParallelDense": "tfdist.layers.dense",
-    "Dropout": "tfdist.layers.dropout",
-    "LayerNormalization": "tfdist.layers.normalization",
-    "RMSNormalization": "tfdist.layers.normalization",
-    "ParallelMLP": "tfdist.layers.feed_forward",
-    "ParallelMultiHeadAttention": "tfdist.layers.attention",
-    "PositionEmbedding": "tfdist.layers.positions",
-    "VocabParallelCrossEntropy": "tfdist.layers.losses",
-    "VocabParallelEmbedding": "tfdist.layers.embedding",
-    "VocabParallelHead": "tfdist.layers.embedding",
-    "mean_of_rows": "tfdist.layers.whole_batch",
-    "over_batch": "tfdist.layers.whole_batch",
-    "set_aggregation": "tfdist.layers.whole_batch",
-    "blockwise_attention": "tfdist.context_parallel.blockwise",
+_NAMES = {
+    "tfdist.context_parallel.blockwise": ("blockwise_attention",),
+    "tfdist.layers.attention": ("ParallelMultiHeadAttention",),
+    "tfdist.layers.dense": ("ColumnParallelDense", "RowParallelDense"),
+    "tfdist.layers.dropout": ("Dropout",),
+    "tfdist.layers.embedding": ("VocabParallelEmbedding", "VocabParallelHead"),
+    "tfdist.layers.feed_forward": ("ParallelMLP",),
+    "tfdist.layers.losses": ("VocabParallelCrossEntropy",),
+    "tfdist.layers.normalization": ("LayerNormalization", "RMSNormalization"),
+    "tfdist.layers.positions": ("PositionEmbedding",),
+    "tfdist.layers.whole_batch": ("mean_of_rows", "over_batch", "set_aggregation"),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [*_HOMES]
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

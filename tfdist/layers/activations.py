@@ -1,4 +1,4 @@
-"""Activations in few passes over memory."""
+"""Activations that need few passes over memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _RATE, _CUBIC = 1.5957691216057308, 0.044715  # 2 * sqrt(2 / pi)
 def gelu(x):
     """The tanh approximation of GELU (Hendrycks and Gimpel 2016), of any shape.
 
-    0.5 (1 + tanh(u)) is the logistic function of 2 u, whose gradient comes from its value. Only x is kept
-    for the backward pass. In steps of tfdist's strategies on CPUs the compiled library computes it, in
-    one pass; the two differ by rounding.
+    0.5 (1 + tanh(u)) is the logistic function of 2 u, whose gradient is a function of its value. Only x is
+    kept for the backward pass. In steps of tfdist's strategies on CPUs the compiled library computes it in
+    one pass, if it is installed; the results differ by rounding.
     """
     return _one_pass(x) if x.dtype == tf.float32 and kernels_enabled() else _by_tensorflow(x)
 

@@ -7,55 +7,86 @@ import tensorflow as tf
 
 from tfdist.backend.keras.attributes import kernel_of
 from tfdist.backend.keras.calls import made_by
+from tfdist.collectives import Group
 from tfdist.collectives.mappings import (
     column_parallel_matmul,
     gather_from_region,
     linear,
-    reduce_from_region,
-    reduce_scatter_to_sequence_region,
     scatter_to_region,
 )
-from tfdist.sharding.layout import update_layout
-from tfdist.sharding.weights import add_split_weight, tensor_group, value_tensor
+from tfdist.layers.base import TensorParallelLayer, check_divides
+from tfdist.layers.initializers import again, initializer
+from tfdist.sharding.weights import add_split_weight, value_tensor
 from tfdist.utils import checks
 
 
-def check_divides(what: str, value: int, group, layer) -> None:
-    """Raises where a size does not divide by the tensor axis.
+class _SplitDense(TensorParallelLayer, keras.layers.Dense):
+    """A `keras.layers.Dense` whose kernel is split over the tensor axis along one dim."""
 
-    Raises:
-        ValueError: It does not.
-    """
-    if group is not None and value % group.size:
-        raise ValueError(
-            f"{what} divides by the tensor axis. Received: {what}={value} in `{layer.name}` with "
-            f"tensor={group.size}."
-        )
+    def __init__(self, units: int, *args, **kwargs):
+        super().__init__(checks.integer("units", units, minimum=1), *args, **kwargs)
+        if self._group is not None:
+            refuse_features(self)
+
+    def build(self, input_shape):
+        """Adds this rank's part of the kernel, and the bias."""
+        if self._group is None:
+            super().build(input_shape)
+            return
+        self._add_weights(input_shape[-1], self._group)
+        self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: input_shape[-1]})
+        self.built = True
+
+    def _add_weights(self, features: int, group: Group) -> None:
+        raise NotImplementedError
+
+    def _add(self, name: str, shape: tuple, dim: int, group: Group | None):
+        return add_split_weight(self, shape, dim, axis=group, name=name, **self._rules(name))
+
+    def call(self, inputs, training=None):
+        """Maps [..., this rank's features] to [..., this rank's units]."""
+        if has_features(self):
+            return super().call(inputs, training=training)
+        inputs = self._own_features(inputs)
+        bias = None if self.bias is None else value_tensor(self.bias)
+        kernel = value_tensor(kernel_of(self))
+        if self._group is None:
+            outputs = linear(inputs, kernel, bias)
+        else:
+            outputs = self._split_product(inputs, kernel, bias, self._group)
+        return outputs if self.activation is None else self.activation(outputs)
+
+    def _own_features(self, inputs):
+        """The features of the input that this rank's part of the kernel multiplies."""
+        return inputs
+
+    def _split_product(self, inputs, kernel, bias, group: Group):
+        raise NotImplementedError
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
-class ColumnParallelDense(keras.layers.Dense):
-    """`keras.layers.Dense` of which each tensor rank computes its share of the units.
+class ColumnParallelDense(_SplitDense):
+    """`keras.layers.Dense` whose units are split over the tensor ranks.
 
-    The input is whole on every tensor rank; the output is this rank's share of the last dim, to
-    be taken up by a `RowParallelDense`, or joined with `gather_output`. Where the tensor axis is
-    1 or there is no strategy, this is `keras.layers.Dense`.
+    The input is replicated on the tensor ranks. The output is this rank's share of the last dim, which
+    is the input of a `RowParallelDense`, or is joined with `gather_output`. If the tensor axis has one
+    rank, or without a strategy, this is `keras.layers.Dense`.
 
     Args:
-        units: The global number of units; it divides by the tensor axis.
-        gather_output: Whether the output is joined to all units on every tensor rank.
+        units: The global number of units, a multiple of the size of the tensor axis.
+        gather_output: Whether the output has all units on every tensor rank.
         sequence_parallel: Whether the input is this rank's slice of dim 1, of shape
-            [batch, time / tensor, features], joined before the product.
+            [batch, time / tensor, features], which is gathered before the product.
         **kwargs: As for `keras.layers.Dense`.
 
     Raises:
-        ValueError: `units` does not divide, or the activation looks at all units at once and the
-            output is not gathered.
+        ValueError: `units` is not divisible by the size of the tensor axis, or the activation needs all
+            units and the output is not gathered.
 
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
     """
 
-    splits_tokens = True
+    _arguments = ("gather_output",)
 
     def __init__(
         self,
@@ -65,121 +96,60 @@ class ColumnParallelDense(keras.layers.Dense):
         sequence_parallel: bool = False,
         **kwargs,
     ):
-        units = checks.integer("units", units, minimum=1)
-        super().__init__(units, *args, **kwargs)
+        super().__init__(units, *args, sequence_parallel=sequence_parallel, **kwargs)
         self.gather_output = checks.boolean("gather_output", gather_output)
-        self.sequence_parallel = checks.boolean("sequence_parallel", sequence_parallel)
-        self._group = tensor_group()
-        if self._group is None:
-            return
-        check_divides("units", units, self._group, self)
-        refuse_features(self)
-        whole = (keras.activations.softmax, keras.activations.log_softmax)
-        if self.activation in whole and not gather_output:
+        check_divides("units", self.units, self._group, self)
+        needs_all = (keras.activations.softmax, keras.activations.log_softmax)
+        if self._group is not None and self.activation in needs_all and not gather_output:
             raise ValueError(
-                f"`{self.activation.__name__}` looks at all units, of which a rank of the tensor "
-                f"axis has {units // self._group.size}. Received: activation in `{self.name}` "
+                f"`{self.activation.__name__}` requires all units, of which a rank of the tensor "
+                f"axis has {self.units // self._ranks}. Received: activation in `{self.name}` "
                 "without gather_output=True."
             )
 
-    def build(self, input_shape):
-        """Adds this rank's columns of the kernel, and its part of the bias."""
-        if self._group is None:
-            super().build(input_shape)
-            return
-        kernel_of.set(
-            self,
-            add_split_weight(
-                self,
-                (input_shape[-1], self.units),
-                1,
-                axis=self._group,
-                name="kernel",
-                initializer=self.kernel_initializer,
-                regularizer=self.kernel_regularizer,
-                constraint=self.kernel_constraint,
-            ),
-        )
-        self.bias = None
-        if self.use_bias:
-            self.bias = add_split_weight(
-                self,
-                (self.units,),
-                0,
-                axis=self._group,
-                name="bias",
-                initializer=self.bias_initializer,
-                regularizer=self.bias_regularizer,
-                constraint=self.bias_constraint,
-            )
-        self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: input_shape[-1]})
-        self.built = True
+    def _add_weights(self, features: int, group: Group) -> None:
+        kernel_of.set(self, self._add("kernel", (features, self.units), 1, group))
+        self.bias = self._add("bias", (self.units,), 0, group) if self.use_bias else None
 
-    def call(self, inputs, training=None):
-        """[..., features] to [..., units / tensor]."""
-        if has_features(self):
-            return super().call(inputs, training=training)
-        bias = None if self.bias is None else value_tensor(self.bias)
-        if self._group is None:
-            outputs = linear(inputs, value_tensor(kernel_of(self)), bias)
-        else:
-            outputs = column_parallel_matmul(
-                inputs,
-                value_tensor(kernel_of(self)),
-                self._group,
-                sequence_axis=1 if self.sequence_parallel else None,
-                bias=bias,
-                name=self.name,
-            )
-            if self.gather_output:
-                outputs = gather_from_region(outputs, self._group, name=self.name)
-        return outputs if self.activation is None else self.activation(outputs)
+    def _split_product(self, inputs, kernel, bias, group: Group):
+        outputs = column_parallel_matmul(
+            inputs, kernel, group, self._sequence_axis, bias=bias, name=self.name
+        )
+        if self.gather_output:
+            outputs = gather_from_region(outputs, group, name=self.name)
+        return outputs
 
     def compute_output_shape(self, input_shape):
-        """The shape that this rank's output has."""
-        shape = list(input_shape)
-        shape[-1] = self.units
-        if self._group is not None:
-            if not self.gather_output:
-                shape[-1] //= self._group.size
-            if self.sequence_parallel and shape[1] is not None:
-                shape[1] *= self._group.size
-        return tuple(shape)
-
-    def get_config(self):
-        """The configuration, the same on any mesh."""
-        return {
-            **super().get_config(),
-            "gather_output": self.gather_output,
-            "sequence_parallel": self.sequence_parallel,
-        }
+        """The shape of this rank's output."""
+        units = self.units if self.gather_output else self.units // self._ranks
+        return (*self._shape_of_whole(input_shape)[:-1], units)
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
-class RowParallelDense(keras.layers.Dense):
-    """`keras.layers.Dense` of which each tensor rank takes its share of the inputs.
+class RowParallelDense(_SplitDense):
+    """`keras.layers.Dense` whose inputs are split over the tensor ranks.
 
-    The input is this rank's share of the last dim, as a `ColumnParallelDense` yields it; the
-    ranks' products are summed, and the output is whole on every tensor rank. Where the tensor
-    axis is 1 or there is no strategy, this is `keras.layers.Dense`.
+    The input is this rank's share of the last dim, as a `ColumnParallelDense` returns it. The ranks'
+    products are summed, and the output is replicated on the tensor ranks. If the tensor axis has one
+    rank, or without a strategy, this is `keras.layers.Dense`.
 
     Args:
         units: The number of units.
-        input_is_parallel: Whether the input is this rank's share already; if not it is split.
+        input_is_parallel: Whether the input is this rank's share already; otherwise it is split.
         sequence_parallel: Whether the output is this rank's slice of dim 1, of shape
             [batch, time / tensor, units].
         **kwargs: As for `keras.layers.Dense`.
 
     Raises:
-        ValueError: The global number of inputs does not divide by the tensor axis, or the input is taken
-            for a share and a functional or Sequential model shows that it is whole. In a model with a
-            `call` of its own that cannot be seen: there a whole input makes a layer that is
-            wider by the size of the tensor axis.
+        ValueError: The global number of inputs is not divisible by the size of the tensor axis; or
+            `input_is_parallel` is set, and a functional or Sequential model shows that the input has all
+            features. In a model with a custom `call` this is not detected: there an input with all
+            features makes a layer that is wider by the size of the tensor axis.
 
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
     """
 
-    splits_tokens = True
+    _arguments = ("input_is_parallel",)
 
     def __init__(
         self,
@@ -189,98 +159,81 @@ class RowParallelDense(keras.layers.Dense):
         sequence_parallel: bool = False,
         **kwargs,
     ):
-        super().__init__(checks.integer("units", units, minimum=1), *args, **kwargs)
+        super().__init__(units, *args, sequence_parallel=sequence_parallel, **kwargs)
         self.input_is_parallel = checks.boolean("input_is_parallel", input_is_parallel)
-        self.sequence_parallel = checks.boolean("sequence_parallel", sequence_parallel)
-        self._group = tensor_group()
-        if self._group is not None:
-            refuse_features(self)
 
-    def build(self, input_shape):
-        """Adds this rank's rows of the kernel, and the bias."""
-        if self._group is None:
-            super().build(input_shape)
-            return
-        features = input_shape[-1]
+    def _add_weights(self, features: int, group: Group) -> None:
         if self.input_is_parallel:
-            features *= self._group.size
-        check_divides("features", features, self._group, self)
-        kernel_of.set(
-            self,
-            add_split_weight(
-                self,
-                (features, self.units),
-                0,
-                axis=self._group,
-                name="kernel",
-                initializer=self.kernel_initializer,
-                regularizer=self.kernel_regularizer,
-                constraint=self.kernel_constraint,
-            ),
-        )
+            features *= group.size
+        check_divides("features", features, group, self)
+        kernel_of.set(self, self._add("kernel", (features, self.units), 0, group))
         self.bias = None
         if self.use_bias:
-            self.bias = self.add_weight(
-                name="bias",
-                shape=(self.units,),
-                initializer=self.bias_initializer,
-                regularizer=self.bias_regularizer,
-                constraint=self.bias_constraint,
-            )
-            if self.sequence_parallel:
-                update_layout(self.bias, partial_over=self._group)
-        self.input_spec = keras.layers.InputSpec(min_ndim=2, axes={-1: input_shape[-1]})
-        self.built = True
+            self.bias = self._add("bias", (self.units,), 0, None)
+            self._mark_partial(self.bias)
 
     def compute_output_spec(self, inputs, *args, **kwargs):
-        """The shape and dtype of the output, for a symbolic input of which it is known what it is."""
-        if self._group is not None and self._group.size > 1 and self.input_is_parallel:
-            maker = _maker_of_whole(inputs)
-            if maker is not None:
-                raise ValueError(
-                    f"`{self.name}` takes each rank's share of the features, as a ColumnParallelDense "
-                    f"yields it. Received: {maker}, which has all {inputs.shape[-1]} features on every "
-                    "rank. Pass input_is_parallel=False, or put a ColumnParallelDense before it."
-                )
+        """The shape and dtype of the output, after a check of the input's features."""
+        maker = _maker_of_whole(inputs) if self._ranks > 1 and self.input_is_parallel else None
+        if maker is not None:
+            raise ValueError(
+                f"`{self.name}` requires each rank's share of the features, as a ColumnParallelDense "
+                f"returns it. Received: {maker}, which has all {inputs.shape[-1]} features on every "
+                "rank. Pass input_is_parallel=False, or put a ColumnParallelDense before it."
+            )
         return super().compute_output_spec(inputs, *args, **kwargs)
 
-    def call(self, inputs, training=None):
-        """[..., features / tensor] to [..., units]."""
-        if has_features(self):
-            return super().call(inputs, training=training)
-        if self._group is not None and not self.input_is_parallel:
-            inputs = scatter_to_region(inputs, self._group, name=self.name)
-        bias = None if self.bias is None else value_tensor(self.bias)
-        if self._group is None:
-            outputs = linear(inputs, value_tensor(kernel_of(self)), bias)
-        else:
-            outputs = linear(inputs, value_tensor(kernel_of(self)))
-            leave = reduce_from_region
-            if self.sequence_parallel:
-                leave = reduce_scatter_to_sequence_region
-            outputs = leave(outputs, self._group, name=self.name)
-            outputs = outputs if bias is None else tf.nn.bias_add(outputs, bias)
-        return outputs if self.activation is None else self.activation(outputs)
+    def _own_features(self, inputs):
+        if self._group is None or self.input_is_parallel:
+            return inputs
+        return scatter_to_region(inputs, self._group, name=self.name)
+
+    def _split_product(self, inputs, kernel, bias, group: Group):
+        outputs = self._reduce(linear(inputs, kernel), group)
+        return outputs if bias is None else tf.nn.bias_add(outputs, bias)
 
     def compute_output_shape(self, input_shape):
-        """The shape that this rank's output has."""
-        shape = list(input_shape)
-        shape[-1] = self.units
-        if self._group is not None and self.sequence_parallel and shape[1] is not None:
-            check_divides("the sequence", shape[1], self._group, self)
-            shape[1] //= self._group.size
-        return tuple(shape)
-
-    def get_config(self):
-        """The configuration, the same on any mesh."""
-        return {
-            **super().get_config(),
-            "input_is_parallel": self.input_is_parallel,
-            "sequence_parallel": self.sequence_parallel,
-        }
+        """The shape of this rank's output."""
+        return (*self._shape_of_slice(input_shape)[:-1], self.units)
 
 
-#: Layers of which each rank has the whole output, if they do not split it themselves.
+class TwoProducts(TensorParallelLayer):
+    """The arguments of a layer of a product split by columns, and of one split by rows.
+
+    Args:
+        use_bias: Whether the products have a bias.
+        kernel_initializer: For the first kernels.
+        output_initializer: For the kernel of the second product; None for the same.
+        **kwargs: As for `TensorParallelLayer`.
+    """
+
+    _arguments: tuple[str, ...] = ("use_bias", "kernel_initializer", "output_initializer")
+
+    def __init__(self, *, use_bias: bool, kernel_initializer, output_initializer, **kwargs):
+        super().__init__(**kwargs)
+        self.use_bias = checks.boolean("use_bias", use_bias)
+        self.kernel_initializer = initializer("kernel_initializer", kernel_initializer)
+        self.output_initializer = initializer(
+            "output_initializer", output_initializer, optional=True
+        )
+
+    def _product(self, layer, units: int, kernel_initializer, name: str, **kwargs):
+        return layer(
+            units,
+            use_bias=self.use_bias,
+            sequence_parallel=self.sequence_parallel,
+            kernel_initializer=kernel_initializer,
+            dtype=self.dtype_policy,
+            name=name,
+            **kwargs,
+        )
+
+    def _output_product(self, units: int, name: str):
+        kernel_initializer = self.output_initializer or again(self.kernel_initializer)
+        return self._product(RowParallelDense, units, kernel_initializer, name)
+
+
+#: Layers whose output is replicated on all ranks, unless they split it themselves.
 _WHOLE = (
     keras.layers.InputLayer,
     keras.layers.Dense,
@@ -292,9 +245,9 @@ _WHOLE = (
 
 
 def _maker_of_whole(tensor) -> str | None:
-    """The layer that made a symbolic tensor whose features are known to be whole, in words; else None.
+    """A description of the layer that produced a symbolic tensor, if it has all features; else None.
 
-    Operations and layers of Keras and of tfdist that read one tensor and keep its features are looked behind.
+    Operations and layers of Keras and of tfdist with one input whose features they keep are skipped.
     """
     while (made := made_by(tensor)) is not None:
         maker, read = made
@@ -317,15 +270,14 @@ def has_features(layer) -> bool:
 
 
 def refuse_features(layer) -> None:
-    """Raises for features of Keras' own layers that work on the whole kernel or output.
+    """Checks that a layer uses no feature of Keras that requires the whole kernel or output.
 
     Raises:
-        ValueError: There is one.
+        ValueError: The layer uses one.
     """
     for feature in ("lora_rank", "quantization_mode", "activity_regularizer"):
         if getattr(layer, feature, None):
             raise ValueError(
-                f"`{feature}` works on a kernel or output that one rank holds whole. Received: "
-                f"{feature}={getattr(layer, feature)!r} in `{layer.name}`, which is split over "
-                "the tensor axis."
+                f"`{feature}` is not supported for a layer that is split over the tensor axis. "
+                f"Received: {feature}={getattr(layer, feature)!r} in `{layer.name}`."
             )

@@ -1,4 +1,4 @@
-"""Dropout that knows whether its input is whole or a slice."""
+"""Dropout for activations that are replicated or split over the tensor axis."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from tfdist.collectives import Group
 from tfdist.sharding.weights import tensor_group
 from tfdist.utils import checks
 
-#: Odd, and another than the one by which ranks of the data axis differ.
+#: Odd, and different from the stride between the ranks of the data axis.
 _STRIDE = 0x85EBCA6B
 
 
 def own_seed(seed, group: Group):
-    """A drawn seed, of shape [2], moved by the rank's place in the group: each has its own."""
+    """A drawn seed, of shape [2], plus an offset for the rank, so that seeds differ within the group."""
     offset = (group.rank * _STRIDE) % (1 << 31)
     return seed + tf.constant([0, offset], dtype=seed.dtype)
 
 
-def drawing_apart(draw, group: Group):
-    """A seed generator's `next` by which each rank has its own seeds."""
+def per_rank_random(draw, group: Group):
+    """A seed generator's `next`, replaced by one whose seeds differ within the group."""
     return lambda ordered=True: own_seed(draw(ordered), group)
 
 
@@ -28,11 +28,11 @@ def drawing_apart(draw, group: Group):
 class Dropout(keras.layers.Dropout):
     """`keras.layers.Dropout` for activations that may be split over the tensor axis.
 
-    Tensor ranks hold the same samples. Where they also hold the same activation they drop the
-    same entries; where each holds a slice they draw each its own.
+    Tensor ranks have the same samples. If the activation is replicated, all drop the same entries; if it
+    is split, each rank draws different random numbers for its slice.
 
     Args:
-        rate: The share of entries that is dropped.
+        rate: The fraction of entries that are dropped.
         split: Whether the input is this rank's slice.
         **kwargs: As for `keras.layers.Dropout`.
     """
@@ -45,7 +45,7 @@ class Dropout(keras.layers.Dropout):
         self._group = tensor_group()
 
     def call(self, inputs, training=False):
-        """Any shape to the same shape."""
+        """Maps any shape to the same shape."""
         if not training or not self.rate:
             return inputs
         if self._group is None or not self.split:
@@ -56,5 +56,5 @@ class Dropout(keras.layers.Dropout):
         )
 
     def get_config(self):
-        """The configuration, the same on any mesh."""
+        """The configuration, which is the same on any mesh."""
         return {**super().get_config(), "split": self.split}

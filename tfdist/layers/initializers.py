@@ -1,4 +1,4 @@
-"""Initializers: those that a layer is given, and one for several of its weights."""
+"""Initializers of layers: checks of the argument, and copies for further weights."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from tfdist.utils import checks
 
 
 def again(initializer):
-    """The same initializer for another weight, with a seed of its own where none was given.
+    """A copy of an initializer for another weight, with a different seed if none was given.
 
-    An initializer of Keras draws the same numbers each time that it is called.
+    A Keras initializer draws the same numbers at each call.
     """
     return initializer.clone() if hasattr(initializer, "clone") else initializer
 
 
 def initializer(name: str, value, *, optional: bool = False):
-    """The initializer that an argument stands for.
+    """The Keras initializer that is the value of an argument.
 
     Args:
-        name: The argument.
+        name: The name of the argument.
         value: An initializer, its name or its configuration.
-        optional: Whether None is allowed, too.
+        optional: Whether None is allowed.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The value is not an initializer.
     """
     if value is None and optional:
         return None

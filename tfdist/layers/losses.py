@@ -1,4 +1,4 @@
-"""Cross-entropy over logits that stay split over the tensor axis."""
+"""Cross-entropy from logits that are split over the tensor axis."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from tfdist.backend.keras.attributes import compile_metrics
 from tfdist.backend.kernels import kernels, kernels_enabled
 from tfdist.collectives import Group, all_reduce
 from tfdist.layers.chunked_loss import chunked_cross_entropy
+from tfdist.layers.vocabulary import mask_padding, own_ids
 from tfdist.sharding.weights import tensor_group
 from tfdist.utils import checks
 
-#: Those of Keras.
+#: The reductions of Keras.
 _REDUCTIONS = ("sum_over_batch_size", "sum", "mean", "mean_with_sample_weight", "none")
 
 
@@ -22,25 +23,25 @@ _REDUCTIONS = ("sum_over_batch_size", "sum", "mean", "mean_with_sample_weight", 
 class VocabParallelCrossEntropy(keras.losses.Loss):
     """Sparse categorical cross-entropy from logits, whole or split over the tensor axis.
 
-    On split logits the ranks exchange the maximum, the sum of exponentials and the label's logit
-    of each token, never the logits. The padding of a vocabulary that does not divide counts for
-    nothing. On whole logits this is `keras.losses.SparseCategoricalCrossentropy`.
+    For split logits the ranks exchange the maximum, the sum of exponentials and the label's logit of each
+    token, never the logits. The padding of the vocabulary is ignored. For whole logits this is
+    `keras.losses.SparseCategoricalCrossentropy`.
 
-    With `chunk_size` the logits never stand as a whole, neither forward nor backward, where they are
-    the model's last product: of `VocabParallelHead`, of a `Dense` without bias and activation, or of an
-    embedding in reverse, with its soft cap (`VocabParallelEmbedding`, `keras.layers.ReversibleEmbedding`
-    and so the causal models of KerasHub). The loss then takes the hidden states and the table that
-    they are made of, and computes its value and both gradients so many tokens at a time. The
-    backward pass makes the logits again: a third more products for that one layer. This is so in
-    steps that run as a graph, and where nothing else, as a metric, looks at the outputs. Everywhere
-    else the loss is the same, of logits as they are.
+    With `chunk_size` the array of all logits never exists, neither in the forward nor in the backward
+    pass, if the logits are the model's last product: of `VocabParallelHead`, of a `Dense` without bias and
+    activation, or of an embedding in reverse, with its soft cap (`VocabParallelEmbedding`,
+    `keras.layers.ReversibleEmbedding` and thus the causal models of KerasHub). The loss then uses the hidden
+    states and the table, and computes its value and both gradients for `chunk_size` tokens at a time. The
+    backward pass computes the logits again: a third more products for that one layer. This requires a
+    step that runs as a graph, and that nothing else, such as a metric, uses the outputs. Otherwise the
+    loss is the same, computed from the logits.
 
     Args:
         vocabulary_size: The global number of classes, without padding.
         reduction: As for `keras.losses.Loss`.
         name: The loss's name.
         dtype: As for `keras.losses.Loss`.
-        chunk_size: None, or of how many tokens at most logits stand at once.
+        chunk_size: None, or the maximum number of tokens whose logits are in memory at once.
 
     Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
     """
@@ -63,10 +64,10 @@ class VocabParallelCrossEntropy(keras.losses.Loss):
         self._group = tensor_group()
 
     def call(self, y_true, y_pred):
-        """Labels [...] and logits [..., vocabulary_size or this rank's share] to losses [...].
+        """Maps labels [...] and logits [..., vocabulary_size or this rank's share] to losses [...].
 
         Raises:
-            ValueError: The last dim of the logits is neither.
+            ValueError: The last dim of the logits has another size.
         """
         labels = tf.cast(tf.convert_to_tensor(y_true), tf.int32)
         logits = tf.convert_to_tensor(y_pred)
@@ -75,32 +76,25 @@ class VocabParallelCrossEntropy(keras.losses.Loss):
         product = None if self.chunk_size is None else product_behind(logits)
         if logits.dtype.size < 4:
             logits = tf.cast(logits, tf.float32)
-        size = self._group.size if self._group is not None else 1
-        share = -(-self.vocabulary_size // size)
-        is_whole = logits.shape[-1] == self.vocabulary_size
-        is_split = self._group is not None and logits.shape[-1] == share
-        if product is not None and product.columns == logits.shape[-1] and (is_whole or is_split):
-            return chunked_cross_entropy(
-                product,
-                labels,
-                self.chunk_size,
-                None if is_whole else self._group,
-                self.vocabulary_size,
-            )
-        if is_whole:
-            if logits.dtype == tf.float32 and kernels_enabled():
-                return _one_pass(logits, labels)
-            return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-        if self._group is None or logits.shape[-1] != share:
+        size, group = self.vocabulary_size, self._group
+        share = size if group is None else -(-size // group.size)
+        if logits.shape[-1] == size:
+            group = None
+        elif logits.shape[-1] != share:
             raise ValueError(
-                f"The last dim of the logits is the vocabulary ({self.vocabulary_size}), or a "
-                f"tensor rank's share of it ({share}). Received: logits of shape "
-                f"{tuple(logits.shape)}."
+                f"The last dim of the logits must be the vocabulary ({size}), or a tensor rank's share "
+                f"of it ({share}). Received: logits of shape {tuple(logits.shape)}."
             )
-        return _split_cross_entropy(labels, logits, self._group, self.vocabulary_size)
+        if product is not None and product.columns == logits.shape[-1]:
+            return chunked_cross_entropy(product, labels, self.chunk_size, group, size)
+        if group is not None:
+            return _split_cross_entropy(labels, logits, group, size)
+        if logits.dtype == tf.float32 and kernels_enabled():
+            return _one_pass(logits, labels)
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
 
     def get_config(self):
-        """The configuration, the same on any mesh."""
+        """The configuration, which is the same on any mesh."""
         return {
             **super().get_config(),
             "vocabulary_size": self.vocabulary_size,
@@ -113,18 +107,18 @@ def _check_dtype(dtype):
         try:
             keras.dtype_policies.get(dtype)
         except (ValueError, TypeError, AttributeError) as error:
-            raise checks.refuse("dtype", dtype, "a dtype, a policy of dtypes or None") from error
+            raise checks.refuse("dtype", dtype, "a dtype, a dtype policy or None") from error
     return dtype
 
 
 def takes_split_logits(model) -> bool:
-    """Whether all that a compiled model does with its output takes split logits."""
+    """Whether a compiled model's loss supports split logits, and the model has no metrics."""
     metrics = compile_metrics(model, None)
     return isinstance(getattr(model, "loss", None), VocabParallelCrossEntropy) and metrics is None
 
 
 def _one_pass(logits, labels):
-    """On whole logits, by the compiled library."""
+    """The losses from whole logits, by the compiled library."""
 
     @custom_gradient
     def cross_entropy(logits):
@@ -136,19 +130,13 @@ def _one_pass(logits, labels):
 
 def _split_cross_entropy(labels, logits, group: Group, vocabulary_size: int):
     share = logits.shape[-1]
-    first = group.rank * share
 
     @custom_gradient
     def cross_entropy(logits):
-        real = min(max(vocabulary_size - first, 0), share)
-        if real < share:
-            padding = tf.range(share) >= real
-            logits = tf.where(padding, logits.dtype.min, logits)
+        logits = mask_padding(logits, group, vocabulary_size)
         highest = all_reduce(tf.reduce_max(logits, axis=-1), group, "max", name="loss/maximum")
         exponentials, own_sum = _exponentials(logits, highest)
-        own_labels = labels - first
-        own = tf.logical_and(own_labels >= 0, own_labels < share)
-        place = tf.where(own, own_labels, 0)
+        place, own = own_ids(labels, share, group)
         of_label = tf.gather(logits, place, batch_dims=labels.shape.rank)
         of_label = tf.where(own, of_label - highest, 0.0)
         sums = tf.stack([own_sum, of_label])
@@ -156,7 +144,7 @@ def _split_cross_entropy(labels, logits, group: Group, vocabulary_size: int):
 
         def gradient(dy):
             found = exponentials * (dy / total)[..., None]
-            # Less `dy` at the label, in the rows whose label is this rank's.
+            # Minus `dy` at the label, in the rows whose label is in this rank's range.
             rows = tf.where(tf.reshape(own, [-1]))
             places = tf.gather(tf.reshape(place, [-1, 1]), rows[:, 0])
             indices = tf.concat([rows, tf.cast(places, rows.dtype)], axis=1)

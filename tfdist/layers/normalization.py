@@ -1,4 +1,4 @@
-"""Layer and RMS normalization, whole or on a slice of the sequence."""
+"""Layer and RMS normalization of replicated activations, or of a slice of the sequence."""
 
 from __future__ import annotations
 
@@ -7,47 +7,46 @@ import tensorflow as tf
 
 from tfdist.backend.graph.custom_gradient import custom_gradient
 from tfdist.backend.kernels import kernels, kernels_enabled
-from tfdist.sharding.layout import update_layout
-from tfdist.sharding.weights import tensor_group, value_tensor
+from tfdist.layers.base import TensorParallelLayer
+from tfdist.sharding.weights import value_tensor
 from tfdist.utils import checks
 
 
-@keras.saving.register_keras_serializable(package="tfdist")
-class LayerNormalization(keras.layers.LayerNormalization):
-    """`keras.layers.LayerNormalization` over the last dim, with a backward pass of its own.
+class _LastDimNormalization(TensorParallelLayer):
+    """The arguments and weights of both normalizations."""
 
-    Keras' gradient goes back through each step of the formula; this one takes the closed form
-    (Ba et al. 2016), and keeps only the normalized input.
+    def __init__(self, *, sequence_parallel: bool = False, **kwargs):
+        axis, rms_scaling = kwargs.pop("axis", -1), kwargs.pop("rms_scaling", False)
+        if axis not in (-1, [-1], (-1,)) or rms_scaling:
+            raise ValueError(
+                f"{type(self).__name__} does not support an `axis` other than the last, or "
+                f"`rms_scaling`. Received: axis={axis}, rms_scaling={rms_scaling}. For other axes use "
+                "the layer of keras.layers, and for RMS scaling RMSNormalization."
+            )
+        if "epsilon" in kwargs:
+            checks.number("epsilon", kwargs["epsilon"], minimum=0)
+        super().__init__(axis=-1, sequence_parallel=sequence_parallel, **kwargs)
+
+    def build(self, input_shape):
+        """Adds the weights."""
+        super().build(input_shape)
+        self._mark_partial(*self.weights)
+
+
+@keras.saving.register_keras_serializable(package="tfdist")
+class LayerNormalization(_LastDimNormalization, keras.layers.LayerNormalization):
+    """`keras.layers.LayerNormalization` over the last dim, with a custom backward pass.
+
+    Keras differentiates each step of the formula; this layer uses the closed form (Ba et al. 2016), and
+    keeps only the normalized input.
 
     Args:
         sequence_parallel: Whether the input is this tensor rank's slice of the sequence.
         **kwargs: As for `keras.layers.LayerNormalization`, without `axis` and `rms_scaling`.
     """
 
-    splits_tokens = True
-
-    def __init__(self, *, sequence_parallel: bool = False, **kwargs):
-        if kwargs.pop("axis", -1) not in (-1, [-1], (-1,)) or kwargs.pop("rms_scaling", False):
-            raise ValueError(
-                f"{type(self).__name__} normalizes the last dim by mean and variance. For other "
-                "axes take keras.layers.LayerNormalization, and for RMS scaling RMSNormalization."
-            )
-        if "epsilon" in kwargs:
-            checks.number("epsilon", kwargs["epsilon"], minimum=0)
-        super().__init__(axis=-1, **kwargs)
-        self.sequence_parallel = checks.boolean("sequence_parallel", sequence_parallel)
-        self._group = tensor_group()
-
-    def build(self, input_shape):
-        """Adds scale and offset."""
-        super().build(input_shape)
-        if self.sequence_parallel and self._group is not None:
-            for variable in (self.gamma, self.beta):
-                if variable is not None:
-                    update_layout(variable, partial_over=self._group)
-
     def call(self, inputs):
-        """[..., features] to the same shape."""
+        """Maps [..., features] to the same shape."""
         found = normalized_in_one_pass(self, inputs)
         if found is not None:
             return found
@@ -58,68 +57,36 @@ class LayerNormalization(keras.layers.LayerNormalization):
         )
         return tf.cast(_normalize(inputs, scale, offset, self.epsilon), self.compute_dtype)
 
-    def compute_output_shape(self, input_shape):
-        """That of the input."""
-        return input_shape
-
     def get_config(self):
-        """The configuration, the same on any mesh."""
-        config = {**super().get_config(), "sequence_parallel": self.sequence_parallel}
+        """The configuration, which is the same on any mesh."""
+        config = super().get_config()
         config.pop("rms_scaling", None)
         return config
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
-class RMSNormalization(keras.layers.RMSNormalization):
-    """`keras.layers.RMSNormalization` over the last dim, with a backward pass of its own.
+class RMSNormalization(_LastDimNormalization, keras.layers.RMSNormalization):
+    """`keras.layers.RMSNormalization` over the last dim, with a custom backward pass.
 
-    As that of `LayerNormalization` it takes the closed form, and keeps only the normalized input (Zhang
-    and Sennrich 2019, "Root Mean Square Layer Normalization").
+    Like `LayerNormalization` it uses the closed form, and keeps only the normalized input (Zhang and
+    Sennrich 2019, "Root Mean Square Layer Normalization").
 
     Args:
         sequence_parallel: Whether the input is this tensor rank's slice of the sequence.
         **kwargs: As for `keras.layers.RMSNormalization`, without `axis`.
     """
 
-    splits_tokens = True
-
-    def __init__(self, *, sequence_parallel: bool = False, **kwargs):
-        if kwargs.pop("axis", -1) not in (-1, [-1], (-1,)):
-            raise ValueError(
-                f"{type(self).__name__} normalizes the last dim. For other axes take "
-                "keras.layers.RMSNormalization."
-            )
-        if "epsilon" in kwargs:
-            checks.number("epsilon", kwargs["epsilon"], minimum=0)
-        super().__init__(axis=-1, **kwargs)
-        self.sequence_parallel = checks.boolean("sequence_parallel", sequence_parallel)
-        self._group = tensor_group()
-
-    def build(self, input_shape):
-        """Adds the scale."""
-        super().build(input_shape)
-        if self.sequence_parallel and self._group is not None:
-            update_layout(self.scale, partial_over=self._group)
-
     def call(self, inputs):
-        """[..., features] to the same shape."""
+        """Maps [..., features] to the same shape."""
         scale = tf.cast(value_tensor(self.scale), _wide_dtype(inputs))
         outputs = _normalize(inputs, scale, None, self.epsilon, centers=False)
         return tf.cast(outputs, self.compute_dtype)
 
-    def compute_output_shape(self, input_shape):
-        """That of the input."""
-        return input_shape
-
-    def get_config(self):
-        """The configuration, the same on any mesh."""
-        return {**super().get_config(), "sequence_parallel": self.sequence_parallel}
-
 
 def normalized_in_one_pass(layer: keras.layers.LayerNormalization, inputs):
-    """What a layer makes of [..., features] over the last dim, by the compiled library.
+    """The output of a layer for [..., features], by the compiled library in one pass.
 
-    None outside of steps on CPUs, without a scale or an offset, and in other dtypes than it computes.
+    None outside of steps on CPUs, without a scale or an offset, and for dtypes that it does not support.
     """
     if layer.gamma is None or layer.beta is None or not kernels_enabled():
         return None
@@ -138,7 +105,7 @@ def _wide_dtype(inputs) -> tf.DType:
 
 
 def _one_pass(inputs, scale, offset, epsilon: float):
-    """By the compiled library, with scale and offset; the input is kept, not the normalized one."""
+    """The output with scale and offset, by the compiled library, which keeps the input for the gradient."""
 
     @custom_gradient
     def normalize(x, scale, offset):
@@ -158,14 +125,16 @@ def _one_pass(inputs, scale, offset, epsilon: float):
 
 
 def _normalize(inputs, scale, offset, epsilon: float, *, centers: bool = True):
-    """In float32 at least. Of a narrower input that is kept, else the normalized one.
+    """The output, computed in float32 or wider.
+
+    The gradient keeps the normalized input, or the input if its dtype is narrower.
 
     Args:
         inputs: Shape [..., features].
         scale: Shape [features], or None.
         offset: Shape [features], or None.
-        epsilon: Is added to the variance.
-        centers: Whether the mean is taken off.
+        epsilon: Added to the variance.
+        centers: Whether the mean is subtracted.
     """
 
     @custom_gradient

@@ -1,4 +1,4 @@
-"""Learned absolute positions."""
+"""Learned absolute position embeddings."""
 
 from __future__ import annotations
 
@@ -6,35 +6,33 @@ import keras
 import tensorflow as tf
 
 from tfdist.context_parallel import check_whole_slices
+from tfdist.layers.base import TensorParallelLayer
 from tfdist.layers.initializers import initializer as get_initializer
-from tfdist.sharding.layout import update_layout
-from tfdist.sharding.weights import tensor_group, value_tensor
+from tfdist.sharding.weights import value_tensor
 from tfdist.step.context import current_tokens
 from tfdist.step.token_split import TokenSplit
 from tfdist.utils import checks
 
 
 @keras.saving.register_keras_serializable(package="tfdist")
-class PositionEmbedding(keras.layers.Layer):
+class PositionEmbedding(TensorParallelLayer):
     """Adds a learned vector to each position of a sequence.
 
     Args:
-        max_length: The longest sequence.
-        initializer: Of the table, of shape [max_length, width].
+        max_length: The maximum length of a sequence.
+        initializer: For the table, of shape [max_length, width].
         sequence_parallel: Whether the input is this tensor rank's slice of dim 1.
         **kwargs: As for `keras.layers.Layer`.
     """
 
-    splits_tokens = True
+    _arguments = ("max_length", "initializer")
 
     def __init__(
         self, max_length: int, *, initializer="uniform", sequence_parallel: bool = False, **kwargs
     ):
-        super().__init__(**kwargs)
+        super().__init__(sequence_parallel=sequence_parallel, **kwargs)
         self.max_length = checks.integer("max_length", max_length, minimum=1)
         self.initializer = get_initializer("initializer", initializer)
-        self.sequence_parallel = checks.boolean("sequence_parallel", sequence_parallel)
-        self._group = tensor_group()
         check_whole_slices(self, self.sequence_parallel)
 
     def build(self, input_shape):
@@ -43,22 +41,20 @@ class PositionEmbedding(keras.layers.Layer):
         Raises:
             ValueError: The sequence is longer than the table.
         """
-        group = self._group if self.sequence_parallel else None
-        parts = 1 if group is None else group.size
-        if input_shape[1] is not None and input_shape[1] * parts > self.max_length:
+        time = self._shape_of_whole(input_shape)[1]
+        if time is not None and time > self.max_length:
             raise ValueError(
-                f"A sequence has at most max_length={self.max_length} positions. Received: "
-                f"{input_shape[1] * parts} in `{self.name}`."
+                f"A sequence must have at most max_length={self.max_length} positions. Received: "
+                f"{time} in `{self.name}`."
             )
         self.table = self.add_weight(
             name="table", shape=(self.max_length, input_shape[-1]), initializer=self.initializer
         )
-        if group is not None:
-            update_layout(self.table, partial_over=group)
+        self._mark_partial(self.table)
         self.built = True
 
     def call(self, inputs):
-        """[batch, time, width] to the same shape."""
+        """Maps [batch, time, width] to the same shape."""
         tokens = current_tokens()
         if tokens is not None:
             return inputs + self._own_vectors(tokens)
@@ -70,20 +66,13 @@ class PositionEmbedding(keras.layers.Layer):
 
     def _own_vectors(self, tokens: TokenSplit):
         """The vectors of this rank's tokens of a sequence."""
-        said = f"A sequence has at most max_length={self.max_length} positions in `{self.name}`"
-        tf.debugging.assert_less_equal(tokens.total, self.max_length, said)
-        # Slices, and no lookup, so that the gradient is dense.
+        message = (
+            f"A sequence must have at most max_length={self.max_length} positions in `{self.name}`"
+        )
+        tf.debugging.assert_less_equal(tokens.total, self.max_length, message)
+        # Slices and not a lookup, so that the gradient is dense.
         return tokens.take(value_tensor(self.table), axis=0)
 
     def compute_output_shape(self, input_shape):
-        """That of the input."""
+        """The shape of the input."""
         return input_shape
-
-    def get_config(self):
-        """The configuration, the same on any mesh."""
-        return {
-            **super().get_config(),
-            "max_length": self.max_length,
-            "initializer": keras.initializers.serialize(self.initializer),
-            "sequence_parallel": self.sequence_parallel,
-        }

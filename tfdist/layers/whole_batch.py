@@ -1,7 +1,8 @@
-"""Losses and metrics of a whole batch, and how the states of metrics are aggregated.
+"""Losses and metrics of a whole batch, and the aggregation of the states of metrics.
 
-A rank has some rows of the batch. A function with a number for each row needs nothing; one with a
-number for all of them is another one of fewer rows, unless it is a mean over rows.
+A rank has some rows of the batch. A function that returns a number per row is correct on any ranks. One
+that returns a single number for all rows is correct only if it is a mean over rows, or is computed from the
+rows of all ranks.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _AGGREGATIONS = ("sum", "mean", "max", "min")
 
 
 def over_batch(function: Callable) -> Callable:
-    """A loss or metric function that is given the rows of the whole batch, on every rank.
+    """Makes a loss or metric function receive the rows of the whole batch, on every rank.
 
-    Its value is the same on all ranks, and its gradient that of one process. In a pipeline it
-    requires `num_microbatches=1`.
+    The value is the same on all ranks, and the gradient that of one process. A pipeline requires
+    `num_microbatches=1`.
 
     ```python
     model.compile("adam", loss=over_batch(soft_dice), metrics=[over_batch(dice_coefficient)])
@@ -35,18 +36,16 @@ def over_batch(function: Callable) -> Callable:
 
     Args:
         function: A function of `y_true` and `y_pred`, nests of tensors of shape [rows, ...], such as one
-            that compares rows with each other or takes a quotient of sums over them; or a
+            that compares rows with each other or is a quotient of sums over them; or a
             `keras.losses.Loss`.
 
     Returns:
         A function of the same name.
 
     Raises:
-        TypeError: It is not callable.
+        TypeError: The function is not callable.
     """
-    _check(function)
 
-    @functools.wraps(function, updated=())
     def gathered(y_true, y_pred, *args, **kwargs):
         return function(*all_rows((y_true, y_pred)), *args, **kwargs)
 
@@ -55,7 +54,7 @@ def over_batch(function: Callable) -> Callable:
 
 
 def mean_of_rows(function: Callable) -> Callable:
-    """A loss or metric function whose value is a mean over rows: so declared, it is used as it is.
+    """Declares that the value of a loss or metric function is a mean over rows, so that it is used unchanged.
 
     Args:
         function: A function of `y_true` and `y_pred` that returns a scalar.
@@ -64,19 +63,13 @@ def mean_of_rows(function: Callable) -> Callable:
         A function of the same name.
 
     Raises:
-        TypeError: It is not callable.
+        TypeError: The function is not callable.
     """
-    _check(function)
-
-    @functools.wraps(function, updated=())
-    def called(*args, **kwargs):
-        return function(*args, **kwargs)
-
-    return _declared(called, function)
+    return _declared(lambda *args, **kwargs: function(*args, **kwargs), function)
 
 
 def set_aggregation(variable: keras.Variable, aggregation: str) -> keras.Variable:
-    """Says how the ranks' values of a metric's variable become one; the sum is the default.
+    """Sets the aggregation of the ranks' values of a metric's variable; the default is the sum.
 
     ```python
     self.largest = set_aggregation(self.add_weight(initializer="zeros", name="largest"), "max")
@@ -90,7 +83,7 @@ def set_aggregation(variable: keras.Variable, aggregation: str) -> keras.Variabl
         The variable.
 
     Raises:
-        TypeError: It is not a Keras variable.
+        TypeError: `variable` is not a Keras variable.
         ValueError: The aggregation is unknown.
     """
     checks.instance("variable", variable, keras.Variable, "a Keras variable")
@@ -99,17 +92,17 @@ def set_aggregation(variable: keras.Variable, aggregation: str) -> keras.Variabl
 
 
 def aggregation_of(variable: keras.Variable) -> str:
-    """How the ranks' values of a metric's variable become one."""
+    """The aggregation of the ranks' values of a metric's variable."""
     return getattr(variable, _AGGREGATION, variable.aggregation)
 
 
 def is_declared(function: Any) -> bool:
-    """Whether the user has said what a function of a batch is."""
+    """Whether a function is the result of `over_batch` or `mean_of_rows`."""
     return getattr(function, _DECLARED, False)
 
 
 def compares_rows(function: Any, arguments: dict) -> bool:
-    """Whether a function of Keras' has sums over the rows in it, or compares them with each other."""
+    """Whether a function of Keras contains sums over rows, or compares rows with each other."""
     if function is keras.losses.circle:
         return arguments.get("ref_embeddings") is None
     if function not in (keras.losses.dice, keras.losses.tversky):
@@ -119,15 +112,15 @@ def compares_rows(function: Any, arguments: dict) -> bool:
 
 
 def check_micro_batches(losses: Any, parts: int, name: str) -> None:
-    """Refuses losses that need the rows of the whole batch where a step has micro-batches.
+    """Checks that no loss requires the rows of the whole batch if a step has several micro-batches.
 
     Args:
-        losses: What `compile` was given: a nest of losses, functions and names.
+        losses: The losses that were passed to `compile`: a nest of losses, functions and names.
         parts: The number of micro-batches.
-        name: The model's.
+        name: The name of the model.
 
     Raises:
-        ValueError: There is such a loss.
+        ValueError: A loss requires them.
     """
     for loss in keras.tree.flatten(losses) if parts > 1 else ():
         loss = keras.losses.get(loss)
@@ -139,16 +132,16 @@ def check_micro_batches(losses: Any, parts: int, name: str) -> None:
 def _of_micro_batches(parts: int, name: str) -> ValueError:
     return ValueError(
         "A loss over the whole batch cannot be computed from micro-batches. Received: "
-        f"num_microbatches={parts} in `{name}`. Use num_microbatches=1, or a loss with a number for each "
-        "row."
+        f"num_microbatches={parts} in `{name}`. Use num_microbatches=1, or a loss that returns a number "
+        "per row."
     )
 
 
 def all_rows(values: Any) -> Any:
-    """A nest of tensors of rows, in a step those of all ranks; outside of one as it is.
+    """Gathers the rows of all ranks, for each tensor of a nest; outside of a strategy returns the nest.
 
     Raises:
-        ValueError: In a pipeline's step of several micro-batches.
+        ValueError: The step is that of a pipeline with several micro-batches.
     """
     replica = current_replica()
     if replica is None:
@@ -172,18 +165,11 @@ def all_rows(values: Any) -> Any:
     return tf.nest.map_structure(gather, values)
 
 
-def _check(function: Any) -> None:
-    if isinstance(function, keras.metrics.Metric):
-        raise checks.refuse(
-            "function",
-            function,
-            "a function of y_true and y_pred, or a keras.losses.Loss",
-            TypeError,
-        )
-    checks.function("function", function)
-
-
 def _declared(wrapper: Any, function: Any) -> Callable:
+    if isinstance(function, keras.metrics.Metric):
+        meaning = "a function of y_true and y_pred, or a keras.losses.Loss"
+        raise checks.refuse("function", function, meaning, TypeError)
+    functools.update_wrapper(wrapper, checks.function("function", function), updated=())
     wrapper.__name__ = getattr(function, "__name__", None) or getattr(function, "name", "loss")
     setattr(wrapper, _DECLARED, True)
     return wrapper

@@ -15,7 +15,7 @@ from tfdist.collectives.mappings import (
     gather_from_region,
     reduce_from_region,
 )
-from tfdist.layers.embedding import stays_split
+from tfdist.layers.embedding import keeps_vocab_split
 from tfdist.sharding.weights import value_tensor
 from tfdist.tensor_parallel.adapters import Adapter, LayerView, override
 from tfdist.tensor_parallel.equations import equation_of_a, position, terms
@@ -88,7 +88,7 @@ class _ProductAdapter(Adapter):
         """The outputs of a vocabulary: of all units, or split if the loss supports that."""
         layer = self.layer
         plain = layer.activation in (None, keras.activations.linear)
-        if plain and stays_split(layer):
+        if plain and keeps_vocab_split(layer):
             return outputs
         if drops_logits():
             return dropped_logits(outputs, layer.units)

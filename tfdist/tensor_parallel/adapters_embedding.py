@@ -12,7 +12,8 @@ from tfdist.backend.keras.attributes import table_of
 from tfdist.backend.keras.private import set_keras_mask
 from tfdist.collectives import Group
 from tfdist.collectives.mappings import gather_from_region, reduce_from_region
-from tfdist.layers.embedding import own_ids, own_rows, split_logits, stays_split
+from tfdist.layers.embedding import keeps_vocab_split, split_logits
+from tfdist.layers.vocabulary import own_ids, own_rows
 from tfdist.sharding.layout import layout_of
 from tfdist.sharding.weights import value_tensor
 from tfdist.tensor_parallel.adapters import Adapter
@@ -127,7 +128,7 @@ class ReversibleEmbeddingAdapter(EmbeddingAdapter):
 
     def _joined(self, logits, group: Group):
         layer = self.layer
-        if stays_split(layer):
+        if keeps_vocab_split(layer):
             return logits
         if drops_logits():
             return dropped_logits(logits, layer.input_dim)

@@ -16,7 +16,7 @@ import keras
 
 from tfdist.backend.keras.attributes import own_trainable, sublayers, variables_of_layer
 from tfdist.collectives import Group
-from tfdist.layers.dropout import drawing_apart
+from tfdist.layers.dropout import per_rank_random
 from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.sharding.weights import split_variable
 from tfdist.tensor_parallel.adapters import Adapter, Part, SharedInput, local_attributes, override
@@ -164,7 +164,7 @@ class Block:
                     update_layout(variable, partial_over=group)
             for value in vars(layer).values():
                 if isinstance(value, keras.random.SeedGenerator):
-                    override(value, "next", drawing_apart(value.next, group))
+                    override(value, "next", per_rank_random(value.next, group))
 
     def _call(self, attributes: dict[str, Any], group: Group) -> Callable:
         layer, entrance = self.layer, self._entrance

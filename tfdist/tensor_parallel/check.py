@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfdist.backend.keras.attributes import dtype_policy, sublayers
 from tfdist.backend.keras.private import all_layers
 from tfdist.collectives import Group, all_reduce
-from tfdist.layers.dropout import drawing_apart
+from tfdist.layers.dropout import per_rank_random
 from tfdist.sharding.layout import layout_of, update_layout
 from tfdist.tensor_parallel.adapters import override
 
@@ -206,7 +206,7 @@ class Check:
         for generator, where in generators.values():
             # A generator that is also used for a whole activation must draw the same on all ranks.
             if all(where):
-                override(generator, "next", drawing_apart(generator.next, self._group))
+                override(generator, "next", per_rank_random(generator.next, self._group))
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
-"""Attention by blocks of queries and keys, without the scores of all of them at once."""
+"""Attention by blocks of queries and keys, without all scores in memory at once."""
 
 from tfdist.context_parallel.blockwise.attention import blockwise_attention, default_settings
-from tfdist.context_parallel.blockwise.blocks import attend_block, block_gradients, merge
+from tfdist.context_parallel.blockwise.blocks import attend_block, merge
 from tfdist.context_parallel.blockwise.grid import Visibility
 from tfdist.context_parallel.blockwise.passes import attention_gradients, attention_parts
 
@@ -10,7 +10,6 @@ __all__ = [
     "attend_block",
     "attention_gradients",
     "attention_parts",
-    "block_gradients",
     "blockwise_attention",
     "default_settings",
     "merge",

@@ -1,4 +1,4 @@
-"""`blockwise_attention`: softmax attention whose memory grows with the length, not with its square."""
+"""`blockwise_attention`: softmax attention whose memory is linear in the length, and not quadratic."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from tfdist.backend.graph.custom_gradient import custom_gradient
-from tfdist.context_parallel.blockwise.grid import Visibility, size_of
-from tfdist.context_parallel.blockwise.passes import Settings, attention_gradients, attention_parts
+from tfdist.context_parallel.blockwise.grid import Settings, Visibility, size_of
+from tfdist.context_parallel.blockwise.passes import attention_gradients, attention_parts
 from tfdist.utils import checks
 
-#: The most queries and keys of a block, by measurement (`benchmarks.blockwise_attention`):
-#: blocks of many queries are faster, since the gradients of keys and values are products with a sum
-#: over queries, and small blocks can be left out where nothing of them is seen.
+#: The maximum numbers of queries and keys in a block, measured by `benchmarks.blockwise_attention`.
+#: Blocks of many queries are faster, since the gradients of keys and values are products with a sum
+#: over queries; small blocks are more often skipped, because nothing in them is seen.
 _BLOCK, _CAUSAL_BLOCK = (1024, 256), (256, 256)
 
 
@@ -31,37 +31,37 @@ def blockwise_attention(
     block_size: int | Sequence[int] | None = None,
     return_lse: bool = False,
 ):
-    """softmax(scale Q K^T) V, computed block by block.
+    """Computes softmax(scale Q K^T) V block by block.
 
-    The scores of all queries and keys never stand at once. The forward pass keeps its output and the
-    log-sum-exp of each row; the backward pass makes the scores again, block by block.
+    The scores of all queries and keys are never in memory at once. The forward pass keeps its output and
+    the log-sum-exp of each row; the backward pass computes the scores again, block by block.
 
     Args:
         query: Shape [batch, heads, time, size], of a floating dtype. Batch and time may be unknown in
-            a graph. float16 and bfloat16 are computed with as float32.
-        key: Shape [batch, key_heads, key_time, size]. The key heads divide the heads: query heads
-            that follow each other share one (grouped-query attention, Ainslie et al. 2023).
+            a graph. float16 and bfloat16 are cast to float32.
+        key: Shape [batch, key_heads, key_time, size]. `heads` is a multiple of `key_heads`: consecutive
+            query heads share a key head (grouped-query attention, Ainslie et al. 2023).
         value: Shape [batch, key_heads, key_time, value_size].
-        causal: Whether a query sees only keys up to its own place.
-        query_offset: With `causal`, the place of the first query among the keys, an int or a scalar
+        causal: Whether a query sees only keys up to its own position.
+        query_offset: With `causal`, the position of the first query among the keys, an int or a scalar
             tensor; None for key_time - time, so that the last query sees the last key.
         mask: None, or a bool tensor broadcastable to [batch, heads, time, key_time]: whether a query
-            sees a key, beside what `causal` says. A dim of 1 is not blown up.
-        scale: What scores are multiplied by; None for 1 / sqrt(size).
+            sees a key, in addition to `causal`. A dim of 1 is not expanded in memory.
+        scale: The factor of scores; None for 1 / sqrt(size).
         soft_cap: None, or c: scores s become c tanh(s / c).
-        block_size: The most queries and keys of a block, one number or two; None for sizes that were
-            found to be fast on CPUs.
+        block_size: The maximum numbers of queries and keys in a block, one number or two; None for sizes
+            that are fast on CPUs.
         return_lse: Whether the log-sum-exp is returned too.
 
     Returns:
-        A tensor of shape [batch, heads, time, value_size] and the dtype of `query`. A query that sees
-        no key gives zeros, and gets and gives no gradient. With `return_lse` a pair of that and of the
-        log-sum-exp of each query's scores: shape [batch, heads, time], float32 (float64 for such
-        queries), -inf where no key is seen. Both have gradients.
+        A tensor of shape [batch, heads, time, value_size] and the dtype of `query`. The output of a query
+        that sees no key is zero, and so are its gradients. With `return_lse` a pair of that and of the
+        log-sum-exp of each query's scores: shape [batch, heads, time], float32 (float64 for float64
+        queries), -inf if no key is seen. Both have gradients.
 
     Raises:
-        TypeError: A tensor is not of a floating dtype.
-        ValueError: The shapes or the arguments do not fit each other.
+        TypeError: A tensor does not have a floating dtype.
+        ValueError: The shapes or the arguments are inconsistent.
 
     Source: Rabe & Staats 2021, "Self-attention Does Not Need O(n^2) Memory"; Dao 2023,
     "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning".
@@ -77,11 +77,10 @@ def blockwise_attention(
     mask = _checked_mask(mask, query, key)
     by_query = causal or (mask is not None and mask.shape[2] != 1)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    settings = default_settings(scale, by_query=by_query)
+    settings = default_settings(scale, by_query=by_query)._replace(soft_cap=soft_cap)
     if block_size is not None:
         rows, columns = _block_sizes(block_size)
         settings = settings._replace(rows=rows, columns=columns)
-    settings = settings._replace(soft_cap=soft_cap)
     seen = Visibility(causal, _offset(query, key, causal, query_offset), mask)
 
     @custom_gradient
@@ -92,7 +91,7 @@ def blockwise_attention(
         def gradient(of_out, of_lse):
             of_out = tf.cast(of_out, lse.dtype)
             delta = tf.reduce_sum(of_out * tf.cast(out, lse.dtype), axis=-1, keepdims=True)
-            # A row that sees nothing has no gradient, whatever comes for its -inf.
+            # A row that sees nothing has no gradient, whatever the gradient of its -inf is.
             delta -= tf.where(tf.math.is_inf(lse), tf.zeros_like(lse), of_lse[..., None])
             found = attention_gradients(query, key, value, of_out, lse, delta, seen, settings)
             inputs = (query, key, value)
@@ -126,25 +125,26 @@ def _check_shapes(query, key, value) -> None:
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
         raise ValueError(
-            "Keys and values have as many heads as each other (dim 1), which divide those of the "
-            f"queries. Received: {shapes}."
+            "Keys and values must have the same number of heads (dim 1), of which the number of query "
+            f"heads is a multiple. Received: {shapes}."
         )
     if query.shape[3] != key.shape[3]:
-        raise ValueError(f"Queries and keys have one size (dim 3). Received: {shapes}.")
+        raise ValueError(f"Queries and keys must have the same size (dim 3). Received: {shapes}.")
     same_time = key.shape[2:3].is_compatible_with(value.shape[2:3])
     batches = [tensor.shape[:1] for tensor in (key, value)]
     if not same_time or not all(query.shape[:1].is_compatible_with(batch) for batch in batches):
         raise ValueError(
-            f"All have one batch (dim 0), and keys and values one time (dim 2). Received: {shapes}."
+            "All must have the same batch size (dim 0), and keys and values the same time (dim 2). "
+            f"Received: {shapes}."
         )
 
 
 def default_settings(scale: float, *, by_query: bool) -> Settings:
-    """Settings with blocks of sizes that were found to be fast on CPUs.
+    """Settings with block sizes that are fast on CPUs.
 
     Args:
-        scale: What scores are multiplied by.
-        by_query: Whether queries see different keys.
+        scale: The factor of scores.
+        by_query: Whether different queries see different keys.
     """
     return Settings(scale, None, *(_CAUSAL_BLOCK if by_query else _BLOCK))
 
@@ -164,7 +164,7 @@ def _offset(query, key, causal: bool, query_offset):
         return size_of(key, 2) - size_of(query, 2) if causal else 0
     if not causal:
         raise ValueError(
-            "`query_offset` is for causal attention. Received: "
+            "`query_offset` requires causal attention. Received: "
             f"query_offset={checks.shown(query_offset)}, causal=False."
         )
     if tf.is_tensor(query_offset):
@@ -175,7 +175,7 @@ def _offset(query, key, causal: bool, query_offset):
 
 
 def _checked_mask(mask, query, key):
-    """The mask with four dims."""
+    """The mask, expanded to four dims."""
     if mask is None:
         return None
     meaning = "a bool tensor broadcastable to [batch, heads, time, key_time], or None"
@@ -188,7 +188,9 @@ def _checked_mask(mask, query, key):
     for dim, whole in zip(reversed(mask.shape), reversed(scores), strict=False) if fits else ():
         fits = fits and (dim in (1, None) or whole in (dim, None))
     if not fits:
-        raise checks.refuse("mask", given, f"{meaning}, and fits {scores}; it is {mask.shape}")
+        raise checks.refuse(
+            "mask", given, f"{meaning}, here {scores}, and not of shape {mask.shape}"
+        )
     for _ in range(4 - rank):
         mask = mask[None]
     return mask

@@ -1,8 +1,8 @@
-"""Attention of one block of queries to one block of keys, its gradients, and how results merge.
+"""Attention of one block of queries to one block of keys, its gradients, and the merge of results.
 
 Softmax over a row of scores is a weighted mean of softmaxes over parts of the row; the weights follow
-from the parts' log-sum-exp. So a part of the keys can be attended to wherever it is at hand: a block
-of a rank's own keys, or what another rank sends.
+from the parts' log-sum-exp. So attention can be computed for any part of the keys: a block of a rank's
+own keys, or keys that another rank sends.
 
 Source: Rabe & Staats 2021, "Self-attention Does Not Need O(n^2) Memory"; Dao 2023, "FlashAttention-2".
 """
@@ -13,8 +13,8 @@ import tensorflow as tf
 
 from tfdist.backend.kernels import kernels, kernels_enabled
 
-#: What is added to a score that does not count. Finite, so that a row of them has no NaN, and far
-#: below any score. It leaves room for a score beside it.
+#: Added to a score that is masked. Finite, so that a row of them has no NaN; far below any score; and far
+#: enough from the float32 minimum that the sum with a score does not overflow.
 LOWEST = -1e38
 
 
@@ -25,15 +25,15 @@ def attend_block(query, key, value, *, bias=None, soft_cap: float | None = None)
         query: Shape [..., rows, size], of float32 or float64, scaled.
         key: Shape [..., columns, size].
         value: Shape [..., columns, value_size].
-        bias: None, or what is added to scores, broadcastable to [..., rows, columns]: 0 where a row
-            sees a column, and `LOWEST` elsewhere.
+        bias: None, or an addend of scores, broadcastable to [..., rows, columns]: 0 where a row sees a
+            column, and `LOWEST` elsewhere.
         soft_cap: None, or c: scores s become c tanh(s / c).
 
     Returns:
-        What each row attends to, of shape [..., rows, value_size]: zeros where it sees no column.
-        The log-sum-exp of its scores, of shape [..., rows, 1]: -inf there.
+        The output of each row, of shape [..., rows, value_size]: zero if the row sees no column. And the
+        log-sum-exp of its scores, of shape [..., rows, 1]: then -inf.
     """
-    scores, _ = _scores(query, key, bias, soft_cap)
+    scores, _ = scores_of(query, key, bias, soft_cap)
     weights, lse = _softmax(scores)
     out = tf.matmul(weights, value)
     if bias is None:
@@ -44,18 +44,18 @@ def attend_block(query, key, value, *, bias=None, soft_cap: float | None = None)
 
 
 def merge(first, second):
-    """Puts together what the same rows attend to in two sets of keys.
+    """Merges the results of the same rows for two sets of keys.
 
     Args:
-        first: The output [..., rows, value_size] and the log-sum-exp [..., rows, 1] of one set.
-        second: Those of the other.
+        first: The output [..., rows, value_size] and the log-sum-exp [..., rows, 1] for one set.
+        second: The same for the other set.
 
     Returns:
-        Those of both sets together.
+        The output and the log-sum-exp for both sets together.
     """
     (out, lse), (other, other_lse) = first, second
     highest = tf.maximum(lse, other_lse)
-    # Rows that see nothing in either set: -inf less -inf would be NaN.
+    # For rows that see nothing in either set: -inf minus -inf would be NaN.
     highest = tf.where(tf.math.is_inf(highest), tf.zeros_like(highest), highest)
     weight, other_weight = tf.exp(lse - highest), tf.exp(other_lse - highest)
     total = weight + other_weight
@@ -64,52 +64,24 @@ def merge(first, second):
     return out, highest + tf.math.log(total)
 
 
-def block_gradients(
-    query, key, value, gradient, lse, delta, *, bias=None, soft_cap: float | None = None
-):
-    """The gradients of one block's queries, keys and values, by what the rows see in all blocks.
+def block_gradients(query, key, gradient, exponents, weight_gradient, *, bias=None, slope=None):
+    """The gradients of one block's queries, keys and values.
 
     Args:
         query: As in `attend_block`.
-        key: As there.
-        value: As there.
+        key: As in `attend_block`.
         gradient: Of the output of all blocks together, of shape [..., rows, value_size].
-        lse: The log-sum-exp over all blocks, of shape [..., rows, 1].
-        delta: The sum of `gradient` times that output over the last dim, less the gradient of `lse`,
-            of shape [..., rows, 1].
+        exponents: Scores minus the log-sum-exp over all blocks, of shape [..., rows, columns].
+        weight_gradient: `gradient` times the values, minus delta: the sum of `gradient` times the output
+            of all blocks over the last dim, minus the gradient of the log-sum-exp. Of the same shape.
         bias: As in `attend_block`.
-        soft_cap: As there.
+        slope: None, or the slope of the cap at each score.
 
     Returns:
-        This block's addend to the gradients of the (scaled) query, the key and the value.
-    """
-    scores, slope = _scores(query, key, None, soft_cap)
-    exponents = scores - finite(lse)
-    weight_gradient = tf.matmul(gradient, value, transpose_b=True) - delta
-    return gradients_of_products(
-        query, key, gradient, exponents, weight_gradient, bias=bias, slope=slope
-    )
-
-
-def gradients_of_products(
-    query, key, gradient, exponents, weight_gradient, *, bias=None, slope=None
-):
-    """The second half of `block_gradients`.
-
-    Args:
-        query: As there.
-        key: As there.
-        gradient: As there.
-        exponents: Scores less `lse`, of shape [..., rows, columns].
-        weight_gradient: `gradient` times the values less `delta`, of that shape.
-        bias: As there.
-        slope: None, or that of the cap at each score.
-
-    Returns:
-        As there.
+        The contribution of this block to the gradients of the (scaled) query, the key and the value.
     """
     exponents = exponents if bias is None else exponents + bias
-    if _takes_kernels(exponents):
+    if _kernels_apply(exponents):
         weights, score_gradient = kernels().tfdist_softmax_gradient(
             exponents=exponents, dy=weight_gradient
         )
@@ -125,18 +97,18 @@ def gradients_of_products(
 
 
 def finite(lse):
-    """0 for rows that see nothing, all of whose scores are far below."""
+    """The log-sum-exp, with 0 for rows that see nothing: their biased scores are far below 0."""
     return tf.where(tf.math.is_inf(lse), tf.zeros_like(lse), lse)
 
 
-def _takes_kernels(scores) -> bool:
-    """Whether the compiled library, which goes over the scores once, takes them."""
+def _kernels_apply(scores) -> bool:
+    """Whether the compiled library is used, which needs one pass over the scores."""
     return scores.dtype == tf.float32 and kernels_enabled()
 
 
 def _softmax(scores):
-    """The softmax of rows, and their log-sum-exp."""
-    if _takes_kernels(scores):
+    """The softmax of each row, and its log-sum-exp."""
+    if _kernels_apply(scores):
         return kernels().tfdist_softmax(scores=scores)
     weights = tf.nn.softmax(scores)
     # The weight of the highest score is 1 over the sum of exponentials: no second pass of those.
@@ -144,7 +116,7 @@ def _softmax(scores):
     return weights, highest - tf.math.log(tf.reduce_max(weights, axis=-1, keepdims=True))
 
 
-def _scores(query, key, bias, soft_cap: float | None):
+def scores_of(query, key, bias, soft_cap: float | None):
     """Scores, and the slope of the cap at each; None without a cap."""
     scores = tf.matmul(query, key, transpose_b=True)
     slope = None

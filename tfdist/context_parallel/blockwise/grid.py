@@ -1,32 +1,41 @@
-"""How queries and keys are cut into blocks, and what a block of queries sees of a block of keys."""
+"""The split of queries and keys into blocks, and the mask of a pair of blocks."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from tfdist.context_parallel.blockwise.blocks import LOWEST
 
-#: The sizes of blocks are multiples of it, where there are several.
+#: If there are several blocks, their size is a multiple of this.
 _MULTIPLE = 8
 
 
 def size_of(tensor, axis: int):
-    """A dim: an int where it is known, else a scalar tensor."""
+    """The size of a dim: an int if it is known, else a scalar tensor."""
     static = tensor.shape[axis]
     return tf.shape(tensor)[axis] if static is None else static
 
 
+def padded(tensor: tf.Tensor, size, axis: int) -> tf.Tensor:
+    """The tensor, padded with zeros (or False) at the end up to `size` along `axis`."""
+    if isinstance(size, int) and tensor.shape[axis] == size:
+        return tensor
+    paddings = [[0, 0]] * len(tensor.shape)
+    paddings[axis] = [0, size - size_of(tensor, axis)]
+    return tf.pad(tensor, paddings)
+
+
 @dataclasses.dataclass(frozen=True)
 class Visibility:
-    """Which keys queries see.
+    """The keys that queries see.
 
     Attributes:
-        causal: Whether query i sees key j only where j <= i + `query_offset`.
-        query_offset: The place of the first query among the keys: an int or a scalar tensor.
+        causal: Whether query i sees key j only if j <= i + `query_offset`.
+        query_offset: The position of the first query among the keys: an int or a scalar tensor.
         mask: None, or bool of shape [batch or 1, heads or 1, queries or 1, keys or 1].
     """
 
@@ -35,53 +44,45 @@ class Visibility:
     mask: tf.Tensor | None = None
 
 
-class Cut:
-    """The cut of a length into equal blocks, the last of which may be filled up.
+class Settings(NamedTuple):
+    """The settings of attention other than visibility.
 
     Attributes:
-        length: What is cut: an int, or a scalar tensor; so are `number` and `size`.
-        number: The number of blocks.
-        size: The length of a block.
+        scale: The factor of scores.
+        soft_cap: None, or c: scores s become c tanh(s / c).
+        rows: The maximum number of queries in a block.
+        columns: The maximum number of keys in a block.
     """
 
-    def __init__(self, length, most: int):
-        self.length = length
-        if isinstance(length, int):
-            self.number = max(1, -(-length // most))
-            self.size = -(-length // self.number)
-            if self.number > 1:
-                self.size = min(most, -(-self.size // _MULTIPLE) * _MULTIPLE)
-        else:
-            self.number = tf.maximum(1, -(-length // most))
-            self.size = -(-length // self.number)
+    scale: float
+    soft_cap: float | None
+    rows: int
+    columns: int
+
+
+class Cut:
+    """The split of a dim into equal blocks, the last of which may be padded, by groups of heads.
+
+    Attributes:
+        length: The size of the dim, an int or a scalar tensor, as are `number` and `size`.
+        number: The number of blocks.
+        size: The size of a block.
+    """
+
+    def __init__(self, tensor, groups: int, most: int):
+        self._batch, self._groups = size_of(tensor, 0), groups
+        self._repeats = tensor.shape[1] // groups
+        self.length = length = size_of(tensor, 2)
+        at_least_one = max if isinstance(length, int) else tf.maximum
+        self.number = at_least_one(1, -(-length // most))
+        self.size = -(-length // self.number)
+        if isinstance(length, int) and self.number > 1:
+            self.size = min(most, -(-self.size // _MULTIPLE) * _MULTIPLE)
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is known that no block is filled up."""
+        """Whether it is known that no block is padded."""
         return isinstance(self.length, int) and self.number * self.size == self.length
-
-    def blocks(self, tensor, groups: int | None = None) -> _Blocks:
-        """The blocks of a tensor of shape [batch, heads, length, size], by `read(index)`.
-
-        Args:
-            tensor: The tensor.
-            groups: None, or G: the heads of one of G groups follow each other as rows.
-
-        Returns:
-            What reads tensors of shape [batch, heads, block, size], or
-            [batch, G, heads / G * block, size].
-        """
-        batch, heads, size = size_of(tensor, 0), tensor.shape[1], tensor.shape[3]
-        groups = groups or heads
-        shape = [batch, groups, heads // groups, self.number * self.size, size]
-        return _Blocks(self, tf.reshape(self.filled(tensor, 2), shape))
-
-    def joined(self, blocks: tf.TensorArray, batch, heads: int, groups: int, size: int):
-        """The tensor of shape [batch, heads, length, size] that blocks are of."""
-        shape = [self.number, batch, groups, heads // groups, self.size, size]
-        tensor = tf.transpose(tf.reshape(blocks.stack(), shape), [1, 2, 3, 0, 4, 5])
-        tensor = tf.reshape(tensor, [batch, heads, self.number * self.size, size])
-        return tensor if self.is_exact else tensor[:, :, : self.length]
 
     @property
     def is_whole(self) -> bool:
@@ -89,46 +90,60 @@ class Cut:
         return isinstance(self.number, int) and self.number == 1
 
     def filled(self, tensor, axis: int):
-        """The tensor, with zeros behind it up to the end of the last block."""
-        if self.is_exact:
-            return tensor
-        paddings = [[0, 0]] * len(tensor.shape)
-        paddings[axis] = [0, self.number * self.size - self.length]
-        return tf.pad(tensor, paddings)
+        """The tensor, padded with zeros up to the end of the last block."""
+        return tensor if self.is_exact else padded(tensor, self.number * self.size, axis)
 
+    def shape(self, size: int) -> list:
+        """The shape of all blocks of a tensor whose last dim is `size`, along a new dim 0."""
+        return [self.number, self._batch, self._groups, self._repeats * self.size, size]
 
-class _Blocks:
-    """Blocks of a tensor of shape [batch, groups, heads of a group, length, size], cut when they are read."""
+    def blocks(self, tensor) -> Callable:
+        """A function from an index to a block of a tensor of shape [batch, heads, length, size].
 
-    def __init__(self, cut: Cut, tensor):
-        self._cut, self._tensor = cut, tensor
+        Blocks have shape [batch, groups, heads / groups * block, size].
+        """
+        size = tensor.shape[3]
+        outer = [self._batch, self._groups, self._repeats]
+        tensor = tf.reshape(self.filled(tensor, 2), [*outer, self.number * self.size, size])
 
-    def read(self, index):
-        """A block, of shape [batch, groups, heads of a group * block, size]."""
-        found, shape = self._tensor, self._tensor.shape
-        batch = size_of(found, 0)
-        if not self._cut.is_whole:
-            # By sizes, as XLA wants to know these.
-            size = [batch, *shape[1:3], self._cut.size, shape[4]]
-            found = tf.slice(found, [0, 0, 0, index * self._cut.size, 0], size)
-        return tf.reshape(found, [batch, shape[1], shape[2] * self._cut.size, shape[4]])
+        def read(index):
+            found = tensor
+            if not self.is_whole:
+                # By sizes, which XLA requires.
+                begin = [0, 0, 0, index * self.size, 0]
+                found = tf.slice(tensor, begin, [*outer, self.size, size])
+            return tf.reshape(found, self.shape(size)[1:])
+
+        return read
+
+    def joined(self, blocks: tf.TensorArray, size: int):
+        """The tensor of shape [batch, heads, length, size] of given blocks."""
+        outer = [self._batch, self._groups, self._repeats]
+        tensor = tf.reshape(blocks.stack(), [self.number, *outer, self.size, size])
+        tensor = tf.transpose(tensor, [1, 2, 3, 0, 4, 5])
+        heads = self._groups * self._repeats
+        tensor = tf.reshape(tensor, [self._batch, heads, self.number * self.size, size])
+        return tensor if self.is_exact else tensor[:, :, : self.length]
 
 
 class Grid:
     """Pairs of a block of queries and a block of keys.
 
     Attributes:
-        rows: The cut of the queries.
-        columns: The cut of the keys.
+        rows: The split of the queries.
+        columns: The split of the keys.
+        dtype: The dtype of the computation.
     """
 
-    def __init__(self, rows: Cut, columns: Cut, heads: int, groups: int, seen: Visibility, dtype):
-        self.rows, self.columns = rows, columns
-        self._heads, self._groups, self._seen, self._dtype = heads, groups, seen, dtype
+    def __init__(self, query, key, seen: Visibility, settings: Settings):
+        self.dtype = tf.float64 if query.dtype == tf.float64 else tf.float32
+        self._heads, self._groups, self._seen = query.shape[1], key.shape[1], seen
+        self.rows = Cut(query, self._groups, settings.rows)
+        self.columns = Cut(key, self._groups, settings.columns)
         self._mask = None if seen.mask is None else self._prepared(seen.mask)
 
     def columns_seen(self, row):
-        """How many blocks of keys a block of queries sees, from the first on."""
+        """The number of blocks of keys, starting with the first, that a block of queries sees."""
         if not self._seen.causal:
             return self.columns.number
         last = (row + 1) * self.rows.size - 1 + self._seen.query_offset
@@ -142,10 +157,10 @@ class Grid:
         return _clip(first // self.rows.size, self.rows.number)
 
     def with_bias(self, row, column, compute: Callable, nothing: Callable):
-        """Calls `compute` with what is added to the scores of a pair; None where all is seen.
+        """Calls `compute` with the bias of the scores of a pair of blocks; None if all keys are seen.
 
-        Where only the graph knows what is seen, it decides there. A pair of which the mask leaves
-        nothing gives `nothing()`, and costs nothing: so causal masks and sliding windows do.
+        If that depends on tensors, the graph decides it. For a pair of which the mask hides everything,
+        `nothing()` is returned without any computation, as for causal masks and sliding windows.
         """
         begin, first = row * self.rows.size, column * self.columns.size
         if self._mask is not None:
@@ -159,7 +174,7 @@ class Grid:
         if self._seen.causal:
             partly = first + self.columns.size - 1 > begin + self._seen.query_offset
         if not self.columns.is_exact and partly is not True:
-            partly = _either(partly, first + self.columns.size > self.columns.length)
+            partly = partly | (first + self.columns.size > self.columns.length)
         if isinstance(partly, bool):
             return compute(self._unmasked_bias(begin, first) if partly else None)
         return tf.cond(
@@ -172,10 +187,10 @@ class Grid:
         return self._bias(tf.tile(visible, [repeats, 1]) if self._seen.causal else visible)
 
     def _bias(self, visible):
-        return tf.where(visible, tf.zeros([], self._dtype), tf.cast(LOWEST, self._dtype))
+        return tf.where(visible, tf.zeros([], self.dtype), tf.cast(LOWEST, self.dtype))
 
     def _unmasked(self, begin, first):
-        """What is seen but for the mask: [rows or 1, columns]."""
+        """Which keys are seen without the mask: [rows or 1, columns]."""
         columns = first + tf.range(self.columns.size)
         visible = columns[None, :] < self.columns.length
         if not self._seen.causal:
@@ -184,7 +199,7 @@ class Grid:
         return tf.logical_and(visible, columns[None, :] <= rows[:, None])
 
     def _masked(self, begin, first):
-        """What is seen: [batch or 1, groups or 1, heads of a group or 1, rows or 1, columns]."""
+        """Which keys are seen: [batch or 1, groups or 1, heads of a group or 1, rows or 1, columns]."""
         mask: Any = self._mask
         start, shape = [0] * 5, [size_of(mask, axis) for axis in range(5)]
         if mask.shape[3] != 1:
@@ -206,7 +221,7 @@ class Grid:
     def _prepared(self, mask):
         """The mask as [batch or 1, groups or 1, heads of a group or 1, queries or 1, keys or 1]."""
         heads = mask.shape[1]
-        # A dim that is not known may be 1. Broadcast, it is what it is said to be.
+        # A dim of unknown size may be 1; broadcasting gives it the full size.
         shape = [
             size_of(mask, 0),
             self._heads if heads is None else heads,
@@ -227,9 +242,3 @@ def _clip(value, most):
     if isinstance(value, int) and isinstance(most, int):
         return min(max(value, 0), most)
     return tf.clip_by_value(value, 0, most)
-
-
-def _either(first, second):
-    if isinstance(first, bool) and isinstance(second, bool):
-        return first or second
-    return tf.logical_or(first, second)

@@ -1,13 +1,13 @@
 """The forward and the backward pass of attention over all pairs of blocks.
 
-The loops are `tf.while_loop`s of one iteration at a time: with the blocks side by side in a graph,
-TensorFlow would begin all of them at once, and their scores would stand together.
+The loops are `tf.while_loop`s of one iteration at a time: if all blocks were in one graph, TensorFlow would
+start all of them at once, and their scores would be in memory together.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -15,52 +15,37 @@ from tfdist.context_parallel.blockwise.blocks import (
     attend_block,
     block_gradients,
     finite,
-    gradients_of_products,
     merge,
+    scores_of,
 )
-from tfdist.context_parallel.blockwise.grid import Cut, Grid, Visibility, size_of
-
-
-class Settings(NamedTuple):
-    """What attention computes, beside what is seen.
-
-    Attributes:
-        scale: What scores are multiplied by.
-        soft_cap: None, or c: scores s become c tanh(s / c).
-        rows: The most queries of a block.
-        columns: The most keys of a block.
-    """
-
-    scale: float
-    soft_cap: float | None
-    rows: int
-    columns: int
+from tfdist.context_parallel.blockwise.grid import Grid, Settings, Visibility
 
 
 def attention_parts(query, key, value, seen: Visibility, settings: Settings):
-    """The forward pass.
+    """Computes the forward pass.
 
     Args:
         query: Shape [batch, heads, queries, size].
-        key: Shape [batch, groups, keys, size], where the groups divide the heads.
+        key: Shape [batch, groups, keys, size]; `heads` is a multiple of `groups`.
         value: Shape [batch, groups, keys, value_size].
-        seen: What queries see of these keys.
-        settings: What is computed.
+        seen: Which of these keys the queries see.
+        settings: The other settings.
 
     Returns:
-        What is attended to, of shape [batch, heads, queries, value_size], and the log-sum-exp of
-        scores, of shape [batch, heads, queries, 1]; both of float32, or float64 as the query. They
-        are of these keys alone: `merge` puts results for several sets of keys together.
+        The output, of shape [batch, heads, queries, value_size], and the log-sum-exp of scores, of shape
+        [batch, heads, queries, 1]; both float32, or float64 if the query is. They are for these keys only:
+        `merge` combines the results for several sets of keys.
     """
-    grid, groups, dtype = _grid(query, key, seen, settings)
-    queries = grid.rows.blocks(query, groups)
+    grid = Grid(query, key, seen, settings)
+    dtype = grid.dtype
+    queries = grid.rows.blocks(query)
     keys, values = grid.columns.blocks(key), grid.columns.blocks(value)
 
     def row(i, outs, lses):
-        scaled = tf.cast(queries.read(i), dtype) * settings.scale
+        scaled = tf.cast(queries(i), dtype) * settings.scale
 
         def pair(j, *found):
-            key, value = tf.cast(keys.read(j), dtype), tf.cast(values.read(j), dtype)
+            key, value = tf.cast(keys(j), dtype), tf.cast(values(j), dtype)
             again = grid.with_bias(
                 i,
                 j,
@@ -81,39 +66,36 @@ def attention_parts(query, key, value, seen: Visibility, settings: Settings):
 
     empty = [tf.TensorArray(dtype, grid.rows.number) for _ in range(2)]
     outs, lses = _loop(0, grid.rows.number, row, tuple(empty))
-    batch, heads = size_of(query, 0), query.shape[1]
-    return (
-        grid.rows.joined(outs, batch, heads, groups, value.shape[-1]),
-        grid.rows.joined(lses, batch, heads, groups, 1),
-    )
+    return grid.rows.joined(outs, value.shape[-1]), grid.rows.joined(lses, 1)
 
 
 def attention_gradients(
     query, key, value, gradient, lse, delta, seen: Visibility, settings: Settings
 ):
-    """The backward pass, which makes the scores again.
+    """Computes the backward pass, with the scores computed again.
 
     Args:
         query: As in `attention_parts`.
-        key: As there.
-        value: As there.
-        gradient: Of the output, of its shape.
+        key: As in `attention_parts`.
+        value: As in `attention_parts`.
+        gradient: The gradient of the output, of its shape.
         lse: The log-sum-exp over all keys, also those of other calls: [batch, heads, queries, 1].
-        delta: The sum of `gradient` times the output over all keys along the last dim, less the
+        delta: The sum of `gradient` times the output over all keys along the last dim, minus the
             gradient of `lse`; of its shape.
         seen: As in `attention_parts`.
-        settings: As there.
+        settings: As in `attention_parts`.
 
     Returns:
-        The gradients of query, key and value, of float32 or float64. With several sets of keys, the
-        query's is the sum of what each set gives.
+        The gradients of query, key and value, float32 or float64. With several sets of keys, the gradient
+        of the query is the sum over the sets.
     """
-    grid, groups, dtype = _grid(query, key, seen, settings)
+    grid = Grid(query, key, seen, settings)
+    dtype = grid.dtype
     query, key, value, gradient, lse, delta = (
         tf.cast(tensor, dtype) for tensor in (query, key, value, gradient, lse, delta)
     )
     query *= settings.scale
-    # By block: query and gradient; key. Then what the products of a pair are made of.
+    # By block: query and gradient; key. Then the factors of the products of a pair.
     rows, columns = [query, gradient], [key]
     if settings.soft_cap is None and _products_are_exact(dtype):
         compute = _folded_pair
@@ -125,15 +107,15 @@ def attention_gradients(
         rows += [lse, delta]
         columns += [value]
     is_one = grid.columns.is_whole
-    row_blocks = [grid.rows.blocks(tensor, groups) for tensor in rows]
+    row_blocks = [grid.rows.blocks(tensor) for tensor in rows]
     column_blocks = [grid.columns.blocks(tensor) for tensor in columns]
 
     def column(j, query_gradients, key_gradients, value_gradients):
-        of_column = [blocks.read(j) for blocks in column_blocks]
+        of_column = [blocks(j) for blocks in column_blocks]
         key, value = of_column[0], of_column[-1][..., :value_size]
 
         def pair(i, query_gradients, key_gradient, value_gradient):
-            of_row = [blocks.read(i) for blocks in row_blocks]
+            of_row = [blocks(i) for blocks in row_blocks]
             of_query, of_key, of_value = grid.with_bias(
                 i,
                 j,
@@ -154,48 +136,43 @@ def attention_gradients(
         return query_gradients, key_gradients.write(j, of_key), value_gradients.write(j, of_value)
 
     size, value_size = query.shape[-1], value.shape[-1]
-    batch, heads = size_of(query, 0), query.shape[1]
     begin = tf.TensorArray(dtype, grid.rows.number, clear_after_read=False)
     if not is_one:
-        block = [batch, groups, heads // groups * grid.rows.size, size]
-        begin = begin.unstack(tf.zeros([grid.rows.number, *block], dtype))
+        begin = begin.unstack(tf.zeros(grid.rows.shape(size), dtype))
     empty = [tf.TensorArray(dtype, grid.columns.number) for _ in range(2)]
     of_queries, of_keys, of_values = _loop(0, grid.columns.number, column, (begin, *empty))
-    of_query = grid.rows.joined(of_queries, batch, heads, groups, size) * settings.scale
-    of_key = grid.columns.joined(of_keys, batch, groups, groups, size)
-    return of_query, of_key, grid.columns.joined(of_values, batch, groups, groups, value_size)
+    return (
+        grid.rows.joined(of_queries, size) * settings.scale,
+        grid.columns.joined(of_keys, size),
+        grid.columns.joined(of_values, value_size),
+    )
 
 
 def _pair(of_row, of_column, bias, soft_cap):
     query, gradient, lse, delta = of_row
     key, value = of_column
-    return block_gradients(query, key, value, gradient, lse, delta, bias=bias, soft_cap=soft_cap)
+    scores, slope = scores_of(query, key, None, soft_cap)
+    weight_gradient = tf.matmul(gradient, value, transpose_b=True) - delta
+    exponents = scores - finite(lse)
+    return block_gradients(query, key, gradient, exponents, weight_gradient, bias=bias, slope=slope)
 
 
 def _folded_pair(of_row, of_column, bias):
-    """With `lse` and `delta` as one more feature of products: two passes less over all scores."""
+    """The same with `lse` and `delta` as one more feature of the products: saves two passes over all scores."""
     query, gradient, query_and_lse, gradient_and_delta = of_row
     key, key_and_one, value_and_one = of_column
     exponents = tf.matmul(query_and_lse, key_and_one, transpose_b=True)
     weight_gradient = tf.matmul(gradient_and_delta, value_and_one, transpose_b=True)
-    return gradients_of_products(query, key, gradient, exponents, weight_gradient, bias=bias)
+    return block_gradients(query, key, gradient, exponents, weight_gradient, bias=bias)
 
 
 def _products_are_exact(dtype) -> bool:
-    """Whether products keep the precision of their factors: not where GPUs take TensorFloat-32."""
+    """Whether products keep the precision of their factors, which GPUs with TensorFloat-32 do not."""
     return dtype == tf.float64 or not tf.config.list_logical_devices("GPU")
 
 
-def _grid(query, key, seen: Visibility, settings: Settings):
-    dtype = tf.float64 if query.dtype == tf.float64 else tf.float32
-    rows = Cut(size_of(query, 2), settings.rows)
-    columns = Cut(size_of(key, 2), settings.columns)
-    groups = key.shape[1]
-    return Grid(rows, columns, query.shape[1], groups, seen, dtype), groups, dtype
-
-
 def _nothing(query, value_size: int):
-    """The result for no keys at all."""
+    """The result for an empty set of keys."""
     out = tf.zeros_like(query[..., :1])
     lse = tf.fill(tf.shape(out), tf.constant(float("-inf"), query.dtype))
     lse.set_shape(out.shape)
@@ -203,7 +180,7 @@ def _nothing(query, value_size: int):
 
 
 def _loop(begin, end, body, carried: tuple) -> Any:
-    """Calls `body(index, *carried)` for each index, one after the other; returns what is carried."""
+    """Calls `body(index, *carried)` for each index in turn; returns the last values of `carried`."""
     if isinstance(begin, int) and isinstance(end, int) and end - begin <= 1:
         for index in range(begin, end):
             carried = body(index, *carried)
